@@ -1,0 +1,230 @@
+"""What a silo holds: checked, padded to common shapes, masked and stacked into buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.dtypes import canonicalize_dtype
+
+from numpyro_fed.errors import DataError
+
+Sizes = dict[str, int]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SiloData:
+    """The data of one silo, or of a stack of silos of one shape: a pytree.
+
+    Attributes
+    ----------
+    arrays : dict of str to array
+        The array-valued keyword arguments of the model.
+    masks : dict of str to bool array of shape (size,)
+        For each silo plate that was padded: which rows are real. Plates that were not padded
+        are left out.
+    static : tuple of (str, value)
+        Python ints, bools, strings and None: part of the program, not of its input.
+    """
+
+    arrays: dict[str, Any]
+    masks: dict[str, Any] = field(default_factory=dict)
+    static: tuple[tuple[str, Any], ...] = field(default=(), metadata={"static": True})
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of the model."""
+        return {**self.arrays, **dict(self.static)}
+
+    def keep(self, plate: str, rows: Array) -> Array:
+        """``rows`` (size, ...) of one plate with exactly zero in the padded rows."""
+        if plate not in self.masks:
+            return rows
+        mask = self.masks[plate]
+        return jnp.where(mask.reshape(mask.shape + (1,) * (rows.ndim - 1)), rows, 0.0)
+
+
+class Bucket(NamedTuple):
+    """Silos that share one shape, stacked along a leading axis."""
+
+    silos: tuple[int, ...]  # their numbers in the user's list
+    sizes: tuple[Sizes, ...]  # the true size of each silo plate at each of them
+    data: SiloData  # every leaf has a leading axis of len(silos)
+
+
+def read(silos: Sequence[Mapping[str, Any]]) -> list[SiloData]:
+    """Check the user's list of dicts and turn each into a :class:`SiloData` of NumPy arrays.
+
+    Raises
+    ------
+    DataError
+        For an empty list, silos with different keys, dtypes or trailing shapes, NaN or infinity,
+        or a value that is not an array, a number, a string or None.
+    """
+    if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
+        raise DataError(
+            "silos must be a list with one dict of keyword arguments for each silo, "
+            f"got {type(silos).__name__}. For a single silo pass a list with one dict."
+        )
+    if not silos:
+        raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
+    read_silos = [_read_one(j, silo) for j, silo in enumerate(silos)]
+    for j, silo in enumerate(read_silos[1:], start=1):
+        _check_alike(read_silos[0], silo, j)
+    return read_silos
+
+
+def _read_one(j: int, silo: Mapping[str, Any]) -> SiloData:
+    if not isinstance(silo, Mapping):
+        raise DataError(f"silo {j} must be a dict of keyword arguments, got {type(silo).__name__}.")
+    arrays: dict[str, np.ndarray] = {}
+    static: list[tuple[str, Any]] = []
+    for key in sorted(silo):
+        value = silo[key]
+        if isinstance(value, np.bool_ | np.integer) and not isinstance(value, np.ndarray):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | str):
+            static.append((key, value))
+            continue
+        array = np.asarray(value)
+        if array.dtype.kind not in "fiub":
+            raise DataError(
+                f"silo {j}, '{key}': expected an array of numbers, got {type(value).__name__} "
+                f"with dtype {array.dtype}. Convert it to a numeric array first."
+            )
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            bad = int((~np.isfinite(array)).sum())
+            raise DataError(
+                f"silo {j}, '{key}': {bad} of {array.size} values are NaN or infinite. Mark missing "
+                "rows by a mask array in the data and numpyro.handlers.mask in the model, and put "
+                "any finite number in their place."
+            )
+        arrays[key] = array.astype(canonicalize_dtype(array.dtype), copy=False)
+    return SiloData(arrays, {}, tuple(static))
+
+
+def _check_alike(first: SiloData, silo: SiloData, j: int) -> None:
+    keys, expected = set(silo.kwargs), set(first.kwargs)
+    if keys != expected:
+        raise DataError(
+            f"silo {j} has the keys {sorted(keys)} but silo 0 has {sorted(expected)}. "
+            "Every silo must hold the same keyword arguments."
+        )
+    for key in first.kwargs:
+        if (key in silo.arrays) != (key in first.arrays):
+            raise DataError(
+                f"silo {j}, '{key}': an array at one silo and a plain Python value at another "
+                f"(silo 0 has {first.kwargs[key]!r:.40}). Use the same kind of value everywhere."
+            )
+    for key, array in silo.arrays.items():
+        other = first.arrays[key]
+        if array.dtype != other.dtype:
+            raise DataError(
+                f"silo {j}, '{key}' has dtype {array.dtype} but silo 0 has {other.dtype}. "
+                f"Convert one of them, for example with .astype('{other.dtype}')."
+            )
+        if array.ndim != other.ndim or array.shape[1:] != other.shape[1:]:
+            raise DataError(
+                f"silo {j}, '{key}' has shape {array.shape} but silo 0 has {other.shape}. "
+                "Only the first axis may differ between silos."
+            )
+
+
+def signature(data: SiloData) -> tuple:
+    """Shapes, dtypes and static values: what a program is compiled for."""
+    return (
+        data.static,
+        tuple((k, a.shape, str(a.dtype)) for k, a in data.arrays.items()),
+        tuple((k, m.shape) for k, m in data.masks.items()),
+    )
+
+
+def padded_keys(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> dict[str, str]:
+    """Which arrays are rows of which silo plate: ``{key: plate}``.
+
+    An array is padded along axis 0 if and only if its length equals the size of one and the same
+    silo plate at every silo.
+    """
+    rows = {}
+    for key in silos[0].arrays:
+        lengths = [s.arrays[key].shape[0] if s.arrays[key].ndim else None for s in silos]
+        for plate in sizes[0]:
+            if lengths == [size[plate] for size in sizes]:
+                rows[key] = plate
+                break
+    return rows
+
+
+def pad(data: SiloData, rows: dict[str, str], sizes: Sizes, target: Sizes) -> SiloData:
+    """Pad one silo to ``target`` rows by copies of its first row, and mask the copies."""
+    padded = set(rows.values())
+    arrays = {
+        key: np.concatenate([a, np.repeat(a[:1], target[rows[key]] - len(a), axis=0)])
+        if key in rows
+        else a
+        for key, a in data.arrays.items()
+    }
+    masks = {p: np.arange(target[p]) < sizes[p] for p in sorted(padded)}
+    return SiloData(arrays, masks, data.static)
+
+
+def bucket(
+    silos: Sequence[SiloData],
+    sizes: Sequence[Sizes],
+    *,
+    may_pad: bool = True,
+    waste: float = 2.0,
+) -> list[Bucket]:
+    """Group silos by static values and unpadded shapes, pad each group to one shape, stack it.
+
+    Within a group, silos are further divided by powers of two of their largest plate when one
+    common shape would hold more than ``waste`` times the rows that are really there, so that
+    memory grows with rows and not with the largest silo.
+    """
+    rows = padded_keys(silos, sizes) if may_pad else {}
+
+    def shape_of(j: int) -> tuple:
+        fixed = {k: a for k, a in silos[j].arrays.items() if k not in rows}
+        unpadded = tuple((p, n) for p, n in sizes[j].items() if p not in rows.values())
+        return (*signature(SiloData(fixed, {}, silos[j].static)), unpadded)
+
+    groups = _group(range(len(silos)), shape_of)
+    if rows:
+        split_groups = []
+        for group in groups:
+            largest = [max(sizes[j][p] for p in set(rows.values())) for j in group]
+            if max(largest) * len(group) > waste * sum(largest):
+                split_groups += _group(
+                    group, lambda j: max(sizes[j][p] for p in set(rows.values())).bit_length()
+                )
+            else:
+                split_groups.append(group)
+        groups = split_groups
+    return [_stack(group, silos, sizes, rows) for group in groups]
+
+
+def _group(items: Any, key: Callable[[Any], Any]) -> list[list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def _stack(
+    group: Sequence[int],
+    silos: Sequence[SiloData],
+    sizes: Sequence[Sizes],
+    rows: dict[str, str],
+) -> Bucket:
+    target = {p: max(sizes[j][p] for j in group) for p in sizes[0]}
+    if all(sizes[j] == target for j in group):
+        rows = {}
+    members = [pad(silos[j], rows, sizes[j], target) if rows else silos[j] for j in group]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
+    return Bucket(tuple(group), tuple(sizes[j] for j in group), stacked)

@@ -1,0 +1,50 @@
+"""The exceptions of the package: what was expected, what came, where, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ModelError(ValueError):
+    """The model text cannot be split into a global and a local part."""
+
+
+class DataError(ValueError):
+    """What a silo holds does not fit the model or the other silos."""
+
+
+class GuideError(ValueError):
+    """The guide does not fit the model, the method or the machine."""
+
+
+class SavedStateError(ValueError):
+    """A saved fit belongs to another model, another layout of silos or another version."""
+
+
+class MissingExtraError(ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str):
+        super().__init__(
+            f"this needs the package '{package}', which is not installed. "
+            f"Install the extra that carries it: pip install 'numpyro-fed[{extra}]'"
+        )
+
+
+class NonFiniteError(FloatingPointError):
+    """The bound turned NaN or infinite during a run.
+
+    Attributes
+    ----------
+    result : Result
+        The fit at the last good round; nothing that was computed is lost.
+    round : int
+        The round that failed, counted from the first round of the state.
+    silos : tuple[int, ...]
+        The silos whose own contribution was not finite. Empty when the prior or the global
+        part of the guide, which live at the server, were at fault.
+    """
+
+    def __init__(self, message: str, *, result: Any, round: int, silos: tuple[int, ...]):
+        super().__init__(message)
+        self.result, self.round, self.silos = result, round, silos

@@ -1,0 +1,93 @@
+"""What users write inside their models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpyro
+from numpyro.primitives import Messenger
+
+from numpyro_fed.errors import DataError, ModelError
+
+
+class _tag(Messenger):
+    """Mark every message that passes with the innermost silo plate around it."""
+
+    def __init__(self, plate: str):
+        self.plate = plate
+        super().__init__(None)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        msg.setdefault("silo_plate", self.plate)
+
+
+class silo_plate(numpyro.plate):
+    r"""A plate whose rows are split over silos.
+
+    Everything inside is local: it belongs to the silo that holds the row and never leaves it.
+    Everything outside is global. The rows are independent given the globals (and given the
+    latents of any *other* silo plate that they refer to, such as the hospital of a patient):
+
+    .. math::
+        p(z_G, z_L, y) = p(z_G) \prod_{j=1}^{J} \prod_{i \in \text{silo } j}
+        p(z_{L,i} \mid z_G)\, p(y_i \mid z_G, z_{L,i}).
+
+    Outside of this package it is an ordinary :class:`numpyro.plate`, so that the same text runs
+    under ``Predictive``, ``NUTS`` and ``render_model``. One thing differs there: a
+    ``numpyro.param`` inside a silo plate is one parameter for all rows under plain NumPyro, but
+    one private parameter *per silo* here.
+
+    Parameters
+    ----------
+    name : str
+        Name of the plate.
+    size : int
+        Number of rows that this silo holds; take it from an array's shape, which lets silos of
+        different sizes share one compiled program.
+    dim : int, optional
+        Negative batch dimension, as for ``numpyro.plate``.
+
+    Raises
+    ------
+    DataError
+        If ``size`` is not positive.
+    ModelError
+        If a ``subsample_size`` is given: minibatches are drawn outside of the model.
+
+    Examples
+    --------
+    >>> import numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def model(y=None, n=3):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 1))          # global
+    ...     with nf.silo_plate("row", n if y is None else y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)    # local
+    >>> with numpyro.handlers.seed(rng_seed=0):
+    ...     trace = numpyro.handlers.trace(model).get_trace(np.zeros(5))
+    >>> trace["y"]["silo_plate"]
+    'row'
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        subsample_size: int | None = None,
+        dim: int | None = None,
+    ):
+        if subsample_size is not None:
+            raise ModelError(
+                f"silo_plate '{name}' was given subsample_size={subsample_size}. Rows are not "
+                "subsampled inside the model; leave subsample_size out."
+            )
+        if size < 1:
+            raise DataError(
+                f"silo_plate '{name}' has size {size}: a silo must hold at least one row. "
+                "Leave a silo with no rows out of the list."
+            )
+        with _tag(name):
+            super().__init__(name, size, dim=dim)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        super().process_message(msg)
+        msg.setdefault("silo_plate", self.name)

@@ -1,0 +1,337 @@
+"""From model text to pure log densities in unconstrained space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import biject_to, constraints
+from numpyro.distributions.util import sum_rightmost
+from numpyro.infer.util import compute_log_probs
+from numpyro.ops.provenance import eval_provenance
+
+from numpyro_fed.data import SiloData, Sizes
+from numpyro_fed.errors import ModelError
+from numpyro_fed.sites import Plate, Site, Structure, check_same_sites, structure, structures
+
+Theta = dict[str, Any]
+Rows = dict[str, Array]
+
+
+class FederatedModel(NamedTuple):
+    r"""A model as pure functions in unconstrained space.
+
+    For any partition of the rows over silos the joint log density is
+
+    .. math::
+        \log p(z_G, z_L, y; \theta) = \texttt{log\_prior}(\theta, z_G)
+        + \sum_{j} \sum_{\text{plates}} \sum_i \texttt{log\_silo}(\theta, z_G, z_{L_j}, y_j)_i,
+
+    log-determinants of the bijections to unconstrained space included.
+
+    Attributes
+    ----------
+    sites : tuple of Site
+    plates : tuple of Plate
+        In the order in which the model enters them.
+    dim : int
+        Length of the flat vector ``z_G`` of global latents.
+    nested : bool
+        Whether a site stands in two silo plates at once.
+    log_prior : (theta, z_G) -> ()
+        Needs no data.
+    log_silo : (theta, z_G, z_L, data) -> {plate: (size,)}
+        One number for each row of each silo plate; ``z_L`` is ``{plate: (size, dim)}``. Zero in
+        padded rows. ``theta`` carries the shared and the silo's private parameters.
+    constrain_global : (theta, z_G) -> {site: value}
+        Global latents and deterministic sites on their own supports.
+    constrain_local : (theta, z_G, z_L, data) -> {site: value}
+        The same for what is local.
+    constrain_theta : theta -> theta
+        Parameters on their own supports.
+    init_theta : key -> theta
+        Initial values of the shared parameters, unconstrained.
+    init_private : (key, data) -> theta
+        Initial values of the parameters inside silo plates, unconstrained.
+    init_global : (key, init_loc_fn) -> z_G
+        A starting point by one of NumPyro's ``init_to_...`` functions; zeros when None.
+    init_local : (key, data, init_loc_fn) -> z_L
+        The same for the local latents.
+    sizes : data -> {plate: size}
+        The size of each silo plate at a silo, padded rows included.
+    """
+
+    sites: tuple[Site, ...]
+    plates: tuple[Plate, ...]
+    dim: int
+    nested: bool
+    log_prior: Callable[[Theta, Array], Array]
+    log_silo: Callable[[Theta, Array, Rows, SiloData], Rows]
+    constrain_global: Callable[[Theta, Array], dict[str, Array]]
+    constrain_local: Callable[[Theta, Array, Rows, SiloData], dict[str, Array]]
+    constrain_theta: Callable[[Theta], Theta]
+    init_theta: Callable[[Array], Theta]
+    init_private: Callable[[Array, SiloData], Theta]
+    init_global: Callable[..., Array]
+    init_local: Callable[..., Rows]
+    sizes: Callable[[SiloData], Sizes]
+
+    def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
+        """The sites of one kind at one level: ``plate`` or, when None, the globals."""
+        return tuple(s for s in self.sites if s.kind == kind and s.plate == plate)
+
+
+def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
+    """Split a model's trace at its silo plates.
+
+    Parameters
+    ----------
+    model : callable
+        A NumPyro model with ``silo_plate``.
+    silos : sequence of SiloData
+        What the silos hold (:func:`numpyro_fed.data.read`).
+
+    Returns
+    -------
+    FederatedModel
+
+    Raises
+    ------
+    ModelError
+        Without a silo plate; for an observed site outside of one; for a global site that depends
+        on a local latent or on data; for discrete latents, supports without a bijection, mutable
+        sites; for sites that differ between silos; and when the model itself raises.
+    """
+    found = structures(model, silos)
+    for j, other in enumerate(found):
+        check_same_sites(found[0], other, j)
+    smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
+    fm = _federated_model(model, found[smallest], silos[smallest])
+    reaches = _dependence(fm, model, silos[smallest])
+    _check_globals(fm, reaches)
+    _check_static(model, fm, silos)
+    plates = [
+        p._replace(
+            outer=p.dim > 0
+            and any(p.name in reaches[s.name] for s in fm.sites if s.plate not in (None, p.name))
+        )
+        for p in fm.plates
+    ]
+    return fm._replace(plates=tuple(plates))
+
+
+def _bind(model: Callable, values: dict[str, Array], theta: Theta) -> Callable:
+    """The model at given unconstrained latents and parameters, log-determinants as factors."""
+
+    def substitute(site: dict[str, Any]) -> Any:
+        name = site["name"]
+        if site["type"] == "param" and name in theta:
+            return biject_to(site["kwargs"].get("constraint", constraints.real))(theta[name])
+        if site["type"] != "sample" or site["is_observed"] or name not in values:
+            return None
+        bijection, unconstrained = biject_to(site["fn"].support), values[name]
+        value = bijection(unconstrained)
+        if value is not unconstrained:
+            log_det = bijection.log_abs_det_jacobian(unconstrained, value)
+            batch_dim = jnp.ndim(value) - len(site["fn"].event_shape)
+            log_det = sum_rightmost(log_det, jnp.ndim(log_det) - batch_dim)
+            numpyro.factor(f"_{name}_log_det", log_det)
+        return value
+
+    return handlers.substitute(model, substitute_fn=substitute)
+
+
+def _unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
+    """Unconstrained value of each latent site from the flat globals and the rows of each plate."""
+    values = {}
+    for s in sites:
+        if s.kind == "latent" and s.plate is None:
+            values[s.name] = z_G[s.start : s.stop].reshape(s.shape)
+        elif s.kind == "latent":
+            rows = z_L[s.plate][:, s.start : s.stop]
+            values[s.name] = jnp.moveaxis(rows.reshape(len(rows), *s.shape), 0, s.axis)
+    return values
+
+
+def _trace_at(
+    model: Callable, sites: Sequence[Site], theta: Theta, z_G: Array, z_L: Rows, data: SiloData
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Log probability of each sample site, not summed, and the trace."""
+    text = _bind(model, _unpack(sites, z_G, z_L), theta)
+    seeded = handlers.seed(text, jax.random.key(0))
+    return compute_log_probs(seeded, (), data.kwargs, {}, sum_log_prob=False)
+
+
+def _federated_model(model: Callable, at: Structure, silo: SiloData) -> FederatedModel:
+    latents = [s for s in at.sites if s.kind == "latent"]
+    dim = max([s.stop for s in latents if s.plate is None], default=0)
+    plates = tuple(
+        Plate(p, max([s.stop for s in latents if s.plate == p], default=0), False) for p in at.sizes
+    )
+    # The global functions run the text on placeholders for data and local latents, inside jit so
+    # that they stay abstract. None of them reaches the result: _check_globals has made sure.
+    template = jax.tree.map(np.zeros_like, silo)
+    template_z_L = {p.name: np.zeros((at.sizes[p.name], p.dim)) for p in plates}
+
+    def log_silo(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        total: Rows = {}
+        values, trace = _trace_at(model, at.sites, theta, z_G, z_L, data)
+        for name, value in values.items():
+            site = trace[name]
+            if plate := site.get("silo_plate"):
+                value = jnp.broadcast_to(value, site["fn"].batch_shape)
+                frame = next(f for f in site["cond_indep_stack"] if f.name == plate)
+                others = tuple(a for a in range(value.ndim) if a != value.ndim + frame.dim)
+                total[plate] = total.get(plate, 0.0) + value.sum(others)
+        return {plate: data.keep(plate, rows) for plate, rows in total.items()}
+
+    @jax.jit
+    def log_prior(theta: Theta, z_G: Array, data: SiloData) -> Array:
+        values, trace = _trace_at(model, at.sites, theta, z_G, template_z_L, data)
+        prior = [v.sum() for name, v in values.items() if "silo_plate" not in trace[name]]
+        return sum(prior, jnp.zeros(()))
+
+    def constrain(
+        theta: Theta, z_G: Array, z_L: Rows, data: SiloData, *, local: bool
+    ) -> dict[str, Array]:
+        _, trace = _trace_at(model, at.sites, theta, z_G, z_L, data)
+        return {
+            s.name: trace[s.name]["value"]
+            for s in at.sites
+            if s.kind in ("latent", "deterministic") and (s.plate is not None) == local
+        }
+
+    @jax.jit
+    def constrain_global(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
+        return constrain(theta, z_G, template_z_L, data, local=False)
+
+    def parameters(key: Array, data: SiloData, *, local: bool) -> Theta:
+        trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
+        return {
+            s.name: biject_to(at.constraints[s.name]).inv(trace[s.name]["value"])
+            for s in at.sites
+            if s.kind == "param" and (s.plate is not None) == local
+        }
+
+    def start(
+        key: Array, data: SiloData, init_loc_fn: Callable, plate: str | None
+    ) -> list[tuple[Site, Array]]:
+        text = handlers.seed(handlers.substitute(model, substitute_fn=init_loc_fn), key)
+        trace = handlers.trace(text).get_trace(**data.kwargs)
+        sites = [s for s in latents if s.plate == plate]
+        fns, values = ([trace[s.name][k] for s in sites] for k in ("fn", "value"))
+        inverse = [biject_to(f.support).inv(v) for f, v in zip(fns, values, strict=True)]
+        return list(zip(sites, inverse, strict=True))
+
+    @partial(jax.jit, static_argnums=1)
+    def init_global(key: Array, init_loc_fn: Callable | None, data: SiloData) -> Array:
+        if init_loc_fn is None:
+            return jnp.zeros(dim)
+        values = [jnp.ravel(v) for _, v in start(key, data, init_loc_fn, None)]
+        return jnp.concatenate([jnp.zeros(0), *values])
+
+    def sizes(data: SiloData) -> Sizes:
+        return structure(model, data, 0).sizes
+
+    def init_local(key: Array, data: SiloData, init_loc_fn: Callable | None = None) -> Rows:
+        size = sizes(data)
+        rows = {p.name: jnp.zeros((size[p.name], p.dim)) for p in plates}
+        if init_loc_fn is None:
+            return rows
+        for p in plates:
+            for s, value in start(key, data, init_loc_fn, p.name):
+                value = jnp.moveaxis(value, s.axis, 0).reshape(size[p.name], -1)
+                rows[p.name] = rows[p.name].at[:, s.start : s.stop].set(value)
+        return rows
+
+    return FederatedModel(
+        sites=at.sites,
+        plates=plates,
+        dim=dim,
+        nested=at.nested,
+        log_prior=lambda theta, z_G: log_prior(theta, z_G, template),
+        log_silo=log_silo,
+        constrain_global=lambda theta, z_G: constrain_global(theta, z_G, template),
+        constrain_local=partial(constrain, local=True),
+        constrain_theta=lambda theta: {
+            name: biject_to(at.constraints[name])(value) for name, value in theta.items()
+        },
+        init_theta=lambda key: jax.jit(partial(parameters, local=False))(key, template),
+        init_private=partial(parameters, local=True),
+        init_global=lambda key, init_loc_fn=None: init_global(key, init_loc_fn, template),
+        init_local=init_local,
+        sizes=sizes,
+    )
+
+
+def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str, set[str | None]]:
+    """What reaches each site's density or value: names of silo plates with latents, None for data."""
+    sizes = fm.sizes(silo)
+    z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
+    labels = {f"rows of {p.name}": p.name for p in fm.plates}
+
+    def run(data: dict[str, Array], theta: Theta, **rows: Array) -> dict[str, Array]:
+        at = SiloData(data, {}, silo.static)
+        named = {labels[label]: value for label, value in rows.items()}
+        values, trace = _trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), named, at)
+        fixed = {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "deterministic"}
+        return {**values, **fixed}
+
+    def initial(data: dict[str, Array]) -> Theta:
+        at = SiloData(data, {}, silo.static)
+        trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(**at.kwargs)
+        return {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "param"}
+
+    theta = {**fm.init_theta(jax.random.key(0)), **fm.init_private(jax.random.key(0), silo)}
+    rows = {label: z_L[plate] for label, plate in labels.items()}
+    found = eval_provenance(run, data=silo.arrays, theta=theta, **rows)
+    found |= eval_provenance(initial, data=silo.arrays)
+    names = {**labels, "data": None}
+    return {
+        site: {names[label] for leaf in jax.tree.leaves(value) for label in leaf if label in names}
+        for site, value in found.items()
+    }
+
+
+def _check_globals(fm: FederatedModel, reaches: dict[str, set[str | None]]) -> None:
+    for site in fm.sites:
+        sources = reaches[site.name]
+        if site.plate is not None or not sources:
+            continue
+        if None in sources:
+            raise ModelError(
+                f"the global site '{site.name}' depends on data, which the server does not have. "
+                f"Put '{site.name}' inside a silo_plate, or make it depend on globals alone."
+            )
+        plate = sorted(str(s) for s in sources)[0]
+        raise ModelError(
+            f"the global site '{site.name}' depends on latents of silo_plate '{plate}', which "
+            f"never leave their silo. Put '{site.name}' inside a silo_plate."
+        )
+
+
+def _check_static(model: Callable, fm: FederatedModel, silos: Sequence[SiloData]) -> None:
+    """Python values that differ between silos must not change the prior."""
+    seen = {silo.static: silo for silo in silos}
+    if len(seen) == 1:
+        return
+    key = jax.random.key(0)
+    z_G, theta = jax.random.normal(key, (fm.dim,)), fm.init_theta(key)
+    expected = fm.log_prior(theta, z_G)
+    for silo in seen.values():
+        z_L = fm.init_local(key, silo)
+        values, trace = _trace_at(model, fm.sites, theta, z_G, z_L, silo)
+        prior = sum(v.sum() for name, v in values.items() if "silo_plate" not in trace[name])
+        if not np.allclose(prior, expected, rtol=1e-4, atol=1e-4):
+            raise ModelError(
+                f"the prior of the globals is {float(prior):.6g} at a silo with "
+                f"{dict(silo.static)} but {float(expected):.6g} elsewhere: a Python value that "
+                "differs between silos changes it. Let only local sites depend on such values."
+            )
