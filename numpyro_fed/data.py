@@ -101,9 +101,9 @@ def _read_one(j: int, silo: Mapping[str, Any]) -> SiloData:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             bad = int((~np.isfinite(array)).sum())
             raise DataError(
-                f"silo {j}, '{key}': {bad} of {array.size} values are NaN or infinite. Mark missing "
-                "rows by a mask array in the data and numpyro.handlers.mask in the model, and put "
-                "any finite number in their place."
+                f"silo {j}, '{key}': {bad} of {array.size} values are NaN or infinite. Mark "
+                "missing rows by a mask array in the data and numpyro.handlers.mask in the model, "
+                "and put any finite number in their place."
             )
         arrays[key] = array.astype(canonicalize_dtype(array.dtype), copy=False)
     return SiloData(arrays, {}, tuple(static))
@@ -228,3 +228,8 @@ def _stack(
     members = [pad(silos[j], rows, sizes[j], target) if rows else silos[j] for j in group]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
     return Bucket(tuple(group), tuple(sizes[j] for j in group), stacked)
+
+
+def one_by_one(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> list[Bucket]:
+    """Each silo as a bucket of its own, unpadded."""
+    return [_stack([j], silos, sizes, {}) for j in range(len(silos))]

@@ -272,7 +272,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
 
 
 def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str, set[str | None]]:
-    """What reaches each site's density or value: names of silo plates with latents, None for data."""
+    """What reaches each site's density or value: silo plates' latents, by name, and data, None."""
     sizes = fm.sizes(silo)
     z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
     labels = {f"rows of {p.name}": p.name for p in fm.plates}

@@ -1,0 +1,77 @@
+"""What a federated algorithm is: pure functions, and the messages between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+from jax import Array
+
+
+class Combine(Enum):
+    """How a runtime puts the silos' replies together before the server sees them.
+
+    ``SUM`` adds them leaf by leaf, so that secure aggregation can be used and the server never
+    sees one silo's reply. ``GATHER`` stacks them along a leading silo axis, in the silos' order.
+    """
+
+    SUM = "sum"
+    GATHER = "gather"
+
+
+class Info(NamedTuple):
+    """What a round reports.
+
+    Attributes
+    ----------
+    loss : ()
+        Minus the bound.
+    ok : () bool
+        Whether the round may be kept. A runtime stops before a round that is not.
+    """
+
+    loss: Array
+    ok: Array
+
+
+class Exchange(NamedTuple):
+    """One message down to the silos and one up to the server.
+
+    Attributes
+    ----------
+    broadcast : (round_key, server_state) -> Down
+        What the server sends.
+    silo : (silo_key, Down, silo_state, data) -> (Up, silo_state)
+        What a silo does. Only ``Up`` leaves it; its shape depends neither on how many rows or
+        local latents the silo has, nor on its data.
+    server : (round_key, server_state, combined Up) -> (server_state, Info)
+        What the server does with the replies.
+    combine : Combine
+    scatter : bool
+        Whether ``Down`` has a leading silo axis, of which each silo gets its own slice.
+    """
+
+    broadcast: Callable[[Array, Any], Any]
+    silo: Callable[[Array, Any, Any, Any], tuple[Any, Any]]
+    server: Callable[[Array, Any, Any], tuple[Any, Info]]
+    combine: Combine = Combine.SUM
+    scatter: bool = False
+
+
+class FederatedAlgorithm(NamedTuple):
+    """An algorithm as pure functions; the loop lives in a runtime.
+
+    Attributes
+    ----------
+    init_server : key -> server_state
+    init_silo : (key, data) -> silo_state
+        Private: it never leaves the silo. It has a boolean ``ok``, which says whether the silo's
+        last reply was finite.
+    exchanges : tuple of Exchange
+        The exchanges of one round, in order.
+    """
+
+    init_server: Callable[[Array], Any]
+    init_silo: Callable[[Array, Any], Any]
+    exchanges: tuple[Exchange, ...]

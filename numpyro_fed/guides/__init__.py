@@ -1,0 +1,5 @@
+"""Guides as functions of their parameters and explicit noise."""
+
+from numpyro_fed.guides.structured import MeanField, Structured
+
+__all__ = ["MeanField", "Structured"]

@@ -1,0 +1,194 @@
+"""Gaussian guides as functions of their parameters and explicit standard noise.
+
+Covariances are written ``S = L L'`` with ``L = T diag(exp(s))``: ``T`` is unit lower triangular and
+``s`` holds log-scales (Hassan et al. 2023, section 3; Tan, Bhaskaran and Nott 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+from jax.lax import stop_gradient
+from jax.scipy.linalg import solve_triangular
+from numpyro.distributions.util import vec_to_tril_matrix
+
+Eta = dict[str, Any]
+_LOG_2PI = 1.8378770664093453
+
+
+class GlobalGuide(NamedTuple):
+    """A guide for the flat vector ``z_G``.
+
+    Attributes
+    ----------
+    noise_dim : int
+        Length of the standard normal noise that one draw takes.
+    init : (key, loc) -> eta
+        Parameters for a start at ``loc``.
+    draw : (eta, noise) -> (z_G, log_q)
+        One draw and its log density. Gaussian guides stick the landing: in ``log_q`` the
+        parameters are stopped (Roeder, Wu and Duvenaud 2017), which leaves the value alone.
+    centre : eta -> (dim,)
+        Where the guide is centred; local guides measure ``z_G`` from there.
+    """
+
+    noise_dim: int
+    init: Callable[[Array, Array], Eta]
+    draw: Callable[[Eta, Array], tuple[Array, Array]]
+    centre: Callable[[Eta], Array]
+
+
+class LocalGuide(NamedTuple):
+    r"""A conditional guide for the rows of one silo plate.
+
+    For row ``i``, with ``a`` what stands above the rows (globals and latents of outer plates,
+    measured from the centres of their guides),
+
+    .. math::
+        q(z_i \mid a) = N\big(m_i + C_i a,\; T_i\, \mathrm{diag}(e^{2(s_i + D_i a)})\, T_i'\big).
+
+    Attributes
+    ----------
+    init : (loc, width) -> eta
+        Parameters for a start at ``loc`` (rows, dim) under ``width`` numbers above.
+    draw : (eta, a, noise) -> z
+        One draw for every row: ``noise`` and ``z`` are (rows, dim).
+    log_q : (eta, a, z) -> (rows,)
+        Log density, one number a row.
+    """
+
+    init: Callable[[Array, int], Eta]
+    draw: Callable[[Eta, Array, Array], Array]
+    log_q: Callable[[Eta, Array, Array], Array]
+
+
+def diagonal(dim: int, init_scale: float) -> GlobalGuide:
+    """Independent normals."""
+
+    def init(key: Array, loc: Array) -> Eta:
+        return {"loc": loc, "log_scale": jnp.full(dim, jnp.log(init_scale))}
+
+    def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
+        z = eta["loc"] + jnp.exp(eta["log_scale"]) * noise
+        fixed = stop_gradient(eta)
+        standard = (z - fixed["loc"]) * jnp.exp(-fixed["log_scale"])
+        return z, _standard_normal(standard).sum() - fixed["log_scale"].sum()
+
+    return GlobalGuide(dim, init, draw, lambda eta: eta["loc"])
+
+
+def full(dim: int, init_scale: float) -> GlobalGuide:
+    """A full covariance: unit lower triangular times scale."""
+
+    def init(key: Array, loc: Array) -> Eta:
+        below = jnp.zeros(dim * (dim - 1) // 2)
+        return {"loc": loc, "log_scale": jnp.full(dim, jnp.log(init_scale)), "below": below}
+
+    def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
+        z = eta["loc"] + _unit_lower(eta["below"], dim) @ (jnp.exp(eta["log_scale"]) * noise)
+        fixed = stop_gradient(eta)
+        scaled = _solve_unit(_unit_lower(fixed["below"], dim), z - fixed["loc"])
+        standard = scaled * jnp.exp(-fixed["log_scale"])
+        return z, _standard_normal(standard).sum() - fixed["log_scale"].sum()
+
+    return GlobalGuide(dim, init, draw, lambda eta: eta["loc"])
+
+
+def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
+    """Covariance ``W W' + diag(exp(2 s))`` with ``W`` of ``rank`` columns."""
+
+    def init(key: Array, loc: Array) -> Eta:
+        factor = 0.1 * init_scale * jax.random.normal(key, (dim, rank))
+        return {"loc": loc, "log_scale": jnp.full(dim, jnp.log(init_scale)), "factor": factor}
+
+    def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
+        own, shared = noise[:dim], noise[dim:]
+        z = eta["loc"] + jnp.exp(eta["log_scale"]) * own + eta["factor"] @ shared
+        fixed = stop_gradient(eta)
+        variance = jnp.exp(2 * fixed["log_scale"])
+        q = dist.LowRankMultivariateNormal(fixed["loc"], fixed["factor"], variance)
+        return z, q.log_prob(z)
+
+    return GlobalGuide(dim + rank, init, draw, lambda eta: eta["loc"])
+
+
+def local(
+    dim: int, covariance: str, couple_mean: bool, couple_scale: bool, init_scale: float
+) -> LocalGuide:
+    """A Gaussian for the rows of a silo plate.
+
+    Parameters
+    ----------
+    dim : int
+        Latent dimension of one row.
+    covariance : {"diagonal", "full", "joint"}
+        Independent latents; a full covariance within each row; or one full covariance over all
+        rows of the plate at a silo, for plates of few rows.
+    couple_mean, couple_scale : bool
+        Whether ``C_i`` and ``D_i`` are there.
+    init_scale : float
+        Standard deviation at the start.
+    """
+
+    def init(loc: Array, width: int) -> Eta:
+        rows = len(loc)
+        eta: Eta = {"loc": loc, "log_scale": jnp.full((rows, dim), jnp.log(init_scale))}
+        if covariance == "full" and dim > 1:
+            eta["below"] = jnp.zeros((rows, dim * (dim - 1) // 2))
+        if covariance == "joint":
+            eta["below"] = jnp.zeros((rows, dim, rows, dim))
+        if couple_mean:
+            eta["mean_coupling"] = jnp.zeros((rows, dim, width))
+        if couple_scale:
+            eta["scale_coupling"] = jnp.zeros((rows, dim, width))
+        return eta
+
+    def mean(eta: Eta, above: Array) -> Array:
+        return eta["loc"] + (eta["mean_coupling"] @ above if couple_mean else 0.0)
+
+    def log_scale(eta: Eta, above: Array) -> Array:
+        return eta["log_scale"] + (eta["scale_coupling"] @ above if couple_scale else 0.0)
+
+    def lower(eta: Eta) -> Array | None:
+        if covariance == "joint":
+            size = eta["loc"].size
+            return jnp.tril(eta["below"].reshape(size, size), -1) + jnp.eye(size)
+        return _unit_lower(eta["below"], dim) if "below" in eta else None
+
+    def draw(eta: Eta, above: Array, noise: Array) -> Array:
+        scaled = jnp.exp(log_scale(eta, above)) * noise
+        T = lower(eta)
+        if T is not None:
+            vectors = scaled.reshape(T.shape[:-1])
+            scaled = jnp.einsum("...ij,...j->...i", T, vectors).reshape(noise.shape)
+        return mean(eta, above) + scaled
+
+    def log_q(eta: Eta, above: Array, z: Array) -> Array:
+        scaled = z - mean(eta, above)
+        T = lower(eta)
+        if T is not None:
+            scaled = _solve_unit(T, scaled.reshape(T.shape[:-1])).reshape(z.shape)
+        s = log_scale(eta, above)
+        return (_standard_normal(scaled * jnp.exp(-s)) - s).sum(-1)
+
+    return LocalGuide(init, draw, log_q)
+
+
+def _standard_normal(x: Array) -> Array:
+    return -0.5 * (x * x + _LOG_2PI)
+
+
+def _unit_lower(below: Array, dim: int) -> Array:
+    if dim < 2:
+        return jnp.broadcast_to(jnp.eye(dim), (*below.shape[:-1], dim, dim))
+    return vec_to_tril_matrix(below, diagonal=-1) + jnp.eye(dim)
+
+
+def _solve_unit(T: Array, vector: Array) -> Array:
+    solution = solve_triangular(T, vector[..., None], lower=True, unit_diagonal=True)
+    return solution[..., 0]

@@ -1,0 +1,93 @@
+"""NumPyro's own autoguides, for the globals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import biject_to, constraints
+from numpyro.infer.autoguide import AutoContinuous, AutoGuide, AutoLaplaceApproximation, AutoNormal
+from numpyro.infer.initialization import init_to_value
+
+from numpyro_fed.errors import GuideError
+from numpyro_fed.guides.gaussian import Eta, GlobalGuide, diagonal
+
+
+def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
+    """Use a NumPyro autoguide as the guide of the flat vector ``z_G``.
+
+    Parameters
+    ----------
+    guide : AutoGuide
+        ``AutoNormal``, or any ``AutoContinuous`` with a base distribution and a transform: the
+        diagonal, multivariate and low-rank normals, IAF and BNAF. Its settings are kept; the
+        model that it was built with is not used, since it sees the globals alone.
+    dim : int
+        Number of unconstrained global latents.
+
+    Raises
+    ------
+    GuideError
+        For every other kind, by name.
+    """
+    kind = type(guide).__name__
+    if isinstance(guide, AutoNormal):
+        return diagonal(dim, guide._init_scale)
+    if not isinstance(guide, AutoContinuous) or isinstance(guide, AutoLaplaceApproximation):
+        raise _refused(kind)
+
+    def prototype(loc: Array) -> AutoContinuous:
+        def globals_alone() -> None:
+            numpyro.sample("z_G", dist.Normal(0, 1).expand([dim]).to_event(1))
+
+        auto = copy.copy(guide)
+        auto.model, auto.prototype_trace = globals_alone, None
+        auto.init_loc_fn = init_to_value(values={"z_G": loc})
+        with handlers.block(), handlers.seed(rng_seed=0):
+            auto._setup_prototype()
+        return auto
+
+    auto = prototype(jnp.zeros(dim))
+    try:
+        base = auto.get_base_dist()
+    except NotImplementedError as error:
+        raise _refused(kind) from error
+    if base.event_shape != (dim,) or base.batch_shape:
+        raise _refused(kind)
+
+    def parameters(auto: AutoContinuous, key: Any) -> dict[str, Any]:
+        trace = handlers.trace(handlers.seed(auto, key)).get_trace()
+        return {name: site for name, site in trace.items() if site["type"] == "param"}
+
+    bijections = {
+        name: biject_to(site["kwargs"].get("constraint", constraints.real))
+        for name, site in parameters(auto, 0).items()
+    }
+
+    def init(key: Array, loc: Array) -> Eta:
+        sites = parameters(prototype(loc), key)
+        return {name: bijections[name].inv(site["value"]) for name, site in sites.items()}
+
+    def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
+        transform = auto.get_transform({k: bijections[k](v) for k, v in eta.items()})
+        z = transform(noise)
+        return z, base.log_prob(noise) - transform.log_abs_det_jacobian(noise, z)
+
+    def centre(eta: Eta) -> Array:
+        return draw(eta, jnp.zeros(dim))[0]
+
+    return GlobalGuide(dim, init, draw, centre)
+
+
+def _refused(kind: str) -> GuideError:
+    return GuideError(
+        f"{kind} cannot serve as the guide of the globals: it has no base distribution and "
+        "transform that work without data. Use AutoNormal, AutoDiagonalNormal, "
+        "AutoMultivariateNormal, AutoLowRankMultivariateNormal, AutoIAFNormal or AutoBNAFNormal, "
+        "or leave the guide out."
+    )

@@ -1,0 +1,230 @@
+"""The guide of a federation: one for the globals, one for the rows of each silo plate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro.infer.autoguide import AutoGuide
+
+from numpyro_fed.data import SiloData, Sizes
+from numpyro_fed.errors import GuideError
+from numpyro_fed.guides import gaussian
+from numpyro_fed.guides.gaussian import Eta, GlobalGuide, LocalGuide
+from numpyro_fed.guides.numpyro_auto import from_autoguide
+from numpyro_fed.split import FederatedModel, Rows
+
+FULL_UP_TO = 300
+LOW_RANK_UP_TO = 20_000
+FULL_ROW_UP_TO = 8
+JOINT_UP_TO = 32
+COUPLINGS_UP_TO = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structured:
+    r"""A Gaussian guide, structured as the model is.
+
+    .. math::
+        q(z_G, z_L) = q(z_G) \prod_j \prod_{i \in j} q(z_{L,i} \mid z_G)
+
+    in unconstrained space. Where a silo plate stands above another one (a hospital above its
+    patients), the rows of the lower plate are also coupled to its latents.
+
+    Parameters
+    ----------
+    globals : {"auto", "diagonal", "full", "low_rank"} or AutoGuide
+        Covariance of the globals, or a NumPyro autoguide (``AutoNormal``, ``AutoIAFNormal``, ...).
+        ``"auto"`` is full up to 300 dimensions, low rank up to 20,000, diagonal above.
+    rank : int, optional
+        Rank for ``"low_rank"``; by default the square root of the dimension, 20 at most.
+    locals : {"auto", "diagonal", "full", "joint"} or dict
+        Covariance of a row's latents; ``"full"`` within each row, ``"joint"`` over all rows of
+        the plate at a silo; or a dict by plate. ``"auto"`` is full up to 8 latents a row and
+        diagonal above; an outer plate is joint while a silo has at most 32 latents there.
+    couple_mean, couple_scale : bool, optional
+        Whether the mean (``C_i``) and the log-scale (``D_i``) of a row's guide are affine in what
+        stands above it. By default both are, while all rows together need at most ten million
+        coefficients.
+    init_loc_fn : callable, optional
+        Where the guide starts: one of NumPyro's ``init_to_...`` functions. By default at zero in
+        unconstrained space, which is ``init_to_feasible`` and depends on no key.
+    init_scale : float
+        Standard deviation at the start.
+
+    Notes
+    -----
+    The mean coupling is the SFVI paper's (Hassan et al. 2023, section 3.2); the affine log-scale
+    is that of Tan, Bhaskaran and Nott (2020).
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.guides.Structured(globals="diagonal", couple_scale=False).locals
+    'auto'
+    """
+
+    globals: str | AutoGuide = "auto"
+    rank: int | None = None
+    locals: str | Mapping[str, str] = "auto"
+    couple_mean: bool | None = None
+    couple_scale: bool | None = None
+    init_loc_fn: Callable | None = None
+    init_scale: float = 0.1
+
+
+def MeanField(*, init_loc_fn: Callable | None = None, init_scale: float = 0.1) -> Structured:
+    """Independent normals for all latents: NumPyro's ``AutoNormal``, federated.
+
+    Parameters
+    ----------
+    init_loc_fn, init_scale
+        As for :class:`Structured`.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.guides.MeanField().globals
+    'diagonal'
+    """
+    return Structured(
+        globals="diagonal",
+        locals="diagonal",
+        couple_mean=False,
+        couple_scale=False,
+        init_loc_fn=init_loc_fn,
+        init_scale=init_scale,
+    )
+
+
+class Guide(NamedTuple):
+    """A guide fitted to a model's sizes, as pure functions.
+
+    Attributes
+    ----------
+    globals : GlobalGuide
+    locals : dict of str to LocalGuide
+        For each silo plate that has latents.
+    outer, rows : tuple of str
+        Which of those plates stand above rows of another one, and which do not.
+    init_global : key -> eta
+    init_local : (key, data) -> {plate: eta}
+    above : (plate, eta, z_G, centre, z_outer, data) -> (width,)
+        What the rows of a plate are coupled to, measured from the centres of the guides.
+    """
+
+    globals: GlobalGuide
+    locals: dict[str, LocalGuide]
+    outer: tuple[str, ...]
+    rows: tuple[str, ...]
+    init_global: Callable[[Array], Eta]
+    init_local: Callable[[Array, SiloData], dict[str, Eta]]
+    above: Callable[[str, dict[str, Eta], Array, Array, Rows, SiloData], Array]
+
+
+def build(spec: Structured | AutoGuide | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
+    """Fit a guide to a model and the sizes of its silo plates at each silo.
+
+    Raises
+    ------
+    GuideError
+        For a guide that is none of ours, a word that is not known, a plate without a guide.
+    """
+    if isinstance(spec, AutoGuide):
+        spec = Structured(globals=spec, init_loc_fn=spec.init_loc_fn)
+    spec = Structured() if spec is None else spec
+    if not isinstance(spec, Structured):
+        raise GuideError(
+            f"expected numpyro_fed.guides.Structured(...) or a NumPyro autoguide, got "
+            f"{type(spec).__name__}. A guide must be a function of explicit noise, so hand-written "
+            "guides cannot be used; leave guide out for a good default."
+        )
+    if not spec.init_scale > 0:
+        raise GuideError(f"init_scale must be positive, got {spec.init_scale}.")
+    with_latents = [p for p in fm.plates if p.dim]
+    outer = tuple(p.name for p in with_latents if p.outer)
+    rows = tuple(p.name for p in with_latents if not p.outer)
+    largest = {p.name: max(size[p.name] for size in sizes) for p in with_latents}
+    width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
+
+    def local_guide(name: str, dim: int) -> LocalGuide:
+        width = fm.dim + (0 if name in outer else width_outer)
+        coefficients = sum(size[name] for size in sizes) * dim * width
+        couple = 0 < coefficients <= COUPLINGS_UP_TO
+        return gaussian.local(
+            dim,
+            _local_covariance(spec, fm, name, dim, largest[name] * dim),
+            couple if spec.couple_mean is None else spec.couple_mean,
+            couple if spec.couple_scale is None else spec.couple_scale,
+            spec.init_scale,
+        )
+
+    locals_ = {p.name: local_guide(p.name, p.dim) for p in with_latents}
+
+    def init_global(key: Array) -> Eta:
+        key_loc, key_rest = jax.random.split(key)
+        return global_.init(key_rest, fm.init_global(key_loc, spec.init_loc_fn))
+
+    def init_local(key: Array, data: SiloData) -> dict[str, Eta]:
+        loc = fm.init_local(key, data, spec.init_loc_fn)
+        width = fm.dim + sum(loc[p].size for p in outer)
+        return {
+            p: guide.init(loc[p], fm.dim if p in outer else width) for p, guide in locals_.items()
+        }
+
+    def above(
+        plate: str, eta: dict[str, Eta], z_G: Array, centre: Array, z_outer: Rows, data: SiloData
+    ) -> Array:
+        if plate in outer or not outer:
+            return z_G - centre
+        offsets = [data.keep(p, z_outer[p] - eta[p]["loc"]).ravel() for p in outer]
+        return jnp.concatenate([z_G - centre, *offsets])
+
+    global_ = _global_guide(spec, fm.dim)
+    return Guide(global_, locals_, outer, rows, init_global, init_local, above)
+
+
+def _global_guide(spec: Structured, dim: int) -> GlobalGuide:
+    kind = spec.globals
+    if isinstance(kind, AutoGuide):
+        return from_autoguide(kind, dim)
+    if kind == "auto":
+        small, medium = dim <= FULL_UP_TO, dim <= LOW_RANK_UP_TO
+        kind = "full" if small else "low_rank" if medium else "diagonal"
+    if kind == "diagonal":
+        return gaussian.diagonal(dim, spec.init_scale)
+    if kind == "full":
+        return gaussian.full(dim, spec.init_scale)
+    if kind == "low_rank":
+        rank = spec.rank or min(int(dim**0.5) + 1, 20)
+        return gaussian.low_rank(dim, rank, spec.init_scale)
+    raise GuideError(
+        f"globals={kind!r}: expected 'auto', 'diagonal', 'full', 'low_rank' or a NumPyro autoguide."
+    )
+
+
+def _local_covariance(spec: Structured, fm: FederatedModel, plate: str, dim: int, size: int) -> str:
+    kind = spec.locals
+    if isinstance(kind, Mapping):
+        if plate not in kind:
+            sites = ", ".join(f"'{s.name}'" for s in fm.named("latent", plate))
+            raise GuideError(
+                f"the guide does not cover the site {sites} in silo_plate '{plate}': add '{plate}' "
+                f"to locals={dict(kind)}."
+            )
+        kind = kind[plate]
+    if kind == "auto":
+        outer = next(p.outer for p in fm.plates if p.name == plate)
+        if outer and size <= JOINT_UP_TO:
+            return "joint"
+        return "full" if dim <= FULL_ROW_UP_TO else "diagonal"
+    if kind not in ("diagonal", "full", "joint"):
+        raise GuideError(
+            f"locals={kind!r} for silo_plate '{plate}': expected 'auto', 'diagonal', 'full' or "
+            "'joint'."
+        )
+    return kind

@@ -1,0 +1,71 @@
+"""Draws from a fitted guide: the globals without any data, a silo's locals at the silo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.data import SiloData, Sizes
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.objectives import SiloBound
+from numpyro_fed.split import FederatedModel, Rows
+
+
+class Posterior(NamedTuple):
+    """Compiled sampling functions. Draws run along the leading axis.
+
+    Attributes
+    ----------
+    draw_globals : (key, params, n) -> (z_G, log_q)
+        (n, dim) and (n,), from the server's parameters.
+    constrain_globals : (theta, z_G) -> {site: value}
+    draw_locals : (key, theta, eta, z_G, centre, data) -> z_L
+        One draw of a silo's locals, {plate: (n, rows, dim)}, for each draw of the globals.
+    constrain_locals : (theta, z_G, z_L, data) -> {site: value}
+    """
+
+    draw_globals: Callable[..., tuple[Array, Array]]
+    constrain_globals: Callable[..., dict[str, Array]]
+    draw_locals: Callable[..., Rows]
+    constrain_locals: Callable[..., dict[str, Array]]
+
+
+def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
+    """Build the sampling functions of a fit."""
+
+    @partial(jax.jit, static_argnums=2)
+    def draw_globals(key: Array, params: dict[str, Any], n: int) -> tuple[Array, Array]:
+        noise = jax.random.normal(key, (n, guide.globals.noise_dim))
+        return jax.vmap(guide.globals.draw, (None, 0))(params["guide"], noise)
+
+    @jax.jit
+    def constrain_globals(theta: dict[str, Any], z_G: Array) -> dict[str, Array]:
+        return jax.vmap(fm.constrain_global, (None, 0))(theta, z_G)
+
+    @jax.jit
+    def draw_locals(
+        key: Array, theta: dict, eta: dict, z_G: Array, centre: Array, data: SiloData
+    ) -> Rows:
+        def one(i_z: tuple[Array, Array]) -> Rows:
+            i, z = i_z
+            return bound.sample(jax.random.fold_in(key, i), theta, eta, z, centre, data)
+
+        return jax.lax.map(one, (jnp.arange(len(z_G)), z_G), batch_size=64)
+
+    @jax.jit
+    def constrain_locals(theta: dict, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
+        return jax.vmap(fm.constrain_local, (None, 0, 0, None))(theta, z_G, z_L, data)
+
+    return Posterior(draw_globals, constrain_globals, draw_locals, constrain_locals)
+
+
+def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:
+    """Drop padded rows from ``n`` draws (n, rows, dim); plates without latents have dim 0."""
+    return {
+        p: z_L[p][:, :rows] if p in z_L else jnp.zeros((n, rows, 0)) for p, rows in size.items()
+    }

@@ -1,0 +1,213 @@
+"""What a federated fit returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_fed.data import Bucket, SiloData, Sizes
+from numpyro_fed.errors import MissingExtraError, SavedStateError
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.objectives import SiloBound
+from numpyro_fed.posterior import Posterior, real_rows
+from numpyro_fed.runtime.base import Batch, Runtime, State
+from numpyro_fed.saving import save_state
+from numpyro_fed.split import FederatedModel
+
+
+class Silos(NamedTuple):
+    """What the silos hold: as read, in buckets, and on the device."""
+
+    data: tuple[SiloData, ...]
+    buckets: tuple[Bucket, ...]
+    batches: tuple[Batch, ...]
+
+    def place(self, silo: int) -> tuple[int, int]:
+        """The bucket that holds a silo, and its place there."""
+        for b, bucket in enumerate(self.buckets):
+            if silo in bucket.silos:
+                return b, bucket.silos.index(silo)
+        raise IndexError(f"there is no silo {silo}: they are numbered 0 to {len(self.data) - 1}.")
+
+
+class Fit(NamedTuple):
+    """A method's compiled functions for one model and one layout of silos."""
+
+    model: FederatedModel
+    sizes: tuple[Sizes, ...]
+    padded: bool
+    guide: Guide
+    bound: SiloBound
+    runtime: Runtime
+    posterior: Posterior
+    settings: dict[str, Any]
+
+    def description(self) -> dict[str, Any]:
+        """What a saved state must agree with."""
+        return {
+            "settings": self.settings,
+            "sites": {
+                s.name: [s.kind, s.plate, list(s.shape), s.support] for s in self.model.sites
+            },
+            "sizes": list(self.sizes),
+        }
+
+    def initial_state(self, silos: Silos) -> State:
+        """A first state, for its structure."""
+        return self.runtime.init(jax.random.key(0), silos.batches)
+
+    def check_state(self, state: Any, silos: Silos) -> State:
+        """``state`` itself, if it is one of this fit."""
+        if not isinstance(state, State):
+            raise TypeError(f"init_state must be a result's .state, got {type(state).__name__}.")
+        expected = jax.eval_shape(lambda: self.initial_state(silos))
+        shapes = [jax.tree.map(lambda a: (a.shape, a.dtype), x) for x in (state, expected)]
+        if shapes[0] != shapes[1]:
+            raise SavedStateError(
+                "init_state comes from another model, guide, optimiser, runtime or layout of "
+                "silos. Pass the .state of a run with the same settings and silos."
+            )
+        return state
+
+
+@dataclass(frozen=True)
+class Result:
+    """A federated fit.
+
+    Attributes
+    ----------
+    losses : array (rounds,)
+        Minus the bound, one number for each round of this run.
+    state : State
+        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
+    """
+
+    losses: np.ndarray
+    state: State
+    _fit: Fit = field(repr=False)
+    _silos: Silos = field(repr=False)
+
+    @property
+    def num_silos(self) -> int:
+        """How many silos took part."""
+        return len(self._silos.data)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Shared parameters on their own supports, by name; the globals' guide as ``"guide"``."""
+        server = self.state.server.params
+        return {**self._fit.model.constrain_theta(server["theta"]), "guide": server["guide"]}
+
+    def silo_params(self, silo: int) -> dict[str, Any]:
+        """Silo ``j``'s private parameters on their own supports, and its guide as ``"guide"``."""
+        private, eta = self._private(silo)
+        fitting = self._real_private(silo, private)
+        return {**self._fit.model.constrain_theta(fitting), "guide": eta}
+
+    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
+        """Draw from the fitted posterior.
+
+        Parameters
+        ----------
+        key : jax.Array
+        n : int
+            Number of draws, the leading axis of every site.
+        silo : int, optional
+            Also draw this silo's locals, each given the same globals that come without it. Under a
+            locally enhanced bound they are resampled by their weights.
+
+        Returns
+        -------
+        dict of str to array
+            Latent and deterministic sites on their own supports.
+        """
+        z_G, _ = self.draw_globals(key, n)
+        sites = self._fit.posterior.constrain_globals(self.state.server.params["theta"], z_G)
+        if silo is None:
+            return sites
+        return sites | self._sample_locals(jax.random.fold_in(key, 1 + silo), z_G, silo)
+
+    def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
+        """Unconstrained draws ``z_G`` (n, dim) and their log densities (n,) under the guide."""
+        params = self.state.server.params
+        return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), params, n)
+
+    def _sample_locals(self, key: Array, z_G: Array, silo: int) -> dict[str, Array]:
+        b, i = self._silos.place(silo)
+        shared = self.state.server.params
+        private, eta = self._private(silo)
+        padded = jax.tree.map(lambda a: a[i], self._silos.batches[b].data)
+        theta = {**shared["theta"], **private}
+        centre = self._fit.guide.globals.centre(shared["guide"])
+        z_L = self._fit.posterior.draw_locals(key, theta, eta, z_G, centre, padded)
+        z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
+        theta = {**shared["theta"], **self._real_private(silo, private)}
+        data = self._silos.data[silo]
+        return self._fit.posterior.constrain_locals(theta, z_G, z_L, data)
+
+    def _private(self, silo: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        b, i = self._silos.place(silo)
+        params = jax.tree.map(lambda a: a[i], self.state.silos[b].params)
+        return params["private"], params["guide"]
+
+    def _real_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
+        """Private parameters without what belongs to padded rows."""
+        key, data = jax.random.key(0), self._silos.data[silo]
+        shapes = jax.eval_shape(self._fit.model.init_private, key, data)
+        return jax.tree.map(lambda a, s: a[tuple(map(slice, s.shape))], private, shapes)
+
+    @property
+    def guide(self) -> Callable[..., None]:
+        """The globals' posterior as a NumPyro guide, for ``numpyro.infer.Predictive``.
+
+        ``Predictive(model, guide=result.guide, params=result.params, num_samples=100)`` draws the
+        globals from it, and whatever is local (to new rows, say) from the model.
+        """
+        return self._as_guide(lambda key: self.sample_posterior(key, 1), None)
+
+    def guide_at(self, silo: int) -> Callable[..., None]:
+        """The posterior of the globals and of one silo's locals as a NumPyro guide."""
+        return self._as_guide(lambda key: self.sample_posterior(key, 1, silo=silo), silo)
+
+    def _as_guide(self, draw: Callable[[Array], dict[str, Array]], silo: int | None) -> Callable:
+        latents = {
+            s.name
+            for s in self._fit.model.sites
+            if s.kind == "latent" and (s.plate is None or silo is not None)
+        }
+
+        def guide(*args: Any, **kwargs: Any) -> None:
+            for name, value in draw(numpyro.prng_key()).items():
+                if name in latents:
+                    point = dist.Delta(value[0], event_dim=jnp.ndim(value[0]))
+                    numpyro.sample(name, point)
+
+        return guide
+
+    def to_arviz(
+        self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
+    ) -> Any:
+        """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
+        try:
+            import arviz
+        except ImportError as error:
+            raise MissingExtraError("arviz", "examples") from error
+        key = jax.random.key(0) if key is None else key
+        draws = self.sample_posterior(key, num_samples, silo=silo)
+        return arviz.from_dict(posterior={k: np.asarray(v)[None] for k, v in draws.items()})
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to ``path.npz`` and a description to ``path.json``; no data, no pickle.
+
+        Read it back with :meth:`numpyro_fed.SFVI.load`.
+        """
+        save_state(path, self._fit.description(), self.losses, self.state)

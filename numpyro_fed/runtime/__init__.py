@@ -1,0 +1,1 @@
+"""Runtimes drive any algorithm and know none of them."""

@@ -1,0 +1,79 @@
+"""The plain host loop: the same functions, silo by silo, for debugging and as the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.base import FederatedAlgorithm
+from numpyro_fed.runtime.base import (
+    CHUNK,
+    Batch,
+    Runtime,
+    State,
+    combine,
+    init_keys,
+    server_key,
+    silo_key,
+)
+
+
+def host(algorithm: FederatedAlgorithm) -> Runtime:
+    """Run the silos one after the other from Python, each at its own size, without padding.
+
+    Every function is compiled on its own; under ``jax.disable_jit()`` all of it is ordinary
+    Python, in which a debugger can stop. Expects one silo in each batch.
+    """
+    init_silo = jax.jit(algorithm.init_silo)
+    steps = [
+        (e, x, jax.jit(x.broadcast), jax.jit(x.silo), jax.jit(x.server))
+        for e, x in enumerate(algorithm.exchanges)
+    ]
+
+    def init(key: Array, batches: tuple[Batch, ...]) -> State:
+        key_server, key_silos = init_keys(key)
+        silos = []
+        for silo, data in map(_only, batches):
+            silos.append(_stack(init_silo(jax.random.fold_in(key_silos, silo), data)))
+        server = jax.tree.map(jnp.asarray, algorithm.init_server(key_server))
+        return State(jnp.zeros((), jnp.int32), server, tuple(silos))
+
+    def advance(
+        key: Array, state: State, batches: tuple[Batch, ...], n: int
+    ) -> tuple[State, np.ndarray, bool]:
+        losses, ok = np.zeros(CHUNK), True
+        for i in range(n):
+            round_, server, silos = state
+            for e, exchange, broadcast, ask, answer in steps:
+                key_server = server_key(key, round_, e)
+                down = broadcast(key_server, server)
+                replies, after = [], []
+                for batch, states in zip(batches, silos, strict=True):
+                    silo, data = _only(batch)
+                    sent = jax.tree.map(lambda a, j=silo: a[j], down) if exchange.scatter else down
+                    key_silo = silo_key(key, round_, e, silo)
+                    up, new = ask(key_silo, sent, _only(states), data)
+                    replies.append(_stack(up))
+                    after.append(_stack(new))
+                silos = tuple(after)
+                combined = combine(exchange.combine, replies, batches)
+                server, info = answer(key_server, server, combined)
+            state = State(round_ + 1, server, silos)
+            losses[i], ok = float(info.loss), bool(info.ok)
+            if not ok:
+                break
+        return state, losses, ok
+
+    return Runtime(init, advance)
+
+
+def _only(stack: Any) -> Any:
+    return jax.tree.map(lambda a: a[0], stack)
+
+
+def _stack(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a[None], tree)

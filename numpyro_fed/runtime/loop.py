@@ -1,0 +1,74 @@
+"""Drive a runtime for a number of rounds, with a progress bar, and stop at the last good state."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from tqdm.auto import tqdm
+
+from numpyro_fed.runtime.base import CHUNK, Batch, Runtime, State
+
+REFRESH = 0.25  # seconds between updates of the progress bar
+
+
+class Failure(NamedTuple):
+    """The round that was not ok, and the silos whose own reply was not finite."""
+
+    round: int
+    silos: tuple[int, ...]
+
+
+class Run(NamedTuple):
+    """The last good state, the losses of the rounds that led there, and what stopped the run."""
+
+    state: State
+    losses: np.ndarray
+    failure: Failure | None
+
+
+def drive(
+    runtime: Runtime,
+    key: Array,
+    state: State,
+    batches: tuple[Batch, ...],
+    num_rounds: int,
+    progress_bar: bool,
+) -> Run:
+    """Run ``num_rounds`` rounds from ``state``.
+
+    Rounds are run in chunks of one compiled program. Since a round is a function of the key, its
+    number and the state, a chunk that fails is simply run again up to the round before.
+    """
+    losses: list[np.ndarray] = []
+    done, failure = 0, None
+    n = 1 if progress_bar else CHUNK
+    with tqdm(total=num_rounds, disable=not progress_bar) as bar:
+        while done < num_rounds and failure is None:
+            n = min(n, CHUNK, num_rounds - done)
+            began = time.perf_counter()
+            after, chunk, ok = runtime.advance(key, state, batches, n)
+            if not bool(ok):
+                failure = _failure(after, batches)
+                n = failure.round - int(state.round)
+                after, chunk, _ = runtime.advance(key, state, batches, n)
+            losses.append(np.asarray(chunk)[:n])
+            state, done = after, done + n
+            if progress_bar and n:
+                bar.update(n)
+                bar.set_postfix_str(f"bound: {-losses[-1][-1]:.4f}", refresh=False)
+                seconds = time.perf_counter() - began
+                n = min(2 * n, CHUNK) if seconds < REFRESH else max(1, int(n * REFRESH / seconds))
+    return Run(state, np.concatenate(losses) if losses else np.zeros(0), failure)
+
+
+def _failure(state: State, batches: tuple[Batch, ...]) -> Failure:
+    bad = [
+        int(j)
+        for batch, silos in zip(batches, state.silos, strict=True)
+        for j in np.asarray(batch.silos)[~np.asarray(jax.device_get(silos.ok))]
+    ]
+    return Failure(int(state.round) - 1, tuple(sorted(bad)))

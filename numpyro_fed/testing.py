@@ -1,0 +1,280 @@
+"""For tests of your own models: the decomposition check and Hypothesis strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro import handlers
+from numpyro.infer.util import potential_energy
+
+from numpyro_fed.data import Bucket, SiloData, Sizes, read
+from numpyro_fed.errors import ModelError
+from numpyro_fed.handlers import joint, local_name
+from numpyro_fed.layout import lay_out
+from numpyro_fed.split import FederatedModel, Rows, Theta
+
+Silos = Sequence[Mapping[str, Any]]
+
+
+def check_decomposition(
+    model: Callable,
+    silos: Silos,
+    *,
+    key: Array | None = None,
+    rtol: float | None = None,
+    num_points: int = 3,
+) -> None:
+    r"""Check that a model's log density is a prior plus one independent term for each row.
+
+    .. math::
+        \log p(z_G, z_L, y; \theta) = \log p(z_G; \theta) + \sum_{j=0}^{J-1} \sum_i
+        \log p(z_{L,ji}, y_{ji} \mid z_G; \theta)
+
+    The left side is NumPyro's own log density of :func:`numpyro_fed.handlers.joint`, the right
+    side what the algorithms use. Both are evaluated at random points in unconstrained space: silo
+    by silo, and once more with the silos padded, masked and stacked. Then the latents of rows are
+    moved, which must leave the terms of all other rows as they were; the latents of an outer
+    silo plate (a hospital above its patients) may move the rows of other plates.
+
+    Parameters
+    ----------
+    model : callable
+        A model with ``silo_plate``.
+    silos : sequence of dict
+        What each silo holds, as keyword arguments of the model.
+    key : jax.Array, optional
+        Key of the random points; ``jax.random.key(0)`` when left out.
+    rtol : float, optional
+        Largest difference, as a fraction of the prior's and all rows' absolute terms. By default
+        1e-5 in single and 1e-10 in double precision.
+    num_points : int
+        Number of random points.
+
+    Raises
+    ------
+    ModelError
+        If the two sides differ, if a row's term depends on another row's latents, or if the model
+        cannot be split at all.
+    DataError
+        If the silos do not fit together.
+
+    Examples
+    --------
+    >>> import numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         b = numpyro.sample("b", dist.Normal(mu, 1))
+    ...         numpyro.sample("y", dist.Normal(b, 1), obs=y)
+    >>> silos = [dict(y=np.zeros(2)), dict(y=np.ones(3))]
+    >>> nf.check_decomposition(model, silos)
+
+    A row that looks at the other rows' latents is found:
+
+    >>> def centred(y):
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         b = numpyro.sample("b", dist.Normal(0, 1))
+    ...         numpyro.sample("y", dist.Normal(b - b.mean(), 1), obs=y)
+    >>> nf.check_decomposition(centred, silos)
+    Traceback (most recent call last):
+        ...
+    numpyro_fed.errors.ModelError: silo 0, silo_plate 'row': the term of row ...
+    """
+    rtol = (1e-10 if _dtype() == np.float64 else 1e-5) if rtol is None else rtol
+    key = jax.random.key(0) if key is None else key
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    check = _Check(model, read(silos), key, rtol)
+    for _ in range(num_points):
+        point = check.draw(rng)
+        terms = [check.rows(rng, point, j) for j in range(len(silos))]
+        check.total(point, terms)
+        for b in check.buckets:
+            check.bucket(b, point, terms)
+
+
+class _Point(NamedTuple):
+    """A point in unconstrained space, by site name; ``private`` and ``z_L`` list the silos."""
+
+    theta: Theta
+    z_G: dict[str, np.ndarray]
+    private: list[Theta]
+    z_L: list[dict[str, np.ndarray]]
+
+
+class _Check:
+    """The split model next to NumPyro's own joint model, each compiled once for all points."""
+
+    def __init__(self, model: Callable, data: Sequence[SiloData], key: Array, rtol: float):
+        layout, self.buckets = lay_out(model, data)
+        fm = self.fm = layout.model
+        self.sizes = layout.sizes
+        self.data, self.key, self.rtol = data, key, rtol
+        self.theta = fm.init_theta(key)
+        self.private = [fm.init_private(key, d) for d in data]
+
+        def log_joint(data: Sequence[SiloData], point: _Point) -> Array:
+            values = {**fm.constrain_theta(point.theta), **point.z_G}
+            for j, (private, z_L) in enumerate(zip(point.private, point.z_L, strict=True)):
+                own = {**fm.constrain_theta(private), **z_L}
+                values |= {local_name(j, name): value for name, value in own.items()}
+            seeded = handlers.seed(joint(model, [d.kwargs for d in data]), 0)
+            return -potential_energy(seeded, (), {}, values)
+
+        def log_silo(theta: Theta, private: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+            return fm.log_silo({**theta, **private}, z_G, z_L, data)
+
+        self.log_joint = jax.jit(log_joint)
+        self.log_moved = jax.jit(jax.vmap(log_silo, (None, None, None, 0, None)))
+        self.log_bucket = jax.jit(jax.vmap(log_silo, (None, 0, None, 0, 0)))
+
+    def draw(self, rng: np.random.Generator) -> _Point:
+        def normal(*shape: int) -> np.ndarray:
+            return np.asarray(rng.normal(size=shape), _dtype())
+
+        def near(theta: Theta) -> Theta:
+            return jax.tree.map(lambda a: np.asarray(a + 0.3 * normal(*np.shape(a))), theta)
+
+        def local(size: Sizes) -> dict[str, np.ndarray]:
+            return {
+                s.name: normal(*s.shape[: s.axis], size[p.name], *s.shape[s.axis :])
+                for p in self.fm.plates
+                for s in self.fm.named("latent", p.name)
+            }
+
+        return _Point(
+            near(self.theta),
+            {s.name: normal(*s.shape) for s in self.fm.named("latent")},
+            [near(theta) for theta in self.private],
+            [local(size) for size in self.sizes],
+        )
+
+    def flat_globals(self, point: _Point) -> np.ndarray:
+        flat = np.zeros(self.fm.dim, _dtype())
+        for s in self.fm.named("latent"):
+            flat[s.start : s.stop] = point.z_G[s.name].ravel()
+        return flat
+
+    def flat_rows(self, point: _Point, j: int) -> dict[str, np.ndarray]:
+        flat = {p.name: np.zeros((self.sizes[j][p.name], p.dim), _dtype()) for p in self.fm.plates}
+        for plate, rows in flat.items():
+            for s in self.fm.named("latent", plate):
+                value = np.moveaxis(point.z_L[j][s.name], s.axis, 0)
+                rows[:, s.start : s.stop] = value.reshape(len(rows), -1)
+        return flat
+
+    def rows(self, rng: np.random.Generator, point: _Point, j: int) -> dict[str, np.ndarray]:
+        """The terms of silo ``j``, once it is sure that a row's term needs no other row's latents.
+
+        Groups of rows are moved and all others looked at. The numbers of two rows differ in some
+        bit, so 2 log2(n) groups tell every pair apart.
+        """
+        z_L, sizes = self.flat_rows(point, j), self.sizes[j]
+        moves = [(p, group) for p in self.fm.plates if p.dim for group in _groups(sizes[p.name])]
+        variants = [z_L]
+        for p, group in moves:
+            noise = np.asarray(rng.normal(size=z_L[p.name].shape), _dtype())
+            variants.append({**z_L, p.name: z_L[p.name] + noise * group[:, None]})
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *variants)
+        arguments = (point.theta, point.private[j], self.flat_globals(point), stacked, self.data[j])
+        found = jax.tree.map(np.asarray, self.log_moved(*jax.tree.map(jnp.asarray, arguments)))
+        for plate, (first, *others) in found.items():
+            for (p, group), rows in zip(moves, others, strict=True):
+                same = np.abs(rows - first) <= self.rtol * (1 + np.abs(first))
+                wrong = ~(same | (group if plate == p.name else p.outer))
+                if wrong.any():
+                    i = int(wrong.argmax())
+                    raise ModelError(
+                        f"silo {j}, silo_plate '{plate}': the term of row {i} went from "
+                        f"{first[i]:.6g} to {rows[i]:.6g} when only latents of other rows, of "
+                        f"silo_plate '{p.name}', moved. Rows must be independent given the "
+                        "globals: put what rows share outside of the silo_plate, or in a "
+                        "silo_plate of its own that the rows index."
+                    )
+        return {plate: rows[0] for plate, rows in found.items()}
+
+    def total(self, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
+        """NumPyro's joint log density against the prior plus all rows."""
+        prior = float(self.fm.log_prior(point.theta, jnp.asarray(self.flat_globals(point))))
+
+        def compare(silos: Sequence[int]) -> tuple[float, float, bool]:
+            private, z_L = ([x[j] for j in silos] for x in (point.private, point.z_L))
+            part = point._replace(private=private, z_L=z_L)
+            data = [self.data[j] for j in silos]
+            expected = float(self.log_joint(*jax.tree.map(jnp.asarray, (data, part))))
+            rows, scale = _sums(r for j in silos for r in terms[j].values())
+            found = prior + rows
+            return expected, found, abs(found - expected) <= self.rtol * (abs(prior) + scale)
+
+        expected, found, agree = compare(range(len(self.data)))
+        if agree:
+            return
+        if not np.isfinite(expected):
+            raise ModelError(
+                f"the joint log density is {expected} at a random point in unconstrained space, "
+                "so nothing can be compared there. Check that observed values lie in the supports "
+                "of their distributions and that no scale or probability over- or underflows."
+            )
+        wrong = [j for j in range(len(self.data)) if not compare([j])[2]]
+        raise ModelError(
+            f"expected the joint log density {expected:.9g}, but log_prior plus the rows of all "
+            f"silos is {found:.9g}; they differ "
+            + (f"at silos {wrong}. " if wrong else "only where silos are joined. ")
+            + "Make the model a function of its arguments alone: no randomness outside of sample "
+            "sites and no state kept from one call to the next."
+        )
+
+    def bucket(self, b: Bucket, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
+        """The rows of padded, masked and stacked silos against those of the silos themselves."""
+        target = {p: max(size[p] for size in b.sizes) for p in b.sizes[0]}
+
+        def member(i: int, j: int) -> tuple[Theta, dict[str, np.ndarray]]:
+            private = self.fm.init_private(self.key, jax.tree.map(lambda a: a[i], b.data))
+            rows = {p.name: np.ones((target[p.name], p.dim), _dtype()) for p in self.fm.plates}
+            real = (point.private[j], self.flat_rows(point, j))
+            return jax.tree.map(_embed, real, (private, rows))
+
+        members = [member(i, j) for i, j in enumerate(b.silos)]
+        private, z_L = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
+        arguments = (point.theta, private, self.flat_globals(point), z_L, b.data)
+        stacked = self.log_bucket(*jax.tree.map(jnp.asarray, arguments))
+        for i, j in enumerate(b.silos):
+            for plate, rows in terms[j].items():
+                expected, scale = _sums([rows])
+                found, _ = _sums([stacked[plate][i]])
+                if not abs(found - expected) <= self.rtol * scale:
+                    raise ModelError(
+                        f"silo {j}, silo_plate '{plate}': expected the rows to sum to "
+                        f"{expected:.9g}, but padded to {target[plate]} rows and stacked with "
+                        f"silos {list(b.silos)} they sum to {found:.9g}. Let a row depend on its "
+                        "own data alone: compute summaries of rows before the run and pass them "
+                        "as data."
+                    )
+
+
+def _dtype() -> np.dtype:
+    return jnp.zeros(()).dtype
+
+
+def _sums(rows: Iterable[Any]) -> tuple[float, float]:
+    """Sum and sum of absolute values, in double precision."""
+    flat = np.concatenate([np.zeros(0), *(np.asarray(r, np.float64) for r in rows)])
+    return float(flat.sum()), float(np.abs(flat).sum())
+
+
+def _embed(real: Any, padded: Any) -> np.ndarray:
+    """``padded`` with its leading block replaced by ``real``."""
+    padded = np.array(padded)
+    padded[tuple(slice(n) for n in np.shape(real))] = real
+    return padded
+
+
+def _groups(n: int) -> np.ndarray:
+    """Rows to move at a time: all of them, and those whose number has a certain bit set or not."""
+    bits = np.arange(n) >> np.arange((n - 1).bit_length())[:, None] & 1 == 1
+    return np.concatenate([np.ones((1, n), bool), bits, ~bits])
