@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from numpyro.primitives import CondIndepStackFrame, Messenger
+from numpyro.primitives import Messenger
+
+from numpyro_fed.primitives import silo_plate_of
 
 
 class at_silo(Messenger):
@@ -38,14 +40,12 @@ class at_silo(Messenger):
         super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if "silo_plate" not in msg or not msg.get("name"):
+        if silo_plate_of(msg) is None or not msg.get("name"):
             return
         if msg["type"] == "plate":
             self._local_plates.add(msg["name"])
         msg["cond_indep_stack"] = [
-            CondIndepStackFrame(local_name(self.silo, f.name), f.dim, f.size)
-            if f.name in self._local_plates
-            else f
+            f._replace(name=local_name(self.silo, f.name)) if f.name in self._local_plates else f
             for f in msg["cond_indep_stack"]
         ]
         msg["name"] = local_name(self.silo, msg["name"])
@@ -64,12 +64,12 @@ class _shared(Messenger):
         super().__init__(None)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if "silo_plate" not in msg and msg.get("name") in self.values:
+        if silo_plate_of(msg) is None and msg.get("name") in self.values:
             msg["value"] = self.values[msg["name"]]
             msg["stop"] = True
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
-        if "silo_plate" not in msg and msg.get("name"):
+        if silo_plate_of(msg) is None and msg.get("name"):
             self.values.setdefault(msg["name"], msg["value"])
 
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpyro
-from numpyro.primitives import Messenger
+from numpyro.primitives import CondIndepStackFrame, Messenger
 
 from numpyro_fed.errors import DataError, ModelError
+
+
+class _SiloFrame(CondIndepStackFrame):
+    """The frame of a silo plate: it stays with a message that a reparam handler empties."""
+
+
+def silo_plate_of(msg: dict[str, Any]) -> str | None:
+    """The innermost silo plate around a message; None for what is global."""
+    frames = (f.name for f in msg.get("cond_indep_stack", ()) if isinstance(f, _SiloFrame))
+    return msg.get("silo_plate") or next(frames, None)
 
 
 class _tag(Messenger):
@@ -91,3 +101,7 @@ class silo_plate(numpyro.plate):
     def process_message(self, msg: dict[str, Any]) -> None:
         super().process_message(msg)
         msg.setdefault("silo_plate", self.name)
+        if "cond_indep_stack" in msg:
+            msg["cond_indep_stack"] = [
+                _SiloFrame(*f) if f.name == self.name else f for f in msg["cond_indep_stack"]
+            ]

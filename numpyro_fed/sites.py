@@ -13,6 +13,7 @@ from numpyro.distributions import biject_to, constraints
 
 from numpyro_fed.data import SiloData, Sizes, signature
 from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.primitives import silo_plate_of
 
 
 class Site(NamedTuple):
@@ -110,7 +111,7 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
     sizes = {
         s["name"]: s["args"][0]
         for s in trace.values()
-        if s["type"] == "plate" and s.get("silo_plate") == s["name"]
+        if s["type"] == "plate" and silo_plate_of(s) == s["name"]
     }
     if not sizes:
         raise ModelError(
@@ -122,7 +123,7 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
     param_constraints: dict[str, Any] = {}
     nested = False
     for site in trace.values():
-        plate = site.get("silo_plate")
+        plate = silo_plate_of(site)
         nested |= sum(f.name in sizes for f in site.get("cond_indep_stack", ())) > 1
         if site["type"] == "sample":
             entry = _read_sample(site, plate, sizes)

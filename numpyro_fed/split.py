@@ -19,6 +19,7 @@ from numpyro.ops.provenance import eval_provenance
 
 from numpyro_fed.data import SiloData, Sizes
 from numpyro_fed.errors import ModelError
+from numpyro_fed.primitives import silo_plate_of
 from numpyro_fed.sites import Plate, Site, Structure, check_same_sites, structure, structures
 
 Theta = dict[str, Any]
@@ -185,7 +186,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         values, trace = _trace_at(model, at.sites, theta, z_G, z_L, data)
         for name, value in values.items():
             site = trace[name]
-            if plate := site.get("silo_plate"):
+            if plate := silo_plate_of(site):
                 value = jnp.broadcast_to(value, site["fn"].batch_shape)
                 frame = next(f for f in site["cond_indep_stack"] if f.name == plate)
                 others = tuple(a for a in range(value.ndim) if a != value.ndim + frame.dim)
@@ -195,7 +196,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
     @jax.jit
     def log_prior(theta: Theta, z_G: Array, data: SiloData) -> Array:
         values, trace = _trace_at(model, at.sites, theta, z_G, template_z_L, data)
-        prior = [v.sum() for name, v in values.items() if "silo_plate" not in trace[name]]
+        prior = [v.sum() for name, v in values.items() if silo_plate_of(trace[name]) is None]
         return sum(prior, jnp.zeros(()))
 
     def constrain(
@@ -328,7 +329,7 @@ def _check_static(model: Callable, fm: FederatedModel, silos: Sequence[SiloData]
     for silo in seen.values():
         z_L = fm.init_local(key, silo)
         values, trace = _trace_at(model, fm.sites, theta, z_G, z_L, silo)
-        prior = sum(v.sum() for name, v in values.items() if "silo_plate" not in trace[name])
+        prior = sum(v.sum() for name, v in values.items() if silo_plate_of(trace[name]) is None)
         if not np.allclose(prior, expected, rtol=1e-4, atol=1e-4):
             raise ModelError(
                 f"the prior of the globals is {float(prior):.6g} at a silo with "

@@ -16,14 +16,23 @@ from numpyro_fed.data import Bucket, SiloData, Sizes, read
 from numpyro_fed.errors import ModelError
 from numpyro_fed.handlers import joint, local_name
 from numpyro_fed.layout import lay_out
-from numpyro_fed.split import FederatedModel, Rows, Theta
+from numpyro_fed.split import Rows, Theta
+from numpyro_fed.strategies import Latent, ModelSpec, Problem, models, partitions, silos
 
-Silos = Sequence[Mapping[str, Any]]
+__all__ = [
+    "Latent",
+    "ModelSpec",
+    "Problem",
+    "check_decomposition",
+    "models",
+    "partitions",
+    "silos",
+]
 
 
 def check_decomposition(
     model: Callable,
-    silos: Silos,
+    silos: Sequence[Mapping[str, Any]],
     *,
     key: Array | None = None,
     rtol: float | None = None,

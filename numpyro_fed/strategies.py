@@ -1,0 +1,404 @@
+"""Hypothesis strategies: random models and random partitions of rows over silos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import constraints
+from numpyro.infer.reparam import LocScaleReparam
+
+from numpyro_fed.errors import DataError, MissingExtraError
+from numpyro_fed.primitives import silo_plate
+
+
+class Latent(NamedTuple):
+    """One latent site of a random model.
+
+    Attributes
+    ----------
+    name : str
+    family : str
+        A key of :data:`FAMILIES`.
+    parents : tuple of str
+        Earlier sites that its distribution, bounds included, depends on.
+    inner : bool
+        Whether an ordinary plate stands around it.
+    wrap : str
+        ``"scale"``, ``"mask"``, ``"reparam"``, ``"learned reparam"`` or nothing.
+    """
+
+    name: str
+    family: str
+    parents: tuple[str, ...] = ()
+    inner: bool = False
+    wrap: str = ""
+
+    def __repr__(self) -> str:
+        plate = " in inner plate" if self.inner else ""
+        wrap = f" [{self.wrap}]" if self.wrap else ""
+        return f"{self.name} ~ {self.family}({', '.join(self.parents)}){plate}{wrap}"
+
+
+class ModelSpec(NamedTuple):
+    """What a random model consists of.
+
+    Attributes
+    ----------
+    shared, private : tuple of str
+        Constraints (:data:`CONSTRAINTS`) of the ``numpyro.param`` sites ``theta{i}`` outside of
+        the silo plates and ``phi{i}`` inside the one over rows.
+    server, groups, rows : tuple of Latent
+        Global latents; those in an outer ``silo_plate("group", ...)``, which exists when there
+        are any and is indexed by the rows; and those in ``silo_plate("row", ...)``.
+    dim : int
+        Dimension of the row plate.
+    inner : int
+        Size of an ordinary plate nested in the row plate, and around some globals; 0 for none.
+    likelihood : str
+        A key of :data:`LIKELIHOODS`.
+    masked, scaled : bool
+        Whether the observed site is masked where rows are missing, and scaled.
+    extras : bool
+        Whether there are ``numpyro.deterministic`` and ``numpyro.factor`` sites at both levels.
+    """
+
+    shared: tuple[str, ...]
+    private: tuple[str, ...]
+    server: tuple[Latent, ...]
+    groups: tuple[Latent, ...]
+    rows: tuple[Latent, ...]
+    dim: int
+    inner: int
+    likelihood: str
+    masked: bool
+    scaled: bool
+    extras: bool
+
+
+class Problem(NamedTuple):
+    """A random model and what its silos hold; ``spec`` says in words what the model is."""
+
+    model: Callable
+    silos: list[dict[str, Any]]
+    spec: ModelSpec
+
+    def __repr__(self) -> str:
+        fields = [f"    {name}={value!r}," for name, value in self.spec._asdict().items()]
+        shapes = [{k: np.shape(v) for k, v in silo.items()} for silo in self.silos]
+        return "\n".join(["Problem(", *fields, f"    silos={shapes},", ")"])
+
+
+def _vector(loc: Array) -> dist.Distribution:
+    return dist.Normal(loc[..., None], jnp.ones(3)).to_event(1)
+
+
+FAMILIES: dict[str, Callable[[Array], dist.Distribution]] = {
+    "real": lambda m: dist.Normal(m, 1.0),
+    "positive": lambda m: dist.Gamma(2.0, jnp.exp(m)),
+    "unit": lambda m: dist.Beta(1.0 + jnp.exp(m), 2.0),
+    "interval": lambda m: dist.Uniform(m, m + 2.0),
+    "lower bound": lambda m: dist.LeftTruncatedDistribution(dist.Normal(m, 1.0), low=m),
+    "vector": _vector,
+    "simplex": lambda m: dist.Dirichlet(jnp.exp(m)[..., None] + jnp.ones(3)),
+    "ordered": lambda m: dist.TransformedDistribution(
+        _vector(m), dist.transforms.OrderedTransform()
+    ),
+    "correlation": lambda m: dist.LKJCholesky(3, concentration=jnp.exp(m)),
+}
+LIKELIHOODS: dict[str, Callable[[Array], dist.Distribution]] = {
+    "normal": lambda m: dist.Normal(m, 0.7),
+    "bernoulli": lambda m: dist.Bernoulli(logits=m),
+    "poisson": lambda m: dist.Poisson(jnp.exp(m)),
+}
+CONSTRAINTS = {
+    "real": constraints.real,
+    "positive": constraints.positive,
+    "unit": constraints.unit_interval,
+}
+
+
+def _build(spec: ModelSpec) -> Callable:
+    """The ordinary NumPyro model that a spec stands for.
+
+    ``known`` has a bounded number for each parameter and latent, on which later sites depend.
+    """
+    config = {
+        s.name: LocScaleReparam(0.0 if s.wrap == "reparam" else None)
+        for s in (*spec.server, *spec.groups, *spec.rows)
+        if "reparam" in s.wrap
+    }
+
+    def column(rows: Any) -> Array:
+        return jnp.reshape(rows, (-1,) + (1,) * (-spec.dim - 1))
+
+    def cells(y: Any) -> Array:
+        if not spec.inner:
+            return column(y)
+        if spec.dim == -1:
+            return jnp.swapaxes(y, 0, 1)
+        return jnp.reshape(y, (len(y), *(1,) * (-spec.dim - 2), spec.inner))
+
+    def param(name: str, constraint: str) -> Array:
+        return jnp.tanh(numpyro.param(name, 0.5, constraint=CONSTRAINTS[constraint]))
+
+    def sample(site: Latent, known: dict[str, Any], seen: Any = None) -> Array:
+        fn = FAMILIES[site.family](sum((known[p] for p in site.parents), jnp.zeros(())))
+        with _wrapped(site.wrap, seen):
+            value = numpyro.sample(site.name, fn)
+        return jnp.tanh(value).sum(tuple(range(-fn.event_dim, 0)))
+
+    def extras(name: str, known: dict[str, Any]) -> None:
+        if spec.extras:
+            total = numpyro.deterministic(f"{name}_total", sum(known.values(), jnp.zeros(())))
+            numpyro.factor(f"{name}_factor", -0.1 * total**2)
+
+    def rows(known: dict[str, Any], x: Any, seen: Any, y: Any) -> None:
+        for i, constraint in enumerate(spec.private):
+            known[f"phi{i}"] = param(f"phi{i}", constraint)
+        for site in spec.rows:
+            if not site.inner:
+                known[site.name] = sample(site, known, seen)
+        extras("row", known)
+        with numpyro.plate("inner", spec.inner) if spec.inner else nullcontext():
+            for site in spec.rows:
+                if site.inner:
+                    known[site.name] = sample(site, known, seen)
+            eta = column(x) + sum(known.values(), jnp.zeros(()))
+            with (
+                _wrapped("mask" if spec.masked else "", seen),
+                _wrapped("scale" if spec.scaled else "", seen),
+            ):
+                obs = None if y is None else cells(y)
+                numpyro.sample("y", LIKELIHOODS[spec.likelihood](eta), obs=obs)
+
+    def text(x: Any, seen: Any, group: Any = None, w: Any = None, y: Any = None) -> None:
+        known = {f"theta{i}": param(f"theta{i}", c) for i, c in enumerate(spec.shared)}
+        for site in spec.server:
+            with numpyro.plate(f"{site.name}_plate", 2) if site.inner else nullcontext():
+                value = sample(site, known)
+            known[site.name] = value.sum()
+        extras("global", known)
+        if spec.groups:
+            with silo_plate("group", w.shape[0]):
+                above = dict(known)
+                for site in spec.groups:
+                    above[site.name] = sample(site, above)
+            known |= {site.name: column(above[site.name][group]) for site in spec.groups}
+        with silo_plate("row", x.shape[0], dim=spec.dim):
+            rows(known, x, column(seen), y)
+
+    def model(x: Any, seen: Any, group: Any = None, w: Any = None, y: Any = None) -> None:
+        with handlers.reparam(config=config):
+            text(x, seen, group, w, y)
+
+    return model
+
+
+def _wrapped(wrap: str, seen: Any) -> AbstractContextManager:
+    if wrap == "scale":
+        return handlers.scale(scale=0.5)
+    if wrap == "mask":
+        return handlers.mask(mask=seen)
+    return nullcontext()
+
+
+def _hold(spec: ModelSpec, sizes: Sequence[int], seed: int) -> list[dict[str, Any]]:
+    """Random data of silos with these numbers of rows."""
+    rng = np.random.default_rng(seed)
+    silos: list[dict[str, Any]] = []
+    for n in sizes:
+        shape = (n, spec.inner) if spec.inner else (n,)
+        silo: dict[str, Any] = {
+            "x": rng.normal(size=n),
+            "seen": rng.random(n) < 0.7,
+            "y": rng.integers(0, 2, shape).astype(np.float64),
+        }
+        if spec.groups:
+            silo["w"] = np.zeros(rng.integers(1, 3))
+            silo["group"] = rng.integers(0, len(silo["w"]), n)
+        silos.append(silo)
+    return silos
+
+
+def _hypothesis() -> Any:
+    try:
+        from hypothesis import strategies
+    except ImportError as error:
+        raise MissingExtraError("hypothesis", "test") from error
+    return strategies
+
+
+def models(*, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4) -> Any:
+    """Hypothesis strategy: random hierarchical models together with their silos' data.
+
+    Latents have random supports and depend on random earlier ones, bounds included; there are
+    outer silo plates, nested ordinary plates, parameters inside and outside of the silo plates,
+    factors, scales, masks, reparametrisations and missing rows. Needs the extra ``test``.
+
+    Parameters
+    ----------
+    max_latents : int
+        Largest number of latent sites at each level.
+    max_silos, max_rows : int
+        Largest number of silos, and of rows at each.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy of Problem
+
+    Raises
+    ------
+    MissingExtraError
+        If Hypothesis is not installed.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> from numpyro_fed.testing import models
+    >>> @settings(max_examples=5, deadline=None, database=None)
+    ... @given(models(max_rows=2))
+    ... def test_every_silo_has_rows(problem):
+    ...     assert all(len(silo["x"]) in (1, 2) for silo in problem.silos)
+    >>> test_every_silo_has_rows()
+    """
+    st = _hypothesis()
+
+    def latents(draw: Callable, prefix: str, earlier: list[str], *, inner: bool) -> tuple:
+        insides = draw(st.lists(st.booleans(), max_size=max_latents))
+        found: list[Latent] = []
+        for i, inside in enumerate(sorted(inner and inside for inside in insides)):
+            family = draw(st.sampled_from(list(FAMILIES)))
+            wraps = ["", "", "scale"]
+            wraps += ["mask"] if prefix == "b" else []
+            wraps += ["reparam", "learned reparam"] if family in ("real", "vector") else []
+            before = earlier + [site.name for site in found]
+            parents = draw(st.sets(st.sampled_from(before), max_size=3)) if before else ()
+            wrap = draw(st.sampled_from(wraps))
+            found.append(Latent(f"{prefix}{i}", family, tuple(sorted(parents)), inside, wrap))
+        return tuple(found)
+
+    @st.composite
+    def problems(draw: Callable) -> Problem:
+        names = st.lists(st.sampled_from(list(CONSTRAINTS)), max_size=2).map(tuple)
+        shared, private = draw(names), draw(names)
+        known = [f"theta{i}" for i in range(len(shared))]
+        server = latents(draw, "g", known, inner=True)
+        known += [site.name for site in server]
+        groups = latents(draw, "u", known, inner=False)
+        known += [site.name for site in groups] + [f"phi{i}" for i in range(len(private))]
+        inner = draw(st.sampled_from([0, 2]))
+        rows = latents(draw, "b", known, inner=inner > 0)
+        spec = ModelSpec(
+            shared,
+            private,
+            server,
+            groups,
+            rows,
+            dim=draw(st.sampled_from([-1, -2, -3])),
+            inner=inner,
+            likelihood=draw(st.sampled_from(list(LIKELIHOODS))),
+            masked=draw(st.booleans()),
+            scaled=draw(st.booleans()),
+            extras=draw(st.booleans()),
+        )
+        sizes = draw(st.lists(st.integers(1, max_rows), min_size=1, max_size=max_silos))
+        return Problem(_build(spec), _hold(spec, sizes, draw(st.integers(0, 999))), spec)
+
+    return problems()
+
+
+def partitions(n_rows: int, *, max_silos: int = 5) -> Any:
+    """Hypothesis strategy: how many of ``n_rows`` rows each silo holds, as a tuple of int.
+
+    Parameters
+    ----------
+    n_rows : int
+        Number of rows in all.
+    max_silos : int
+        Largest number of silos; every silo holds at least one row.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy of tuple of int
+
+    Raises
+    ------
+    MissingExtraError
+        If Hypothesis is not installed.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> from numpyro_fed.testing import partitions
+    >>> @settings(max_examples=5, database=None)
+    ... @given(partitions(7, max_silos=3))
+    ... def test_no_row_is_lost(sizes):
+    ...     assert sum(sizes) == 7 and len(sizes) <= 3 and min(sizes) > 0
+    >>> test_no_row_is_lost()
+    """
+    st = _hypothesis()
+    if n_rows == 1 or max_silos == 1:
+        return st.just((n_rows,))
+    cuts = st.sets(st.integers(1, n_rows - 1), max_size=max_silos - 1)
+    return cuts.map(lambda at: tuple(b - a for a, b in pairwise([0, *sorted(at), n_rows])))
+
+
+def silos(pooled: Mapping[str, Any], *, max_silos: int = 5) -> Any:
+    """Hypothesis strategy: the same pooled rows split over silos in random ways.
+
+    Parameters
+    ----------
+    pooled : dict
+        Keyword arguments of the model for all rows together. The longest arrays hold the rows
+        and are split along their first axis; every silo is given all of the others.
+    max_silos : int
+        Largest number of silos.
+
+    Returns
+    -------
+    hypothesis.strategies.SearchStrategy of list of dict
+
+    Raises
+    ------
+    DataError
+        If there is no array to split.
+    MissingExtraError
+        If Hypothesis is not installed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from hypothesis import given, settings
+    >>> from numpyro_fed.testing import silos
+    >>> @settings(max_examples=5, database=None)
+    ... @given(silos(dict(y=np.arange(6.0))))
+    ... def test_rows_keep_their_order(parts):
+    ...     assert (np.concatenate([part["y"] for part in parts]) == np.arange(6.0)).all()
+    >>> test_rows_keep_their_order()
+    """
+    lengths = {key: np.shape(value)[0] for key, value in pooled.items() if np.ndim(value)}
+    if not lengths:
+        raise DataError(
+            f"expected at least one array with rows to split, got the keys {sorted(pooled)}. "
+            "Pass the model's keyword arguments for all rows together."
+        )
+    n = max(lengths.values())
+
+    def split(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+        at = np.cumsum(sizes)[:-1]
+        parts = {k: np.split(np.asarray(v), at) for k, v in pooled.items() if lengths.get(k) == n}
+        return [
+            {k: parts[k][j] if k in parts else v for k, v in pooled.items()}
+            for j in range(len(sizes))
+        ]
+
+    return partitions(n, max_silos=max_silos).map(split)
