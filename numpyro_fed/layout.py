@@ -12,7 +12,7 @@ import numpy as np
 
 from numpyro_fed.data import Bucket, SiloData, Sizes, bucket
 from numpyro_fed.sites import structures
-from numpyro_fed.split import FederatedModel, split
+from numpyro_fed.split import FederatedModel, Rows, split
 
 
 class Layout(NamedTuple):
@@ -63,8 +63,12 @@ def _padding_is_harmless(fm: FederatedModel, silos: Sequence[SiloData], b: Bucke
         for i, p in enumerate(fm.plates, start=2)
     }
     real_rows = {plate: rows[: size[plate]] for plate, rows in z_L.items()}
-    there = fm.log_silo({**theta, **fm.init_private(key, padded)}, z_G, z_L, padded)
-    here = fm.log_silo({**theta, **fm.init_private(key, original)}, z_G, real_rows, original)
+
+    @jax.jit
+    def rows_at(z_L: Rows, data: SiloData) -> Rows:
+        return fm.log_silo({**theta, **fm.init_private(key, data)}, z_G, z_L, data)
+
+    there, here = rows_at(z_L, padded), rows_at(real_rows, original)
     return all(
         bool(jnp.all(there[p][size[p] :] == 0))
         and np.allclose(there[p][: size[p]], here[p], rtol=1e-4, atol=1e-4)

@@ -151,9 +151,10 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
     stick_rows = k_outer == 1
 
     def noise(key: Array, sizes: Sizes, particles: int) -> Rows:
+        several = len(guide.locals) > 1
         return {
             p: jax.random.normal(
-                jax.random.fold_in(key, i),
+                jax.random.fold_in(key, i) if several else key,
                 (sizes[p], particles, k_outer, draws[p] if p in guide.rows else 1, dims[p]),
             )
             for i, p in enumerate(guide.locals)

@@ -214,12 +214,11 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         return constrain(theta, z_G, template_z_L, data, local=False)
 
     def parameters(key: Array, data: SiloData, *, local: bool) -> Theta:
+        names = [s.name for s in at.sites if s.kind == "param" and (s.plate is not None) == local]
+        if not names:
+            return {}
         trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
-        return {
-            s.name: biject_to(at.constraints[s.name]).inv(trace[s.name]["value"])
-            for s in at.sites
-            if s.kind == "param" and (s.plate is not None) == local
-        }
+        return {n: biject_to(at.constraints[n]).inv(trace[n]["value"]) for n in names}
 
     def start(
         key: Array, data: SiloData, init_loc_fn: Callable, plate: str | None
@@ -290,7 +289,8 @@ def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str
         trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(**at.kwargs)
         return {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "param"}
 
-    theta = {**fm.init_theta(jax.random.key(0)), **fm.init_private(jax.random.key(0), silo)}
+    key = jax.random.key(0)
+    theta = {**fm.init_theta(key), **jax.jit(fm.init_private)(key, silo)}
     rows = {label: z_L[plate] for label, plate in labels.items()}
     found = eval_provenance(run, data=silo.arrays, theta=theta, **rows)
     found |= eval_provenance(initial, data=silo.arrays)

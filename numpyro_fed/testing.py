@@ -125,15 +125,17 @@ class _Check:
         self.sizes = layout.sizes
         self.data, self.key, self.rtol = data, key, rtol
         self.theta = fm.init_theta(key)
-        self.private = [fm.init_private(key, d) for d in data]
+        self.init_private = jax.jit(fm.init_private)
+        self.private = [self.init_private(key, d) for d in data]
 
-        def log_joint(data: Sequence[SiloData], point: _Point) -> Array:
+        def log_joint(data: Sequence[SiloData], point: _Point, z_G: Array) -> tuple[Array, Array]:
+            prior = fm.log_prior(point.theta, z_G)
             values = {**fm.constrain_theta(point.theta), **point.z_G}
             for j, (private, z_L) in enumerate(zip(point.private, point.z_L, strict=True)):
                 own = {**fm.constrain_theta(private), **z_L}
                 values |= {local_name(j, name): value for name, value in own.items()}
             seeded = handlers.seed(joint(model, [d.kwargs for d in data]), 0)
-            return -potential_energy(seeded, (), {}, values)
+            return prior, -potential_energy(seeded, (), {}, values)
 
         def log_silo(theta: Theta, private: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
             return fm.log_silo({**theta, **private}, z_G, z_L, data)
@@ -173,7 +175,7 @@ class _Check:
         flat = {p.name: np.zeros((self.sizes[j][p.name], p.dim), _dtype()) for p in self.fm.plates}
         for plate, rows in flat.items():
             for s in self.fm.named("latent", plate):
-                value = np.moveaxis(point.z_L[j][s.name], s.axis, 0)
+                value = np.moveaxis(point.z_L[j][s.name], s.axis or 0, 0)
                 rows[:, s.start : s.stop] = value.reshape(len(rows), -1)
         return flat
 
@@ -209,13 +211,13 @@ class _Check:
 
     def total(self, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
         """NumPyro's joint log density against the prior plus all rows."""
-        prior = float(self.fm.log_prior(point.theta, jnp.asarray(self.flat_globals(point))))
 
         def compare(silos: Sequence[int]) -> tuple[float, float, bool]:
             private, z_L = ([x[j] for j in silos] for x in (point.private, point.z_L))
             part = point._replace(private=private, z_L=z_L)
             data = [self.data[j] for j in silos]
-            expected = float(self.log_joint(*jax.tree.map(jnp.asarray, (data, part))))
+            arguments = jax.tree.map(jnp.asarray, (data, part, self.flat_globals(point)))
+            prior, expected = map(float, self.log_joint(*arguments))
             rows, scale = _sums(r for j in silos for r in terms[j].values())
             found = prior + rows
             return expected, found, abs(found - expected) <= self.rtol * (abs(prior) + scale)
@@ -243,7 +245,7 @@ class _Check:
         target = {p: max(size[p] for size in b.sizes) for p in b.sizes[0]}
 
         def member(i: int, j: int) -> tuple[Theta, dict[str, np.ndarray]]:
-            private = self.fm.init_private(self.key, jax.tree.map(lambda a: a[i], b.data))
+            private = self.init_private(self.key, jax.tree.map(lambda a: a[i], b.data))
             rows = {p.name: np.ones((target[p.name], p.dim), _dtype()) for p in self.fm.plates}
             real = (point.private[j], self.flat_rows(point, j))
             return jax.tree.map(_embed, real, (private, rows))

@@ -38,23 +38,31 @@ class Info(NamedTuple):
 class Exchange(NamedTuple):
     """One message down to the silos and one up to the server.
 
+    Randomness is an argument: a runtime turns keys into noise by the first two functions, for
+    many rounds at once where that pays, and the others are deterministic.
+
     Attributes
     ----------
-    broadcast : (round_key, server_state) -> Down
-        What the server sends.
-    silo : (silo_key, Down, silo_state, data) -> (Up, silo_state)
+    server_noise : key -> noise
+    silo_noise : (key, silo_state) -> noise
+        Depends on the shapes of the state alone.
+    broadcast : (noise, server_state) -> (Down, memo)
+        What the server sends, and what it keeps in mind until the replies are there.
+    silo : (noise, Down, silo_state, data) -> (Up, silo_state)
         What a silo does. Only ``Up`` leaves it; its shape depends neither on how many rows or
         local latents the silo has, nor on its data.
-    server : (round_key, server_state, combined Up) -> (server_state, Info)
+    server : (server_state, memo, combined Up) -> (server_state, Info)
         What the server does with the replies.
     combine : Combine
     scatter : bool
         Whether ``Down`` has a leading silo axis, of which each silo gets its own slice.
     """
 
-    broadcast: Callable[[Array, Any], Any]
-    silo: Callable[[Array, Any, Any, Any], tuple[Any, Any]]
-    server: Callable[[Array, Any, Any], tuple[Any, Info]]
+    server_noise: Callable[[Array], Any]
+    silo_noise: Callable[[Array, Any], Any]
+    broadcast: Callable[[Any, Any], tuple[Any, Any]]
+    silo: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+    server: Callable[[Any, Any, Any], tuple[Any, Info]]
     combine: Combine = Combine.SUM
     scatter: bool = False
 

@@ -24,7 +24,7 @@ from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
 from numpyro_fed.data import SiloData
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.objectives import SiloBound
-from numpyro_fed.split import FederatedModel
+from numpyro_fed.split import FederatedModel, Rows
 
 
 class ServerState(NamedTuple):
@@ -69,10 +69,8 @@ def sfvi(
 ) -> FederatedAlgorithm:
     """Build the algorithm; the server and every silo use ``optim``, each with its own state."""
 
-    def noise(round_key: Array) -> Array:
-        return jax.random.normal(round_key, (num_particles, guide.globals.noise_dim))
-
     def draw(params: dict[str, Any], eps: Array) -> tuple[Down, Array]:
+        """What is sent, and the server's own term of the bound."""
         z_G, log_q = jax.vmap(guide.globals.draw, (None, 0))(params["guide"], eps)
         down = Down(params["theta"], z_G, guide.globals.centre(params["guide"]))
         log_prior = jax.vmap(fm.log_prior, (None, 0))(params["theta"], z_G)
@@ -91,53 +89,50 @@ def sfvi(
         }
         return SiloState(params, optim.init(params), jnp.array(True))
 
-    def broadcast(round_key: Array, server: ServerState) -> Down:
-        return draw(server.params, noise(round_key))[0]
+    def server_noise(key: Array) -> Array:
+        return jax.random.normal(key, (num_particles, guide.globals.noise_dim))
 
-    def silo(silo_key: Array, down: Down, state: SiloState, data: SiloData) -> tuple[Up, SiloState]:
-        eps = bound.noise(silo_key, _sizes(state), num_particles)
+    def silo_noise(key: Array, state: SiloState) -> Rows:
+        sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
+        return bound.noise(key, sizes, num_particles)
 
+    def broadcast(eps: Array, state: ServerState) -> tuple[Down, Any]:
+        (down, value), pull = jax.vjp(lambda params: draw(params, eps), state.params)
+        return down, (value, pull)
+
+    def silo(eps: Rows, down: Down, state: SiloState, data: SiloData) -> tuple[Up, SiloState]:
         def term(down: Down, params: dict[str, Any]) -> Array:
             theta = {**down.theta, **params["private"]}
 
-            def at(z_G: Array, eps: dict[str, Array]) -> Array:
+            def at(z_G: Array, eps: Rows) -> Array:
                 return bound.value(theta, params["guide"], z_G, down.centre, eps, data)
 
-            return over_particles(at)(down.z_G, eps).mean()
+            return jax.vmap(at, (0, 1))(down.z_G, eps).mean()
 
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)
-        ok = all_finite((value, g_down, g_params))
+        ok = all_finite((value, g_down))
         up = Up(value, g_down, jnp.zeros((), jnp.int32))
         zeros = jax.tree.map(jnp.zeros_like, up)._replace(bad=jnp.ones((), jnp.int32))
         up = jax.tree.map(lambda a, b: jnp.where(ok, a, b), up, zeros)
         params, opt_state = _ascend(optim, g_params, state.opt_state, state.params)
         return up, SiloState(params, opt_state, ok)
 
-    def server(round_key: Array, state: ServerState, up: Up) -> tuple[ServerState, Info]:
-        eps = noise(round_key)
-        (_, value), pull = jax.vjp(lambda params: draw(params, eps), state.params)
+    def server(state: ServerState, memo: Any, up: Up) -> tuple[ServerState, Info]:
+        value, pull = memo
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))
         params, opt_state = _ascend(optim, gradient, state.opt_state, state.params)
         total = value + up.bound
         ok = (up.bad == 0) & all_finite((total, gradient))
         return ServerState(params, opt_state), Info(-total, ok)
 
-    return FederatedAlgorithm(init_server, init_silo, (Exchange(broadcast, silo, server),))
-
-
-def over_particles(f: Any) -> Any:
-    """Map over particles: the leading axis of ``z_G``, the second of each plate's noise."""
-    return jax.vmap(f, in_axes=(0, 1))
+    exchange = Exchange(server_noise, silo_noise, broadcast, silo, server)
+    return FederatedAlgorithm(init_server, init_silo, (exchange,))
 
 
 def all_finite(tree: Any) -> Array:
     """Whether every number in a pytree is finite."""
     leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return jnp.stack(leaves).all()
-
-
-def _sizes(state: SiloState) -> dict[str, int]:
-    return {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
 
 
 def _ascend(optim: Any, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:

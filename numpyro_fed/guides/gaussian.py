@@ -76,7 +76,7 @@ def diagonal(dim: int, init_scale: float) -> GlobalGuide:
     def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
         z = eta["loc"] + jnp.exp(eta["log_scale"]) * noise
         fixed = stop_gradient(eta)
-        standard = (z - fixed["loc"]) * jnp.exp(-fixed["log_scale"])
+        standard = (z - fixed["loc"]) / jnp.exp(fixed["log_scale"])
         return z, _standard_normal(standard).sum() - fixed["log_scale"].sum()
 
     return GlobalGuide(dim, init, draw, lambda eta: eta["loc"])
@@ -93,7 +93,7 @@ def full(dim: int, init_scale: float) -> GlobalGuide:
         z = eta["loc"] + _unit_lower(eta["below"], dim) @ (jnp.exp(eta["log_scale"]) * noise)
         fixed = stop_gradient(eta)
         scaled = _solve_unit(_unit_lower(fixed["below"], dim), z - fixed["loc"])
-        standard = scaled * jnp.exp(-fixed["log_scale"])
+        standard = scaled / jnp.exp(fixed["log_scale"])
         return z, _standard_normal(standard).sum() - fixed["log_scale"].sum()
 
     return GlobalGuide(dim, init, draw, lambda eta: eta["loc"])
@@ -174,7 +174,7 @@ def local(
         if T is not None:
             scaled = _solve_unit(T, scaled.reshape(T.shape[:-1])).reshape(z.shape)
         s = log_scale(eta, above)
-        return (_standard_normal(scaled * jnp.exp(-s)) - s).sum(-1)
+        return (_standard_normal(scaled / jnp.exp(s)) - s).sum(-1)
 
     return LocalGuide(init, draw, log_q)
 

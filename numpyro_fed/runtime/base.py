@@ -14,6 +14,8 @@ from numpyro_fed.algorithms.base import Combine
 from numpyro_fed.data import Bucket, SiloData
 
 CHUNK = 1024  # rounds that one call of the compiled loop can report
+BLOCK = 64  # rounds, at most, for which noise is drawn at once
+NOISE = 2**20  # numbers, about, that are drawn at once
 
 
 class State(NamedTuple):
@@ -60,24 +62,25 @@ def on_device(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:
     return tuple(Batch(jnp.asarray(b.silos), jax.tree.map(jnp.asarray, b.data)) for b in buckets)
 
 
-def server_key(key: Array, round: Array, exchange: int) -> Array:
-    """The server's key for one exchange of a round."""
-    return jax.random.fold_in(_exchange_key(key, round, exchange), 0)
+def exchange_key(key: Array, round: Array | int, exchange: int, exchanges: int) -> Array:
+    """The key of one exchange of a round; ``fold_in(key, round)`` where a round has one."""
+    return jax.random.fold_in(key, round * exchanges + exchange)
 
 
-def silo_key(key: Array, round: Array, exchange: int, silo: Array) -> Array:
-    """A silo's key for one exchange of a round: never another silo's, never the server's."""
-    return jax.random.fold_in(_exchange_key(key, round, exchange), 1 + silo)
+def server_key(key_exchange: Array) -> Array:
+    """The server's key for an exchange."""
+    return jax.random.fold_in(key_exchange, 0)
+
+
+def silo_key(key_exchange: Array, silo: Array) -> Array:
+    """A silo's key for an exchange: never another silo's, never the server's."""
+    return jax.random.fold_in(key_exchange, 1 + silo)
 
 
 def init_keys(key: Array) -> tuple[Array, Array]:
     """Keys for the first states of the server and of the silos, apart from those of all rounds."""
     first, second = jax.random.split(jax.random.fold_in(key, np.uint32(2**32 - 1)))
     return first, second
-
-
-def _exchange_key(key: Array, round: Array, exchange: int) -> Array:
-    return jax.random.fold_in(jax.random.fold_in(key, round), exchange)
 
 
 def combine(how: Combine, replies: Sequence[Any], batches: Sequence[Batch]) -> Any:

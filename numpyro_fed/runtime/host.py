@@ -16,6 +16,7 @@ from numpyro_fed.runtime.base import (
     Runtime,
     State,
     combine,
+    exchange_key,
     init_keys,
     server_key,
     silo_key,
@@ -30,7 +31,7 @@ def host(algorithm: FederatedAlgorithm) -> Runtime:
     """
     init_silo = jax.jit(algorithm.init_silo)
     steps = [
-        (e, x, jax.jit(x.broadcast), jax.jit(x.silo), jax.jit(x.server))
+        (e, x, jax.jit(x.silo_noise), jax.jit(x.broadcast), jax.jit(x.silo), jax.jit(x.server))
         for e, x in enumerate(algorithm.exchanges)
     ]
 
@@ -48,20 +49,20 @@ def host(algorithm: FederatedAlgorithm) -> Runtime:
         losses, ok = np.zeros(CHUNK), True
         for i in range(n):
             round_, server, silos = state
-            for e, exchange, broadcast, ask, answer in steps:
-                key_server = server_key(key, round_, e)
-                down = broadcast(key_server, server)
+            for e, exchange, noise, broadcast, ask, answer in steps:
+                key_exchange = exchange_key(key, round_, e, len(steps))
+                down, memo = broadcast(exchange.server_noise(server_key(key_exchange)), server)
                 replies, after = [], []
                 for batch, states in zip(batches, silos, strict=True):
                     silo, data = _only(batch)
                     sent = jax.tree.map(lambda a, j=silo: a[j], down) if exchange.scatter else down
-                    key_silo = silo_key(key, round_, e, silo)
-                    up, new = ask(key_silo, sent, _only(states), data)
+                    eps = noise(silo_key(key_exchange, silo), _only(states))
+                    up, new = ask(eps, sent, _only(states), data)
                     replies.append(_stack(up))
                     after.append(_stack(new))
                 silos = tuple(after)
                 combined = combine(exchange.combine, replies, batches)
-                server, info = answer(key_server, server, combined)
+                server, info = answer(server, memo, combined)
             state = State(round_ + 1, server, silos)
             losses[i], ok = float(info.loss), bool(info.ok)
             if not ok:
