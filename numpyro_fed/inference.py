@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 from numpyro.infer.autoguide import AutoGuide
@@ -178,7 +179,7 @@ class SFVI:
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         read = silo_data.read(silos)
-        known = (runtime, jax.config.jax_enable_x64, tuple(signature(s) for s in read))
+        known = (runtime, str(jnp.result_type(float)), tuple(signature(s) for s in read))
         if known not in self._fits:
             layout, buckets = lay_out(self.model, read)
             self._fits[known] = self._build(layout, buckets, runtime)

@@ -205,8 +205,8 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
         """The silo's whole term at one draw of the outer latents."""
         terms = row_terms(at._replace(z_outer=z_outer), eps)
         q_at = _stop(at) if stick else at
-        q = sum(log_q(p, q_at, z_outer[p]).sum() for p in guide.outer)
-        return sum(v.sum() for v in terms.values()) - q
+        q = _total({p: log_q(p, q_at, z_outer[p]) for p in guide.outer})
+        return _total(terms) - q
 
     def outer_weights(own: Rows, rest: tuple[Rows, _At, Rows]) -> dict[str, Array]:
         moved, at, eps = rest
@@ -246,8 +246,8 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
             tiled = {p: eps[p][:, jnp.arange(k_rows) % draws[p]] for p in guide.rows}
             z = {p: jax.vmap(lambda e, p=p: draw(p, here, e), 1)(tiled[p]) for p in guide.rows}
             weights = jax.vmap(lambda z: log_ratio(z, here), axis_size=k_rows)(z)
-            q = sum(log_q(p, at, z_outer[p]).sum() for p in guide.outer)
-            total = sum(v.sum() for v in _log_mean_exp(weights, counts).values()) - q
+            q = _total({p: log_q(p, at, z_outer[p]) for p in guide.outer})
+            total = _total(_log_mean_exp(weights, counts)) - q
             chosen = {
                 p: _choose(jax.random.fold_in(key_rows, i), weights[p][: draws[p]], z[p])
                 for i, p in enumerate(guide.rows)
@@ -267,6 +267,10 @@ _OUTER = "outer plates"
 def _stop(at: _At) -> _At:
     """The same place with the guide's parameters stopped; ``z_G`` and the draws stay live."""
     return at._replace(eta=stop_gradient(at.eta), centre=stop_gradient(at.centre))
+
+
+def _total(rows: Rows) -> Array:
+    return sum((v.sum() for v in rows.values()), jnp.zeros(()))
 
 
 def _choose(key: Array, log_weights: Array, z: Array) -> Array:
@@ -313,7 +317,7 @@ def _backward(f: Callable, counts: tuple, saved: Any, cotangent: Rows) -> tuple[
     own, rest = pull({p: w * cotangent[p] for p, w in weights.items()})
 
     def again(plate: str, g: Array) -> Array:
-        w = weights.get(plate, weights.get(_OUTER))
+        w = weights[plate if plate in weights else _OUTER]
         return w.reshape(w.shape + (1,) * (g.ndim - w.ndim)) * g
 
     return {p: again(p, g) for p, g in own.items()}, rest

@@ -18,7 +18,7 @@ VERSION = 1
 def save_state(path: str | Path, description: dict[str, Any], losses: Any, state: Any) -> None:
     """Write ``path.npz`` and ``path.json``."""
     arrays = {f"state{name}": np.asarray(leaf) for name, leaf in _leaves(state)}
-    np.savez(_with(path, ".npz"), losses=np.asarray(losses), **arrays)
+    np.savez(_with(path, ".npz"), allow_pickle=False, losses=np.asarray(losses), **arrays)
     text = json.dumps({"version": VERSION, **description}, indent=1, sort_keys=True)
     _with(path, ".json").write_text(text + "\n")
 
@@ -49,8 +49,7 @@ def load_state(path: str | Path, description: dict[str, Any], like: Any) -> tupl
     with np.load(npz) as arrays:
         leaves = []
         for name, leaf in _leaves(like):
-            key = f"state{name}"
-            there = arrays[key] if key in arrays else None
+            there = arrays.get(f"state{name}")
             if there is None or (there.shape, there.dtype) != (leaf.shape, leaf.dtype):
                 found = "nothing" if there is None else f"{there.dtype}{there.shape}"
                 raise SavedStateError(
@@ -68,7 +67,7 @@ def _differ(part: str, saved: dict[str, Any], wanted: Any) -> str:
             if wanted.get(name) != found.get(name):
                 return (
                     f"its {part} have {name!r} as {found.get(name)}, but here it is "
-                    f"{wanted.get(name)}. Load it with the model and settings that it was made with."
+                    f"{wanted.get(name)}. Use the model and settings that it was made with."
                 )
     return f"its {part} are {found}, but here they are {wanted}. Pass the silos it was made with."
 

@@ -156,8 +156,8 @@ def _unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
         if s.kind == "latent" and s.plate is None:
             values[s.name] = z_G[s.start : s.stop].reshape(s.shape)
         elif s.kind == "latent":
-            rows = z_L[s.plate][:, s.start : s.stop]
-            values[s.name] = jnp.moveaxis(rows.reshape(len(rows), *s.shape), 0, s.axis)
+            rows = z_L[str(s.plate)][:, s.start : s.stop]
+            values[s.name] = jnp.moveaxis(rows.reshape(len(rows), *s.shape), 0, s.axis or 0)
     return values
 
 
@@ -179,7 +179,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
     # The global functions run the text on placeholders for data and local latents, inside jit so
     # that they stay abstract. None of them reaches the result: _check_globals has made sure.
     template = jax.tree.map(np.zeros_like, silo)
-    template_z_L = {p.name: np.zeros((at.sizes[p.name], p.dim)) for p in plates}
+    template_z_L = {p.name: jnp.zeros((at.sizes[p.name], p.dim)) for p in plates}
 
     def log_silo(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         total: Rows = {}
@@ -247,7 +247,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
             return rows
         for p in plates:
             for s, value in start(key, data, init_loc_fn, p.name):
-                value = jnp.moveaxis(value, s.axis, 0).reshape(size[p.name], -1)
+                value = jnp.moveaxis(value, s.axis or 0, 0).reshape(size[p.name], -1)
                 rows[p.name] = rows[p.name].at[:, s.start : s.stop].set(value)
         return rows
 

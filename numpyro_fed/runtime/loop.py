@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
@@ -41,7 +42,8 @@ def drive(
     """Run ``num_rounds`` rounds from ``state``.
 
     Rounds are run in chunks of one compiled program. Since a round is a function of the key, its
-    number and the state, a chunk that fails is simply run again up to the round before.
+    number and the state, a chunk that fails is simply run again up to the round before. A step can
+    also spoil parameters while its bound is still finite, so the state is looked at as well.
     """
     losses: list[np.ndarray] = []
     done, failure = 0, None
@@ -51,10 +53,10 @@ def drive(
             n = min(n, CHUNK, num_rounds - done)
             began = time.perf_counter()
             after, chunk, ok = runtime.advance(key, state, batches, n)
-            if not bool(ok):
+            while n and not (ok and _finite(after)):
                 failure = _failure(after, batches)
                 n = failure.round - int(state.round)
-                after, chunk, _ = runtime.advance(key, state, batches, n)
+                after, chunk, ok = runtime.advance(key, state, batches, n)
             losses.append(np.asarray(chunk)[:n])
             state, done = after, done + n
             if progress_bar and n:
@@ -62,13 +64,24 @@ def drive(
                 bar.set_postfix_str(f"bound: {-losses[-1][-1]:.4f}", refresh=False)
                 seconds = time.perf_counter() - began
                 n = min(2 * n, CHUNK) if seconds < REFRESH else max(1, int(n * REFRESH / seconds))
-    return Run(state, np.concatenate(losses) if losses else np.zeros(0), failure)
+    return Run(state, np.concatenate(losses), failure)
+
+
+@jax.jit
+def _finite_each(stack: Any) -> Array:
+    """For each silo of a bucket whether all of its state is finite."""
+    leaves = [jnp.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(stack)]
+    return jnp.stack(leaves).all(0)
+
+
+def _finite(state: State) -> bool:
+    server = jax.tree.map(lambda a: a[None], state.server)
+    return all(bool(_finite_each(stack).all()) for stack in (server, *state.silos))
 
 
 def _failure(state: State, batches: tuple[Batch, ...]) -> Failure:
-    bad = [
-        int(j)
-        for batch, silos in zip(batches, state.silos, strict=True)
-        for j in np.asarray(batch.silos)[~np.asarray(jax.device_get(silos.ok))]
-    ]
+    bad: list[int] = []
+    for batch, silos in zip(batches, state.silos, strict=True):
+        fine = np.asarray(silos.ok) & np.asarray(_finite_each(silos))
+        bad += np.asarray(batch.silos)[~fine].tolist()
     return Failure(int(state.round) - 1, tuple(sorted(bad)))
