@@ -187,7 +187,8 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         for name, value in values.items():
             site = trace[name]
             if plate := silo_plate_of(site):
-                value = jnp.broadcast_to(value, site["fn"].batch_shape)
+                shape = jnp.broadcast_shapes(jnp.shape(value), site["fn"].batch_shape)
+                value = jnp.broadcast_to(value, shape)
                 frame = next(f for f in site["cond_indep_stack"] if f.name == plate)
                 others = tuple(a for a in range(value.ndim) if a != value.ndim + frame.dim)
                 total[plate] = total.get(plate, 0.0) + value.sum(others)
