@@ -62,6 +62,11 @@ def on_device(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:
     return tuple(Batch(jnp.asarray(b.silos), jax.tree.map(jnp.asarray, b.data)) for b in buckets)
 
 
+def strong(tree: Any) -> Any:
+    """The same numbers without weak types: the state after a round would be another program's."""
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), tree)
+
+
 def exchange_key(key: Array, round: Array | int, exchange: int, exchanges: int) -> Array:
     """The key of one exchange of a round; ``fold_in(key, round)`` where a round has one."""
     return jax.random.fold_in(key, round * exchanges + exchange)

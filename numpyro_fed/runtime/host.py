@@ -20,6 +20,7 @@ from numpyro_fed.runtime.base import (
     init_keys,
     server_key,
     silo_key,
+    strong,
 )
 
 
@@ -29,7 +30,7 @@ def host(algorithm: FederatedAlgorithm) -> Runtime:
     Every function is compiled on its own; under ``jax.disable_jit()`` all of it is ordinary
     Python, in which a debugger can stop. Expects one silo in each batch.
     """
-    init_silo = jax.jit(algorithm.init_silo)
+    init_server, init_silo = jax.jit(algorithm.init_server), jax.jit(algorithm.init_silo)
     steps = [
         (e, x, jax.jit(x.silo_noise), jax.jit(x.broadcast), jax.jit(x.silo), jax.jit(x.server))
         for e, x in enumerate(algorithm.exchanges)
@@ -40,8 +41,8 @@ def host(algorithm: FederatedAlgorithm) -> Runtime:
         silos = []
         for silo, data in map(_only, batches):
             silos.append(_stack(init_silo(jax.random.fold_in(key_silos, silo), data)))
-        server = jax.tree.map(jnp.asarray, algorithm.init_server(key_server))
-        return State(jnp.zeros((), jnp.int32), server, tuple(silos))
+        server, states = strong((init_server(key_server), tuple(silos)))
+        return State(jnp.zeros((), jnp.int32), server, states)
 
     def advance(
         key: Array, state: State, batches: tuple[Batch, ...], n: int

@@ -23,6 +23,7 @@ from numpyro_fed.runtime.base import (
     init_keys,
     server_key,
     silo_key,
+    strong,
 )
 
 
@@ -39,10 +40,12 @@ def simulation(algorithm: FederatedAlgorithm) -> Runtime:
 
         return tuple(jax.vmap(one)(b.silos, b.data) for b in batches)
 
+    init_server = jax.jit(algorithm.init_server)
+
     def init(key: Array, batches: tuple[Batch, ...]) -> State:
         key_server, key_silos = init_keys(key)
-        server = jax.tree.map(jnp.asarray, algorithm.init_server(key_server))
-        return State(jnp.zeros((), jnp.int32), server, init_silos(key_silos, batches))
+        server, silos = strong((init_server(key_server), init_silos(key_silos, batches)))
+        return State(jnp.zeros((), jnp.int32), server, silos)
 
     exchanges = algorithm.exchanges
 
