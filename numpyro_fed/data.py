@@ -161,16 +161,26 @@ def padded_keys(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> dict[str, 
     return rows
 
 
-def pad(data: SiloData, rows: dict[str, str], sizes: Sizes, target: Sizes) -> SiloData:
+def padded_plates(rows: dict[str, str], sizes: Sequence[Sizes]) -> set[str]:
+    """The silo plates that grow with the padded arrays: theirs, and all of the same sizes."""
+    return {
+        plate
+        for plate in sizes[0]
+        if any(all(size[plate] == size[p] for size in sizes) for p in rows.values())
+    }
+
+
+def pad(
+    data: SiloData, rows: dict[str, str], plates: set[str], sizes: Sizes, target: Sizes
+) -> SiloData:
     """Pad one silo to ``target`` rows by copies of its first row, and mask the copies."""
-    padded = set(rows.values())
     arrays = {
         key: np.concatenate([a, np.repeat(a[:1], target[rows[key]] - len(a), axis=0)])
         if key in rows
         else a
         for key, a in data.arrays.items()
     }
-    masks = {p: np.arange(target[p]) < sizes[p] for p in sorted(padded)}
+    masks = {p: np.arange(target[p]) < sizes[p] for p in sorted(plates)}
     return SiloData(arrays, masks, data.static)
 
 
@@ -188,25 +198,26 @@ def bucket(
     memory grows with rows and not with the largest silo.
     """
     rows = padded_keys(silos, sizes) if may_pad else {}
+    plates = padded_plates(rows, sizes)
 
     def shape_of(j: int) -> tuple:
         fixed = {k: a for k, a in silos[j].arrays.items() if k not in rows}
-        unpadded = tuple((p, n) for p, n in sizes[j].items() if p not in rows.values())
+        unpadded = tuple((p, n) for p, n in sizes[j].items() if p not in plates)
         return (*signature(SiloData(fixed, {}, silos[j].static)), unpadded)
 
     groups = _group(range(len(silos)), shape_of)
     if rows:
         split_groups = []
         for group in groups:
-            largest = [max(sizes[j][p] for p in set(rows.values())) for j in group]
+            largest = [max(sizes[j][p] for p in plates) for j in group]
             if max(largest) * len(group) > waste * sum(largest):
                 split_groups += _group(
-                    group, lambda j: max(sizes[j][p] for p in set(rows.values())).bit_length()
+                    group, lambda j: max(sizes[j][p] for p in plates).bit_length()
                 )
             else:
                 split_groups.append(group)
         groups = split_groups
-    return [_stack(group, silos, sizes, rows) for group in groups]
+    return [_stack(group, silos, sizes, rows, plates) for group in groups]
 
 
 def _group(items: Any, key: Callable[[Any], Any]) -> list[list[Any]]:
@@ -221,11 +232,13 @@ def _stack(
     silos: Sequence[SiloData],
     sizes: Sequence[Sizes],
     rows: dict[str, str],
+    plates: set[str],
 ) -> Bucket:
     target = {p: max(sizes[j][p] for j in group) for p in sizes[0]}
     if all(sizes[j] == target for j in group):
-        rows = {}
-    members = [pad(silos[j], rows, sizes[j], target) if rows else silos[j] for j in group]
+        members = [silos[j] for j in group]
+    else:
+        members = [pad(silos[j], rows, plates, sizes[j], target) for j in group]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
     return Bucket(tuple(group), tuple(sizes[j] for j in group), stacked)
 

@@ -109,9 +109,12 @@ class Result:
 
     def silo_params(self, silo: int) -> dict[str, Any]:
         """Silo ``j``'s private parameters on their own supports, and its guide as ``"guide"``."""
-        private, eta = self._private(silo)
-        fitting = self._real_private(silo, private)
-        return {**self._fit.model.constrain_theta(fitting), "guide": eta}
+        private = self._fit.model.constrain_theta(self.private_parameters(silo))
+        return {**private, "guide": self._private(silo)[1]}
+
+    def private_parameters(self, silo: int) -> dict[str, Any]:
+        """Silo ``j``'s private parameters, unconstrained."""
+        return self._real_private(silo, self._private(silo)[0])
 
     def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
         """Draw from the fitted posterior.
@@ -131,28 +134,36 @@ class Result:
             Latent and deterministic sites on their own supports.
         """
         z_G, _ = self.draw_globals(key, n)
-        sites = self._fit.posterior.constrain_globals(self.state.server.params["theta"], z_G)
+        return self.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._fit.posterior)
+
+    def sites_at(
+        self, key: Array, z_G: Array, silo: int | None, posterior: Posterior
+    ) -> dict[str, Array]:
+        """Sites at given draws of the globals (n, dim); a silo's locals are drawn given these."""
+        sites = posterior.constrain_globals(self.state.server.params["theta"], z_G)
         if silo is None:
             return sites
-        return sites | self._sample_locals(jax.random.fold_in(key, 1 + silo), z_G, silo)
+        return sites | self._sample_locals(jax.random.fold_in(key, silo), z_G, silo, posterior)
 
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
         """Unconstrained draws ``z_G`` (n, dim) and their log densities (n,) under the guide."""
         params = self.state.server.params
         return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), params, n)
 
-    def _sample_locals(self, key: Array, z_G: Array, silo: int) -> dict[str, Array]:
+    def _sample_locals(
+        self, key: Array, z_G: Array, silo: int, posterior: Posterior
+    ) -> dict[str, Array]:
         b, i = self._silos.place(silo)
         shared = self.state.server.params
         private, eta = self._private(silo)
         padded = jax.tree.map(lambda a: a[i], self._silos.batches[b].data)
         theta = {**shared["theta"], **private}
         centre = self._fit.guide.globals.centre(shared["guide"])
-        z_L = self._fit.posterior.draw_locals(key, theta, eta, z_G, centre, padded)
+        z_L = posterior.draw_locals(key, theta, eta, z_G, centre, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
         theta = {**shared["theta"], **self._real_private(silo, private)}
         data = self._silos.data[silo]
-        return self._fit.posterior.constrain_locals(theta, z_G, z_L, data)
+        return posterior.constrain_locals(theta, z_G, z_L, data)
 
     def _private(self, silo: int) -> tuple[dict[str, Any], dict[str, Any]]:
         b, i = self._silos.place(silo)

@@ -54,7 +54,7 @@ def drive(
             began = time.perf_counter()
             after, chunk, ok = runtime.advance(key, state, batches, n)
             while n and not (ok and _finite(after)):
-                failure = _failure(after, batches)
+                failure = Failure(int(after.round) - 1, failed_silos(after, batches))
                 n = failure.round - int(state.round)
                 after, chunk, ok = runtime.advance(key, state, batches, n)
             losses.append(np.asarray(chunk)[:n])
@@ -79,9 +79,10 @@ def _finite(state: State) -> bool:
     return all(bool(_finite_each(stack).all()) for stack in (server, *state.silos))
 
 
-def _failure(state: State, batches: tuple[Batch, ...]) -> Failure:
+def failed_silos(state: State, batches: tuple[Batch, ...]) -> tuple[int, ...]:
+    """The silos whose last reply, or whose state, is not finite."""
     bad: list[int] = []
     for batch, silos in zip(batches, state.silos, strict=True):
         fine = np.asarray(silos.ok) & np.asarray(_finite_each(silos))
         bad += np.asarray(batch.silos)[~fine].tolist()
-    return Failure(int(state.round) - 1, tuple(sorted(bad)))
+    return tuple(sorted(bad))

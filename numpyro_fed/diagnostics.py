@@ -1,0 +1,187 @@
+"""How far a federated posterior is from the reference."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from scipy.stats import gaussian_kde, wasserstein_distance
+
+from numpyro_fed.errors import MissingExtraError
+from numpyro_fed.importance import Corrected, globals_and_weights, importance_correct
+from numpyro_fed.mcmc import NutsResult
+from numpyro_fed.result import Result
+
+ENOUGH = 400  # effective draws: NUTS's own error of a mean is then 0.05 sd
+
+
+def compare(
+    result: Result | Corrected,
+    reference: NutsResult,
+    *,
+    key: Array | None = None,
+    num_draws: int = 20_000,
+) -> Comparison:
+    r"""Compare the globals' posterior with NUTS, element by element.
+
+    .. math::
+        \text{mean\_error\_sd} = \frac{|\bar z - \bar z_{\text{NUTS}}|}{s_{\text{NUTS}}},
+        \qquad \text{sd\_ratio} = \frac{s}{s_{\text{NUTS}}}, \qquad
+        \text{wasserstein\_sd} = \frac{W_1}{s_{\text{NUTS}}}
+
+    Parameters
+    ----------
+    result : Result or Corrected
+        A fit, or its importance correction.
+    reference : NutsResult
+        From :func:`numpyro_fed.run_nuts`.
+    key : jax.Array, optional
+        For draws from the fit.
+    num_draws : int
+        Draws from the fit. A correction is compared by the weighted draws that it has.
+
+    Returns
+    -------
+    Comparison
+        Print it, or use ``.to_dict()`` and ``.plot()``.
+
+    Warns
+    -----
+    UserWarning
+        If NUTS has fewer than 400 effective draws for an element, too few to judge by.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, optax
+    >>> import numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    >>> silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([3.0, 4.0, 5.0]))]
+    >>> quiet = dict(progress_bar=False)
+    >>> fit = nf.SFVI(model, optim=optax.adam(0.05)).run(jax.random.key(0), 500, silos, **quiet)
+    >>> nuts = nf.run_nuts(jax.random.key(1), model, silos, num_samples=3_000, **quiet)
+    >>> table = nf.compare(fit, nuts)
+    >>> bool(table.to_dict()["sites"]["mu"]["mean_error_sd"] < 0.15)
+    True
+    """
+    key = jax.random.key(0) if key is None else key
+    draws, weights = globals_and_weights(result, key, num_draws)
+    _warn_if_few(reference.ess())
+    nuts = {k: v.reshape(-1, *v.shape[2:]) for k, v in reference.globals.items()}
+    pareto_k = _pareto_k(result, key)
+    sites = {name: _compare_site(draws[name], weights, nuts[name]) for name in nuts}
+    return Comparison(sites, pareto_k, draws, weights, nuts)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` found.
+
+    Attributes
+    ----------
+    sites : dict
+        ``{site: {"mean_error_sd", "sd_ratio", "wasserstein_sd"}}``, arrays of the site's shape.
+    pareto_k : float
+        Shape of the importance weights of the fit (:func:`numpyro_fed.importance_correct`).
+    """
+
+    sites: dict[str, dict[str, np.ndarray]]
+    pareto_k: float
+    _draws: Mapping[str, np.ndarray] = field(repr=False)
+    _weights: np.ndarray | None = field(repr=False)
+    _nuts: Mapping[str, np.ndarray] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """``{"sites": {site: {...}}, "pareto_k": ...}`` of NumPy arrays and a float."""
+        return {"sites": self.sites, "pareto_k": self.pareto_k}
+
+    def __str__(self) -> str:
+        header = ("site", "mean error (sd)", "sd ratio", "Wasserstein (sd)")
+        rows = [
+            (_label(name, i), *(f"{measures[m][i]:.3f}" for m in _MEASURES))
+            for name, measures in self.sites.items()
+            for i in np.ndindex(measures["sd_ratio"].shape)
+        ]
+        width = max(len(header[0]), *(len(row[0]) for row in rows))
+        line = f"{{:<{width}}}  {{:>15}}  {{:>8}}  {{:>16}}"
+        lines = [line.format(*row) for row in (header, *rows)]
+        lines.append(f"Pareto k-hat of the fit's importance weights: {self.pareto_k:.2f}")
+        return "\n".join(lines)
+
+    def plot(self, *, label: str = "federated", max_panels: int = 24) -> Any:
+        """Marginal densities of the globals over NUTS's, as a matplotlib figure.
+
+        Needs the extra ``examples``. At most ``max_panels`` elements are drawn, in order.
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise MissingExtraError("matplotlib", "examples") from error
+        elements = [(n, i) for n, v in self._nuts.items() for i in np.ndindex(v.shape[1:])]
+        elements = elements[:max_panels]
+        columns = min(len(elements), 4)
+        rows = -(-len(elements) // columns)
+        figure, axes = plt.subplots(
+            rows, columns, figsize=(3 * columns, 2.4 * rows), squeeze=False, layout="constrained"
+        )
+        for axis in axes.flat[len(elements) :]:
+            axis.set_visible(False)
+        for axis, (name, i) in zip(axes.flat, elements, strict=False):
+            nuts, fit = self._nuts[name][:, *i], self._draws[name][:, *i]
+            low, high = np.quantile(nuts, [0.001, 0.999])
+            grid = np.linspace(low - 0.1 * (high - low), high + 0.1 * (high - low), 200)
+            axis.fill_between(grid, gaussian_kde(nuts)(grid), color="0.8", label="NUTS")
+            density = gaussian_kde(fit, weights=self._weights)(grid)
+            axis.plot(grid, density, color="C0", label=label)
+            axis.set(title=_label(name, i), yticks=[], ylim=(0, None))
+            axis.spines[["left", "top", "right"]].set_visible(False)
+        axes.flat[0].legend(frameon=False, fontsize="small")
+        return figure
+
+
+_MEASURES = ("mean_error_sd", "sd_ratio", "wasserstein_sd")
+
+
+def _compare_site(
+    draws: np.ndarray, weights: np.ndarray | None, nuts: np.ndarray
+) -> dict[str, np.ndarray]:
+    mean = np.average(draws, axis=0, weights=weights)
+    sd = np.sqrt(np.average((draws - mean) ** 2, axis=0, weights=weights))
+    reference, scale = nuts.mean(0), nuts.std(0)
+    distance = np.zeros(scale.shape)
+    for i in np.ndindex(scale.shape):
+        distance[i] = wasserstein_distance(draws[:, *i], nuts[:, *i], u_weights=weights)
+    return {
+        "mean_error_sd": abs(mean - reference) / scale,
+        "sd_ratio": sd / scale,
+        "wasserstein_sd": distance / scale,
+    }
+
+
+def _pareto_k(result: Result | Corrected, key: Array) -> float:
+    if isinstance(result, Corrected):
+        return result.pareto_k
+    return importance_correct(key, result, num_draws=1_000, inner_draws=50).pareto_k
+
+
+def _warn_if_few(ess: Mapping[str, np.ndarray]) -> None:
+    name = min(ess, key=lambda name: np.min(ess[name]))
+    least = float(np.min(ess[name]))
+    if least < ENOUGH:
+        warnings.warn(
+            f"NUTS has only {least:.0f} effective draws for '{name}', so its own error of the mean "
+            f"there is about {least**-0.5:.2f} sd. Run it with more num_samples or num_chains "
+            "before judging by it.",
+            stacklevel=3,
+        )
+
+
+def _label(name: str, index: tuple[int, ...]) -> str:
+    return f"{name}[{', '.join(map(str, index))}]" if index else name

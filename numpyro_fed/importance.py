@@ -1,0 +1,226 @@
+"""A certificate without pooled inference: importance-correct a federated fit in one exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from blackjax.diagnostics import psis_weights
+from jax import Array
+
+from numpyro_fed.algorithms.importance import importance, start
+from numpyro_fed.errors import NonFiniteError
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
+from numpyro_fed.posterior import Posterior, posterior
+from numpyro_fed.result import Result
+from numpyro_fed.runtime.loop import failed_silos
+from numpyro_fed.runtime.simulation import simulation
+
+
+def importance_correct(
+    key: Array,
+    result: Result,
+    num_draws: int = 4_000,
+    inner_draws: int | Mapping[str, int] = 100,
+) -> Corrected:
+    r"""Weigh draws of the globals by the joint density of all silos, in one exchange.
+
+    The server sends ``num_draws`` draws of ``z_G``; each silo integrates its own locals by
+    ``inner_draws`` weighted draws from its guide and answers with one number a draw; the sum of
+    the answers (which secure aggregation may form) gives
+
+    .. math::
+        \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
+
+    The weights are Pareto-smoothed (Vehtari et al. 2024, by BlackJAX). Their shape ``k`` says
+    whether guide and posterior are close enough to trust, with no pooled run to compare with.
+
+    Parameters
+    ----------
+    key : jax.Array
+    result : Result
+        A fit, under any bound.
+    num_draws : int
+        Draws of the globals.
+    inner_draws : int or dict of str to int
+        Draws of the locals for each of them: an int for the plates of rows, or, where there are
+        outer plates, for these, with the square root of it for the rows below; or a dict by plate.
+
+    Returns
+    -------
+    Corrected
+
+    Raises
+    ------
+    NonFiniteError
+        If a silo's estimate is NaN, or no draw has any weight.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, optax
+    >>> import numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         b = numpyro.sample("b", dist.Normal(mu, 1))
+    ...         numpyro.sample("y", dist.Normal(b, 1), obs=y)
+    >>> silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([3.0, 4.0]))]
+    >>> fit = nf.SFVI(model, optim=optax.adam(0.05)).run(
+    ...     jax.random.key(0), 500, silos, progress_bar=False)
+    >>> fixed = nf.importance_correct(jax.random.key(1), fit, num_draws=1_000, inner_draws=20)
+    >>> bool(fixed.pareto_k < 0.7), bool(fixed.ess > 500)
+    (True, True)
+    """
+    if isinstance(num_draws, bool) or not isinstance(num_draws, int) or num_draws < 1:
+        raise ValueError(f"num_draws must be a positive integer, got {num_draws!r}.")
+    fit, silos, state = result._fit, result._silos, result.state
+    draws = _inner_draws(fit.guide, inner_draws)
+    bound = silo_bound(fit.model, fit.guide, draws)
+    algorithm = importance(
+        fit.model, fit.guide, bound, num_draws, _batch_size(result, draws, num_draws)
+    )
+    server = start(state.server.params, num_draws, fit.model.dim)
+    first = state._replace(round=jnp.zeros((), jnp.int32), server=server)
+    last, losses, ok = simulation(algorithm).advance(key, first, silos.batches, 1)
+    if not bool(ok):
+        bad = failed_silos(last, silos.batches)
+        where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
+        raise NonFiniteError(
+            f"the importance weights are NaN, or all zero, because of {where}. Fit for more "
+            "rounds, or look at the data and the supports of the sites there.",
+            result=result,
+            round=int(state.round),
+            silos=bad,
+        )
+    smoothed, pareto_k = psis_weights(last.server.log_weights)
+    weights = np.exp(np.asarray(smoothed, np.float64))
+    return Corrected(
+        log_evidence=-float(losses[0]),
+        ess=float(weights.sum() ** 2 / (weights**2).sum()),
+        pareto_k=float(pareto_k),
+        weights=weights / weights.sum(),
+        result=result,
+        _key=jax.random.fold_in(key, 1),
+        _z_G=last.server.z_G,
+        _posterior=posterior(fit.model, fit.guide, bound),
+    )
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """An importance-corrected fit.
+
+    Attributes
+    ----------
+    log_evidence : float
+        Estimate of ``log p(y)``.
+    ess : float
+        Effective number of draws.
+    pareto_k : float
+        Shape of the weights' tail: the smaller the better (:attr:`reliable`).
+    weights : array (num_draws,)
+        Smoothed weights, which sum to one.
+    result : Result
+        The fit that was corrected.
+    """
+
+    log_evidence: float
+    ess: float
+    pareto_k: float
+    weights: np.ndarray = field(repr=False)
+    result: Result = field(repr=False)
+    _key: Array = field(repr=False)
+    _z_G: Array = field(repr=False)
+    _posterior: Posterior = field(repr=False)
+
+    @property
+    def threshold(self) -> float:
+        """The largest ``pareto_k`` for which this many draws are enough.
+
+        ``min(1 - 1 / log10(S), 0.7)`` (Vehtari et al. 2024, section 3.2.4).
+        """
+        return min(1 - 1 / math.log10(max(len(self.weights), 11)), 0.7)
+
+    @property
+    def reliable(self) -> bool:
+        """Whether the corrected posterior can be trusted."""
+        return self.pareto_k <= self.threshold
+
+    @cached_property
+    def draws(self) -> dict[str, Array]:
+        """Draws of the globals on their own supports, to be weighted by ``weights``."""
+        theta = self.result.state.server.params["theta"]
+        return self._posterior.constrain_globals(theta, self._z_G)
+
+    @cached_property
+    def samples(self) -> dict[str, Array]:
+        """As many draws of the globals, resampled by their weights."""
+        return self.sample_posterior(self._key, len(self.weights))
+
+    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
+        """Draw from the corrected posterior; with ``silo``, also that silo's locals."""
+        chosen = self._z_G[_systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
+        return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
+
+    def report(self) -> str:
+        """Say in words whether the posterior can be trusted."""
+        share = self.ess / len(self.weights)
+        if self.reliable:
+            verdict = "The corrected posterior can be trusted"
+            close = "already close to it" if share > 0.5 else "some way from it: use the correction"
+            verdict += f", and the fitted guide is {close}."
+        else:
+            verdict = (
+                "Neither the fit nor its correction can be trusted: a few draws carry the weight. "
+                "Run more rounds, use a richer guide or LocallyEnhanced, or more inner_draws."
+            )
+        return (
+            f"Pareto k-hat {self.pareto_k:.2f} (at most {self.threshold:.2f} is reliable for "
+            f"{len(self.weights)} draws), {self.ess:.0f} effective draws ({share:.0%}), "
+            f"log evidence {self.log_evidence:.2f}. {verdict}"
+        )
+
+    def __str__(self) -> str:
+        return self.report()
+
+
+def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:
+    if isinstance(inner_draws, Mapping) or not guide.outer:
+        return draws_by_plate(LocallyEnhanced(inner_draws), guide)
+    below = math.isqrt(max(inner_draws - 1, 0)) + 1
+    split = {p: inner_draws if p in guide.outer else below for p in guide.locals}
+    return draws_by_plate(LocallyEnhanced(split), guide)
+
+
+def _batch_size(result: Result, draws: Mapping[str, int], num_draws: int) -> int:
+    """Draws of the globals at a time, for about 16 MB a site."""
+    rows = sum(sum(size.values()) for size in result._fit.sizes)
+    inner = math.prod(
+        max([k for p, k in draws.items() if (p in result._fit.guide.outer) == outer] or [1])
+        for outer in (True, False)
+    )
+    return max(1, min(num_draws, 2**22 // max(rows * inner, 1)))
+
+
+def _systematic(key: Array, weights: Array, n: int) -> Array:
+    """Indices of ``n`` draws resampled systematically, in random order."""
+    key_start, key_order = jax.random.split(key)
+    points = (jnp.arange(n) + jax.random.uniform(key_start)) / n
+    chosen = jnp.searchsorted(jnp.cumsum(weights), points * weights.sum())
+    return jax.random.permutation(key_order, jnp.clip(chosen, 0, len(weights) - 1))
+
+
+def globals_and_weights(
+    fit: Any, key: Array, num_draws: int
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """Draws of the globals and their weights, if any, of a fit or of its correction."""
+    if isinstance(fit, Corrected):
+        return {k: np.asarray(v) for k, v in fit.draws.items()}, fit.weights
+    return {k: np.asarray(v) for k, v in fit.sample_posterior(key, num_draws).items()}, None

@@ -1,0 +1,288 @@
+"""The reference: NUTS on the exact joint density of all silos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import blackjax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import MCMC, NUTS
+
+from numpyro_fed import data as silo_data
+from numpyro_fed.data import Bucket, SiloData, Sizes
+from numpyro_fed.handlers import local_name
+from numpyro_fed.layout import lay_out
+from numpyro_fed.result import Result
+from numpyro_fed.split import FederatedModel, Rows
+
+Position = dict[str, Any]  # {"z_G": (dim,), "z_L": {plate: (rows of all silos, dim)}}
+
+
+@dataclass(frozen=True)
+class NutsResult:
+    """Draws from the joint posterior.
+
+    Attributes
+    ----------
+    globals : dict of str to array (num_chains, num_samples, ...)
+        Global latent and deterministic sites on their own supports.
+    divergences : int
+        Divergent transitions after warm-up.
+    """
+
+    globals: dict[str, np.ndarray] = field(repr=False)
+    divergences: int
+    _locals: Callable[[], dict[str, np.ndarray]] = field(repr=False)
+
+    @cached_property
+    def samples(self) -> dict[str, np.ndarray]:
+        """All sites on their own supports, chains joined; silo j's are named ``silo_{j}/b``."""
+        joined = {k: _join_chains(v) for k, v in self.globals.items()}
+        return joined | self._locals()
+
+    def ess(self) -> dict[str, np.ndarray]:
+        """Effective sample size of each element of each global site, over all chains."""
+        return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
+
+
+def run_nuts(
+    key: Array,
+    model: Callable,
+    silos: Sequence[Mapping[str, Any]],
+    *,
+    num_warmup: int = 1_000,
+    num_samples: int = 1_000,
+    num_chains: int = 1,
+    backend: str = "numpyro",
+    params: Result | None = None,
+    target_accept_prob: float = 0.8,
+    progress_bar: bool = True,
+) -> NutsResult:
+    """Run NUTS on the joint density of all silos, for comparison where data may be pooled.
+
+    The density is the one that federated methods use, vectorised over silos, so that it does not
+    grow with their number as the text of :func:`numpyro_fed.handlers.joint` does.
+
+    Parameters
+    ----------
+    key : jax.Array
+    model : callable
+        A model with :class:`~numpyro_fed.silo_plate`.
+    silos : list of dict
+        What each silo holds.
+    num_warmup, num_samples, num_chains : int
+        For each chain; chains run side by side.
+    backend : {"numpyro", "blackjax"}
+        Whose NUTS. BlackJAX's adapts by its window adaptation.
+    params : Result, optional
+        Hold every ``numpyro.param`` at what this fit learned; at its initial value otherwise,
+        as NumPyro does.
+    target_accept_prob : float
+    progress_bar : bool
+        NumPyro's progress bar.
+
+    Returns
+    -------
+    NutsResult
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    >>> silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([3.0, 4.0, 5.0]))]
+    >>> nuts = nf.run_nuts(jax.random.key(0), model, silos, num_warmup=200, num_samples=500,
+    ...                    progress_bar=False)
+    >>> nuts.samples["mu"].shape
+    (500,)
+    """
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend={backend!r}: expected one of {sorted(_BACKENDS)}.")
+    read = silo_data.read(silos)
+    layout, buckets = lay_out(model, read)
+    fm, sizes = layout.model, layout.sizes
+    shared, private = _parameters(fm, read, params)
+    log_density = _joint_density(fm, sizes, buckets, shared, private)
+    key_init, key_run = jax.random.split(key)
+    totals = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
+    start = {
+        "z_G": 0.1 * jax.random.normal(key_init, (num_chains, fm.dim)),
+        "z_L": {p.name: jnp.zeros((num_chains, totals[p.name], p.dim)) for p in fm.plates},
+    }
+    if not bool(jnp.isfinite(jax.jit(jax.vmap(log_density))(start)).all()):
+        raise ValueError(
+            "the joint log density is not finite at the start, near zero in unconstrained space. "
+            "Look at the data and the supports of the sites."
+        )
+    draws, divergences = _BACKENDS[backend](
+        key_run, log_density, start, num_warmup, num_samples, target_accept_prob, progress_bar
+    )
+    constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_global, (None, 0)), (None, 0)))
+    globals_ = {k: np.asarray(v) for k, v in constrain(shared, draws["z_G"]).items()}
+
+    def local_sites() -> dict[str, np.ndarray]:
+        flat = jax.tree.map(_join_chains, draws)
+        return _local_sites(fm, read, sizes, flat, [{**shared, **own} for own in private])
+
+    return NutsResult(globals_, int(divergences), local_sites)
+
+
+def _join_chains(draws: Any) -> Any:
+    return draws.reshape(draws.shape[0] * draws.shape[1], *draws.shape[2:])
+
+
+def _parameters(
+    fm: FederatedModel, silos: Sequence[SiloData], result: Result | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Shared parameters, and each silo's private ones, unconstrained."""
+    if result is not None:
+        own = [result.private_parameters(j) for j in range(len(silos))]
+        return result.state.server.params["theta"], own
+    key = jax.random.key(0)
+    return fm.init_theta(key), [fm.init_private(key, silo) for silo in silos]
+
+
+def _joint_density(
+    fm: FederatedModel,
+    sizes: Sequence[Sizes],
+    buckets: Sequence[Bucket],
+    shared: dict[str, Any],
+    private: Sequence[dict[str, Any]],
+) -> Callable[[Position], Array]:
+    """Log density of a position that holds the real rows of all silos, in the silos' order."""
+    starts = {
+        p.name: np.cumsum([0, *(size[p.name] for size in sizes)]).astype(int) for p in fm.plates
+    }
+    places: list[dict[str, Any]] = []
+    data, own = [], []
+    for b in buckets:
+        padded = fm.sizes(jax.tree.map(lambda a: a[0], b.data))
+        # A padded row reads the latents of its silo's last real row; its terms are masked.
+        places.append(
+            {
+                p: np.stack(
+                    [
+                        starts[p][j] + np.minimum(np.arange(width), size[p] - 1)
+                        for j, size in zip(b.silos, b.sizes, strict=True)
+                    ]
+                )
+                for p, width in padded.items()
+            }
+        )
+        data.append(jax.tree.map(jnp.asarray, b.data))
+        init = jax.vmap(fm.init_private, (None, 0))(jax.random.key(0), data[-1])
+        own.append(_fill(init, [private[j] for j in b.silos]))
+
+    def log_density(position: Position) -> Array:
+        z_G, z_L = position["z_G"], position["z_L"]
+
+        def one(theta: dict[str, Any], at: dict[str, Any], silo: SiloData) -> Array:
+            rows = fm.log_silo(
+                {**shared, **theta}, z_G, {p: z_L[p][i] for p, i in at.items()}, silo
+            )
+            return sum((v.sum() for v in rows.values()), jnp.zeros(()))
+
+        total = fm.log_prior(shared, z_G)
+        for theta, at, silo in zip(own, places, data, strict=True):
+            total += jax.vmap(one)(theta, at, silo).sum()
+        return total
+
+    return log_density
+
+
+def _fill(padded: Any, values: Sequence[Any]) -> Any:
+    """Stack the silos' private parameters into arrays that have room for padded rows."""
+
+    def fill(room: Array, *parts: Array) -> Array:
+        for i, part in enumerate(parts):
+            room = room.at[(i, *map(slice, part.shape))].set(part)
+        return room
+
+    return jax.tree.map(fill, padded, *values)
+
+
+def _local_sites(
+    fm: FederatedModel,
+    silos: Sequence[SiloData],
+    sizes: Sequence[Sizes],
+    draws: Position,
+    thetas: Sequence[dict[str, Any]],
+) -> dict[str, np.ndarray]:
+    constrain = jax.jit(jax.vmap(fm.constrain_local, (None, 0, 0, None)))
+    sites: dict[str, np.ndarray] = {}
+    first = dict.fromkeys(sizes[0], 0)
+    for j, (silo, size, theta) in enumerate(zip(silos, sizes, thetas, strict=True)):
+        rows: Rows = {p: draws["z_L"][p][:, first[p] : first[p] + n] for p, n in size.items()}
+        first = {p: first[p] + n for p, n in size.items()}
+        values = constrain(theta, draws["z_G"], rows, silo)
+        sites |= {local_name(j, name): np.asarray(v) for name, v in values.items()}
+    return sites
+
+
+def _numpyro(
+    key: Array,
+    log_density: Callable[[Position], Array],
+    start: Position,
+    num_warmup: int,
+    num_samples: int,
+    target_accept_prob: float,
+    progress_bar: bool,
+) -> tuple[Position, Array]:
+    num_chains = len(start["z_G"])
+    kernel = NUTS(
+        potential_fn=lambda position: -log_density(position), target_accept_prob=target_accept_prob
+    )
+    mcmc = MCMC(
+        kernel,
+        num_warmup=num_warmup,
+        num_samples=num_samples,
+        num_chains=num_chains,
+        chain_method="vectorized",
+        progress_bar=progress_bar,
+    )
+    first = start if num_chains > 1 else jax.tree.map(lambda a: a[0], start)
+    mcmc.run(key, init_params=first, extra_fields=("diverging",))
+    draws = mcmc.get_samples(group_by_chain=True)
+    return draws, mcmc.get_extra_fields()["diverging"].sum()
+
+
+def _blackjax(
+    key: Array,
+    log_density: Callable[[Position], Array],
+    start: Position,
+    num_warmup: int,
+    num_samples: int,
+    target_accept_prob: float,
+    progress_bar: bool,
+) -> tuple[Position, Array]:
+    def chain(key: Array, start: Position) -> tuple[Position, Array]:
+        key_warmup, key_sample = jax.random.split(key)
+        warmup = blackjax.window_adaptation(
+            blackjax.nuts, log_density, target_acceptance_rate=target_accept_prob
+        )
+        (state, parameters), _ = warmup.run(key_warmup, start, num_warmup)
+        kernel = blackjax.nuts(log_density, **parameters)
+
+        def step(state: Any, key: Array) -> tuple[Any, tuple[Position, Array]]:
+            state, info = kernel.step(key, state)
+            return state, (state.position, info.is_divergent)
+
+        _, draws = jax.lax.scan(step, state, jax.random.split(key_sample, num_samples))
+        return draws
+
+    keys = jax.random.split(key, len(start["z_G"]))
+    draws, divergent = jax.jit(jax.vmap(chain))(keys, start)
+    return draws, divergent.sum()
+
+
+_BACKENDS = {"numpyro": _numpyro, "blackjax": _blackjax}
