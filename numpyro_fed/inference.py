@@ -116,7 +116,8 @@ class SFVI:
         Parameters
         ----------
         key : jax.Array
-            From ``jax.random.key``. Round ``r`` uses ``fold_in(key, r)``.
+            From ``jax.random.key`` (or the older ``PRNGKey``). Round ``r`` uses
+            ``fold_in(key, r)``.
         num_rounds : int
             Rounds to run, each one step of the optimiser.
         silos : list of dict
@@ -143,6 +144,7 @@ class SFVI:
         NonFiniteError
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
         """
+        key = _one_key(key)
         _positive_int("num_rounds", num_rounds)
         fit, held = self._prepare(silos, runtime)
         if init_state is None:
@@ -155,7 +157,13 @@ class SFVI:
             raise _non_finite(result, run.failure)
         return result
 
-    def load(self, path: str | Path, silos: Sequence[Mapping[str, Any]]) -> Result:
+    def load(
+        self,
+        path: str | Path,
+        silos: Sequence[Mapping[str, Any]],
+        *,
+        runtime: str = "simulation",
+    ) -> Result:
         """Rebuild a fit from what :meth:`Result.save` wrote.
 
         Parameters
@@ -164,13 +172,15 @@ class SFVI:
             The same path as was given to ``save``.
         silos : list of dict
             The silos' data, which is never saved.
+        runtime : {"simulation", "host"}
+            The runtime of the run that was saved.
 
         Raises
         ------
         SavedStateError
             If the files belong to another model, guide, layout of silos or version.
         """
-        fit, held = self._prepare(silos, "simulation")
+        fit, held = self._prepare(silos, runtime)
         losses, state = load_state(path, fit.description(), fit.initial_state(held))
         return Result(losses, state, fit, held)
 
@@ -211,20 +221,22 @@ class SFVI:
 
 def _check_memory(algorithm: FederatedAlgorithm, buckets: Sequence[Bucket]) -> None:
     """Refuse what cannot fit: the state, a copy of it, and a gradient."""
-    key = jax.random.key(0)
-    needed = 0
+
+    def size(init: Callable, *args: Any) -> int:
+        state = jax.eval_shape(init, jax.random.key(0), *args)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+    needed = 3 * size(algorithm.init_server)
     for b in buckets:
         one = jax.tree.map(lambda a: a[0], b.data)
-        state = jax.eval_shape(algorithm.init_silo, key, one)
-        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-        needed += 3 * size * len(b.silos)
+        needed += 3 * size(algorithm.init_silo, one) * len(b.silos)
     available = _memory()
     if needed > available:
         raise GuideError(
-            f"the silos' guide and optimiser need about {needed / 2**30:.1f} GiB, but this machine "
-            f"has {available / 2**30:.1f} GiB. Use a smaller guide: "
-            "guides.Structured(couple_mean=False, couple_scale=False), locals='diagonal', or "
-            "guides.MeanField()."
+            f"the guide and the optimiser's state need about {needed / 2**30:.1f} GiB, but "
+            f"this machine has {available / 2**30:.1f} GiB. Use a smaller guide: "
+            "guides.Structured(globals='diagonal', locals='diagonal'), with couple_mean=False and "
+            "couple_scale=False, or guides.MeanField()."
         )
 
 
@@ -246,6 +258,17 @@ def _non_finite(result: Result, failure: Failure) -> NonFiniteError:
         round=failure.round,
         silos=failure.silos,
     )
+
+
+def _one_key(key: Any) -> Array:
+    """A typed key; what ``jax.random.PRNGKey`` makes is turned into one."""
+    if isinstance(key, Array):
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
+            return key
+        if key.dtype == jnp.uint32 and key.ndim == 1:
+            return jax.random.wrap_key_data(key)
+    found = f"{key.dtype}{key.shape}" if isinstance(key, Array) else repr(key)
+    raise TypeError(f"key must be one JAX key such as jax.random.key(0), got {found}.")
 
 
 def _positive_int(name: str, value: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ VERSION = 1
 
 def save_state(path: str | Path, description: dict[str, Any], losses: Any, state: Any) -> None:
     """Write ``path.npz`` and ``path.json``."""
-    arrays = {f"state{name}": np.asarray(leaf) for name, leaf in _leaves(state)}
+    arrays = {f"state{name}": np.asarray(_numbers(leaf)) for name, leaf in _leaves(state)}
     np.savez(_with(path, ".npz"), allow_pickle=False, losses=np.asarray(losses), **arrays)
     text = json.dumps({"version": VERSION, **description}, indent=1, sort_keys=True)
     _with(path, ".json").write_text(text + "\n")
@@ -35,7 +37,7 @@ def load_state(path: str | Path, description: dict[str, Any], like: Any) -> tupl
     for file in (npz, text):
         if not file.exists():
             raise SavedStateError(f"there is no file {file}: give the path that save was given.")
-    saved = json.loads(text.read_text())
+    saved, arrays = _read(text, npz)
     version = saved.pop("version", None)
     if version != VERSION:
         raise SavedStateError(
@@ -46,18 +48,55 @@ def load_state(path: str | Path, description: dict[str, Any], like: Any) -> tupl
     for part, wanted in expected.items():
         if saved.get(part) != wanted:
             raise SavedStateError(f"{text} belongs to another fit: {_differ(part, saved, wanted)}")
-    with np.load(npz) as arrays:
-        leaves = []
-        for name, leaf in _leaves(like):
-            there = arrays.get(f"state{name}")
-            if there is None or (there.shape, there.dtype) != (leaf.shape, leaf.dtype):
-                found = "nothing" if there is None else f"{there.dtype}{there.shape}"
-                raise SavedStateError(
-                    f"{npz} does not fit: expected {leaf.dtype}{leaf.shape} for {name}, found "
-                    f"{found}. Use the guide, optimiser and precision that the fit was made with."
-                )
-            leaves.append(jnp.asarray(there))
-        return arrays["losses"], jax.tree.unflatten(jax.tree.structure(like), leaves)
+    wanted = {f"state{name}": leaf for name, leaf in _leaves(like)}
+    leaves = []
+    for name in [*wanted, *sorted(arrays.keys() - wanted.keys() - {"losses"})]:
+        here, there = _kind(_numbers(wanted.get(name))), _kind(arrays.get(name))
+        if here != there:
+            raise SavedStateError(
+                f"{npz} does not fit: expected {here} for {name}, found {there}. Use the guide, "
+                "optimiser, runtime and precision that the fit was made with."
+            )
+        leaves.append(_like(wanted[name], arrays[name]))
+    return arrays["losses"], jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _read(text: Path, npz: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    try:
+        saved = dict(json.loads(text.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(text, error) from error
+    try:
+        with np.load(npz, allow_pickle=False) as arrays:
+            return saved, {"losses": arrays["losses"], **arrays}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise _damaged(npz, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> SavedStateError:
+    return SavedStateError(
+        f"{file} cannot be read, it is damaged or not complete ({error}). Copy it again from "
+        "where it was saved, or run the fit again."
+    )
+
+
+def _numbers(leaf: Any) -> Any:
+    """A leaf as plain numbers: the data of a key, everything else as it is."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _like(leaf: Any, numbers: np.ndarray) -> Any:
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(leaf))
+    return jnp.asarray(numbers)
+
+
+def _is_key(leaf: Any) -> bool:
+    return leaf is not None and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _kind(array: Any) -> str:
+    return "nothing" if array is None else f"{array.dtype}{array.shape}"
 
 
 def _differ(part: str, saved: dict[str, Any], wanted: Any) -> str:
