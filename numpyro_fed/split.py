@@ -224,7 +224,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
     def start(
         key: Array, data: SiloData, init_loc_fn: Callable, plate: str | None
     ) -> list[tuple[Site, Array]]:
-        text = handlers.seed(handlers.substitute(model, substitute_fn=init_loc_fn), key)
+        text = handlers.substitute(handlers.seed(model, key), substitute_fn=init_loc_fn)
         trace = handlers.trace(text).get_trace(**data.kwargs)
         sites = [s for s in latents if s.plate == plate]
         fns, values = ([trace[s.name][k] for s in sites] for k in ("fn", "value"))

@@ -11,11 +11,17 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
-from numpyro.infer.autoguide import AutoContinuous, AutoGuide, AutoLaplaceApproximation, AutoNormal
+from numpyro.infer.autoguide import (
+    AutoContinuous,
+    AutoGuide,
+    AutoLaplaceApproximation,
+    AutoLowRankMultivariateNormal,
+    AutoNormal,
+)
 from numpyro.infer.initialization import init_to_value
 
 from numpyro_fed.errors import GuideError
-from numpyro_fed.guides.gaussian import Eta, GlobalGuide, diagonal
+from numpyro_fed.guides.gaussian import Eta, GlobalGuide, diagonal, low_rank
 
 
 def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
@@ -38,6 +44,9 @@ def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
     kind = type(guide).__name__
     if isinstance(guide, AutoNormal):
         return diagonal(dim, guide._init_scale)
+    if isinstance(guide, AutoLowRankMultivariateNormal):
+        # Its own transform starts at a zero factor, whose gradient is zero there for ever.
+        return low_rank(dim, guide.rank or round(dim**0.5), guide._init_scale)
     if not isinstance(guide, AutoContinuous) or isinstance(guide, AutoLaplaceApproximation):
         raise _refused(kind)
 
