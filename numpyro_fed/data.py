@@ -245,4 +245,4 @@ def _stack(
 
 def one_by_one(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> list[Bucket]:
     """Each silo as a bucket of its own, unpadded."""
-    return [_stack([j], silos, sizes, {}) for j in range(len(silos))]
+    return [_stack([j], silos, sizes, {}, set()) for j in range(len(silos))]
