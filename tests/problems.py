@@ -1,0 +1,89 @@
+"""Small models with known answers, and the pieces of a fit laid open, for several test files."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.base import FederatedAlgorithm
+from numpyro_fed.algorithms.sfvi import sfvi
+from numpyro_fed.data import SiloData, read
+from numpyro_fed.guides.structured import Guide, build
+from numpyro_fed.objectives import SiloBound, draws_by_plate, silo_bound
+from numpyro_fed.sites import structures
+from numpyro_fed.split import FederatedModel, split
+
+
+def glmm(x, y=None):
+    """Logistic regression with one random intercept for each child, as in the six cities study."""
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal(2.0))
+    with nf.silo_plate("child", x.shape[0], dim=-2):
+        b = numpyro.sample("b", dist.Normal(0, scale))
+        with numpyro.plate("visit", x.shape[1], dim=-1):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ beta + b), obs=y)
+
+
+def glmm_silos(sizes, seed=0):
+    """The same 4 visits of each child, cut up by ``sizes``."""
+    r = np.random.default_rng(seed)
+    n = sum(sizes)
+    x, y = r.normal(size=(n, 4, 2)), r.binomial(1, 0.4, (n, 4)).astype(float)
+    return cut({"x": x, "y": y}, sizes)
+
+
+def cut(rows, sizes):
+    """Cut every array of a pytree along its first axis into consecutive pieces."""
+    ends = list(itertools.accumulate(sizes))
+    return [
+        jax.tree.map(lambda a, lo=lo, hi=hi: a[lo:hi], rows)
+        for lo, hi in zip([0, *ends], ends, strict=False)
+    ]
+
+
+class Parts(NamedTuple):
+    """What a fit is made of."""
+
+    model: FederatedModel
+    guide: Guide
+    bound: SiloBound
+    algorithm: FederatedAlgorithm
+    silos: list[SiloData]
+    sizes: list[dict[str, int]]
+
+
+def parts(model, silos, *, guide=None, objective=None, optim=None, num_particles=1) -> Parts:
+    """Everything between a model and a runtime, for tests that call it directly."""
+    data = read(silos)
+    fm = split(model, data)
+    sizes = [s.sizes for s in structures(model, data)]
+    built = build(guide, fm, sizes)
+    bound = silo_bound(fm, built, draws_by_plate(objective or nf.ELBO(), built))
+    algorithm = sfvi(fm, built, bound, optim or optax.sgd(1.0), num_particles)
+    return Parts(fm, built, bound, algorithm, data, sizes)
+
+
+def jitter(tree: Any, scale: float = 0.3, seed: int = 0) -> Any:
+    """A pytree of numbers moved by random ones, so that no parameter is special."""
+    r = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda a: a + jnp.asarray(scale * r.normal(size=np.shape(a)), a.dtype), tree
+    )
+
+
+def gauss_hermite(points: int, dim: int):
+    """Nodes (points**dim, dim) and weights for expectations under standard normal noise.
+
+    Exact for polynomials of degree below ``2 * points`` in each coordinate.
+    """
+    nodes, weights = np.polynomial.hermite_e.hermegauss(points)
+    weights = weights / weights.sum()
+    grid = np.stack([a.ravel() for a in np.meshgrid(*[nodes] * dim, indexing="ij")], -1)
+    grids = np.meshgrid(*[weights] * dim, indexing="ij")
+    return jnp.asarray(grid), jnp.asarray(np.prod([a.ravel() for a in grids], axis=0))

@@ -1,0 +1,499 @@
+"""Guides: densities, gradients that stick the landing, NumPyro's autoguides, the default rule."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer import autoguide
+from numpyro.infer.initialization import init_to_value
+from problems import gauss_hermite, glmm, glmm_silos, jitter, parts
+
+import numpyro_fed as nf
+from numpyro_fed.data import bucket
+from numpyro_fed.errors import GuideError
+from numpyro_fed.guides import gaussian
+from numpyro_fed.guides.numpyro_auto import from_autoguide
+
+KEY = jax.random.key(0)
+GLOBALS = {
+    "diagonal": lambda dim: gaussian.diagonal(dim, 0.5),
+    "full": lambda dim: gaussian.full(dim, 0.5),
+    "low_rank": lambda dim: gaussian.low_rank(dim, 1, 0.5),
+}
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def exact_global(kind, eta):
+    """The mean and covariance that a guide's parameters stand for."""
+    eta = jax.tree.map(np.asarray, eta)
+    dim = len(eta["loc"])
+    L = np.diag(np.exp(eta["log_scale"]))
+    if kind == "full":
+        T = np.eye(dim)
+        T[np.tril_indices(dim, -1)] = eta["below"]
+        L = T @ L
+    covariance = L @ L.T
+    if kind == "low_rank":
+        covariance += eta["factor"] @ eta["factor"].T
+    return eta["loc"], covariance
+
+
+@jax.jit
+def log_density(mean, covariance, z):
+    """The multivariate normal density by NumPyro."""
+    return dist.MultivariateNormal(mean, covariance_matrix=covariance).log_prob(z)
+
+
+@pytest.mark.parametrize("kind", GLOBALS)
+@pytest.mark.parametrize("dim", [1, 3])
+def test_log_q_of_a_global_guide_is_the_gaussian_density(x64, kind, dim):
+    guide = GLOBALS[kind](dim)
+    eta = jitter(guide.init(KEY, jnp.ones(dim)))
+    noise = jax.random.normal(KEY, (3, guide.noise_dim))
+    z, log_q = jax.jit(jax.vmap(guide.draw, (None, 0)))(eta, noise)
+    expected = jax.vmap(log_density, (None, None, 0))(*exact_global(kind, eta), z)
+    np.testing.assert_allclose(log_q, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", GLOBALS)
+def test_draws_of_a_global_guide_have_its_mean_and_covariance(x64, kind):
+    guide = GLOBALS[kind](2)
+    eta = jitter(guide.init(KEY, jnp.ones(2)))
+    # Draws are affine in the noise, so that two Gauss-Hermite points give both moments exactly.
+    noise, weights = gauss_hermite(2, guide.noise_dim)
+    z, _ = jax.jit(jax.vmap(guide.draw, (None, 0)))(eta, noise)
+    mean, covariance = exact_global(kind, eta)
+    np.testing.assert_allclose(weights @ z, mean, atol=1e-12)
+    spread = np.einsum("n,ni,nj->ij", weights, z - mean, z - mean)
+    np.testing.assert_allclose(spread, covariance, atol=1e-12)
+    np.testing.assert_array_equal(guide.centre(eta), eta["loc"])
+
+
+@pytest.mark.parametrize("kind", GLOBALS)
+def test_a_global_guide_starts_where_it_is_told(kind):
+    guide = GLOBALS[kind](3)
+    eta = guide.init(KEY, jnp.array([1.0, -2.0, 0.5]))
+    np.testing.assert_array_equal(guide.centre(eta), [1.0, -2.0, 0.5])
+    np.testing.assert_allclose(jnp.exp(eta["log_scale"]), 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", GLOBALS)
+def test_no_gradient_is_left_where_a_global_guide_is_its_target(x64, kind):
+    guide = GLOBALS[kind](3)
+    eta = jitter(guide.init(KEY, jnp.ones(3)))
+    target = exact_global(kind, eta)
+
+    def term(eta, noise):
+        z, log_q = guide.draw(eta, noise)
+        return log_density(*target, z) - log_q
+
+    noise = jax.random.normal(KEY, (5, guide.noise_dim))
+    each = jax.jit(jax.vmap(jax.grad(term), (None, 0)))(eta, noise)
+    for leaf in jax.tree.leaves(each):
+        np.testing.assert_allclose(leaf, 0.0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", GLOBALS)
+def test_the_mean_gradient_of_a_global_guide_is_that_of_the_divergence(x64, kind):
+    guide = GLOBALS[kind](2)
+    eta = jitter(guide.init(KEY, jnp.ones(2)))
+    where, precision = np.array([0.3, -0.4]), np.array([[2.0, 0.6], [0.6, 1.0]])
+    # The gradient is a polynomial of degree two in the noise: three points are exact.
+    noise, weights = gauss_hermite(3, guide.noise_dim)
+
+    def term(eta, noise):
+        z, log_q = guide.draw(eta, noise)
+        return -0.5 * (z - where) @ precision @ (z - where) - log_q
+
+    each = jax.jit(jax.vmap(jax.grad(term), (None, 0)))(eta, noise)
+    mean = jax.tree.map(lambda g: jnp.tensordot(weights, g, 1), each)
+
+    def minus_divergence(eta):
+        T = jnp.eye(2)
+        if kind == "full":
+            T = T.at[1, 0].set(eta["below"][0])
+        L = T @ jnp.diag(jnp.exp(eta["log_scale"]))
+        covariance = L @ L.T
+        if kind == "low_rank":
+            covariance += eta["factor"] @ eta["factor"].T
+        gap = eta["loc"] - where
+        expected = -0.5 * (jnp.trace(precision @ covariance) + gap @ precision @ gap)
+        return expected + 0.5 * jnp.linalg.slogdet(covariance)[1]
+
+    expected = jax.jit(jax.grad(minus_divergence))(eta)
+    for name in eta:
+        np.testing.assert_allclose(mean[name], expected[name], atol=1e-11, err_msg=name)
+
+
+# --- the locals ----------------------------------------------------------------------------------
+
+ROWS, DIM, WIDTH = 3, 2, 4
+LOCALS = [(c, m, s) for c in ("diagonal", "full", "joint") for m in (0, 1) for s in (0, 1)]
+
+
+def local_case(covariance, couple_mean, couple_scale):
+    guide = gaussian.local(DIM, covariance, bool(couple_mean), bool(couple_scale), 0.5)
+    eta = jitter(guide.init(jnp.zeros((ROWS, DIM)), WIDTH))
+    above = 0.5 * jax.random.normal(jax.random.key(9), (WIDTH,))
+    return guide, eta, above
+
+
+def exact_local(covariance, eta, above):
+    """Mean and covariance of all rows' latents together, written out row by row."""
+    eta, above = jax.tree.map(np.asarray, (eta, above))
+    mean, scale = eta["loc"].copy(), eta["log_scale"].copy()
+    for i in range(ROWS):
+        for d in range(DIM):
+            if "mean_coupling" in eta:
+                mean[i, d] += eta["mean_coupling"][i, d] @ above
+            if "scale_coupling" in eta:
+                scale[i, d] += eta["scale_coupling"][i, d] @ above
+    T = np.eye(ROWS * DIM)
+    if covariance == "full":
+        for i in range(ROWS):
+            T[i * DIM + 1, i * DIM] = eta["below"][i, 0]
+    if covariance == "joint":
+        below = eta["below"].reshape(ROWS * DIM, ROWS * DIM)
+        for a in range(ROWS * DIM):
+            T[a, :a] = below[a, :a]
+    L = T @ np.diag(np.exp(scale.ravel()))
+    return mean.ravel(), L @ L.T
+
+
+@pytest.mark.parametrize(("covariance", "couple_mean", "couple_scale"), LOCALS)
+def test_log_q_of_a_local_guide_is_the_gaussian_density(x64, covariance, couple_mean, couple_scale):
+    guide, eta, above = local_case(covariance, couple_mean, couple_scale)
+    assert ("mean_coupling" in eta, "scale_coupling" in eta) == (couple_mean, couple_scale)
+    z = jax.random.normal(KEY, (ROWS, DIM))
+    log_q = jax.jit(guide.log_q)(eta, above, z)
+    assert log_q.shape == (ROWS,)
+    mean, S = exact_local(covariance, eta, above)
+    for r in range(1, ROWS + 1):  # rows of a joint guide are conditional on those before
+        n = r * DIM
+        expected = log_density(mean[:n], S[:n, :n], z.ravel()[:n])
+        np.testing.assert_allclose(np.sum(log_q[:r]), expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize(("covariance", "couple_mean", "couple_scale"), LOCALS)
+def test_draws_of_a_local_guide_have_its_mean_and_covariance(
+    x64, covariance, couple_mean, couple_scale
+):
+    guide, eta, above = local_case(covariance, couple_mean, couple_scale)
+    noise, weights = gauss_hermite(2, ROWS * DIM)
+    z = jax.jit(jax.vmap(lambda e: guide.draw(eta, above, e.reshape(ROWS, DIM)).ravel()))(noise)
+    mean, S = exact_local(covariance, eta, above)
+    np.testing.assert_allclose(weights @ z, mean, atol=1e-11)
+    spread = np.einsum("n,ni,nj->ij", weights, z - mean, z - mean)
+    np.testing.assert_allclose(spread, S, atol=1e-11)
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full", "joint"])
+def test_a_local_guide_of_one_latent_a_row(x64, covariance):
+    guide = gaussian.local(1, covariance, True, True, 0.5)
+    eta = jitter(guide.init(jnp.zeros((1, 1)), 2))
+    above = jnp.array([0.3, -0.2])
+    mean = eta["loc"][0, 0] + eta["mean_coupling"][0, 0] @ above
+    scale = jnp.exp(eta["log_scale"][0, 0] + eta["scale_coupling"][0, 0] @ above)
+    z = guide.draw(eta, above, jnp.array([[0.7]]))
+    np.testing.assert_allclose(z[0, 0], mean + 0.7 * scale, rtol=1e-13)
+    expected = dist.Normal(mean, scale).log_prob(z[0, 0])
+    np.testing.assert_allclose(guide.log_q(eta, above, z), [expected], rtol=1e-12)
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full", "joint"])
+def test_real_rows_of_a_local_guide_do_not_depend_on_padded_ones(x64, covariance):
+    real, extra = 3, 2
+    guide = gaussian.local(DIM, covariance, True, True, 0.5)
+    eta = jitter(guide.init(jnp.zeros((real + extra, DIM)), WIDTH))
+    mine = {k: v[:real] for k, v in eta.items()}
+    if covariance == "joint":
+        mine["below"] = eta["below"][:real, :, :real]
+    above = jnp.array([0.3, -0.2, 0.1, 0.5])
+    noise = jax.random.normal(KEY, (real + extra, DIM))
+    z = guide.draw(eta, above, noise)
+    np.testing.assert_allclose(z[:real], guide.draw(mine, above, noise[:real]), rtol=1e-13)
+    log_q = guide.log_q(eta, above, z)[:real]
+    np.testing.assert_allclose(log_q, guide.log_q(mine, above, z[:real]), rtol=1e-12)
+
+
+def hospitals(hospital, size, y=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    with nf.silo_plate("hospital", size.shape[0]):
+        u = numpyro.sample("u", dist.Normal(mu, 1))
+    with nf.silo_plate("patient", hospital.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Poisson(jnp.exp(0.3 * (u[hospital] + b))), obs=y)
+
+
+def hospital_silo(*groups, seed=0):
+    """One silo: for each of its hospitals a number of patients."""
+    r = np.random.default_rng(seed)
+    index = np.repeat(np.arange(len(groups)), groups)
+    return {"hospital": index, "size": np.array(groups, float), "y": r.poisson(1.5, len(index))}
+
+
+def test_what_stands_above_a_row_is_measured_from_the_centres(x64):
+    p = parts(hospitals, [hospital_silo(2, 3)])
+    eta = jitter(p.guide.init_local(KEY, p.silos[0]))
+    z_G, centre = jnp.array([0.5]), jnp.array([0.2])
+    z_outer = {"hospital": jnp.array([[1.0], [-1.0]])}
+    assert (p.guide.outer, p.guide.rows) == (("hospital",), ("patient",))
+    above = p.guide.above("hospital", eta, z_G, centre, {}, p.silos[0])
+    np.testing.assert_allclose(above, z_G - centre)
+    above = p.guide.above("patient", eta, z_G, centre, z_outer, p.silos[0])
+    offsets = (z_outer["hospital"] - eta["hospital"]["loc"]).ravel()
+    np.testing.assert_allclose(above, jnp.concatenate([z_G - centre, offsets]))
+    assert eta["patient"]["mean_coupling"].shape == (5, 1, 3)
+
+
+@pytest.mark.parametrize("locals_", ["auto", "joint"])
+def test_padding_an_outer_plate_leaves_real_rows_alone(x64, locals_):
+    silo = hospital_silo(2, 3)
+    p = parts(
+        hospitals,
+        [silo, hospital_silo(1, 1, 4)],
+        guide=nf.guides.Structured(locals=locals_),
+    )
+    data = p.silos[0]
+    (both,) = bucket(p.silos, p.sizes)
+    padded = jax.tree.map(lambda a: a[0], both.data)
+    wide = jitter(p.guide.init_local(KEY, padded))
+    here = {"hospital": 2, "patient": 5}
+    mine = {plate: {k: v[: here[plate]] for k, v in wide[plate].items()} for plate in wide}
+    for plate, n in here.items():
+        if "below" in mine[plate]:
+            mine[plate]["below"] = mine[plate]["below"][:, :, :n]
+    for k in ("mean_coupling", "scale_coupling"):  # the third hospital is a padded one
+        mine["patient"][k] = mine["patient"][k][..., :3]
+    noise = {k: v[:, 0] for k, v in p.bound.noise(KEY, {"hospital": 3, "patient": 6}, 1).items()}
+    less = {k: v[: here[k]] for k, v in noise.items()}
+    z_G, centre = jnp.array([0.5]), jnp.array([0.2])
+    # Arguments: theta, eta, z_G, centre, noise, data.
+    grad = jax.jit(jax.value_and_grad(p.bound.value, (1, 2, 3)))
+    value, (g_eta, *g_above) = grad({}, wide, z_G, centre, noise, padded)
+    expected, (e_eta, *e_above) = grad({}, mine, z_G, centre, less, data)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    np.testing.assert_allclose(g_above, e_above, rtol=1e-10)
+    for plate, n in here.items():
+        for name, g in g_eta[plate].items():
+            real = g[:n, :, :n] if name == "below" and g.ndim == 4 else g[:n]
+            if plate == "patient" and name.endswith("coupling"):
+                np.testing.assert_array_equal(g[..., 3:], 0.0)
+                real = real[..., :3]
+            np.testing.assert_allclose(real, e_eta[plate][name], atol=1e-12)
+            np.testing.assert_array_equal(g[n:], 0.0)
+
+
+# --- NumPyro's autoguides ------------------------------------------------------------------------
+
+
+def three_globals(y):
+    m = numpyro.sample("m", dist.Normal(0, 3).expand([3]).to_event(1))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(m, 1).to_event(1), obs=y)
+
+
+def three_globals_silos():
+    y = np.random.default_rng(0).normal(1.0, 1.0, (12, 3))
+    return [{"y": y[:5]}, {"y": y[5:]}]
+
+
+AUTOGUIDES = {
+    "AutoNormal": {},
+    "AutoDiagonalNormal": {},
+    "AutoMultivariateNormal": {},
+    "AutoLowRankMultivariateNormal": {"rank": 1},
+    "AutoIAFNormal": {"hidden_dims": [4, 4]},
+    "AutoBNAFNormal": {"num_flows": 1, "hidden_factors": [2]},
+}
+
+
+@pytest.mark.parametrize("name", AUTOGUIDES)
+def test_an_autoguide_of_the_globals(x64, name):
+    auto = getattr(autoguide, name)(three_globals, **AUTOGUIDES[name])
+    guide = from_autoguide(auto, 3)
+    eta = jitter(guide.init(KEY, jnp.array([0.5, -0.5, 1.0])), 0.1)
+
+    @jax.jit
+    def at(noise):
+        base = dist.Normal().log_prob(noise).sum()
+        return *guide.draw(eta, noise), base, jax.jacobian(lambda e: guide.draw(eta, e)[0])(noise)
+
+    for seed in range(3):
+        noise = jax.random.normal(jax.random.key(seed), (guide.noise_dim,))
+        z, log_q, base, jacobian = at(noise)
+        assert z.shape == (3,)
+        assert np.isfinite(z).all()
+        if guide.noise_dim == 3:
+            expected = base - np.linalg.slogdet(jacobian)[1]
+        else:  # a low-rank guide takes more noise than it has dimensions, and is affine in it
+            expected = log_density(guide.centre(eta), jacobian @ jacobian.T, z)
+        np.testing.assert_allclose(log_q, expected, rtol=1e-9)
+    assert guide.centre(eta).shape == (3,)
+
+
+@pytest.mark.parametrize("name", AUTOGUIDES)
+def test_a_fit_with_an_autoguide_of_the_globals_lowers_the_loss(name):
+    auto = getattr(autoguide, name)(three_globals, **AUTOGUIDES[name])
+    fit = nf.SFVI(three_globals, optim=optax.adam(0.05), guide=auto)
+    result = fit.run(KEY, 150, three_globals_silos(), progress_bar=False)
+    assert np.isfinite(result.losses).all()
+    assert result.losses[-20:].mean() < result.losses[:5].mean() - 5
+    assert result.sample_posterior(KEY, 4)["m"].shape == (4, 3)
+
+
+def test_a_low_rank_autoguide_learns_its_factor():
+    def model(y):  # only the sum of the two is seen: their posterior correlation is near -1
+        m = numpyro.sample("m", dist.Normal(0, 1).expand([2]).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(m.sum(), 0.5), obs=y)
+
+    auto = autoguide.AutoLowRankMultivariateNormal(model, rank=1)
+    fit = nf.SFVI(model, optim=optax.adam(0.02), guide=auto, num_particles=4)
+    result = fit.run(KEY, 800, [{"y": np.ones(5)}], progress_bar=False)
+    m = result.sample_posterior(KEY, 2_000)["m"]
+    # The exact correlation is -0.95; the standard error of the estimate is about 0.002.
+    assert np.corrcoef(m.T)[0, 1] < -0.85
+
+
+def test_an_autoguide_keeps_its_own_settings():
+    where = init_to_value(values={"m": jnp.array([1.0, 2.0, 3.0])})
+    for kind in (autoguide.AutoNormal, autoguide.AutoMultivariateNormal):
+        auto = kind(three_globals, init_loc_fn=where, init_scale=0.01)
+        p = parts(three_globals, three_globals_silos(), guide=auto)
+        eta = p.guide.init_global(KEY)
+        z, _ = p.guide.globals.draw(eta, jnp.ones(3))
+        np.testing.assert_allclose(z, [1.01, 2.01, 3.01], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AutoDelta", "AutoLaplaceApproximation", "AutoDAIS", "AutoSemiDAIS", "AutoGuideList"],
+)
+def test_other_autoguides_are_refused_by_name(name):
+    if name == "AutoSemiDAIS":
+        base = autoguide.AutoNormal(three_globals)
+        auto = autoguide.AutoSemiDAIS(three_globals, three_globals, base)
+    else:
+        auto = getattr(autoguide, name)(three_globals)
+    with pytest.raises(GuideError, match=name):
+        parts(three_globals, three_globals_silos(), guide=auto)
+
+
+# --- the default rule, and what is refused --------------------------------------------------------
+
+
+def many_globals(dim):
+    def model(y):
+        m = numpyro.sample("m", dist.Normal(0, 1).expand([dim]).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(m[0], 1), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("dim", "names"),
+    [
+        (300, {"loc", "log_scale", "below"}),
+        (301, {"loc", "log_scale", "factor"}),
+        (20_000, {"loc", "log_scale", "factor"}),
+        (20_001, {"loc", "log_scale"}),
+    ],
+)
+def test_the_default_guide_of_the_globals_follows_their_number(dim, names):
+    p = parts(many_globals(dim), [{"y": np.zeros(2)}])
+    eta = jax.eval_shape(p.guide.init_global, KEY)
+    assert eta.keys() == names
+    if "factor" in names:
+        assert eta["factor"].shape == (dim, min(int(dim**0.5) + 1, 20))
+
+
+@pytest.mark.parametrize(("rows", "coupled"), [(5_000, True), (5_001, False)])
+def test_couplings_are_left_out_above_their_budget(rows, coupled):
+    # 2,000 globals and one latent a row, in two silos: ten million coefficients at 5,000 rows.
+    silos = [{"y": np.zeros(2_000)}, {"y": np.zeros(rows - 2_000)}]
+    p = parts(many_globals(2_000), silos)
+    eta = jax.eval_shape(p.guide.init_local, KEY, p.silos[0])["row"]
+    assert ("mean_coupling" in eta, "scale_coupling" in eta) == (coupled, coupled)
+    asked = nf.guides.Structured(couple_mean=True, couple_scale=False)
+    p = parts(many_globals(2_000), silos, guide=asked)
+    eta = jax.eval_shape(p.guide.init_local, KEY, p.silos[0])["row"]
+    assert ("mean_coupling" in eta, "scale_coupling" in eta) == (True, False)
+
+
+@pytest.mark.parametrize(("dim", "names"), [(1, set()), (8, {"below"}), (9, set())])
+def test_the_default_guide_of_a_row_is_full_up_to_eight_latents(dim, names):
+    def model(y):
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1).expand([dim]).to_event(1))
+            numpyro.sample("y", dist.Normal(b.sum(-1), 1), obs=y)
+
+    p = parts(model, [{"y": np.zeros(2)}])
+    eta = jax.eval_shape(p.guide.init_local, KEY, p.silos[0])["row"]
+    assert eta.keys() - {"mean_coupling", "scale_coupling"} == {"loc", "log_scale"} | names
+
+
+@pytest.mark.parametrize(("groups", "joint"), [(32, True), (33, False)])
+def test_a_small_outer_plate_is_joint(groups, joint):
+    p = parts(hospitals, [hospital_silo(*[1] * groups), hospital_silo(2, 1)])
+    eta = jax.eval_shape(p.guide.init_local, KEY, p.silos[1])
+    assert ("below" in eta["hospital"]) == joint
+    assert "below" not in eta["patient"]
+    if joint:
+        assert eta["hospital"]["below"].shape == (2, 1, 2, 1)
+
+
+def test_mean_field_has_no_couplings_and_no_covariances():
+    p = parts(glmm, glmm_silos([3, 2]), guide=nf.guides.MeanField(init_scale=0.2))
+    eta = {"globals": p.guide.init_global(KEY), **p.guide.init_local(KEY, p.silos[0])}
+    for part in eta.values():
+        assert part.keys() == {"loc", "log_scale"}
+        np.testing.assert_allclose(part["log_scale"], np.log(0.2), rtol=1e-6)
+
+
+def test_a_dict_of_local_guides_is_by_plate():
+    spec = nf.guides.Structured(locals={"hospital": "diagonal", "patient": "joint"})
+    p = parts(hospitals, [hospital_silo(2, 1)], guide=spec)
+    eta = p.guide.init_local(KEY, p.silos[0])
+    assert "below" not in eta["hospital"]
+    assert eta["patient"]["below"].shape == (3, 1, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("guide", "message"),
+    [
+        (nf.guides.Structured(locals={"hospital": "full"}), "'b'.*'patient'"),
+        (nf.guides.Structured(locals="block"), "'block'.*'joint'"),
+        (nf.guides.Structured(globals="flow"), "'flow'.*'low_rank'"),
+        (nf.guides.Structured(init_scale=0.0), "init_scale.*positive"),
+        (lambda *args, **kwargs: None, "Structured.*function"),
+    ],
+)
+def test_a_guide_that_cannot_work_is_refused(guide, message):
+    with pytest.raises(GuideError, match=message):
+        parts(hospitals, [hospital_silo(2, 1)], guide=guide)
+
+
+def test_a_start_by_numpyros_init_functions_reaches_globals_and_rows():
+    def model(y):
+        m = numpyro.sample("m", dist.LogNormal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(m + b, 1), obs=y)
+
+    where = init_to_value(values={"m": jnp.array(2.0), "b": jnp.array([1.0, -1.0])})
+    spec = nf.guides.Structured(init_loc_fn=where)
+    p = parts(model, [{"y": np.zeros(2)}], guide=spec)
+    np.testing.assert_allclose(p.guide.init_global(KEY)["loc"], [np.log(2.0)], rtol=1e-6)
+    eta = p.guide.init_local(KEY, p.silos[0])
+    np.testing.assert_allclose(eta["row"]["loc"], [[1.0], [-1.0]])
