@@ -1,0 +1,354 @@
+"""Runtimes give the same numbers, go on where they stopped, and compile once."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info
+from numpyro_fed.data import Bucket, SiloData
+from numpyro_fed.runtime.base import (
+    BLOCK,
+    CHUNK,
+    exchange_key,
+    init_keys,
+    on_device,
+    server_key,
+    silo_key,
+)
+from numpyro_fed.runtime.host import host
+from numpyro_fed.runtime.loop import drive
+from numpyro_fed.runtime.simulation import simulation
+
+KEY = jax.random.key(0)
+quiet = {"progress_bar": False}
+
+
+def mixed(x, device, y=None):
+    """Shared and private parameters, one of them a number a row; two kinds of silos."""
+    tau = numpyro.param("tau", 0.5, constraint=dist.constraints.positive)
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    slope = numpyro.sample("slope", dist.LogNormal(0, 1))
+    with nf.silo_plate("row", x.shape[0]):
+        offset = numpyro.param("offset", jnp.linspace(0.0, 1.0, 8)[: x.shape[0]])
+        gain = numpyro.param("gain", 1.0)
+        b = numpyro.sample("b", dist.Normal(mu, tau))
+        mean = gain * b + offset + slope * x * (device + 1)
+        numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+
+
+def mixed_silos():
+    """Silos 0 and 2 make one bucket, in which 2 is padded; silo 1 makes another."""
+    r = np.random.default_rng(1)
+    sizes, devices = (4, 4, 2), (0, 1, 0)
+    return [
+        {"x": r.normal(size=n), "y": r.normal(size=n), "device": d}
+        for n, d in zip(sizes, devices, strict=True)
+    ]
+
+
+def robust(y):
+    """Not conjugate, so that no two rounds have the same bound."""
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.StudentT(2.0, mu, 1.0), obs=y)
+
+
+def robust_silos(sizes=(2, 3)):
+    r = np.random.default_rng(2)
+    return [{"y": r.normal(size=n)} for n in sizes]
+
+
+MIXED = nf.SFVI(mixed, optim=optax.sgd(5e-3), num_particles=2)
+ROBUST = nf.SFVI(robust, optim=optax.adam(1e-2))
+
+
+def identical(a, b):
+    """Whether two pytrees have the same structure and the same bits."""
+    same = jax.tree.map(lambda x, y: np.array_equal(x, y) and x.dtype == y.dtype, a, b)
+    return jax.tree.all(same)
+
+
+def rows(tree, n):
+    return jax.tree.map(lambda a: a[:n], tree)
+
+
+@pytest.fixture
+def compiled():
+    """The names of the programs that JAX has compiled so far."""
+    names = []
+
+    def listen(event, duration, **kwargs):
+        if event.endswith("backend_compile_duration"):
+            names.append(kwargs.get("fun_name", event))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# --- the same numbers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        MIXED,
+        nf.SFVI(mixed, optim=optax.sgd(5e-3), objective=nf.LocallyEnhanced(draws=3)),
+    ],
+    ids=["elbo", "locally enhanced"],
+)
+def test_host_and_compiled_runtime_agree_on_padded_silos_in_several_buckets(fit):
+    silos = mixed_silos()
+    one, other = (fit.run(KEY, 8, silos, runtime=r, **quiet) for r in ("simulation", "host"))
+    buckets = one._silos.buckets
+    assert [b.silos for b in buckets] == [(0, 2), (1,)]
+    assert [list(b.data.masks) for b in buckets] == [["row"], []]
+    assert not any(b.data.masks for b in other._silos.buckets)
+    np.testing.assert_allclose(one.losses, other.losses, rtol=2e-5)
+    close = partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+    jax.tree.map(close, one.params, other.params)
+    for j, silo in enumerate(silos):
+        n = len(silo["y"])
+        a, b = one.silo_params(j), other.silo_params(j)
+        assert a["offset"].shape == b["offset"].shape == (n,)
+        jax.tree.map(close, rows(a.pop("guide"), n), b.pop("guide"))
+        jax.tree.map(close, a, b)
+
+
+# --- going on --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(1, 4), (BLOCK - 1, 2), (BLOCK, BLOCK), (CHUNK - 1, 3), (CHUNK, 5), (CHUNK + 7, CHUNK)],
+)
+@pytest.mark.parametrize("progress_bar", [False, True])
+def test_two_runs_are_one_run_bit_for_bit(first, second, progress_bar, capfd):
+    silos = robust_silos()
+    whole = ROBUST.run(KEY, first + second, silos, **quiet)
+    a = ROBUST.run(KEY, first, silos, progress_bar=progress_bar)
+    b = ROBUST.run(KEY, second, silos, progress_bar=progress_bar, init_state=a.state)
+    assert (len(a.losses), len(b.losses)) == (first, second)
+    np.testing.assert_array_equal(np.concatenate([a.losses, b.losses]), whole.losses)
+    assert len(np.unique(whole.losses)) > 0.99 * (first + second)
+    assert identical(b.state, whole.state)
+    assert int(whole.state.round) == first + second
+
+
+@pytest.mark.parametrize("runtime", ["simulation", "host"])
+def test_two_runs_are_one_run_with_private_parameters_and_padding(runtime):
+    silos = mixed_silos()
+    whole = MIXED.run(KEY, 9, silos, runtime=runtime, **quiet)
+    a = MIXED.run(KEY, 4, silos, runtime=runtime, **quiet)
+    b = MIXED.run(KEY, 5, silos, runtime=runtime, init_state=a.state, **quiet)
+    np.testing.assert_array_equal(np.concatenate([a.losses, b.losses]), whole.losses)
+    assert identical(b.state, whole.state)
+
+
+def test_rounds_that_draw_much_noise_are_the_same_numbers(monkeypatch):
+    """Noise is drawn for fewer rounds at once where it is large, to the same values."""
+    silos = robust_silos()
+    usual = ROBUST.run(KEY, 20, silos, **quiet)
+    monkeypatch.setattr("numpyro_fed.runtime.simulation.NOISE", 7)
+    small = nf.SFVI(robust, optim=optax.adam(1e-2)).run(KEY, 20, silos, **quiet)
+    np.testing.assert_allclose(small.losses, usual.losses, rtol=1e-6)
+
+
+# --- compiling once --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", ["simulation", "host"])
+def test_a_second_run_traces_and_compiles_nothing(runtime, compiled, capfd):
+    calls = []
+
+    def model(x, device, y=None):
+        calls.append(1)
+        mixed(x, device, y)
+
+    fit = nf.SFVI(model, optim=optax.adam(1e-2))
+    first = fit.run(KEY, 3, mixed_silos(), runtime=runtime, **quiet)
+    assert calls
+    assert compiled
+    calls.clear()
+    compiled.clear()
+    other_numbers = [{**s, "x": 2 * s["x"]} for s in mixed_silos()]
+    second = fit.run(jax.random.key(1), 3, other_numbers, runtime=runtime, **quiet)
+    assert (len(calls), compiled) == (0, [])
+    assert not np.array_equal(first.losses, second.losses)
+    fit.run(KEY, BLOCK + 1, mixed_silos(), runtime=runtime)
+    fit.run(KEY, 2, mixed_silos(), runtime=runtime, init_state=first.state, **quiet)
+    assert (len(calls), compiled) == (0, [])
+    if runtime == "simulation":
+        assert first._fit.runtime.advance._cache_size() == 1
+
+
+def test_other_shapes_are_another_program():
+    a = ROBUST.run(KEY, 2, robust_silos((2, 3)), **quiet)
+    b = ROBUST.run(KEY, 2, robust_silos((4, 3)), **quiet)
+    c = ROBUST.run(KEY, 2, robust_silos((2, 3)), **quiet)
+    assert a._fit is c._fit
+    assert a._fit is not b._fit
+    np.testing.assert_array_equal(a.losses, c.losses)
+
+
+def equations(jaxpr):
+    """The number of equations of a jaxpr, inner ones included."""
+    inner = (
+        sub
+        for eqn in jaxpr.eqns
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
+        if (sub := getattr(value, "jaxpr", value)) is not None and hasattr(sub, "eqns")
+    )
+    return len(jaxpr.eqns) + sum(map(equations, inner))
+
+
+def is_jaxpr(value):
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+def test_the_program_does_not_grow_with_the_number_of_silos():
+    def size(silos):
+        fit, held = nf.SFVI(mixed, optim=optax.adam(1e-2))._prepare(silos, "simulation")
+        state = fit.initial_state(held)
+        made = jax.make_jaxpr(fit.runtime.advance)(KEY, state, held.batches, 5)
+        return equations(made.jaxpr)
+
+    two, many = size(mixed_silos()[:1] * 2), size(mixed_silos()[:1] * 200)
+    assert two == many
+    assert two > 100
+
+
+# --- keys ------------------------------------------------------------------------------------
+
+
+def test_no_two_silos_rounds_or_exchanges_share_a_key():
+    keys = [
+        k
+        for round_ in range(20)
+        for e in range(2)
+        for mine in [exchange_key(KEY, round_, e, 2)]
+        for k in [server_key(mine), *(silo_key(mine, j) for j in range(10))]
+    ]
+    server, silos = init_keys(KEY)
+    keys += [server, silos, *(jax.random.fold_in(silos, j) for j in range(10))]
+    bits = {tuple(np.asarray(jax.random.key_data(k)).tolist()) for k in keys}
+    assert len(bits) == len(keys)
+
+
+def test_the_key_of_a_round_with_one_exchange_is_fold_in_of_its_number():
+    assert identical(
+        jax.random.key_data(exchange_key(KEY, 7, 0, 1)),
+        jax.random.key_data(jax.random.fold_in(KEY, 7)),
+    )
+
+
+# --- what an algorithm may ask for -----------------------------------------------------------
+
+
+class Held(NamedTuple):
+    total: Any
+    seen: Any
+    ok: Any
+
+
+def toy(combine, scatter):
+    """Silos add what they are sent, what they drew and their data; the server keeps replies."""
+
+    def init_server(key):
+        return {"kept": jnp.zeros(5), "drawn": jnp.zeros(())}
+
+    def init_silo(key, data):
+        return Held(jnp.zeros(()), jnp.zeros(()), jnp.array(True))
+
+    def broadcast(noise, state):
+        down = 10.0 * jnp.arange(5) + state["kept"] if scatter else state["kept"]
+        return down, noise
+
+    def silo(noise, down, state, data):
+        reply = data.arrays["y"].sum() + noise
+        return reply, Held(state.total + reply, down.sum(), state.ok)
+
+    def server(state, memo, up):
+        kept = up if combine is Combine.GATHER else state["kept"] + up
+        return {"kept": kept, "drawn": memo}, Info(up.sum(), jnp.array(True))
+
+    exchange = Exchange(
+        lambda key: jax.random.normal(key),
+        lambda key, state: jax.random.normal(key),
+        broadcast,
+        silo,
+        server,
+        combine,
+        scatter,
+    )
+    return FederatedAlgorithm(init_server, init_silo, (exchange, exchange))
+
+
+TOY_DATA = np.array([[100.0, 0], [200, 0], [300, 0], [400, 0], [500, 0]])
+
+
+def toy_batches(*groups):
+    stacks = [SiloData({"y": TOY_DATA[list(g)].astype(np.float32)}) for g in groups]
+    return on_device([Bucket(g, ({},) * len(g), s) for g, s in zip(groups, stacks, strict=True)])
+
+
+def toy_run(runtime, combine, scatter, n=3):
+    groups = [(j,) for j in range(5)] if runtime is host else [(0, 3, 4), (2, 1)]
+    batches = toy_batches(*groups)
+    driver = runtime(toy(combine, scatter))
+    run = drive(driver, KEY, driver.init(KEY, batches), batches, n, False)
+    order = np.argsort(np.concatenate(groups))
+    silos = jax.tree.map(lambda *a: jnp.concatenate(a)[order], *run.state.silos)
+    return run, silos
+
+
+def toy_noise(n):
+    """What each silo draws in each exchange, (2 n, 5), by the rule that is written down."""
+    exchanges = [jax.random.fold_in(KEY, i) for i in range(2 * n)]
+    draw = [[jax.random.normal(jax.random.fold_in(k, 1 + j)) for j in range(5)] for k in exchanges]
+    return np.asarray(draw), [jax.random.normal(jax.random.fold_in(k, 0)) for k in exchanges]
+
+
+@pytest.mark.parametrize("runtime", [simulation, host])
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("combine", [Combine.SUM, Combine.GATHER])
+def test_replies_and_slices_reach_who_they_are_meant_for(runtime, combine, scatter):
+    run, silos = toy_run(runtime, combine, scatter)
+    noise, servers = toy_noise(3)
+    replies = TOY_DATA.sum(1) + noise
+    np.testing.assert_allclose(silos.total, replies.sum(0), rtol=1e-5)
+    np.testing.assert_allclose(run.losses, replies.sum(1)[1::2], rtol=1e-6)
+    np.testing.assert_allclose(run.state.server["drawn"], servers[-1], rtol=1e-5)
+    gather = combine is Combine.GATHER
+    sums = replies.sum(1, keepdims=True).repeat(5, 1)
+    np.testing.assert_allclose(
+        run.state.server["kept"], replies[-1] if gather else sums.sum(0), rtol=1e-5
+    )
+    before = replies[-2] if gather else sums[:-1].sum(0)
+    sent = 10.0 * np.arange(5) + before if scatter else np.full(5, before.sum())
+    np.testing.assert_allclose(silos.seen, sent, rtol=1e-5)
+    assert int(run.state.round) == 3
+
+
+# --- the progress bar ------------------------------------------------------------------------
+
+
+def test_the_progress_bar_shows_rounds_and_the_bound(capfd):
+    result = ROBUST.run(KEY, 7, robust_silos())
+    shown = capfd.readouterr().err
+    assert "7/7" in shown
+    assert f"bound: {-result.losses[-1]:.4f}" in shown
+
+
+def test_without_a_progress_bar_nothing_is_shown(capfd):
+    ROBUST.run(KEY, 3, robust_silos(), **quiet)
+    assert capfd.readouterr() == ("", "")
