@@ -1,0 +1,130 @@
+"""Imports point down only, and the package is light to import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import numpyro_fed
+
+ROOT = Path(numpyro_fed.__file__).parent
+
+# From the bottom up. A module may import what stands below it, and its neighbours of one row as
+# long as these do not go round in a circle. What is not named here is the front door: it may
+# import everything, and only the front door may import it.
+LAYERS = [
+    {"errors"},
+    {"data", "primitives", "handlers", "expfam", "barycenter"},
+    {"sites"},
+    {"split"},
+    {"layout", "guides", "objectives"},
+    {"algorithms.base"},
+    {"algorithms", "runtime", "posterior"},
+]
+FRONT_DOOR = len(LAYERS)
+
+
+def modules():
+    """``{name: file}`` with the package's own name left out; packages without ``__init__``."""
+    files = {f: f.relative_to(ROOT).with_suffix("").parts for f in ROOT.rglob("*.py")}
+    return {
+        ".".join(p for p in parts if p != "__init__") or "__init__": file
+        for file, parts in files.items()
+    }
+
+
+MODULES = modules()
+
+
+def layer(module):
+    """The row of a module: its own, or that of the package that it is in."""
+    for i, row in enumerate(LAYERS):
+        if module in row:
+            return i
+    package = module.rpartition(".")[0]
+    return layer(package) if package else FRONT_DOOR
+
+
+def imports(module):
+    """The package's modules that a module imports, wherever in its text."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {inside(a.name) for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}: imports are absolute here"
+            for alias in node.names:
+                name = inside(f"{node.module}.{alias.name}")
+                found.add(name if name in MODULES else inside(str(node.module)))
+    return {n for n in found if n in MODULES and n != module}
+
+
+def inside(name):
+    """A module's name within the package; nothing for what is elsewhere."""
+    if name == "numpyro_fed":
+        return "__init__"
+    return name.removeprefix("numpyro_fed.") if name.startswith("numpyro_fed.") else ""
+
+
+GRAPH = {module: imports(module) for module in MODULES}
+
+
+def test_the_layers_are_there():
+    for name in ("errors", "data", "primitives", "handlers", "sites", "split", "layout"):
+        assert name in MODULES
+    assert {"algorithms.base", "algorithms.sfvi", "runtime.base", "inference"} <= set(MODULES)
+    assert layer("errors") < layer("guides.gaussian") < layer("algorithms.sfvi") < FRONT_DOOR
+    assert layer("inference") == layer("__init__") == FRONT_DOOR
+    assert "split" in GRAPH["layout"]
+    assert "errors" in GRAPH["data"]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_down(module):
+    up = {m for m in GRAPH[module] if layer(m) > layer(module)}
+    assert not up, f"{module} imports {sorted(up)}, which stand above it"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_module_imports_itself_in_a_circle(module):
+    reached, new = set(), GRAPH[module]
+    while new:
+        reached |= new
+        new = {m for n in new for m in GRAPH[n]} - reached
+    assert module not in reached
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if m.startswith("runtime")))
+def test_runtimes_know_no_algorithm_and_no_model(module):
+    ours = {m for m in GRAPH[module] if not m.startswith("runtime")}
+    assert ours <= {"algorithms", "algorithms.base", "data", "errors"}
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if m.startswith("algorithms")))
+def test_algorithms_know_no_runtime_and_no_loop(module):
+    assert not {m for m in GRAPH[module] if m.startswith("runtime") or layer(m) == FRONT_DOOR}
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if layer(m) < FRONT_DOOR))
+def test_only_the_front_door_joins_algorithms_and_runtimes(module):
+    algorithms = {m for m in GRAPH[module] if m.startswith("algorithms.")} - {"algorithms.base"}
+    runtimes = {m for m in GRAPH[module] if m.startswith("runtime.")} - {"runtime.base"}
+    assert not (algorithms and runtimes)
+
+
+def test_importing_the_package_needs_no_extra():
+    extras = ["arviz", "matplotlib", "sklearn", "hypothesis", "equinox"]
+    script = f"import sys, numpyro_fed; print(sorted(set({extras}) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_module_asserts(module):
+    """Wrong input is an error with a message, and asserts vanish under ``python -O``."""
+    tree = ast.parse(MODULES[module].read_text())
+    assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Assert)]
