@@ -234,6 +234,8 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
     def sample(
         key: Array, theta: Theta, eta: dict, z_G: Array, centre: Array, data: SiloData
     ) -> Rows:
+        if not guide.locals:
+            return {}
         key_noise, key_rows, key_outer = jax.random.split(key, 3)
         sizes = {p: len(eta[p]["loc"]) for p in guide.locals}
         eps = {p: e[:, 0] for p, e in noise(key_noise, sizes, 1).items()}
