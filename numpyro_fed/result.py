@@ -143,7 +143,7 @@ class Result:
         sites = posterior.constrain_globals(self.state.server.params["theta"], z_G)
         if silo is None:
             return sites
-        return sites | self._sample_locals(jax.random.fold_in(key, silo), z_G, silo, posterior)
+        return sites | self._sample_locals(key, z_G, silo, posterior)
 
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
         """Unconstrained draws ``z_G`` (n, dim) and their log densities (n,) under the guide."""
@@ -159,6 +159,7 @@ class Result:
         padded = jax.tree.map(lambda a: a[i], self._silos.batches[b].data)
         theta = {**shared["theta"], **private}
         centre = self._fit.guide.globals.centre(shared["guide"])
+        key = jax.random.fold_in(key, silo)
         z_L = posterior.draw_locals(key, theta, eta, z_G, centre, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
         theta = {**shared["theta"], **self._real_private(silo, private)}
@@ -197,7 +198,10 @@ class Result:
         }
 
         def guide(*args: Any, **kwargs: Any) -> None:
-            for name, value in draw(numpyro.prng_key()).items():
+            key = numpyro.prng_key()
+            with numpyro.handlers.block():  # drawing runs the model's text, which nobody is to see
+                drawn = draw(key)
+            for name, value in drawn.items():
                 if name in latents:
                     point = dist.Delta(value[0], event_dim=jnp.ndim(value[0]))
                     numpyro.sample(name, point)
