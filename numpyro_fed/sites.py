@@ -157,9 +157,10 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
             )
         return Site(name, "observed", plate)
     if fn.support is None or fn.support.is_discrete:
+        base = type(getattr(fn, "base_dist", fn)).__name__
         raise ModelError(
-            f"site '{name}' is a discrete latent ({type(fn).__name__}). Sum it out, for example "
-            "with a numpyro.distributions.Mixture likelihood, or observe it."
+            f"site '{name}' is a discrete latent ({base}). Sum it out, for example with a "
+            "numpyro.distributions.Mixture likelihood, or observe it."
         )
     try:
         bijection = biject_to(fn.support)

@@ -1,0 +1,195 @@
+"""What a silo holds: reading and checking it, padding, bucketing, stacking."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_fed.data import SiloData, bucket, padded_keys, read
+from numpyro_fed.errors import DataError
+from numpyro_fed.layout import lay_out
+from numpyro_fed.primitives import silo_plate
+
+
+def normal(y, w=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.LogNormal(mu, 1))
+        numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+
+def grouped(y, of, w):
+    with silo_plate("group", w.shape[0]):
+        u = numpyro.sample("u", dist.Normal(0, 1))
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(u[of], 1), obs=y)
+
+
+def rows(*sizes):
+    return [{"y": np.arange(n, dtype=np.float32)} for n in sizes]
+
+
+def test_arrays_and_python_values_are_told_apart():
+    (silo,) = read([{"y": [1.0, 2.0], "n": np.int64(3), "flag": True, "tag": "a", "no": None}])
+    assert list(silo.arrays) == ["y"]
+    assert dict(silo.static) == {"n": 3, "flag": True, "tag": "a", "no": None}
+    assert silo.kwargs.keys() == {"y", "n", "flag", "tag", "no"}
+
+
+def test_dtypes_follow_the_precision_in_use():
+    held = [{"y": np.zeros(2, np.float64), "k": np.zeros(2, np.int64)}]
+    with jax.enable_x64(False):
+        assert {a.dtype.name for a in read(held)[0].arrays.values()} == {"float32", "int32"}
+    with jax.enable_x64(True):
+        assert {a.dtype.name for a in read(held)[0].arrays.values()} == {"float64", "int64"}
+
+
+GOOD = {"x": np.zeros((3, 2)), "y": np.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (GOOD, "silos must be a list .* got dict.*pass a list with one dict"),
+        (iter([GOOD]), "silos must be a list"),
+        ([], "list of silos is empty: pass one dict"),
+        ([GOOD, np.zeros(3)], "silo 1 must be a dict .* got ndarray"),
+        ([GOOD, {"x": GOOD["x"]}], r"silo 1 has the keys \['x'\] but silo 0 has \['x', 'y'\]"),
+        ([GOOD, {**GOOD, "y": np.zeros(3, int)}], "silo 1, 'y' has dtype int.*float.*astype"),
+        ([GOOD, {**GOOD, "x": np.zeros((3, 4))}], r"silo 1, 'x' has shape \(3, 4\).*first axis"),
+        ([GOOD, {**GOOD, "x": np.zeros(3)}], r"silo 1, 'x' has shape \(3,\) but silo 0"),
+        ([GOOD, {**GOOD, "y": 3}], "silo 1, 'y': an array at one silo and a plain Python value"),
+        ([GOOD, {**GOOD, "y": np.array([0, np.nan, np.inf])}], "silo 1, 'y': 2 of 3 .*mask"),
+        ([{**GOOD, "y": np.array(["a", "b"])}], "silo 0, 'y': expected an array of numbers"),
+        ([{**GOOD, "y": np.array([1, "b"], object)}], "silo 0, 'y': .*dtype object.*Convert"),
+        ([{**GOOD, "y": np.zeros(3, complex)}], "silo 0, 'y': .*complex"),
+    ],
+)
+def test_bad_silos_are_refused(held, message):
+    with pytest.raises(DataError, match=message):
+        read(held)
+
+
+def test_an_array_is_padded_iff_its_length_is_the_size_of_one_plate_everywhere():
+    held = read(
+        [
+            {"y": np.zeros(3), "w": np.zeros(2), "mixed": np.zeros(3), "fixed": np.zeros(4)},
+            {"y": np.zeros(5), "w": np.zeros(1), "mixed": np.zeros(1), "fixed": np.zeros(4)},
+        ]
+    )
+    sizes = [{"row": 3, "group": 2}, {"row": 5, "group": 1}]
+    assert padded_keys(held, sizes) == {"w": "group", "y": "row"}
+
+
+def test_padded_rows_are_copies_of_a_real_one_and_masked():
+    _, (b,) = lay_out(normal, read(rows(2, 5, 3)))
+    assert b.data.arrays["y"].shape == (3, 5)
+    assert b.silos == (0, 1, 2)
+    np.testing.assert_array_equal(b.data.masks["row"].sum(1), [2, 5, 3])
+    np.testing.assert_array_equal(b.data.arrays["y"][2], [0, 1, 2, 0, 0])
+    assert [size["row"] for size in b.sizes] == [2, 5, 3]
+
+
+def test_padded_rows_are_exactly_zero_in_value_and_gradient():
+    layout, (b,) = lay_out(normal, read(rows(2, 5)))
+    silo = jax.tree.map(lambda a: a[0], b.data)
+    z = jnp.array([0.1, 0.2, 3.0, -4.0, 0.0])[:, None]
+
+    def total(z):
+        return layout.model.log_silo({}, jnp.ones(1), {"row": z}, silo)["row"]
+
+    assert (total(z)[2:] == 0).all()
+    assert (total(z)[:2] != 0).all()
+    gradient = jax.grad(lambda z: total(z).sum())(z)
+    assert (gradient[2:] == 0).all()
+    assert (gradient[:2] != 0).all()
+
+
+def test_silos_of_one_size_need_no_mask():
+    layout, (b,) = lay_out(normal, read(rows(4, 4)))
+    assert b.data.masks == {}
+    assert not layout.padded
+
+
+def test_python_values_divide_silos_into_buckets():
+    def model(y, kind):
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, 1 if kind == "a" else 2), obs=y)
+
+    held = read([{**s, "kind": k} for s, k in zip(rows(2, 3, 4), "aba", strict=True)])
+    _, buckets = lay_out(model, held)
+    assert [b.silos for b in buckets] == [(0, 2), (1,)]
+
+
+def test_very_different_sizes_are_divided_so_that_memory_grows_with_rows():
+    held = read(rows(*[2, 3] * 10, 500))
+    _, buckets = lay_out(normal, held)
+    assert [len(b.silos) for b in buckets] == [20, 1]
+    assert sum(b.data.arrays["y"].size for b in buckets) <= 2 * sum(
+        s.arrays["y"].size for s in held
+    )
+    sizes = [{"row": s.arrays["y"].size} for s in held]
+    assert len(bucket(held, sizes, waste=100.0)) == 1
+
+
+def test_two_plates_are_padded_each_to_its_own_size():
+    held = [
+        {"y": np.zeros(3), "of": np.array([0, 1, 1]), "w": np.zeros(2)},
+        {"y": np.zeros(2), "of": np.zeros(2, int), "w": np.zeros(1)},
+        {"y": np.zeros(5), "of": np.zeros(5, int), "w": np.zeros(1)},
+    ]
+    layout, (b,) = lay_out(grouped, read(held))
+    assert b.data.masks["group"].shape == (3, 2)
+    assert b.data.masks["row"].shape == (3, 5)
+    assert layout.padded
+
+
+def test_two_plates_over_the_same_rows_are_both_masked():
+    def model(y):
+        with silo_plate("first", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        with silo_plate("second", y.shape[0]):
+            numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+    layout, (b,) = lay_out(model, read(rows(2, 4)))
+    assert set(b.data.masks) == {"first", "second"}
+    assert layout.padded
+
+
+def test_a_model_that_summarises_its_rows_stays_unpadded_with_a_warning():
+    def model(y):
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(y.mean(0), 1), obs=y)
+
+    with pytest.warns(UserWarning, match="summaries before the run"):
+        layout, buckets = lay_out(model, read(rows(2, 4, 4)))
+    assert not layout.padded
+    assert [b.silos for b in buckets] == [(0,), (1, 2)]
+    assert all(b.data.masks == {} for b in buckets)
+
+
+def test_nested_silo_plates_are_never_padded():
+    def model(y):
+        with silo_plate("a", y.shape[0], dim=-2):
+            u = numpyro.sample("u", dist.Normal(0, 1))
+            with silo_plate("b", y.shape[1], dim=-1):
+                numpyro.sample("y", dist.Normal(u, 1), obs=y)
+
+    layout, buckets = lay_out(model, read([{"y": np.zeros((2, 3))}, {"y": np.zeros((4, 3))}]))
+    assert layout.model.nested
+    assert not layout.padded
+    assert len(buckets) == 2
+
+
+def test_silo_data_is_a_pytree_with_static_values_outside():
+    silo = SiloData({"y": np.zeros(2)}, {"row": np.ones(2, bool)}, (("n", 2),))
+    assert len(jax.tree.leaves(silo)) == 2
+    assert jax.tree.map(lambda a: a, silo).static == (("n", 2),)
+
+
+def test_keep_leaves_unmasked_plates_alone():
+    silo = SiloData({}, {"row": np.array([True, False])})
+    np.testing.assert_array_equal(silo.keep("row", jnp.ones((2, 3))), [[1, 1, 1], [0, 0, 0]])
+    np.testing.assert_array_equal(silo.keep("other", jnp.ones(2)), [1, 1])

@@ -1,0 +1,351 @@
+"""The site table, the pure log densities, and every structural error."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import handlers
+from numpyro.distributions import constraints
+from numpyro.infer import init_to_value
+
+from numpyro_fed.data import read
+from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.primitives import silo_plate
+from numpyro_fed.split import split
+
+Y = np.array([0.5, -1.0, 2.0], np.float32)
+
+
+def make(model, *held):
+    data = read(held or [{"y": Y}])
+    return split(model, data), jax.tree.map(jnp.asarray, data)
+
+
+def scaled(y):
+    mu = numpyro.sample("mu", dist.Normal(1, 2))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+    w = numpyro.sample("w", dist.Dirichlet(jnp.ones(3)))
+    numpyro.deterministic("double", 2 * mu)
+    theta = numpyro.param("theta", 2.0, constraint=constraints.positive)
+    with silo_plate("row", y.shape[0], dim=-2):
+        phi = numpyro.param("phi", 0.25, constraint=constraints.unit_interval)
+        b = numpyro.sample("b", dist.LogNormal(mu, sigma))
+        with numpyro.plate("visit", 2):
+            c = numpyro.sample("c", dist.Dirichlet(w))
+        numpyro.deterministic("half", b / 2)
+        numpyro.sample("y", dist.Normal(b + theta * phi + c[..., :1, 0], 1), obs=y[:, None])
+
+
+def test_the_site_table_has_names_kinds_plates_shapes_and_places():
+    fm, _ = make(scaled)
+    table = {s.name: s for s in fm.sites}
+    assert {n: (s.kind, s.plate) for n, s in table.items()} == {
+        "mu": ("latent", None),
+        "sigma": ("latent", None),
+        "w": ("latent", None),
+        "double": ("deterministic", None),
+        "theta": ("param", None),
+        "phi": ("param", "row"),
+        "b": ("latent", "row"),
+        "c": ("latent", "row"),
+        "half": ("deterministic", "row"),
+        "y": ("observed", "row"),
+    }
+    assert [table[n].shape for n in ("mu", "w", "b", "c")] == [(), (2,), (1,), (2, 2)]
+    assert [(table[n].start, table[n].stop) for n in ("mu", "sigma", "w")] == [
+        (0, 1),
+        (1, 2),
+        (2, 4),
+    ]
+    assert (table["c"].start, table["c"].stop, table["c"].axis) == (1, 5, 0)
+    assert fm.dim == 4
+    assert fm.plates[0].dim == 5
+    assert not fm.plates[0].outer
+
+
+def test_log_silo_is_the_hand_computed_density_of_each_row():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(1, 2))
+        with silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.LogNormal(mu, 1))
+            numpyro.sample("y", dist.Normal(b, 3), obs=y)
+
+    fm, (silo,) = make(model)
+    z = jnp.array([0.1, -0.4, 0.7])
+    rows = fm.log_silo({}, jnp.array([0.3]), {"row": z[:, None]}, silo)["row"]
+    by_hand = dist.Normal(0.3, 1).log_prob(z) + dist.Normal(jnp.exp(z), 3).log_prob(Y)
+    np.testing.assert_allclose(rows, by_hand, rtol=1e-6)
+    prior = fm.log_prior({}, jnp.array([0.3]))
+    np.testing.assert_allclose(prior, dist.Normal(1, 2).log_prob(0.3), rtol=1e-6)
+
+
+def test_a_plate_with_nothing_but_a_factor_has_rows():
+    def model(y):
+        with silo_plate("row", y.shape[0]):
+            numpyro.factor("f", -y)
+
+    fm, (silo,) = make(model)
+    np.testing.assert_allclose(fm.log_silo({}, jnp.zeros(0), {}, silo)["row"], -Y)
+    assert fm.log_prior({}, jnp.zeros(0)) == 0
+
+
+def test_log_prior_counts_global_factors_scales_and_log_determinants():
+    def model(y):
+        with handlers.scale(scale=0.5):
+            s = numpyro.sample("s", dist.Exponential(2.0))
+        numpyro.factor("pull", -s)
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, s), obs=y)
+
+    fm, _ = make(model)
+    s, z = jnp.exp(0.3), jnp.array([0.3])
+    by_hand = 0.5 * (dist.Exponential(2.0).log_prob(s) + 0.3) - s
+    np.testing.assert_allclose(fm.log_prior({}, z), by_hand, rtol=1e-6)
+
+
+def test_values_survive_the_round_trip_to_unconstrained_space():
+    fm, (silo,) = make(scaled)
+    b = jnp.array([[0.5], [1.0], [4.0]])
+    c = jax.random.dirichlet(jax.random.key(0), jnp.ones(3), (3, 2))
+    w = jnp.array([0.2, 0.3, 0.5])
+    init = init_to_value(values={"mu": -1.5, "sigma": 0.7, "w": w, "b": b, "c": c})
+    z_G = fm.init_global(jax.random.key(0), init)
+    z_L = fm.init_local(jax.random.key(0), silo, init)
+    theta = {**fm.init_theta(jax.random.key(0)), **fm.init_private(jax.random.key(0), silo)}
+    there = fm.constrain_global(theta, z_G)
+    here = fm.constrain_local(theta, z_G, z_L, silo)
+    assert there.keys() == {"mu", "sigma", "w", "double"}
+    assert here.keys() == {"b", "c", "half"}
+    for name, value in {"mu": -1.5, "sigma": 0.7, "w": w, "double": -3.0}.items():
+        np.testing.assert_allclose(there[name], value, rtol=1e-5)
+    for name, value in {"b": b, "c": c, "half": b / 2}.items():
+        np.testing.assert_allclose(here[name], value, rtol=1e-4)
+
+
+def test_starting_points_are_zeros_unless_asked_for():
+    fm, (silo,) = make(scaled)
+    assert (fm.init_global(jax.random.key(0)) == jnp.zeros(4)).all()
+    assert (fm.init_local(jax.random.key(0), silo)["row"] == jnp.zeros((3, 5))).all()
+
+
+def test_parameters_start_at_their_values_shared_and_private_apart():
+    fm, (silo,) = make(scaled)
+    shared = fm.init_theta(jax.random.key(0))
+    private = fm.init_private(jax.random.key(0), silo)
+    assert shared.keys() == {"theta"}
+    assert private.keys() == {"phi"}
+    np.testing.assert_allclose(fm.constrain_theta(shared)["theta"], 2.0, rtol=1e-6)
+    np.testing.assert_allclose(fm.constrain_theta(private)["phi"], 0.25, rtol=1e-6)
+
+
+def test_a_plate_whose_latents_reach_other_rows_is_outer():
+    def model(of, w):
+        with silo_plate("group", w.shape[0]):
+            u = numpyro.sample("u", dist.Normal(0, 1))
+        with silo_plate("row", of.shape[0]):
+            b = numpyro.sample("b", dist.Normal(u[of], 1))
+            numpyro.sample("y", dist.Normal(b, 1), obs=jnp.zeros(of.shape[0]))
+
+    fm, (silo,) = make(model, {"of": np.array([0, 1, 1]), "w": np.zeros(2)})
+    assert {p.name: p.outer for p in fm.plates} == {"group": True, "row": False}
+    assert fm.sizes(silo) == {"group": 2, "row": 3}
+    assert [s.name for s in fm.named("latent", "group")] == ["u"]
+
+
+def test_a_model_without_globals_has_an_empty_server():
+    def model(y):
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    fm, _ = make(model)
+    assert fm.dim == 0
+    assert fm.init_global(jax.random.key(0)).shape == (0,)
+
+
+def no_silo_plate(y):
+    with numpyro.plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+
+def observed_outside(y):
+    numpyro.sample("y", dist.Normal(0, 1), obs=y[0])
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("b", dist.Normal(0, 1))
+
+
+def global_on_local(y):
+    with silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+    numpyro.sample("mu", dist.Normal(b.sum(), 1))
+
+
+def global_on_data(y):
+    numpyro.sample("mu", dist.Normal(y.mean(), 1))
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+
+def support_on_data(y):
+    mu = numpyro.sample("mu", dist.Uniform(0, 1 + y.max() ** 2))
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def deterministic_on_data(y):
+    numpyro.deterministic("mu", y.sum())
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+
+def deterministic_on_local(y):
+    with silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+    numpyro.deterministic("mu", b.sum())
+
+
+def factor_on_data(y):
+    numpyro.factor("mu", y.sum())
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+
+def param_on_data(y):
+    mu = numpyro.param("mu", jnp.asarray(y).mean())
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def discrete(y):
+    with silo_plate("row", y.shape[0]):
+        k = numpyro.sample("k", dist.Bernoulli(0.5))
+        numpyro.sample("y", dist.Normal(k, 1), obs=y)
+
+
+def mutable(y):
+    numpyro.primitives.mutable("state", jnp.zeros(()))
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+
+def raising(y):
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(jnp.zeros(7), 1), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (no_silo_plate, "the model has no silo_plate.*Replace the numpyro.plate"),
+        (observed_outside, "'y' is observed outside of every silo_plate.*Put 'y' inside"),
+        (global_on_local, "'mu' depends on latents of silo_plate 'row'.*Put 'mu' inside"),
+        (global_on_data, "'mu' depends on data.*Put 'mu' inside a silo_plate"),
+        (support_on_data, "'mu' depends on data"),
+        (deterministic_on_data, "'mu' depends on data"),
+        (deterministic_on_local, "'mu' depends on latents of silo_plate 'row'"),
+        (factor_on_data, "'mu' depends on data"),
+        (param_on_data, "'mu' depends on data"),
+        (discrete, r"'k' is a discrete latent \(Bernoulli.*Sum it out"),
+        (mutable, "'state' is mutable state.*Use numpyro.param"),
+        (raising, r"the model raised .* at silo 0, which holds \{'y': \(3,\)\}"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(model, message):
+    with pytest.raises(ModelError, match=message):
+        make(model)
+
+
+def test_a_support_without_a_bijection_is_refused():
+    class Sphere(dist.ProjectedNormal):
+        pass
+
+    def model(y):
+        numpyro.sample("s", Sphere(jnp.ones(3)))
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    with pytest.raises(ModelError, match=r"'s' has the support .* no bijection.*reparam"):
+        make(model)
+
+
+def test_a_subsampled_silo_plate_is_refused():
+    def model(y):
+        with silo_plate("row", y.shape[0], 2):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y[:2])
+
+    with pytest.raises(ModelError, match=r"silo 0: silo_plate 'row' .*subsample_size=2.*leave"):
+        make(model)
+
+
+def test_a_silo_without_rows_is_refused():
+    def model(y):
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    with pytest.raises(DataError, match=r"silo 1: silo_plate 'row' has size 0.*[Ll]eave"):
+        make(model, {"y": Y}, {"y": Y[:0]})
+
+
+def test_a_global_whose_shape_differs_between_silos_is_refused():
+    def model(y):
+        numpyro.sample("beta", dist.Normal(0, 1).expand([y.shape[0]]).to_event(1))
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    with pytest.raises(ModelError, match=r"global site 'beta' has shape \(2,\).*silo 1.*\(3,\)"):
+        make(model, {"y": Y}, {"y": Y[:2]})
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_a_site_that_only_some_silos_have_is_refused(names):
+    def model(y, kind):
+        with silo_plate("row", y.shape[0]):
+            if kind == "a":
+                numpyro.sample("extra", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    here, there = ("silo 0", "silo 1") if names[0] == "a" else ("silo 1", "silo 0")
+    message = f"'extra' exists at {here} but not at {there}.*mask"
+    with pytest.raises(ModelError, match=message):
+        make(model, *({"y": Y, "kind": kind} for kind in names))
+
+
+def test_silo_plates_that_differ_between_silos_are_refused():
+    def model(y, kind):
+        with silo_plate(kind, y.shape[0]):
+            numpyro.factor("f", y)
+
+    with pytest.raises(ModelError, match=r"'f'|silo plates"):
+        make(model, {"y": Y, "kind": "a"}, {"y": Y, "kind": "b"})
+
+
+def test_a_prior_that_depends_on_a_python_value_is_refused():
+    def model(y, n):
+        mu = numpyro.sample("mu", dist.Normal(0, n))
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    make(model, {"y": Y, "n": 2}, {"y": Y[:2], "n": 2})
+    with pytest.raises(ModelError, match=r"the prior of the globals .*\{'n': 2\}|\{'n': 5\}"):
+        make(model, {"y": Y, "n": 2}, {"y": Y[:2], "n": 5})
+
+
+def test_locals_may_depend_on_a_python_value_that_differs():
+    def model(y, n):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, n), obs=y)
+
+    fm, (first, second) = make(model, {"y": Y, "n": 1}, {"y": Y, "n": 5})
+    rows = [fm.log_silo({}, jnp.zeros(1), {}, silo)["row"] for silo in (first, second)]
+    np.testing.assert_allclose(rows[1], dist.Normal(0, 5).log_prob(Y), rtol=1e-6)
+
+
+def test_globals_may_depend_on_the_shape_of_data():
+    def model(x):
+        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+        with silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ beta, 1), obs=x[:, 0])
+
+    assert make(model, {"x": np.ones((2, 3))}, {"x": np.ones((5, 3))})[0].dim == 3
