@@ -170,6 +170,7 @@ def test_a_model_that_summarises_its_rows_stays_unpadded_with_a_warning():
     assert all(b.data.masks == {} for b in buckets)
 
 
+@pytest.mark.filterwarnings("error")
 def test_nested_silo_plates_are_never_padded():
     def model(y):
         with silo_plate("a", y.shape[0], dim=-2):

@@ -133,7 +133,7 @@ def test_the_plain_model_predicts():
 def test_the_plain_model_shows_its_plates_to_render_model():
     relations = get_model_relations(model, model_kwargs=SILOS[0])
     assert relations["plate_sample"]["row"] == ["b", "half", "y"]
-    assert relations["observed"] == ["y"]
+    assert relations["observed"] == ["pull", "y"]
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(None, (4,)), (-1, (4,)), (-3, (4, 1, 1))])

@@ -81,6 +81,24 @@ def test_log_silo_is_the_hand_computed_density_of_each_row():
     np.testing.assert_allclose(prior, dist.Normal(1, 2).log_prob(0.3), rtol=1e-6)
 
 
+def test_rows_may_run_over_a_later_axis():
+    def model(y):
+        with silo_plate("row", y.shape[0]), numpyro.plate("visit", 2):
+            b = numpyro.sample("b", dist.Normal(0, 1).expand([4]).to_event(1))
+            numpyro.sample("y", dist.Normal(b.sum(-1), 1), obs=jnp.stack([y, y]))
+
+    fm, (silo,) = make(model)
+    site = fm.named("latent", "row")[0]
+    assert (site.shape, site.axis) == ((2, 4), 1)
+    z = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    z_L = {"row": jnp.moveaxis(z, 1, 0).reshape(3, 8)}
+    by_hand = dist.Normal(0, 1).log_prob(z).sum((0, 2))
+    by_hand += dist.Normal(z.sum(-1), 1).log_prob(Y).sum(0)
+    rows = fm.log_silo({}, jnp.zeros(0), z_L, silo)["row"]
+    np.testing.assert_allclose(rows, by_hand, rtol=1e-5)
+    np.testing.assert_array_equal(fm.constrain_local({}, jnp.zeros(0), z_L, silo)["b"], z)
+
+
 def test_a_plate_with_nothing_but_a_factor_has_rows():
     def model(y):
         with silo_plate("row", y.shape[0]):
