@@ -166,6 +166,7 @@ def test_the_bound_of_an_outer_plate_is_a_log_mean_exp_of_the_whole_silo(x64, dr
     p, at = wards_case(draws, (0, 1, 1), (0, 2, 1))
     noise = {k: e[:, 1] for k, e in p.bound.noise(KEY, p.sizes[0], 2).items()}
     assert noise["row"].shape == (3, draws.get("ward", 1), draws.get("row", 1), 1)
+    assert noise["ward"].shape == (2, draws.get("ward", 1), 1, 1)
     value = jax.jit(p.bound.value)(*at, noise, p.silos[0])
     mine = {"ward": noise["ward"][:, :, 0, 0], "row": noise["row"][..., 0]}
     expected = jax.jit(wards_bound)(*at, mine, p.silos[0])
@@ -541,7 +542,7 @@ def test_gradients_do_not_depend_on_the_partition(objective, guide):
     check_gradients(objective, guide, (1, 2, 10), x64=True, tolerance=1e-10)
 
 
-@pytest.mark.parametrize(("objective", "guide"), SETTINGS)
+@pytest.mark.parametrize(("objective", "guide"), SETTINGS[::3])
 def test_gradients_do_not_depend_on_the_partition_in_float32(objective, guide):
     check_gradients(objective, guide, (1, 10), x64=False, tolerance=1e-5)
 
