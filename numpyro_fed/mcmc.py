@@ -115,14 +115,15 @@ def run_nuts(
     log_density = _joint_density(fm, sizes, buckets, shared, private)
     key_init, key_run = jax.random.split(key)
     totals = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
-    start = {
-        "z_G": 0.1 * jax.random.normal(key_init, (num_chains, fm.dim)),
-        "z_L": {p.name: jnp.zeros((num_chains, totals[p.name], p.dim)) for p in fm.plates},
+    shapes = {
+        "z_G": (num_chains, fm.dim),
+        "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
     }
+    start = _uniform(key_init, shapes)
     if not bool(jnp.isfinite(jax.jit(jax.vmap(log_density))(start)).all()):
         raise ValueError(
-            "the joint log density is not finite at the start, near zero in unconstrained space. "
-            "Look at the data and the supports of the sites."
+            "the joint log density is not finite at a random start in unconstrained space. Look at "
+            "the data and the supports of the sites."
         )
     draws, divergences = _BACKENDS[backend](
         key_run, log_density, start, num_warmup, num_samples, target_accept_prob, progress_bar
@@ -135,6 +136,16 @@ def run_nuts(
         return _local_sites(fm, read, sizes, flat, [{**shared, **own} for own in private])
 
     return NutsResult(globals_, int(divergences), local_sites)
+
+
+def _uniform(key: Array, shapes: Any) -> Any:
+    """Starts in (-2, 2), as NumPyro's: all zeros would start a hierarchical model in its funnel."""
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(key, len(leaves))
+    draws = [
+        jax.random.uniform(k, s, minval=-2, maxval=2) for k, s in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, draws)
 
 
 def _join_chains(draws: Any) -> Any:
