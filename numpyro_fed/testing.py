@@ -90,7 +90,7 @@ def check_decomposition(
     ...     with nf.silo_plate("row", y.shape[0]):
     ...         b = numpyro.sample("b", dist.Normal(0, 1))
     ...         numpyro.sample("y", dist.Normal(b - b.mean(), 1), obs=y)
-    >>> nf.check_decomposition(centred, silos)
+    >>> nf.check_decomposition(centred, silos[1:])
     Traceback (most recent call last):
         ...
     numpyro_fed.errors.ModelError: silo 0, silo_plate 'row': the term of row ...
