@@ -184,14 +184,15 @@ def check_same_sites(first: Structure, other: Structure, j: int) -> None:
         return
     mine, theirs = ({s.name: s for s in x.sites} for x in (other, first))
     for name in [*theirs, *mine]:
-        if mine.get(name) == theirs.get(name):
-            continue
-        if name not in mine or name not in theirs:
+        if (name in mine) != (name in theirs):
             here, there = ("silo 0", f"silo {j}") if name in theirs else (f"silo {j}", "silo 0")
             raise ModelError(
                 f"site '{name}' exists at {here} but not at {there}. All silos share one model: "
                 "mark what is missing at a silo by a mask instead of leaving a site out."
             )
+    for name in theirs:
+        if mine[name] == theirs[name]:
+            continue
         level = "global" if theirs[name].plate is None else "local"
         raise ModelError(
             f"the {level} site '{name}' has shape {mine[name].shape} and support "

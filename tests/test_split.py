@@ -329,6 +329,21 @@ def test_a_site_that_only_some_silos_have_is_refused(names):
         make(model, *({"y": Y, "kind": kind} for kind in names))
 
 
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_a_site_before_others_is_missed_by_its_own_name(names):
+    """It moves the places of the sites behind it, which are not to blame."""
+
+    def model(y, kind):
+        with silo_plate("row", y.shape[0]):
+            if kind == "a":
+                numpyro.sample("extra", dist.Normal(0, 1))
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+    with pytest.raises(ModelError, match=r"^site 'extra' exists at silo \d but not at silo \d"):
+        make(model, *({"y": Y, "kind": kind} for kind in names))
+
+
 def test_silo_plates_that_differ_between_silos_are_refused():
     def model(y, kind):
         with silo_plate(kind, y.shape[0]):
