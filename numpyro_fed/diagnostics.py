@@ -13,7 +13,7 @@ from jax import Array
 from scipy.stats import gaussian_kde, wasserstein_distance
 
 from numpyro_fed.errors import MissingExtraError
-from numpyro_fed.importance import Corrected, globals_and_weights, importance_correct
+from numpyro_fed.importance import Corrected, importance_correct
 from numpyro_fed.mcmc import NutsResult
 from numpyro_fed.result import Result
 
@@ -21,7 +21,7 @@ ENOUGH = 400  # effective draws: NUTS's own error of a mean is then 0.05 sd
 
 
 def compare(
-    result: Result | Corrected,
+    result: Result | Corrected | NutsResult,
     reference: NutsResult,
     *,
     key: Array | None = None,
@@ -36,8 +36,8 @@ def compare(
 
     Parameters
     ----------
-    result : Result or Corrected
-        A fit, or its importance correction.
+    result : Result, Corrected or NutsResult
+        A fit, its importance correction, or another run of NUTS (at one silo alone, say).
     reference : NutsResult
         From :func:`numpyro_fed.run_nuts`.
     key : jax.Array, optional
@@ -72,9 +72,9 @@ def compare(
     True
     """
     key = jax.random.key(0) if key is None else key
-    draws, weights = globals_and_weights(result, key, num_draws)
+    draws, weights = _draws_and_weights(result, key, num_draws)
     _warn_if_few(reference.ess())
-    nuts = {k: v.reshape(-1, *v.shape[2:]) for k, v in reference.globals.items()}
+    nuts = _joined(reference)
     pareto_k = _pareto_k(result, key)
     sites = {name: _compare_site(draws[name], weights, nuts[name]) for name in nuts}
     return Comparison(sites, pareto_k, draws, weights, nuts)
@@ -89,7 +89,8 @@ class Comparison:
     sites : dict
         ``{site: {"mean_error_sd", "sd_ratio", "wasserstein_sd"}}``, arrays of the site's shape.
     pareto_k : float
-        Shape of the importance weights of the fit (:func:`numpyro_fed.importance_correct`).
+        Shape of the importance weights of the fit (:func:`numpyro_fed.importance_correct`); NaN
+        for NUTS, which has none.
     """
 
     sites: dict[str, dict[str, np.ndarray]]
@@ -112,7 +113,8 @@ class Comparison:
         width = max(len(header[0]), *(len(row[0]) for row in rows))
         line = f"{{:<{width}}}  {{:>15}}  {{:>8}}  {{:>16}}"
         lines = [line.format(*row) for row in (header, *rows)]
-        lines.append(f"Pareto k-hat of the fit's importance weights: {self.pareto_k:.2f}")
+        if np.isfinite(self.pareto_k):
+            lines.append(f"Pareto k-hat of the fit's importance weights: {self.pareto_k:.2f}")
         return "\n".join(lines)
 
     def plot(self, *, label: str = "federated", max_panels: int = 24) -> Any:
@@ -165,7 +167,23 @@ def _compare_site(
     }
 
 
-def _pareto_k(result: Result | Corrected, key: Array) -> float:
+def _draws_and_weights(
+    result: Result | Corrected | NutsResult, key: Array, num_draws: int
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    if isinstance(result, Corrected):
+        return {k: np.asarray(v) for k, v in result.draws.items()}, result.weights
+    if isinstance(result, NutsResult):
+        return _joined(result), None
+    return {k: np.asarray(v) for k, v in result.sample_posterior(key, num_draws).items()}, None
+
+
+def _joined(nuts: NutsResult) -> dict[str, np.ndarray]:
+    return {k: v.reshape(-1, *v.shape[2:]) for k, v in nuts.globals.items()}
+
+
+def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
+    if isinstance(result, NutsResult):
+        return float("nan")
     if isinstance(result, Corrected):
         return result.pareto_k
     return importance_correct(key, result, num_draws=1_000, inner_draws=50).pareto_k

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -215,12 +214,3 @@ def _systematic(key: Array, weights: Array, n: int) -> Array:
     points = (jnp.arange(n) + jax.random.uniform(key_start)) / n
     chosen = jnp.searchsorted(jnp.cumsum(weights), points * weights.sum())
     return jax.random.permutation(key_order, jnp.clip(chosen, 0, len(weights) - 1))
-
-
-def globals_and_weights(
-    fit: Any, key: Array, num_draws: int
-) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """Draws of the globals and their weights, if any, of a fit or of its correction."""
-    if isinstance(fit, Corrected):
-        return {k: np.asarray(v) for k, v in fit.draws.items()}, fit.weights
-    return {k: np.asarray(v) for k, v in fit.sample_posterior(key, num_draws).items()}, None
