@@ -61,7 +61,7 @@ def drive(
             state, done = after, done + n
             if progress_bar and n:
                 bar.update(n)
-                bar.set_postfix_str(f"bound: {-losses[-1][-1]:.4f}", refresh=False)
+                bar.set_postfix_str(f"bound: {-losses[-1].mean():.4f}", refresh=False)
                 seconds = time.perf_counter() - began
                 n = min(2 * n, CHUNK) if seconds < REFRESH else max(1, int(n * REFRESH / seconds))
     return Run(state, np.concatenate(losses), failure)
