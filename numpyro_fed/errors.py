@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 
 class ModelError(ValueError):
     """The model text cannot be split into a global and a local part."""
@@ -48,3 +50,9 @@ class NonFiniteError(FloatingPointError):
     def __init__(self, message: str, *, result: Any, round: int, silos: tuple[int, ...]):
         super().__init__(message)
         self.result, self.round, self.silos = result, round, silos
+
+
+def positive_int(name: str, value: Any) -> None:
+    """Refuse what is not a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}.")

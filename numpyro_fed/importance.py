@@ -14,7 +14,7 @@ from blackjax.diagnostics import psis_weights
 from jax import Array
 
 from numpyro_fed.algorithms.importance import importance, start
-from numpyro_fed.errors import NonFiniteError
+from numpyro_fed.errors import NonFiniteError, positive_int
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.posterior import Posterior, posterior
@@ -77,8 +77,7 @@ def importance_correct(
     >>> bool(fixed.pareto_k < 0.7), bool(fixed.ess > 500)
     (True, True)
     """
-    if isinstance(num_draws, bool) or not isinstance(num_draws, int) or num_draws < 1:
-        raise ValueError(f"num_draws must be a positive integer, got {num_draws!r}.")
+    positive_int("num_draws", num_draws)
     fit, silos, state = result._fit, result._silos, result.state
     draws = _inner_draws(fit.guide, inner_draws)
     bound = silo_bound(fit.model, fit.guide, draws)

@@ -19,7 +19,7 @@ from numpyro_fed import data as silo_data
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.algorithms.sfvi import sfvi
 from numpyro_fed.data import Bucket, bucket, one_by_one, signature
-from numpyro_fed.errors import GuideError, NonFiniteError
+from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
 from numpyro_fed.guides.structured import Structured, build
 from numpyro_fed.layout import Layout, lay_out
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
@@ -99,7 +99,7 @@ class SFVI:
                 f"optim must be an Optax optimiser such as optax.adam(1e-2), got "
                 f"{type(self.optim).__module__}.{type(self.optim).__name__}."
             )
-        _positive_int("num_particles", self.num_particles)
+        positive_int("num_particles", self.num_particles)
 
     def run(
         self,
@@ -145,7 +145,7 @@ class SFVI:
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
         """
         key = _one_key(key)
-        _positive_int("num_rounds", num_rounds)
+        positive_int("num_rounds", num_rounds)
         fit, held = self._prepare(silos, runtime)
         if init_state is None:
             state = fit.runtime.init(key, held.batches)
@@ -269,8 +269,3 @@ def _one_key(key: Any) -> Array:
             return jax.random.wrap_key_data(key)
     found = f"{key.dtype}{key.shape}" if isinstance(key, Array) else repr(key)
     raise TypeError(f"key must be one JAX key such as jax.random.key(0), got {found}.")
-
-
-def _positive_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
