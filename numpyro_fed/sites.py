@@ -12,7 +12,7 @@ from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
 
 from numpyro_fed.data import SiloData, Sizes, signature
-from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.primitives import silo_plate_of
 
 
@@ -99,6 +99,10 @@ def structure(model: Callable, data: SiloData, j: int) -> Structure:
         jax.eval_shape(run, jax.random.key(0), data)
     except (ModelError, DataError) as error:
         raise type(error)(f"silo {j}: {error}") from error
+    except ImportError as error:
+        if "equinox" in str(error):
+            raise MissingExtraError("equinox", "nn") from error
+        raise
     except Exception as error:
         shapes = {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
         raise ModelError(

@@ -1,5 +1,7 @@
 """The site table, the pure log densities, and every structural error."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,12 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro import handlers
+from numpyro.contrib.module import eqx_module
 from numpyro.distributions import constraints
 from numpyro.infer import init_to_value
 
 from numpyro_fed.data import read
-from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.primitives import silo_plate
 from numpyro_fed.split import split
 
@@ -382,3 +385,14 @@ def test_globals_may_depend_on_the_shape_of_data():
             numpyro.sample("y", dist.Normal(x @ beta, 1), obs=x[:, 0])
 
     assert make(model, {"x": np.ones((2, 3))}, {"x": np.ones((5, 3))})[0].dim == 3
+
+
+def test_a_network_without_equinox_names_the_extra(monkeypatch):
+    def model(y):
+        eqx_module("net", None)
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    monkeypatch.setitem(sys.modules, "equinox", None)
+    with pytest.raises(MissingExtraError, match=r"equinox.*numpyro-fed\[nn\]"):
+        make(model)
