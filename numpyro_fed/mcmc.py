@@ -216,7 +216,7 @@ def _fill(padded: Any, values: Sequence[Any]) -> Any:
 
     def fill(room: Array, *parts: Array) -> Array:
         for i, part in enumerate(parts):
-            room = room.at[(i, *map(slice, part.shape))].set(part)
+            room = room.at[(i, *map(slice, jnp.shape(part)))].set(part)
         return room
 
     return jax.tree.map(fill, padded, *values)
