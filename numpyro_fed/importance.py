@@ -99,10 +99,11 @@ def importance_correct(
         )
     smoothed, pareto_k = psis_weights(last.server.log_weights)
     weights = np.exp(np.asarray(smoothed, np.float64))
+    ess = float(weights.sum() ** 2 / (weights**2).sum())
     return Corrected(
         log_evidence=-float(losses[0]),
-        ess=float(weights.sum() ** 2 / (weights**2).sum()),
-        pareto_k=float(pareto_k),
+        ess=ess,
+        pareto_k=_tail(float(pareto_k), ess / num_draws),
         weights=weights / weights.sum(),
         result=result,
         _key=jax.random.fold_in(key, 1),
@@ -187,6 +188,13 @@ class Corrected:
 
     def __str__(self) -> str:
         return self.report()
+
+
+def _tail(pareto_k: float, share: float) -> float:
+    """``k`` where there is no tail to fit: weights equal up to rounding, or a few that are all."""
+    if not math.isnan(pareto_k):
+        return pareto_k
+    return 0.0 if share > 0.99 else math.inf
 
 
 def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:
