@@ -166,11 +166,15 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
     def draw(plate: str, at: _At, eps: Array) -> Array:
         return guide.locals[plate].draw(at.eta[plate], above(plate, at), eps)
 
-    def two_paths(plate: str, at: _At, eps: Array) -> tuple[Array, Array]:
-        """A draw as what moves with ``z_G`` plus what moves with the guide's parameters (zero)."""
+    def draws_of(plates: tuple[str, ...], at: _At, eps: Rows) -> Rows:
+        """All draws of some plates, {plate: (K, rows, dim)}."""
+        return {p: jax.vmap(partial(draw, p, at), 1)(eps[p]) for p in plates}
+
+    def two_paths(plates: tuple[str, ...], at: _At, eps: Rows) -> tuple[Rows, Rows]:
+        """Draws as what moves with ``z_G`` plus what moves with the guide's parameters (zero)."""
         held = at._replace(z_G=stop_gradient(at.z_G), z_outer=stop_gradient(at.z_outer))
-        own = draw(plate, held, eps)
-        return draw(plate, _stop(at), eps), own - stop_gradient(own)
+        own = draws_of(plates, held, eps)
+        return draws_of(plates, _stop(at), eps), jax.tree.map(lambda z: z - stop_gradient(z), own)
 
     def log_q(plate: str, at: _At, z: Array) -> Array:
         rows = guide.locals[plate].log_q(at.eta[plate], above(plate, at), z)
@@ -183,35 +187,35 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
         rows = fm.log_silo(at.theta, at.z_G, {**empty, **at.z_outer, **z}, at.data)
         return {p: v - log_q(p, at, z[p]) if p in z else v for p, v in rows.items()}
 
+    def tiled(eps: Rows) -> Rows:
+        """Noise of the row plates with as many draws for each as the plate with the most has."""
+        return {p: eps[p][:, jnp.arange(k_rows) % draws[p]] for p in guide.rows}
+
     def row_terms(at: _At, eps: Rows) -> Rows:
         """The bound's term for each row of each plate, {plate: (rows,)}, at given outer latents."""
         if k_rows == 1:
             z = {p: draw(p, at, eps[p][:, 0]) for p in guide.rows}
             return log_ratio(z, _stop(at) if stick_rows else at)
-        eps = {p: eps[p][:, jnp.arange(k_rows) % draws[p]] for p in guide.rows}
+        eps = tiled(eps)
         if not stick_rows:
-            z = {p: jax.vmap(lambda e, p=p: draw(p, at, e), 1)(eps[p]) for p in guide.rows}
+            z = draws_of(guide.rows, at, eps)
             return _log_mean_exp(jax.vmap(lambda z: log_ratio(z, at))(z), counts)
-        paths = {p: jax.vmap(lambda e, p=p: two_paths(p, at, e), 1)(eps[p]) for p in guide.rows}
-        moved = {p: path for p, (path, _) in paths.items()}
-        own = {p: zero for p, (_, zero) in paths.items()}
+        moved, own = two_paths(guide.rows, at, eps)
         return _doubly_reparametrised(row_weights, counts, own, (moved, _stop(at)))
 
     def row_weights(own: Rows, rest: tuple[Rows, _At]) -> Rows:
         moved, at = rest
         return jax.vmap(lambda z: log_ratio(z, at))(jax.tree.map(jnp.add, moved, own))
 
-    def outer_term(at: _At, z_outer: Rows, eps: Rows, *, stick: bool) -> Array:
+    def outer_term(at: _At, z_outer: Rows, eps: Rows) -> Array:
         """The silo's whole term at one draw of the outer latents."""
         terms = row_terms(at._replace(z_outer=z_outer), eps)
-        q_at = _stop(at) if stick else at
-        q = _total({p: log_q(p, q_at, z_outer[p]) for p in guide.outer})
-        return _total(terms) - q
+        return _total(terms) - _total({p: log_q(p, _stop(at), z_outer[p]) for p in guide.outer})
 
     def outer_weights(own: Rows, rest: tuple[Rows, _At, Rows]) -> dict[str, Array]:
         moved, at, eps = rest
         z_outer = jax.tree.map(jnp.add, moved, own)
-        each = jax.vmap(lambda z, e: outer_term(at, z, e, stick=True), (0, 1))(z_outer, eps)
+        each = jax.vmap(lambda z, e: outer_term(at, z, e), (0, 1))(z_outer, eps)
         return {_OUTER: each}
 
     def value(
@@ -221,15 +225,10 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
         eps = {p: noise[p] for p in guide.rows}
         if k_outer == 1:
             z_outer = {p: draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
-            return outer_term(at, z_outer, {p: e[:, 0] for p, e in eps.items()}, stick=True)
-        paths = {
-            p: jax.vmap(lambda e, p=p: two_paths(p, at, e), 1)(noise[p][:, :, 0])
-            for p in guide.outer
-        }
-        moved = {p: path for p, (path, _) in paths.items()}
-        own = {p: zero for p, (_, zero) in paths.items()}
-        rest = (moved, at, eps)
-        return _doubly_reparametrised(outer_weights, ((_OUTER, k_outer),), own, rest)[_OUTER]
+            return outer_term(at, z_outer, {p: e[:, 0] for p, e in eps.items()})
+        moved, own = two_paths(guide.outer, at, {p: noise[p][:, :, 0] for p in guide.outer})
+        outer_count = ((_OUTER, k_outer),)
+        return _doubly_reparametrised(outer_weights, outer_count, own, (moved, at, eps))[_OUTER]
 
     def sample(
         key: Array, theta: Theta, eta: dict, z_G: Array, centre: Array, data: SiloData
@@ -245,8 +244,7 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
             """The silo's log weight, and rows resampled by theirs, at one outer draw."""
             z_outer = {p: draw(p, at, eps[p][:, 0]) for p in guide.outer}
             here = at._replace(z_outer=z_outer)
-            tiled = {p: eps[p][:, jnp.arange(k_rows) % draws[p]] for p in guide.rows}
-            z = {p: jax.vmap(lambda e, p=p: draw(p, here, e), 1)(tiled[p]) for p in guide.rows}
+            z = draws_of(guide.rows, here, tiled(eps))
             weights = jax.vmap(lambda z: log_ratio(z, here), axis_size=k_rows)(z)
             q = _total({p: log_q(p, at, z_outer[p]) for p in guide.outer})
             total = _total(_log_mean_exp(weights, counts)) - q
