@@ -35,7 +35,7 @@ class ServerState(NamedTuple):
 
 
 class Up(NamedTuple):
-    """A silo's log likelihood estimates (n,), and 1 instead if one of them was NaN."""
+    """A silo's log likelihood estimates (n,), and 1 instead if one is NaN or none has weight."""
 
     log_likelihood: Array
     bad: Array
@@ -72,7 +72,7 @@ def importance(
 
         draws = (jnp.arange(num_draws), down.z_G)
         values = jax.lax.map(estimate, draws, batch_size=batch_size)
-        ok = ~jnp.isnan(values).any()
+        ok = (values < jnp.inf).all() & (values > -jnp.inf).any()
         up = Up(jnp.where(ok, values, 0.0), (~ok).astype(jnp.int32))
         return up, state._replace(ok=ok)
 

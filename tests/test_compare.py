@@ -1,0 +1,245 @@
+"""The comparison with NUTS: measures by hand, the table, the figure, and what it warns about."""
+
+import sys
+from functools import cache
+from types import SimpleNamespace
+
+import jax
+import matplotlib as mpl
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from problems import cut
+
+import numpyro_fed as nf
+from numpyro_fed import diagnostics
+from numpyro_fed.diagnostics import compare
+from numpyro_fed.importance import Corrected
+from numpyro_fed.mcmc import NutsResult
+
+mpl.use("Agg")
+KEY = jax.random.key(0)
+
+
+def nuts_of(**sites):
+    """A NUTS result of made-up draws (chains, n, ...)."""
+    return NutsResult(sites, 0, dict)
+
+
+def corrected_of(weights, pareto_k=0.1, **sites):
+    """A correction of made-up weighted draws."""
+    server = SimpleNamespace(params={"theta": {}})
+    result = SimpleNamespace(state=SimpleNamespace(server=server))
+    posterior = SimpleNamespace(constrain_globals=lambda theta, z_G: sites)
+    return Corrected(
+        log_evidence=0.0,
+        ess=len(weights),
+        pareto_k=pareto_k,
+        weights=np.asarray(weights),
+        result=result,
+        _key=KEY,
+        _z_G=None,
+        _posterior=posterior,
+    )
+
+
+def coin(*values, n=2_000, seed=0):
+    """As many draws of each value, shuffled: (1, n) with an ESS of about n."""
+    draws = np.repeat(np.asarray(values, float), n // len(values))
+    return np.random.default_rng(seed).permutation(draws)[None]
+
+
+# --- the measures ----------------------------------------------------------------------------
+
+
+def test_the_measures_are_those_computed_by_hand():
+    """NUTS: -2 or 2, sd 2. The fit: -1 or 5, mean 2, sd 3; it is 1 and 3 away at either half."""
+    found = compare(corrected_of([0.5, 0.5], z=np.array([-1.0, 5.0])), nuts_of(z=coin(-2, 2)))
+    z = found.to_dict()["sites"]["z"]
+    np.testing.assert_allclose(z["mean_error_sd"], 2 / 2)
+    np.testing.assert_allclose(z["sd_ratio"], 3 / 2)
+    np.testing.assert_allclose(z["wasserstein_sd"], (0.5 * 1 + 0.5 * 3) / 2)
+
+
+def test_the_measures_of_weighted_draws_are_those_computed_by_hand():
+    """Mean 3.5. From the left, a quarter is 1 away (-1, -2), a quarter 7 (5, -2), a half 3."""
+    found = compare(corrected_of([0.25, 0.75], z=np.array([-1.0, 5.0])), nuts_of(z=coin(-2, 2)))
+    z = found.to_dict()["sites"]["z"]
+    np.testing.assert_allclose(z["mean_error_sd"], 3.5 / 2)
+    np.testing.assert_allclose(z["sd_ratio"], 6 * np.sqrt(0.25 * 0.75) / 2)
+    np.testing.assert_allclose(z["wasserstein_sd"], (0.25 * 1 + 0.25 * 7 + 0.5 * 3) / 2)
+
+
+def test_a_mean_error_has_no_sign():
+    found = compare(corrected_of([0.5, 0.5], z=np.array([-5.0, 1.0])), nuts_of(z=coin(-2, 2)))
+    np.testing.assert_allclose(found.sites["z"]["mean_error_sd"], 1)
+
+
+def test_the_same_draws_are_no_distance_apart():
+    draws = np.random.default_rng(0).normal(size=(2, 1_000, 3))
+    found = compare(
+        corrected_of(np.full(2_000, 1 / 2_000), z=draws.reshape(-1, 3)), nuts_of(z=draws)
+    )
+    for name, expected in {"mean_error_sd": 0, "sd_ratio": 1, "wasserstein_sd": 0}.items():
+        np.testing.assert_allclose(found.sites["z"][name], np.full(3, expected), atol=1e-12)
+
+
+def several():
+    """A scalar and a matrix whose element (i, k) is off by i + 2 k of NUTS's sds."""
+    r = np.random.default_rng(0)
+    nuts = {"mu": r.normal(size=(2, 500)), "w": r.normal(size=(2, 500, 2, 3))}
+    off = np.arange(2)[:, None] + 2.0 * np.arange(3)
+    w = nuts["w"].reshape(-1, 2, 3)
+    fit = {"mu": nuts["mu"].ravel(), "w": w + off * w.std(0)}
+    return compare(corrected_of(np.full(1_000, 1e-3), **fit), nuts_of(**nuts)), off
+
+
+def test_measures_have_the_shapes_of_their_sites_and_stand_at_their_elements():
+    found, off = several()
+    assert found.to_dict().keys() == {"sites", "pareto_k"}
+    assert found.to_dict()["pareto_k"] == 0.1
+    assert found.sites.keys() == {"mu", "w"}
+    assert {m: v.shape for m, v in found.sites["mu"].items()} == dict.fromkeys(
+        ("mean_error_sd", "sd_ratio", "wasserstein_sd"), ()
+    )
+    np.testing.assert_allclose(found.sites["w"]["mean_error_sd"], off, atol=1e-10)
+    np.testing.assert_allclose(found.sites["w"]["wasserstein_sd"], off, atol=1e-10)
+    np.testing.assert_allclose(found.sites["w"]["sd_ratio"], np.ones((2, 3)))
+
+
+# --- the table and the figure ----------------------------------------------------------------
+
+
+def test_the_table_has_a_line_for_every_element():
+    found, off = several()
+    header, *lines, last = str(found).splitlines()
+    assert header.split("  ")[0] == "site"
+    assert all(word in header for word in ("mean error (sd)", "sd ratio", "Wasserstein (sd)"))
+    elements = {"mu": 0.0} | {f"w[{i}, {k}]": off[i, k] for i in range(2) for k in range(3)}
+    assert len(lines) == len(elements)
+    for line, (element, expected) in zip(lines, elements.items(), strict=True):
+        assert line.startswith(f"{element} ")
+        assert line.removeprefix(element).split() == [f"{expected:.3f}", "1.000", f"{expected:.3f}"]
+        assert len(line) == len(header)
+    assert last == "Pareto k-hat of the fit's importance weights: 0.10"
+
+
+def test_the_figure_has_one_panel_for_each_element():
+    import matplotlib.pyplot as plt
+
+    found, _ = several()
+    figure = found.plot(label="ours")
+    panels = [a for a in figure.axes if a.get_visible()]
+    elements = ["mu", *(f"w[{i}, {k}]" for i in range(2) for k in range(3))]
+    assert [a.get_title() for a in panels] == elements
+    assert [t.get_text() for t in panels[0].get_legend().get_texts()] == ["NUTS", "ours"]
+    for panel in panels:
+        grid, density = panel.lines[0].get_data()
+        assert 0.2 < np.trapezoid(density, grid) < 1.01 or panel.get_title() != "mu"
+    few = found.plot(max_panels=2)
+    assert [a.get_title() for a in few.axes if a.get_visible()] == elements[:2]
+    plt.close("all")
+
+
+def test_the_figure_draws_the_weighted_density():
+    """All weight on the upper half: the curve's mass lies there."""
+    import matplotlib.pyplot as plt
+
+    nuts = np.random.default_rng(0).normal(size=(1, 2_000))
+    weights = np.where(nuts[0] > 0, 1.0, 0.0)
+    figure = compare(corrected_of(weights / weights.sum(), z=nuts[0]), nuts_of(z=nuts)).plot()
+    grid, density = figure.axes[0].lines[0].get_data()
+    below = grid < -0.5
+    assert np.trapezoid(density[below], grid[below]) < 0.05
+    plt.close("all")
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    found, _ = several()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(nf.MissingExtraError, match=r"'matplotlib'.*numpyro-fed\[examples\]"):
+        found.plot()
+
+
+# --- few effective draws ---------------------------------------------------------------------
+
+
+def test_few_effective_draws_are_warned_of_with_the_site():
+    """An element whose draws stay put for 100 at a time has an ESS of about 2,000 / 100."""
+    r = np.random.default_rng(0)
+    good, bad = r.normal(size=(1, 2_000)), r.normal(size=(1, 2_000, 2))
+    bad[0, :, 1] = np.repeat(r.normal(size=20), 100)
+    fit = corrected_of([0.5, 0.5], good=np.zeros(2), bad=np.zeros((2, 2)))
+    with pytest.warns(UserWarning, match=r"effective draws for 'bad'.*num_samples") as caught:
+        compare(fit, nuts_of(good=good, bad=bad))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    ess = float(str(caught[0].message).split("only ")[1].split()[0])
+    assert ess < 60
+
+
+@pytest.mark.filterwarnings("error")
+def test_enough_effective_draws_pass_in_silence():
+    compare(corrected_of([0.5, 0.5], z=np.array([-1.0, 5.0])), nuts_of(z=coin(-2, 2)))
+
+
+# --- a fit -----------------------------------------------------------------------------------
+
+Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1])
+
+
+def means(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    numpyro.deterministic("both", mu * np.array([1.0, -2.0]))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+@cache
+def fitted():
+    optim = optax.adam(optax.exponential_decay(0.1, 300, 0.05))
+    sfvi = nf.SFVI(means, optim=optim)
+    return sfvi.run(KEY, 600, cut({"y": Y}, (4, 2)), progress_bar=False)
+
+
+def exact(n, shift=0.0):
+    """Independent draws of the posterior, in the place of NUTS's."""
+    precision = 1 / 100 + len(Y)
+    noise = np.random.default_rng(0).normal(size=(1, n))
+    mu = Y.sum() / precision + (noise + shift) / np.sqrt(precision)
+    return nuts_of(mu=mu, both=mu[..., None] * np.array([1.0, -2.0]))
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5])
+def test_a_fit_is_compared_at_latent_and_deterministic_sites(shift):
+    """4,000 and 20,000 draws: their means differ by 0.017 of an sd, a ratio of sds by 0.013."""
+    found = compare(fitted(), exact(4_000, shift), key=jax.random.key(1))
+    assert found.sites.keys() == {"mu", "both"}
+    for name, shape in {"mu": (), "both": (2,)}.items():
+        measures = found.sites[name]
+        np.testing.assert_allclose(measures["mean_error_sd"], np.full(shape, shift), atol=0.07)
+        np.testing.assert_allclose(measures["sd_ratio"], np.ones(shape), atol=0.05)
+        np.testing.assert_allclose(measures["wasserstein_sd"], np.full(shape, shift), atol=0.09)
+    assert found.pareto_k < 0.5
+
+
+def test_a_fit_is_drawn_from_as_often_as_asked_and_by_the_key(monkeypatch):
+    monkeypatch.setattr(diagnostics, "_pareto_k", lambda *args: 0.0)
+    a, b, c = (
+        compare(fitted(), exact(500), key=jax.random.key(k), num_draws=50).sites["mu"]["sd_ratio"]
+        for k in (0, 0, 1)
+    )
+    assert a == b != c
+    assert abs(c - 1) > 1e-3  # 50 draws have an sd that is off by 0.1
+
+
+def test_a_correction_is_compared_by_its_weighted_draws():
+    fixed = nf.importance_correct(KEY, fitted(), num_draws=300)
+    found = nf.compare(fixed, exact(1_000))
+    draws, nuts = np.asarray(fixed.draws["mu"], float), exact(1_000).globals["mu"]
+    by_hand = abs((fixed.weights * draws).sum() - nuts.mean()) / nuts.std()
+    np.testing.assert_allclose(found.sites["mu"]["mean_error_sd"], by_hand, rtol=1e-5)
+    assert found.pareto_k == fixed.pareto_k

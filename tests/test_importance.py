@@ -1,0 +1,469 @@
+"""The importance correction: closed-form evidence and posteriors, k-hat, and what leaves a silo."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from problems import cut, parts
+
+import numpyro_fed as nf
+from numpyro_fed import importance as correction
+from numpyro_fed.algorithms.importance import importance, start
+from numpyro_fed.importance import _inner_draws, _systematic
+from numpyro_fed.objectives import silo_bound
+
+KEY = jax.random.key(0)
+Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
+
+
+def conjugate(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
+
+
+def exact(y=Y):
+    """Mean and sd of mu given y, and log p(y)."""
+    precision = 1 / 4 + len(y) / 1.25
+    covariance = 4 + 1.25 * np.eye(len(y))
+    evidence = dist.MultivariateNormal(np.zeros(len(y)), covariance).log_prob(y)
+    return y.sum() / 1.25 / precision, precision**-0.5, float(evidence)
+
+
+GAIN, ROW_SD = 0.2, 0.2**0.5  # given mu and y, b is normal around mu / 5 + 4 y / 5
+
+
+def result_at(model, silos, loc, scale, local, runtime="simulation"):
+    """A result whose guide is put where a test wants it, without any fit.
+
+    ``local`` gives the guide's parameters of a stack of silos from their data.
+    """
+    fit, held = nf.SFVI(model, optim=optax.sgd(0.1))._prepare(silos, runtime)
+    state = fit.initial_state(held)
+
+    def put(old, new):
+        full = {name: jnp.zeros_like(a) for name, a in old.items()}
+        return full | {k: jnp.broadcast_to(v, full[k].shape) * 1.0 for k, v in new.items()}
+
+    server = state.server.params
+    guide = put(server["guide"], {"loc": loc, "log_scale": np.log(scale)})
+    moved = []
+    for s, b in zip(state.silos, held.batches, strict=True):
+        eta, wanted = s.params["guide"], local(b.data.arrays)
+        eta = {plate: put(old, wanted[plate]) for plate, old in eta.items()}
+        moved.append(s._replace(params={**s.params, "guide": eta}))
+    state = state._replace(
+        server=state.server._replace(params={**server, "guide": guide}), silos=tuple(moved)
+    )
+    return nf.Result(np.zeros(0), state, fit, held)
+
+
+@cache
+def conjugate_at(
+    sizes=(3, 7), *, shift=0.0, width=1.0, slip=0.0, spread=1.0, runtime="simulation", twice=False
+):
+    """The exact guide, but for a mean and an sd of mu, and of each b, that are off.
+
+    ``shift`` and ``slip`` are in exact sds, ``width`` and ``spread`` are ratios to them.
+    """
+    y = Y[: sum(sizes)]
+    silos = cut({"y": y}, sizes)
+    if twice:
+        y, silos = np.r_[y, y], silos * 2
+    mean, sd, _ = exact(y)
+    loc = mean + shift * sd
+
+    def local(arrays):
+        row = GAIN * loc + (1 - GAIN) * arrays["y"] + slip * ROW_SD
+        return {
+            "row": {
+                "loc": row[..., None],
+                "log_scale": np.log(ROW_SD * spread),
+                "mean_coupling": GAIN,
+            }
+        }
+
+    return result_at(conjugate, silos, loc, sd * width, local, runtime)
+
+
+OFF = {"shift": 0.7, "width": 0.8, "slip": 0.5, "spread": 1.2}
+
+
+@cache
+def corrected(sizes=(3, 7), num_draws=4_000, inner_draws=20, **settings):
+    result = conjugate_at(sizes, **settings)
+    return nf.importance_correct(jax.random.key(3), result, num_draws, inner_draws)
+
+
+# --- exact weights ---------------------------------------------------------------------------
+
+
+def test_an_exact_guide_gives_the_evidence_at_every_draw():
+    """In float32 the weights are equal up to rounding, which has no tail to speak of."""
+    fixed = corrected(num_draws=1_000, inner_draws=2)
+    np.testing.assert_allclose(fixed.log_evidence, exact()[2], rtol=1e-5)
+    np.testing.assert_allclose(fixed.weights, np.full(1_000, 1e-3), rtol=1e-4)
+    np.testing.assert_allclose(fixed.ess, 1_000, rtol=1e-5)
+    assert fixed.pareto_k < 0.5
+    assert fixed.reliable
+    assert "already close" in fixed.report()
+
+
+@pytest.mark.parametrize("sizes", [(10,), (3, 7), (1,) * 10])
+def test_weights_are_posterior_over_guide_where_the_locals_are_exact(sizes):
+    """The guide is wider than the posterior, so that no weight is smoothed."""
+    fixed = corrected(sizes, 1_000, 3, shift=0.5, width=1.25)
+    mean, sd, _ = exact()
+    mu = np.asarray(fixed.draws["mu"], np.float64)
+    posterior = dist.Normal(mean, sd).log_prob(mu)
+    log_w = posterior - dist.Normal(mean + 0.5 * sd, 1.25 * sd).log_prob(mu)
+    assert fixed.pareto_k < 1 / 3
+    w = np.exp(np.asarray(log_w, np.float64))
+    np.testing.assert_allclose(fixed.weights, w / w.sum(), rtol=1e-3)
+    np.testing.assert_allclose(fixed.log_evidence, exact()[2] + np.log(w.mean()), rtol=1e-5)
+    np.testing.assert_allclose(fixed.ess, w.sum() ** 2 / (w**2).sum(), rtol=1e-3)
+
+
+def test_a_host_runs_fit_is_corrected_by_the_same_numbers():
+    simulated, host = (corrected(num_draws=300, **OFF, runtime=r) for r in ("simulation", "host"))
+    assert len(host.result.state.silos) == 2
+    assert len(simulated.result.state.silos) == 1
+    np.testing.assert_allclose(host.log_evidence, simulated.log_evidence, rtol=1e-5)
+    np.testing.assert_allclose(host.weights, simulated.weights, rtol=1e-3)
+
+
+def test_weights_do_not_depend_on_how_many_draws_run_at_a_time(monkeypatch):
+    whole = corrected(num_draws=300, **OFF)
+    monkeypatch.setattr(correction, "_batch_size", lambda *args: 7)
+    pieces = nf.importance_correct(jax.random.key(3), conjugate_at(**OFF), 300, 20)
+    np.testing.assert_allclose(pieces.weights, whole.weights, rtol=1e-3)
+
+
+# --- a wrong guide is repaired ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(10,), (3, 7), (1,) * 10])
+def test_the_evidence_is_within_its_standard_error(sizes):
+    """The mean of S weights with ESS effective draws is off by sqrt(1 / ESS - 1 / S) of itself."""
+    fixed = corrected(sizes, **OFF)
+    error = np.sqrt(1 / fixed.ess - 1 / 4_000)
+    assert error < 0.05
+    assert abs(fixed.log_evidence - exact()[2]) < 4 * error
+
+
+def test_mean_and_sd_of_a_wrong_guide_are_repaired():
+    """Standard errors of weighted means are sqrt(sum w^2 d^2)."""
+    fixed = corrected(**OFF)
+    mean, sd, _ = exact()
+    mu, w = np.asarray(fixed.draws["mu"], np.float64), fixed.weights
+    off = mu - mean
+    error = np.sqrt((w**2 * off**2).sum())
+    assert abs((w * off).sum()) < 4 * error
+    assert abs(mu.mean() - mean) > 10 * error
+    error = np.sqrt((w**2 * (off**2 - sd**2) ** 2).sum()) / (2 * sd)
+    assert abs(np.sqrt((w * off**2).sum()) - sd) < 4 * error
+    assert abs(mu.std() - sd) > 3 * error
+    # Resampled draws say the same; systematic resampling adds next to nothing.
+    assert abs(np.mean(fixed.samples["mu"]) - (w * mu).sum()) < 0.02 * sd
+    assert abs(np.std(fixed.samples["mu"]) / sd - 1) < 0.1
+
+
+def test_locals_of_a_wrong_guide_are_repaired():
+    """Row means off by half an sd of b given mu; 4,000 draws know a mean to 0.02 of an sd."""
+    fixed = corrected(**OFF)
+    mean, sd, _ = exact()
+    for silo, y in enumerate(cut(Y, (3, 7))):
+        centre = GAIN * mean + (1 - GAIN) * y
+        row_sd = np.hypot(ROW_SD, GAIN * sd)
+        raw = np.asarray(fixed.result.sample_posterior(KEY, 4_000, silo=silo)["b"], np.float64)
+        good = np.asarray(fixed.sample_posterior(KEY, 4_000, silo=silo)["b"], np.float64)
+        errors = [abs(b.mean(0) - centre).mean() / row_sd for b in (raw, good)]
+        assert errors[0] > 0.4
+        assert errors[1] < 0.1
+        errors = [abs(b.std(0) / row_sd - 1).mean() for b in (raw, good)]
+        assert errors[0] > 0.12
+        assert errors[1] < 0.06
+
+
+def test_two_silos_do_not_share_their_noise():
+    """Twins double the variance of the log weights; with the same noise they would quadruple it.
+
+    4,000 draws know a variance to 3 %, a ratio to 5 %, and a quarter more for the smoothed tail.
+    """
+    one, two = (
+        corrected((5,), inner_draws=4, slip=0.3, spread=1.5, twice=twice) for twice in (False, True)
+    )
+    ratio = np.log(two.weights).var() / np.log(one.weights).var()
+    assert 1.5 < ratio < 2.6
+
+
+# --- k-hat and words -------------------------------------------------------------------------
+
+
+def test_the_report_trusts_a_wrong_guide_that_was_repaired():
+    fixed = corrected(**OFF)
+    assert fixed.pareto_k < fixed.threshold == 0.7
+    assert fixed.reliable
+    assert "The corrected posterior can be trusted" in fixed.report()
+    assert f"{fixed.ess:.0f} effective draws" in fixed.report()
+    assert str(fixed) == fixed.report()
+
+
+def test_the_report_does_not_trust_an_absurd_guide():
+    """Six sds away and half as wide: the variance of the weights is infinite."""
+    fixed = corrected(shift=6.0, width=0.5, num_draws=1_000, inner_draws=5)
+    assert fixed.pareto_k > fixed.threshold
+    assert not fixed.reliable
+    assert "Neither the fit nor its correction can be trusted" in fixed.report()
+    assert fixed.ess < 100
+
+
+def test_one_draw_that_carries_all_the_weight_is_not_trusted():
+    """Forty sds away: in float32 all weights but a few are zero."""
+    fixed = corrected(shift=40.0, num_draws=1_000, inner_draws=2)
+    assert not np.isnan(fixed.pareto_k)
+    assert not fixed.reliable
+    assert fixed.ess < 10
+
+
+@pytest.mark.parametrize(
+    ("num_draws", "threshold"), [(1, 0.04), (10, 0.04), (100, 0.5), (1_000, 2 / 3), (10**4, 0.7)]
+)
+def test_the_threshold_is_that_of_vehtari_and_others(num_draws, threshold):
+    fixed = replace(corrected(**OFF), weights=np.full(num_draws, 1 / num_draws))
+    np.testing.assert_allclose(fixed.threshold, threshold, atol=5e-3)
+    assert replace(fixed, pareto_k=fixed.threshold).reliable
+    assert not replace(fixed, pareto_k=fixed.threshold + 0.01).reliable
+
+
+def test_the_report_says_whether_the_guide_was_close():
+    fixed = corrected(**OFF)
+    assert "already close" in replace(fixed, ess=2_001.0).report()
+    assert "use the correction" in replace(fixed, ess=1_999.0).report()
+
+
+def test_too_few_draws_for_a_tail_are_not_trusted():
+    fixed = corrected(num_draws=1, inner_draws=2)
+    assert fixed.pareto_k == np.inf
+    assert (fixed.ess, fixed.weights.tolist()) == (1.0, [1.0])
+    assert not fixed.reliable
+
+
+@pytest.mark.parametrize("settings", [OFF, {"shift": 6.0, "width": 0.5}], ids=["off", "absurd"])
+def test_weights_sum_to_one_and_give_the_effective_draws(settings):
+    few = {"num_draws": 1_000, "inner_draws": 5} if settings is not OFF else {}
+    fixed = corrected(**few, **settings)
+    np.testing.assert_allclose(fixed.weights.sum(), 1, rtol=1e-12)
+    assert (fixed.weights >= 0).all()
+    assert 1 <= fixed.ess <= len(fixed.weights)
+    np.testing.assert_allclose(fixed.ess, 1 / (fixed.weights**2).sum(), rtol=1e-10)
+
+
+# --- draws -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("silo", [0, 1])
+def test_globals_are_the_same_with_and_without_a_silo(silo):
+    fixed = corrected(**OFF)
+    alone = fixed.sample_posterior(KEY, 50)
+    both = fixed.sample_posterior(KEY, 50, silo=silo)
+    assert alone.keys() == {"mu"}
+    assert {k: v.shape for k, v in both.items()} == {"mu": (50,), "b": (50, (3, 7)[silo])}
+    np.testing.assert_array_equal(both["mu"], alone["mu"])
+    assert np.isin(alone["mu"], fixed.draws["mu"]).all()
+    assert fixed.samples["mu"].shape == fixed.draws["mu"].shape == (4_000,)
+
+
+def test_a_silo_that_does_not_exist_is_named():
+    with pytest.raises(IndexError, match="no silo 2: they are numbered 0 to 1"):
+        corrected(**OFF).sample_posterior(KEY, 5, silo=2)
+
+
+def test_draws_are_resampled_as_often_as_their_weights_say():
+    """Systematically: n w times, rounded up or down, and in random order."""
+    weights = np.random.default_rng(0).dirichlet(np.full(20, 0.3))
+    for n in (1, 7, 1_000):
+        chosen = np.asarray(_systematic(jax.random.key(n), jnp.asarray(weights), n))
+        count = np.bincount(chosen, minlength=20)
+        assert count.sum() == n
+        assert (np.abs(count - n * weights) < 1 + 1e-3).all()
+    assert (np.diff(chosen) < 0).any()
+
+
+def test_a_correction_is_a_function_of_its_key():
+    again = nf.importance_correct(jax.random.key(3), conjugate_at(**OFF), 300, 20)
+    other = nf.importance_correct(jax.random.key(4), conjugate_at(**OFF), 300, 20)
+    first = corrected(num_draws=300, **OFF)
+    np.testing.assert_array_equal(again.weights, first.weights)
+    np.testing.assert_array_equal(again.samples["mu"], first.samples["mu"])
+    assert not np.isin(other.draws["mu"], first.draws["mu"]).any()
+
+
+# --- what leaves a silo ----------------------------------------------------------------------
+
+
+def test_a_reply_has_one_number_a_draw_whatever_the_silo_holds():
+    shapes = []
+    for sizes in [(2, 2), (9, 1)]:
+        p = parts(conjugate, cut({"y": Y}, sizes))
+        bound = silo_bound(p.model, p.guide, {"row": 5})
+        algorithm = importance(p.model, p.guide, bound, 13, 4)
+        (exchange,) = algorithm.exchanges
+        server = start(p.algorithm.init_server(KEY).params, 13, p.model.dim)
+        down, _ = exchange.broadcast(exchange.server_noise(KEY), server)
+        for data in p.silos:
+            state = p.algorithm.init_silo(KEY, data)
+            noise = exchange.silo_noise(KEY, state)
+            up, after = jax.eval_shape(exchange.silo, noise, down, state, data)
+            assert jax.tree.structure(after) == jax.tree.structure(state)
+            shapes.append([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(up)])
+    assert shapes == [[((13,), "float32"), ((), "int32")]] * 4
+
+
+def walled(y, wall):
+    """A silo whose wall is negative answers NaN, one whose wall is 0 that nothing is possible."""
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(b, 1), obs=y)
+        numpyro.factor("wall", jnp.log(wall))
+
+
+def fit_behind(walls):
+    silos = [{"y": np.zeros(2), "wall": np.array([1.0, w])} for w in walls]
+    return result_at(walled, silos, 0.0, 1.0, lambda arrays: {"row": {}})
+
+
+@pytest.mark.parametrize(
+    ("walls", "bad"), [((1, -1, 1), (1,)), ((-1, 1, -1), (0, 2)), ((1, 1, 0), (2,))]
+)
+def test_silos_whose_answer_is_of_no_use_are_named(walls, bad):
+    result = fit_behind(walls)
+    names = ", ".join(map(str, bad))
+    with pytest.raises(nf.NonFiniteError, match=f"because of silo {names}\\.") as caught:
+        nf.importance_correct(KEY, result, 30, 3)
+    assert caught.value.silos == bad
+    assert caught.value.result is result
+
+
+def test_a_prior_that_rules_out_every_draw_is_the_servers():
+    def impossible(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        numpyro.factor("f", jnp.where(mu > 1e6, 0.0, -jnp.inf))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    result = result_at(impossible, cut({"y": Y}, (3, 7)), 0.0, 1.0, lambda arrays: {})
+    with pytest.raises(nf.NonFiniteError, match="because of the server") as caught:
+        nf.importance_correct(KEY, result, 30)
+    assert caught.value.silos == ()
+
+
+# --- arguments and other models --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_draws", [0, -3, True, 2.5, "10"])
+def test_a_number_of_draws_that_is_not_a_positive_integer_is_refused(num_draws):
+    with pytest.raises(ValueError, match="num_draws must be a positive integer"):
+        nf.importance_correct(KEY, conjugate_at(**OFF), num_draws)
+
+
+@pytest.mark.parametrize("inner_draws", [0, -1, {"row": 0}, {"rows": 5}])
+def test_inner_draws_that_cannot_be_are_refused(inner_draws):
+    with pytest.raises(ValueError, match=r"draws (for silo_plate 'row'|names 'rows')"):
+        nf.importance_correct(KEY, conjugate_at(**OFF), 10, inner_draws)
+
+
+def test_a_model_without_local_latents_is_weighed_exactly():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1.25**0.5), obs=y)
+
+    mean, sd, evidence = exact()
+    silos = cut({"y": Y}, (3, 7))
+    result = result_at(model, silos, mean, sd, lambda arrays: {})
+    fixed = nf.importance_correct(KEY, result, 200)
+    np.testing.assert_allclose(fixed.log_evidence, evidence, rtol=1e-5)
+    np.testing.assert_allclose(fixed.weights, np.full(200, 1 / 200), rtol=1e-4)
+    assert fixed.sample_posterior(KEY, 5, silo=1).keys() == {"mu"}
+
+
+def test_a_model_without_global_latents_has_its_evidence():
+    def model(y):
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
+
+    def local(arrays):
+        return {"row": {"loc": 0.7 * arrays["y"][..., None], "log_scale": np.log(0.6)}}
+
+    result = result_at(model, cut({"y": Y}, (3, 7)), 0.0, 1.0, local)
+    fixed = nf.importance_correct(KEY, result, 500, 10)
+    evidence = dist.Normal(0, 1.25**0.5).log_prob(Y).sum()
+    error = np.sqrt(1 / fixed.ess - 1 / 500)
+    assert abs(fixed.log_evidence - evidence) < 4 * error
+    assert error < 0.05
+
+
+def wards(ward, size, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with nf.silo_plate("ward", size.shape[0]):
+        u = numpyro.sample("u", dist.Normal(mu, 0.7))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(u[ward], 0.5))
+        numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
+
+
+WARD = np.array([0, 0, 1, 2, 2, 2])
+WARD_Y = np.array([0.4, 1.0, -0.3, 1.2, 0.8, 1.9])
+WARD_SILOS = [
+    {"ward": np.array([0, 0, 1]), "size": np.zeros(2), "y": WARD_Y[:3]},
+    {"ward": np.zeros(3, int), "size": np.zeros(1), "y": WARD_Y[3:]},
+]
+
+
+@cache
+def wards_off():
+    """The exact guide of mu, and guides of wards and rows that look at nothing above them."""
+    same = (WARD[:, None] == WARD).astype(float)
+    covariance = 0.7**2 * same + 0.5 * np.eye(6)
+    ones, solved = np.linalg.solve(covariance, np.stack([np.ones(6), WARD_Y], -1)).sum(0)
+    precision = 1 / 4 + ones
+    evidence = dist.MultivariateNormal(np.zeros(6), covariance + 4).log_prob(WARD_Y)
+
+    def local(arrays):
+        row = {"loc": 0.8 * arrays["y"][..., None] + 0.1, "log_scale": np.log(0.5)}
+        return {"ward": {"loc": 0.7, "log_scale": np.log(0.7)}, "row": row}
+
+    result = result_at(wards, WARD_SILOS, solved / precision, precision**-0.5, local)
+    return result, float(evidence)
+
+
+def test_an_int_is_for_outer_plates_with_its_root_below():
+    guide = wards_off()[0]._fit.guide
+    assert _inner_draws(guide, 9) == {"ward": 9, "row": 3}
+    assert _inner_draws(guide, 10) == {"ward": 10, "row": 4}
+    assert _inner_draws(guide, 1) == {"ward": 1, "row": 1}
+    assert _inner_draws(guide, {"row": 5}) == {"ward": 1, "row": 5}
+    assert _inner_draws(conjugate_at(**OFF)._fit.guide, 10) == {"row": 10}
+    with pytest.raises(ValueError, match="draws for silo_plate 'ward' must be a positive int"):
+        _inner_draws(guide, 0)
+
+
+@pytest.mark.parametrize("inner_draws", [100, {"ward": 60, "row": 6}])
+def test_the_evidence_under_an_outer_plate_is_within_its_standard_error(inner_draws):
+    result, evidence = wards_off()
+    fixed = nf.importance_correct(jax.random.key(5), result, 1_000, inner_draws)
+    error = np.sqrt(1 / fixed.ess - 1 / 1_000)
+    assert error < 0.05
+    assert abs(fixed.log_evidence - evidence) < 4 * error
+    draws = fixed.sample_posterior(KEY, 6, silo=0)
+    assert {k: v.shape for k, v in draws.items()} == {"mu": (6,), "u": (6, 2), "b": (6, 3)}
