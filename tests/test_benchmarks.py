@@ -1,0 +1,43 @@
+"""Each benchmark runs, and reports what it promises; times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def run_quickly(script: str, tmp_path: Path) -> dict:
+    report = tmp_path / "report.json"
+    command = [sys.executable, str(BENCHMARKS / script), "--quick", "--json", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2_000:]
+    return json.loads(report.read_text())
+
+
+def test_sfvi_vs_pooled(tmp_path):
+    report = run_quickly("sfvi_vs_pooled.py", tmp_path)
+    assert set(report) == {"machine", "iterations", "compilation"}
+    assert len(report["iterations"]) == 4
+    for row in [*report["iterations"], report["compilation"]]:
+        assert {"what", "unit", "ours", "pooled", "ratio", "target"} <= set(row)
+
+
+def test_scale(tmp_path):
+    report = run_quickly("scale.py", tmp_path)
+    assert {"seconds_per_iteration", "loss_first", "loss_last", "peak_gib"} <= set(report)
+
+
+def test_three_level(tmp_path):
+    report = run_quickly("three_level.py", tmp_path)
+    assert set(report["fits"]) == {
+        "ELBO",
+        "LocallyEnhanced",
+        "LocallyEnhanced, corrected",
+        "pooled full-rank",
+    }
+    assert set(report["nuts"]["ess"]) == {"mu", "beta", "tau", "tau_b"}
+    assert {"pareto_k", "ess", "reliable"} <= set(report["correction"])
