@@ -97,7 +97,7 @@ def importance_correct(
             round=int(state.round),
             silos=bad,
         )
-    smoothed, pareto_k = psis_weights(last.server.log_weights)
+    smoothed, pareto_k = _smooth(last.server.log_weights)
     weights = np.exp(np.asarray(smoothed, np.float64))
     ess = float(weights.sum() ** 2 / (weights**2).sum())
     return Corrected(
@@ -188,6 +188,9 @@ class Corrected:
 
     def __str__(self) -> str:
         return self.report()
+
+
+_smooth = jax.jit(psis_weights)  # a hundred small programs otherwise
 
 
 def _tail(pareto_k: float, share: float) -> float:

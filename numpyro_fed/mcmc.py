@@ -160,7 +160,8 @@ def _parameters(
         own = [result.private_parameters(j) for j in range(len(silos))]
         return result.state.server.params["theta"], own
     key = jax.random.key(0)
-    return fm.init_theta(key), [fm.init_private(key, silo) for silo in silos]
+    init_private = jax.jit(fm.init_private)
+    return fm.init_theta(key), [init_private(key, silo) for silo in silos]
 
 
 def _joint_density(
@@ -176,6 +177,7 @@ def _joint_density(
     }
     places: list[dict[str, Any]] = []
     data, own = [], []
+    init_private = jax.jit(jax.vmap(fm.init_private, (None, 0)))
     for b in buckets:
         padded = fm.sizes(jax.tree.map(lambda a: a[0], b.data))
         # A padded row reads the latents of its silo's last real row; its terms are masked.
@@ -191,7 +193,7 @@ def _joint_density(
             }
         )
         data.append(jax.tree.map(jnp.asarray, b.data))
-        init = jax.vmap(fm.init_private, (None, 0))(jax.random.key(0), data[-1])
+        init = init_private(jax.random.key(0), data[-1])
         own.append(_fill(init, [private[j] for j in b.silos]))
 
     def log_density(position: Position) -> Array:
@@ -216,7 +218,7 @@ def _fill(padded: Any, values: Sequence[Any]) -> Any:
 
     def fill(room: Array, *parts: Array) -> Array:
         for i, part in enumerate(parts):
-            room = room.at[(i, *map(slice, jnp.shape(part)))].set(part)
+            room = room.at[(i, *map(slice, part.shape))].set(part)
         return room
 
     return jax.tree.map(fill, padded, *values)

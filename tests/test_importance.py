@@ -458,12 +458,11 @@ def test_an_int_is_for_outer_plates_with_its_root_below():
         _inner_draws(guide, 0)
 
 
-@pytest.mark.parametrize("inner_draws", [100, {"ward": 60, "row": 6}])
-def test_the_evidence_under_an_outer_plate_is_within_its_standard_error(inner_draws):
+def test_the_evidence_under_an_outer_plate_is_within_its_standard_error():
     result, evidence = wards_off()
-    fixed = nf.importance_correct(jax.random.key(5), result, 1_000, inner_draws)
-    error = np.sqrt(1 / fixed.ess - 1 / 1_000)
-    assert error < 0.05
+    fixed = nf.importance_correct(jax.random.key(5), result, 600, {"ward": 40, "row": 6})
+    error = np.sqrt(1 / fixed.ess - 1 / 600)
+    assert error < 0.06
     assert abs(fixed.log_evidence - evidence) < 4 * error
     draws = fixed.sample_posterior(KEY, 6, silo=0)
     assert {k: v.shape for k, v in draws.items()} == {"mu": (6,), "u": (6, 2), "b": (6, 3)}
