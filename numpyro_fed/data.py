@@ -98,14 +98,21 @@ def _read_one(j: int, silo: Mapping[str, Any]) -> SiloData:
                 f"silo {j}, '{key}': expected an array of numbers, got {type(value).__name__} "
                 f"with dtype {array.dtype}. Convert it to a numeric array first."
             )
+        original, array = array, array.astype(canonicalize_dtype(array.dtype), copy=False)
+        if array.dtype.kind in "iu" and not np.array_equal(original, array):
+            raise DataError(
+                f"silo {j}, '{key}': whole numbers beyond the range of {array.dtype}. Make them "
+                "smaller (an index from 0, say), or enable double precision by "
+                "jax.config.update('jax_enable_x64', True)."
+            )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             bad = int((~np.isfinite(array)).sum())
             raise DataError(
                 f"silo {j}, '{key}': {bad} of {array.size} values are NaN or infinite. Mark "
-                "missing rows by a mask array in the data and numpyro.handlers.mask in the model, "
+                "missing rows by a mask array in the data and numpyro.handlers.mask around the site, "
                 "and put any finite number in their place."
             )
-        arrays[key] = array.astype(canonicalize_dtype(array.dtype), copy=False)
+        arrays[key] = array
     return SiloData(arrays, {}, tuple(static))
 
 

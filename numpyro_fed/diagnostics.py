@@ -17,6 +17,7 @@ from numpyro_fed.importance import Corrected, importance_correct
 from numpyro_fed.mcmc import NutsResult
 from numpyro_fed.result import Result
 
+ROUNDING = 1e-5
 ENOUGH = 400  # effective draws: NUTS's own error of a mean is then 0.05 sd
 
 
@@ -73,8 +74,14 @@ def compare(
     """
     key = jax.random.key(0) if key is None else key
     draws, weights = _draws_and_weights(result, key, num_draws)
-    _warn_if_few(reference.ess())
     nuts = _joined(reference)
+    if draws.keys() != nuts.keys():
+        raise ValueError(
+            f"the fit has the global sites {sorted(draws)}, NUTS has {sorted(nuts)}. Compare runs "
+            "of one model."
+        )
+    varying = {k: ~_constant(v) for k, v in nuts.items()}
+    _warn_if_few({k: n[varying[k]] for k, n in reference.ess().items() if varying[k].any()})
     pareto_k = _pareto_k(result, key)
     sites = {name: _compare_site(draws[name], weights, nuts[name]) for name in nuts}
     return Comparison(sites, pareto_k, draws, weights, nuts)
@@ -110,7 +117,7 @@ class Comparison:
             for name, measures in self.sites.items()
             for i in np.ndindex(measures["sd_ratio"].shape)
         ]
-        width = max(len(header[0]), *(len(row[0]) for row in rows))
+        width = max(len(row[0]) for row in (header, *rows))
         line = f"{{:<{width}}}  {{:>15}}  {{:>8}}  {{:>16}}"
         lines = [line.format(*row) for row in (header, *rows)]
         if np.isfinite(self.pareto_k):
@@ -126,9 +133,14 @@ class Comparison:
             import matplotlib.pyplot as plt
         except ImportError as error:
             raise MissingExtraError("matplotlib", "examples") from error
-        elements = [(n, i) for n, v in self._nuts.items() for i in np.ndindex(v.shape[1:])]
+        elements = [
+            (name, i)
+            for name, draws in self._nuts.items()
+            for i in np.ndindex(draws.shape[1:])
+            if not _constant(draws)[i]
+        ]
         elements = elements[:max_panels]
-        columns = min(len(elements), 4)
+        columns = max(1, min(len(elements), 4))
         rows = -(-len(elements) // columns)
         figure, axes = plt.subplots(
             rows, columns, figsize=(3 * columns, 2.4 * rows), squeeze=False, layout="constrained"
@@ -160,11 +172,18 @@ def _compare_site(
     distance = np.zeros(scale.shape)
     for i in np.ndindex(scale.shape):
         distance[i] = wasserstein_distance(draws[:, *i], nuts[:, *i], u_weights=weights)
+    constant = _constant(nuts) & (sd <= ROUNDING * abs(mean))
+    scale = np.where(constant, 1.0, scale)
     return {
         "mean_error_sd": abs(mean - reference) / scale,
-        "sd_ratio": sd / scale,
+        "sd_ratio": np.where(constant, 1.0, sd / scale),
         "wasserstein_sd": distance / scale,
     }
+
+
+def _constant(draws: np.ndarray) -> np.ndarray:
+    """Which elements do not vary, such as the first row of a Cholesky factor."""
+    return draws.std(0) <= ROUNDING * abs(draws.mean(0))
 
 
 def _draws_and_weights(
@@ -190,8 +209,9 @@ def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
 
 
 def _warn_if_few(ess: Mapping[str, np.ndarray]) -> None:
-    name = min(ess, key=lambda name: np.min(ess[name]))
-    least = float(np.min(ess[name]))
+    least, name = min(
+        ((float(np.nanmin(n)), name) for name, n in ess.items()), default=(np.inf, "")
+    )
     if least < ENOUGH:
         warnings.warn(
             f"NUTS has only {least:.0f} effective draws for '{name}', so its own error of the mean "

@@ -18,7 +18,8 @@ from numpyro_fed.errors import NonFiniteError, positive_int
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.posterior import Posterior, posterior
-from numpyro_fed.result import Result
+from numpyro_fed.result import Fit, Result
+from numpyro_fed.runtime.base import Runtime
 from numpyro_fed.runtime.loop import failed_silos
 from numpyro_fed.runtime.simulation import simulation
 
@@ -39,7 +40,8 @@ def importance_correct(
         \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
 
     The weights are Pareto-smoothed (Vehtari et al. 2024, by BlackJAX). Their shape ``k`` says
-    whether guide and posterior are close enough to trust, with no pooled run to compare with.
+    whether guide and posterior are close enough to trust, with no pooled run to compare with. (As
+    every importance sampler's, it cannot see a mode of the posterior that the guide never visits.)
 
     Parameters
     ----------
@@ -79,14 +81,10 @@ def importance_correct(
     """
     positive_int("num_draws", num_draws)
     fit, silos, state = result._fit, result._silos, result.state
-    draws = _inner_draws(fit.guide, inner_draws)
-    bound = silo_bound(fit.model, fit.guide, draws)
-    algorithm = importance(
-        fit.model, fit.guide, bound, num_draws, _batch_size(result, draws, num_draws)
-    )
+    runtime, sampler = _compiled(fit, _inner_draws(fit.guide, inner_draws), num_draws)
     server = start(state.server.params, num_draws, fit.model.dim)
     first = state._replace(round=jnp.zeros((), jnp.int32), server=server)
-    last, losses, ok = simulation(algorithm).advance(key, first, silos.batches, 1)
+    last, losses, ok = runtime.advance(key, first, silos.batches, 1)
     if not bool(ok):
         bad = failed_silos(last, silos.batches)
         where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
@@ -108,7 +106,7 @@ def importance_correct(
         result=result,
         _key=jax.random.fold_in(key, 1),
         _z_G=last.server.z_G,
-        _posterior=posterior(fit.model, fit.guide, bound),
+        _posterior=sampler,
     )
 
 
@@ -164,7 +162,11 @@ class Corrected:
         return self.sample_posterior(self._key, len(self.weights))
 
     def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
-        """Draw from the corrected posterior; with ``silo``, also that silo's locals."""
+        """Draw from the corrected posterior; with ``silo``, also that silo's locals.
+
+        Globals are resampled by their weights. Locals are drawn anew at them, each from
+        ``inner_draws`` draws by weight, which is exact as their number grows.
+        """
         chosen = self._z_G[_systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
         return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
 
@@ -175,6 +177,13 @@ class Corrected:
             verdict = "The corrected posterior can be trusted"
             close = "already close to it" if share > 0.5 else "some way from it: use the correction"
             verdict += f", and the fitted guide is {close}."
+        elif len(self.weights) < FEW:
+            verdict = "Too few draws to tell: k-hat needs 100 or more."
+        elif share > 0.95:
+            verdict = (
+                "The weights are nearly equal, so the fitted guide is close to the posterior where "
+                "it has mass, but their tail is heavy: look at it with other keys and more draws."
+            )
         else:
             verdict = (
                 "Neither the fit nor its correction can be trusted: a few draws carry the weight. "
@@ -193,6 +202,21 @@ class Corrected:
 _smooth = jax.jit(psis_weights)  # a hundred small programs otherwise
 
 
+FEW = 100
+
+
+def _compiled(fit: Fit, draws: dict[str, int], num_draws: int) -> tuple[Runtime, Posterior]:
+    """The exchange and the sampling functions for these numbers of draws, compiled once a fit."""
+    known = (tuple(draws.items()), num_draws)
+    if known not in fit.corrections:
+        bound = silo_bound(fit.model, fit.guide, draws)
+        batch_size = _batch_size(fit, draws, num_draws)
+        algorithm = importance(fit.model, fit.guide, bound, num_draws, batch_size)
+        sampler = posterior(fit.model, fit.guide, bound)
+        fit.corrections[known] = simulation(algorithm), sampler
+    return fit.corrections[known]
+
+
 def _tail(pareto_k: float, share: float) -> float:
     """``k`` where there is no tail to fit: weights equal up to rounding, or a few that are all."""
     if not math.isnan(pareto_k):
@@ -208,11 +232,11 @@ def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str
     return draws_by_plate(LocallyEnhanced(split), guide)
 
 
-def _batch_size(result: Result, draws: Mapping[str, int], num_draws: int) -> int:
+def _batch_size(fit: Fit, draws: Mapping[str, int], num_draws: int) -> int:
     """Draws of the globals at a time, for about 16 MB a site."""
-    rows = sum(sum(size.values()) for size in result._fit.sizes)
+    rows = sum(sum(size.values()) for size in fit.sizes)
     inner = math.prod(
-        max([k for p, k in draws.items() if (p in result._fit.guide.outer) == outer] or [1])
+        max([k for p, k in draws.items() if (p in fit.guide.outer) == outer] or [1])
         for outer in (True, False)
     )
     return max(1, min(num_draws, 2**22 // max(rows * inner, 1)))

@@ -97,8 +97,16 @@ class SFVI:
         if not isinstance(self.optim, optax.GradientTransformation):
             raise TypeError(
                 f"optim must be an Optax optimiser such as optax.adam(1e-2), got "
-                f"{type(self.optim).__module__}.{type(self.optim).__name__}."
+                f"{type(self.optim).__module__}.{type(self.optim).__name__}. Of optax.MultiSteps "
+                "pass its .gradient_transformation()."
             )
+        try:
+            jax.eval_shape(lambda x: self.optim.update(x, self.optim.init(x), x), jnp.zeros(2))
+        except Exception as error:
+            raise TypeError(
+                "optim must take a step from a gradient alone; optimisers that need the value of "
+                f"the loss or search along a line, as optax.lbfgs does, cannot be used ({error})."
+            ) from error
         positive_int("num_particles", self.num_particles)
 
     def run(
@@ -216,6 +224,7 @@ class SFVI:
             RUNTIMES[runtime](algorithm),
             posterior(layout.model, guide, bound),
             settings,
+            {},
         )
 
 

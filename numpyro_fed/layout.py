@@ -36,7 +36,8 @@ def lay_out(model: Callable, silos: Sequence[SiloData]) -> tuple[Layout, list[Bu
     if any(b.data.masks and not _padding_is_harmless(fm, silos, b) for b in buckets):
         warnings.warn(
             "the model's log density changes when a silo's rows are padded by copies of its first "
-            "row and masked (does it summarise its rows, as x.mean(0) does?). The silos stay "
+            "row and masked (does it summarise its rows, as x.mean(0) does, or does a row "
+            "read another row's latents? check_decomposition tells). The silos stay "
             "unpadded: one program is compiled for each distinct size. To avoid this, compute such "
             "summaries before the run and pass them as data.",
             stacklevel=4,

@@ -17,6 +17,7 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed import data as silo_data
 from numpyro_fed.data import Bucket, SiloData, Sizes
+from numpyro_fed.errors import positive_int
 from numpyro_fed.handlers import local_name
 from numpyro_fed.layout import lay_out
 from numpyro_fed.result import Result
@@ -108,7 +109,14 @@ def run_nuts(
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {sorted(_BACKENDS)}.")
+    for name, value in (("num_samples", num_samples), ("num_chains", num_chains)):
+        positive_int(name, value)
     read = silo_data.read(silos)
+    if params is not None and params.num_silos != len(read):
+        raise ValueError(
+            f"params comes from a fit of {params.num_silos} silos, but there are {len(read)} here. "
+            "Pass the silos that it was fitted to."
+        )
     layout, buckets = lay_out(model, read)
     fm, sizes = layout.model, layout.sizes
     shared, private = _parameters(fm, read, params)
@@ -217,9 +225,10 @@ def _fill(padded: Any, values: Sequence[Any]) -> Any:
     """Stack the silos' private parameters into arrays that have room for padded rows."""
 
     def fill(room: Array, *parts: Array) -> Array:
+        filled = np.array(room)
         for i, part in enumerate(parts):
-            room = room.at[(i, *map(slice, part.shape))].set(part)
-        return room
+            filled[i, ...][tuple(slice(n) for n in part.shape)] = part
+        return jnp.asarray(filled)
 
     return jax.tree.map(fill, padded, *values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -117,6 +118,14 @@ def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str,
         draws = {**dict.fromkeys(guide.locals, 1), **objective.draws}
     else:
         draws = {p: 1 if p in guide.outer else objective.draws for p in guide.locals}
+        if objective.draws != 1 and guide.outer and not guide.rows:
+            warnings.warn(
+                f"{objective} changes nothing: rows of another plate depend on every silo plate "
+                f"with latents ({', '.join(guide.outer)}). If each row has its own data, put these "
+                "inside, in a nested plate with one row of a matrix for each; otherwise say "
+                f"draws={{'{guide.outer[0]}': {objective.draws}}}, which weighs a silo as a whole.",
+                stacklevel=2,
+            )
     for plate, k in draws.items():
         if plate not in guide.locals:
             raise ValueError(

@@ -50,6 +50,7 @@ class Fit(NamedTuple):
     runtime: Runtime
     posterior: Posterior
     settings: dict[str, Any]
+    corrections: dict[Any, Any]  # compiled importance corrections, by their numbers of draws
 
     def description(self) -> dict[str, Any]:
         """What a saved state must agree with."""

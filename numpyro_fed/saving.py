@@ -19,8 +19,9 @@ VERSION = 1
 
 def save_state(path: str | Path, description: dict[str, Any], losses: Any, state: Any) -> None:
     """Write ``path.npz`` and ``path.json``."""
-    arrays = {f"state{name}": np.asarray(_numbers(leaf)) for name, leaf in _leaves(state)}
-    np.savez(_with(path, ".npz"), allow_pickle=False, losses=np.asarray(losses), **arrays)
+    arrays: dict[str, Any] = {f"state{name}": _numbers(leaf) for name, leaf in _leaves(state)}
+    arrays["losses"] = np.asarray(losses)
+    np.savez(_with(path, ".npz"), **arrays)
     text = json.dumps({"version": VERSION, **description}, indent=1, sort_keys=True)
     _with(path, ".json").write_text(text + "\n")
 
@@ -81,18 +82,21 @@ def _damaged(file: Path, error: Exception) -> SavedStateError:
 
 
 def _numbers(leaf: Any) -> Any:
-    """A leaf as plain numbers: the data of a key, everything else as it is."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    """A leaf as numbers that npz knows: the data of a key, the bits of a bfloat16."""
+    if leaf is None:
+        return None
+    numbers = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    return numbers.view(f"u{numbers.dtype.itemsize}") if numbers.dtype.kind == "V" else numbers
 
 
 def _like(leaf: Any, numbers: np.ndarray) -> Any:
     if _is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(leaf))
-    return jnp.asarray(numbers)
+    return jnp.asarray(numbers.view(leaf.dtype))
 
 
 def _is_key(leaf: Any) -> bool:
-    return leaf is not None and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _kind(array: Any) -> str:

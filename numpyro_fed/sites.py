@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
@@ -118,6 +120,11 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
         if s["type"] == "plate" and silo_plate_of(s) == s["name"]
     }
     if not sizes:
+        if any("silo_plate" in s for s in trace.values()):
+            raise ModelError(
+                "a handler such as numpyro.handlers.scope renames what is inside the silo_plate, "
+                "whose rows can then not be told apart. Put the silo_plate outside of that handler."
+            )
         raise ModelError(
             "the model has no silo_plate, so nothing says which rows belong to a silo. Replace "
             "the numpyro.plate over rows by numpyro_fed.silo_plate."
@@ -143,6 +150,11 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
             sites.append(Site(site["name"], "param", plate, support=_support_name(support)))
         elif site["type"] == "deterministic":
             sites.append(Site(site["name"], "deterministic", plate))
+        elif site["type"] == "plate" and site["args"][1] not in (None, site["args"][0]):
+            raise ModelError(
+                f"plate '{site['name']}' draws {site['args'][1]} of {site['args'][0]} rows: a "
+                "subsample would be the same in every round. Leave subsample_size out."
+            )
         elif site["type"] == "mutable":
             raise ModelError(
                 f"site '{site['name']}' is mutable state (numpyro_mutable, batch norm), which has "
@@ -165,6 +177,13 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
         raise ModelError(
             f"site '{name}' is a discrete latent ({base}). Sum it out, for example with a "
             "numpyro.distributions.Mixture likelihood, or observe it."
+        )
+    if _is_masked(fn):
+        warnings.warn(
+            f"the latent site '{name}' is masked: where the mask is False it has no prior, so that "
+            "its posterior is improper and a bound can grow for ever. Mask only the observed site "
+            "(obs_mask adds such a latent; give a mask to numpyro.handlers.mask instead).",
+            stacklevel=2,
         )
     try:
         bijection = biject_to(fn.support)
@@ -206,6 +225,12 @@ def check_same_sites(first: Structure, other: Structure, j: int) -> None:
     raise ModelError(
         f"silo {j} has the silo plates {sorted(other.sizes)}, silo 0 has {sorted(first.sizes)}."
     )
+
+
+def _is_masked(fn: Any) -> bool:
+    while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
+        fn = fn.base_dist
+    return isinstance(fn, dist.MaskedDistribution) and fn._mask is not True
 
 
 def _support_name(support: Any) -> str:

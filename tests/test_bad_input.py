@@ -439,3 +439,27 @@ def test_a_run_that_goes_on_counts_rounds_from_the_first_one():
     assert rest.round == whole.round
     assert len(rest.result.losses) == whole.round - 4
     assert jax.tree.all(jax.tree.map(np.array_equal, rest.result.state, whole.result.state))
+
+
+@pytest.mark.parametrize("optim", [optax.lbfgs(), optax.contrib.reduce_on_plateau()])
+def test_an_optimiser_that_needs_more_than_a_gradient_is_refused(optim):
+    with pytest.raises(TypeError, match="gradient alone"):
+        nf.SFVI(never, optim=optim)
+
+
+def test_an_accumulating_optimiser_says_how_to_pass_it():
+    with pytest.raises(TypeError, match=r"gradient_transformation"):
+        nf.SFVI(never, optim=optax.MultiSteps(ADAM, 2))
+
+
+def test_draws_that_change_nothing_are_warned_about():
+    def long_format(child, y):
+        with nf.silo_plate("child", 3):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+        with nf.silo_plate("visit", y.shape[0]):
+            numpyro.sample("y", dist.Normal(b[child], 1), obs=y)
+
+    silo = {"child": np.array([0, 1, 2, 2]), "y": np.zeros(4)}
+    fit = nf.SFVI(long_format, optim=ADAM, objective=nf.LocallyEnhanced(5))
+    with pytest.warns(UserWarning, match=r"changes nothing.*draws=\{'child': 5\}"):
+        fit.run(KEY, 1, [silo], **quiet)

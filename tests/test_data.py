@@ -194,3 +194,13 @@ def test_keep_leaves_unmasked_plates_alone():
     silo = SiloData({}, {"row": np.array([True, False])})
     np.testing.assert_array_equal(silo.keep("row", jnp.ones((2, 3))), [[1, 1, 1], [0, 0, 0]])
     np.testing.assert_array_equal(silo.keep("other", jnp.ones(2)), [1, 1])
+
+
+def test_whole_numbers_beyond_their_type_are_refused():
+    with pytest.raises(DataError, match=r"silo 0, 'child'.*int32.*jax_enable_x64"):
+        read([{"child": np.array([0, 2**32])}])
+
+
+def test_numbers_beyond_single_precision_are_refused():
+    with pytest.raises(DataError, match=r"silo 0, 'y'.*1 of 2 values"), np.errstate(over="ignore"):
+        read([{"y": np.array([0.0, 1e300])}])

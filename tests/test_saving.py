@@ -224,3 +224,10 @@ def test_another_kind_of_file_is_named(path, suffix):
     Path(f"{path}{suffix}").write_text("[1, 2]")
     with pytest.raises(nf.SavedStateError, match=rf"fit\{suffix} cannot be read"):
         METHOD.load(path, silos())
+
+
+def test_half_precision_states_are_read_back(tmp_path):
+    adam = method(optim=optax.adam(1e-2, mu_dtype=jnp.bfloat16))
+    fit = adam.run(KEY, 3, silos(), **quiet)
+    fit.save(tmp_path / "fit")
+    assert identical(adam.load(tmp_path / "fit", silos()).state, fit.state)

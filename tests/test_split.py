@@ -396,3 +396,48 @@ def test_a_network_without_equinox_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "equinox", None)
     with pytest.raises(MissingExtraError, match=r"equinox.*numpyro-fed\[nn\]"):
         make(model)
+
+
+def test_a_subsampled_plate_is_refused():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with silo_plate("row", y.shape[0], dim=-2), numpyro.plate("t", 5, subsample_size=2):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[:, None])
+
+    with pytest.raises(ModelError, match=r"plate 't' draws 2 of 5 rows.*subsample_size"):
+        make(model)
+
+
+@pytest.mark.parametrize("how", ["handler", "obs_mask"])
+def test_a_masked_latent_is_warned_about(how):
+    def model(y):
+        with silo_plate("row", y.shape[0]):
+            if how == "obs_mask":
+                numpyro.sample("y", dist.Normal(0, 1), obs=y, obs_mask=y > 0)
+            else:
+                with handlers.mask(mask=y > 0):
+                    b = numpyro.sample("y_unobserved", dist.HalfNormal(1))
+                numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+    with pytest.warns(UserWarning, match=r"'y_unobserved' is masked.*only the observed site"):
+        make(model)
+
+
+def test_a_mask_of_the_observed_site_alone_is_fine(recwarn):
+    def model(y):
+        with silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.HalfNormal(1))
+            with handlers.mask(mask=y > 0):
+                numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+    make(model)
+    assert not [w for w in recwarn if "masked" in str(w.message)]
+
+
+def test_a_scope_around_a_silo_plate_is_named():
+    def model(y):
+        with handlers.scope(prefix="a"), silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    with pytest.raises(ModelError, match=r"handlers.scope"):
+        make(model)
