@@ -81,7 +81,7 @@ def full_rank(silos: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     """Pooled: a multivariate normal over globals and locals alike."""
     joint = nf.handlers.joint(model, silos)
     guide = AutoMultivariateNormal(joint)
-    svi = SVI(joint, guide, decaying_adam(0.01, steps), Trace_ELBO(num_particles=4))
+    svi = SVI(joint, guide, decaying_adam(0.01, steps), Trace_ELBO())
     fit = svi.run(jax.random.key(4), steps, progress_bar=False)
     draws = guide.sample_posterior(jax.random.key(5), fit.params, sample_shape=(20_000,))
     return {k: draws[k] for k in TRUTH}
@@ -170,7 +170,7 @@ def main() -> None:
             inner_draws={"hospital": 4 if quick else 40, "patient": 2 if quick else 10},
         ),
     )
-    pooled = timed("pooled full-rank", lambda: full_rank(silos, 10 if quick else 20_000))
+    pooled = timed("pooled full-rank", lambda: full_rank(silos, 10 if quick else 15_000))
 
     key = jax.random.key(3)
     fits = {
