@@ -109,8 +109,8 @@ def _read_one(j: int, silo: Mapping[str, Any]) -> SiloData:
             bad = int((~np.isfinite(array)).sum())
             raise DataError(
                 f"silo {j}, '{key}': {bad} of {array.size} values are NaN or infinite. Mark "
-                "missing rows by a mask array in the data and numpyro.handlers.mask around the site, "
-                "and put any finite number in their place."
+                "missing rows by a mask array in the data and numpyro.handlers.mask around the "
+                "site, and put any finite number in their place."
             )
         arrays[key] = array
     return SiloData(arrays, {}, tuple(static))

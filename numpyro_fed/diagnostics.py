@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from scipy.stats import gaussian_kde, wasserstein_distance
 
-from numpyro_fed.errors import MissingExtraError
+from numpyro_fed.errors import MissingExtraError, NonFiniteError
 from numpyro_fed.importance import Corrected, importance_correct
 from numpyro_fed.mcmc import NutsResult
 from numpyro_fed.result import Result
@@ -73,7 +73,8 @@ def compare(
     True
     """
     key = jax.random.key(0) if key is None else key
-    draws, weights = _draws_and_weights(result, key, num_draws)
+    key_draws, key_weights = jax.random.split(key)
+    draws, weights = _draws_and_weights(result, key_draws, num_draws)
     nuts = _joined(reference)
     if draws.keys() != nuts.keys():
         raise ValueError(
@@ -82,7 +83,7 @@ def compare(
         )
     varying = {k: ~_constant(v) for k, v in nuts.items()}
     _warn_if_few({k: n[varying[k]] for k, n in reference.ess().items() if varying[k].any()})
-    pareto_k = _pareto_k(result, key)
+    pareto_k = _pareto_k(result, key_weights)
     sites = {name: _compare_site(draws[name], weights, nuts[name]) for name in nuts}
     return Comparison(sites, pareto_k, draws, weights, nuts)
 
@@ -97,7 +98,7 @@ class Comparison:
         ``{site: {"mean_error_sd", "sd_ratio", "wasserstein_sd"}}``, arrays of the site's shape.
     pareto_k : float
         Shape of the importance weights of the fit (:func:`numpyro_fed.importance_correct`); NaN
-        for NUTS, which has none.
+        for NUTS, which has none, and infinite if a silo's weights are not finite.
     """
 
     sites: dict[str, dict[str, np.ndarray]]
@@ -120,7 +121,7 @@ class Comparison:
         width = max(len(row[0]) for row in (header, *rows))
         line = f"{{:<{width}}}  {{:>15}}  {{:>8}}  {{:>16}}"
         lines = [line.format(*row) for row in (header, *rows)]
-        if np.isfinite(self.pareto_k):
+        if not np.isnan(self.pareto_k):
             lines.append(f"Pareto k-hat of the fit's importance weights: {self.pareto_k:.2f}")
         return "\n".join(lines)
 
@@ -205,7 +206,10 @@ def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
         return float("nan")
     if isinstance(result, Corrected):
         return result.pareto_k
-    return importance_correct(key, result, num_draws=1_000, inner_draws=50).pareto_k
+    try:
+        return importance_correct(key, result, num_draws=1_000, inner_draws=50).pareto_k
+    except NonFiniteError:
+        return float("inf")
 
 
 def _warn_if_few(ess: Mapping[str, np.ndarray]) -> None:

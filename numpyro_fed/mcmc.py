@@ -49,8 +49,9 @@ class NutsResult:
         return joined | self._locals()
 
     def ess(self) -> dict[str, np.ndarray]:
-        """Effective sample size of each element of each global site, over all chains."""
-        return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
+        """Effective sample size of each element of each global site; NaN where it is constant."""
+        with np.errstate(invalid="ignore"):
+            return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
 
 
 def run_nuts(

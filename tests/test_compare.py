@@ -243,3 +243,31 @@ def test_a_correction_is_compared_by_its_weighted_draws():
     by_hand = abs((fixed.weights * draws).sum() - nuts.mean()) / nuts.std()
     np.testing.assert_allclose(found.sites["mu"]["mean_error_sd"], by_hand, rtol=1e-5)
     assert found.pareto_k == fixed.pareto_k
+
+
+def test_elements_that_never_vary_do_not_disturb_the_others():
+    r = np.random.default_rng(0)
+    factor = np.stack([np.ones((1, 500)), r.normal(size=(1, 500))], -1)
+    nuts = NutsResult({"factor": factor}, 0, dict)
+    few = NutsResult({"factor": factor[:, :50]}, 0, dict)
+    with pytest.warns(UserWarning, match="factor") as caught:
+        compare(nuts, few)
+    assert len(caught) == 1
+    comparison = compare(nuts, nuts)
+    measures = comparison.to_dict()["sites"]["factor"]
+    np.testing.assert_array_equal(measures["mean_error_sd"], [0, 0])
+    np.testing.assert_array_equal(measures["sd_ratio"], [1, 1])
+    assert "nan" not in str(comparison)
+    assert sum(axis.get_visible() for axis in comparison.plot().axes) == 1
+
+
+def test_runs_of_different_models_are_refused():
+    one, other = (NutsResult({name: np.zeros((1, 500))}, 0, dict) for name in ("mu", "nu"))
+    with pytest.raises(ValueError, match=r"\['mu'\].*\['nu'\]"):
+        compare(one, other)
+
+
+def test_a_model_without_globals_has_an_empty_table():
+    nothing = NutsResult({}, 0, dict)
+    assert compare(nothing, nothing).to_dict()["sites"] == {}
+    assert "Wasserstein" in str(compare(nothing, nothing))

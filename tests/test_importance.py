@@ -466,3 +466,19 @@ def test_the_evidence_under_an_outer_plate_is_within_its_standard_error():
     assert abs(fixed.log_evidence - evidence) < 4 * error
     draws = fixed.sample_posterior(KEY, 6, silo=0)
     assert {k: v.shape for k, v in draws.items()} == {"mu": (6,), "u": (6, 2), "b": (6, 3)}
+
+
+def test_a_second_correction_compiles_nothing():
+    fit = conjugate_at((4, 6))
+    first = nf.importance_correct(KEY, fit, num_draws=150, inner_draws=3)
+    again = nf.importance_correct(KEY, fit, num_draws=150, inner_draws=3)
+    runtime, _ = fit._fit.corrections[(("row", 3),), 150]
+    assert runtime.advance._cache_size() == 1
+    np.testing.assert_array_equal(first.weights, again.weights)
+
+
+def test_nearly_equal_weights_with_a_heavy_tail_are_not_called_concentrated():
+    good = nf.importance_correct(KEY, conjugate_at((4, 6)), num_draws=150, inner_draws=3)
+    heavy = replace(good, pareto_k=0.9, ess=149.0)
+    assert "nearly equal" in heavy.report()
+    assert "few draws carry" not in heavy.report()
