@@ -212,13 +212,13 @@ def bucket(
         unpadded = tuple((p, n) for p, n in sizes[j].items() if p not in plates)
         return (*signature(SiloData(fixed, {}, silos[j].static)), unpadded)
 
-    groups = _group(range(len(silos)), shape_of)
+    groups = grouped(range(len(silos)), shape_of)
     if rows:
         split_groups = []
         for group in groups:
             largest = [max(sizes[j][p] for p in plates) for j in group]
             if max(largest) * len(group) > waste * sum(largest):
-                split_groups += _group(
+                split_groups += grouped(
                     group, lambda j: max(sizes[j][p] for p in plates).bit_length()
                 )
             else:
@@ -227,7 +227,8 @@ def bucket(
     return [_stack(group, silos, sizes, rows, plates) for group in groups]
 
 
-def _group(items: Any, key: Callable[[Any], Any]) -> list[list[Any]]:
+def grouped(items: Any, key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Items with equal keys together, in the order in which they come."""
     groups: dict[Any, list[Any]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -246,8 +247,12 @@ def _stack(
         members = [silos[j] for j in group]
     else:
         members = [pad(silos[j], rows, plates, sizes[j], target) for j in group]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
-    return Bucket(tuple(group), tuple(sizes[j] for j in group), stacked)
+    return Bucket(tuple(group), tuple(sizes[j] for j in group), stacked(members))
+
+
+def stacked(trees: Sequence[Any]) -> Any:
+    """Trees of one structure and shape as one, with a leading axis."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def one_by_one(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> list[Bucket]:

@@ -16,7 +16,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed import data as silo_data
-from numpyro_fed.data import Bucket, SiloData, Sizes
+from numpyro_fed.data import Bucket, SiloData, Sizes, grouped, signature, stacked
 from numpyro_fed.errors import positive_int
 from numpyro_fed.handlers import local_name
 from numpyro_fed.layout import lay_out
@@ -181,9 +181,7 @@ def _joint_density(
     private: Sequence[dict[str, Any]],
 ) -> Callable[[Position], Array]:
     """Log density of a position that holds the real rows of all silos, in the silos' order."""
-    starts = {
-        p.name: np.cumsum([0, *(size[p.name] for size in sizes)]).astype(int) for p in fm.plates
-    }
+    starts = _starts(sizes)
     places: list[dict[str, Any]] = []
     data, own = [], []
     init_private = jax.jit(jax.vmap(fm.init_private, (None, 0)))
@@ -241,15 +239,24 @@ def _local_sites(
     draws: Position,
     thetas: Sequence[dict[str, Any]],
 ) -> dict[str, np.ndarray]:
-    constrain = jax.jit(jax.vmap(fm.constrain_local, (None, 0, 0, None)))
+    """Local sites on their own supports, silos of one shape side by side."""
+    starts = _starts(sizes)
+    constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_local, (None, 0, 0, None)), (0, None, 0, 0)))
     sites: dict[str, np.ndarray] = {}
-    first = dict.fromkeys(sizes[0], 0)
-    for j, (silo, size, theta) in enumerate(zip(silos, sizes, thetas, strict=True)):
-        rows: Rows = {p: draws["z_L"][p][:, first[p] : first[p] + n] for p, n in size.items()}
-        first = {p: first[p] + n for p, n in size.items()}
-        values = constrain(theta, draws["z_G"], rows, silo)
-        sites |= {local_name(j, name): np.asarray(v) for name, v in values.items()}
+    for group in grouped(range(len(silos)), lambda j: (signature(silos[j]), *sizes[j].items())):
+        z_L: Rows = {
+            p: jnp.stack([draws["z_L"][p][:, starts[p][j] : starts[p][j] + n] for j in group])
+            for p, n in sizes[group[0]].items()
+        }
+        theta, data = (stacked([x[j] for j in group]) for x in (thetas, silos))
+        values = jax.tree.map(np.asarray, constrain(theta, draws["z_G"], z_L, data))
+        sites |= {local_name(j, k): v[i] for i, j in enumerate(group) for k, v in values.items()}
     return sites
+
+
+def _starts(sizes: Sequence[Sizes]) -> dict[str, np.ndarray]:
+    """Where each silo's rows begin among those of all silos."""
+    return {p: np.cumsum([0, *(size[p] for size in sizes)]).astype(int) for p in sizes[0]}
 
 
 def _numpyro(
