@@ -121,10 +121,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--quick", action="store_true", help="only see that it runs")
     parser.add_argument("--plot", type=Path, help="write the marginals of the corrected fit here")
-    parser.add_argument("--rounds", type=int, default=3_000, help="rounds of SFVI")
+    parser.add_argument("--rounds", type=int, default=4_000, help="rounds of SFVI")
     parser.add_argument("--rate", type=float, default=0.03, help="first step of Adam")
     parser.add_argument("--hospital", type=int, default=20, help="draws at the hospital plate")
-    parser.add_argument("--patient", type=int, default=5, help="draws for each patient")
+    parser.add_argument("--patient", type=int, default=20, help="draws for each patient")
     args = parser.parse_args()
     quick = args.quick
     rounds = 10 if quick else args.rounds
@@ -166,8 +166,8 @@ def main() -> None:
         lambda: nf.importance_correct(
             jax.random.key(2),
             enhanced,
-            num_draws=50 if quick else 2_000,
-            inner_draws={"hospital": 4 if quick else 40, "patient": 2 if quick else 10},
+            num_draws=50 if quick else 4_000,
+            inner_draws={"hospital": 4 if quick else 20, "patient": 2 if quick else 10},
         ),
     )
     pooled = timed("pooled full-rank", lambda: full_rank(silos, 10 if quick else 15_000))
