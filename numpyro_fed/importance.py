@@ -179,10 +179,11 @@ class Corrected:
             verdict += f", and the fitted guide is {close}."
         elif len(self.weights) < FEW:
             verdict = "Too few draws to tell: k-hat needs 100 or more."
-        elif share > 0.95:
+        elif share > 0.5:
             verdict = (
-                "The weights are nearly equal, so the fitted guide is close to the posterior where "
-                "it has mass, but their tail is heavy: look at it with other keys and more draws."
+                "Most draws count, so the corrected means and spreads are about right, but the "
+                "posterior's tails reach beyond the guide's: do not trust tail probabilities, and "
+                "look at it with other keys and more draws."
             )
         else:
             verdict = (
