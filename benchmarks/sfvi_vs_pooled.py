@@ -142,9 +142,9 @@ def cases() -> list[tuple[str, float, Callable, list[dict[str, Any]], dict[str, 
     return rows
 
 
-def iteration_times(iterations: int, repeats: int) -> list[dict[str, Any]]:
+def iteration_times(iterations: int, repeats: int, which: slice) -> list[dict[str, Any]]:
     rows = []
-    for what, target, model, silos, data, particles in cases():
+    for what, target, model, silos, data, particles in cases()[which]:
         _, ours = federated(model, silos, particles)
         theirs = pooled(model, data, particles)
         runs = [lambda run=run: run(iterations) for run in (ours, theirs)]
@@ -229,7 +229,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=21, help="turns of each side")
     args = parser.parse_args()
     repeats = 1 if args.quick else args.repeats
-    rows = iteration_times(10 if args.quick else 1_000, repeats)
+    which = slice(1) if args.quick else slice(None)
+    rows = iteration_times(10 if args.quick else 1_000, repeats, which)
     compiled = compile_times(20 if args.quick else 1_000, 1 if args.quick else 3)
     print(table([*rows, compiled]))
     print("In the last line, 'pooled' is the time for 2 silos.")

@@ -21,7 +21,7 @@ def run_quickly(script: str, tmp_path: Path) -> dict:
 def test_sfvi_vs_pooled(tmp_path):
     report = run_quickly("sfvi_vs_pooled.py", tmp_path)
     assert set(report) == {"machine", "iterations", "compilation"}
-    assert len(report["iterations"]) == 4
+    assert report["iterations"]
     for row in [*report["iterations"], report["compilation"]]:
         assert {"what", "unit", "ours", "pooled", "ratio", "target"} <= set(row)
 
