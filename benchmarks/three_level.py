@@ -205,8 +205,6 @@ def main() -> None:
             inner_draws=inner_draws,
         ),
     )
-    pooled = timed("pooled full-rank", lambda: full_rank(model, silos, 10 if quick else 15_000))
-
     key = jax.random.key(3)
     fits = {
         "ELBO": measure(elbo.sample_posterior(key, 20_000), reference),
@@ -214,7 +212,7 @@ def main() -> None:
         "LocallyEnhanced, corrected": measure(fixed.draws, reference, fixed.weights),
     }
     if not quick:
-        pooled = timed("pooled full-rank", lambda: full_rank(silos, 15_000))
+        pooled = timed("pooled full-rank", lambda: full_rank(model, silos, 15_000))
         fits["pooled full-rank"] = measure(pooled, reference)
     report = {
         "fits": {

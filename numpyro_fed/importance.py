@@ -208,10 +208,10 @@ FEW = 100
 
 def _compiled(fit: Fit, draws: dict[str, int], num_draws: int) -> tuple[Runtime, Posterior]:
     """The exchange and the sampling functions for these numbers of draws, compiled once a fit."""
-    known = (tuple(draws.items()), num_draws)
+    batch_size = _batch_size(fit, draws, num_draws)
+    known = (tuple(draws.items()), num_draws, batch_size)
     if known not in fit.corrections:
         bound = silo_bound(fit.model, fit.guide, draws)
-        batch_size = _batch_size(fit, draws, num_draws)
         algorithm = importance(fit.model, fit.guide, bound, num_draws, batch_size)
         sampler = posterior(fit.model, fit.guide, bound)
         fit.corrections[known] = simulation(algorithm), sampler
