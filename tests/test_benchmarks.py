@@ -34,5 +34,5 @@ def test_scale(tmp_path):
 def test_three_level(tmp_path):
     report = run_quickly("three_level.py", tmp_path)
     assert set(report["fits"]) == {"ELBO", "LocallyEnhanced", "LocallyEnhanced, corrected"}
-    assert set(report["nuts"]["ess"]) == {"mu", "beta", "tau", "tau_b"}
+    assert set(report["nuts"]["ess"]) == {"mu", "beta", "tau", "sigma"}
     assert {"pareto_k", "ess", "reliable"} <= set(report["correction"])
