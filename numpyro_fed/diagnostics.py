@@ -157,7 +157,8 @@ class Comparison:
             axis.plot(grid, density, color="C0", label=label)
             axis.set(title=_label(name, i), yticks=[], ylim=(0, None))
             axis.spines[["left", "top", "right"]].set_visible(False)
-        axes.flat[0].legend(frameon=False, fontsize="small")
+        legend = axes.flat[0].get_legend_handles_labels()
+        figure.legend(*legend, loc="outside upper center", ncols=2, frameon=False)
         return figure
 
 
