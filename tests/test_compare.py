@@ -134,7 +134,7 @@ def test_the_figure_has_one_panel_for_each_element():
     panels = [a for a in figure.axes if a.get_visible()]
     elements = ["mu", *(f"w[{i}, {k}]" for i in range(2) for k in range(3))]
     assert [a.get_title() for a in panels] == elements
-    assert [t.get_text() for t in panels[0].get_legend().get_texts()] == ["NUTS", "ours"]
+    assert [t.get_text() for t in panels[0].figure.legends[0].get_texts()] == ["NUTS", "ours"]
     for panel in panels:
         grid, density = panel.lines[0].get_data()
         assert 0.2 < np.trapezoid(density, grid) < 1.01 or panel.get_title() != "mu"
