@@ -120,7 +120,8 @@ def main():
     report["sfvi_corrected"] |= dict(
         effective_draws=fixed.ess, pareto_k=fixed.pareto_k, log_evidence=fixed.log_evidence
     )
-    print(f"\nnuts on all data: {seconds['nuts']:.1f} s, effective draws", report["nuts"])
+    effective = ", ".join(f"{k} {v:.0f}" for k, v in report["nuts"]["effective_draws"].items())
+    print(f"\nnuts on all data: {seconds['nuts']:.1f} s, effective draws: {effective}")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(report, file, indent=1)
