@@ -470,11 +470,13 @@ def test_the_evidence_under_an_outer_plate_is_within_its_standard_error():
 
 def test_a_second_correction_compiles_nothing():
     fit = conjugate_at((4, 6))
-    first = nf.importance_correct(KEY, fit, num_draws=150, inner_draws=3)
-    again = nf.importance_correct(KEY, fit, num_draws=150, inner_draws=3)
-    ((runtime, _),) = [v for (_, n, _), v in fit._fit.corrections.items() if n == 150]
+    compiled = []
+    for _ in range(2):
+        fixed = nf.importance_correct(KEY, fit, num_draws=150, inner_draws=3)
+        ((runtime, _),) = [v for (_, n, _), v in fit._fit.corrections.items() if n == 150]
+        compiled.append((runtime.advance, fixed._posterior))
+    assert compiled[0] == compiled[1]
     assert runtime.advance._cache_size() == 1
-    np.testing.assert_array_equal(first.weights, again.weights)
 
 
 def test_a_heavy_tail_of_weights_of_which_most_count_is_not_called_concentrated():
