@@ -1,0 +1,7 @@
+"""Exponential families of unconstrained vectors, by their natural parameters."""
+
+from numpyro_fed.expfam.base import Family, inner, kl, log_density, marginal
+from numpyro_fed.expfam.gaussian import gaussian
+from numpyro_fed.expfam.product import product
+
+__all__ = ["Family", "gaussian", "inner", "kl", "log_density", "marginal", "product"]

@@ -1,0 +1,195 @@
+"""What an exponential family is here: a tuple of pure functions of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro.distributions import Distribution
+
+Tree = Any
+Index = slice | np.ndarray
+
+
+class Family(NamedTuple):
+    r"""An exponential family of a flat vector ``z`` of unconstrained numbers.
+
+    .. math::
+        q(z) = h(z) \exp(\langle \eta, T(z) \rangle - A(\eta)),
+
+    a density with respect to ``dz``. For a site ``x`` on a constrained support, ``z`` is ``x``
+    mapped by the inverse of NumPyro's ``biject_to``, and ``h`` holds the log-determinant of that
+    bijection. ``eta``, ``mu`` and ``T(z)`` are trees of one structure with ``<a, b>`` as in
+    :func:`inner`; ``psi`` are unconstrained ordinary parameters, for optimisers.
+
+    Attributes
+    ----------
+    name : str
+    dim : int
+        Length of ``z``.
+    statistics : z (dim,) -> T
+    log_base : z -> ()
+        ``log h(z)``.
+    log_partition : eta -> ()
+        ``A(eta)``.
+    ordinary : eta -> psi
+    natural : psi -> eta
+    moments : psi -> mu
+        The mean parameters ``E_q[T]``, which are the gradient of ``A``.
+    from_mean : mu -> eta
+    entropy : psi -> ()
+        ``-E_q[log q(z) - log h(z)] = A(eta) - <eta, mu>``.
+    noise : (key, n) -> noise
+        What ``n`` draws take, with a leading axis ``n``: standard normals, or keys.
+    draw : (psi, noise) -> z
+        One draw from the noise of one, with gradients to ``psi``.
+    centre : psi -> (dim,)
+        A central ``z``: the mean of a Gaussian, else the mean of ``x``, mapped.
+    proper : eta -> () bool
+        Whether ``eta`` is finite and normalisable.
+    fit : f -> eta
+        The natural parameters of a function ``f(z) = c + <eta, T(z)>``, from its derivatives.
+    dual_gradient : (f, eta) -> tree like eta
+        The gradient of a function ``f(psi)`` with respect to ``mu``, which is the natural gradient
+        with respect to ``eta``.
+    log_density : (eta, z) -> ()
+    kl : (eta_q, eta_p) -> ()
+    marginal : (eta, index, shape, event_dim) -> Distribution
+        Of the coordinates ``z[index]``, which are one site: see :func:`marginal`.
+    """
+
+    name: str
+    dim: int
+    statistics: Callable[[Array], Tree]
+    log_base: Callable[[Array], Array]
+    log_partition: Callable[[Tree], Array]
+    ordinary: Callable[[Tree], Tree]
+    natural: Callable[[Tree], Tree]
+    moments: Callable[[Tree], Tree]
+    from_mean: Callable[[Tree], Tree]
+    entropy: Callable[[Tree], Array]
+    noise: Callable[[Array, int], Tree]
+    draw: Callable[[Tree, Tree], Array]
+    centre: Callable[[Tree], Array]
+    proper: Callable[[Tree], Array]
+    fit: Callable[[Callable[[Array], Array]], Tree]
+    dual_gradient: Callable[[Callable[[Tree], Array], Tree], Tree]
+    log_density: Callable[[Tree, Array], Array]
+    kl: Callable[[Tree, Tree], Array]
+    marginal: Callable[[Tree, Index, tuple[int, ...], int], Distribution]
+
+
+def inner(a: Tree, b: Tree) -> Array:
+    r"""The inner product of two trees of one structure, summed over all leaves.
+
+    Examples
+    --------
+    >>> from numpyro_fed import expfam
+    >>> float(expfam.inner({"first": 1.0, "second": 2.0}, {"first": 3.0, "second": 4.0}))
+    11.0
+    """
+    return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)), jnp.zeros(()))
+
+
+def log_density(family: Family, eta: Tree, z: Array) -> Array:
+    r"""The log density of the family with respect to ``dz``.
+
+    .. math::
+        \log q(z) = \log h(z) + \langle \eta, T(z) \rangle - A(\eta)
+
+    Gaussians compute it from their standardised residuals: the three terms cancel far from zero.
+
+    Parameters
+    ----------
+    family : Family
+    eta : tree
+        Natural parameters.
+    z : (dim,) array
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> standard = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
+    >>> round(float(expfam.log_density(expfam.gaussian(1), standard, jnp.zeros(1))), 4)
+    -0.9189
+    """
+    return family.log_density(eta, z)
+
+
+def kl(family: Family, eta_q: Tree, eta_p: Tree) -> Array:
+    r"""The Kullback-Leibler divergence between two members of a family.
+
+    .. math::
+        KL(q \| p) = A(\eta_p) - A(\eta_q) - \langle \eta_p - \eta_q, \mu(\eta_q) \rangle
+
+    Computed by NumPyro's formula for the distribution where there is one.
+
+    Parameters
+    ----------
+    family : Family
+    eta_q, eta_p : tree
+        Natural parameters, both proper.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> q = {"first": jnp.zeros(1), "second": -0.5 * jnp.ones(1)}
+    >>> p = {"first": jnp.ones(1), "second": -0.5 * jnp.ones(1)}
+    >>> float(expfam.kl(expfam.gaussian(1), q, p))
+    0.5
+    """
+    return family.kl(eta_q, eta_p)
+
+
+def marginal(
+    family: Family, eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int = 0
+) -> Distribution:
+    """The marginal of the coordinates ``z[index]`` that are one site, as a distribution.
+
+    Parameters
+    ----------
+    family : Family
+    eta : tree
+        Natural parameters.
+    index : slice or int array
+        The site's coordinates. The whole of a Gamma, Beta, Dirichlet or categorical member; any
+        part of a Gaussian.
+    shape : tuple of int
+        The site's shape in unconstrained space.
+    event_dim : int
+        How many of the site's axes belong to one event.
+
+    Returns
+    -------
+    Distribution
+        In unconstrained space for a Gaussian: a ``MultivariateNormal`` over the last axis where
+        the family is full and that is the event, else independent ``Normal``. Over ``x`` itself
+        for the other families.
+
+    Raises
+    ------
+    ValueError
+        For coordinates that no single member has, and for a part of a member that is not Gaussian.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> family = expfam.gaussian(3, "full")
+    >>> eta = family.natural({"loc": jnp.zeros(3), "log_scale": jnp.zeros(3),
+    ...                       "below": jnp.array([0.5, 0.0, 0.0])})
+    >>> expfam.marginal(family, eta, slice(1, 3), (2,), event_dim=1).variance
+    Array([1.25, 1.  ], dtype=float32)
+    """
+    return family.marginal(eta, index, shape, event_dim)
+
+
+def all_finite(eta: Tree) -> Array:
+    """Whether every number of a tree is finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(eta)]).all()

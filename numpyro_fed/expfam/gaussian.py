@@ -1,0 +1,261 @@
+r"""Gaussians by their natural parameters.
+
+Covariances are written ``S = L L'`` with ``L = T diag(exp(s))``, ``T`` unit lower triangular, as in
+the guides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from jax.scipy.linalg import solve_triangular
+from numpyro.distributions.util import cholesky_of_inverse, vec_to_tril_matrix
+
+from numpyro_fed.expfam.base import Family, Index, Tree, all_finite
+
+_LOG_2PI = 1.8378770664093453
+
+
+def gaussian(dim: int, covariance: str = "diagonal") -> Family:
+    r"""Gaussians with a diagonal or a full covariance.
+
+    .. math::
+        T(z) = (z, z z'), \quad \eta = (\Lambda m, -\tfrac12 \Lambda), \quad h = 1
+
+    Parameters
+    ----------
+    dim : int
+    covariance : {"diagonal", "full"}
+        ``eta`` is ``{"first": (dim,), "second": (dim,) or (dim, dim)}``; the diagonal family has
+        the squares of ``z`` and the diagonal of ``-Lambda / 2``. ``psi`` is ``{"loc": (dim,),
+        "log_scale": (dim,)}`` and, where full, ``"below"``, the ``dim * (dim - 1) / 2`` numbers
+        below the diagonal of ``T`` row by row.
+
+    Returns
+    -------
+    Family
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> family = expfam.gaussian(2)
+    >>> eta = family.fit(lambda z: -jnp.sum((z - 3.0) ** 2))
+    >>> eta["second"]
+    Array([-1., -1.], dtype=float32)
+    >>> family.ordinary(eta)["loc"]
+    Array([3., 3.], dtype=float32)
+    """
+    if covariance == "diagonal":
+        return _diagonal(dim)
+    if covariance == "full":
+        return _full(dim)
+    raise ValueError(f"covariance must be 'diagonal' or 'full', got {covariance!r}.")
+
+
+def unit_lower(below: Array, dim: int) -> Array:
+    """Unit lower triangular matrices with the numbers ``below`` (..., dim * (dim - 1) / 2)."""
+    if dim < 2:
+        return jnp.broadcast_to(jnp.eye(dim), (*below.shape[:-1], dim, dim))
+    return vec_to_tril_matrix(below, diagonal=-1) + jnp.eye(dim)
+
+
+def solve_unit(T: Array, vector: Array) -> Array:
+    """Solve ``T x = vector`` with ``T`` unit lower triangular (..., dim, dim)."""
+    solution = solve_triangular(T, vector[..., None], lower=True, unit_diagonal=True)
+    return solution[..., 0]
+
+
+def _diagonal(dim: int) -> Family:
+    def normal(eta: Tree) -> dist.Normal:
+        psi = ordinary(eta)
+        return dist.Normal(psi["loc"], jnp.exp(psi["log_scale"]))
+
+    def log_partition(eta: Tree) -> Array:
+        precision = -2 * eta["second"]
+        return 0.5 * jnp.sum(eta["first"] ** 2 / precision - jnp.log(precision) + _LOG_2PI)
+
+    def ordinary(eta: Tree) -> Tree:
+        precision = -2 * eta["second"]
+        return {"loc": eta["first"] / precision, "log_scale": -0.5 * jnp.log(precision)}
+
+    def natural(psi: Tree) -> Tree:
+        precision = jnp.exp(-2 * psi["log_scale"])
+        return {"first": precision * psi["loc"], "second": -0.5 * precision}
+
+    def moments(psi: Tree) -> Tree:
+        return {"first": psi["loc"], "second": psi["loc"] ** 2 + jnp.exp(2 * psi["log_scale"])}
+
+    def from_mean(mu: Tree) -> Tree:
+        precision = 1 / (mu["second"] - mu["first"] ** 2)
+        return {"first": precision * mu["first"], "second": -0.5 * precision}
+
+    def fit(f: Callable[[Array], Array]) -> Tree:
+        zero, one = jnp.zeros(dim), jnp.ones(dim)
+        gradient, curvature = jax.jvp(jax.grad(f), (zero,), (one,))
+        return {"first": gradient, "second": 0.5 * curvature}
+
+    def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
+        psi = ordinary(eta)
+        g = jax.grad(f)(psi)
+        by_variance = 0.5 * g["log_scale"] * jnp.exp(-2 * psi["log_scale"])
+        return {"first": g["loc"] - 2 * by_variance * psi["loc"], "second": by_variance}
+
+    def marginal(eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int) -> dist.Normal:
+        q = normal({name: leaf[index].reshape(shape) for name, leaf in eta.items()})
+        return q.to_event(event_dim)
+
+    return Family(
+        name="gaussian",
+        dim=dim,
+        statistics=lambda z: {"first": z, "second": z**2},
+        log_base=lambda z: jnp.zeros(()),
+        log_partition=log_partition,
+        ordinary=ordinary,
+        natural=natural,
+        moments=moments,
+        from_mean=from_mean,
+        entropy=lambda psi: _entropy(psi, dim),
+        noise=lambda key, n: jax.random.normal(key, (n, dim)),
+        draw=lambda psi, noise: psi["loc"] + jnp.exp(psi["log_scale"]) * noise,
+        centre=lambda psi: psi["loc"],
+        proper=lambda eta: all_finite(eta) & (eta["second"] < 0).all(),
+        fit=fit,
+        dual_gradient=dual_gradient,
+        log_density=lambda eta, z: normal(eta).log_prob(z).sum(),
+        kl=lambda q, p: dist.kl_divergence(normal(q), normal(p)).sum(),
+        marginal=marginal,
+    )
+
+
+def _full(dim: int) -> Family:
+    def root(eta: Tree) -> tuple[Array, Array]:
+        """``R`` with ``Lambda = R R'``, lower triangular, and ``R^{-1} Lambda m``."""
+        R = jnp.linalg.cholesky(_precision(eta))
+        return R, solve_triangular(R, eta["first"], lower=True)
+
+    def log_partition(eta: Tree) -> Array:
+        R, w = root(eta)
+        return 0.5 * (w @ w + dim * _LOG_2PI) - jnp.log(jnp.diagonal(R)).sum()
+
+    def log_density(eta: Tree, z: Array) -> Array:
+        R, w = root(eta)
+        residual = z @ R - w
+        return jnp.log(jnp.diagonal(R)).sum() - 0.5 * (residual @ residual + dim * _LOG_2PI)
+
+    def kl(eta_q: Tree, eta_p: Tree) -> Array:
+        R, w = root(eta_p)
+        psi = ordinary(eta_q)
+        spread, shift = R.T @ _lower(psi, dim), psi["loc"] @ R - w
+        log_ratio = -(jnp.log(jnp.diagonal(R)) + psi["log_scale"])
+        diagonal = jnp.diagonal(spread) ** 2
+        off = jnp.sum(spread**2) - jnp.sum(diagonal)
+        return jnp.sum(log_ratio + 0.5 * (diagonal - 1)) + 0.5 * (off + shift @ shift)
+
+    def ordinary(eta: Tree) -> Tree:
+        L = cholesky_of_inverse(_precision(eta))
+        return {"loc": L @ (eta["first"] @ L), **_parts(L)}
+
+    def natural(psi: Tree) -> Tree:
+        return _from_factor(psi["loc"], _lower(psi, dim))
+
+    def moments(psi: Tree) -> Tree:
+        L = _lower(psi, dim)
+        return {"first": psi["loc"], "second": L @ L.T + jnp.outer(psi["loc"], psi["loc"])}
+
+    def from_mean(mu: Tree) -> Tree:
+        covariance = _symmetric(mu["second"]) - jnp.outer(mu["first"], mu["first"])
+        return _from_factor(mu["first"], jnp.linalg.cholesky(covariance))
+
+    def fit(f: Callable[[Array], Array]) -> Tree:
+        def gradient(z: Array) -> tuple[Array, Array]:
+            return (g := jax.grad(f)(z)), g
+
+        curvature, first = jax.jacfwd(gradient, has_aux=True)(jnp.zeros(dim))
+        return {"first": first, "second": 0.5 * _symmetric(curvature)}
+
+    def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
+        psi = ordinary(eta)
+        g = jax.grad(f)(psi)
+        by_loc = g.pop("loc")
+        by_covariance = _through_cholesky(_lower(psi, dim), g)
+        return {"first": by_loc - 2 * by_covariance @ psi["loc"], "second": by_covariance}
+
+    def marginal(
+        eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int
+    ) -> dist.Distribution:
+        psi = ordinary(eta)
+        loc, rows = psi["loc"][index].reshape(shape), _lower(psi, dim)[index]
+        if event_dim == 0:
+            return dist.Normal(loc, jnp.linalg.norm(rows, axis=-1).reshape(shape))
+        blocks = rows.reshape(*shape, dim)
+        covariance = jnp.einsum("...id,...jd->...ij", blocks, blocks)
+        return dist.MultivariateNormal(loc, covariance).to_event(event_dim - 1)
+
+    return Family(
+        name="gaussian",
+        dim=dim,
+        statistics=lambda z: {"first": z, "second": jnp.outer(z, z)},
+        log_base=lambda z: jnp.zeros(()),
+        log_partition=log_partition,
+        ordinary=ordinary,
+        natural=natural,
+        moments=moments,
+        from_mean=from_mean,
+        entropy=lambda psi: _entropy(psi, dim),
+        noise=lambda key, n: jax.random.normal(key, (n, dim)),
+        draw=lambda psi, noise: psi["loc"] + _lower(psi, dim) @ noise,
+        centre=lambda psi: psi["loc"],
+        proper=lambda eta: all_finite(eta) & all_finite(jnp.linalg.cholesky(_precision(eta))),
+        fit=fit,
+        dual_gradient=dual_gradient,
+        log_density=log_density,
+        kl=kl,
+        marginal=marginal,
+    )
+
+
+def _entropy(psi: Tree, dim: int) -> Array:
+    return psi["log_scale"].sum() + 0.5 * dim * (1 + _LOG_2PI)
+
+
+def _symmetric(matrix: Array) -> Array:
+    return 0.5 * (matrix + matrix.T)
+
+
+def _precision(eta: Tree) -> Array:
+    return -2 * _symmetric(eta["second"])
+
+
+def _lower(psi: Tree, dim: int) -> Array:
+    return unit_lower(psi["below"], dim) * jnp.exp(psi["log_scale"])
+
+
+def _parts(L: Array) -> Tree:
+    """The log-scales of a Cholesky factor, and what stands below the diagonal of ``T``."""
+    scale = jnp.diagonal(L)
+    return {"log_scale": jnp.log(scale), "below": (L / scale)[np.tril_indices(len(L), -1)]}
+
+
+def _from_factor(loc: Array, L: Array) -> Tree:
+    """Natural parameters from the mean and a Cholesky factor of the covariance."""
+    K = solve_triangular(L, jnp.eye(len(L)), lower=True)
+    return {"first": (K @ loc) @ K, "second": -0.5 * _symmetric(K.T @ K)}
+
+
+def _through_cholesky(L: Array, by_parts: Tree) -> Array:
+    """The gradient in a covariance, from that in the parts of its Cholesky factor.
+
+    By ``L`` as it is (Murray 2016, "Differentiation of the Cholesky decomposition", section 4): a
+    second factorisation would lose in single precision what the condition number costs.
+    """
+    (by_factor,) = jax.vjp(_parts, L)[1](by_parts)
+    P = jnp.tril(L.T @ by_factor)
+    P -= 0.5 * jnp.diag(jnp.diagonal(P))
+    half = solve_triangular(L.T, P + P.T, lower=False)
+    return 0.5 * _symmetric(solve_triangular(L.T, half.T, lower=False))
