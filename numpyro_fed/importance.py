@@ -83,8 +83,8 @@ def importance_correct(
     fit, silos, state = result._fit, result._silos, result.state
     runtime, sampler = _compiled(fit, _inner_draws(fit.guide, inner_draws), num_draws)
     server = start(state.server.params, num_draws, fit.model.dim)
-    first = state._replace(round=jnp.zeros((), jnp.int32), server=server)
-    last, losses, ok = runtime.advance(key, first, silos.batches, 1)
+    first = state._replace(round=jnp.zeros((), jnp.int32), server=server, schedule=())
+    last, log, ok = runtime.advance(key, first, silos.batches, 1)
     if not bool(ok):
         bad = failed_silos(last, silos.batches)
         where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
@@ -99,7 +99,7 @@ def importance_correct(
     weights = np.exp(np.asarray(smoothed, np.float64))
     ess = float(weights.sum() ** 2 / (weights**2).sum())
     return Corrected(
-        log_evidence=-float(losses[0]),
+        log_evidence=-float(log.losses[0]),
         ess=ess,
         pareto_k=_tail(float(pareto_k), ess / num_draws),
         weights=weights / weights.sum(),

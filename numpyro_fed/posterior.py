@@ -40,7 +40,7 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
 
     @partial(jax.jit, static_argnums=2)
     def draw_globals(key: Array, params: dict[str, Any], n: int) -> tuple[Array, Array]:
-        noise = jax.random.normal(key, (n, guide.globals.noise_dim))
+        noise = guide.globals.noise(key, n)
         return jax.vmap(guide.globals.draw, (None, 0))(params["guide"], noise)
 
     @jax.jit

@@ -317,7 +317,7 @@ def test_a_reply_has_one_number_a_draw_whatever_the_silo_holds():
         algorithm = importance(p.model, p.guide, bound, 13, 4)
         (exchange,) = algorithm.exchanges
         server = start(p.algorithm.init_server(KEY).params, 13, p.model.dim)
-        down, _ = exchange.broadcast(exchange.server_noise(KEY), server)
+        down, _ = exchange.broadcast(exchange.server_noise(KEY), server, jnp.arange(2))
         for data in p.silos:
             state = p.algorithm.init_silo(KEY, data)
             noise = exchange.silo_noise(KEY, state)

@@ -508,7 +508,7 @@ def gradients(pooled, sizes):
 
     @jax.jit
     def run(server, states, noise, data):
-        down, (value, pull) = exchange.broadcast(eps, server)
+        down, (value, pull) = exchange.broadcast(eps, server, jnp.arange(len(sizes)))
         ask = jax.vmap(exchange.silo, (0, None, 0, 0))
         replies = [ask(e, down, s, d) for e, s, d in zip(noise, states, data, strict=True)]
         ups = [jax.tree.map(lambda a: a.sum(0), up.gradient) for up, _ in replies]
@@ -568,10 +568,11 @@ def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
         p, buckets, states = pooled.at(sizes)
         exchange, server = p.algorithm.exchanges[0], pooled.server
         data = [b.data for b in buckets]
+        who = jnp.arange(len(sizes))
 
         @jax.jit
-        def one_round(server, states, eps, noise, data, exchange=exchange):
-            down, memo = exchange.broadcast(eps, server)
+        def one_round(server, states, eps, noise, data, exchange=exchange, who=who):
+            down, memo = exchange.broadcast(eps, server, who)
             ask = jax.vmap(exchange.silo, (0, None, 0, 0))
             replies = [ask(e, down, s, d) for e, s, d in zip(noise, states, data, strict=True)]
             ups = [jax.tree.map(lambda a: a.sum(0), up) for up, _ in replies]
@@ -599,7 +600,8 @@ def test_a_bucket_of_ragged_silos_sums_as_its_silos_do_one_by_one(x64, objective
     p = parts(glmm, glmm_silos([5, 3, 5]), objective=objective, guide=guide)
     (b,) = bucket(p.silos, p.sizes)
     exchange = p.algorithm.exchanges[0]
-    down, _ = exchange.broadcast(jax.random.normal(KEY, (1, 3)), p.algorithm.init_server(KEY))
+    server = p.algorithm.init_server(KEY)
+    down, _ = exchange.broadcast(jax.random.normal(KEY, (1, 3)), server, jnp.arange(3))
     states = jax.vmap(p.algorithm.init_silo, (None, 0))(KEY, b.data)
     states = states._replace(params=jitter(states.params))
     noise = jax.vmap(exchange.silo_noise, (None, 0))(KEY, states)

@@ -270,7 +270,7 @@ def toy(combine, scatter):
     def init_silo(key, data):
         return Held(jnp.zeros(()), jnp.zeros(()), jnp.array(True))
 
-    def broadcast(noise, state):
+    def broadcast(noise, state, who):
         down = 10.0 * jnp.arange(5) + state["kept"] if scatter else state["kept"]
         return down, noise
 

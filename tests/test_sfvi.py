@@ -228,7 +228,7 @@ def test_a_reply_has_one_shape_whatever_the_silo_holds(guide):
 
     def reply(data):
         server = p.algorithm.init_server(KEY)
-        down, _ = exchange.broadcast(exchange.server_noise(KEY), server)
+        down, _ = exchange.broadcast(exchange.server_noise(KEY), server, jnp.arange(len(p.silos)))
         state = p.algorithm.init_silo(KEY, data)
         up, _ = exchange.silo(exchange.silo_noise(KEY, state), down, state, data)
         return down, up
@@ -245,7 +245,7 @@ def test_what_is_sent_are_draws_of_the_guide_and_its_centre():
     state = p.algorithm.init_server(KEY)
     state = state._replace(params=jitter(state.params))
     eps = p.algorithm.exchanges[0].server_noise(KEY)
-    down, _ = p.algorithm.exchanges[0].broadcast(eps, state)
+    down, _ = p.algorithm.exchanges[0].broadcast(eps, state, jnp.arange(2))
     for z, e in zip(down.z_G, eps, strict=True):
         expected, _ = p.guide.globals.draw(state.params["guide"], e)
         np.testing.assert_allclose(z, expected, rtol=1e-6)
@@ -271,7 +271,7 @@ def test_several_particles_are_the_mean_of_single_ones():
             @jax.jit
             def run(eps, rows):
                 start = p.algorithm.init_server(KEY)._replace(params=server)
-                down, memo = exchange.broadcast(eps, start)
+                down, memo = exchange.broadcast(eps, start, jnp.arange(1))
                 up, after = exchange.silo(rows, down, state, data)
                 end, info = exchange.server(start, memo, up)
                 return info.loss, end.params, after.params, up.bound
@@ -303,7 +303,7 @@ def test_a_silo_whose_bound_is_not_finite_sends_zeros_and_says_so(objective):
     )
     exchange = p.algorithm.exchanges[0]
     server = p.algorithm.init_server(KEY)
-    down, memo = exchange.broadcast(exchange.server_noise(KEY), server)
+    down, memo = exchange.broadcast(exchange.server_noise(KEY), server, jnp.arange(len(p.silos)))
     ups = []
     for j, data in enumerate(p.silos):
         state = p.algorithm.init_silo(KEY, data)

@@ -46,13 +46,13 @@ def importance(
 ) -> FederatedAlgorithm:
     """Build the exchange. Silo states are those of the fit; ``batch_size`` draws run at a time."""
 
-    def server_noise(key: Array) -> Array:
-        return jax.random.normal(key, (num_draws, guide.globals.noise_dim))
+    def server_noise(key: Array) -> Any:
+        return guide.globals.noise(key, num_draws)
 
     def silo_noise(key: Array, state: Any) -> Array:
         return key
 
-    def broadcast(eps: Array, state: ServerState) -> tuple[Down, Any]:
+    def broadcast(eps: Any, state: ServerState, who: Array) -> tuple[Down, Any]:
         params = state.params
         z_G, log_q = jax.vmap(guide.globals.draw, (None, 0))(params["guide"], eps)
         log_prior = jax.vmap(fm.log_prior, (None, 0))(params["theta"], z_G)

@@ -69,7 +69,7 @@ def sfvi(
 ) -> FederatedAlgorithm:
     """Build the algorithm; the server and every silo use ``optim``, each with its own state."""
 
-    def draw(params: dict[str, Any], eps: Array) -> tuple[Down, Array]:
+    def draw(params: dict[str, Any], eps: Any) -> tuple[Down, Array]:
         """What is sent, and the server's own term of the bound."""
         z_G, log_q = jax.vmap(guide.globals.draw, (None, 0))(params["guide"], eps)
         down = Down(params["theta"], z_G, guide.globals.centre(params["guide"]))
@@ -89,14 +89,14 @@ def sfvi(
         }
         return SiloState(params, optim.init(params), jnp.array(True))
 
-    def server_noise(key: Array) -> Array:
-        return jax.random.normal(key, (num_particles, guide.globals.noise_dim))
+    def server_noise(key: Array) -> Any:
+        return guide.globals.noise(key, num_particles)
 
     def silo_noise(key: Array, state: SiloState) -> Rows:
         sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
         return bound.noise(key, sizes, num_particles)
 
-    def broadcast(eps: Array, state: ServerState) -> tuple[Down, Any]:
+    def broadcast(eps: Any, state: ServerState, who: Array) -> tuple[Down, Any]:
         (down, value), pull = jax.vjp(lambda params: draw(params, eps), state.params)
         return down, (value, pull)
 

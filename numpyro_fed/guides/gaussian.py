@@ -26,20 +26,22 @@ class GlobalGuide(NamedTuple):
 
     Attributes
     ----------
-    noise_dim : int
-        Length of the standard normal noise that one draw takes.
+    noise : (key, n) -> pytree
+        What ``n`` draws take, along a leading axis of every leaf: standard normals (n, dim) for
+        Gaussian guides.
     init : (key, loc) -> eta
         Parameters for a start at ``loc``.
     draw : (eta, noise) -> (z_G, log_q)
-        One draw and its log density. Gaussian guides stick the landing: in ``log_q`` the
-        parameters are stopped (Roeder, Wu and Duvenaud 2017), which leaves the value alone.
+        One draw, from the noise of one, and its log density. Gaussian guides stick the landing: in
+        ``log_q`` the parameters are stopped (Roeder, Wu and Duvenaud 2017), which leaves the value
+        alone.
     centre : eta -> (dim,)
         Where the guide is centred; local guides measure ``z_G`` from there.
     """
 
-    noise_dim: int
+    noise: Callable[[Array, int], Any]
     init: Callable[[Array, Array], Eta]
-    draw: Callable[[Eta, Array], tuple[Array, Array]]
+    draw: Callable[[Eta, Any], tuple[Array, Array]]
     centre: Callable[[Eta], Array]
 
 
@@ -67,6 +69,11 @@ class LocalGuide(NamedTuple):
     log_q: Callable[[Eta, Array, Array], Array]
 
 
+def standard_normals(dim: int) -> Callable[[Array, int], Array]:
+    """The noise of a Gaussian guide that takes ``dim`` numbers a draw."""
+    return lambda key, n: jax.random.normal(key, (n, dim))
+
+
 def diagonal(dim: int, init_scale: float) -> GlobalGuide:
     """Independent normals."""
 
@@ -79,7 +86,7 @@ def diagonal(dim: int, init_scale: float) -> GlobalGuide:
         standard = (z - fixed["loc"]) / jnp.exp(fixed["log_scale"])
         return z, _standard_normal(standard).sum() - fixed["log_scale"].sum()
 
-    return GlobalGuide(dim, init, draw, lambda eta: eta["loc"])
+    return GlobalGuide(standard_normals(dim), init, draw, lambda eta: eta["loc"])
 
 
 def full(dim: int, init_scale: float) -> GlobalGuide:
@@ -96,7 +103,7 @@ def full(dim: int, init_scale: float) -> GlobalGuide:
         standard = scaled / jnp.exp(fixed["log_scale"])
         return z, _standard_normal(standard).sum() - fixed["log_scale"].sum()
 
-    return GlobalGuide(dim, init, draw, lambda eta: eta["loc"])
+    return GlobalGuide(standard_normals(dim), init, draw, lambda eta: eta["loc"])
 
 
 def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
@@ -114,7 +121,7 @@ def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
         q = dist.LowRankMultivariateNormal(fixed["loc"], fixed["factor"], variance)
         return z, q.log_prob(z)
 
-    return GlobalGuide(dim + rank, init, draw, lambda eta: eta["loc"])
+    return GlobalGuide(standard_normals(dim + rank), init, draw, lambda eta: eta["loc"])
 
 
 def local(

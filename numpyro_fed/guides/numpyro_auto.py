@@ -21,7 +21,7 @@ from numpyro.infer.autoguide import (
 from numpyro.infer.initialization import init_to_value
 
 from numpyro_fed.errors import GuideError
-from numpyro_fed.guides.gaussian import Eta, GlobalGuide, diagonal, low_rank
+from numpyro_fed.guides.gaussian import Eta, GlobalGuide, diagonal, low_rank, standard_normals
 
 
 def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
@@ -90,7 +90,7 @@ def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
     def centre(eta: Eta) -> Array:
         return draw(eta, jnp.zeros(dim))[0]
 
-    return GlobalGuide(dim, init, draw, centre)
+    return GlobalGuide(standard_normals(dim), init, draw, centre)
 
 
 def _refused(kind: str) -> GuideError:

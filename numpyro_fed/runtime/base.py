@@ -12,8 +12,10 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Combine
 from numpyro_fed.data import Bucket, SiloData
+from numpyro_fed.runtime.schedule import Schedule
 
-CHUNK = 1024  # rounds that one call of the compiled loop can report
+CHUNK = 1024  # rounds, at most, that one call of the compiled loop can log
+VISITS = 2**20  # visits, about, that one call can log
 BLOCK = 64  # rounds, at most, for which noise is drawn at once
 NOISE = 2**20  # numbers, about, that are drawn at once
 
@@ -28,11 +30,15 @@ class State(NamedTuple):
     server : pytree
     silos : tuple of pytree
         One stack of silo states for each bucket.
+    schedule : tuple
+        What the schedule carries on, and each silo's last ``Info.change``; empty where everyone
+        takes part in every round.
     """
 
     round: Array
     server: Any
     silos: tuple[Any, ...]
+    schedule: Any = ()
 
 
 class Batch(NamedTuple):
@@ -42,19 +48,42 @@ class Batch(NamedTuple):
     data: SiloData
 
 
+class Log(NamedTuple):
+    """What rounds report. A round has one step, or as many as its schedule says.
+
+    Attributes
+    ----------
+    losses : (rounds,)
+        The sum of ``Info.loss`` over the steps of a round.
+    reports : pytree, leaves (rounds, steps, ...)
+        ``Info.report``.
+    visits : (rounds, steps, size) int, or ()
+        Who took part; empty where everyone does.
+    watched : pytree, leaves (rounds, steps, size)
+        ``FederatedAlgorithm.watch`` of each participant's new state.
+    """
+
+    losses: Any
+    reports: Any = ()
+    visits: Any = ()
+    watched: Any = ()
+
+
 class Runtime(NamedTuple):
     """An algorithm, ready to run.
 
     Attributes
     ----------
     init : (key, batches) -> State
-    advance : (key, state, batches, n) -> (State, losses, ok)
-        Run up to ``n`` rounds, ``CHUNK`` at most; ``losses`` (CHUNK,) holds one number a round.
-        Stops after the first round that is not ok.
+    advance : (key, state, batches, n) -> (State, Log, ok)
+        Run up to ``n`` rounds, ``chunk`` at most. Stops after the first round that is not ok.
+    chunk : int
+        Rounds that one call can log.
     """
 
     init: Callable[[Array, tuple[Batch, ...]], State]
-    advance: Callable[[Array, State, tuple[Batch, ...], int], tuple[State, Any, Any]]
+    advance: Callable[[Array, State, tuple[Batch, ...], int], tuple[State, Log, Any]]
+    chunk: int = CHUNK
 
 
 def on_device(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:
@@ -88,10 +117,59 @@ def init_keys(key: Array) -> tuple[Array, Array]:
     return first, second
 
 
-def combine(how: Combine, replies: Sequence[Any], batches: Sequence[Batch]) -> Any:
-    """Put stacked replies, one stack for each bucket, together as the exchange asks."""
+def schedule_key(key: Array) -> Array:
+    """The key of a run's schedule, apart from those of all rounds and of the first states."""
+    return jax.random.fold_in(key, np.uint32(2**32 - 2))
+
+
+def chunk_of(schedule: Schedule | None) -> int:
+    """How many rounds one call can log."""
+    if schedule is None:
+        return CHUNK
+    return max(1, min(CHUNK, VISITS // (schedule.steps * schedule.size)))
+
+
+def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> Any:
+    """The schedule's part of the first state."""
+    if schedule is None:
+        return ()
+    if schedule.num_silos != num_silos:
+        raise ValueError(
+            f"the schedule is for {schedule.num_silos} silos, but there are {num_silos}. Build it "
+            "for as many silos as are passed to run."
+        )
+    return schedule.init(schedule_key(key)), jnp.full(num_silos, jnp.inf)
+
+
+def visits(schedule: Schedule, key: Array, round: Array, state: Any) -> tuple[Array, Any]:
+    """Who takes part in each step of a round (steps, size), and what the schedule carries on."""
+    who, carry = schedule.visits(schedule_key(key), round, *state)
+    if jnp.shape(who) != (schedule.steps, schedule.size):
+        raise ValueError(
+            f"the schedule's visits have shape {jnp.shape(who)}: expected (steps, size) = "
+            f"{(schedule.steps, schedule.size)}."
+        )
+    return jnp.asarray(who, jnp.int32), strong(carry)
+
+
+def slices(scatter: Any, down: Any, which: Any) -> Any:
+    """Of each leaf of ``Down`` that has an axis of participants the part of some or one."""
+
+    def part(scattered: bool, leaves: Any) -> Any:
+        return jax.tree.map(lambda a: a[which], leaves) if scattered else leaves
+
+    return jax.tree.map(part, scatter, down)
+
+
+def combine(how: Combine, replies: Sequence[Any], order: Array | None = None) -> Any:
+    """Put stacks of replies together as the exchange asks, in ``order`` where they are gathered."""
     if how is Combine.SUM:
         totals = [jax.tree.map(lambda a: a.sum(0), up) for up in replies]
         return jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *totals)
-    order = jnp.argsort(jnp.concatenate([b.silos for b in batches]))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *replies)
+    which = slice(None) if order is None else order
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[which], *replies)
+
+
+def in_order(batches: Sequence[Batch]) -> Array:
+    """Where the silos stand in the buckets, one after the other, in the order of their numbers."""
+    return jnp.argsort(jnp.concatenate([b.silos for b in batches]))

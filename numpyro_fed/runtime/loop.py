@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_fed.runtime.base import CHUNK, Batch, Runtime, State
+from numpyro_fed.runtime.base import Batch, Log, Runtime, State
 
 REFRESH = 0.25  # seconds between updates of the progress bar
 
@@ -24,11 +25,15 @@ class Failure(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The last good state, the losses of the rounds that led there, and what stopped the run."""
+    """The last good state, the losses of the rounds that led there, and what stopped the run.
+
+    ``log`` is all that these rounds report, as NumPy arrays; None where it was not kept.
+    """
 
     state: State
     losses: np.ndarray
     failure: Failure | None
+    log: Log | None
 
 
 def drive(
@@ -45,26 +50,35 @@ def drive(
     number and the state, a chunk that fails is simply run again up to the round before. A step can
     also spoil parameters while its bound is still finite, so the state is looked at as well.
     """
-    losses: list[np.ndarray] = []
+    logs: list[Log] = []
     done, failure = 0, None
-    n = 1 if progress_bar else CHUNK
+    n = 1 if progress_bar else runtime.chunk
     with tqdm(total=num_rounds, disable=not progress_bar) as bar:
         while done < num_rounds and failure is None:
-            n = min(n, CHUNK, num_rounds - done)
+            n = min(n, runtime.chunk, num_rounds - done)
             began = time.perf_counter()
-            after, chunk, ok = runtime.advance(key, state, batches, n)
+            after, log, ok = runtime.advance(key, state, batches, n)
             while n and not (ok and _finite(after)):
                 failure = Failure(int(after.round) - 1, failed_silos(after, batches))
                 n = failure.round - int(state.round)
-                after, chunk, ok = runtime.advance(key, state, batches, n)
-            losses.append(np.asarray(chunk)[:n])
+                after, _, ok = runtime.advance(key, state, batches, n)
+            logs.append(jax.tree.map(partial(_first, n), log))
             state, done = after, done + n
             if progress_bar and n:
                 bar.update(n)
-                bar.set_postfix_str(f"bound: {-losses[-1].mean():.4f}", refresh=False)
+                bar.set_postfix_str(f"bound: {-logs[-1].losses.mean():.4f}", refresh=False)
                 seconds = time.perf_counter() - began
-                n = min(2 * n, CHUNK) if seconds < REFRESH else max(1, int(n * REFRESH / seconds))
-    return Run(state, np.concatenate(losses), failure)
+                n = (
+                    min(2 * n, runtime.chunk)
+                    if seconds < REFRESH
+                    else max(1, int(n * REFRESH / seconds))
+                )
+    log = jax.tree.map(lambda *parts: np.concatenate(parts), *logs)
+    return Run(state, log.losses, failure, log)
+
+
+def _first(n: int, a: Any) -> np.ndarray:
+    return np.asarray(a)[:n]
 
 
 @jax.jit

@@ -1,0 +1,243 @@
+"""Schedules: who takes part in a round, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.errors import positive_int
+
+ORDERS = ("fixed", "random", "largest_change")
+
+
+class Schedule(NamedTuple):
+    """Who takes part when, as pure functions. Where everyone always does, there is none.
+
+    A schedule under which some silo can never take part is no schedule: its data would count for
+    nothing. The builders below refuse those for which it can be seen.
+
+    Attributes
+    ----------
+    steps : int
+        Server updates in a round.
+    size : int
+        Participants of each.
+    init : key -> carry
+        Arrays that go on from round to round, a part of the run's state.
+    visits : (key, round, carry, change) -> (who, carry)
+        The silos that take part in each step of a round, (steps, size) int, distinct within a
+        step. ``change`` (num_silos,) is the last ``Info.change`` of a step in which a silo took
+        part alone, infinite before the first. The key is the same in all rounds.
+    num_silos : int
+        How many silos there are.
+    """
+
+    steps: int
+    size: int
+    init: Callable[[Array], Any]
+    visits: Callable[[Array, Array, Any, Array], tuple[Array, Any]]
+    num_silos: int
+
+
+def in_turn(num_silos: int, order: str | Sequence[int] = "fixed") -> Schedule:
+    """One silo after the other, each of them in every round.
+
+    Parameters
+    ----------
+    num_silos : int
+    order : {"fixed", "random", "largest_change"} or sequence of int
+        By number; a new random order in each round; those first that changed the server's state
+        most when they last took part; or an order of your own, in which a silo may come twice.
+
+    Raises
+    ------
+    ValueError
+        For an order that is not known, or that leaves out a silo.
+    """
+    positive_int("num_silos", num_silos)
+    if isinstance(order, str) and order not in ORDERS:
+        raise ValueError(
+            f"order={order!r}: expected one of {', '.join(map(repr, ORDERS))}, or a sequence of "
+            "silo numbers."
+        )
+    if order == "random":
+        return _stateless(num_silos, num_silos, 1, lambda key, change: _shuffled(key, num_silos))
+    if order == "largest_change":
+        return _stateless(num_silos, num_silos, 1, lambda key, change: _descending(change))
+    numbers = range(num_silos) if isinstance(order, str) else order
+    fixed = _covering(num_silos, numbers)
+    return _stateless(num_silos, len(fixed), 1, lambda key, change: jnp.asarray(fixed))
+
+
+def at_random(num_silos: int, size: int) -> Schedule:
+    """``size`` silos in each round, any set of them as likely as any other.
+
+    Raises
+    ------
+    ValueError
+        If ``size`` is not among 1 to ``num_silos``.
+    """
+    positive_int("num_silos", num_silos)
+    positive_int("size", size)
+    if size > num_silos:
+        raise ValueError(
+            f"size={size} silos cannot take part at a time: there are {num_silos}. Take between 1 "
+            f"and {num_silos}."
+        )
+    return _stateless(num_silos, 1, size, lambda key, change: _subset(key, num_silos, size))
+
+
+class Clock(NamedTuple):
+    """When each silo finishes the job that it is at, from the end of the last round, and how many
+    it has finished; both (num_silos,).
+    """
+
+    finish: Array
+    jobs: Array
+
+
+def asynchronous(
+    num_silos: int, seconds: Sequence[float] | Callable[[Array, Array], Array]
+) -> Schedule:
+    """Silos at work all the time, each at its own pace; who is ready takes part, alone.
+
+    An event is a silo that finishes its job and begins the next one. A round has as many events as
+    there are silos. The order of events is a function of the run's key and nothing else.
+
+    Parameters
+    ----------
+    num_silos : int
+    seconds : sequence of float (num_silos,), or (key, silo) -> seconds
+        The mean duration of each silo's jobs, which are exponentially distributed; or a function
+        that draws the duration of one job.
+
+    Raises
+    ------
+    ValueError
+        For durations that are not positive and finite, or not one for each silo.
+
+    Examples
+    --------
+    A silo whose jobs take log-normal times, twice as long at odd numbers:
+
+    >>> import jax, jax.numpy as jnp
+    >>> from numpyro_fed.runtime.schedule import asynchronous
+    >>> def seconds(key, silo):
+    ...     return (1 + silo % 2) * jnp.exp(0.5 * jax.random.normal(key))
+    >>> asynchronous(4, seconds).steps
+    4
+    """
+    positive_int("num_silos", num_silos)
+    draw = seconds if callable(seconds) else _exponential(num_silos, seconds)
+    silos = jnp.arange(num_silos)
+    if callable(seconds):
+        _check_durations(jax.vmap(draw, (None, 0))(jax.random.key(0), silos), num_silos)
+
+    def duration(key: Array, silo: Array, job: Array) -> Array:
+        return draw(jax.random.fold_in(jax.random.fold_in(key, silo), job), silo)
+
+    def init(key: Array) -> Clock:
+        jobs = jnp.zeros(num_silos, jnp.int32)
+        return Clock(jax.vmap(duration, (None, 0, 0))(key, silos, jobs) * 1.0, jobs)
+
+    def visits(key: Array, round: Array, clock: Clock, change: Array) -> tuple[Array, Clock]:
+        def event(clock: Clock, _: None) -> tuple[Clock, Array]:
+            silo = jnp.argmin(clock.finish)
+            jobs = clock.jobs.at[silo].add(1)
+            finish = clock.finish.at[silo].add(duration(key, silo, jobs[silo]))
+            return Clock(finish, jobs), silo
+
+        now = clock.finish.min()  # a clock that only grew would lose its digits
+        clock, who = jax.lax.scan(event, clock._replace(finish=clock.finish - now), None, num_silos)
+        return who[:, None], clock
+
+    return Schedule(num_silos, 1, init, visits, num_silos)
+
+
+def _stateless(
+    num_silos: int, steps: int, size: int, who: Callable[[Array, Array], Array]
+) -> Schedule:
+    """A schedule of each round's own key and the last changes."""
+
+    def visits(key: Array, round: Array, carry: tuple, change: Array) -> tuple[Array, tuple]:
+        return who(jax.random.fold_in(key, round), change).reshape(steps, size), carry
+
+    return Schedule(steps, size, lambda key: (), visits, num_silos)
+
+
+def _shuffled(key: Array, num_silos: int) -> Array:
+    return jax.random.permutation(key, num_silos)
+
+
+def _descending(change: Array) -> Array:
+    return jnp.argsort(change, descending=True)
+
+
+def _subset(key: Array, num_silos: int, size: int) -> Array:
+    """Distinct silos in order, in work that depends on ``size`` alone (Floyd's algorithm)."""
+    last = num_silos - size + jnp.arange(size)
+    drawn = jax.random.randint(key, (size,), 0, last + 1)
+
+    def add(i: Array, chosen: Array) -> Array:
+        return chosen.at[i].set(jnp.where((chosen == drawn[i]).any(), last[i], drawn[i]))
+
+    return jnp.sort(jax.lax.fori_loop(0, size, add, jnp.full(size, -1)))
+
+
+def _covering(num_silos: int, order: Sequence[int]) -> np.ndarray:
+    """A fixed order, if it is made of silos and leaves none out."""
+    numbers = np.asarray(order)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise ValueError(
+            f"order must be a sequence of silo numbers, got {order!r:.60}. Pass a list of whole "
+            f"numbers from 0 to {num_silos - 1}."
+        )
+    unknown = sorted(set(numbers.tolist()) - set(range(num_silos)))
+    if unknown:
+        raise ValueError(
+            f"order holds {_some(unknown)}, but silos are numbered 0 to {num_silos - 1}. Leave out "
+            "what is not a silo."
+        )
+    missing = sorted(set(range(num_silos)) - set(numbers.tolist()))
+    if missing:
+        raise ValueError(
+            f"order never visits silo {_some(missing)}, whose data would count for nothing. Let "
+            "every silo come at least once, or leave it out of the list of silos."
+        )
+    return numbers
+
+
+def _exponential(num_silos: int, seconds: Sequence[float]) -> Callable[[Array, Array], Array]:
+    means = np.asarray(seconds)
+    _check_durations(means, num_silos)
+
+    def draw(key: Array, silo: Array) -> Array:
+        return jnp.asarray(means, float)[silo] * jax.random.exponential(key)
+
+    return draw
+
+
+def _check_durations(durations: Any, num_silos: int) -> None:
+    durations = np.asarray(durations)
+    if durations.shape != (num_silos,) or durations.dtype.kind not in "fiu":
+        raise ValueError(
+            f"seconds must hold one positive number for each of {num_silos} silos, got shape "
+            f"{durations.shape} and dtype {durations.dtype}. Pass a list of mean durations, or a "
+            "function (key, silo) -> seconds that returns a scalar."
+        )
+    bad = np.flatnonzero(~((durations > 0) & (durations < np.inf)))
+    if bad.size:
+        raise ValueError(
+            f"seconds must be positive and finite, got {durations[bad[0]]} at silo {bad[0]}. A "
+            "silo that is never done should be left out of the list of silos."
+        )
+
+
+def _some(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:10]))
+    return shown if len(numbers) <= 10 else f"{shown}, ... ({len(numbers)} of them)"
