@@ -1,7 +1,20 @@
 """Exponential families of unconstrained vectors, by their natural parameters."""
 
 from numpyro_fed.expfam.base import Family, inner, kl, log_density, marginal
+from numpyro_fed.expfam.conjugate import beta, categorical, dirichlet, gamma
 from numpyro_fed.expfam.gaussian import gaussian
 from numpyro_fed.expfam.product import product
 
-__all__ = ["Family", "gaussian", "inner", "kl", "log_density", "marginal", "product"]
+__all__ = [
+    "Family",
+    "beta",
+    "categorical",
+    "dirichlet",
+    "gamma",
+    "gaussian",
+    "inner",
+    "kl",
+    "log_density",
+    "marginal",
+    "product",
+]

@@ -7,6 +7,7 @@ the guides.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from numpyro.distributions.util import cholesky_of_inverse, vec_to_tril_matrix
 from numpyro_fed.expfam.base import Family, Index, Tree, all_finite
 
 _LOG_2PI = 1.8378770664093453
+_dot = partial(jnp.matmul, precision="highest")
 
 
 def gaussian(dim: int, covariance: str = "diagonal") -> Family:
@@ -141,32 +143,32 @@ def _full(dim: int) -> Family:
 
     def log_partition(eta: Tree) -> Array:
         R, w = root(eta)
-        return 0.5 * (w @ w + dim * _LOG_2PI) - jnp.log(jnp.diagonal(R)).sum()
+        return 0.5 * (jnp.sum(w**2) + dim * _LOG_2PI) - jnp.log(jnp.diagonal(R)).sum()
 
     def log_density(eta: Tree, z: Array) -> Array:
         R, w = root(eta)
-        residual = z @ R - w
-        return jnp.log(jnp.diagonal(R)).sum() - 0.5 * (residual @ residual + dim * _LOG_2PI)
+        residual = _dot(z, R) - w
+        return jnp.log(jnp.diagonal(R)).sum() - 0.5 * (jnp.sum(residual**2) + dim * _LOG_2PI)
 
     def kl(eta_q: Tree, eta_p: Tree) -> Array:
         R, w = root(eta_p)
         psi = ordinary(eta_q)
-        spread, shift = R.T @ _lower(psi, dim), psi["loc"] @ R - w
+        spread, shift = _dot(R.T, _lower(psi, dim)), _dot(psi["loc"], R) - w
         log_ratio = -(jnp.log(jnp.diagonal(R)) + psi["log_scale"])
         diagonal = jnp.diagonal(spread) ** 2
         off = jnp.sum(spread**2) - jnp.sum(diagonal)
-        return jnp.sum(log_ratio + 0.5 * (diagonal - 1)) + 0.5 * (off + shift @ shift)
+        return jnp.sum(log_ratio + 0.5 * (diagonal - 1)) + 0.5 * (off + jnp.sum(shift**2))
 
     def ordinary(eta: Tree) -> Tree:
         L = cholesky_of_inverse(_precision(eta))
-        return {"loc": L @ (eta["first"] @ L), **_parts(L)}
+        return {"loc": _dot(L, _dot(eta["first"], L)), **_parts(L)}
 
     def natural(psi: Tree) -> Tree:
         return _from_factor(psi["loc"], _lower(psi, dim))
 
     def moments(psi: Tree) -> Tree:
         L = _lower(psi, dim)
-        return {"first": psi["loc"], "second": L @ L.T + jnp.outer(psi["loc"], psi["loc"])}
+        return {"first": psi["loc"], "second": _dot(L, L.T) + jnp.outer(psi["loc"], psi["loc"])}
 
     def from_mean(mu: Tree) -> Tree:
         covariance = _symmetric(mu["second"]) - jnp.outer(mu["first"], mu["first"])
@@ -184,7 +186,7 @@ def _full(dim: int) -> Family:
         g = jax.grad(f)(psi)
         by_loc = g.pop("loc")
         by_covariance = _through_cholesky(_lower(psi, dim), g)
-        return {"first": by_loc - 2 * by_covariance @ psi["loc"], "second": by_covariance}
+        return {"first": by_loc - 2 * _dot(by_covariance, psi["loc"]), "second": by_covariance}
 
     def marginal(
         eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int
@@ -194,7 +196,7 @@ def _full(dim: int) -> Family:
         if event_dim == 0:
             return dist.Normal(loc, jnp.linalg.norm(rows, axis=-1).reshape(shape))
         blocks = rows.reshape(*shape, dim)
-        covariance = jnp.einsum("...id,...jd->...ij", blocks, blocks)
+        covariance = _dot(blocks, jnp.swapaxes(blocks, -1, -2))
         return dist.MultivariateNormal(loc, covariance).to_event(event_dim - 1)
 
     return Family(
@@ -209,7 +211,7 @@ def _full(dim: int) -> Family:
         from_mean=from_mean,
         entropy=lambda psi: _entropy(psi, dim),
         noise=lambda key, n: jax.random.normal(key, (n, dim)),
-        draw=lambda psi, noise: psi["loc"] + _lower(psi, dim) @ noise,
+        draw=lambda psi, noise: psi["loc"] + _dot(_lower(psi, dim), noise),
         centre=lambda psi: psi["loc"],
         proper=lambda eta: all_finite(eta) & all_finite(jnp.linalg.cholesky(_precision(eta))),
         fit=fit,
@@ -245,7 +247,7 @@ def _parts(L: Array) -> Tree:
 def _from_factor(loc: Array, L: Array) -> Tree:
     """Natural parameters from the mean and a Cholesky factor of the covariance."""
     K = solve_triangular(L, jnp.eye(len(L)), lower=True)
-    return {"first": (K @ loc) @ K, "second": -0.5 * _symmetric(K.T @ K)}
+    return {"first": _dot(_dot(K, loc), K), "second": -0.5 * _symmetric(_dot(K.T, K))}
 
 
 def _through_cholesky(L: Array, by_parts: Tree) -> Array:
@@ -255,7 +257,7 @@ def _through_cholesky(L: Array, by_parts: Tree) -> Array:
     second factorisation would lose in single precision what the condition number costs.
     """
     (by_factor,) = jax.vjp(_parts, L)[1](by_parts)
-    P = jnp.tril(L.T @ by_factor)
+    P = jnp.tril(_dot(L.T, by_factor))
     P -= 0.5 * jnp.diag(jnp.diagonal(P))
     half = solve_triangular(L.T, P + P.T, lower=False)
     return 0.5 * _symmetric(solve_triangular(L.T, half.T, lower=False))

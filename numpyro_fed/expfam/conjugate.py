@@ -1,0 +1,423 @@
+"""Gamma, Beta, Dirichlet and categorical families: the priors of conjugate models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array, lax
+from jax.nn import log_sigmoid, logsumexp, one_hot
+from jax.scipy.special import digamma, gammaln, polygamma
+
+from numpyro_fed.expfam.base import Family, Index, Tree, all_finite, inner
+
+_FAR = 8.0  # fits look at sigmoid(+-8), at exp(+-8)
+_EULER_GAMMA = 0.5772156649015329
+
+
+def gamma(shape: tuple[int, ...] = ()) -> Family:
+    r"""Independent Gamma variables ``x = exp(z)`` with shapes ``alpha`` and rates ``beta``.
+
+    .. math::
+        T(z) = (\log x, x), \quad \eta = (\alpha - 1, -\beta), \quad h = \prod x
+
+    Poisson and exponential likelihoods of a rate ``x``, and that of a normal's precision, are
+    affine in ``T``.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        ``eta`` is ``{"log": shape, "linear": shape}``; ``psi`` is ``{"log_concentration",
+        "log_rate"}`` of that shape.
+
+    Returns
+    -------
+    Family
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> family = expfam.gamma(())
+    >>> prior = family.natural({"log_concentration": jnp.log(2.0), "log_rate": jnp.log(1.0)})
+    >>> count = family.fit(lambda z: 5 * z[0] - jnp.exp(z[0]))          # Poisson, y = 5
+    >>> posterior = {name: prior[name] + count[name] for name in prior}
+    >>> q = expfam.marginal(family, posterior, slice(0, 1), ())
+    >>> round(float(q.concentration), 4), round(float(q.rate), 4)
+    (7.0, 2.0)
+    """
+    dim = math.prod(shape)
+
+    def of(eta: Tree) -> dist.Gamma:
+        return dist.Gamma(eta["log"] + 1, -eta["linear"])
+
+    def statistics(z: Array) -> Tree:
+        z = z.reshape(shape)
+        return {"log": z, "linear": jnp.exp(z)}
+
+    def log_partition(eta: Tree) -> Array:
+        alpha, beta = eta["log"] + 1, -eta["linear"]
+        return jnp.sum(gammaln(alpha) - alpha * jnp.log(beta))
+
+    def ordinary(eta: Tree) -> Tree:
+        return {"log_concentration": jnp.log1p(eta["log"]), "log_rate": jnp.log(-eta["linear"])}
+
+    def natural(psi: Tree) -> Tree:
+        return {"log": jnp.expm1(psi["log_concentration"]), "linear": -jnp.exp(psi["log_rate"])}
+
+    def moments(psi: Tree) -> Tree:
+        log_alpha, log_beta = psi["log_concentration"], psi["log_rate"]
+        return {
+            "log": digamma(jnp.exp(log_alpha)) - log_beta,
+            "linear": jnp.exp(log_alpha - log_beta),
+        }
+
+    def from_mean(mu: Tree) -> Tree:
+        alpha = _shape_of_gamma(jnp.log(mu["linear"]) - mu["log"])
+        return {"log": alpha - 1, "linear": -alpha / mu["linear"]}
+
+    def draw(psi: Tree, key: Array) -> Array:
+        log_x = jax.random.loggamma(key, jnp.exp(psi["log_concentration"]))
+        return (log_x - psi["log_rate"]).reshape(dim)
+
+    def fit(f: Callable[[Array], Array]) -> Tree:
+        below, above = (jax.grad(f)(jnp.full(dim, z, float)).reshape(shape) for z in (-_FAR, _FAR))
+        slope = (above - below) / (math.exp(_FAR) - math.exp(-_FAR))
+        return {"log": below - slope * math.exp(-_FAR), "linear": slope}
+
+    def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
+        psi = ordinary(eta)
+        g = jax.grad(f)(psi)
+        by_alpha, by_rate = g["log_concentration"], g["log_rate"]
+        alpha = eta["log"] + 1
+        excess = _excess(alpha)
+        return {
+            "log": (by_alpha + by_rate) / excess,
+            "linear": eta["linear"] * (polygamma(1, alpha) * by_rate + by_alpha / alpha) / excess,
+        }
+
+    def proper(eta: Tree) -> Array:
+        return all_finite(eta) & (eta["log"] > -1).all() & (eta["linear"] < 0).all()
+
+    return _with_keys(
+        name="gamma",
+        dim=dim,
+        of=of,
+        statistics=statistics,
+        log_base=jnp.sum,
+        log_partition=log_partition,
+        ordinary=ordinary,
+        natural=natural,
+        moments=moments,
+        from_mean=from_mean,
+        draw=draw,
+        centre=lambda psi: (psi["log_concentration"] - psi["log_rate"]).reshape(dim),
+        proper=proper,
+        fit=fit,
+        dual_gradient=dual_gradient,
+        event_dim=0,
+    )
+
+
+def beta(shape: tuple[int, ...] = ()) -> Family:
+    r"""Independent Beta variables ``x = 1 / (1 + exp(-z))``.
+
+    .. math::
+        T(z) = (\log x, \log(1 - x)), \quad \eta = (a - 1, b - 1), \quad h = \prod x (1 - x)
+
+    A Dirichlet of two categories. Bernoulli, binomial and geometric likelihoods of a probability
+    ``x`` are affine in ``T``.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        ``eta`` is ``{"log": (*shape, 2)}``, first ``a - 1``, then ``b - 1``; ``psi`` is
+        ``{"log_concentration": (*shape, 2)}``.
+
+    Returns
+    -------
+    Family
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> family = expfam.beta(())
+    >>> family.moments(family.ordinary({"log": jnp.zeros(2)}))["log"]   # E[log x], x uniform
+    Array([-1., -1.], dtype=float32)
+    """
+
+    def of(eta: Tree) -> dist.Beta:
+        return dist.Beta(eta["log"][..., 0] + 1, eta["log"][..., 1] + 1)
+
+    return _simplex("beta", shape, 2, of, event_dim=0)
+
+
+def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family:
+    r"""Independent Dirichlet vectors ``x`` of ``k`` categories, by stick-breaking.
+
+    .. math::
+        T(z) = \log x, \quad \eta = \alpha - 1, \quad h = \prod_i x_i
+
+    Categorical and multinomial likelihoods of the probabilities ``x`` are affine in ``T``.
+
+    Parameters
+    ----------
+    batch_shape : tuple of int
+    k : int
+        ``eta`` is ``{"log": (*batch_shape, k)}``, ``psi`` is ``{"log_concentration":
+        (*batch_shape, k)}``; ``z`` has ``k - 1`` numbers for each ``x``.
+
+    Returns
+    -------
+    Family
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> family = expfam.dirichlet((), 3)
+    >>> eta = {"log": jnp.array([1.0, 2.0, 3.0])}
+    >>> expfam.marginal(family, eta, slice(0, 2), (2,), event_dim=1).concentration
+    Array([2., 3., 4.], dtype=float32)
+    """
+
+    def of(eta: Tree) -> dist.Dirichlet:
+        return dist.Dirichlet(eta["log"] + 1)
+
+    return _simplex("dirichlet", batch_shape, k, of, event_dim=1)
+
+
+def categorical(batch_shape: tuple[int, ...], k: int) -> Family:
+    r"""Independent integers ``z`` in ``0, ..., k - 1``.
+
+    .. math::
+        T(z)_v = 1\{z = v\}, \quad \eta = \text{logits}
+
+    ``eta`` counts up to a constant for each integer; ``from_mean`` gives normalised logits and
+    ``fit`` those with a zero first. A draw has no gradient to ``psi``.
+
+    Parameters
+    ----------
+    batch_shape : tuple of int
+    k : int
+        ``eta`` and ``psi`` are ``{"logits": (*batch_shape, k)}``; ``z`` is a flat vector of ints.
+
+    Returns
+    -------
+    Family
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import expfam
+    >>> family = expfam.categorical((), 3)
+    >>> family.fit(lambda z: jnp.array([3.0, 5.0, 4.0])[z[0]])["logits"]
+    Array([0., 2., 1.], dtype=float32)
+    """
+    dim = math.prod(batch_shape)
+
+    def same(eta: Tree) -> Tree:
+        return eta
+
+    def of(eta: Tree) -> dist.Distribution:
+        return dist.Categorical(probabilities(eta)["logits"])
+
+    def probabilities(psi: Tree) -> Tree:
+        return {"logits": jax.nn.softmax(psi["logits"])}
+
+    def statistics(z: Array) -> Tree:
+        return {"logits": one_hot(z.astype(int).reshape(batch_shape), k)}
+
+    def fit(f: Callable[[Array], Array]) -> Tree:
+        first = jnp.zeros(dim, int)
+
+        def at(i: Array, value: Array) -> Array:
+            return f(first.at[i].set(value))
+
+        table = jax.vmap(jax.vmap(at, (None, 0)), (0, None))(jnp.arange(dim), jnp.arange(k))
+        return {"logits": (table - table[:, :1]).reshape(*batch_shape, k)}
+
+    def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
+        return {"logits": jax.grad(f)(eta)["logits"] / probabilities(eta)["logits"]}
+
+    return _with_keys(
+        name="categorical",
+        dim=dim,
+        of=of,
+        statistics=statistics,
+        log_base=lambda z: jnp.zeros(()),
+        log_partition=lambda eta: logsumexp(eta["logits"], axis=-1).sum(),
+        ordinary=same,
+        natural=same,
+        moments=probabilities,
+        from_mean=lambda mu: {"logits": jnp.log(mu["logits"])},
+        draw=lambda psi, key: jax.random.categorical(key, psi["logits"]).reshape(dim),
+        centre=lambda psi: jnp.argmax(psi["logits"], axis=-1).reshape(dim),
+        proper=all_finite,
+        fit=fit,
+        dual_gradient=dual_gradient,
+        event_dim=0,
+    )
+
+
+def _simplex(
+    name: str, batch_shape: tuple[int, ...], k: int, of: Callable, event_dim: int
+) -> Family:
+    """What Beta and Dirichlet share; the event of a Beta is one number."""
+    rows, dim = (*batch_shape, k - 1), math.prod(batch_shape) * (k - 1)
+    balance = np.log(np.arange(k - 1, 0, -1))
+
+    def log_x(z: Array) -> Array:
+        z = z.reshape(rows) - balance
+        rest = jnp.cumsum(log_sigmoid(-z), axis=-1)
+        first = log_sigmoid(z) + jnp.concatenate([jnp.zeros_like(z[..., :1]), rest[..., :-1]], -1)
+        return jnp.concatenate([first, rest[..., -1:]], -1)
+
+    def from_logs(logs: Array) -> Array:
+        """The flat ``z`` of the ``x`` whose logarithms are ``logs`` up to a constant."""
+        rest = lax.cumlogsumexp(logs, axis=len(batch_shape), reverse=True)[..., 1:]
+        return (logs[..., :-1] - rest + balance).reshape(dim)
+
+    def alpha(psi: Tree) -> Array:
+        return jnp.exp(psi["log_concentration"])
+
+    def log_partition(eta: Tree) -> Array:
+        a = eta["log"] + 1
+        return gammaln(a).sum() - gammaln(a.sum(-1)).sum()
+
+    def moments(psi: Tree) -> Tree:
+        a = alpha(psi)
+        return {"log": digamma(a) - digamma(a.sum(-1, keepdims=True))}
+
+    def draw(psi: Tree, key: Array) -> Array:
+        return from_logs(jax.random.loggamma(key, alpha(psi)))
+
+    def fit(f: Callable[[Array], Array]) -> Tree:
+        low = jnp.broadcast_to(balance - _FAR, rows)
+        last_high = low.at[..., -1].set(balance[-1] + _FAR)
+        everywhere, last = (jax.grad(f)(z.reshape(dim)).reshape(rows) for z in (low, last_high))
+        slopes = jnp.concatenate([everywhere, last[..., -1:]], -1)
+        return {"log": jnp.matmul(slopes, _inverse_slopes(k).T, precision="highest")}
+
+    def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
+        a = eta["log"] + 1
+        own, total = polygamma(1, a), a.sum(-1, keepdims=True)
+        g = jax.grad(f)({"log_concentration": jnp.log(a)})["log_concentration"] / (a * own)
+        gap = (_excess(a) / own).sum(-1, keepdims=True) - _excess(total) / polygamma(1, total)
+        return {"log": g + g.sum(-1, keepdims=True) / (gap * own)}
+
+    return _with_keys(
+        name=name,
+        dim=dim,
+        of=of,
+        statistics=lambda z: {"log": log_x(z)},
+        log_base=lambda z: log_x(z).sum(),
+        log_partition=log_partition,
+        ordinary=lambda eta: {"log_concentration": jnp.log1p(eta["log"])},
+        natural=lambda psi: {"log": jnp.expm1(psi["log_concentration"])},
+        moments=moments,
+        from_mean=lambda mu: {"log": _concentration(mu["log"]) - 1},
+        draw=draw,
+        centre=lambda psi: from_logs(psi["log_concentration"]),
+        proper=lambda eta: all_finite(eta) & (eta["log"] > -1).all(),
+        fit=fit,
+        dual_gradient=dual_gradient,
+        event_dim=event_dim,
+    )
+
+
+def _with_keys(
+    *, name: str, dim: int, of: Callable, event_dim: int, **functions: Callable
+) -> Family:
+    """A family whose NumPyro distribution ``of(eta)`` is over ``x`` and whose noise is keys."""
+    statistics, log_base = functions["statistics"], functions["log_base"]
+    log_partition, natural = functions["log_partition"], functions["natural"]
+
+    def entropy(psi: Tree) -> Array:
+        eta = natural(psi)
+        return log_partition(eta) - inner(eta, functions["moments"](psi))
+
+    def log_density(eta: Tree, z: Array) -> Array:
+        return log_base(z) + inner(eta, statistics(z)) - log_partition(eta)
+
+    def marginal(eta: Tree, index: Index, shape: tuple[int, ...], event: int) -> dist.Distribution:
+        if not np.array_equal(np.arange(dim)[index], np.arange(dim)):
+            raise ValueError(f"a {name} family has no marginal for a part of its {dim} numbers.")
+        return of(eta).to_event(event - event_dim)
+
+    return Family(
+        name=name,
+        dim=dim,
+        entropy=entropy,
+        noise=jax.random.split,
+        log_density=log_density,
+        kl=lambda q, p: dist.kl_divergence(of(q), of(p)).sum(),
+        marginal=marginal,
+        **functions,
+    )
+
+
+def _inverse_slopes(k: int) -> np.ndarray:
+    """From slopes to the coefficients of ``log x``.
+
+    With ``p`` and ``q = 1 - p`` the parts of the stick, ``d/dz_i`` of ``<a, log x>`` is
+    ``p a_i - q (a_{i+1} + ... + a_k)`` where ``z_i`` is low, and with ``p`` and ``q`` exchanged
+    where it is high, as the last one is in the last row.
+    """
+    p, q = (1 / (1 + math.exp(s * _FAR)) for s in (-1, 1))
+    slopes = p * np.eye(k) - q * np.triu(np.ones((k, k)), 1)
+    slopes[-1] = 0.0
+    slopes[-1, -2:] = q, -p
+    return np.linalg.inv(slopes)
+
+
+def _excess(x: Array) -> Array:
+    """``x trigamma(x) - 1``, above 16 by its series, where the difference would cancel."""
+    far = jnp.maximum(x, 16.0)
+    series = (0.5 + (1 / 6 - (1 / 30 - 1 / (42 * far**2)) / far**2) / far) / far
+    return jnp.where(x > 16.0, series, x * polygamma(1, x) - 1)
+
+
+def _shape_of_gamma(gap: Array) -> Array:
+    """Solve ``log(alpha) - digamma(alpha) = gap``, by Newton steps for ``1 / alpha``.
+
+    Minka (2002), "Estimating a Gamma distribution".
+    """
+
+    def step(_: int, alpha: Array) -> Array:
+        miss = jnp.log(alpha) - digamma(alpha) - gap
+        return 1 / (1 / alpha + miss / (alpha - alpha**2 * polygamma(1, alpha)))
+
+    start = (3 - gap + jnp.sqrt((gap - 3) ** 2 + 24 * gap)) / (12 * gap)
+    return lax.fori_loop(0, 6, step, start)
+
+
+def _inverse_digamma(y: Array) -> Array:
+    """Newton from Minka's start ("Estimating a Dirichlet distribution", 2000, appendix C)."""
+    start = jnp.where(y >= -2.22, jnp.exp(y) + 0.5, -1 / (y + _EULER_GAMMA))
+    return lax.fori_loop(0, 5, lambda _, x: x - (digamma(x) - y) / polygamma(1, x), start)
+
+
+def _concentration(mean_log: Array) -> Array:
+    r"""Solve ``digamma(alpha) - digamma(sum(alpha)) = mean_log`` (..., k).
+
+    By Newton steps for the sum ``s``, the root of :math:`\sum_i \psi^{-1}(g_i + \psi(s)) - s`.
+    That function is concave and the start is above its root, so that the steps go down to it.
+    """
+    k = mean_log.shape[-1]
+
+    def parts(s: Array) -> Array:
+        return _inverse_digamma(mean_log + digamma(s))
+
+    def step(_: int, s: Array) -> Array:
+        a = parts(s)
+        slope = polygamma(1, s) * (1 / polygamma(1, a)).sum(-1, keepdims=True) - 1
+        return s - (a.sum(-1, keepdims=True) - s) / slope
+
+    start = 0.5 * k / -jnp.expm1(logsumexp(mean_log, axis=-1, keepdims=True))
+    return parts(lax.fori_loop(0, 12, step, start))
