@@ -1,0 +1,477 @@
+"""Exponential families against NumPyro's distributions, autodiff and quadrature."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpyro.distributions import biject_to
+
+from numpyro_fed import expfam
+from numpyro_fed.guides import gaussian as guides
+
+KEY = jax.random.key(0)
+FAMILIES = {
+    "diagonal": expfam.gaussian(3),
+    "full": expfam.gaussian(3, "full"),
+    "gamma": expfam.gamma((2,)),
+    "beta": expfam.beta((2,)),
+    "dirichlet": expfam.dirichlet((2,), 3),
+    "product": expfam.product(
+        {
+            "location": (np.array([4, 1]), expfam.gaussian(2, "full")),
+            "rate": (slice(0, 1), expfam.gamma()),
+            "weights": (slice(2, 4), expfam.dirichlet((), 3)),
+        }
+    ),
+}
+SINGLE = [name for name in FAMILIES if name != "product"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@cache
+def shapes(name):
+    family = FAMILIES[name]
+    return jax.eval_shape(lambda: family.ordinary(family.fit(jnp.sum)))
+
+
+def parameters(name, seed=0, spread=1.0):
+    """Random ordinary parameters of a family."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda s: jnp.asarray(rng.normal(0.5, spread, s.shape)), shapes(name))
+
+
+def scalar(psi):
+    """Some function of ordinary parameters."""
+    return sum(jnp.sum(jnp.sin(leaf + i)) for i, leaf in enumerate(jax.tree.leaves(psi)))
+
+
+def exact(name, psi):
+    """The distribution over x, built without the family, and its support."""
+    if name == "diagonal":
+        return dist.Normal(psi["loc"], jnp.exp(psi["log_scale"])).to_event(1)
+    if name == "full":
+        L = np.eye(3)
+        L[np.tril_indices(3, -1)] = psi["below"]
+        L = L @ np.diag(np.exp(psi["log_scale"]))
+        return dist.MultivariateNormal(psi["loc"], covariance_matrix=L @ L.T)
+    alpha = jnp.exp(psi["log_concentration"])
+    if name == "gamma":
+        return dist.Gamma(alpha, jnp.exp(psi["log_rate"])).to_event(1)
+    if name == "beta":
+        return dist.Beta(alpha[:, 0], alpha[:, 1]).to_event(1)
+    return dist.Dirichlet(alpha).to_event(1)
+
+
+def rows(name):
+    return (2, 2) if name == "dirichlet" else (-1,)
+
+
+def log_prob(name, q, z):
+    """The density with respect to ``dz``."""
+    z = z.reshape(rows(name))
+    bijection = biject_to(q.support)
+    x = bijection(z)
+    return q.log_prob(x) + jnp.sum(bijection.log_abs_det_jacobian(z, x))
+
+
+@cache
+def facts(name):
+    """What the round trips and identities compare, compiled once a family."""
+    family = FAMILIES[name]
+
+    @jax.jit
+    def at(psi, other):
+        eta, eta_p, mu = family.natural(psi), family.natural(other), family.moments(psi)
+        apart = jax.tree.map(jnp.subtract, eta_p, eta)
+        A = family.log_partition
+        return {
+            "eta": eta,
+            "ordinary": family.ordinary(eta),
+            "from_mean": family.from_mean(mu),
+            "mu": mu,
+            "slope": jax.grad(A)(eta),
+            "entropy": (family.entropy(psi), A(eta) - expfam.inner(eta, mu)),
+            "kl": (expfam.kl(family, eta, eta_p), A(eta_p) - A(eta) - expfam.inner(apart, mu)),
+            "zero": expfam.kl(family, eta, eta),
+            "proper": family.proper(eta),
+        }
+
+    return at
+
+
+def check(actual, desired, rtol=1e-7, atol=1e-9):
+    def same(a, b):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+    jax.tree.map(same, actual, desired)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0.1, 2.0))
+def test_parameters_go_round_and_identities_hold(name, seed, spread):
+    psi, other = parameters(name, seed, spread), parameters(name, seed + 1, spread)
+    fact = facts(name)(psi, other)
+    check(fact["ordinary"], psi)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(fact["eta"]))
+    check(fact["from_mean"], fact["eta"], rtol=1e-6, atol=1e-9 * scale)
+    check(fact["slope"], fact["mu"], rtol=1e-6, atol=1e-6)
+    check(*fact["entropy"], rtol=1e-6, atol=1e-6)
+    check(*fact["kl"], rtol=1e-6, atol=1e-6)
+    assert fact["kl"][0] >= 0
+    assert abs(fact["zero"]) < 1e-9
+    assert fact["proper"]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_log_density_is_numpyros_with_the_log_determinant(name):
+    family, psi = FAMILIES[name], parameters(name)
+    eta, q = family.natural(psi), exact(name, psi)
+    z = jax.random.normal(KEY, (5, family.dim))
+    ours = jax.jit(jax.vmap(lambda z: expfam.log_density(family, eta, z)))(z)
+    terms = jax.vmap(lambda z: family.log_base(z) + expfam.inner(eta, family.statistics(z)))(z)
+    check(ours, jnp.stack([log_prob(name, q, row) for row in z]))
+    check(ours, terms - family.log_partition(eta))
+    if "log" in eta:
+        return
+    check(family.entropy(psi), q.entropy())
+    eta_p = family.natural(other := parameters(name, 1))
+    check(expfam.kl(family, eta, eta_p), dist.kl_divergence(q, exact(name, other)))
+
+
+@pytest.mark.parametrize(
+    ("family", "half"), [(expfam.gamma(), 40.0), (expfam.beta(), 40.0), (expfam.gaussian(1), 15.0)]
+)
+def test_density_integrates_to_one(family, half):
+    z = jnp.linspace(-half, half, 4001)
+    eta = family.fit(lambda z: -0.3 * jnp.sum(z) ** 2)
+    psi = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.3), jax.eval_shape(family.ordinary, eta))
+    eta = family.natural(psi)
+    density = jnp.exp(jax.vmap(lambda z: expfam.log_density(family, eta, z[None]))(z))
+    assert abs(np.trapezoid(density, z) - 1) < 1e-8
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_draws_have_the_moments_and_their_gradients(name):
+    family, psi = FAMILIES[name], parameters(name, spread=0.5)
+    n = 4_000
+    noise = family.noise(KEY, n)
+
+    def flat(tree):
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+    def weighted(psi, noise):
+        T = flat(family.statistics(family.draw(psi, noise)))
+        return jnp.cos(jnp.arange(T.size)) @ T, T
+
+    def one(noise):
+        gradient, T = jax.grad(weighted, has_aux=True)(psi, noise)
+        return flat(gradient), T
+
+    gradients, T = map(np.asarray, jax.jit(jax.vmap(one))(noise))
+    mu = flat(family.moments(psi))
+    slope = flat(jax.grad(lambda p: jnp.cos(jnp.arange(mu.size)) @ flat(family.moments(p)))(psi))
+    for values, expected in ((T, mu), (gradients, slope)):
+        error = values.std(0) / np.sqrt(n) + 1e-12
+        assert (np.abs(values.mean(0) - expected) < 4 * error).all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("double", [True, False])
+def test_fit_recovers_natural_parameters(name, double):
+    with jax.enable_x64(double):
+        family = FAMILIES[name]
+        eta = family.natural(parameters(name))
+
+        def f(z):
+            return 1e4 + expfam.inner(eta, family.statistics(z))
+
+        found = jax.jit(lambda: family.fit(f))()
+        assert {leaf.weak_type for leaf in jax.tree.leaves(found)} == {False}
+        check(found, eta, rtol=1e-10 if double else 2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "q", "eta"),
+    [
+        ("diagonal", dist.Normal(jnp.array([0.0, 300.0, -5.0]), jnp.array([1e3, 0.1, 1.0])), None),
+        (
+            "gamma",
+            dist.Gamma(jnp.array([0.01, 1e3]), jnp.array([1e3, 0.01])),
+            {"log": [-0.99, 999.0], "linear": [-1e3, -0.01]},
+        ),
+        (
+            "beta",
+            dist.Beta(jnp.array([1.5, 2e3]), jnp.array([2e3, 1.5])),
+            {"log": [[0.5, 1999.0], [1999.0, 0.5]]},
+        ),
+        (
+            "dirichlet",
+            dist.Dirichlet(jnp.array([[2.0, 1e3, 4.0], [1e3, 2.0, 1.5]])),
+            {"log": [[1.0, 999.0, 3.0], [999.0, 1.0, 0.5]]},
+        ),
+    ],
+)
+def test_fit_of_numpyros_densities_in_single_precision(name, q, eta):
+    bijection = biject_to(q.support)
+    if eta is None:
+        eta = {"first": q.mean / q.variance, "second": -0.5 / q.variance}
+    with jax.enable_x64(False):
+        q = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), q)
+        found = FAMILIES[name].fit(lambda z: q.log_prob(bijection(z.reshape(rows(name)))).sum())
+    check(found, jax.tree.map(np.asarray, eta, is_leaf=lambda e: isinstance(e, list)), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dual_gradient_is_the_gradient_in_the_mean_parameters(name):
+    family, psi = FAMILIES[name], parameters(name)
+    eta, mu = family.natural(psi), family.moments(psi)
+    through = jax.jit(jax.grad(lambda mu: scalar(family.ordinary(family.from_mean(mu)))))
+    check(family.dual_gradient(scalar, eta), through(mu), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("family", "eta"),
+    [
+        (expfam.gamma(), {"log": 3e5, "linear": -1e5}),
+        (expfam.dirichlet((), 3), {"log": np.array([1e5, 2e5, 3e5])}),
+    ],
+    ids=["gamma", "dirichlet"],
+)
+def test_dual_gradient_at_large_counts_in_single_precision(family, eta):
+    """There the determinant of the Fisher matrix is a difference of nearly equal numbers."""
+    found = {}
+    for double in (True, False):
+        with jax.enable_x64(double):
+            at = jax.tree.map(lambda a: jnp.asarray(a, float), eta)
+            found[double] = family.dual_gradient(lambda p: jnp.sum(p["log_concentration"]), at)
+    check(found[False], found[True], rtol=1e-4)
+
+
+def test_natural_parameters_with_a_large_condition_number_in_single_precision():
+    rng = np.random.default_rng(0)
+    Q = np.linalg.qr(rng.normal(size=(6, 6)))[0]
+    precision, loc = (Q * np.logspace(0, 5, 6)) @ Q.T, rng.normal(size=6)
+    eta = {"first": precision @ loc, "second": -0.5 * precision}
+    family, z = expfam.gaussian(6, "full"), loc + Q @ (np.logspace(0, -2.5, 6) * rng.normal(size=6))
+    expected = dist.MultivariateNormal(loc, precision_matrix=precision).log_prob(z)
+    with jax.enable_x64(False):
+        eta = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), eta)
+
+        @jax.jit
+        def at(z):
+            psi = family.ordinary(eta)
+            again = family.natural(psi)
+            return family.proper(eta), again, psi, family.log_density(eta, z), family.kl(eta, again)
+
+        proper, again, psi, found, distance = at(jnp.asarray(z, jnp.float32))
+    assert proper
+    assert np.abs(again["second"] - eta["second"]).max() < 2e-3 * np.abs(eta["second"]).max()
+    check(psi["loc"], loc, rtol=0.02, atol=0.02)
+    assert abs(found - expected) < 0.05
+    assert abs(distance) < 0.05
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_proper_refuses_what_cannot_be_normalised_and_what_is_not_finite(name):
+    family = FAMILIES[name]
+    eta, proper = family.natural(parameters(name)), jax.jit(family.proper)
+    leaves, tree = jax.tree.flatten(eta)
+    assert proper(eta)
+    for i, leaf in enumerate(leaves):
+        for wrong in (np.nan, np.inf):
+            bad = leaf.at[(-1,) * leaf.ndim].set(wrong)
+            assert not proper(jax.tree.unflatten(tree, [*leaves[:i], bad, *leaves[i + 1 :]]))
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_proper_refuses_the_edge_of_the_parameters(name):
+    family = FAMILIES[name]
+    eta = family.natural(parameters(name))
+    for leaf in eta.keys() - {"first"}:
+        edge = {"second": 0.0, "log": -1.0, "linear": 0.0}[leaf]
+        assert not family.proper({**eta, leaf: eta[leaf].at[(0,) * eta[leaf].ndim].set(edge)})
+
+
+def test_full_refuses_an_indefinite_precision():
+    indefinite = {"first": jnp.zeros(2), "second": -0.5 * jnp.array([[1.0, 2.0], [2.0, 1.0]])}
+    assert not expfam.gaussian(2, "full").proper(indefinite)
+
+
+def test_full_with_a_diagonal_covariance_is_diagonal():
+    diagonal, full = FAMILIES["diagonal"], FAMILIES["full"]
+    psi = parameters("diagonal")
+    wide = {**psi, "below": jnp.zeros(3)}
+    eta, eta_full = diagonal.natural(psi), full.natural(wide)
+    check(eta_full, {"first": eta["first"], "second": jnp.diag(eta["second"])})
+    z = diagonal.draw(psi, noise := jax.random.normal(KEY, (3,)))
+    check(full.draw(wide, noise), z)
+    twice, twice_full = (jax.tree.map(lambda a: 2 * a, e) for e in (eta, eta_full))
+    for field, args, args_full in (
+        ("log_partition", (eta,), (eta_full,)),
+        ("entropy", (psi,), (wide,)),
+        ("log_density", (eta, z), (eta_full, z)),
+        ("kl", (eta, twice), (eta_full, twice_full)),
+    ):
+        check(getattr(full, field)(*args_full), getattr(diagonal, field)(*args))
+
+
+def test_full_has_the_convention_of_the_guides():
+    psi, noise = parameters("full"), jax.random.normal(KEY, (3,))
+    z, log_q = guides.full(3, 1.0).draw(psi, noise)
+    family = FAMILIES["full"]
+    check(family.draw(psi, noise), z)
+    check(family.log_density(family.natural(psi), z), log_q)
+
+
+@pytest.mark.parametrize("name", ["gamma", "beta", "dirichlet"])
+def test_centre_is_the_mean_of_x_mapped(name):
+    psi = parameters(name)
+    q = exact(name, psi)
+    x = biject_to(q.support)(FAMILIES[name].centre(psi).reshape(rows(name)))
+    check(x, q.mean)
+
+
+@pytest.mark.parametrize("family", [expfam.gamma((7,)), expfam.dirichlet((2,), 4)])
+def test_extreme_shapes(family):
+    """Shapes from 1e-3 to 1e4 come back from their means, and draws stay finite."""
+    eta = jax.tree.map(
+        lambda leaf: jnp.logspace(-3, 4, leaf.size).reshape(leaf.shape) - 1.0,
+        family.fit(jnp.sum),
+    )
+    if "linear" in eta:
+        eta["linear"] = -jnp.logspace(3, -3, 7)
+    psi = family.ordinary(eta)
+    back = family.ordinary(family.from_mean(family.moments(psi)))
+    check(back, psi, rtol=1e-6, atol=1e-6)
+    with jax.enable_x64(False):
+        psi = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), psi)
+        draws = jax.vmap(lambda noise: family.draw(psi, noise))(family.noise(KEY, 20))
+        gradient = jax.grad(lambda psi: family.draw(psi, KEY).sum())(psi)
+    assert jnp.isfinite(draws).all()
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_product_is_the_sum_of_its_members():
+    family, psi = FAMILIES["product"], parameters("product")
+    eta = family.natural(psi)
+    noise = jax.tree.map(lambda a: a[0], family.noise(KEY, 2))
+    z = family.draw(psi, noise)
+    members = {
+        "location": (expfam.gaussian(2, "full"), z[np.array([4, 1])]),
+        "rate": (expfam.gamma(), z[:1]),
+        "weights": (expfam.dirichlet((), 3), z[2:4]),
+    }
+    for function in ("log_partition", "entropy"):
+        given = psi if function == "entropy" else eta
+        parts = [getattr(member, function)(given[name]) for name, (member, _) in members.items()]
+        check(getattr(family, function)(given), sum(parts))
+    parts = [expfam.log_density(member, eta[name], own) for name, (member, own) in members.items()]
+    check(expfam.log_density(family, eta, z), sum(parts))
+    for name, (member, own) in members.items():
+        check(family.statistics(z)[name], member.statistics(own))
+        check(own, member.draw(psi[name], noise[name]))
+    centre = family.centre(psi)
+    check(centre[jnp.array([4, 1])], psi["location"]["loc"])
+    check(centre[0], psi["rate"]["log_concentration"] - psi["rate"]["log_rate"])
+
+
+@pytest.mark.parametrize("places", [(slice(0, 2), slice(1, 2)), (slice(0, 1), slice(1, 2))])
+def test_product_refuses_indices_that_are_no_partition(places):
+    members = {"a": (places[0], expfam.gaussian(2)), "b": (places[1], expfam.gaussian(1))}
+    with pytest.raises(ValueError, match="do not name each of their 3 coordinates once"):
+        expfam.product(members)
+
+
+@pytest.mark.parametrize("name", ["diagonal", "full"])
+def test_gaussian_marginals(name):
+    family, psi = FAMILIES[name], parameters(name)
+    eta, q = family.natural(psi), exact(name, psi)
+    covariance = getattr(q, "covariance_matrix", jnp.diag(q.variance))
+    last = slice(1, 3)
+    alone = expfam.marginal(family, eta, last, (2,))
+    assert (alone.batch_shape, alone.event_shape) == ((2,), ())
+    check((alone.mean, alone.variance), (q.mean[last], q.variance[last]))
+    event = expfam.marginal(family, eta, np.array([2, 0]), (2,), event_dim=1)
+    assert (event.batch_shape, event.event_shape) == ((), (2,))
+    places, point = jnp.array([2, 0]), jnp.array([0.3, -1.0])
+    block = dist.MultivariateNormal(q.mean[places], covariance[jnp.ix_(places, places)])
+    check(event.log_prob(point), block.log_prob(point))
+    batch = expfam.marginal(family, eta, slice(0, 3), (3, 1), event_dim=1)
+    assert (batch.batch_shape, batch.event_shape) == ((3,), (1,))
+    check(batch.variance[:, 0], q.variance)
+    assert expfam.marginal(family, eta, slice(0, 3), (3, 1), event_dim=2).event_shape == (3, 1)
+    assert expfam.marginal(family, eta, slice(2, 3), ()).event_shape == ()
+
+
+def test_marginals_of_other_members_are_over_x():
+    family, psi = FAMILIES["product"], parameters("product")
+    eta = family.natural(psi)
+    rate = expfam.marginal(family, eta, slice(0, 1), ())
+    check((rate.concentration, rate.rate), tuple(jnp.exp(leaf) for leaf in psi["rate"].values()))
+    weights = expfam.marginal(family, eta, slice(2, 4), (2,), event_dim=1)
+    check(weights.concentration, jnp.exp(psi["weights"]["log_concentration"]))
+    swapped = expfam.marginal(family, eta, np.array([1]), (1,))
+    check(swapped.mean[0], psi["location"]["loc"][1])
+    two = FAMILIES["gamma"].natural(parameters("gamma"))
+    q = expfam.marginal(FAMILIES["gamma"], two, slice(0, 2), (2,), event_dim=1)
+    assert q.event_shape == (2,)
+    with pytest.raises(ValueError, match="no single member"):
+        expfam.marginal(family, eta, slice(0, 2), (2,))
+    with pytest.raises(ValueError, match="a dirichlet family has no marginal for a part"):
+        expfam.marginal(family, eta, slice(2, 3), ())
+
+
+def test_categorical():
+    family = expfam.categorical((2,), 3)
+    eta, other = ({"logits": jax.random.normal(k, (2, 3))} for k in jax.random.split(KEY))
+    p = jax.nn.softmax(eta["logits"])
+    q = expfam.marginal(family, eta, slice(0, 2), (2,), event_dim=1)
+    z = jnp.array([2, 0])
+    check(expfam.log_density(family, eta, z), q.log_prob(z))
+    check(q.log_prob(z), jnp.log(p[0, 2] * p[1, 0]))
+    check(family.moments(eta)["logits"], p)
+    check(jax.grad(family.log_partition)(eta)["logits"], p)
+    check(family.from_mean(family.moments(eta))["logits"], jnp.log(p))
+    check(family.entropy(eta), -(p * jnp.log(p)).sum())
+    log_ratio = jnp.log(p) - jax.nn.log_softmax(other["logits"])
+    check(expfam.kl(family, eta, other), (p * log_ratio).sum())
+    draws = jax.vmap(lambda noise: family.draw(eta, noise))(family.noise(KEY, 4_000))
+    frequency = jax.vmap(family.statistics)(draws)["logits"].mean(0)
+    assert (np.abs(frequency - p) < 4 * np.sqrt(p * (1 - p) / 4_000)).all()
+    found = family.fit(lambda z: 7.0 + expfam.inner(eta, family.statistics(z)))
+    check(found["logits"], eta["logits"] - eta["logits"][:, :1])
+
+    def f(psi):
+        return jnp.sin(family.moments(psi)["logits"]).sum()
+
+    dual = family.dual_gradient(f, eta)["logits"]
+    fisher = jax.vmap(lambda p: jnp.diag(p) - jnp.outer(p, p))(p)
+    check(jnp.einsum("bij,bj->bi", fisher, dual), jax.grad(f)(eta)["logits"])
+    check(family.centre(eta), jnp.argmax(p, -1))
+    assert family.proper(eta)
+    assert not family.proper({"logits": eta["logits"].at[0, 0].set(jnp.nan)})
+
+
+def test_families_run_under_vmap():
+    family = FAMILIES["full"]
+    alike = [parameters("full", seed) for seed in range(3)]
+    several = jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike)
+    eta = jax.vmap(family.natural)(several)
+    check(jax.vmap(family.ordinary)(eta), several)
+    assert jax.vmap(family.proper)(eta).shape == (3,)
+
+
+def test_a_covariance_by_another_name():
+    with pytest.raises(ValueError, match="'diagonal' or 'full', got 'low_rank'"):
+        expfam.gaussian(2, "low_rank")
