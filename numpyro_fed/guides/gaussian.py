@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 from jax.lax import stop_gradient
-from jax.scipy.linalg import solve_triangular
-from numpyro.distributions.util import vec_to_tril_matrix
+
+from numpyro_fed.expfam.gaussian import solve_unit, unit_lower
 
 Eta = dict[str, Any]
 _LOG_2PI = 1.8378770664093453
@@ -97,9 +97,9 @@ def full(dim: int, init_scale: float) -> GlobalGuide:
         return {"loc": loc, "log_scale": jnp.full(dim, jnp.log(init_scale)), "below": below}
 
     def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
-        z = eta["loc"] + _unit_lower(eta["below"], dim) @ (jnp.exp(eta["log_scale"]) * noise)
+        z = eta["loc"] + unit_lower(eta["below"], dim) @ (jnp.exp(eta["log_scale"]) * noise)
         fixed = stop_gradient(eta)
-        scaled = _solve_unit(_unit_lower(fixed["below"], dim), z - fixed["loc"])
+        scaled = solve_unit(unit_lower(fixed["below"], dim), z - fixed["loc"])
         standard = scaled / jnp.exp(fixed["log_scale"])
         return z, _standard_normal(standard).sum() - fixed["log_scale"].sum()
 
@@ -165,7 +165,7 @@ def local(
         if covariance == "joint":
             size = eta["loc"].size
             return jnp.tril(eta["below"].reshape(size, size), -1) + jnp.eye(size)
-        return _unit_lower(eta["below"], dim) if "below" in eta else None
+        return unit_lower(eta["below"], dim) if "below" in eta else None
 
     def draw(eta: Eta, above: Array, noise: Array) -> Array:
         scaled = jnp.exp(log_scale(eta, above)) * noise
@@ -179,7 +179,7 @@ def local(
         scaled = z - mean(eta, above)
         T = lower(eta)
         if T is not None:
-            scaled = _solve_unit(T, scaled.reshape(T.shape[:-1])).reshape(z.shape)
+            scaled = solve_unit(T, scaled.reshape(T.shape[:-1])).reshape(z.shape)
         s = log_scale(eta, above)
         return (_standard_normal(scaled / jnp.exp(s)) - s).sum(-1)
 
@@ -188,14 +188,3 @@ def local(
 
 def _standard_normal(x: Array) -> Array:
     return -0.5 * (x * x + _LOG_2PI)
-
-
-def _unit_lower(below: Array, dim: int) -> Array:
-    if dim < 2:
-        return jnp.broadcast_to(jnp.eye(dim), (*below.shape[:-1], dim, dim))
-    return vec_to_tril_matrix(below, diagonal=-1) + jnp.eye(dim)
-
-
-def _solve_unit(T: Array, vector: Array) -> Array:
-    solution = solve_triangular(T, vector[..., None], lower=True, unit_diagonal=True)
-    return solution[..., 0]
