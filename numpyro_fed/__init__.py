@@ -1,6 +1,6 @@
 """Federated Bayesian inference for ordinary NumPyro models."""
 
-from numpyro_fed import guides, handlers
+from numpyro_fed import divergences, guides, handlers, local, losses, schedules
 from numpyro_fed.diagnostics import Comparison, compare
 from numpyro_fed.errors import (
     DataError,
@@ -11,34 +11,60 @@ from numpyro_fed.errors import (
     SavedStateError,
 )
 from numpyro_fed.importance import Corrected, importance_correct
-from numpyro_fed.inference import SFVI
 from numpyro_fed.mcmc import NutsResult, run_nuts
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.primitives import silo_plate
+from numpyro_fed.pvi import PVI
+from numpyro_fed.pvi_family import (
+    BCM,
+    VCL,
+    AlphaEP,
+    FedGVI,
+    GlobalVI,
+    PowerEP,
+    StochasticPowerEP,
+    StreamingVB,
+)
+from numpyro_fed.pvi_result import PVIResult
 from numpyro_fed.result import Result
+from numpyro_fed.sfvi import SFVI
 from numpyro_fed.testing import check_decomposition
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BCM",
     "ELBO",
+    "PVI",
     "SFVI",
+    "VCL",
+    "AlphaEP",
     "Comparison",
     "Corrected",
     "DataError",
+    "FedGVI",
+    "GlobalVI",
     "GuideError",
     "LocallyEnhanced",
     "MissingExtraError",
     "ModelError",
     "NonFiniteError",
     "NutsResult",
+    "PVIResult",
+    "PowerEP",
     "Result",
     "SavedStateError",
+    "StochasticPowerEP",
+    "StreamingVB",
     "check_decomposition",
     "compare",
+    "divergences",
     "guides",
     "handlers",
     "importance_correct",
+    "local",
+    "losses",
     "run_nuts",
+    "schedules",
     "silo_plate",
 ]

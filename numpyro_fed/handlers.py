@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import Distribution, constraints
+from numpyro.distributions.distribution import Unit
 from numpyro.primitives import Messenger
 
+from numpyro_fed.errors import ModelError
 from numpyro_fed.primitives import silo_plate_of
 
 
@@ -115,3 +121,125 @@ def joint(model: Callable, silos: Sequence[Mapping[str, Any]]) -> Callable[[], N
                 model(**data)
 
     return joint_model
+
+
+class generalised(Messenger):
+    r"""Put a loss in the place of minus the log density of every observed site.
+
+    .. math::
+        \log p(z) - \sum_i \ell\big(p(\cdot \mid z), y_i\big)
+
+    Latent sites and ``numpyro.factor`` keep their log densities. A mask and a plate's or handler's
+    scale act on the loss as they would on the log density, and predictions are drawn from the
+    distribution in the text.
+
+    Parameters
+    ----------
+    fn : callable, optional
+        A model; leave it out to use the handler as a context manager.
+    loss : callable
+        ``loss(distribution, value)``, with one number for each element of the distribution's batch
+        as it broadcasts with ``value``: one of :mod:`numpyro_fed.losses` or your own. It is given
+        the distribution as written in the text, before ``mask`` and ``expand``; what is masked
+        inside of a ``to_event`` stays so.
+
+    Raises
+    ------
+    TypeError
+        If ``loss`` cannot be called.
+    ModelError
+        When the log density is evaluated: if the loss does not know a site's distribution, or
+        does not give one number for each element of its batch.
+
+    Notes
+    -----
+    What ``numpyro.handlers.condition`` observes is generalised when that handler is inside:
+    ``generalised(condition(model, data), loss)``.
+
+    References
+    ----------
+    Knoblauch, Jewson, Damoulas (2022), JMLR 23(132), "An Optimization-centric View on Bayes' Rule".
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer.util import log_density
+    >>> import numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 1))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    >>> def absolute(distribution, value):
+    ...     return abs(value - distribution.mean)
+    >>> robust = nf.handlers.generalised(model, absolute)
+    >>> y = jnp.array([1.0, 2.0, 100.0])
+    >>> round(float(log_density(robust, (y,), {}, {"mu": 0.0})[0]), 3)  # -0.919 - 103
+    -103.919
+    """
+
+    def __init__(
+        self,
+        fn: Callable | None = None,
+        loss: Callable[[Distribution, Any], Array] | None = None,
+    ):
+        if not callable(loss):
+            raise TypeError(f"loss must be a function loss(distribution, value), got {loss!r}.")
+        self.loss = loss
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "sample" and msg["is_observed"]:
+            msg["fn"] = _generalise(msg["fn"], self.loss, msg["name"])
+
+
+def _generalise(fn: Distribution, loss: Callable, site: str) -> Distribution:
+    if isinstance(fn, dist.ExpandedDistribution):
+        return _generalise(fn.base_dist, loss, site).expand(fn.batch_shape)
+    if isinstance(fn, dist.MaskedDistribution):
+        return _generalise(fn.base_dist, loss, site).mask(fn._mask)
+    return fn if isinstance(fn, Unit) else _Generalised(fn, loss, site)
+
+
+class _Generalised(Distribution):
+    """A distribution in all but its log density, which is minus a loss."""
+
+    pytree_data_fields = ("base_dist",)
+    pytree_aux_fields = ("loss", "site")
+
+    def __init__(self, base_dist: Distribution, loss: Callable, site: str):
+        self.base_dist, self.loss, self.site = base_dist, loss, site
+        super().__init__(base_dist.batch_shape, base_dist.event_shape)
+
+    @property
+    def support(self) -> constraints.Constraint | None:
+        return self.base_dist.support
+
+    @property
+    def has_rsample(self) -> bool:
+        return self.base_dist.has_rsample
+
+    @property
+    def mean(self) -> Array:
+        return self.base_dist.mean
+
+    @property
+    def variance(self) -> Array:
+        return self.base_dist.variance
+
+    def sample(self, key: Array | None, sample_shape: tuple[int, ...] = ()) -> Any:
+        return self.base_dist.sample(key, sample_shape)
+
+    def log_prob(self, value: Any, intermediates: list[Any] | None = None) -> Array:
+        try:
+            loss = self.loss(self.base_dist, value)
+        except ModelError as error:
+            raise ModelError(f"site '{self.site}': {error}") from error
+        rows = jnp.shape(value)[: max(jnp.ndim(value) - self.event_dim, 0)]
+        expected = jnp.broadcast_shapes(self.batch_shape, rows)
+        if jnp.shape(loss) != expected:
+            raise ModelError(
+                f"site '{self.site}': the loss {self.loss!r} gave an array of shape "
+                f"{jnp.shape(loss)}, but one number for each element of the batch has the shape "
+                f"{expected}."
+            )
+        return -loss

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_fed.data import Bucket, SiloData, Sizes, bucket
+from numpyro_fed.data import Bucket, SiloData, Sizes, bucket, padded_keys
 from numpyro_fed.sites import structures
 from numpyro_fed.split import FederatedModel, Rows, split
 
@@ -21,6 +21,7 @@ class Layout(NamedTuple):
     model: FederatedModel
     sizes: tuple[Sizes, ...]  # true size of each silo plate at each silo
     padded: bool
+    rows: dict[str, str]  # which arrays are rows of which silo plate
 
 
 def lay_out(model: Callable, silos: Sequence[SiloData]) -> tuple[Layout, list[Bucket]]:
@@ -43,7 +44,8 @@ def lay_out(model: Callable, silos: Sequence[SiloData]) -> tuple[Layout, list[Bu
             stacklevel=4,
         )
         buckets = bucket(silos, sizes, may_pad=False)
-    return Layout(fm, tuple(sizes), any(b.data.masks for b in buckets)), buckets
+    padded = any(b.data.masks for b in buckets)
+    return Layout(fm, tuple(sizes), padded, padded_keys(silos, sizes)), buckets
 
 
 def _padding_is_harmless(fm: FederatedModel, silos: Sequence[SiloData], b: Bucket) -> bool:

@@ -148,8 +148,13 @@ class _At(NamedTuple):
     data: SiloData
 
 
-def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> SiloBound:
-    """Build a silo's term of the bound for given numbers of draws."""
+def silo_bound(
+    fm: FederatedModel, guide: Guide, draws: Mapping[str, int], *, plain: bool = False
+) -> SiloBound:
+    """Build a silo's term of the bound for given numbers of draws.
+
+    The gradient of a ``plain`` one is the derivative of its value, as line searches need it.
+    """
     k_outer = max((draws[p] for p in guide.outer), default=1)
     k_rows = max((draws[p] for p in guide.rows), default=1)
     dims = {p.name: p.dim for p in fm.plates if p.dim}
@@ -157,7 +162,8 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
     no_latents = [p.name for p in fm.plates if not p.dim]
     # More than one draw at an outer plate: its weights multiply whatever stands below, so that
     # only the outermost gradient may be reparametrised twice.
-    stick_rows = k_outer == 1
+    stick_rows = k_outer == 1 and not plain
+    stop = (lambda at: at) if plain else _stop
 
     def noise(key: Array, sizes: Sizes, particles: int) -> Rows:
         several = len(guide.locals) > 1
@@ -219,7 +225,7 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
     def outer_term(at: _At, z_outer: Rows, eps: Rows) -> Array:
         """The silo's whole term at one draw of the outer latents."""
         terms = row_terms(at._replace(z_outer=z_outer), eps)
-        return _total(terms) - _total({p: log_q(p, _stop(at), z_outer[p]) for p in guide.outer})
+        return _total(terms) - _total({p: log_q(p, stop(at), z_outer[p]) for p in guide.outer})
 
     def outer_weights(own: Rows, rest: tuple[Rows, _At, Rows]) -> dict[str, Array]:
         moved, at, eps = rest
@@ -235,6 +241,10 @@ def silo_bound(fm: FederatedModel, guide: Guide, draws: Mapping[str, int]) -> Si
         if k_outer == 1:
             z_outer = {p: draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
             return outer_term(at, z_outer, {p: e[:, 0] for p, e in eps.items()})
+        if plain:
+            z_outer = draws_of(guide.outer, at, {p: noise[p][:, :, 0] for p in guide.outer})
+            each = jax.vmap(lambda z, e: outer_term(at, z, e), (0, 1))(z_outer, eps)
+            return jax.nn.logsumexp(each) - math.log(k_outer)
         moved, own = two_paths(guide.outer, at, {p: noise[p][:, :, 0] for p in guide.outer})
         outer_count = ((_OUTER, k_outer),)
         return _doubly_reparametrised(outer_weights, outer_count, own, (moved, at, eps))[_OUTER]

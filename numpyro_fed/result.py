@@ -16,6 +16,7 @@ from jax import Array
 
 from numpyro_fed.data import Bucket, SiloData, Sizes
 from numpyro_fed.errors import MissingExtraError, SavedStateError
+from numpyro_fed.families import Globals
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.posterior import Posterior, real_rows
@@ -39,6 +40,14 @@ class Silos(NamedTuple):
         raise IndexError(f"there is no silo {silo}: they are numbered 0 to {len(self.data) - 1}.")
 
 
+class Factors(NamedTuple):
+    """What a fit by factors knows besides: their family, its settings, one more evaluation."""
+
+    globals: Globals
+    settings: Any
+    evaluation: Runtime
+
+
 class Fit(NamedTuple):
     """A method's compiled functions for one model and one layout of silos."""
 
@@ -51,6 +60,7 @@ class Fit(NamedTuple):
     posterior: Posterior
     settings: dict[str, Any]
     corrections: dict[Any, Any]  # compiled importance corrections, by their numbers of draws
+    factors: Factors | None = None
 
     def description(self) -> dict[str, Any]:
         """What a saved state must agree with."""
@@ -159,7 +169,7 @@ class Result:
         private, eta = self._private(silo)
         padded = jax.tree.map(lambda a: a[i], self._silos.batches[b].data)
         theta = {**shared["theta"], **private}
-        centre = self._fit.guide.globals.centre(shared["guide"])
+        centre = self._centre(silo)
         key = jax.random.fold_in(key, silo)
         z_L = posterior.draw_locals(key, theta, eta, z_G, centre, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
@@ -171,6 +181,14 @@ class Result:
         b, i = self._silos.place(silo)
         params = jax.tree.map(lambda a: a[i], self.state.silos[b].params)
         return params["private"], params["guide"]
+
+    def _centre(self, silo: int) -> Array:
+        """From where a silo's guide measures the globals: its own place, if it has one."""
+        b, i = self._silos.place(silo)
+        own = self.state.silos[b].params.get("centre")
+        if own is not None:
+            return own[i]
+        return self._fit.guide.globals.centre(self.state.server.params["guide"])
 
     def _real_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
         """Private parameters without what belongs to padded rows."""

@@ -35,6 +35,8 @@ class Site(NamedTuple):
         The latent's place in ``z_G``, or in a row of ``z_L[plate]``.
     support : str
         The support, for people and for fingerprints.
+    event_dim : int
+        How many axes of a latent's value make one event of its distribution.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Site(NamedTuple):
     start: int = 0
     stop: int = 0
     support: str = ""
+    event_dim: int = 0
 
 
 class Plate(NamedTuple):
@@ -70,14 +73,14 @@ class Structure(NamedTuple):
         The size of each silo plate.
     nested : bool
         Whether a site stands in two silo plates at once.
-    constraints : dict
-        The constraint of each ``numpyro.param``.
+    supports : dict
+        The support of each global latent and the constraint of each ``numpyro.param``.
     """
 
     sites: tuple[Site, ...]
     sizes: Sizes
     nested: bool
-    constraints: dict[str, Any]
+    supports: dict[str, Any]
 
 
 def structures(model: Callable, silos: Sequence[SiloData]) -> list[Structure]:
@@ -131,7 +134,7 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
         )
     sites: list[Site] = []
     places: dict[str | None, int] = {}
-    param_constraints: dict[str, Any] = {}
+    supports: dict[str, Any] = {}
     nested = False
     for site in trace.values():
         plate = silo_plate_of(site)
@@ -143,10 +146,12 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
                 start = places.get(plate, 0)
                 places[plate] = start + width
                 entry = entry._replace(start=start, stop=start + width)
+                if plate is None:
+                    supports[entry.name] = site["fn"].support
             sites.append(entry)
         elif site["type"] == "param":
             support = site["kwargs"].get("constraint", constraints.real)
-            param_constraints[site["name"]] = support
+            supports[site["name"]] = support
             sites.append(Site(site["name"], "param", plate, support=_support_name(support)))
         elif site["type"] == "deterministic":
             sites.append(Site(site["name"], "deterministic", plate))
@@ -160,7 +165,7 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
                 f"site '{site['name']}' is mutable state (numpyro_mutable, batch norm), which has "
                 "no meaning in a log density. Use numpyro.param for what is learned."
             )
-    return Structure(tuple(sites), sizes, nested, param_constraints)
+    return Structure(tuple(sites), sizes, nested, supports)
 
 
 def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
@@ -194,7 +199,8 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
             "unconstrained space. Reparametrise it (numpyro.handlers.reparam)."
         ) from error
     if plate is None:
-        return Site(name, "latent", None, value_shape, support=_support_name(fn.support))
+        support = _support_name(fn.support)
+        return Site(name, "latent", None, value_shape, support=support, event_dim=fn.event_dim)
     dim = next(f.dim for f in site["cond_indep_stack"] if f.name == plate)
     axis = len(fn.batch_shape) + dim
     row_shape = value_shape[:axis] + value_shape[axis + 1 :]

@@ -68,6 +68,8 @@ class FederatedModel(NamedTuple):
         The same for the local latents.
     sizes : data -> {plate: size}
         The size of each silo plate at a silo, padded rows included.
+    supports : dict
+        The support of each global latent and the constraint of each parameter.
     """
 
     sites: tuple[Site, ...]
@@ -84,6 +86,7 @@ class FederatedModel(NamedTuple):
     init_global: Callable[..., Array]
     init_local: Callable[..., Rows]
     sizes: Callable[[SiloData], Sizes]
+    supports: dict[str, Any]
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
         """The sites of one kind at one level: ``plate`` or, when None, the globals."""
@@ -231,7 +234,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         if not names:
             return {}
         trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
-        return {n: biject_to(at.constraints[n]).inv(trace[n]["value"]) for n in names}
+        return {n: biject_to(at.supports[n]).inv(trace[n]["value"]) for n in names}
 
     def start(
         key: Array, data: SiloData, init_loc_fn: Callable, plate: str | None
@@ -274,13 +277,14 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         constrain_global=lambda theta, z_G: constrain_global(theta, z_G, template),
         constrain_local=partial(constrain, local=True),
         constrain_theta=lambda theta: {
-            name: biject_to(at.constraints[name])(value) for name, value in theta.items()
+            name: biject_to(at.supports[name])(value) for name, value in theta.items()
         },
         init_theta=lambda key: jax.jit(partial(parameters, local=False))(key, template),
         init_private=partial(parameters, local=True),
         init_global=lambda key, init_loc_fn=None: init_global(key, init_loc_fn, template),
         init_local=init_local,
         sizes=sizes,
+        supports=at.supports,
     )
 
 

@@ -16,10 +16,10 @@ ROOT = Path(numpyro_fed.__file__).parent
 # import everything, and only the front door may import it.
 LAYERS = [
     {"errors"},
-    {"data", "primitives", "handlers", "expfam", "barycenter"},
+    {"data", "primitives", "handlers", "losses", "expfam", "divergences", "barycenter"},
     {"sites"},
     {"split"},
-    {"layout", "guides", "objectives"},
+    {"layout", "guides", "objectives", "families", "local", "cavity"},
     {"algorithms.base"},
     {"algorithms", "runtime", "posterior"},
 ]
@@ -74,9 +74,9 @@ GRAPH = {module: imports(module) for module in MODULES}
 def test_the_layers_are_there():
     for name in ("errors", "data", "primitives", "handlers", "sites", "split", "layout"):
         assert name in MODULES
-    assert {"algorithms.base", "algorithms.sfvi", "runtime.base", "inference"} <= set(MODULES)
+    assert {"algorithms.base", "algorithms.sfvi", "runtime.base", "sfvi", "method"} <= set(MODULES)
     assert layer("errors") < layer("guides.gaussian") < layer("algorithms.sfvi") < FRONT_DOOR
-    assert layer("inference") == layer("__init__") == FRONT_DOOR
+    assert layer("sfvi") == layer("__init__") == FRONT_DOOR
     assert "split" in GRAPH["layout"]
     assert "errors" in GRAPH["data"]
 

@@ -62,13 +62,14 @@ def importance(
     def silo(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Up, Any]:
         eta = state.params["guide"]
         theta = {**down.theta, **state.params["private"]}
+        centre = state.params.get("centre", down.centre)
         sizes = {plate: len(part["loc"]) for plate, part in eta.items()}
 
         def estimate(draw: tuple[Array, Array]) -> Array:
             s, z_G = draw
             noise = bound.noise(jax.random.fold_in(key, s), sizes, 1)
             eps = {plate: e[:, 0] for plate, e in noise.items()}
-            return bound.value(theta, eta, z_G, down.centre, eps, data)
+            return bound.value(theta, eta, z_G, centre, eps, data)
 
         draws = (jnp.arange(num_draws), down.z_G)
         values = jax.lax.map(estimate, draws, batch_size=batch_size)

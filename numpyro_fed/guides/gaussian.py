@@ -62,11 +62,14 @@ class LocalGuide(NamedTuple):
         One draw for every row: ``noise`` and ``z`` are (rows, dim).
     log_q : (eta, a, z) -> (rows,)
         Log density, one number a row.
+    recentre : (eta, a) -> eta
+        The parameters of the same guide when what stands above is measured from ``a``.
     """
 
     init: Callable[[Array, int], Eta]
     draw: Callable[[Eta, Array, Array], Array]
     log_q: Callable[[Eta, Array, Array], Array]
+    recentre: Callable[[Eta, Array], Eta]
 
 
 def standard_normals(dim: int) -> Callable[[Array, int], Array]:
@@ -183,7 +186,10 @@ def local(
         s = log_scale(eta, above)
         return (_standard_normal(scaled / jnp.exp(s)) - s).sum(-1)
 
-    return LocalGuide(init, draw, log_q)
+    def recentre(eta: Eta, above: Array) -> Eta:
+        return {**eta, "loc": mean(eta, above), "log_scale": log_scale(eta, above)}
+
+    return LocalGuide(init, draw, log_q, recentre)
 
 
 def _standard_normal(x: Array) -> Array:

@@ -115,6 +115,8 @@ class Guide(NamedTuple):
     init_local : (key, data) -> {plate: eta}
     above : (plate, eta, z_G, centre, z_outer, data) -> (width,)
         What the rows of a plate are coupled to, measured from the centres of the guides.
+    recentre : ({plate: eta}, old, new, data) -> {plate: eta}
+        The same local guides when the centre of the globals' guide moves from ``old`` to ``new``.
     """
 
     globals: GlobalGuide
@@ -124,6 +126,7 @@ class Guide(NamedTuple):
     init_global: Callable[[Array], Eta]
     init_local: Callable[[Array, SiloData], dict[str, Eta]]
     above: Callable[[str, dict[str, Eta], Array, Array, Rows, SiloData], Array]
+    recentre: Callable[[dict[str, Eta], Array, Array, SiloData], dict[str, Eta]]
 
 
 def build(spec: Structured | AutoGuide | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
@@ -184,8 +187,16 @@ def build(spec: Structured | AutoGuide | None, fm: FederatedModel, sizes: Sequen
         offsets = [data.keep(p, z_outer[p] - eta[p]["loc"]).ravel() for p in outer]
         return jnp.concatenate([z_G - centre, *offsets])
 
+    def recentre(eta: dict[str, Eta], old: Array, new: Array, data: SiloData) -> dict[str, Eta]:
+        moved: dict[str, Eta] = {}
+        for p in (*outer, *rows):
+            z_outer = {q: moved[q]["loc"] for q in outer if q in moved}
+            at = above(p, eta, new, old, z_outer, data)
+            moved[p] = locals_[p].recentre(eta[p], at)
+        return moved
+
     global_ = _global_guide(spec, fm.dim)
-    return Guide(global_, locals_, outer, rows, init_global, init_local, above)
+    return Guide(global_, locals_, outer, rows, init_global, init_local, above, recentre)
 
 
 def _global_guide(spec: Structured, dim: int) -> GlobalGuide:

@@ -33,6 +33,7 @@ from numpyro_fed.runtime.base import (
 )
 from numpyro_fed.runtime.schedule import Schedule
 
+Places = tuple[Array, Array]
 Advance = Callable[[Array, State, tuple[Batch, ...], int], tuple[State, Log, Array]]
 
 
@@ -148,11 +149,17 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         return strong((up, state, watch(state) if watch else ()))
 
     def side_by_side(
-        exchange: Exchange, keys: Array, down: Any, who: Array, silos: Any, batches: Any
+        exchange: Exchange,
+        keys: Array,
+        down: Any,
+        who: Array,
+        silos: Any,
+        batches: Any,
+        places: Places,
     ) -> tuple[Any, Any, Any]:
         """Participants from the only bucket, mapped."""
         (stack,), (batch,) = silos, batches
-        at = _places(batches)[1][who]
+        at = places[1][who]
         states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
         axes = (0, _axes(exchange), 0, 0)
         up, states, seen = jax.vmap(partial(visit, exchange), axes)(keys, down, states, data)
@@ -160,14 +167,20 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         return up, (stack,), seen
 
     def alone(
-        exchange: Exchange, key: Array, down: Any, silo: Array, silos: Any, batches: Any
+        exchange: Exchange,
+        key: Array,
+        down: Any,
+        silo: Array,
+        silos: Any,
+        batches: Any,
+        places: Places,
     ) -> tuple[Any, Any, Any]:
         """One participant, from whichever bucket.
 
         Of each other bucket some silo's state is taken out and put back as it is, so that no
         stack passes through the conditional.
         """
-        bucket_of, place_of = _places(batches)
+        bucket_of, place_of = places
         at = [jnp.clip(place_of[silo], 0, len(b.silos) - 1) for b in batches]
         before = tuple(_take(stack, i) for stack, i in zip(silos, at, strict=True))
 
@@ -185,15 +198,21 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         return up, silos, seen
 
     def ask(
-        exchange: Exchange, keys: Array, down: Any, who: Array, silos: Any, batches: Any
+        exchange: Exchange,
+        keys: Array,
+        down: Any,
+        who: Array,
+        silos: Any,
+        batches: Any,
+        places: Places,
     ) -> tuple[Any, Any, Any]:
         """The participants' replies, the silos' states, and what is watched of participants."""
         if size > 1 and len(batches) == 1:
-            return side_by_side(exchange, keys, down, who, silos, batches)
+            return side_by_side(exchange, keys, down, who, silos, batches, places)
 
         def one(silos: Any, i: Array | int) -> tuple[Any, Any]:
             sent = slices(exchange.scatter, down, i)
-            up, silos, seen = alone(exchange, keys[i], sent, who[i], silos, batches)
+            up, silos, seen = alone(exchange, keys[i], sent, who[i], silos, batches, places)
             return silos, (up, seen)
 
         if size == 1:
@@ -205,13 +224,13 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
 
     @partial(jax.jit, inline=True)
     def one_step(
-        key: Array, number: Array, who: Array, server: Any, silos: Any, batches: tuple[Batch, ...]
+        key: Array, number: Array, who: Array, server: Any, silos: Any, batches: Any, places: Places
     ) -> tuple[Any, Any, Info, Any]:
         for e, exchange in enumerate(exchanges):
             mine = exchange_key(key, number, e, len(exchanges))
             down, memo = exchange.broadcast(exchange.server_noise(server_key(mine)), server, who)
             keys = jax.vmap(partial(silo_key, mine))(who)
-            up, silos, seen = ask(exchange, keys, down, who, silos, batches)
+            up, silos, seen = ask(exchange, keys, down, who, silos, batches, places)
             server, info = exchange.server(server, memo, combine(exchange.combine, [up]))
         return server, silos, info, seen
 
@@ -219,6 +238,8 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
     def advance(
         key: Array, state: State, batches: tuple[Batch, ...], n: int
     ) -> tuple[State, Log, Array]:
+        places = _places(batches)
+
         def go_on(carry: tuple) -> Array:
             i, _, _, ok = carry
             return (i < n) & ok
@@ -234,7 +255,8 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
             def step(carry: tuple) -> tuple:
                 s, server, silos, change, log, _ = carry
                 number = round_ * steps + s
-                server, silos, info, seen = one_step(key, number, who[s], server, silos, batches)
+                here = (key, number, who[s], server, silos)
+                server, silos, info, seen = one_step(*here, batches, places)
                 if size == 1:
                     change = change.at[who[s, 0]].set(info.change)
                 return s + 1, server, silos, change, _write(log, i, s, info, seen), info.ok
@@ -245,7 +267,7 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
             return i + 1, State(round_ + 1, server, silos, (plan, change)), log, ok
 
         who = jax.ShapeDtypeStruct((size,), jnp.int32)
-        step = (key, state.round, who, state.server, state.silos, batches)
+        step = (key, state.round, who, state.server, state.silos, batches, places)
         *_, info, seen = jax.eval_shape(one_step, *step)
         log = _log(chunk, steps, info, seen)
         log = log._replace(visits=jnp.zeros((chunk, steps, size), jnp.int32))
@@ -276,7 +298,7 @@ def _write(log: Log, i: Array, step: Array | int, info: Info, watched: Any) -> L
     return Log(losses, reports, log.visits, watched)
 
 
-def _places(batches: tuple[Batch, ...]) -> tuple[Array, Array]:
+def _places(batches: tuple[Batch, ...]) -> Places:
     """For each silo its bucket, and its place there."""
     sizes = [len(b.silos) for b in batches]
     order = in_order(batches)

@@ -1,0 +1,469 @@
+r"""PVI: partitioned variational inference and its family.
+
+Ashman, Bui, Nguyen, Markou, Weller, Swaroop and Turner 2022, arXiv 2202.12275, Algorithm 1. The
+posterior is the prior times one factor for each silo, all in natural parameters of one exponential
+family,
+
+.. math::
+    q(z_G) \propto p(z_G) \prod_m t_m(z_G), \qquad
+    \eta = \eta_0 + \sum_m \lambda_m .
+
+A visit: the silo takes its factor out of the posterior, works on its own data until it is content,
+and answers with the change of its factor. Only that change leaves it. Where rows have latents, the
+silo's own local guide is part of what it optimises and never leaves.
+
+Where this departs from the paper: the server sends the sum of the factors, from which (and from
+the prior, which everybody knows) a silo forms the posterior; and a silo's proposal stays pending
+until the server's next message names the factor with which it was taken, so that the sum of the
+silos' factors is always the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from numpyro_fed import expfam
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
+from numpyro_fed.algorithms.sfvi import all_finite
+from numpyro_fed.data import SiloData
+from numpyro_fed.families import GAUSSIAN, Globals, log_likelihood
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.local import Local, Noise, Problem, proper_step
+from numpyro_fed.objectives import SiloBound
+from numpyro_fed.split import FederatedModel, Rows
+
+Eta = Any
+
+
+class Status(IntEnum):
+    """How a visit ended. From ``NON_FINITE`` on, the reply is zeros and a count."""
+
+    CONVERGED = 0
+    NOT_CONVERGED = 1
+    NON_FINITE = 2
+    IMPROPER = 3
+
+
+class ServerState(NamedTuple):
+    """``params`` is ``{"theta", "guide"}``: shared parameters, the posterior's natural parameters.
+
+    ``total`` is the sum of the silos' factors; ``taken`` (silos,) is the factor with which each
+    silo's last proposal was taken.
+    """
+
+    params: dict[str, Any]
+    total: Eta
+    opt_state: Any
+    damping: Array
+    taken: Array
+
+
+class SiloState(NamedTuple):
+    """``params`` is ``{"private", "guide", "centre"}``: private parameters, the local guide, and
+    from where it measures the globals.
+
+    ``factor`` has been taken by the server, ``pending`` waits to hear. ``ok`` says whether the
+    last reply was good, ``status`` how it ended. ``stale`` is the cavity and the posterior that
+    an asynchronous silo is at work from.
+    """
+
+    params: dict[str, Any]
+    factor: Eta
+    pending: Eta
+    visits: Array
+    status: Array
+    ok: Array
+    stale: Any
+
+
+class Down(NamedTuple):
+    """What the server sends: shared parameters, the sum of all factors, and with which factor it
+    took the silo's last proposal.
+    """
+
+    theta: dict[str, Any]
+    total: Eta
+    taken: Array
+
+
+SCATTERED: Any = (False, False, True)  # of Down, what each participant gets a slice of
+
+
+class Up(NamedTuple):
+    """What a silo sends: the change of its factor, the expected log likelihood at the posterior
+    that it received with its gradient for the shared parameters, and how the visit ended.
+    """
+
+    change: Eta
+    log_lik: Array
+    theta: dict[str, Any]
+    statuses: Array
+
+
+class Report(NamedTuple):
+    """What a step reports: the damping used (0 for a rejected update), and how visits ended."""
+
+    damping: Array
+    statuses: Array
+
+
+class Settings(NamedTuple):
+    """What makes PVI, and the members of its family, what they are.
+
+    Attributes
+    ----------
+    num_silos, visits : int
+        Silos, and visits in a round.
+    steps : int
+        Server updates in a round.
+    damping : float
+    adaptive : bool
+        Whether to lower the damping where an update would be improper, instead of rejecting it.
+    deletion : {"own", "none", "average", "prior"}
+        What is taken out of the posterior to make the cavity: the silo's own factor; nothing; an
+        average factor, the sum over the number of silos; all factors.
+    prior_share : float
+        The share of the prior that a silo's cavity holds.
+    asynchronous : bool
+        Whether a silo works from what it was sent at the visit before.
+    start_scale : float or None
+        The largest standard deviation, of Gaussian globals, at which a silo's first visit starts.
+    evidence_draws : int
+        Draws for the expected log likelihood.
+    """
+
+    num_silos: int
+    visits: int
+    steps: int
+    damping: float
+    adaptive: bool
+    deletion: str = "own"
+    prior_share: float = 1.0
+    asynchronous: bool = False
+    start_scale: float | None = 0.1
+    evidence_draws: int = 32
+
+
+class Parts(NamedTuple):
+    """What the algorithm is made of.
+
+    ``bounds`` holds the silo's term of the bound, and the same with a plain gradient. ``rows``
+    names the arrays of the silo plate ``plate`` that minibatches cut. ``divergence`` is that to
+    the cavity; ``aggregate`` makes a posterior of a prior and a sum of factors.
+    """
+
+    model: FederatedModel
+    globals: Globals
+    guide: Guide
+    bounds: tuple[SiloBound, SiloBound]
+    local: Local
+    conjugate: bool
+    optim: optax.GradientTransformation
+    plate: str | None
+    rows: tuple[str, ...]
+    divergence: Callable[[Eta, Eta], Array] | None
+    aggregate: Callable[[Eta, Eta], Eta]
+
+
+def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
+    """Build the algorithm."""
+    fm, family, local = parts.model, parts.globals.family, parts.local
+    prior = parts.globals.prior
+
+    def init_server(key: Array) -> ServerState:
+        theta = fm.init_theta(key)
+        first = prior(theta)
+        total = jax.tree.map(jnp.zeros_like, first)
+        return ServerState(
+            {"theta": theta, "guide": parts.aggregate(first, total)},
+            total,
+            parts.optim.init(theta),
+            jnp.asarray(settings.damping, jnp.result_type(float)),
+            jnp.zeros(settings.num_silos),
+        )
+
+    def init_silo(key: Array, data: SiloData) -> SiloState:
+        key_private, key_guide = jax.random.split(key)
+        params = {
+            "private": fm.init_private(key_private, data),
+            "guide": parts.guide.init_local(key_guide, data),
+            "centre": jnp.zeros(fm.dim),
+        }
+        like = jax.eval_shape(lambda: prior(fm.init_theta(jax.random.key(0))))
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        none = jnp.zeros((), jnp.int32)
+        stale = (zeros, zeros) if settings.asynchronous else ()
+        return SiloState(params, zeros, zeros, none, none, jnp.array(True), stale)
+
+    def server_noise(key: Array) -> tuple[()]:
+        return ()
+
+    def silo_noise(key: Array, state: SiloState) -> Array:
+        return key
+
+    def broadcast(noise: Any, state: ServerState, who: Array) -> tuple[Down, Any]:
+        return Down(state.params["theta"], state.total, state.taken[who]), who
+
+    def silo(key: Array, down: Down, state: SiloState, data: SiloData) -> tuple[Up, SiloState]:
+        key_local, key_evidence = jax.random.split(key)
+        factor = jax.tree.map(lambda a, b: a + down.taken * b, state.factor, state.pending)
+        first = prior(down.theta)
+        posterior = parts.aggregate(first, down.total)
+        removed = _removed(settings, factor, down.total)
+        share = jax.tree.map(lambda a: settings.prior_share * a, first)
+        cavity = parts.aggregate(share, jax.tree.map(jnp.subtract, down.total, removed))
+        now = (cavity, posterior)
+        if settings.asynchronous:
+            begun = state.visits > 0
+            used = jax.tree.map(lambda a, b: jnp.where(begun, a, b), state.stale, (first, first))
+        else:
+            used = now
+        start = _start(parts, settings, used[1], state.visits)
+        log_lik, g_theta = _expected(
+            parts, settings, key_evidence, down.theta, posterior, state, data
+        )
+        problem = _problem(parts, down.theta, used[0], start, state, data)
+        found = local.solve(problem, key_local)
+        proposal = _factor(parts, found.eta, used[0])
+        change = jax.tree.map(
+            jnp.subtract, proposal, factor if settings.deletion == "prior" else removed
+        )
+        finite = all_finite((change, found.own, log_lik, g_theta))
+        proper = family.proper(found.eta)
+        status = jnp.where(found.converged, Status.CONVERGED, Status.NOT_CONVERGED)
+        status = jnp.where(finite & ~proper, Status.IMPROPER, status)
+        status = jnp.where(finite, status, Status.NON_FINITE).astype(jnp.int32)
+        ok = finite & proper
+
+        def keep(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+        zeros = jax.tree.map(jnp.zeros_like, change)
+        change = keep(change, zeros)
+        up = Up(change, log_lik, g_theta, jax.nn.one_hot(status, len(Status), dtype=jnp.int32))
+        silent = jax.tree.map(jnp.zeros_like, up)._replace(statuses=up.statuses)
+        after = {**found.own, "centre": family.centre(family.ordinary(found.eta))}
+        return keep(up, silent), SiloState(
+            keep(after, state.params),
+            factor,
+            change,
+            state.visits + 1,
+            status,
+            ok,
+            now if settings.asynchronous else (),
+        )
+
+    def server(state: ServerState, who: Array, up: Up) -> tuple[ServerState, Info]:
+        theta, old = state.params["theta"], state.params["guide"]
+        first = prior(theta)
+        total, used = _take(parts, settings, state, first, up.change)
+        guide = parts.aggregate(first, total)
+        parted = expfam.kl(family, old, first)
+        weight = settings.num_silos / settings.visits
+        if theta:
+            pull = jax.grad(lambda t: expfam.kl(family, old, prior(t)))(theta)
+            each = weight * settings.steps
+            gradient = jax.tree.map(lambda p, g: p - each * g, pull, up.theta)
+            updates, opt_state = parts.optim.update(gradient, state.opt_state, theta)
+            moved = optax.apply_updates(theta, updates)
+            shifted = parts.aggregate(prior(moved), total)
+            fine = family.proper(shifted) & all_finite(moved)
+            theta, opt_state, guide = jax.tree.map(
+                lambda a, b: jnp.where(fine, a, b),
+                (moved, opt_state, shifted),
+                (theta, state.opt_state, guide),
+            )
+        else:
+            opt_state = state.opt_state
+        damping = state.damping
+        if settings.adaptive:
+            lowered = jnp.where(used > 0, used, damping / 2)
+            damping = jnp.minimum(2 * lowered, settings.damping)
+        params, taken = {"theta": theta, "guide": guide}, state.taken.at[who].set(used)
+        after = ServerState(params, total, opt_state, damping, taken)
+        loss = parted / settings.steps - weight * up.log_lik
+        moved_by = expfam.kl(family, guide, old)
+        report = Report(used, up.statuses)
+        return after, Info(loss, all_finite(after), moved_by, report)
+
+    exchange = Exchange(server_noise, silo_noise, broadcast, silo, server, scatter=Down(*SCATTERED))
+    return FederatedAlgorithm(init_server, init_silo, (exchange,), watch=lambda s: s.status)
+
+
+def evaluation(parts: Parts, settings: Settings) -> FederatedAlgorithm:
+    """One exchange with every silo that changes nothing: the free energy of the posterior."""
+    algorithm, family = pvi(parts, settings), parts.globals.family
+
+    def silo(key: Array, down: Down, state: SiloState, data: SiloData) -> tuple[Up, SiloState]:
+        posterior = parts.aggregate(parts.globals.prior(down.theta), down.total)
+        log_lik, _ = _expected(parts, settings, key, down.theta, posterior, state, data)
+        ok = jnp.isfinite(log_lik)
+        none = jax.tree.map(jnp.zeros_like, state.factor)
+        status = jnp.where(ok, Status.CONVERGED, Status.NON_FINITE)
+        statuses = jax.nn.one_hot(status, len(Status), dtype=jnp.int32)
+        theta = jax.tree.map(jnp.zeros_like, down.theta)
+        return Up(none, jnp.where(ok, log_lik, 0.0), theta, statuses), state._replace(ok=ok)
+
+    def server(state: ServerState, who: Array, up: Up) -> tuple[ServerState, Info]:
+        first = parts.globals.prior(state.params["theta"])
+        loss = expfam.kl(family, state.params["guide"], first) - up.log_lik
+        zero, good = jnp.zeros(()), up.statuses[Status.NON_FINITE] == 0
+        return state, Info(loss, good, zero, Report(zero, up.statuses))
+
+    exchange = algorithm.exchanges[0]._replace(silo=silo, server=server)
+    return algorithm._replace(exchanges=(exchange,), watch=None)
+
+
+def effective_factor(state: SiloState, taken: Array) -> Eta:
+    """A silo's factor, what is pending included: these sum to the server's ``total``."""
+    return jax.tree.map(lambda a, b: a + taken * b, state.factor, state.pending)
+
+
+def _removed(settings: Settings, factor: Eta, total: Eta) -> Eta:
+    """What a silo takes out of the posterior to make its cavity."""
+    if settings.deletion == "own":
+        return factor
+    if settings.deletion == "none":
+        return jax.tree.map(jnp.zeros_like, factor)
+    if settings.deletion == "average":
+        return jax.tree.map(lambda a: a / settings.num_silos, total)
+    return total
+
+
+def _start(parts: Parts, settings: Settings, posterior: Eta, visits: Array) -> Any:
+    """Where a visit starts: at the posterior, and at the first visit no wider than asked."""
+    psi = parts.globals.family.ordinary(posterior)
+    if settings.start_scale is None or GAUSSIAN not in psi:
+        return psi
+    widest = jnp.where(visits == 0, np.log(settings.start_scale), jnp.inf)
+    narrow = {"log_scale": jnp.minimum(psi[GAUSSIAN]["log_scale"], widest)}
+    return {**psi, GAUSSIAN: {**psi[GAUSSIAN], **narrow}}
+
+
+def _factor(parts: Parts, eta: Eta, cavity: Eta) -> Eta:
+    """The factor that makes ``eta`` of the cavity: the gradient of their divergence."""
+    if parts.divergence is None:
+        return jax.tree.map(jnp.subtract, eta, cavity)
+    family, divergence = parts.globals.family, parts.divergence
+    return family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
+
+
+def _take(
+    parts: Parts, settings: Settings, state: ServerState, first: Eta, change: Eta
+) -> tuple[Eta, Array]:
+    """The sum of factors after as much of the change as leaves the posterior proper."""
+    target = jax.tree.map(jnp.add, state.total, change)
+    family = parts.globals.family
+
+    def proper(total: Eta) -> Array:
+        return family.proper(parts.aggregate(first, total))
+
+    within = family._replace(proper=proper)
+    if settings.adaptive:
+        return proper_step(within, state.total, target, state.damping)
+    moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, change)
+    fine = proper(moved)
+    total = jax.tree.map(lambda a, b: jnp.where(fine, a, b), moved, state.total)
+    return total, jnp.where(fine, state.damping, 0.0)
+
+
+def _problem(
+    parts: Parts, theta: dict, cavity: Eta, start: Any, state: SiloState, data: SiloData
+) -> Problem:
+    fm, family, guide = parts.model, parts.globals.family, parts.guide
+    centre = family.centre(start)
+    eta = guide.recentre(state.params["guide"], state.params["centre"], centre, data)
+    own = {"private": state.params["private"], "guide": eta}
+
+    def noise(key: Array, particles: int, batch: int | None) -> Noise:
+        key_globals, key_rows, key_index = jax.random.split(key, 3)
+        sizes = {p: batch or len(part["loc"]) for p, part in eta.items()}
+        index = None
+        if batch:
+            index = jax.random.randint(key_index, (batch,), 0, _real(parts, data))
+        return Noise(
+            family.noise(key_globals, particles),
+            parts.bounds[0].noise(key_rows, sizes, particles),
+            index,
+        )
+
+    def log_lik(psi: Any, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
+        here, local, scale = data, own["guide"], jnp.ones(())
+        if noise.which is not None:
+            here, local = _cut(parts, data, own["guide"], noise.which)
+            scale = jnp.asarray(_real(parts, data) / len(noise.which))
+        shared, centre = {**theta, **own["private"]}, family.centre(psi)
+        bound = parts.bounds[1 if plain else 0]
+
+        def at(noise_globals: Any, noise_rows: Rows) -> tuple[Array, Array]:
+            z = family.draw(psi, noise_globals)
+            return z, scale * bound.value(shared, local, z, centre, noise_rows, here)
+
+        return jax.vmap(at, (0, 1))(noise.globals, noise.rows)
+
+    def likelihood() -> Eta:
+        return family.fit(log_likelihood(fm, {**theta, **own["private"]}, data))
+
+    return Problem(family, cavity, start, own, noise, log_lik, likelihood, parts.divergence)
+
+
+def _expected(
+    parts: Parts,
+    settings: Settings,
+    key: Array,
+    theta: dict,
+    posterior: Eta,
+    state: SiloState,
+    data: SiloData,
+) -> tuple[Array, dict]:
+    """The expected log likelihood at the posterior, and its gradient for shared parameters."""
+    family, private = parts.globals.family, state.params["private"]
+
+    def exact(theta: dict) -> Array:
+        f = log_likelihood(parts.model, {**theta, **private}, data)
+        eta, psi = family.fit(f), family.ordinary(posterior)
+        z = family.centre(psi)
+        away = jax.tree.map(jnp.subtract, family.moments(psi), family.statistics(z))
+        return f(z) + expfam.inner(eta, away)
+
+    def sampled(theta: dict) -> Array:
+        psi = family.ordinary(posterior)
+        centre = family.centre(psi)
+        eta = parts.guide.recentre(state.params["guide"], state.params["centre"], centre, data)
+        sizes = {p: len(part["loc"]) for p, part in eta.items()}
+
+        def at(s: Array) -> Array:
+            key_globals, key_rows = jax.random.split(jax.random.fold_in(key, s))
+            noise = jax.tree.map(lambda a: a[0], family.noise(key_globals, 1))
+            rows = {p: e[:, 0] for p, e in parts.bounds[0].noise(key_rows, sizes, 1).items()}
+            z = family.draw(psi, noise)
+            return parts.bounds[0].value({**theta, **private}, eta, z, centre, rows, data)
+
+        draws = settings.evidence_draws
+        return jax.lax.map(at, jnp.arange(draws), batch_size=min(draws, 8)).mean()
+
+    expected = exact if parts.conjugate else sampled
+    if theta:
+        return jax.value_and_grad(expected)(theta)
+    return expected(theta), {}
+
+
+def _real(parts: Parts, data: SiloData) -> Array | int:
+    """How many rows a silo has, padded ones left out."""
+    if parts.plate in data.masks:
+        return data.masks[parts.plate].sum()
+    return len(next(data.arrays[key] for key in parts.rows))
+
+
+def _cut(parts: Parts, data: SiloData, eta: dict, index: Array) -> tuple[SiloData, dict]:
+    """A minibatch of a silo's rows, and the local guide of these rows."""
+    arrays = {k: a[index] if k in parts.rows else a for k, a in data.arrays.items()}
+    return SiloData(arrays, {}, data.static), jax.tree.map(lambda a: a[index], eta)

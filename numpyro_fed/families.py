@@ -1,0 +1,290 @@
+"""The exponential family of a model's globals: which one, the prior in it, what is conjugate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import biject_to, transforms
+
+from numpyro_fed import expfam
+from numpyro_fed.data import SiloData
+from numpyro_fed.errors import ModelError
+from numpyro_fed.expfam import Family
+from numpyro_fed.sites import Site
+from numpyro_fed.split import FederatedModel
+
+FULL_UP_TO = 300
+TOLERANCE = 1e-8  # of a remainder, relative, in double precision
+POINTS = 2**22  # numbers, at most, in all points at which a function is looked at
+GAUSSIAN = "gaussian"
+
+Eta = dict[str, Any]
+
+
+class Globals(NamedTuple):
+    """The family of the globals, as pure functions.
+
+    Attributes
+    ----------
+    family : Family
+        A product: one joint Gaussian over all sites that take it, named ``"gaussian"``, and one
+        member by name for each other site.
+    prior : theta -> eta
+        Natural parameters of the prior.
+    marginals : eta -> {site: Distribution}
+        Each site's marginal on its own support.
+    """
+
+    family: Family
+    prior: Callable[[dict[str, Any]], Eta]
+    marginals: Callable[[Eta], dict[str, dist.Distribution]]
+
+
+def globals_of(fm: FederatedModel, spec: str | Mapping[str, str]) -> Globals:
+    """Choose a family for each global site, by what the model's prior is affine in.
+
+    Parameters
+    ----------
+    fm : FederatedModel
+    spec : {"auto", "full", "diagonal"} or dict
+        Covariance of the joint Gaussian; ``"auto"`` is full up to 300 dimensions. A dict chooses
+        by site among ``"gaussian"``, ``"gamma"``, ``"beta"`` and ``"dirichlet"``, with the
+        covariance under ``"covariance"``.
+
+    Raises
+    ------
+    ModelError
+        For a model without globals, and for a prior outside every family that its site can take.
+    """
+    chosen = dict(spec) if isinstance(spec, Mapping) else {"covariance": spec}
+    covariance = chosen.pop("covariance", "auto")
+    sites = fm.named("latent")
+    if not sites:
+        raise ModelError(
+            "the model has no global latents, so that silos share nothing to infer. Use SFVI, "
+            "which also learns parameters, or move what is shared out of the silo_plate."
+        )
+    if covariance not in ("auto", "full", "diagonal"):
+        raise ValueError(f"family={covariance!r}: expected 'auto', 'full' or 'diagonal'.")
+    if unknown := set(chosen) - {s.name for s in sites}:
+        raise ValueError(
+            f"family names {sorted(unknown)}, but the global sites are "
+            f"{sorted(s.name for s in sites)}."
+        )
+    if covariance == "auto":
+        covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
+    key = jax.random.key(0)
+    with jax.enable_x64(True):
+        theta = _double(fm.init_theta(key))
+
+        def log_prior(z: Array) -> Array:
+            return fm.log_prior(theta, z)
+
+        kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
+        family = _product(sites, kinds, covariance)
+        eta = _fit(log_prior, family)
+        if not affine(log_prior, family, eta):
+            kinds = {
+                s.name: _kind(s, chosen.get(s.name), covariance, log_prior, fm.dim) for s in sites
+            }
+            family = _product(sites, kinds, covariance)
+            eta = _fit(log_prior, family)
+            if not affine(log_prior, family, eta):
+                raise _coupled(sites, kinds, covariance, log_prior, fm.dim)
+    fixed = None if fm.named("param") else eta
+
+    def prior(theta: dict[str, Any]) -> Eta:
+        if fixed is None:
+            return family.fit(lambda z: fm.log_prior(theta, z) - family.log_base(z))
+        return jax.tree.map(jnp.asarray, fixed)
+
+    fixed = jax.tree.map(np.asarray, fixed)
+    return Globals(family, prior, lambda eta: _marginals(fm, sites, kinds, family, eta))
+
+
+def affine(f: Callable[[Array], Array], family: Family, eta: Eta) -> bool:
+    """Whether ``f(z) - log h(z)`` is ``<eta, T(z)>`` up to a constant, in double precision.
+
+    Looked at in more random points than there are statistics, as far as memory allows; an
+    analytic remainder that is not constant shows in almost every one of them.
+    """
+
+    def both(z: Array) -> tuple[Array, Array]:
+        value = f(z) - family.log_base(z)
+        return value, value - expfam.inner(eta, family.statistics(z))
+
+    several = jax.jit(jax.vmap(both))
+    statistics = sum(np.size(leaf) for leaf in jax.tree.leaves(eta))
+    batch = max(2, min(64, POINTS // max(family.dim, 1)))
+    rest, first = min(statistics + 2, max(2, POINTS // max(family.dim, 1))), None
+    for i in range(-(-rest // batch)):
+        z = jax.random.normal(jax.random.fold_in(jax.random.key(1), i), (batch, family.dim))
+        values, remainder = map(np.asarray, several(z))
+        first = remainder[0] if first is None else first
+        scale = 1 + np.abs(values).max() + np.abs(values - remainder).max()
+        if not np.abs(remainder - first).max() <= TOLERANCE * scale:
+            return False
+    return True
+
+
+def conjugate(fm: FederatedModel, chosen: Globals, silos: Sequence[SiloData]) -> bool:
+    """Whether every silo's log likelihood is affine in the family's statistics."""
+    if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
+        return False
+    smallest: dict[Any, SiloData] = {}
+    for silo in sorted(silos, key=lambda s: sum(a.size for a in s.arrays.values())):
+        smallest.setdefault(silo.static, silo)
+    with jax.enable_x64(True):
+        theta = _double(fm.init_theta(jax.random.key(0)))
+        for silo in smallest.values():
+            f = log_likelihood(fm, theta, _double(silo))
+
+            def density(z: Array, f: Callable = f) -> Array:
+                return f(z) + chosen.family.log_base(z)
+
+            if not affine(density, chosen.family, _fit(density, chosen.family)):
+                return False
+    return True
+
+
+def log_likelihood(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:
+    """A silo's log likelihood as a function of the globals, for a model without local latents."""
+    z_L = {plate: jnp.zeros((size, 0)) for plate, size in fm.sizes(data).items()}
+
+    def f(z: Array) -> Array:
+        rows = fm.log_silo(theta, z, z_L, data)
+        return sum((v.sum() for v in rows.values()), jnp.zeros(()))
+
+    return f
+
+
+def _fit(f: Callable[[Array], Array], family: Family) -> Eta:
+    """Natural parameters of a density, compiled: far quicker than one operation at a time."""
+    return jax.jit(lambda: family.fit(lambda z: f(z) - family.log_base(z)))()
+
+
+def _candidates(site: Site) -> list[str]:
+    elementwise = {"Positive": ["gamma"], "UnitInterval": ["beta"], "Simplex": ["dirichlet"]}
+    return [GAUSSIAN, *elementwise.get(site.support.split("^")[0], [])]
+
+
+def _member(site: Site, kind: str, covariance: str) -> Family:
+    if kind == GAUSSIAN:
+        return expfam.gaussian(site.stop - site.start, covariance)
+    if kind == "gamma":
+        return expfam.gamma(site.shape)
+    if kind == "beta":
+        return expfam.beta(site.shape)
+    return expfam.dirichlet(site.shape[:-1], site.shape[-1] + 1)
+
+
+def _alone(site: Site, log_prior: Callable, dim: int, seed: int) -> Callable[[Array], Array]:
+    """The log prior along one site, the others held at a random point."""
+    rest = jax.random.normal(jax.random.key(seed), (dim,))
+    return lambda z: log_prior(rest.at[site.start : site.stop].set(z))
+
+
+def _asked(site: Site, asked: str | None) -> str | None:
+    """The family that the user asked for, if the site can have it."""
+    if asked is not None and asked not in _candidates(site):
+        raise ValueError(
+            f"family of '{site.name}' is {asked!r}: on the support {site.support} expected one of "
+            f"{_candidates(site)}."
+        )
+    return asked
+
+
+def _kind(site: Site, asked: str | None, covariance: str, log_prior: Callable, dim: int) -> str:
+    """The first family that the prior is in."""
+    f = _alone(site, log_prior, dim, 2)
+    for kind in [asked] if asked else _candidates(site):
+        family = _member(site, kind, covariance)
+        if affine(f, family, _fit(f, family)):
+            return kind
+    raise _outside(site, covariance)
+
+
+def _outside(site: Site, covariance: str) -> ModelError:
+    instead = {
+        "Positive": "dist.Gamma (also Exponential), or dist.LogNormal",
+        "UnitInterval": "dist.Beta (also Uniform(0, 1))",
+        "Simplex": "dist.Dirichlet",
+    }.get(site.support.split("^")[0], "dist.Normal")
+    full = "" if covariance == "full" else ", family='full' if it is a Gaussian with correlations"
+    return ModelError(
+        f"the prior of the global site '{site.name}' (support {site.support}) is outside of the "
+        f"families in which its factors live. Use {instead}{full}, or a dist.Normal for an "
+        "unconstrained value that the model transforms (numpyro.handlers.reparam); or SFVI, which "
+        "takes any prior."
+    )
+
+
+def _coupled(
+    sites: Sequence[Site], kinds: Mapping[str, str], covariance: str, log_prior: Callable, dim: int
+) -> ModelError:
+    for site in sites:
+        family = _member(site, kinds[site.name], covariance)
+        here, there = (_fit(_alone(site, log_prior, dim, seed), family) for seed in (2, 3))
+        alike = jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, rtol=1e-8)), here, there)
+        if not all(jax.tree.leaves(alike)):
+            break
+    full = "" if covariance == "full" else " family='full' if it is linear and Gaussian,"
+    return ModelError(
+        f"the prior of the global site '{site.name}' depends on other global sites in a way that "
+        f"the family cannot hold. Use{full} a non-centred form (numpyro.handlers.reparam with "
+        "LocScaleReparam(0)) in which the prior has independent sites, or SFVI, which takes any "
+        "prior."
+    )
+
+
+def _product(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Family:
+    members: dict[str, tuple[Any, Family]] = {}
+    joint = [np.arange(s.start, s.stop) for s in sites if kinds[s.name] == GAUSSIAN]
+    if joint:
+        places = np.concatenate(joint)
+        members[GAUSSIAN] = (places, expfam.gaussian(len(places), covariance))
+    for s in sites:
+        if kinds[s.name] != GAUSSIAN:
+            members[s.name] = (np.arange(s.start, s.stop), _member(s, kinds[s.name], covariance))
+    return expfam.product(members)
+
+
+def _double(tree: Any) -> Any:
+    """The same numbers in double precision."""
+
+    def one(a: Any) -> Any:
+        a = np.asarray(a)
+        return a.astype(np.float64) if a.dtype.kind == "f" else a
+
+    return jax.tree.map(one, tree)
+
+
+def _marginals(
+    fm: FederatedModel, sites: Sequence[Site], kinds: Mapping[str, str], family: Family, eta: Eta
+) -> dict[str, dist.Distribution]:
+    def of(site: Site) -> dist.Distribution:
+        place = slice(site.start, site.stop)
+        found = expfam.marginal(family, eta, place, site.shape, site.event_dim)
+        return _on_support(found, fm.supports[site.name]) if kinds[site.name] == GAUSSIAN else found
+
+    return {site.name: of(site) for site in sites}
+
+
+def _on_support(z: dist.Distribution, support: Any) -> dist.Distribution:
+    """What a Gaussian in unconstrained space is on the support of its site."""
+    bijection = biject_to(support)
+    elementwise = bijection
+    while isinstance(elementwise, transforms.IndependentTransform):
+        elementwise = elementwise.base_transform
+    if isinstance(elementwise, transforms.IdentityTransform):
+        return z
+    independent = z.base_dist if isinstance(z, dist.Independent) else z
+    if isinstance(elementwise, transforms.ExpTransform) and isinstance(independent, dist.Normal):
+        return dist.LogNormal(independent.loc, independent.scale).to_event(z.event_dim)
+    return dist.TransformedDistribution(z, bijection)

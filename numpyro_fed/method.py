@@ -1,0 +1,205 @@
+"""What all methods share: run, load, and the compiled fit for each layout of silos."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed import data as silo_data
+from numpyro_fed.algorithms.base import FederatedAlgorithm
+from numpyro_fed.data import Bucket, bucket, one_by_one, signature
+from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
+from numpyro_fed.layout import Layout, lay_out
+from numpyro_fed.result import Fit, Result, Silos
+from numpyro_fed.runtime.base import State, on_device
+from numpyro_fed.runtime.host import host
+from numpyro_fed.runtime.loop import Failure, Run, drive
+from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.saving import load_state
+
+RUNTIMES = {"simulation": simulation, "host": host}
+
+
+class Method:
+    """A federated method: settings in a frozen dataclass, ``run`` and ``load`` from here.
+
+    A subclass has the fields ``model`` and ``_fits``, and says how its fit is built.
+    """
+
+    model: Callable
+    _fits: dict[Any, Fit]
+
+    def run(
+        self,
+        key: Array,
+        num_rounds: int,
+        silos: Sequence[Mapping[str, Any]],
+        *,
+        init_state: State | None = None,
+        progress_bar: bool = True,
+        runtime: str = "simulation",
+    ) -> Any:
+        """Fit the model.
+
+        Parameters
+        ----------
+        key : jax.Array
+            From ``jax.random.key`` (or the older ``PRNGKey``). Round ``r`` uses
+            ``fold_in(key, r)``.
+        num_rounds : int
+            Rounds to run. For SFVI a round is one step of the optimiser; for PVI it visits every
+            participant once.
+        silos : list of dict
+            What each silo holds: keyword arguments of the model. Arrays may differ in their first
+            axis. Python ints, bools, strings and None are static: silos that differ in them are
+            compiled apart.
+        init_state : State, optional
+            Go on from ``result.state``: ``run(key, a)`` and then ``run(key, b, init_state=...)``
+            is ``run(key, a + b)``, bit for bit.
+        progress_bar : bool
+            Show rounds and the bound.
+        runtime : {"simulation", "host"}
+            One compiled program, or a plain loop over silos for debugging. The numbers are the
+            same up to rounding.
+
+        Returns
+        -------
+        Result
+            A :class:`numpyro_fed.PVIResult` for PVI and its family.
+
+        Raises
+        ------
+        ModelError, DataError, GuideError
+            Before anything is compiled, for input that cannot work.
+        NonFiniteError
+            If the bound turns NaN or infinite; the error's ``result`` is the last good state.
+        """
+        key = _one_key(key)
+        positive_int("num_rounds", num_rounds)
+        fit, held = self._prepare(silos, runtime)
+        if init_state is None:
+            state = fit.runtime.init(key, held.batches)
+        else:
+            state = fit.check_state(init_state, held)
+        self._check_rounds(state, num_rounds)
+        run = drive(fit.runtime, key, state, held.batches, num_rounds, progress_bar)
+        result = self._result(run, fit, held)
+        if run.failure is not None:
+            raise _non_finite(result, run.failure)
+        return result
+
+    def load(
+        self,
+        path: str | Path,
+        silos: Sequence[Mapping[str, Any]],
+        *,
+        runtime: str = "simulation",
+    ) -> Any:
+        """Rebuild a fit from what :meth:`Result.save` wrote.
+
+        Parameters
+        ----------
+        path : str or Path
+            The same path as was given to ``save``.
+        silos : list of dict
+            The silos' data, which is never saved.
+        runtime : {"simulation", "host"}
+            The runtime of the run that was saved.
+
+        Raises
+        ------
+        SavedStateError
+            If the files belong to another model, guide, layout of silos or version.
+        """
+        fit, held = self._prepare(silos, runtime)
+        losses, state = load_state(path, fit.description(), fit.initial_state(held))
+        return self._result(Run(state, losses, None, None), fit, held)
+
+    def _result(self, run: Run, fit: Fit, held: Silos) -> Any:
+        """The result of a run; ``run.log`` is None for what was loaded."""
+        return Result(run.losses, run.state, fit, held)
+
+    def _check_rounds(self, state: State, num_rounds: int) -> None:
+        """Refuse a number of rounds that the method cannot run."""
+
+    def _text(self) -> Callable:
+        """The model's text as it is run."""
+        return self.model
+
+    def _build(self, layout: Layout, buckets: Sequence[Bucket], runtime: str) -> Fit:
+        raise NotImplementedError
+
+    def _prepare(self, silos: Sequence[Mapping[str, Any]], runtime: str) -> tuple[Fit, Silos]:
+        """The compiled fit for these shapes, from an earlier run where there was one."""
+        if runtime not in RUNTIMES:
+            raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
+        read = silo_data.read(silos)
+        known = (runtime, str(jnp.result_type(float)), tuple(signature(s) for s in read))
+        if known not in self._fits:
+            layout, buckets = lay_out(self._text(), read)
+            self._fits[known] = self._build(layout, buckets, runtime)
+        fit = self._fits[known]
+        if runtime == "host":
+            buckets = one_by_one(read, fit.sizes)
+        else:
+            buckets = bucket(read, fit.sizes, may_pad=fit.padded)
+        return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
+
+
+def check_memory(algorithm: FederatedAlgorithm, buckets: Sequence[Bucket]) -> None:
+    """Refuse what cannot fit: the state, a copy of it, and a gradient."""
+
+    def size(init: Callable, *args: Any) -> int:
+        state = jax.eval_shape(init, jax.random.key(0), *args)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+    needed = 3 * size(algorithm.init_server)
+    for b in buckets:
+        one = jax.tree.map(lambda a: a[0], b.data)
+        needed += 3 * size(algorithm.init_silo, one) * len(b.silos)
+    available = _memory()
+    if needed > available:
+        raise GuideError(
+            f"the guide and the optimiser's state need about {needed / 2**30:.1f} GiB, but "
+            f"this machine has {available / 2**30:.1f} GiB. Use a smaller guide: "
+            "guides.Structured(globals='diagonal', locals='diagonal'), with couple_mean=False and "
+            "couple_scale=False, or guides.MeanField()."
+        )
+
+
+def _memory() -> float:
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _non_finite(result: Result, failure: Failure) -> NonFiniteError:
+    where = f"at silo {', '.join(map(str, failure.silos))}" if failure.silos else "at the server"
+    return NonFiniteError(
+        f"the bound turned NaN or infinite in round {failure.round}, {where}. The last good state "
+        "is in the error's .result. A smaller step, gradient clipping (optax.chain("
+        "optax.clip_by_global_norm(10.0), ...)), more particles or float64 usually help; otherwise "
+        "look at the data and the supports of the sites there.",
+        result=result,
+        round=failure.round,
+        silos=failure.silos,
+    )
+
+
+def _one_key(key: Any) -> Array:
+    """A typed key; what ``jax.random.PRNGKey`` makes is turned into one."""
+    if isinstance(key, Array):
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
+            return key
+        if key.dtype == jnp.uint32 and key.ndim == 1:
+            return jax.random.wrap_key_data(key)
+    found = f"{key.dtype}{key.shape}" if isinstance(key, Array) else repr(key)
+    raise TypeError(f"key must be one JAX key such as jax.random.key(0), got {found}.")

@@ -1,0 +1,306 @@
+"""Partitioned variational inference: the front door."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax import Array
+
+from numpyro_fed import expfam
+from numpyro_fed.algorithms.pvi import Parts, Settings, evaluation, pvi
+from numpyro_fed.cavity import aggregate
+from numpyro_fed.data import Bucket
+from numpyro_fed.divergences import KL
+from numpyro_fed.errors import GuideError, positive_int
+from numpyro_fed.families import Globals, conjugate, globals_of
+from numpyro_fed.guides.gaussian import GlobalGuide
+from numpyro_fed.guides.structured import Structured, build
+from numpyro_fed.handlers import generalised
+from numpyro_fed.layout import Layout
+from numpyro_fed.local import LBFGS, ClosedForm, Local, Optax
+from numpyro_fed.method import RUNTIMES, Method, check_memory
+from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
+from numpyro_fed.posterior import posterior
+from numpyro_fed.pvi_result import PVIResult
+from numpyro_fed.result import Factors, Fit, Silos
+from numpyro_fed.runtime.base import State
+from numpyro_fed.runtime.loop import Run
+from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.schedules import Asynchronous, Spec, named
+
+DELETIONS = ("own", "none", "average", "prior")
+Divergence = Callable[[Any, Any, Any], Array]
+
+
+@dataclass(frozen=True)
+class PVI(Method):
+    r"""Partitioned variational inference, with or without local latents.
+
+    The posterior of the globals is the prior times one factor for each silo, all in one
+    exponential family. A silo that is visited takes its factor out, maximises its local free energy
+
+    .. math::
+        \mathcal{F}_m(q) = \mathbb{E}_q[\log p(y_m \mid z_G)]
+        - \mathrm{KL}\big(q \,\|\, q_{\setminus m}\big), \qquad
+        q_{\setminus m} \propto q / t_m,
+
+    on its own data, its local latents inside, and answers with the change of its factor's natural
+    parameters. A few rounds are enough, where :class:`SFVI` takes thousands.
+
+    Parameters
+    ----------
+    model : callable
+        A NumPyro model with :class:`~numpyro_fed.silo_plate`, whose global sites have priors in the
+        family: Normal (also correlated, or linear in each other), LogNormal and whatever else is
+        Gaussian in unconstrained space; Gamma, Beta, Dirichlet.
+    schedule : str or one of numpyro_fed.schedules
+        ``"sequential"``, ``"synchronous"``, ``"asynchronous"``, or ``schedules.Random(size)`` and
+        the others with settings. A round visits every participant once.
+    damping : "auto" or float
+        The share of each proposed change that the server takes, in (0, 1]. An update that would
+        make the posterior improper is rejected, and counted. ``"auto"`` starts at what is safe
+        for the schedule (1 when sequential, one over the number of silos at work at once) and
+        halves it for an update that would be improper, doubling it again afterwards.
+    family : {"auto", "full", "diagonal"} or dict
+        Covariance of the Gaussian over the global sites that take one; full up to 300 dimensions.
+        Other sites get the family of their prior. A dict names families by site.
+    local : one of numpyro_fed.local, optional
+        The local optimiser. By default the closed form where the model is conjugate, and
+        ``local.Optax()`` elsewhere.
+    guide : Structured, optional
+        For the local latents; its ``globals`` are not used.
+    objective : ELBO or LocallyEnhanced
+        The bound on a silo's likelihood where it has local latents.
+    theta_optim : optax.GradientTransformation, optional
+        For parameters without a prior (``numpyro.param``), which take one step on the free energy
+        at each update of the server (Appendices A and C); by default Adam at 0.02. They need many
+        more rounds than latents do.
+    start_scale : float or None
+        A silo's first visit starts no wider than this; None starts at the prior.
+    evidence_draws : int
+        Draws for the estimate of the log evidence.
+    loss : callable, optional
+        ``loss(distribution, value)`` in place of minus the log density at each observed site, as in
+        :mod:`numpyro_fed.losses` (:class:`FedGVI`).
+    divergence, prior_divergence : callable
+        To the cavity and to the prior, as in :mod:`numpyro_fed.divergences`.
+    deletion : {"own", "none", "average", "prior"}
+        What a silo takes out of the posterior to make its cavity: its own factor; nothing (as in
+        streaming); an average factor (stochastic power EP); all factors (committee machine).
+    prior_share : {"whole", "split"}
+        Whether a silo's cavity holds all of the prior, or its share of it.
+    max_rounds : int, optional
+        Refuse to run for more: a method that makes one pass has nothing to gain from a second.
+
+    References
+    ----------
+    Ashman et al. (2022), arXiv 2202.12275, Algorithm 1; the messages here carry the sum of all
+    factors instead of the posterior, and name the damping of the silo's last proposal.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    >>> silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([3.0, 4.0, 5.0]))]
+    >>> result = nf.PVI(model).run(jax.random.key(0), 1, silos, progress_bar=False)
+    >>> mu = result.posterior()["mu"]  # conjugate: one pass is exact
+    >>> round(float(mu.mean), 3), round(float(mu.variance), 4)
+    (2.994, 0.1996)
+    """
+
+    model: Callable
+    schedule: str | Spec = field(default="sequential", kw_only=True)
+    damping: str | float = field(default="auto", kw_only=True)
+    family: str | Mapping[str, str] = field(default="auto", kw_only=True)
+    local: Local | None = field(default=None, kw_only=True)
+    guide: Structured | None = field(default=None, kw_only=True)
+    objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
+    theta_optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
+    start_scale: float | None = field(default=0.1, kw_only=True)
+    evidence_draws: int = field(default=32, kw_only=True)
+    loss: Callable | None = field(default=None, kw_only=True)
+    divergence: Divergence = field(default=KL(), kw_only=True)
+    prior_divergence: Divergence = field(default=KL(), kw_only=True)
+    deletion: str = field(default="own", kw_only=True)
+    prior_share: str = field(default="whole", kw_only=True)
+    max_rounds: int | None = field(default=None, kw_only=True)
+    _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        named(self.schedule)
+        if self.damping != "auto" and not (
+            isinstance(self.damping, int | float) and 0 < self.damping <= 1
+        ):
+            raise ValueError(f"damping must be 'auto' or a number in (0, 1], got {self.damping!r}.")
+        if self.start_scale is not None and not self.start_scale > 0:
+            raise ValueError(f"start_scale must be positive or None, got {self.start_scale}.")
+        if self.deletion not in DELETIONS:
+            raise ValueError(f"deletion={self.deletion!r}: expected one of {DELETIONS}.")
+        if self.prior_share not in ("whole", "split"):
+            raise ValueError(f"prior_share={self.prior_share!r}: expected 'whole' or 'split'.")
+        positive_int("evidence_draws", self.evidence_draws)
+        if self.local is not None and not hasattr(self.local, "solve"):
+            raise TypeError(
+                f"local must be one of numpyro_fed.local, such as local.Optax(steps=500), got "
+                f"{self.local!r}."
+            )
+
+    def _check_rounds(self, state: State, num_rounds: int) -> None:
+        if self.max_rounds is not None and int(state.round) + num_rounds > self.max_rounds:
+            raise ValueError(
+                f"this method makes {self.max_rounds} round, but would come to "
+                f"{int(state.round) + num_rounds}: it keeps no factors to take out, so that more "
+                "rounds would count the data again. Use run(key, 1, silos), or PVI."
+            )
+
+    def _text(self) -> Callable:
+        return self.model if self.loss is None else generalised(self.model, self.loss)
+
+    def _build(self, layout: Layout, buckets: Sequence[Bucket], runtime: str) -> Fit:
+        fm = layout.model
+        chosen = globals_of(fm, self.family)
+        guide = build(self.guide, fm, layout.sizes)._replace(globals=_global_guide(chosen))
+        draws = draws_by_plate(self.objective, guide)
+        bounds = (silo_bound(fm, guide, draws), silo_bound(fm, guide, draws, plain=True))
+        closed = conjugate(fm, chosen, [jax.tree.map(lambda a: a[0], b.data) for b in buckets])
+        local: Local = self.local or (ClosedForm() if closed else Optax())
+        plate, rows = _minibatch(layout, local)
+        parts = Parts(
+            model=fm,
+            globals=chosen,
+            guide=guide,
+            bounds=bounds,
+            local=_suited(local, closed, self.divergence),
+            conjugate=closed,
+            optim=self.theta_optim or optax.adam(0.02),
+            plate=plate,
+            rows=rows,
+            divergence=_general(self.divergence, chosen),
+            aggregate=aggregate(chosen.family, self.prior_divergence),
+        )
+        spec, num_silos = named(self.schedule), len(layout.sizes)
+        schedule = spec.build(num_silos)
+        steps, size = (1, num_silos) if schedule is None else (schedule.steps, schedule.size)
+        automatic = self.damping == "auto"
+        settings = Settings(
+            num_silos=num_silos,
+            visits=steps * size,
+            steps=steps,
+            damping=spec.damping(num_silos) if automatic else float(self.damping),
+            adaptive=automatic,
+            deletion=self.deletion,
+            prior_share=1.0 if self.prior_share == "whole" else 1 / num_silos,
+            asynchronous=isinstance(spec, Asynchronous),
+            start_scale=self.start_scale,
+            evidence_draws=self.evidence_draws,
+        )
+        algorithm = pvi(parts, settings)
+        check_memory(algorithm, buckets)
+        return Fit(
+            model=fm,
+            sizes=layout.sizes,
+            padded=layout.padded,
+            guide=guide,
+            bound=bounds[0],
+            runtime=RUNTIMES[runtime](algorithm, schedule),
+            posterior=posterior(fm, guide, bounds[0]),
+            settings=self._settings(draws, parts.local),
+            corrections={},
+            factors=Factors(chosen, settings, simulation(evaluation(parts, settings))),
+        )
+
+    def _settings(self, draws: Mapping[str, int], local: Local) -> dict[str, Any]:
+        named_ = ("schedule", "family", "start_scale", "evidence_draws", "deletion", "prior_share")
+        chosen = {name: repr(getattr(self, name)) for name in named_}
+        generalised_ = ("loss", "divergence", "prior_divergence")
+        others = {name: repr(getattr(self, name)) for name in generalised_}
+        damping = {"damping": self.damping, "local": type(local).__name__}
+        return {"method": "PVI", "draws": dict(draws), **chosen, **others, **damping}
+
+    def _result(self, run: Run, fit: Fit, held: Silos) -> PVIResult:
+        if run.log is None:
+            return PVIResult(run.losses, run.state, fit, held)
+        rounds, visits = len(run.losses), np.asarray(run.log.visits)
+        if not visits.size:
+            visits = np.broadcast_to(np.arange(len(held.data)), (rounds, 1, len(held.data)))
+        status = np.asarray(run.log.watched).reshape(visits.shape)
+        result = PVIResult(
+            run.losses,
+            run.state,
+            fit,
+            held,
+            visits=visits,
+            damping=np.asarray(run.log.reports.damping),
+            status=status,
+        )
+        wrong = {what.replace("_", " "): n for what, n in result.rejections.items() if n}
+        if wrong:
+            counts = ", ".join(f"{n} {what}" for what, n in wrong.items())
+            warnings.warn(f"{counts}: see result.report().", stacklevel=3)
+        return result
+
+
+def _global_guide(chosen: Globals) -> GlobalGuide:
+    """The family as a guide whose parameters are natural ones."""
+    family = chosen.family
+
+    def draw(eta: Any, noise: Any) -> tuple[Array, Array]:
+        z = family.draw(family.ordinary(eta), noise)
+        return z, expfam.log_density(family, eta, z)
+
+    def init(key: Array, loc: Array) -> Any:
+        raise TypeError("the factors' family starts at the prior")
+
+    return GlobalGuide(family.noise, init, draw, lambda eta: family.centre(family.ordinary(eta)))
+
+
+def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:
+    """Refuse a local optimiser that cannot do what is asked."""
+    kind = type(local).__name__
+    exact = isinstance(local, ClosedForm) or getattr(local, "expectation", "") == "closed_form"
+    if exact and not closed:
+        raise GuideError(
+            f"local.{kind} needs a conjugate model, but the likelihood is not affine in the "
+            "statistics of the globals' family (or rows have latents). Use local.Optax()."
+        )
+    if not isinstance(divergence, KL) and not isinstance(local, Optax | LBFGS):
+        raise GuideError(
+            f"local.{kind} minimises the KL divergence alone, but divergence={divergence!r}. Use "
+            "local.Optax() or local.LBFGS()."
+        )
+    return local
+
+
+def _minibatch(layout: Layout, local: Local) -> tuple[str | None, tuple[str, ...]]:
+    """The silo plate whose rows are drawn, and the arrays that hold them."""
+    fm, batch = layout.model, local.batch_size
+    if batch is None:
+        return None, ()
+    plate = fm.plates[0].name
+    rows = tuple(key for key, p in layout.rows.items() if p == plate)
+    if len(fm.plates) > 1 or fm.nested or not rows:
+        raise GuideError(
+            f"batch_size={batch}: minibatches need one silo_plate, with its size taken from an "
+            f"array's shape; this model has {[p.name for p in fm.plates]}. Use batch_size=None."
+        )
+    return plate, rows
+
+
+def _general(divergence: Divergence, chosen: Globals) -> Callable[[Any, Any], Array] | None:
+    """The divergence to the cavity; None for KL, which has its own short cuts."""
+    if isinstance(divergence, KL):
+        return None
+    if hasattr(divergence, "check"):
+        divergence.check(chosen.family)
+    return partial(divergence, chosen.family)

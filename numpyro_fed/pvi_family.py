@@ -1,0 +1,298 @@
+"""The family of PVI: other methods as settings of the same code, under their own names.
+
+Ashman et al. 2022, arXiv 2202.12275, section 4, shows how these relate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from numpyro_fed import local
+from numpyro_fed.divergences import KL
+from numpyro_fed.pvi import PVI, Divergence
+from numpyro_fed.schedules import Spec
+
+
+def GlobalVI(
+    model: Callable,
+    *,
+    rate: float = 0.1,
+    gradient: str = "natural",
+    num_particles: int = 16,
+    batch_size: int | None = None,
+    **settings: Any,
+) -> PVI:
+    r"""Global variational inference: PVI whose silos take one gradient step, all at once.
+
+    A natural-gradient step at every silo makes one of the global free energy (Property 3.2),
+
+    .. math::
+        \eta \leftarrow (1 - \rho)\,\eta + \rho\,\Big(\eta_0
+        + \sum_m \nabla_\mu \mathbb{E}_q[\log p(y_m \mid z_G)]\Big),
+
+    and a plain gradient step in natural parameters one of gradient ascent (Property 3.1).
+    Either needs many rounds; that is what PVI's local work saves.
+
+    Parameters
+    ----------
+    model : callable
+    rate : float
+        The step.
+    gradient : {"natural", "plain"}
+        Plain steps are those of the paper's property; they are badly scaled, and of use to those
+        who study it.
+    num_particles, batch_size
+        Draws of the globals, and rows of each silo, in each step.
+    **settings
+        Of :class:`PVI`: ``family``, ``guide``, ``objective``, ...
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.GlobalVI(lambda y: None, rate=0.5).local.steps
+    1
+    """
+    if gradient == "natural":
+        step: local.Local = local.NaturalGradient(
+            rate=rate, steps=1, num_particles=num_particles, batch_size=batch_size
+        )
+    elif gradient == "plain":
+        step = local.Optax(
+            optim=optax.sgd(rate),
+            steps=1,
+            num_particles=num_particles,
+            batch_size=batch_size,
+            space="natural",
+        )
+    else:
+        raise ValueError(f"gradient={gradient!r}: expected 'natural' or 'plain'.")
+    return PVI(model, schedule="synchronous", damping=1.0, local=step, start_scale=None, **settings)
+
+
+def BCM(model: Callable, *, split: bool = False, **settings: Any) -> PVI:
+    r"""The Bayesian committee machine: every silo infers alone, and the results are multiplied.
+
+    .. math::
+        q \propto p(z_G)^{1 - M} \prod_m q_m \quad\text{(same)}, \qquad
+        q \propto \prod_m q_m \quad\text{(split)}
+
+    With the same prior at all silos, this is the first undamped synchronous round of PVI; with the
+    prior split, each silo holds the power ``1 / M`` of it. One round is all there is.
+
+    Parameters
+    ----------
+    model : callable
+    split : bool
+        Whether the prior is split over the silos.
+    **settings
+        Of :class:`PVI`: ``local``, ``family``, ...
+
+    References
+    ----------
+    Tresp (2000), Neural Computation 12.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.BCM(lambda y: None, split=True).prior_share
+    'split'
+    """
+    share = "split" if split else "whole"
+    return PVI(
+        model,
+        schedule="synchronous",
+        damping=1.0,
+        deletion="prior",
+        prior_share=share,
+        max_rounds=1,
+        **settings,
+    )
+
+
+def VCL(model: Callable, *, schedule: str | Spec = "sequential", **settings: Any) -> PVI:
+    """Variational continual learning: one pass, each silo's prior the posterior before it.
+
+    No silo keeps a factor, so that no silo can be visited again.
+
+    Parameters
+    ----------
+    model : callable
+    schedule : "sequential" or schedules.Sequential
+    **settings
+        Of :class:`PVI`: ``local``, ``family``, ...
+
+    References
+    ----------
+    Nguyen, Li, Bui and Turner (2018), arXiv 1710.10628.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.VCL(lambda y: None).max_rounds
+    1
+    """
+    return PVI(model, schedule=schedule, damping=1.0, deletion="none", max_rounds=1, **settings)
+
+
+def StreamingVB(model: Callable, *, schedule: str | Spec = "sequential", **settings: Any) -> PVI:
+    """Streaming variational Bayes: nothing is taken out of the posterior before a visit.
+
+    The first pass is :func:`VCL`'s; every further pass counts the data once more, so that the
+    posterior ends too narrow. It is here to compare with.
+
+    Parameters
+    ----------
+    model : callable
+    schedule : str or one of numpyro_fed.schedules
+    **settings
+        Of :class:`PVI`: ``local``, ``family``, ``damping``, ...
+
+    References
+    ----------
+    Broderick, Boyd, Wibisono, Wilson and Jordan (2013), arXiv 1307.6769.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.StreamingVB(lambda y: None).deletion
+    'none'
+    """
+    return PVI(model, schedule=schedule, deletion="none", **settings)
+
+
+def PowerEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -> PVI:
+    """Power expectation propagation (Algorithm 2): moments of the tilted distribution, matched.
+
+    Its limit for ``alpha`` to 0 is PVI; ``alpha`` 1 is expectation propagation.
+
+    Parameters
+    ----------
+    model : callable
+    alpha : float
+        In (0, 1].
+    **settings
+        Of :class:`PVI`; ``local=local.PowerEP(...)`` sets more than ``alpha``.
+
+    References
+    ----------
+    Minka (2004), Microsoft Research technical report 149.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.PowerEP(lambda y: None, alpha=0.2).local.alpha
+    0.2
+    """
+    return PVI(model, **{"local": local.PowerEP(alpha=alpha), "start_scale": None, **settings})
+
+
+def AlphaEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -> PVI:
+    """EP by alpha-divergences (Algorithm 3): ``q`` as close as can be to the tilted distribution.
+
+    Unlike :func:`PowerEP` it minimises the divergence itself, by stochastic gradients.
+
+    Parameters
+    ----------
+    model : callable
+    alpha : float
+        In [0, 1); 0 is PVI.
+    **settings
+        Of :class:`PVI`; ``local=local.Optax(alpha=..., ...)`` sets more than ``alpha``.
+
+    References
+    ----------
+    Minka (2005), Microsoft Research technical report 173.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.AlphaEP(lambda y: None, alpha=0.2).local.alpha
+    0.2
+    """
+    return PVI(model, **{"local": local.Optax(alpha=alpha, num_particles=32), **settings})
+
+
+def StochasticPowerEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -> PVI:
+    """Stochastic power EP (Algorithm 4): all silos share one average factor, and keep none.
+
+    With one natural-gradient step and ``alpha`` to 0 it is global variational inference on
+    minibatches, one silo at a time (Proposition 4.1).
+
+    Parameters
+    ----------
+    model : callable
+    alpha : float
+        In (0, 1].
+    **settings
+        Of :class:`PVI`: ``schedule``, ``local``, ...
+
+    References
+    ----------
+    Li, Hernandez-Lobato and Turner (2015), arXiv 1506.04132.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.StochasticPowerEP(lambda y: None).deletion
+    'average'
+    """
+    chosen = {"local": local.PowerEP(alpha=alpha), "start_scale": None, **settings}
+    return PVI(model, deletion="average", **chosen)
+
+
+def FedGVI(
+    model: Callable,
+    *,
+    loss: Callable | None = None,
+    divergence: Divergence | None = None,
+    prior_divergence: Divergence | None = None,
+    **settings: Any,
+) -> PVI:
+    r"""Federated generalised variational inference: any loss, any divergences.
+
+    Each silo minimises, and the server aggregates under a divergence to the prior,
+
+    .. math::
+        q_m = \arg\min_q \mathbb{E}_q\Big[\sum_i \ell(y_i, z_G)\Big]
+        + D(q \,\|\, q_{\setminus m}), \qquad
+        q = \arg\min_q -\mathbb{E}_q\Big[\Big\langle \sum_m \lambda_m, T(z_G)\Big\rangle\Big]
+        + D_0(q \,\|\, p).
+
+    The cavity is found from the sum of the other silos' coefficients in the same way as the
+    server's posterior. With KL and the log loss this is :class:`PVI`.
+
+    Parameters
+    ----------
+    model : callable
+    loss : callable, optional
+        ``loss(distribution, value)`` at each observed site, one of :mod:`numpyro_fed.losses` or
+        your own; by default minus the log density. Robust losses bound what one row can do.
+    divergence, prior_divergence : callable, optional
+        To the cavity and to the prior; KL by default. One of :mod:`numpyro_fed.divergences` or your
+        own ``(family, eta_q, eta_p) -> ()``. A silo's new coefficients are the gradient of its
+        divergence with respect to the mean parameters, which for KL is ``eta_q - eta_cavity``.
+    **settings
+        Of :class:`PVI`: ``schedule``, ``damping``, ``local``, ...
+
+    References
+    ----------
+    Mildner, Hamelijnck, Giampouras and Damoulas (2025), arXiv 2502.00846. Patel and Damoulas
+    (2024), "Variational Cavity Learning for Fed-GVI", sections 2.1 and 2.2.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> robust = nf.FedGVI(lambda y: None, loss=nf.losses.generalised_cross_entropy(0.5))
+    >>> robust.schedule
+    'sequential'
+    """
+    return PVI(
+        model,
+        loss=loss,
+        divergence=divergence or KL(),
+        prior_divergence=prior_divergence or KL(),
+        **settings,
+    )

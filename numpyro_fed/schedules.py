@@ -1,0 +1,136 @@
+"""Who takes part in a round: settings of the methods that visit silos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jax import Array
+
+from numpyro_fed.errors import positive_int
+from numpyro_fed.runtime import schedule
+from numpyro_fed.runtime.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """One silo after the other; a round is one pass.
+
+    Parameters
+    ----------
+    order : {"fixed", "random", "largest_change"} or sequence of int
+        The silos as they are numbered; in a new random order in each round; those whose last
+        visit changed the posterior most come first; or an order that names every silo.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.schedules.Sequential(order="random")
+    Sequential(order='random')
+    """
+
+    order: str | Sequence[int] = "fixed"
+
+    def build(self, num_silos: int) -> Schedule:
+        """The schedule for so many silos."""
+        return schedule.in_turn(num_silos, self.order)
+
+    def damping(self, num_silos: int) -> float:
+        """A safe damping: none."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Synchronous:
+    """All silos at once; a round is one update.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.schedules.Synchronous().damping(10)
+    0.1
+    """
+
+    def build(self, num_silos: int) -> None:
+        """Everyone."""
+
+    def damping(self, num_silos: int) -> float:
+        """A safe damping: one over the number of silos (Ashman et al. 2022, section 3.3)."""
+        return 1 / num_silos
+
+
+@dataclass(frozen=True)
+class Random:
+    """``size`` silos at random in each round, all at once.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.schedules.Random(10).damping(1_000)
+    0.1
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        positive_int("size", self.size)
+
+    def build(self, num_silos: int) -> Schedule:
+        """The schedule for so many silos."""
+        return schedule.at_random(num_silos, self.size)
+
+    def damping(self, num_silos: int) -> float:
+        """A safe damping: one over the number of participants."""
+        return 1 / self.size
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """Each silo at its own speed, from the posterior that it was sent when it last replied.
+
+    A round is as many replies as there are silos. The order of events is drawn before the data are
+    looked at, and stands in the result.
+
+    Parameters
+    ----------
+    seconds : sequence of float or callable, optional
+        Mean duration of each silo's work, exponentially distributed; all alike by default. Or
+        ``(key, silo) -> seconds``, which draws the duration of one piece of work.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.schedules.Asynchronous(seconds=[1.0, 1.0, 5.0]).seconds[2]
+    5.0
+    """
+
+    seconds: Sequence[float] | Callable[[Array, Array], Array] | None = None
+
+    def build(self, num_silos: int) -> Schedule:
+        """The schedule for so many silos."""
+        seconds = [1.0] * num_silos if self.seconds is None else self.seconds
+        return schedule.asynchronous(num_silos, seconds)
+
+    def damping(self, num_silos: int) -> float:
+        """A safe damping: one over the number of silos, since all are at work at once."""
+        return 1 / num_silos
+
+
+Spec = Sequential | Synchronous | Random | Asynchronous
+NAMES: dict[str, Spec] = {
+    "sequential": Sequential(),
+    "synchronous": Synchronous(),
+    "asynchronous": Asynchronous(),
+}
+
+
+def named(spec: str | Spec) -> Spec:
+    """A schedule's settings, from its name where it is one."""
+    if isinstance(spec, str) and spec in NAMES:
+        return NAMES[spec]
+    if isinstance(spec, Spec):
+        return spec
+    raise ValueError(
+        f"schedule={spec!r}: expected one of {sorted(NAMES)}, or one of numpyro_fed.schedules."
+        "Sequential(order), Synchronous(), Random(size), Asynchronous(seconds)."
+    )
