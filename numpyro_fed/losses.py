@@ -279,7 +279,7 @@ def _binomial(d: dist.BinomialLogits | dist.BinomialProbs, power: float) -> Arra
         )
     n = np.asarray(d.total_count)
     k = np.arange(n.max() + 1).reshape(-1, *(1 for _ in d.batch_shape))
-    log_p = dist.BinomialLogits(d.logits, n).log_prob(np.minimum(k, n))
+    log_p = d.log_prob(np.minimum(k, n))
     return logsumexp(jnp.where(k <= n, power * log_p, -jnp.inf), axis=0)
 
 
