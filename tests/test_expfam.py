@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpyro.distributions import biject_to
+from scipy.special import polygamma
 
 from numpyro_fed import expfam
 from numpyro_fed.guides import gaussian as guides
@@ -236,8 +237,9 @@ def test_fit_of_numpyros_densities_in_single_precision(name, q, eta):
 def test_dual_gradient_is_the_gradient_in_the_mean_parameters(name):
     family, psi = FAMILIES[name], parameters(name)
     eta, mu = family.natural(psi), family.moments(psi)
-    through = jax.jit(jax.grad(lambda mu: scalar(family.ordinary(family.from_mean(mu)))))
-    check(family.dual_gradient(scalar, eta), through(mu), rtol=1e-6, atol=1e-7)
+    through = jax.grad(lambda mu: scalar(family.ordinary(family.from_mean(mu))))
+    both = jax.jit(lambda eta, mu: (family.dual_gradient(scalar, eta), through(mu)))
+    check(*both(eta, mu), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +258,13 @@ def test_dual_gradient_at_large_counts_in_single_precision(family, eta):
             at = jax.tree.map(lambda a: jnp.asarray(a, float), eta)
             found[double] = family.dual_gradient(lambda p: jnp.sum(p["log_concentration"]), at)
     check(found[False], found[True], rtol=1e-4)
+
+
+@pytest.mark.parametrize("alpha", [15.9, 16.1, 40.0])
+def test_dual_gradient_on_both_sides_of_its_series(alpha):
+    eta = {"log": jnp.array(alpha - 1), "linear": jnp.array(-1.0)}
+    found = expfam.gamma().dual_gradient(lambda p: p["log_concentration"], eta)
+    check(found["log"], 1 / (alpha * polygamma(1, alpha) - 1), rtol=1e-8)
 
 
 def test_natural_parameters_with_a_large_condition_number_in_single_precision():
@@ -352,14 +361,14 @@ def test_extreme_shapes(family):
     if "linear" in eta:
         eta["linear"] = -jnp.logspace(3, -3, 7)
     psi = family.ordinary(eta)
-    back = family.ordinary(family.from_mean(family.moments(psi)))
+    back = jax.jit(lambda psi: family.ordinary(family.from_mean(family.moments(psi))))(psi)
     check(back, psi, rtol=1e-6, atol=1e-6)
     with jax.enable_x64(False):
         psi = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), psi)
-        draws = jax.vmap(lambda noise: family.draw(psi, noise))(family.noise(KEY, 20))
-        gradient = jax.grad(lambda psi: family.draw(psi, KEY).sum())(psi)
+        one = jax.value_and_grad(lambda psi, noise: family.draw(psi, noise).sum())
+        draws, gradients = jax.jit(jax.vmap(one, (None, 0)))(psi, family.noise(KEY, 20))
     assert jnp.isfinite(draws).all()
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
 def test_product_is_the_sum_of_its_members():
@@ -386,7 +395,10 @@ def test_product_is_the_sum_of_its_members():
     check(centre[0], psi["rate"]["log_concentration"] - psi["rate"]["log_rate"])
 
 
-@pytest.mark.parametrize("places", [(slice(0, 2), slice(1, 2)), (slice(0, 1), slice(1, 2))])
+@pytest.mark.parametrize(
+    "places",
+    [(slice(0, 2), slice(1, 2)), (slice(0, 1), slice(1, 2)), (slice(0, 1), slice(1, 3))],
+)
 def test_product_refuses_indices_that_are_no_partition(places):
     members = {"a": (places[0], expfam.gaussian(2)), "b": (places[1], expfam.gaussian(1))}
     with pytest.raises(ValueError, match="do not name each of their 3 coordinates once"):
