@@ -39,14 +39,17 @@ class Globals(NamedTuple):
         Natural parameters of the prior.
     marginals : eta -> {site: Distribution}
         Each site's marginal on its own support.
+    rest : (theta, z) -> () or None
+        What of the log prior is outside of the family; ``prior`` then leaves it out.
     """
 
     family: Family
     prior: Callable[[dict[str, Any]], Eta]
     marginals: Callable[[Eta], dict[str, dist.Distribution]]
+    rest: Callable[[dict[str, Any], Array], Array] | None = None
 
 
-def globals_of(fm: FederatedModel, spec: str | Mapping[str, str]) -> Globals:
+def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "exact") -> Globals:
     """Choose a family for each global site, by what the model's prior is affine in.
 
     Parameters
@@ -56,6 +59,8 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str]) -> Globals:
         Covariance of the joint Gaussian; ``"auto"`` is full up to 300 dimensions. A dict chooses
         by site among ``"gaussian"``, ``"gamma"``, ``"beta"`` and ``"dirichlet"``, with the
         covariance under ``"covariance"``.
+    prior : {"exact", "factor"}
+        Whether to refuse what is outside of the family, or to leave it to a factor.
 
     Raises
     ------
@@ -89,23 +94,35 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str]) -> Globals:
         kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
         family = _product(sites, kinds, covariance)
         eta = _fit(log_prior, family)
-        if not affine(log_prior, family, eta):
+        outside = not affine(log_prior, family, eta)
+        if outside:
             kinds = {
-                s.name: _kind(s, chosen.get(s.name), covariance, log_prior, fm.dim) for s in sites
+                s.name: _kind(s, chosen.get(s.name), covariance, log_prior, fm.dim, prior)
+                for s in sites
             }
             family = _product(sites, kinds, covariance)
             eta = _fit(log_prior, family)
-            if not affine(log_prior, family, eta):
-                raise _coupled(sites, kinds, covariance, log_prior, fm.dim)
-    fixed = None if fm.named("param") else eta
+            outside = not affine(log_prior, family, eta)
+        if outside and prior == "exact":
+            raise _coupled(sites, kinds, covariance, log_prior, fm.dim)
+        if outside:
+            eta = _inside(sites, kinds, covariance, log_prior, family)
+    learned = bool(fm.named("param")) and not outside
+    fixed = jax.tree.map(np.asarray, eta)
 
-    def prior(theta: dict[str, Any]) -> Eta:
-        if fixed is None:
+    def inside(theta: dict[str, Any]) -> Eta:
+        if learned:
             return family.fit(lambda z: fm.log_prior(theta, z) - family.log_base(z))
         return jax.tree.map(jnp.asarray, fixed)
 
-    fixed = jax.tree.map(np.asarray, fixed)
-    return Globals(family, prior, lambda eta: _marginals(fm, sites, kinds, family, eta))
+    def rest(theta: dict[str, Any], z: Array) -> Array:
+        known = expfam.inner(inside(theta), family.statistics(z))
+        return fm.log_prior(theta, z) - family.log_base(z) - known
+
+    def marginals(eta: Eta) -> dict[str, dist.Distribution]:
+        return _marginals(fm, sites, kinds, family, eta)
+
+    return Globals(family, inside, marginals, rest if outside else None)
 
 
 def affine(f: Callable[[Array], Array], family: Family, eta: Eta) -> bool:
@@ -200,14 +217,48 @@ def _asked(site: Site, asked: str | None) -> str | None:
     return asked
 
 
-def _kind(site: Site, asked: str | None, covariance: str, log_prior: Callable, dim: int) -> str:
-    """The first family that the prior is in."""
+def _kind(
+    site: Site, asked: str | None, covariance: str, log_prior: Callable, dim: int, prior: str
+) -> str:
+    """The first family that the prior is in; where none is and need not be, the Gaussian one."""
     f = _alone(site, log_prior, dim, 2)
     for kind in [asked] if asked else _candidates(site):
         family = _member(site, kind, covariance)
         if affine(f, family, _fit(f, family)):
             return kind
+    if prior == "factor":
+        return asked or GAUSSIAN
     raise _outside(site, covariance)
+
+
+def _inside(
+    sites: Sequence[Site],
+    kinds: Mapping[str, str],
+    covariance: str,
+    log_prior: Callable,
+    family: Family,
+) -> Eta:
+    """The prior of those sites alone whose prior is in the family and depends on no other site."""
+    known = []
+    for site in sites:
+        own = _member(site, kinds[site.name], covariance)
+        here, there = (_alone(site, log_prior, family.dim, seed) for seed in (2, 3))
+        eta = _fit(here, own)
+        if affine(here, own, eta) and _alike(eta, _fit(there, own)):
+            known.append((site, own, eta))
+
+    def f(z: Array) -> Array:
+        parts = [
+            expfam.inner(eta, own.statistics(z[site.start : site.stop])) for site, own, eta in known
+        ]
+        return sum(parts, jnp.zeros(())) + family.log_base(z)
+
+    return _fit(f, family)
+
+
+def _alike(a: Eta, b: Eta) -> bool:
+    same = jax.tree.map(lambda x, y: np.allclose(x, y, rtol=1e-8, atol=1e-12), a, b)
+    return all(jax.tree.leaves(same))
 
 
 def _outside(site: Site, covariance: str) -> ModelError:
@@ -219,9 +270,8 @@ def _outside(site: Site, covariance: str) -> ModelError:
     full = "" if covariance == "full" else ", family='full' if it is a Gaussian with correlations"
     return ModelError(
         f"the prior of the global site '{site.name}' (support {site.support}) is outside of the "
-        f"families in which its factors live. Use {instead}{full}, or a dist.Normal for an "
-        "unconstrained value that the model transforms (numpyro.handlers.reparam); or SFVI, which "
-        "takes any prior."
+        f"families in which its factors live. Use {instead}{full}, or prior='factor', which gives "
+        "the server a factor for it; or SFVI, which takes any prior."
     )
 
 
@@ -231,15 +281,14 @@ def _coupled(
     for site in sites:
         family = _member(site, kinds[site.name], covariance)
         here, there = (_fit(_alone(site, log_prior, dim, seed), family) for seed in (2, 3))
-        alike = jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, rtol=1e-8)), here, there)
-        if not all(jax.tree.leaves(alike)):
+        if not _alike(here, there):
             break
     full = "" if covariance == "full" else " family='full' if it is linear and Gaussian,"
     return ModelError(
         f"the prior of the global site '{site.name}' depends on other global sites in a way that "
-        f"the family cannot hold. Use{full} a non-centred form (numpyro.handlers.reparam with "
-        "LocScaleReparam(0)) in which the prior has independent sites, or SFVI, which takes any "
-        "prior."
+        f"the family cannot hold. Use{full} prior='factor', which gives the server a factor for "
+        "it, or a non-centred form (numpyro.handlers.reparam with LocScaleReparam(0)) in which the "
+        "sites are independent; or SFVI, which takes any prior."
     )
 
 

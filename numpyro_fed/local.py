@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.lax import stop_gradient
+from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
@@ -123,8 +124,9 @@ class Optax:
         alpha-divergence of ``q`` from the tilted distribution (alpha-EP, the paper's Algorithm 3),
         estimated with ``num_particles`` draws.
     patience : int, optional
-        Early stopping: stop when the expected log likelihood, averaged over a tenth of the
-        steps, has not improved for so many tenths.
+        Early stopping: stop when the expected log likelihood, averaged over a twentieth of the
+        steps, has not improved for so many twentieths, and go back to where it was best. With a
+        tight start (``start_scale`` of PVI) this is the paper's remedy against over-pruning.
     tolerance : float
         In nats: the visit counts as converged if the last quarter of its steps is better than
         the one before by no more than this, or than three standard errors.
@@ -177,7 +179,7 @@ class Optax:
 
         size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(draw, 0)))
         block = max(1, min(BLOCK, self.steps, NOISE // max(size, 1)))
-        window = -(-self.steps // 10)
+        window = -(-self.steps // 20)
 
         def step(first: Array, noise: Noise, carry: tuple) -> tuple:
             i, params, opt_state, history, watch = carry
@@ -185,7 +187,8 @@ class Optax:
             (value, log_lik), gradient = jax.value_and_grad(loss, has_aux=True)(params, here)
             updates, opt_state = optim.update(gradient, opt_state, params)
             params = optax.apply_updates(params, updates)
-            watch = _watch(watch, log_lik, (i + 1) % window == 0, window)
+            if self.patience is not None:
+                watch = _watch(watch, log_lik, params, (i + 1) % window == 0, window)
             return i + 1, params, opt_state, history.at[i].set(-value), watch
 
         def go_on(carry: tuple) -> Array:
@@ -201,9 +204,11 @@ class Optax:
                 carry,
             )
 
-        watch = Watch(jnp.zeros(()), jnp.array(-jnp.inf), jnp.zeros((), jnp.int32))
+        best = params if self.patience is not None else ()
+        watch = Watch(jnp.zeros(()), jnp.array(-jnp.inf), jnp.zeros((), jnp.int32), best)
         carry = (jnp.zeros((), jnp.int32), params, optim.init(params), jnp.zeros(self.steps), watch)
-        taken, (at, own), _, history, _ = jax.lax.while_loop(go_on, one_block, carry)
+        taken, last, _, history, watch = jax.lax.while_loop(go_on, one_block, carry)
+        at, own = last if self.patience is None else watch.params
         eta = at if natural else family.natural(at)
         converged = jnp.array(True) if self.steps == 1 else self._settled(history, taken)
         return Solution(eta, own, converged)
@@ -225,20 +230,24 @@ class Optax:
 
 
 class Watch(NamedTuple):
-    """What early stopping looks at: a running sum, the best mean so far, windows since then."""
+    """What early stopping looks at: a running sum of the expected log likelihood, its best mean so
+    far, windows since then, and the parameters there.
+    """
 
     total: Array
     best: Array
     waited: Array
+    params: Any
 
 
-def _watch(watch: Watch, log_lik: Array, full: Array, window: int) -> Watch:
+def _watch(watch: Watch, log_lik: Array, params: Any, full: Array, window: int) -> Watch:
     total = watch.total + log_lik
-    mean, better = total / window, total / window > watch.best
+    better = full & (total / window > watch.best)
     return Watch(
         jnp.where(full, 0.0, total),
-        jnp.where(full & better, mean, watch.best),
+        jnp.where(better, total / window, watch.best),
         jnp.where(full, jnp.where(better, 0, watch.waited + 1), watch.waited),
+        jax.tree.map(lambda a, b: jnp.where(better, a, b), params, watch.params),
     )
 
 
@@ -251,7 +260,9 @@ class LBFGS:
     steps : int
         At most so many.
     num_particles : int
-        Draws of the globals, the same in every step. Their number sets the error of the optimum.
+        Draws of the globals, the same in every step. Their number sets the error of the optimum;
+        where there are more than dimensions, standard normal noise is standardised, so that the
+        optimum is exact for a Gaussian.
     tolerance : float
         Stop when no component of the gradient is larger.
 
@@ -274,6 +285,7 @@ class LBFGS:
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Search until the gradient vanishes; see the class."""
         noise = problem.noise(key, self.num_particles, None)
+        noise = noise._replace(globals=jax.tree.map(_standardised, noise.globals))
 
         def loss(params: tuple[Psi, Any]) -> Array:
             return -free_energy(problem, *params, noise, plain=True)[0]
@@ -282,6 +294,15 @@ class LBFGS:
             loss, (problem.start, problem.own), self.steps, self.tolerance
         )
         return Solution(problem.family.natural(psi), own, converged)
+
+
+def _standardised(noise: Array) -> Array:
+    """Standard normal noise (n, dim) with sample mean zero and sample covariance one."""
+    if not jnp.issubdtype(noise.dtype, jnp.floating) or len(noise) <= noise.shape[1] + 1:
+        return noise
+    centred = noise - noise.mean(0)
+    L = jnp.linalg.cholesky(centred.T @ centred / len(noise))
+    return solve_triangular(L, centred.T, lower=True).T
 
 
 @dataclass(frozen=True, kw_only=True)

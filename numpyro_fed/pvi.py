@@ -36,6 +36,19 @@ from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.schedules import Asynchronous, Spec, named
 
 DELETIONS = ("own", "none", "average", "prior")
+SAVED = (
+    "schedule",
+    "damping",
+    "family",
+    "prior",
+    "start_scale",
+    "evidence_draws",
+    "loss",
+    "divergence",
+    "prior_divergence",
+    "deletion",
+    "prior_share",
+)
 Divergence = Callable[[Any, Any, Any], Array]
 
 
@@ -71,6 +84,10 @@ class PVI(Method):
     family : {"auto", "full", "diagonal"} or dict
         Covariance of the Gaussian over the global sites that take one; full up to 300 dimensions.
         Other sites get the family of their prior. A dict names families by site.
+    prior : {"exact", "factor"}
+        What to do with a prior outside of the family, such as a HalfNormal, or a site whose scale
+        is another site: refuse it by name, or approximate it by one more factor, which the server
+        keeps and renews at each of its updates as a silo does.
     local : one of numpyro_fed.local, optional
         The local optimiser. By default the closed form where the model is conjugate, and
         ``local.Optax()`` elsewhere.
@@ -123,6 +140,7 @@ class PVI(Method):
     schedule: str | Spec = field(default="sequential", kw_only=True)
     damping: str | float = field(default="auto", kw_only=True)
     family: str | Mapping[str, str] = field(default="auto", kw_only=True)
+    prior: str = field(default="exact", kw_only=True)
     local: Local | None = field(default=None, kw_only=True)
     guide: Structured | None = field(default=None, kw_only=True)
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
@@ -149,6 +167,13 @@ class PVI(Method):
             raise ValueError(f"deletion={self.deletion!r}: expected one of {DELETIONS}.")
         if self.prior_share not in ("whole", "split"):
             raise ValueError(f"prior_share={self.prior_share!r}: expected 'whole' or 'split'.")
+        if self.prior not in ("exact", "factor"):
+            raise ValueError(f"prior={self.prior!r}: expected 'exact' or 'factor'.")
+        if self.prior == "factor" and self.deletion not in ("own", "none"):
+            raise ValueError(
+                f"prior='factor' cannot go with deletion={self.deletion!r}, which takes the "
+                "server's own factor out as well. Use a prior in the family."
+            )
         positive_int("evidence_draws", self.evidence_draws)
         if self.local is not None and not hasattr(self.local, "solve"):
             raise TypeError(
@@ -169,7 +194,7 @@ class PVI(Method):
 
     def _build(self, layout: Layout, buckets: Sequence[Bucket], runtime: str) -> Fit:
         fm = layout.model
-        chosen = globals_of(fm, self.family)
+        chosen = globals_of(fm, self.family, self.prior)
         guide = build(self.guide, fm, layout.sizes)._replace(globals=_global_guide(chosen))
         draws = draws_by_plate(self.objective, guide)
         bounds = (silo_bound(fm, guide, draws), silo_bound(fm, guide, draws, plain=True))
@@ -182,6 +207,7 @@ class PVI(Method):
             guide=guide,
             bounds=bounds,
             local=_suited(local, closed, self.divergence),
+            prior_local=Optax(steps=200, num_particles=16),
             conjugate=closed,
             optim=self.theta_optim or optax.adam(0.02),
             plate=plate,
@@ -221,7 +247,15 @@ class PVI(Method):
         )
 
     def _settings(self, draws: Mapping[str, int], local: Local) -> dict[str, Any]:
-        named_ = ("schedule", "family", "start_scale", "evidence_draws", "deletion", "prior_share")
+        named_ = (
+            "schedule",
+            "family",
+            "prior",
+            "start_scale",
+            "evidence_draws",
+            "deletion",
+            "prior_share",
+        )
         chosen = {name: repr(getattr(self, name)) for name in named_}
         generalised_ = ("loss", "divergence", "prior_divergence")
         others = {name: repr(getattr(self, name)) for name in generalised_}

@@ -41,6 +41,7 @@ from numpyro_fed.objectives import SiloBound
 from numpyro_fed.split import FederatedModel, Rows
 
 Eta = Any
+PRIOR_DRAWS = 256
 
 
 class Status(IntEnum):
@@ -55,12 +56,14 @@ class Status(IntEnum):
 class ServerState(NamedTuple):
     """``params`` is ``{"theta", "guide"}``: shared parameters, the posterior's natural parameters.
 
-    ``total`` is the sum of the silos' factors; ``taken`` (silos,) is the factor with which each
+    ``total`` is the sum of all factors, ``own`` the server's among them, for what of the prior is
+    outside of the family; ``taken`` (silos,) is the factor with which each
     silo's last proposal was taken.
     """
 
     params: dict[str, Any]
     total: Eta
+    own: Eta
     opt_state: Any
     damping: Array
     taken: Array
@@ -165,6 +168,7 @@ class Parts(NamedTuple):
     guide: Guide
     bounds: tuple[SiloBound, SiloBound]
     local: Local
+    prior_local: Local
     conjugate: bool
     optim: optax.GradientTransformation
     plate: str | None
@@ -176,15 +180,21 @@ class Parts(NamedTuple):
 def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
     """Build the algorithm."""
     fm, family, local = parts.model, parts.globals.family, parts.local
-    prior = parts.globals.prior
+    prior, rest = parts.globals.prior, parts.globals.rest
 
     def init_server(key: Array) -> ServerState:
         theta = fm.init_theta(key)
         first = prior(theta)
-        total = jax.tree.map(jnp.zeros_like, first)
+        own = jax.tree.map(jnp.zeros_like, first)
+        if rest is not None:
+            start = jax.tree.map(
+                lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(family.ordinary, first)
+            )
+            own = _own_factor(parts, key, theta, first, start, own)
         return ServerState(
-            {"theta": theta, "guide": parts.aggregate(first, total)},
-            total,
+            {"theta": theta, "guide": parts.aggregate(first, own)},
+            own,
+            own,
             parts.optim.init(theta),
             jnp.asarray(settings.damping, jnp.result_type(float)),
             jnp.zeros(settings.num_silos),
@@ -203,14 +213,14 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
         stale = (zeros, zeros) if settings.asynchronous else ()
         return SiloState(params, zeros, zeros, none, none, jnp.array(True), stale)
 
-    def server_noise(key: Array) -> tuple[()]:
-        return ()
+    def server_noise(key: Array) -> Array:
+        return key
 
     def silo_noise(key: Array, state: SiloState) -> Array:
         return key
 
     def broadcast(noise: Any, state: ServerState, who: Array) -> tuple[Down, Any]:
-        return Down(state.params["theta"], state.total, state.taken[who]), who
+        return Down(state.params["theta"], state.total, state.taken[who]), (noise, who)
 
     def silo(key: Array, down: Down, state: SiloState, data: SiloData) -> tuple[Up, SiloState]:
         key_local, key_evidence = jax.random.split(key)
@@ -261,15 +271,22 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
             now if settings.asynchronous else (),
         )
 
-    def server(state: ServerState, who: Array, up: Up) -> tuple[ServerState, Info]:
+    def server(state: ServerState, memo: Any, up: Up) -> tuple[ServerState, Info]:
+        key, who = memo
         theta, old = state.params["theta"], state.params["guide"]
-        first = prior(theta)
+        first, own = prior(theta), state.own
+        parted = _parted(parts, settings, key, theta, old)
         total, used = _take(parts, settings, state, first, up.change)
+        if rest is not None:
+            others = jax.tree.map(jnp.subtract, total, own)
+            cavity = parts.aggregate(first, others)
+            start = family.ordinary(parts.aggregate(first, total))
+            own = _own_factor(parts, key, theta, cavity, start, own)
+            total = jax.tree.map(jnp.add, others, own)
         guide = parts.aggregate(first, total)
-        parted = expfam.kl(family, old, first)
         weight = settings.num_silos / settings.visits
         if theta:
-            pull = jax.grad(lambda t: expfam.kl(family, old, prior(t)))(theta)
+            pull = jax.grad(lambda t: _parted(parts, settings, key, t, old))(theta)
             each = weight * settings.steps
             gradient = jax.tree.map(lambda p, g: p - each * g, pull, up.theta)
             updates, opt_state = parts.optim.update(gradient, state.opt_state, theta)
@@ -288,7 +305,7 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
             lowered = jnp.where(used > 0, used, damping / 2)
             damping = jnp.minimum(2 * lowered, settings.damping)
         params, taken = {"theta": theta, "guide": guide}, state.taken.at[who].set(used)
-        after = ServerState(params, total, opt_state, damping, taken)
+        after = ServerState(params, total, own, opt_state, damping, taken)
         loss = parted / settings.steps - weight * up.log_lik
         moved_by = expfam.kl(family, guide, old)
         report = Report(used, up.statuses)
@@ -300,7 +317,7 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
 
 def evaluation(parts: Parts, settings: Settings) -> FederatedAlgorithm:
     """One exchange with every silo that changes nothing: the free energy of the posterior."""
-    algorithm, family = pvi(parts, settings), parts.globals.family
+    algorithm = pvi(parts, settings)
 
     def silo(key: Array, down: Down, state: SiloState, data: SiloData) -> tuple[Up, SiloState]:
         posterior = parts.aggregate(parts.globals.prior(down.theta), down.total)
@@ -312,9 +329,10 @@ def evaluation(parts: Parts, settings: Settings) -> FederatedAlgorithm:
         theta = jax.tree.map(jnp.zeros_like, down.theta)
         return Up(none, jnp.where(ok, log_lik, 0.0), theta, statuses), state._replace(ok=ok)
 
-    def server(state: ServerState, who: Array, up: Up) -> tuple[ServerState, Info]:
-        first = parts.globals.prior(state.params["theta"])
-        loss = expfam.kl(family, state.params["guide"], first) - up.log_lik
+    def server(state: ServerState, memo: Any, up: Up) -> tuple[ServerState, Info]:
+        params = state.params
+        parted = _parted(parts, settings, memo[0], params["theta"], params["guide"])
+        loss = parted - up.log_lik
         zero, good = jnp.zeros(()), up.statuses[Status.NON_FINITE] == 0
         return state, Info(loss, good, zero, Report(zero, up.statuses))
 
@@ -325,6 +343,42 @@ def evaluation(parts: Parts, settings: Settings) -> FederatedAlgorithm:
 def effective_factor(state: SiloState, taken: Array) -> Eta:
     """A silo's factor, what is pending included: these sum to the server's ``total``."""
     return jax.tree.map(lambda a, b: a + taken * b, state.factor, state.pending)
+
+
+def _own_factor(parts: Parts, key: Array, theta: dict, cavity: Eta, start: Any, before: Eta) -> Eta:
+    """The server's own factor, for what of the prior is outside of the family."""
+    family, rest = parts.globals.family, parts.globals.rest or (lambda theta, z: jnp.zeros(()))
+
+    def noise(key: Array, particles: int, batch: int | None) -> Noise:
+        return Noise(family.noise(key, particles), {}, None)
+
+    def log_lik(psi: Any, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
+        def at(noise: Any) -> tuple[Array, Array]:
+            z = family.draw(psi, noise)
+            return z, rest(theta, z)
+
+        return jax.vmap(at)(noise.globals)
+
+    problem = Problem(family, cavity, start, (), noise, log_lik, lambda: cavity, None)
+    found = parts.prior_local.solve(problem, key)
+    factor = jax.tree.map(jnp.subtract, found.eta, cavity)
+    fine = family.proper(found.eta) & all_finite(factor)
+    return jax.tree.map(lambda a, b: jnp.where(fine, a, b), factor, before)
+
+
+def _parted(parts: Parts, settings: Settings, key: Array, theta: dict, eta: Eta) -> Array:
+    """KL between the posterior and the prior, by draws where the prior is outside the family."""
+    family, rest = parts.globals.family, parts.globals.rest
+    if rest is None:
+        return expfam.kl(family, eta, parts.globals.prior(theta))
+    psi = family.ordinary(eta)
+    noise = family.noise(key, PRIOR_DRAWS)
+
+    def at(noise: Any) -> Array:
+        z = family.draw(psi, noise)
+        return expfam.log_density(family, eta, z) - parts.model.log_prior(theta, z)
+
+    return jax.vmap(at)(noise).mean()
 
 
 def _removed(settings: Settings, factor: Eta, total: Eta) -> Eta:
