@@ -62,6 +62,10 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     prior : {"exact", "factor"}
         Whether to refuse what is outside of the family, or to leave it to a factor.
 
+    Returns
+    -------
+    Globals
+
     Raises
     ------
     ModelError
@@ -84,29 +88,27 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         )
     if covariance == "auto":
         covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
-    key = jax.random.key(0)
     with jax.enable_x64(True):
-        theta = _double(fm.init_theta(key))
-
-        def log_prior(z: Array) -> Array:
-            return fm.log_prior(theta, z)
-
+        theta = _double(fm.init_theta(jax.random.key(0)))
         kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
         family = _product(sites, kinds, covariance)
-        eta = _fit(log_prior, family)
-        outside = not affine(log_prior, family, eta)
-        if outside:
+        eta = _fit(lambda z: fm.log_prior(theta, z), family)
+        outside: list[str] = []
+        if not affine(lambda z: fm.log_prior(theta, z), family, eta):
             kinds = {
-                s.name: _kind(s, chosen.get(s.name), covariance, log_prior, fm.dim, prior)
-                for s in sites
+                s.name: _kind(s, chosen.get(s.name), covariance, fm, theta, prior) for s in sites
             }
             family = _product(sites, kinds, covariance)
-            eta = _fit(log_prior, family)
-            outside = not affine(log_prior, family, eta)
-        if outside and prior == "exact":
-            raise _coupled(sites, kinds, covariance, log_prior, fm.dim)
-        if outside:
-            eta = _inside(sites, kinds, covariance, log_prior, family)
+            members = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
+
+            def of(names: Sequence[str]) -> Callable[[Array], Array]:
+                return _terms(fm, theta, members, family, names)
+
+            names = list(fm.prior_terms(theta, jnp.zeros(fm.dim)))
+            outside = [n for n in names if not affine(of([n]), family, _fit(of([n]), family))]
+            if outside and prior == "exact":
+                raise _coupled(outside[0], covariance)
+            eta = _fit(of([n for n in names if n not in outside]), family)
     learned = bool(fm.named("param")) and not outside
     fixed = jax.tree.map(np.asarray, eta)
 
@@ -123,6 +125,27 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         return _marginals(fm, sites, kinds, family, eta)
 
     return Globals(family, inside, marginals, rest if outside else None)
+
+
+def _terms(
+    fm: FederatedModel,
+    theta: dict[str, Any],
+    members: Mapping[str, tuple[Site, Family]],
+    family: Family,
+    names: Sequence[str],
+) -> Callable[[Array], Array]:
+    """The log prior of some sites, over the base measure of the others."""
+
+    def f(z: Array) -> Array:
+        terms, total = fm.prior_terms(theta, z), family.log_base(z)
+        for name in names:
+            total += terms[name]
+            if name in members:
+                site, member = members[name]
+                total -= member.log_base(z[site.start : site.stop])
+        return total
+
+    return f
 
 
 def affine(f: Callable[[Array], Array], family: Family, eta: Eta) -> bool:
@@ -201,12 +224,6 @@ def _member(site: Site, kind: str, covariance: str) -> Family:
     return expfam.dirichlet(site.shape[:-1], site.shape[-1] + 1)
 
 
-def _alone(site: Site, log_prior: Callable, dim: int, seed: int) -> Callable[[Array], Array]:
-    """The log prior along one site, the others held at a random point."""
-    rest = jax.random.normal(jax.random.key(seed), (dim,))
-    return lambda z: log_prior(rest.at[site.start : site.stop].set(z))
-
-
 def _asked(site: Site, asked: str | None) -> str | None:
     """The family that the user asked for, if the site can have it."""
     if asked is not None and asked not in _candidates(site):
@@ -218,10 +235,19 @@ def _asked(site: Site, asked: str | None) -> str | None:
 
 
 def _kind(
-    site: Site, asked: str | None, covariance: str, log_prior: Callable, dim: int, prior: str
+    site: Site,
+    asked: str | None,
+    covariance: str,
+    fm: FederatedModel,
+    theta: dict[str, Any],
+    prior: str,
 ) -> str:
-    """The first family that the prior is in; where none is and need not be, the Gaussian one."""
-    f = _alone(site, log_prior, dim, 2)
+    """The first family that the site's prior is in; if none is and none need be, the Gaussian."""
+    rest = jax.random.normal(jax.random.key(2), (fm.dim,))
+
+    def f(z: Array) -> Array:
+        return fm.prior_terms(theta, rest.at[site.start : site.stop].set(z))[site.name]
+
     for kind in [asked] if asked else _candidates(site):
         family = _member(site, kind, covariance)
         if affine(f, family, _fit(f, family)):
@@ -229,36 +255,6 @@ def _kind(
     if prior == "factor":
         return asked or GAUSSIAN
     raise _outside(site, covariance)
-
-
-def _inside(
-    sites: Sequence[Site],
-    kinds: Mapping[str, str],
-    covariance: str,
-    log_prior: Callable,
-    family: Family,
-) -> Eta:
-    """The prior of those sites alone whose prior is in the family and depends on no other site."""
-    known = []
-    for site in sites:
-        own = _member(site, kinds[site.name], covariance)
-        here, there = (_alone(site, log_prior, family.dim, seed) for seed in (2, 3))
-        eta = _fit(here, own)
-        if affine(here, own, eta) and _alike(eta, _fit(there, own)):
-            known.append((site, own, eta))
-
-    def f(z: Array) -> Array:
-        parts = [
-            expfam.inner(eta, own.statistics(z[site.start : site.stop])) for site, own, eta in known
-        ]
-        return sum(parts, jnp.zeros(())) + family.log_base(z)
-
-    return _fit(f, family)
-
-
-def _alike(a: Eta, b: Eta) -> bool:
-    same = jax.tree.map(lambda x, y: np.allclose(x, y, rtol=1e-8, atol=1e-12), a, b)
-    return all(jax.tree.leaves(same))
 
 
 def _outside(site: Site, covariance: str) -> ModelError:
@@ -275,17 +271,10 @@ def _outside(site: Site, covariance: str) -> ModelError:
     )
 
 
-def _coupled(
-    sites: Sequence[Site], kinds: Mapping[str, str], covariance: str, log_prior: Callable, dim: int
-) -> ModelError:
-    for site in sites:
-        family = _member(site, kinds[site.name], covariance)
-        here, there = (_fit(_alone(site, log_prior, dim, seed), family) for seed in (2, 3))
-        if not _alike(here, there):
-            break
+def _coupled(name: str, covariance: str) -> ModelError:
     full = "" if covariance == "full" else " family='full' if it is linear and Gaussian,"
     return ModelError(
-        f"the prior of the global site '{site.name}' depends on other global sites in a way that "
+        f"the prior of the global site '{name}' depends on other global sites in a way that "
         f"the family cannot hold. Use{full} prior='factor', which gives the server a factor for "
         "it, or a non-centred form (numpyro.handlers.reparam with LocScaleReparam(0)) in which the "
         "sites are independent; or SFVI, which takes any prior."

@@ -33,7 +33,7 @@ from numpyro_fed.result import Factors, Fit, Silos
 from numpyro_fed.runtime.base import State
 from numpyro_fed.runtime.loop import Run
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.schedules import Asynchronous, Spec, named
+from numpyro_fed.schedules import Adaptive, Asynchronous, Spec, named
 
 DELETIONS = ("own", "none", "average", "prior")
 SAVED = (
@@ -76,11 +76,11 @@ class PVI(Method):
     schedule : str or one of numpyro_fed.schedules
         ``"sequential"``, ``"synchronous"``, ``"asynchronous"``, or ``schedules.Random(size)`` and
         the others with settings. A round visits every participant once.
-    damping : "auto" or float
+    damping : "auto", float or schedules.Adaptive
         The share of each proposed change that the server takes, in (0, 1]. An update that would
-        make the posterior improper is rejected, and counted. ``"auto"`` starts at what is safe
-        for the schedule (1 when sequential, one over the number of silos at work at once) and
-        halves it for an update that would be improper, doubling it again afterwards.
+        make the posterior improper is rejected, and counted. ``Adaptive(d)`` halves the share for
+        such an update and doubles it again afterwards, and ``"auto"`` is that with what is safe
+        for the schedule: 1 when sequential, one over the number of silos at work at once.
     family : {"auto", "full", "diagonal"} or dict
         Covariance of the Gaussian over the global sites that take one; full up to 300 dimensions.
         Other sites get the family of their prior. A dict names families by site.
@@ -138,7 +138,7 @@ class PVI(Method):
 
     model: Callable
     schedule: str | Spec = field(default="sequential", kw_only=True)
-    damping: str | float = field(default="auto", kw_only=True)
+    damping: str | float | Adaptive = field(default="auto", kw_only=True)
     family: str | Mapping[str, str] = field(default="auto", kw_only=True)
     prior: str = field(default="exact", kw_only=True)
     local: Local | None = field(default=None, kw_only=True)
@@ -157,10 +157,9 @@ class PVI(Method):
 
     def __post_init__(self) -> None:
         named(self.schedule)
-        if self.damping != "auto" and not (
-            isinstance(self.damping, int | float) and 0 < self.damping <= 1
-        ):
-            raise ValueError(f"damping must be 'auto' or a number in (0, 1], got {self.damping!r}.")
+        damping = self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
+        if damping != "auto" and not (isinstance(damping, int | float) and 0 < damping <= 1):
+            raise ValueError(f"damping must be 'auto' or a number in (0, 1], got {damping!r}.")
         if self.start_scale is not None and not self.start_scale > 0:
             raise ValueError(f"start_scale must be positive or None, got {self.start_scale}.")
         if self.deletion not in DELETIONS:
@@ -218,13 +217,13 @@ class PVI(Method):
         spec, num_silos = named(self.schedule), len(layout.sizes)
         schedule = spec.build(num_silos)
         steps, size = (1, num_silos) if schedule is None else (schedule.steps, schedule.size)
-        automatic = self.damping == "auto"
+        damping = self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
         settings = Settings(
             num_silos=num_silos,
             visits=steps * size,
             steps=steps,
-            damping=spec.damping(num_silos) if automatic else float(self.damping),
-            adaptive=automatic,
+            damping=spec.damping(num_silos) if damping == "auto" else float(damping),
+            adaptive=damping is not self.damping or damping == "auto",
             deletion=self.deletion,
             prior_share=1.0 if self.prior_share == "whole" else 1 / num_silos,
             asynchronous=isinstance(spec, Asynchronous),
@@ -247,20 +246,8 @@ class PVI(Method):
         )
 
     def _settings(self, draws: Mapping[str, int], local: Local) -> dict[str, Any]:
-        named_ = (
-            "schedule",
-            "family",
-            "prior",
-            "start_scale",
-            "evidence_draws",
-            "deletion",
-            "prior_share",
-        )
-        chosen = {name: repr(getattr(self, name)) for name in named_}
-        generalised_ = ("loss", "divergence", "prior_divergence")
-        others = {name: repr(getattr(self, name)) for name in generalised_}
-        damping = {"damping": self.damping, "local": type(local).__name__}
-        return {"method": "PVI", "draws": dict(draws), **chosen, **others, **damping}
+        chosen = {name: repr(getattr(self, name)) for name in SAVED}
+        return {"method": "PVI", "draws": dict(draws), "local": type(local).__name__, **chosen}
 
     def _result(self, run: Run, fit: Fit, held: Silos) -> PVIResult:
         if run.log is None:

@@ -116,6 +116,25 @@ class Asynchronous:
         return 1 / num_silos
 
 
+@dataclass(frozen=True)
+class Adaptive:
+    """A damping that is halved for an update that would be improper, and doubled again afterwards.
+
+    Parameters
+    ----------
+    damping : float
+        Where it starts, and never exceeds, in (0, 1].
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.PVI(lambda y: None, schedule="synchronous", damping=nf.schedules.Adaptive(0.5)).damping
+    Adaptive(damping=0.5)
+    """
+
+    damping: float
+
+
 Spec = Sequential | Synchronous | Random | Asynchronous
 NAMES: dict[str, Spec] = {
     "sequential": Sequential(),

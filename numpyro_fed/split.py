@@ -49,6 +49,8 @@ class FederatedModel(NamedTuple):
         Whether a site stands in two silo plates at once.
     log_prior : (theta, z_G) -> ()
         Needs no data.
+    prior_terms : (theta, z_G) -> {site: ()}
+        What each global site, its log-determinant included, adds to ``log_prior``.
     log_silo : (theta, z_G, z_L, data) -> {plate: (size,)}
         One number for each row of each silo plate; ``z_L`` is ``{plate: (size, dim)}``. Zero in
         padded rows. ``theta`` carries the shared and the silo's private parameters.
@@ -77,6 +79,7 @@ class FederatedModel(NamedTuple):
     dim: int
     nested: bool
     log_prior: Callable[[Theta, Array], Array]
+    prior_terms: Callable[[Theta, Array], dict[str, Array]]
     log_silo: Callable[[Theta, Array, Rows, SiloData], Rows]
     constrain_global: Callable[[Theta, Array], dict[str, Array]]
     constrain_local: Callable[[Theta, Array, Rows, SiloData], dict[str, Array]]
@@ -209,11 +212,20 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
                 total[plate] = total.get(plate, 0.0) + _sum_rows(jnp.moveaxis(value, frame.dim, 0))
         return {plate: data.keep(plate, rows) for plate, rows in total.items()}
 
+    owner = {f"_{s.name}_log_det": s.name for s in latents}
+
     @jax.jit
-    def log_prior(theta: Theta, z_G: Array, data: SiloData) -> Array:
+    def prior_terms(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
         values, trace = _trace_at(model, at.sites, theta, z_G, template_z_L, data)
-        prior = [v.sum() for name, v in values.items() if silo_plate_of(trace[name]) is None]
-        return sum(prior, jnp.zeros(()))
+        terms: dict[str, Array] = {}
+        for name, value in values.items():
+            if silo_plate_of(trace[name]) is None:
+                site = owner.get(name, name)
+                terms[site] = terms.get(site, jnp.zeros(())) + value.sum()
+        return terms
+
+    def log_prior(theta: Theta, z_G: Array) -> Array:
+        return sum(prior_terms(theta, z_G, template).values(), jnp.zeros(()))
 
     def constrain(
         theta: Theta, z_G: Array, z_L: Rows, data: SiloData, *, local: bool
@@ -272,7 +284,8 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         plates=plates,
         dim=dim,
         nested=at.nested,
-        log_prior=lambda theta, z_G: log_prior(theta, z_G, template),
+        log_prior=log_prior,
+        prior_terms=lambda theta, z_G: prior_terms(theta, z_G, template),
         log_silo=log_silo,
         constrain_global=lambda theta, z_G: constrain_global(theta, z_G, template),
         constrain_local=partial(constrain, local=True),

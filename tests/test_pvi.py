@@ -9,11 +9,11 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from problems import cut, glmm, glmm_silos, jitter
+from problems import cut, glmm_silos, jitter
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi import Status, effective_factor
+from numpyro_fed.algorithms.pvi import Status
 
 KEY = jax.random.key(0)
 QUIET = dict(progress_bar=False)
@@ -185,3 +185,424 @@ def test_the_posterior_is_the_prior_plus_all_factors_at_every_round(name):
         state = result.state
         assert_sum_rule(result)
         assert float(expfam.inner(*[total_of_factors(result)] * 2)) > 0
+
+
+def fixed_noise(monkeypatch, points=32):
+    """Expectations over ``points`` fixed nodes, whatever the key: PVI without Monte Carlo noise."""
+    import numpyro_fed.pvi as module
+
+    find = module.globals_of
+
+    def globals_of(*args):
+        chosen = find(*args)
+        dim = chosen.family.dim
+        nodes = jitter(jnp.zeros((points, dim)), 1.0)
+        nodes = (nodes - nodes.mean(0)) @ jnp.linalg.inv(jnp.linalg.cholesky(jnp.cov(nodes.T)).T)
+        names = list(chosen.family.fit(lambda z: z.sum()))
+        assert names == ["gaussian"]
+        family = chosen.family._replace(noise=lambda key, n: {"gaussian": nodes})
+        return chosen._replace(family=family)
+
+    monkeypatch.setattr(module, "globals_of", globals_of)
+
+
+def eta_of(result):
+    return result.natural_parameters()["gaussian"]
+
+
+def assert_close(a, b, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+EXACT = nf.local.LBFGS(steps=100, num_particles=32, tolerance=1e-9)
+
+
+def test_the_fixed_point_depends_on_no_partition_and_no_order(monkeypatch):
+    """Property 2.2(b): it is the optimum of the global free energy, that is of one silo alone."""
+    fixed_noise(monkeypatch)
+    rows = logistic_rows()
+    pooled = nf.PVI(logistic, local=EXACT).run(KEY, 1, [rows], **QUIET)
+    for schedule, sizes in (("fixed", (10, 8, 6)), ([1, 0], (4, 20))):
+        pvi = nf.PVI(logistic, local=EXACT, schedule=nf.schedules.Sequential(schedule))
+        result = pvi.run(KEY, 12, cut(rows, sizes), **QUIET)
+        assert_close(eta_of(result), eta_of(pooled), rtol=1e-5, atol=1e-5)
+        early = pvi.run(KEY, 1, cut(rows, sizes), **QUIET)
+        assert not np.allclose(eta_of(early)["first"], eta_of(pooled)["first"], rtol=1e-3)
+
+
+def test_local_free_energies_sum_to_the_global_one():
+    """Property 2.2(a), with normalised factors: at any posterior that the sum rule holds for."""
+    pvi = nf.PVI(logistic, local=QUICK)
+    result = pvi.run(KEY, 2, cut(logistic_rows(), (10, 8, 6)), **QUIET)
+    chosen = result._fit.factors.globals
+    family, q = chosen.family, result.natural_parameters()
+    prior = chosen.prior({})
+    moments = family.moments(family.ordinary(q))
+    expected = result.log_evidence[-1] + expfam.kl(family, q, prior)
+    local = [-float(expfam.inner(result.factor(j), moments)) for j in range(3)]
+    log_z = family.log_partition(q) - family.log_partition(prior)
+    np.testing.assert_allclose(expected + sum(local) + log_z, result.log_evidence[-1], rtol=1e-9)
+
+
+def global_free_energy(pvi, rows):
+    """The global free energy as a function of natural parameters, over the fixed nodes."""
+    fit, held = pvi._prepare([rows], "simulation")
+    chosen, data = fit.factors.globals, held.data[0]
+    family = chosen.family
+    nodes = family.noise(KEY, 1)["gaussian"]
+
+    def value(eta):
+        psi = family.ordinary(eta)
+        z = jax.vmap(lambda e: family.draw(psi, {"gaussian": e}))(nodes)
+        n = len(rows["y"])
+        each = jax.vmap(
+            lambda z: fit.model.log_silo({}, z, {"row": jnp.zeros((n, 0))}, data)["row"]
+        )
+        return each(z).sum(1).mean() - expfam.kl(family, eta, chosen.prior({}))
+
+    return value, family
+
+
+@pytest.mark.parametrize("gradient", ["plain", "natural"])
+def test_one_local_step_of_every_silo_is_a_step_of_global_inference(gradient, monkeypatch):
+    """Properties 3.1 and 3.3 for plain gradients, 3.2 and equation 4 for natural ones."""
+    fixed_noise(monkeypatch)
+    rows, rate = logistic_rows(), 0.01
+    settings = dict(rate=rate, gradient=gradient, family="diagonal")
+    pvi = nf.GlobalVI(logistic, **settings)
+    silos, before = cut(rows, (10, 8, 6)), None
+    for _ in range(2):
+        result = pvi.run(KEY, 1, silos, init_state=before and before.state, **QUIET)
+        start = before.natural_parameters() if before else None
+        if before is None:
+            start = result._fit.factors.globals.prior({})
+        value, family = global_free_energy(nf.GlobalVI(logistic, **settings), rows)
+        step = jax.grad(value)(start)
+        if gradient == "natural":
+            fisher = jax.hessian(family.log_partition)(start)["gaussian"]
+            flat = jnp.concatenate([step["gaussian"][k] for k in ("first", "second")])
+            F = jnp.block([[fisher[a]["gaussian"][b] for b in fisher] for a in fisher])
+            first, second = jnp.split(jnp.linalg.solve(F, flat), 2)
+            step = {"gaussian": {"first": first, "second": second}}
+        expected = jax.tree.map(lambda a, g: a + rate * g, start, step)
+        assert_close(result.natural_parameters(), expected, rtol=1e-7, atol=1e-9)
+        before = result
+
+
+def test_stochastic_power_ep_has_mini_batch_global_inference_as_its_limit(monkeypatch):
+    """Proposition 4.1 and B.6: an average factor, one natural-gradient step, silo by silo."""
+    fixed_noise(monkeypatch)
+    rows, rate = logistic_rows(), 0.2
+    step = nf.local.NaturalGradient(rate=rate, steps=1)
+    silos, M = cut(rows, (10, 8, 6)), 3
+    pvi = nf.StochasticPowerEP(logistic, local=step, family="diagonal", damping=1.0)
+    result = pvi.run(KEY, 1, silos, **QUIET)
+    chosen = result._fit.factors.globals
+    family, eta, prior = chosen.family, chosen.prior({}), chosen.prior({})
+    for j in range(M):
+        data, n = result._silos.data[j], len(silos[j]["y"])
+
+        def expected(psi, data=data, n=n):
+            nodes = family.noise(KEY, 1)["gaussian"]
+            z = jax.vmap(lambda e: family.draw(psi, {"gaussian": e}))(nodes)
+            log_silo = result._fit.model.log_silo
+            rows = jax.vmap(lambda z: log_silo({}, z, {"row": jnp.zeros((n, 0))}, data)["row"])(z)
+            return rows.sum(1).mean()
+
+        dual = family.dual_gradient(expected, eta)
+        eta = jax.tree.map(lambda e, p, g: e + rate / M * (p + M * g - e), eta, prior, dual)
+    assert_close(result.natural_parameters(), eta, rtol=1e-7, atol=1e-9)
+
+
+def test_members_of_the_family_are_settings_of_pvi():
+    silos = cut(logistic_rows(), (10, 8, 6))
+    fixed = dict(local=QUICK)
+    passes = nf.PVI(logistic, **fixed).run(KEY, 1, silos, **QUIET)
+    vcl = nf.VCL(logistic, **fixed).run(KEY, 1, silos, **QUIET)
+    assert_close(eta_of(vcl), eta_of(passes), rtol=1e-12)
+    together = nf.PVI(logistic, schedule="synchronous", damping=1.0, **fixed)
+    bcm = nf.BCM(logistic, **fixed).run(KEY, 1, silos, **QUIET)
+    assert_close(eta_of(bcm), eta_of(together.run(KEY, 1, silos, **QUIET)), rtol=1e-12)
+    with pytest.raises(ValueError, match="1 round"):
+        nf.VCL(logistic, **fixed).run(KEY, 2, silos, **QUIET)
+
+
+def test_committee_machines_are_exact_on_conjugate_models_and_streaming_counts_twice():
+    model, rows, exact = mean()
+    silos = cut(rows, (5, 3, 4))
+    for split in (False, True):
+        assert_exact(nf.BCM(model, split=split).run(KEY, 1, silos, **QUIET), exact)
+    assert_exact(nf.StreamingVB(model).run(KEY, 1, silos, **QUIET), exact)
+    twice = nf.StreamingVB(model).run(KEY, 2, silos, **QUIET).posterior()["m"]
+    np.testing.assert_allclose(1 / twice.variance, 1 / 4 + 2 * 12 * 4, rtol=1e-9)
+
+
+SOLVERS = {
+    "optax": (nf.local.Optax(steps=600), 1e-2),
+    "natural space": (nf.local.Optax(space="natural"), 5e-2),
+    "alpha": (nf.local.Optax(steps=600, alpha=0.5, num_particles=64), 3e-2),
+    "lbfgs": (nf.local.LBFGS(tolerance=1e-8), 1e-6),
+    "natural gradient": (nf.local.NaturalGradient(rate=0.1, num_particles=64), 3e-2),
+    "closed expectation": (
+        nf.local.NaturalGradient(rate=1.0, steps=1, expectation="closed_form"),
+        1e-9,
+    ),
+    "power ep": (nf.local.PowerEP(alpha=0.5, steps=300, num_particles=512), 3e-2),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_every_local_optimiser_finds_the_tilted_distribution_if_it_is_in_the_family(name):
+    """Property 2.1: the local free energy is largest where ``q`` is closest to it."""
+
+    def model(y):
+        m = numpyro.sample("m", dist.Normal(0.5, 1.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    local, rtol = SOLVERS[name]
+    silos = [dict(y=np.array([2.0, 3.0, 2.5, 2.2]))]
+    pvi = nf.PVI(model, local=local, start_scale=None)
+    q = pvi.run(KEY, 1, silos, **QUIET).posterior()["m"]
+    precision = 1.0 + 4
+    np.testing.assert_allclose(q.mean, (0.5 + 9.7) / precision, rtol=rtol)
+    np.testing.assert_allclose(q.variance, 1 / precision, rtol=2 * rtol)
+
+
+def with_scale(y, s):
+    m = numpyro.sample("m", dist.Normal(1.0, 2.0))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.factor("y", -0.5 * ((y - m) / s) ** 2)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "synchronous"])
+def test_a_silo_whose_reply_is_not_finite_counts_for_nothing_and_is_reported(schedule):
+    good = [dict(y=np.array([y]), s=np.ones(1)) for y in (1.0, 2.5)]
+    bad = dict(y=np.array([3.0]), s=np.zeros(1))
+    pvi = nf.PVI(with_scale, schedule=schedule, damping=1.0)
+    with pytest.warns(UserWarning, match="2 non finite"):
+        result = pvi.run(KEY, 2, [good[0], bad, good[1]], **QUIET)
+    precision = 1 / 4 + 2
+    np.testing.assert_allclose(result.posterior()["m"].mean, (1 / 4 + 3.5) / precision, rtol=1e-9)
+    assert result.rejections["non_finite"] == 2
+    assert "silo 1: its reply was not finite" in result.report()
+    assert_sum_rule(result)
+    with pytest.raises(nf.NonFiniteError, match="silo"):
+        _ = result.log_evidence
+
+
+def two_sided(x, y):
+    """A likelihood that some silos bend the wrong way: ``x`` is the curvature they report."""
+    m = numpyro.sample("m", dist.Normal(0.0, 1.0))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.factor("y", -0.5 * x * (m - y) ** 2)
+
+
+def test_an_improper_update_is_rejected_or_damped_and_the_damping_recovers():
+    silos = [dict(x=np.array([c]), y=np.array([0.3])) for c in (0.5, -0.9, -0.9, 0.2)]
+    everyone = nf.schedules.Synchronous()
+    fixed = nf.PVI(two_sided, schedule=everyone, damping=1.0)
+    with pytest.warns(UserWarning, match="rejected updates"):
+        result = fixed.run(KEY, 2, silos, **QUIET)
+    assert (result.damping == 0).all()
+    assert_sum_rule(result)
+    np.testing.assert_allclose(result.posterior()["m"].variance, 1.0)
+    assert "rejected" in result.report()
+    damped = nf.PVI(two_sided, schedule=everyone, damping=nf.schedules.Adaptive(1.0))
+    result = damped.run(KEY, 1, silos, **QUIET)
+    assert result.damping[0, 0] == 0.5
+    assert result.state.server.damping == 1
+    assert_sum_rule(result)
+    np.testing.assert_allclose(result.posterior()["m"].variance, 1 / (1 - 0.5 * 1.1))
+
+
+def test_an_improper_proposal_counts_for_nothing_and_is_reported():
+    silos = [dict(x=np.array([c]), y=np.array([0.3])) for c in (0.5, -2.0)]
+    with pytest.warns(UserWarning, match="1 improper"):
+        result = nf.PVI(two_sided).run(KEY, 1, silos, **QUIET)
+    np.testing.assert_allclose(result.posterior()["m"].variance, 1 / 1.5)
+    assert "silo 1: its proposal was improper" in result.report()
+
+
+def test_one_class_at_each_silo_runs_to_the_end():
+    rows = logistic_rows(40)
+    order = np.argsort(rows["y"], kind="stable")
+    silos = cut({k: v[order] for k, v in rows.items()}, (2,) * 20)
+    pvi = nf.PVI(logistic, schedule="synchronous", local=nf.local.LBFGS(steps=10, num_particles=8))
+    result = pvi.run(KEY, 5, silos, **QUIET)
+    assert np.isfinite(result.losses).all()
+    assert all(np.isfinite(q.variance).all() for q in result.posterior().values())
+    assert_sum_rule(result)
+
+
+def test_stale_posteriors_lead_to_the_exact_one():
+    model, rows, exact = mean()
+    schedule = nf.schedules.Asynchronous([1.0, 1.0, 4.0])
+    pvi = nf.PVI(model, schedule=schedule, damping=0.8)
+    result = pvi.run(KEY, 60, cut(rows, (5, 3, 4)), **QUIET)
+    assert_exact(result, exact)
+    assert result.visits.shape == (60, 3, 1)
+    counts = np.bincount(result.visits.ravel())
+    assert counts[2] < counts[:2].min()
+
+
+def learned_scale(y):
+    s = numpyro.param("s", 1.0, constraint=dist.constraints.positive)
+    m = numpyro.sample("m", dist.Normal(0.0, 1.0))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(m, s), obs=y)
+
+
+def learned_prior(y):
+    s = numpyro.param("s", 1.0, constraint=dist.constraints.positive)
+    m = numpyro.sample("m", dist.Normal(0.0, s))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(m, 0.5), obs=y)
+
+
+@pytest.mark.parametrize("model", [learned_scale, learned_prior])
+def test_parameters_are_learned_to_the_maximum_of_the_evidence(model):
+    y = 2 + 0.7 * np.random.default_rng(6).normal(size=12)
+    silos = cut(dict(y=y), (5, 7))
+    pvi = nf.PVI(model, theta_optim=optax.adam(0.05))
+    result = pvi.run(KEY, 300, silos, **QUIET)
+    s = float(result.params["s"])
+
+    def log_evidence(s):
+        prior, noise = (s, 0.5) if model is learned_prior else (1.0, s)
+        covariance = prior**2 * jnp.ones((12, 12)) + noise**2 * jnp.eye(12)
+        return dist.MultivariateNormal(jnp.zeros(12), covariance).log_prob(y)
+
+    slope, curvature = jax.grad(log_evidence)(s), jax.grad(jax.grad(log_evidence))(s)
+    assert abs(slope / curvature) < 0.02
+    np.testing.assert_allclose(result.log_evidence[-1], log_evidence(s), rtol=1e-6)
+    assert_sum_rule(result)
+
+
+def test_a_prior_outside_of_the_family_gets_a_factor_of_the_servers():
+    def model(y):
+        a = numpyro.sample("a", dist.Normal(0.0, 1.0))
+        m = numpyro.sample("m", dist.StudentT(200.0, a, 1.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    silos = cut(dict(y=np.array([1.0, 2.0, 3.0, 2.5])), (1, 3))
+    with pytest.raises(nf.ModelError, match=r"'m'.*prior='factor'"):
+        nf.PVI(model).run(KEY, 1, silos, **QUIET)
+    q = nf.PVI(model, prior="factor").run(KEY, 3, silos, **QUIET).posterior()
+    covariance = np.linalg.inv(np.array([[2.0, -1], [-1, 1 + 4]]))
+    expected = covariance @ np.array([0, 8.5])
+    np.testing.assert_allclose([q["a"].mean, q["m"].mean], expected, rtol=0.03)
+    np.testing.assert_allclose([q["a"].variance, q["m"].variance], np.diag(covariance), rtol=0.05)
+
+
+def glmm_inside(x, y=None):
+    """As ``glmm``, with a prior inside of the family."""
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
+    scale = numpyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    with nf.silo_plate("child", x.shape[0], dim=-2):
+        b = numpyro.sample("b", dist.Normal(0, scale))
+        with numpyro.plate("visit", x.shape[1], dim=-1):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ beta + b), obs=y)
+
+
+def test_local_latents_stay_at_their_silos_and_both_runtimes_agree():
+    """Silos of different sizes, padded in the simulation and as they are on the host."""
+    silos = glmm_silos((5, 3, 5))
+    pvi = nf.PVI(
+        glmm_inside,
+        objective=nf.LocallyEnhanced(draws=3),
+        local=nf.local.Optax(steps=5, num_particles=2),
+        evidence_draws=2,
+    )
+    together = pvi.run(KEY, 2, silos, **QUIET)
+    apart = pvi.run(KEY, 2, silos, runtime="host", **QUIET)
+    assert_close(eta_of(together), eta_of(apart), rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(together.losses, apart.losses, rtol=1e-8)
+    assert_sum_rule(together)
+    drawn = together.sample_posterior(KEY, 4, silo=1)
+    assert drawn["b"].shape == (4, 3, 1)
+
+
+def test_a_run_goes_on_bit_for_bit_and_compiles_once(tmp_path):
+    silos = cut(logistic_rows(), (10, 8, 6))
+    pvi = nf.PVI(logistic, schedule=nf.schedules.Sequential("largest_change"), local=QUICK)
+    whole = pvi.run(KEY, 3, silos, **QUIET)
+    part = pvi.run(KEY, 1, silos, **QUIET)
+    part.save(tmp_path / "part")
+    loaded = pvi.load(tmp_path / "part", silos)
+    rest = pvi.run(KEY, 2, silos, init_state=loaded.state, **QUIET)
+    assert_close(eta_of(rest), eta_of(whole), rtol=0)
+    assert whole._fit.runtime.advance._cache_size() == 1
+    np.testing.assert_array_equal(np.sort(whole.visits[1, :, 0]), np.arange(3))
+
+
+def test_a_bad_setting_is_refused_by_name():
+    model, rows, _ = mean()
+    silos = cut(rows, (5, 7))
+    for wrong in (0.0, 1.5, "half"):
+        with pytest.raises(ValueError, match="damping"):
+            nf.PVI(model, damping=wrong)
+    with pytest.raises(ValueError, match="schedule"):
+        nf.PVI(model, schedule="sometimes")
+    with pytest.raises(ValueError, match="3"):
+        nf.PVI(model, schedule=nf.schedules.Random(3)).run(KEY, 1, silos, **QUIET)
+    with pytest.raises(ValueError, match="1"):
+        nf.PVI(model, schedule=nf.schedules.Sequential([0])).run(KEY, 1, silos, **QUIET)
+    pvi = nf.PVI(logistic, local=nf.local.ClosedForm())
+    with pytest.raises(nf.GuideError, match="conjugate"):
+        pvi.run(KEY, 1, cut(logistic_rows(), (24,)), **QUIET)
+    with pytest.raises(ValueError, match="deletion"):
+        nf.PVI(model, deletion="all")
+    with pytest.raises(TypeError, match="local"):
+        nf.PVI(model, local=optax.adam(0.1))
+
+
+def test_a_visit_that_has_not_converged_is_reported():
+    pvi = nf.PVI(logistic, local=nf.local.LBFGS(steps=1, tolerance=1e-9))
+    with pytest.warns(UserWarning, match="2 not converged"):
+        result = pvi.run(KEY, 1, cut(logistic_rows(), (10, 14)), **QUIET)
+    assert (result.status == Status.NOT_CONVERGED).all()
+    assert "silo 1: the local optimiser had not converged" in result.report()
+
+
+def test_fedgvi_with_kl_and_the_log_loss_is_pvi():
+    silos = cut(logistic_rows(), (10, 8, 6))
+    a = nf.PVI(logistic, local=QUICK).run(KEY, 2, silos, **QUIET)
+    b = nf.FedGVI(logistic, loss=nf.losses.log_loss, local=QUICK).run(KEY, 2, silos, **QUIET)
+    assert_close(eta_of(a), eta_of(b), rtol=1e-12)
+
+
+def test_a_weight_on_both_divergences_is_a_power_of_the_likelihood():
+    """``w KL`` to the prior and to the cavity: the posterior of the likelihood to the ``1 / w``."""
+    model, rows, _ = mean()
+    w = nf.divergences.WeightedKL(2.0)
+    local = nf.local.LBFGS(tolerance=1e-9)
+    pvi = nf.FedGVI(model, divergence=w, prior_divergence=w, local=local)
+    q = pvi.run(KEY, 1, cut(rows, (5, 7)), **QUIET).posterior()["m"]
+    precision = 1 / 4 + 12 * 4 / 2
+    np.testing.assert_allclose(q.variance, 1 / precision, rtol=1e-5)
+    np.testing.assert_allclose(q.mean, (1 / 4 + 2 * rows["y"].sum()) / precision, rtol=1e-5)
+
+
+def test_the_cavity_is_found_from_the_coefficients_alone():
+    """With one silo, any divergence to the prior gives what optimising it directly does."""
+    model, rows, _ = mean()
+    renyi = nf.divergences.AlphaRenyi(0.5)
+    local = nf.local.LBFGS(tolerance=1e-9)
+    pvi = nf.FedGVI(model, divergence=renyi, prior_divergence=renyi, local=local)
+    result = pvi.run(KEY, 1, [rows], **QUIET)
+    family = result._fit.factors.globals.family
+    prior = result._fit.factors.globals.prior({})
+    y = rows["y"]
+    likelihood = {
+        "gaussian": {"first": jnp.array([4 * y.sum()]), "second": jnp.full((1, 1), -24.0)}
+    }
+
+    def objective(eta):
+        moments = family.moments(family.ordinary(eta))
+        return renyi(family, eta, prior) - expfam.inner(likelihood, moments)
+
+    slope = jax.grad(objective)(result.natural_parameters())
+    assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(slope)) < 1e-4
+    assert_close(result.factor(0), likelihood, rtol=1e-4)
