@@ -13,6 +13,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
+import jax.monitoring
 import pytest
 
 
@@ -21,3 +22,17 @@ def forget_programs():
     """Compiled programs of one file are of no use to the next, and take memory."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def compiled():
+    """The names of the programs that JAX has compiled so far."""
+    names = []
+
+    def listen(event, duration, **kwargs):
+        if event.endswith("backend_compile_duration"):
+            names.append(kwargs.get("fun_name", event))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)

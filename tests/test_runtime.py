@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -22,6 +21,7 @@ from numpyro_fed.runtime.base import (
     exchange_key,
     init_keys,
     on_device,
+    schedule_key,
     server_key,
     silo_key,
 )
@@ -80,20 +80,6 @@ def identical(a, b):
 
 def rows(tree, n):
     return jax.tree.map(lambda a: a[:n], tree)
-
-
-@pytest.fixture
-def compiled():
-    """The names of the programs that JAX has compiled so far."""
-    names = []
-
-    def listen(event, duration, **kwargs):
-        if event.endswith("backend_compile_duration"):
-            names.append(kwargs.get("fun_name", event))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 # --- the same numbers ------------------------------------------------------------------------
@@ -240,7 +226,7 @@ def test_no_two_silos_rounds_or_exchanges_share_a_key():
         for k in [server_key(mine), *(silo_key(mine, j) for j in range(10))]
     ]
     server, silos = init_keys(KEY)
-    keys += [server, silos, *(jax.random.fold_in(silos, j) for j in range(10))]
+    keys += [schedule_key(KEY), server, silos, *(jax.random.fold_in(silos, j) for j in range(10))]
     bits = {tuple(np.asarray(jax.random.key_data(k)).tolist()) for k in keys}
     assert len(bits) == len(keys)
 

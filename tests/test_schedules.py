@@ -1,0 +1,457 @@
+"""Schedules: who takes part when, and runtimes in which only those do."""
+
+import heapq
+import re
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info
+from numpyro_fed.data import Bucket, SiloData
+from numpyro_fed.runtime import base
+from numpyro_fed.runtime.base import exchange_key, on_device, server_key, silo_key
+from numpyro_fed.runtime.host import host
+from numpyro_fed.runtime.loop import drive
+from numpyro_fed.runtime.schedule import Schedule, asynchronous, at_random, in_turn
+from numpyro_fed.runtime.simulation import simulation
+
+KEY = jax.random.key(0)
+SILOS = 5
+SECONDS = (1.0, 2.0, 0.5, 4.0, 1.0)
+OWN_ORDER = (4, 0, 1, 4, 2, 3)
+SCHEDULES = {
+    "fixed": in_turn(SILOS),
+    "random": in_turn(SILOS, "random"),
+    "largest change": in_turn(SILOS, "largest_change"),
+    "own order": in_turn(SILOS, OWN_ORDER),
+    "two": at_random(SILOS, 2),
+    "all five": at_random(SILOS, SILOS),
+    "asynchronous": asynchronous(SILOS, SECONDS),
+}
+
+
+def planned(schedule, rounds, change=None, key=KEY):
+    """Who is visited in each step of so many rounds, (rounds, steps, size)."""
+    change = jnp.full(schedule.num_silos, jnp.inf) if change is None else jnp.asarray(change)
+
+    def one(carry, round_):
+        who, carry = schedule.visits(key, round_, carry, change)
+        return carry, who
+
+    return np.asarray(jax.lax.scan(one, schedule.init(key), jnp.arange(rounds))[1])
+
+
+# --- what a schedule promises ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["fixed", "random", "largest_change"])
+def test_each_silo_takes_part_once_a_round_in_turn(order):
+    who = planned(in_turn(SILOS, order), 6)
+    assert who.shape == (6, SILOS, 1)
+    np.testing.assert_array_equal(np.sort(who[..., 0], 1), np.tile(np.arange(SILOS), (6, 1)))
+    assert (len(np.unique(who, axis=0)) > 1) == (order == "random")
+    if order != "random":
+        np.testing.assert_array_equal(who[0, :, 0], np.arange(SILOS))
+
+
+def test_those_that_changed_most_come_first_and_who_was_never_seen_before_them():
+    schedule = in_turn(SILOS, "largest_change")
+    who = planned(schedule, 1, [0.5, np.inf, 3.0, 0.0, 1.0])
+    np.testing.assert_array_equal(who[0, :, 0], [1, 2, 4, 0, 3])
+
+
+def test_an_order_of_ones_own_is_followed():
+    who = planned(in_turn(SILOS, OWN_ORDER), 2)
+    np.testing.assert_array_equal(who[..., 0], [OWN_ORDER, OWN_ORDER])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+def test_any_set_of_silos_is_as_likely_at_random(size):
+    rounds = 3_000
+    who = planned(at_random(SILOS, size), rounds)
+    assert who.shape == (rounds, 1, size)
+    sets = who[:, 0]
+    assert (np.diff(sets, axis=1) > 0).all()
+    assert (sets >= 0).all()
+    assert (sets < SILOS).all()
+    _, counts = np.unique(sets, axis=0, return_counts=True)
+    expected = rounds / len(counts)
+    assert len(counts) == {1: 5, 2: 10, 4: 5, 5: 1}[size]
+    assert (((counts - expected) ** 2).sum() / expected) < 30  # chi-square, 9 degrees at most
+
+
+def heap_order(duration, events):
+    """The order of events by a heap of finishing times, in double precision."""
+    jobs = [0] * SILOS
+    heap = [(duration(j, 0), j) for j in range(SILOS)]
+    heapq.heapify(heap)
+    order = []
+    for _ in range(events):
+        now, silo = heapq.heappop(heap)
+        order.append(silo)
+        jobs[silo] += 1
+        heapq.heappush(heap, (now + duration(silo, jobs[silo]), silo))
+    return order
+
+
+def tenfold(key, silo):
+    return (1.0 + 9.0 * (silo == 3)) * jax.random.uniform(key, minval=0.5, maxval=1.5)
+
+
+@pytest.mark.parametrize("seconds", [SECONDS, tenfold], ids=["means", "a function"])
+def test_events_come_in_the_order_of_a_plain_simulation(seconds):
+    rounds = 40
+    jobs = jnp.arange(rounds * SILOS)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))
+    each = [keys(jax.random.fold_in(KEY, j), jobs) for j in range(SILOS)]
+    if callable(seconds):
+        drawn = [jax.vmap(seconds, (0, None))(k, j) for j, k in enumerate(each)]
+    else:
+        drawn = [
+            s * jax.vmap(jax.random.exponential)(k) for s, k in zip(seconds, each, strict=True)
+        ]
+    drawn = np.asarray(drawn, np.float64)
+    who = planned(asynchronous(SILOS, seconds), rounds)
+    assert who.shape == (rounds, SILOS, 1)
+    order = heap_order(lambda j, job: drawn[j, job], rounds * SILOS)
+    np.testing.assert_array_equal(who.ravel(), order)
+    assert np.unique(order).size == SILOS
+
+
+def test_the_clock_keeps_its_digits():
+    """After millions of seconds, silos whose jobs take one second still take turns."""
+    schedule = asynchronous(2, lambda key, silo: jnp.float32(1.0))
+    clock = schedule.init(KEY)
+    late = clock._replace(finish=clock.finish + 2.0**25)
+    who, clock = schedule.visits(KEY, 0, late, None)
+    assert sorted(who[:, 0].tolist()) == [0, 1]
+    np.testing.assert_array_equal(clock.finish, [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: in_turn(0), "num_silos must be a positive integer, got 0"),
+        (lambda: in_turn(3, "sorted"), "order='sorted': expected one of 'fixed', 'random'"),
+        (lambda: in_turn(4, [0, 2]), "never visits silo 1, 3, whose data would count"),
+        (lambda: in_turn(20, []), r"silo 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, \.\.\. \(20 of them\)"),
+        (lambda: in_turn(2, [0, 1, 2]), "order holds 2, but silos are numbered 0 to 1"),
+        (lambda: in_turn(2, [0.0, 1.0]), "order must be a sequence of silo numbers"),
+        (lambda: at_random(3, 4), "size=4 silos .* there are 3. Take between 1 and 3"),
+        (lambda: at_random(3, 0), "size must be a positive integer, got 0"),
+        (lambda: asynchronous(3, [1.0, 2.0]), r"for each of 3 silos, got shape \(2,\)"),
+        (lambda: asynchronous(2, ["a", "b"]), "one positive number"),
+        (lambda: asynchronous(3, [1.0, 0.0, 2.0]), "positive and finite, got 0.0 at silo 1"),
+        (lambda: asynchronous(2, [1.0, np.inf]), "got inf at silo 1"),
+        (lambda: asynchronous(2, lambda key, silo: silo / 1.0), "got 0.0 at silo 0"),
+        (lambda: asynchronous(2, lambda key, silo: jnp.ones(3)), r"got shape \(2, 3\)"),
+    ],
+)
+def test_what_cannot_work_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# --- runtimes --------------------------------------------------------------------------------
+
+
+class Down(NamedTuple):
+    total: Any
+    own: Any
+
+
+class Held(NamedTuple):
+    visits: Any
+    replies: Any
+    seen: Any
+    ok: Any
+
+
+class Server(NamedTuple):
+    counts: Any
+    total: Any
+
+
+def toy(how=Combine.SUM, limit=1_000, exchanges=1):
+    """Silos reply with their data and what they drew; the server counts and sums.
+
+    It is content until somebody has been visited more than ``limit`` times.
+    """
+
+    def broadcast(noise, state, who):
+        return Down(state.total, {"who": 10.0 * who, "both": jnp.stack([who, who], 1)}), (
+            who,
+            noise,
+        )
+
+    def silo(noise, down, state, data):
+        reply = data.arrays["y"].sum() + 0.01 * noise
+        seen = jnp.stack([down.own["who"], down.own["both"].sum().astype(float), down.total])
+        return reply, Held(state.visits + 1, state.replies + reply, seen, state.ok)
+
+    def server(state, memo, up):
+        who, noise = memo
+        each = up if how is Combine.GATHER else up[None]
+        counts = state.counts.at[who].add(1)
+        after = Server(counts, state.total + each.sum())
+        report = {"drawn": noise, "up": up}
+        return after, Info(each.sum(), counts.max() <= limit, jnp.abs(each).sum(), report)
+
+    exchange = Exchange(
+        jax.random.normal,
+        lambda key, state: jax.random.normal(key),
+        broadcast,
+        silo,
+        server,
+        how,
+        Down(total=False, own=True),
+    )
+    return FederatedAlgorithm(
+        lambda key: Server(jnp.zeros(SILOS, int), jnp.zeros(())),
+        lambda key, data: Held(jnp.array(0), jnp.zeros(()), jnp.zeros(3), jnp.array(True)),
+        (exchange,) * exchanges,
+        watch=lambda state: {"visits": state.visits, "replies": state.replies},
+    )
+
+
+TOTALS = np.array([3.0, 1.0, 5.0, 2.0, 4.0], np.float32)
+LENGTHS = (2, 3, 3, 2, 2)
+RUNTIMES = {
+    "one bucket": (simulation, [(0, 1, 2, 3, 4)]),
+    "buckets": (simulation, [(0, 3, 4), (2, 1)]),
+    "host": (host, [(j,) for j in range(SILOS)]),
+}
+
+
+def batches_of(groups):
+    """Silos whose data add up to ``TOTALS``, at their own lengths or all at the longest."""
+    made = []
+    for group in groups:
+        y = np.zeros((len(group), max(LENGTHS[j] for j in group)), np.float32)
+        y[:, 0] = TOTALS[list(group)]
+        made.append(Bucket(group, ({},) * len(group), SiloData({"y": y})))
+    return on_device(made)
+
+
+@cache
+def runner(name, where, **settings):
+    make, groups = RUNTIMES[where]
+    schedule = SCHEDULES[name] if name else None
+    return make(toy(**settings), schedule), batches_of(groups), groups
+
+
+@cache
+def run(name, where, rounds=4, **settings):
+    """A run, and the silos' states in the order of their numbers."""
+    runtime, batches, groups = runner(name, where, **settings)
+    ran = drive(runtime, KEY, runtime.init(KEY, batches), batches, rounds, False)
+    order = np.argsort(np.concatenate(groups))
+    return ran, jax.tree.map(lambda *a: np.concatenate(a)[order], *ran.state.silos)
+
+
+def by_hand(name, rounds):
+    """Visits, replies (rounds, steps, size) and the server's noise, by the rules written down."""
+    schedule, change = SCHEDULES[name], np.full(SILOS, np.inf, np.float32)
+    key = base.schedule_key(KEY)
+    carry, visits, replies, drawn = schedule.init(key), [], [], []
+    plan = jax.jit(schedule.visits)
+    for r in range(rounds):
+        who, carry = plan(key, r, carry, change)
+        for s, participants in enumerate(np.asarray(who)):
+            mine = exchange_key(KEY, r * schedule.steps + s, 0, 1)
+            keys = [silo_key(mine, j) for j in participants]
+            up = TOTALS[participants] + 0.01 * np.array([jax.random.normal(k) for k in keys])
+            if len(participants) == 1:
+                change[participants[0]] = up[0]
+            visits.append(participants)
+            replies.append(up)
+            drawn.append(jax.random.normal(server_key(mine)))
+    shape = (rounds, schedule.steps)
+    return [np.asarray(a).reshape(*shape, *np.shape(a)[1:]) for a in (visits, replies, drawn)]
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [(name, "one bucket") for name in SCHEDULES]
+    + [("two", "buckets"), ("asynchronous", "buckets"), ("two", "host"), ("random", "host")],
+)
+def test_participants_get_their_slices_and_the_log_has_what_they_did(name, where):
+    visits, replies, drawn = by_hand(name, 4)
+    ran, silos = run(name, where)
+    log = ran.log
+    np.testing.assert_array_equal(log.visits, visits)
+    close = partial(np.testing.assert_allclose, rtol=1e-5)
+    close(ran.losses, replies.sum((1, 2)))
+    close(log.reports["drawn"], drawn)
+    close(log.reports["up"], replies.sum(2))
+    counts = np.bincount(visits.ravel(), minlength=SILOS)
+    np.testing.assert_array_equal(ran.state.server.counts, counts)
+    np.testing.assert_array_equal(silos.visits, counts)
+    close(ran.state.server.total, replies.sum())
+    so_far, sums = np.zeros(SILOS, int), np.zeros(SILOS)
+    for who, up, times, totals in zip(
+        *(a.reshape(-1, a.shape[-1]) for a in (visits, replies)),
+        *(log.watched[k].reshape(-1, visits.shape[-1]) for k in ("visits", "replies")),
+        strict=True,
+    ):
+        so_far[who] += 1
+        sums[who] += up
+        np.testing.assert_array_equal(times, so_far[who])
+        close(totals, sums[who])
+    close(silos.replies, sums)
+    here = counts > 0
+    numbers = np.arange(SILOS)[here]
+    np.testing.assert_array_equal(silos.seen[here, :2].T, [10 * numbers, 2 * numbers])
+    assert all(isinstance(a, np.ndarray) for a in jax.tree.leaves(log))
+    assert int(ran.state.round) == 4
+
+
+@pytest.mark.parametrize("name", ["two", "asynchronous"])
+def test_participants_are_sent_what_the_server_had_before_their_step(name):
+    visits, replies, _ = by_hand(name, 4)
+    _, silos = run(name, "buckets")
+    before = np.cumsum(np.append(0.0, replies.sum(2).ravel()))
+    last = {j: s for s, who in enumerate(visits.reshape(-1, visits.shape[-1])) for j in who}
+    for j, s in last.items():
+        np.testing.assert_allclose(silos.seen[j, 2], before[s], rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", RUNTIMES)
+def test_gathered_replies_stand_in_the_order_of_the_participants(where):
+    _, replies, _ = by_hand("two", 4)
+    ran, _ = run("two", where, how=Combine.GATHER)
+    np.testing.assert_allclose(ran.log.reports["up"], replies, rtol=1e-5)
+
+
+def test_everyone_by_a_schedule_is_everyone_without_one():
+    (one, a), (two, b) = run("all five", "one bucket"), run(None, "one bucket")
+    jax.tree.map(np.testing.assert_array_equal, (one.losses, a), (two.losses, b))
+    np.testing.assert_array_equal(one.log.reports["up"], two.log.reports["up"])
+    assert two.log.visits == ()
+    assert two.state.schedule == ()
+
+
+@pytest.mark.parametrize("where", ["buckets", "host"])
+def test_without_a_schedule_everyone_is_logged_in_the_order_of_their_numbers(where):
+    (one, a), (two, b) = run(None, "one bucket"), run(None, where)
+    close = partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(close, (one.losses, one.log, a), (two.losses, two.log, b))
+    assert two.log.watched["replies"].shape == (4, 1, SILOS)
+    assert (np.argsort(two.log.watched["replies"][0, 0]) == np.argsort(TOTALS)).all()
+
+
+def test_steps_with_two_exchanges():
+    ran, silos = run("random", "buckets", exchanges=2)
+    again, same = run("random", "host", exchanges=2)
+    np.testing.assert_array_equal(silos.visits, np.full(SILOS, 8))
+    np.testing.assert_array_equal(ran.log.visits, again.log.visits)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-5), (silos, ran.losses), (same, again.losses)
+    )
+    assert len(np.unique(ran.log.reports["drawn"])) == 4 * SILOS
+
+
+# --- going on, and stopping ------------------------------------------------------------------
+
+
+def identical(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("largest change", "one bucket"),
+        ("two", "one bucket"),
+        ("asynchronous", "buckets"),
+        ("random", "host"),
+    ],
+)
+def test_two_runs_are_one_and_chunks_do_not_matter(name, where):
+    whole, _ = run(name, where)
+    runtime, batches, _ = runner(name, where)
+    a = drive(runtime, KEY, runtime.init(KEY, batches), batches, 1, False)
+    b = drive(runtime._replace(chunk=2), KEY, a.state, batches, 3, False)
+    identical(b.state, whole.state)
+    parts = jax.tree.map(lambda *p: np.concatenate(p), a.log, b.log)
+    identical(parts, whole.log)
+    identical(parts.losses, whole.losses)
+    if where != "host":
+        assert runtime.advance._cache_size() == 1
+
+
+def test_a_call_logs_fewer_rounds_where_a_round_has_many_visits():
+    assert simulation(toy()).chunk == base.CHUNK == 1024
+    assert simulation(toy(), in_turn(SILOS)).chunk == 1024
+    assert simulation(toy(), in_turn(10_000)).chunk == 104
+    assert host(toy(), at_random(2**21, 2**21)).chunk == 1
+
+
+@pytest.mark.parametrize("where", RUNTIMES)
+def test_a_run_stops_at_the_step_that_is_not_ok(where):
+    ran, silos = run("own order", where, limit=2)
+    assert ran.failure == (1, ())  # silo 4, twice a round, for the third time
+    assert int(ran.state.round) == 1
+    np.testing.assert_array_equal(silos.visits, [1, 1, 1, 1, 2])
+    assert ran.log.visits.shape == (1, 6, 1)
+    runtime, batches, _ = runner("own order", where, limit=2)
+    after, _, ok = runtime.advance(KEY, ran.state, batches, 3)
+    assert not ok
+    np.testing.assert_array_equal(after.server.counts, [1, 1, 1, 1, 3])
+
+
+@pytest.mark.parametrize("make", [simulation, host])
+def test_a_schedule_must_be_for_as_many_silos_as_there_are(make):
+    batches = batches_of(RUNTIMES["host"][1])
+    with pytest.raises(ValueError, match="for 4 silos, but there are 5"):
+        make(toy(), in_turn(4)).init(KEY, batches)
+    wrong = Schedule(2, 1, lambda key: (), lambda k, r, c, d: (jnp.zeros(2, int), c), SILOS)
+    runtime = make(toy(), wrong)
+    with pytest.raises(ValueError, match=r"shape \(2,\): expected .* \(2, 1\)"):
+        runtime.advance(KEY, runtime.init(KEY, batches), batches, 1)
+
+
+# --- what a round costs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchanges", [1, 2])
+@pytest.mark.parametrize("buckets", [1, 2])
+def test_stacks_stay_in_place_while_rounds_run(buckets, exchanges):
+    """A stack is copied once a call, not in each step: a step has no room for another one."""
+    size, width = 60 // buckets, 10_000
+    groups = [tuple(range(b * size, (b + 1) * size)) for b in range(buckets)]
+    batches = on_device(
+        [
+            Bucket(g, ({},) * size, SiloData({"y": np.zeros((size, 2 + b), np.float32)}))
+            for b, g in enumerate(groups)
+        ]
+    )
+    algorithm = toy(exchanges=exchanges)._replace(watch=None)
+    runtime = simulation(algorithm, at_random(60, 2))
+    state = runtime.init(KEY, batches)
+    wide = tuple(s._replace(replies=jnp.zeros((size, width))) for s in state.silos)
+    program = runtime.advance.lower(KEY, state._replace(silos=wide), batches, 3).compile()
+    room = program.memory_analysis().temp_size_in_bytes
+    assert 4 * width <= room < 4 * width * size / 2
+    loops, _, entry = program.as_text().rpartition("\nENTRY")
+    copies = re.compile(rf"= f32\[{size},{width}\]\S* copy\(")
+    assert copies.search(entry)
+    assert not copies.search(loops)
+
+
+@pytest.mark.parametrize(("name", "where"), [("two", "buckets"), ("random", "host")])
+def test_a_second_run_compiles_nothing(name, where, compiled):
+    runtime, batches, _ = runner(name, where)
+
+    def go(key, rounds):
+        return drive(runtime, key, runtime.init(key, batches), batches, rounds, False)
+
+    go(KEY, 1)
+    compiled.clear()
+    ran = go(jax.random.key(1), 3)
+    assert compiled == []
+    assert ran.log.visits.shape[0] == 3
