@@ -36,3 +36,16 @@ def test_three_level(tmp_path):
     assert set(report["fits"]) == {"ELBO", "LocallyEnhanced", "LocallyEnhanced, corrected"}
     assert set(report["nuts"]["ess"]) == {"mu", "beta", "tau", "sigma"}
     assert {"pareto_k", "ess", "reliable"} <= set(report["correction"])
+
+
+def test_pvi_step(tmp_path):
+    report = run_quickly("pvi_step.py", tmp_path)
+    assert len(report["steps"]) == 2
+    for row in report["steps"]:
+        assert {"what", "ours_ms", "by_hand_ms", "ratio", "target"} <= set(row)
+
+
+def test_pvi_rounds(tmp_path):
+    report = run_quickly("pvi_rounds.py", tmp_path)
+    assert len(report["rounds_ms"]) == 3
+    assert {"ratios", "target"} <= set(report)

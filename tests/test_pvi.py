@@ -339,7 +339,6 @@ def test_committee_machines_are_exact_on_conjugate_models_and_streaming_counts_t
 
 SOLVERS = {
     "optax": (nf.local.Optax(steps=600), 1e-2),
-    "natural space": (nf.local.Optax(space="natural"), 5e-2),
     "alpha": (nf.local.Optax(steps=600, alpha=0.5, num_particles=64), 3e-2),
     "lbfgs": (nf.local.LBFGS(tolerance=1e-8), 1e-6),
     "natural gradient": (nf.local.NaturalGradient(rate=0.1, num_particles=64), 3e-2),
@@ -389,6 +388,22 @@ def test_a_silo_whose_reply_is_not_finite_counts_for_nothing_and_is_reported(sch
     assert_sum_rule(result)
     with pytest.raises(nf.NonFiniteError, match="silo"):
         _ = result.log_evidence
+
+
+def test_a_prior_at_which_the_data_are_impossible_is_no_obstacle():
+    """The expected log likelihood at the first posterior may be minus infinity."""
+
+    def model(y):
+        m = numpyro.sample("m", dist.Normal(0.0, 400.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Poisson(jnp.exp(m)), obs=y)
+
+    silos = [dict(y=np.array([3.0, 5.0])), dict(y=np.array([4.0, 4.0]))]
+    pvi = nf.PVI(model, local=nf.local.LBFGS(tolerance=1e-6))
+    result = pvi.run(KEY, 2, silos, **QUIET)
+    assert result.losses[0] == np.inf
+    np.testing.assert_allclose(result.posterior()["m"].mean, np.log(4.0), atol=0.1)
+    assert np.isfinite(result.log_evidence[-1])
 
 
 def two_sided(x, y):

@@ -246,7 +246,7 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
         change = jax.tree.map(
             jnp.subtract, proposal, factor if settings.deletion == "prior" else removed
         )
-        finite = all_finite((change, found.own, log_lik, g_theta))
+        finite = all_finite((change, found.own))
         proper = family.proper(found.eta)
         status = jnp.where(found.converged, Status.CONVERGED, Status.NOT_CONVERGED)
         status = jnp.where(finite & ~proper, Status.IMPROPER, status)
@@ -505,9 +505,10 @@ def _expected(
         return jax.lax.map(at, jnp.arange(draws), batch_size=min(draws, 8)).mean()
 
     expected = exact if parts.conjugate else sampled
-    if theta:
-        return jax.value_and_grad(expected)(theta)
-    return expected(theta), {}
+    log_lik, gradient = jax.value_and_grad(expected)(theta) if theta else (expected(theta), {})
+    fine = all_finite((log_lik, gradient))  # at a vague prior it may not be, and nothing is wrong
+    gradient = jax.tree.map(lambda g: jnp.where(fine, g, 0.0), gradient)
+    return jnp.where(jnp.isnan(log_lik), -jnp.inf, log_lik), gradient
 
 
 def _real(parts: Parts, data: SiloData) -> Array | int:
