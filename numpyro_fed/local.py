@@ -140,7 +140,7 @@ class Optax:
 
     optim: optax.GradientTransformation | None = None
     steps: int = 1_000
-    num_particles: int = 4
+    num_particles: int = 2
     batch_size: int | None = None
     space: str = "ordinary"
     alpha: float = 0.0

@@ -67,6 +67,9 @@ class PVI(Method):
     on its own data, its local latents inside, and answers with the change of its factor's natural
     parameters. A few rounds are enough, where :class:`SFVI` takes thousands.
 
+    Hyperparameters with a prior are globals like any other and have factors of their own (equations
+    7 and 8 of the paper); where they stand in the prior of another site, say ``prior="factor"``.
+
     Parameters
     ----------
     model : callable

@@ -106,9 +106,11 @@ class PVIResult(Result):
     def report(self) -> str:
         """Say in words what was taken and what was not, silo by silo and round by round."""
         rounds = len(self.damping)
+        if not rounds:
+            return "Loaded: what its rounds reported is not kept."
         lines = [
             f"{rounds} rounds, {self.communications} replies; damping "
-            f"{self.damping.min(initial=1):.3g} to {self.damping.max(initial=0):.3g}."
+            f"{self.damping.min():.3g} to {self.damping.max():.3g}."
         ]
         first = int(self.state.round) - rounds
         for r, s in np.argwhere(self.damping == 0):
