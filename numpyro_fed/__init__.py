@@ -1,6 +1,6 @@
 """Federated Bayesian inference for ordinary NumPyro models."""
 
-from numpyro_fed import divergences, guides, handlers, local, losses, schedules
+from numpyro_fed import divergences, expfam, guides, handlers, local, losses, schedules
 from numpyro_fed.diagnostics import Comparison, compare
 from numpyro_fed.errors import (
     DataError,
@@ -59,6 +59,7 @@ __all__ = [
     "check_decomposition",
     "compare",
     "divergences",
+    "expfam",
     "guides",
     "handlers",
     "importance_correct",

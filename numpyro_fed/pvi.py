@@ -245,7 +245,7 @@ class PVI(Method):
             posterior=posterior(fm, guide, bounds[0]),
             settings=self._settings(draws, parts.local),
             corrections={},
-            factors=Factors(chosen, settings, simulation(evaluation(parts, settings))),
+            factors=Factors(chosen, settings, algorithm, simulation(evaluation(parts, settings))),
         )
 
     def _settings(self, draws: Mapping[str, int], local: Local) -> dict[str, Any]:

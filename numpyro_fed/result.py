@@ -14,6 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
+from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.data import Bucket, SiloData, Sizes
 from numpyro_fed.errors import MissingExtraError, SavedStateError
 from numpyro_fed.families import Globals
@@ -45,6 +46,7 @@ class Factors(NamedTuple):
 
     globals: Globals
     settings: Any
+    algorithm: FederatedAlgorithm
     evaluation: Runtime
 
 

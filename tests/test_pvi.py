@@ -1,5 +1,7 @@
 """PVI: exact on conjugate models, the sum rule, its properties, and what happens to bad replies."""
 
+import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +11,8 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from problems import cut, glmm_silos, jitter
 
 import numpyro_fed as nf
@@ -179,12 +183,46 @@ def assert_sum_rule(result):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_posterior_is_the_prior_plus_all_factors_at_every_round(name):
     pvi = nf.PVI(logistic, schedule=SCHEDULES[name], local=QUICK)
-    silos, state = cut(logistic_rows(), (10, 8, 6)), None
-    for _ in range(3):
-        result = pvi.run(KEY, 1, silos, init_state=state, **QUIET)
-        state = result.state
-        assert_sum_rule(result)
-        assert float(expfam.inner(*[total_of_factors(result)] * 2)) > 0
+
+    @settings(max_examples=8, deadline=None)
+    @given(seed=st.integers(0, 2**31 - 1))
+    def holds(seed):
+        silos, state = cut(logistic_rows(seed=seed), (10, 8, 6)), None
+        for _ in range(3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # twenty steps of L-BFGS need not converge
+                result = pvi.run(jax.random.key(seed), 1, silos, init_state=state, **QUIET)
+            state = result.state
+            assert_sum_rule(result)
+            assert float(expfam.inner(*[total_of_factors(result)] * 2)) > 0
+
+    holds()
+
+
+def test_what_a_silo_sends_depends_neither_on_its_rows_nor_on_its_data():
+    fits = [
+        nf.PVI(glmm_inside, local=nf.local.Optax(steps=2))._prepare(glmm_silos((n, n)), "host")
+        for n in (3, 7)
+    ]
+    sent = []
+    for fit, held in fits:
+        state = fit.runtime.init(KEY, held.batches)
+        up = jax.eval_shape(partial(reply, fit), held.batches, state)
+        sent.append(jax.tree.map(lambda a: a.shape, up))
+    assert sent[0] == sent[1]
+    assert sum(np.prod(s) for s in jax.tree.leaves(sent[0], is_leaf=is_shape)) == 3 + 9 + 1 + 4
+
+
+def is_shape(x):
+    return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
+
+
+def reply(fit, batches, state):
+    """What silo 0 answers to the server's first message."""
+    exchange = fit.factors.algorithm.exchanges[0]
+    down, _ = exchange.broadcast(KEY, state.server, jnp.array([0]))
+    one = jax.tree.map(lambda a: a[0], (state.silos[0], batches[0].data))
+    return exchange.silo(KEY, down._replace(taken=down.taken[0]), *one)[0]
 
 
 def fixed_noise(monkeypatch, points=32):
@@ -268,15 +306,15 @@ def test_one_local_step_of_every_silo_is_a_step_of_global_inference(gradient, mo
     """Properties 3.1 and 3.3 for plain gradients, 3.2 and equation 4 for natural ones."""
     fixed_noise(monkeypatch)
     rows, rate = logistic_rows(), 0.01
-    settings = dict(rate=rate, gradient=gradient, family="diagonal")
-    pvi = nf.GlobalVI(logistic, **settings)
+    chosen = dict(rate=rate, gradient=gradient, family="diagonal")
+    pvi = nf.GlobalVI(logistic, **chosen)
     silos, before = cut(rows, (10, 8, 6)), None
     for _ in range(2):
         result = pvi.run(KEY, 1, silos, init_state=before and before.state, **QUIET)
         start = before.natural_parameters() if before else None
         if before is None:
             start = result._fit.factors.globals.prior({})
-        value, family = global_free_energy(nf.GlobalVI(logistic, **settings), rows)
+        value, family = global_free_energy(nf.GlobalVI(logistic, **chosen), rows)
         step = jax.grad(value)(start)
         if gradient == "natural":
             fisher = jax.hessian(family.log_partition)(start)["gaussian"]
