@@ -201,7 +201,8 @@ class PVI(Method):
         draws = draws_by_plate(self.objective, guide)
         bounds = (silo_bound(fm, guide, draws), silo_bound(fm, guide, draws, plain=True))
         closed = conjugate(fm, chosen, [jax.tree.map(lambda a: a[0], b.data) for b in buckets])
-        local: Local = self.local or (ClosedForm() if closed else Optax())
+        exact = closed and isinstance(self.divergence, KL)
+        local: Local = self.local or (ClosedForm() if exact else Optax())
         plate, rows = _minibatch(layout, local)
         parts = Parts(
             model=fm,
