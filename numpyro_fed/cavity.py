@@ -19,7 +19,7 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.divergences import KL, WeightedKL
 from numpyro_fed.expfam import Family
-from numpyro_fed.local import minimise
+from numpyro_fed.local.base import minimise
 
 STEPS = 200
 TOLERANCE = 1e-4

@@ -24,7 +24,8 @@ from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.guides.structured import Structured, build
 from numpyro_fed.handlers import generalised
 from numpyro_fed.layout import Layout
-from numpyro_fed.local import LBFGS, ClosedForm, Local, Optax
+from numpyro_fed.local import LBFGS, ClosedForm, Optax
+from numpyro_fed.local.base import Local
 from numpyro_fed.method import RUNTIMES, Method, check_memory
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.posterior import posterior

@@ -12,6 +12,7 @@ import optax
 
 from numpyro_fed import local
 from numpyro_fed.divergences import KL
+from numpyro_fed.local.base import Local
 from numpyro_fed.pvi import PVI, Divergence
 from numpyro_fed.schedules import Spec
 
@@ -56,7 +57,7 @@ def GlobalVI(
     1
     """
     if gradient == "natural":
-        step: local.Local = local.NaturalGradient(
+        step: Local = local.NaturalGradient(
             rate=rate, steps=1, num_particles=num_particles, batch_size=batch_size
         )
     elif gradient == "plain":

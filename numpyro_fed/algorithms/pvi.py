@@ -36,7 +36,7 @@ from numpyro_fed.algorithms.sfvi import all_finite
 from numpyro_fed.data import SiloData
 from numpyro_fed.families import GAUSSIAN, Globals, log_likelihood
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.local import Local, Noise, Problem, proper_step
+from numpyro_fed.local.base import Local, Noise, Problem, proper_step
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.split import FederatedModel, Rows
 

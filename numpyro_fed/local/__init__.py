@@ -1,0 +1,16 @@
+r"""Local optimisers: what a silo does between two messages.
+
+Each of them maximises a silo's local free energy (Ashman et al. 2022, equation 2 and Algorithm 1)
+
+.. math::
+    \mathcal{F}_m(q) = \mathbb{E}_q\big[\log p(y_m \mid z)\big]
+    - \mathrm{KL}\big(q \,\|\, q_{\setminus m}\big),
+
+where the cavity :math:`q_{\setminus m}` is the posterior without the silo's own factor and the
+likelihood is bounded by the silo's local guide where it has local latents.
+"""
+
+from numpyro_fed.local.gradient import LBFGS, Optax
+from numpyro_fed.local.natural import ClosedForm, NaturalGradient, PowerEP
+
+__all__ = ["LBFGS", "ClosedForm", "NaturalGradient", "Optax", "PowerEP"]

@@ -1,0 +1,158 @@
+"""What local optimisers share: the problem, its solution, the free energy, safe steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.lax import stop_gradient
+
+from numpyro_fed import expfam
+from numpyro_fed.expfam import Family
+
+Eta = Any
+Psi = Any
+
+
+class Noise(NamedTuple):
+    """The noise of one evaluation: of the globals, of the rows, and a minibatch's rows or None."""
+
+    globals: Any
+    rows: dict[str, Array]
+    which: Array | None
+
+
+class Problem(NamedTuple):
+    """A silo's local free energy, ready to be maximised.
+
+    Attributes
+    ----------
+    family : Family
+    cavity : eta
+        Natural parameters of the posterior without the silo's factor; it may be improper.
+    start : psi
+        Where ``q`` starts, in ordinary parameters.
+    own : pytree
+        What the silo keeps to itself: private parameters and its local guide.
+    noise : (key, particles, batch_size or None) -> Noise
+    log_lik : (psi, own, noise, plain) -> (z, values)
+        Draws (particles, dim) and the bound on the silo's log likelihood at each. The gradient of
+        a ``plain`` one is the derivative of its value.
+    likelihood : () -> eta
+        Natural parameters of the silo's likelihood where it is conjugate.
+    divergence : (eta_q, eta_cavity) -> () or None
+        In place of KL.
+    """
+
+    family: Family
+    cavity: Eta
+    start: Psi
+    own: Any
+    noise: Callable[[Array, int, int | None], Noise]
+    log_lik: Callable[[Psi, Any, Noise, bool], tuple[Array, Array]]
+    likelihood: Callable[[], Eta]
+    divergence: Callable[[Eta, Eta], Array] | None
+
+
+class Solution(NamedTuple):
+    """The natural parameters that were found, the silo's own part, and whether it converged."""
+
+    eta: Eta
+    own: Any
+    converged: Array
+
+
+class Local(Protocol):
+    """A local optimiser: a frozen dataclass with ``solve`` and the size of its minibatches."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows in each step; None for all."""
+        ...
+
+    def solve(self, problem: Problem, key: Array) -> Solution:
+        """Maximise the free energy; pure and jittable."""
+        ...
+
+
+def free_energy(
+    problem: Problem,
+    psi: Psi,
+    own: Any,
+    noise: Noise,
+    *,
+    alpha: float = 0.0,
+    stick: bool = False,
+    plain: bool = False,
+) -> tuple[Array, Array]:
+    """An estimate of the local free energy, up to a constant, and of the expected log likelihood.
+
+    ``stick`` makes its gradient stick the landing; ``plain`` makes it the value's derivative.
+    """
+    family, cavity = problem.family, problem.cavity
+    z, log_lik = problem.log_lik(psi, own, noise, plain)
+    expected = log_lik.mean()
+    if problem.divergence is not None:
+        return expected - problem.divergence(family.natural(psi), cavity), expected
+    if alpha == 0 and not stick:
+        return expected + expfam.inner(cavity, family.moments(psi)) + family.entropy(psi), expected
+    eta = family.natural(psi)
+    factor = jax.tree.map(jnp.subtract, cavity, stop_gradient(eta) if alpha == 0 else eta)
+    log_ratio = log_lik + jax.vmap(lambda z: expfam.inner(factor, family.statistics(z)))(z)
+    if alpha == 0:
+        return log_ratio.mean() + stop_gradient(family.log_partition(eta)), expected
+    log_ratio += family.log_partition(eta)
+    return (jax.nn.logsumexp(alpha * log_ratio) - jnp.log(len(log_ratio))) / alpha, expected
+
+
+def proper_step(family: Family, eta: Eta, target: Eta, rate: Array | float) -> tuple[Eta, Array]:
+    """``eta + r (target - eta)`` with the first proper one of ``rate``, ``rate / 2``, ... as ``r``.
+
+    Returns ``r`` as well: 0, and ``eta`` itself, where a thousandth of ``rate`` is still too much.
+    """
+
+    def at(r: Array) -> Eta:
+        return jax.tree.map(lambda a, b: a + r * (b - a), eta, target)
+
+    def halve(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        return carry[0] / 2, carry[1] + 1
+
+    def too_far(carry: tuple[Array, Array]) -> Array:
+        return (carry[1] < 10) & ~family.proper(at(carry[0]))
+
+    rate = jnp.asarray(rate, jnp.result_type(float))
+    r, _ = jax.lax.while_loop(too_far, halve, (rate, jnp.zeros((), jnp.int32)))
+    fine = family.proper(at(r))
+    moved = jax.tree.map(lambda a, b: jnp.where(fine, a, b), at(r), eta)
+    return moved, jnp.where(fine, r, 0.0)
+
+
+def minimise(
+    loss: Callable[[Any], Array], start: Any, steps: int, tolerance: float
+) -> tuple[Any, Array]:
+    """Optax's L-BFGS until no component of the gradient exceeds ``tolerance``."""
+    optim = optax.lbfgs()
+    value_and_grad = optax.value_and_grad_from_state(loss)
+
+    def step(carry: tuple) -> tuple:
+        i, params, opt_state, _ = carry
+        value, gradient = value_and_grad(params, state=opt_state)
+        updates, opt_state = optim.update(
+            gradient, opt_state, params, value=value, grad=gradient, value_fn=loss
+        )
+        params = optax.apply_updates(params, updates)
+        after = jax.tree.leaves(optax.tree_utils.tree_get(opt_state, "grad"))
+        size = jnp.stack([jnp.abs(g).max(initial=0.0) for g in after]).max()
+        return i + 1, params, opt_state, size
+
+    def go_on(carry: tuple) -> Array:
+        return (carry[0] < steps) & (carry[3] > tolerance)
+
+    carry = (jnp.zeros((), jnp.int32), start, optim.init(start), jnp.array(jnp.inf))
+    carry = jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), carry)
+    _, params, _, size = jax.lax.while_loop(go_on, step, carry)
+    return params, size <= tolerance

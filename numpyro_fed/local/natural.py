@@ -1,0 +1,199 @@
+"""Local optimisers in natural parameters: fixed points, moments, and the closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from numpyro_fed import expfam
+from numpyro_fed.errors import positive_int
+from numpyro_fed.local.base import Eta, Problem, Psi, Solution, proper_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaturalGradient:
+    r"""Damped natural-gradient fixed points (Ashman et al. 2022, Property 3.2 and equation 4).
+
+    .. math::
+        \eta \leftarrow (1 - \rho)\, \eta + \rho\, \big(\eta_{\setminus m}
+        + \nabla_\mu \mathbb{E}_q[\log p(y_m \mid z)]\big)
+
+    Parameters
+    ----------
+    rate : float
+        The step ``rho``, in (0, 1]. It is halved, in a step that would leave the family.
+    steps : int
+        Steps at each visit.
+    num_particles : int
+        Draws for the expectation in each step.
+    batch_size : int, optional
+        Rows in each step; all by default.
+    expectation : {"monte_carlo", "closed_form"}
+        ``"closed_form"`` for models whose likelihood is conjugate.
+    optim : optax.GradientTransformation, optional
+        For the silo's own parameters and local guide, which take one step for each of these; by
+        default Adam at 0.02.
+    tolerance : float
+        The visit counts as converged if the last step moved ``q`` by no more, in nats (KL).
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.local.NaturalGradient(rate=0.5, steps=50).rate
+    0.5
+    """
+
+    rate: float = 0.5
+    steps: int = 100
+    num_particles: int = 16
+    batch_size: int | None = None
+    expectation: str = "monte_carlo"
+    optim: optax.GradientTransformation | None = None
+    tolerance: float = 0.1
+
+    def __post_init__(self) -> None:
+        positive_int("steps", self.steps)
+        positive_int("num_particles", self.num_particles)
+        if self.batch_size is not None:
+            positive_int("batch_size", self.batch_size)
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"rate must be in (0, 1], got {self.rate}.")
+        if self.expectation not in ("monte_carlo", "closed_form"):
+            raise ValueError(
+                f"expectation={self.expectation!r}: expected 'monte_carlo' or 'closed_form'."
+            )
+
+    def solve(self, problem: Problem, key: Array) -> Solution:
+        """Run the steps; see the class."""
+        family, optim = problem.family, self.optim or optax.adam(0.02)
+
+        def gradients(eta: Eta, own: Any, key: Array) -> tuple[Eta, Any]:
+            if self.expectation == "closed_form":
+                return problem.likelihood(), jax.tree.map(jnp.zeros_like, own)
+            noise = problem.noise(key, self.num_particles, self.batch_size)
+
+            def expected(psi: Psi, own: Any) -> Array:
+                return problem.log_lik(psi, own, noise, False)[1].mean()
+
+            dual = family.dual_gradient(lambda psi: expected(psi, own), eta)
+            return dual, jax.grad(expected, 1)(family.ordinary(eta), own)
+
+        def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
+            eta, own, opt_state = carry
+            factor, g_own = gradients(eta, own, jax.random.fold_in(key, i))
+            target = jax.tree.map(jnp.add, problem.cavity, factor)
+            moved, _ = proper_step(family, eta, target, self.rate)
+            updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
+            return (moved, optax.apply_updates(own, updates), opt_state), expfam.kl(
+                family, moved, eta
+            )
+
+        start = family.natural(problem.start)
+        carry = (start, problem.own, optim.init(problem.own))
+        (eta, own, _), moved = jax.lax.scan(step, carry, jnp.arange(self.steps))
+        return Solution(eta, own, (self.steps == 1) | (moved[-1] <= self.tolerance))
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    r"""The exact update of a conjugate model: :math:`\eta_{\setminus m}` plus the likelihood's own
+    natural parameters. Chosen by itself where the model allows it.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.local.ClosedForm()
+    ClosedForm()
+    """
+
+    batch_size: None = None
+
+    def solve(self, problem: Problem, key: Array) -> Solution:
+        """Add the likelihood's natural parameters to the cavity's."""
+        eta = jax.tree.map(jnp.add, problem.cavity, problem.likelihood())
+        return Solution(eta, problem.own, jnp.array(True))
+
+    def __repr__(self) -> str:
+        return "ClosedForm()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerEP:
+    r"""Power expectation propagation (Ashman et al. 2022, Algorithm 2), by weighted draws.
+
+    With the silo's factor :math:`t`, each step matches the moments of the tilted distribution
+    :math:`q\, (p(y_m \mid z) / t)^\alpha`, estimated by self-normalised weights on draws from
+    ``q``, and moves the factor by :math:`\rho / \alpha` times the change of ``q``.
+    As ``alpha`` goes to 0 this is :class:`NaturalGradient`; ``alpha`` 1 is EP.
+
+    Parameters
+    ----------
+    alpha : float
+        In (0, 1].
+    steps : int
+        Steps at each visit.
+    rate : float
+        ``rho``, in (0, 1]; halved in a step that would leave the family.
+    num_particles : int
+        Draws in each step. They must cover the tilted distribution: many are needed where a
+        silo's likelihood is much tighter than the cavity.
+    optim, tolerance
+        As for :class:`NaturalGradient`.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.local.PowerEP(alpha=0.5).alpha
+    0.5
+    """
+
+    alpha: float = 0.5
+    steps: int = 200
+    rate: float = 0.1
+    num_particles: int = 256
+    optim: optax.GradientTransformation | None = None
+    tolerance: float = 0.1
+    batch_size: None = None
+
+    def __post_init__(self) -> None:
+        positive_int("steps", self.steps)
+        positive_int("num_particles", self.num_particles)
+        for name in ("alpha", "rate"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}.")
+
+    def solve(self, problem: Problem, key: Array) -> Solution:
+        """Run the steps; see the class."""
+        family, optim = problem.family, self.optim or optax.adam(0.02)
+
+        def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
+            eta, own, opt_state = carry
+            psi = family.ordinary(eta)
+            noise = problem.noise(jax.random.fold_in(key, i), self.num_particles, None)
+            factor = jax.tree.map(jnp.subtract, eta, problem.cavity)
+
+            def expected(own: Any) -> tuple[Array, tuple[Array, Array]]:
+                z, log_lik = problem.log_lik(psi, own, noise, False)
+                return log_lik.mean(), (z, log_lik)
+
+            (_, (z, log_lik)), g_own = jax.value_and_grad(expected, has_aux=True)(own)
+            T = jax.vmap(family.statistics)(z)
+            log_weights = self.alpha * (log_lik - jax.vmap(lambda t: expfam.inner(factor, t))(T))
+            w = jax.nn.softmax(log_weights)
+            matched = family.from_mean(jax.tree.map(lambda t: jnp.tensordot(w, t, 1), T))
+            target = jax.tree.map(lambda a, b: a + (b - a) / self.alpha, eta, matched)
+            moved, _ = proper_step(family, eta, target, self.rate)
+            updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
+            return (moved, optax.apply_updates(own, updates), opt_state), expfam.kl(
+                family, moved, eta
+            )
+
+        start = family.natural(problem.start)
+        carry = (start, problem.own, optim.init(problem.own))
+        (eta, own, _), moved = jax.lax.scan(step, carry, jnp.arange(self.steps))
+        return Solution(eta, own, moved[-1] <= self.tolerance)
