@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,33 +71,22 @@ class NaturalGradient:
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Run the steps; see the class."""
-        family, optim = problem.family, self.optim or optax.adam(0.02)
+        family = problem.family
 
-        def gradients(eta: Eta, own: Any, key: Array) -> tuple[Eta, Any]:
+        def aim(eta: Eta, own: Any, key: Array) -> tuple[Eta, Any]:
             if self.expectation == "closed_form":
-                return problem.likelihood(), jax.tree.map(jnp.zeros_like, own)
-            noise = problem.noise(key, self.num_particles, self.batch_size)
+                factor, g_own = problem.likelihood(), jax.tree.map(jnp.zeros_like, own)
+            else:
+                noise = problem.noise(key, self.num_particles, self.batch_size)
 
-            def expected(psi: Psi, own: Any) -> Array:
-                return problem.log_lik(psi, own, noise, False)[1].mean()
+                def expected(psi: Psi, own: Any) -> Array:
+                    return problem.log_lik(psi, own, noise, False)[1].mean()
 
-            dual = family.dual_gradient(lambda psi: expected(psi, own), eta)
-            return dual, jax.grad(expected, 1)(family.ordinary(eta), own)
+                factor = family.dual_gradient(lambda psi: expected(psi, own), eta)
+                g_own = jax.grad(expected, 1)(family.ordinary(eta), own)
+            return jax.tree.map(jnp.add, problem.cavity, factor), g_own
 
-        def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
-            eta, own, opt_state = carry
-            factor, g_own = gradients(eta, own, jax.random.fold_in(key, i))
-            target = jax.tree.map(jnp.add, problem.cavity, factor)
-            moved, _ = proper_step(family, eta, target, self.rate)
-            updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
-            return (moved, optax.apply_updates(own, updates), opt_state), expfam.kl(
-                family, moved, eta
-            )
-
-        start = family.natural(problem.start)
-        carry = (start, problem.own, optim.init(problem.own))
-        (eta, own, _), moved = jax.lax.scan(step, carry, jnp.arange(self.steps))
-        return Solution(eta, own, (self.steps == 1) | (moved[-1] <= self.tolerance))
+        return _damped(problem, aim, key, self)
 
 
 @dataclass(frozen=True)
@@ -169,12 +159,11 @@ class PowerEP:
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Run the steps; see the class."""
-        family, optim = problem.family, self.optim or optax.adam(0.02)
+        family = problem.family
 
-        def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
-            eta, own, opt_state = carry
+        def aim(eta: Eta, own: Any, key: Array) -> tuple[Eta, Any]:
             psi = family.ordinary(eta)
-            noise = problem.noise(jax.random.fold_in(key, i), self.num_particles, None)
+            noise = problem.noise(key, self.num_particles, None)
             factor = jax.tree.map(jnp.subtract, eta, problem.cavity)
 
             def expected(own: Any) -> tuple[Array, tuple[Array, Array]]:
@@ -186,14 +175,29 @@ class PowerEP:
             log_weights = self.alpha * (log_lik - jax.vmap(lambda t: expfam.inner(factor, t))(T))
             w = jax.nn.softmax(log_weights)
             matched = family.from_mean(jax.tree.map(lambda t: jnp.tensordot(w, t, 1), T))
-            target = jax.tree.map(lambda a, b: a + (b - a) / self.alpha, eta, matched)
-            moved, _ = proper_step(family, eta, target, self.rate)
-            updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
-            return (moved, optax.apply_updates(own, updates), opt_state), expfam.kl(
-                family, moved, eta
-            )
+            return jax.tree.map(lambda a, b: a + (b - a) / self.alpha, eta, matched), g_own
 
-        start = family.natural(problem.start)
-        carry = (start, problem.own, optim.init(problem.own))
-        (eta, own, _), moved = jax.lax.scan(step, carry, jnp.arange(self.steps))
-        return Solution(eta, own, moved[-1] <= self.tolerance)
+        return _damped(problem, aim, key, self)
+
+
+def _damped(
+    problem: Problem,
+    aim: Callable[[Eta, Any, Array], tuple[Eta, Any]],
+    key: Array,
+    how: NaturalGradient | PowerEP,
+) -> Solution:
+    """Damped steps of ``q`` to where ``aim`` says, and of the silo's own part up its gradient."""
+    family, optim = problem.family, how.optim or optax.adam(0.02)
+
+    def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
+        eta, own, opt_state = carry
+        target, g_own = aim(eta, own, jax.random.fold_in(key, i))
+        moved, _ = proper_step(family, eta, target, how.rate)
+        updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
+        own = optax.apply_updates(own, updates)
+        return (moved, own, opt_state), expfam.kl(family, moved, eta)
+
+    start = family.natural(problem.start)
+    carry = (start, problem.own, optim.init(problem.own))
+    (eta, own, _), moved = jax.lax.scan(step, carry, jnp.arange(how.steps))
+    return Solution(eta, own, (how.steps == 1) | (moved[-1] <= how.tolerance))
