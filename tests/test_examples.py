@@ -66,6 +66,52 @@ def test_the_six_cities_data_are_those_of_the_study():
     assert [len(s["y"]) for s in six_cities.silos()] == [300, 237]
 
 
+@pytest.fixture(scope="module")
+def uci_report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uci")
+    rng = np.random.default_rng(0)
+    x, codes = rng.normal(size=(120, 2)), rng.integers(0, 3, (120, 1))
+    np.savez(
+        folder / "credit_approval.npz",
+        x_num=x,
+        x_cat=codes,
+        cat_names=np.array(["colour"]),
+        levels_colour=np.array(["red", "green", "blue"]),
+        y=(x[:, 0] + rng.normal(size=120) > 0).astype(int),
+    )
+    command = [sys.executable, EXAMPLE.parent / "uci_federated.py"]
+    options = ["--quick", "--json", "out.json", "--plot", "out.png"]
+    there = os.environ | {"NUMPYRO_FED_DATA": str(folder)}
+    subprocess.run([*command, *options], cwd=folder, check=True, capture_output=True, env=there)
+    image = matplotlib.image.imread(folder / "out.png")
+    return json.loads((folder / "out.json").read_text()), image
+
+
+def test_the_uci_example_measures_methods_against_pooled_inference(uci_report):
+    report, image = uci_report
+    found = report["credit"]["A"]
+    assert sum(found["rows"]) + found["test_rows"] <= 120
+    assert -1 < found["pooled"]["log_likelihood"] < 0
+    assert set(found["methods"]) == {"sequential", "global_vi", "bcm_same"}
+    for method in found["methods"].values():
+        curves = [method[m] for m in ("communications", "error", "log_likelihood")]
+        assert len(set(map(len, curves))) == 1
+        assert set(method["difference"]) == {"error", "log_likelihood"}
+        assert method["target_met"] in (True, False)
+    assert found["methods"]["sequential"]["communications"] == [10, 20]
+    assert found["methods"]["bcm_same"]["communications"] == [10]
+    assert abs(found["methods"]["sequential"]["difference"]["log_likelihood"]) < 0.2
+    assert np.ptp(image[..., :3]) > 0.5
+
+
+def test_the_uci_example_says_where_data_should_be(tmp_path):
+    command = [sys.executable, EXAMPLE.parent / "uci_federated.py", "--quick"]
+    there = os.environ | {"NUMPYRO_FED_DATA": str(tmp_path)}
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=there)
+    assert run.returncode != 0
+    assert "credit_approval.npz" in run.stderr.splitlines()[-1]
+
+
 def test_the_readme_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     scope = {}
