@@ -66,9 +66,8 @@ def test_the_six_cities_data_are_those_of_the_study():
     assert [len(s["y"]) for s in six_cities.silos()] == [300, 237]
 
 
-@pytest.fixture(scope="module")
-def uci_report(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uci")
+def run_on_tiny_credit(folder, example, *options):
+    """The report and the figure of an example on 120 made-up applications."""
     rng = np.random.default_rng(0)
     x, codes = rng.normal(size=(120, 2)), rng.integers(0, 3, (120, 1))
     np.savez(
@@ -79,12 +78,17 @@ def uci_report(tmp_path_factory):
         levels_colour=np.array(["red", "green", "blue"]),
         y=(x[:, 0] + rng.normal(size=120) > 0).astype(int),
     )
-    command = [sys.executable, EXAMPLE.parent / "uci_federated.py"]
-    options = ["--quick", "--json", "out.json", "--plot", "out.png"]
+    command = [sys.executable, EXAMPLE.parent / example, *options]
+    command += ["--quick", "--json", "out.json", "--plot", "out.png"]
     there = os.environ | {"NUMPYRO_FED_DATA": str(folder)}
-    subprocess.run([*command, *options], cwd=folder, check=True, capture_output=True, env=there)
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, env=there)
     image = matplotlib.image.imread(folder / "out.png")
     return json.loads((folder / "out.json").read_text()), image
+
+
+@pytest.fixture(scope="module")
+def uci_report(tmp_path_factory):
+    return run_on_tiny_credit(tmp_path_factory.mktemp("uci"), "uci_federated.py")
 
 
 def test_the_uci_example_measures_methods_against_pooled_inference(uci_report):
@@ -110,6 +114,64 @@ def test_the_uci_example_says_where_data_should_be(tmp_path):
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=there)
     assert run.returncode != 0
     assert "credit_approval.npz" in run.stderr.splitlines()[-1]
+
+
+def test_pvi_mnist_reports_and_draws(tmp_path):
+    r = np.random.default_rng(0)
+    images, digits = r.integers(0, 256, (60, 28, 28), np.uint8), np.arange(60) % 10
+    parts = dict(x_train=images, y_train=digits, x_test=images[:20], y_test=digits[:20])
+    np.savez(tmp_path / "mnist.npz", **parts)
+    script, methods = EXAMPLE.with_name("pvi_mnist.py"), ["sequential", "synchronous"]
+    command = [sys.executable, script, "--quick", "--splits", "two_digits", "--methods", *methods]
+    command += ["--json", "out.json", "--plot", "out.png"]
+    here = os.environ | {"NUMPYRO_FED_DATA": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=tmp_path, check=True, capture_output=True, text=True, env=here
+    )
+    assert "rejected_updates" in done.stdout
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert set(report) == {"pooled", "two_digits"}
+    assert list(report["two_digits"]) == methods
+    for run in report["two_digits"].values():
+        assert run["communications"] == [5, 10]
+        assert len(run["error"]) == len(run["log_likelihood"]) == len(run["pruned"]) == 2
+        assert run["seconds"] > 0
+    assert matplotlib.image.imread(tmp_path / "out.png").shape[1] > 1_000
+
+
+def test_the_robust_example_compares_with_pvi_under_wrong_labels(tmp_path):
+    report, image = run_on_tiny_credit(tmp_path, "robust_federated.py", "--data", "credit")
+    rates = report["settings"]["rates"]
+    assert rates == [0, 0.2]
+    assert set(report["methods"]) == set(report["seconds"])
+    for name, method in report["methods"].items():
+        assert method["failures"] == 0
+        assert ("minus_pvi" in method) == (name != "PVI")
+        for measures in (method, method.get("minus_pvi", method)):
+            for measure in ("log_likelihood", "error", "logit_size"):
+                assert len(measures[measure]["mean"]) == len(measures[measure]["se"]) == len(rates)
+        assert all(-1.5 < mean < 0 for mean in method["log_likelihood"]["mean"])
+        assert all(0 <= mean < 0.5 for mean in method["error"]["mean"])
+    assert np.ptp(image[..., :3]) > 0.5
+
+
+def test_labels_are_flipped_where_the_example_says():
+    sys.path.insert(0, str(EXAMPLE.parent))
+    try:
+        import robust_federated
+    finally:
+        sys.path.pop(0)
+    silos = [dict(x=np.zeros((40, 1)), y=np.repeat([0.0, 1.0], [30, 10])) for _ in range(4)]
+
+    def flipped(rate, kind):
+        after = robust_federated.contaminate(silos, rate, kind, seed=3)
+        return np.array([a["y"] != b["y"] for a, b in zip(after, silos, strict=True)])
+
+    for kind, counts in (("random", [0, 0, 8, 8]), ("one_sided", [0, 0, 6, 6])):
+        assert sorted(flipped(0.2, kind).sum(1)) == counts
+        assert (flipped(0.4, kind) >= flipped(0.2, kind)).all()
+    assert not flipped(0.2, "one_sided")[:, 30:].any()
+    assert all(silo["y"].sum() == 10 for silo in silos)
 
 
 def test_the_readme_runs(capsys):
