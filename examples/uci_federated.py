@@ -60,16 +60,22 @@ def model(x, y=None):
 
 
 def methods(rounds, quick):
-    """Each method, and the rounds after which it is measured."""
+    """Each method, and the rounds after which it is measured.
+
+    Global VI is one natural-gradient step at every client in each round, with a step of 0.2 of
+    which the server takes a tenth. This is ``nf.GlobalVI(model, rate=0.02)``, but that improper
+    steps are halved instead of left out; they are many while the posterior is wide as the prior.
+    """
     local = nf.local.Optax(steps=100 if quick else 300, num_particles=8)
     common = dict(family="diagonal", local=local, evidence_draws=1)
-    gentle = dict(rate=0.02, num_particles=32, family="diagonal", evidence_draws=1)
-    every, more = range(1, rounds + 1), range(1, 5 * rounds + 1)
+    step = nf.local.NaturalGradient(rate=0.2, steps=1, num_particles=32)
+    gradient = common | dict(local=step, start_scale=None)
+    every, more = range(1, rounds + 1), range(1, 3 * rounds + 1)
     spaced = np.unique(np.geomspace(1, 100 * rounds, 25).astype(int))
     return {
         "sequential": (nf.PVI(model, **common), every),
         "synchronous": (nf.PVI(model, schedule="synchronous", **common), more),
-        "global_vi": (nf.GlobalVI(model, **gentle), spaced),
+        "global_vi": (nf.PVI(model, schedule="synchronous", **gradient), spaced),
         "bcm_same": (nf.BCM(model, **common), [1]),
         "bcm_split": (nf.BCM(model, split=True, **common), [1]),
         "vcl": (nf.VCL(model, **common), [1]),
@@ -184,7 +190,7 @@ def plot(reports):
     import matplotlib.pyplot as plt
 
     columns = [(name, split) for name in reports for split in reports[name]]
-    size = (2.5 + 2.3 * len(columns), 5.2)
+    size = (2 + 2.1 * len(columns), 5)
     figure, axes = plt.subplots(
         2, len(columns), figsize=size, squeeze=False, sharex="col", layout="constrained"
     )
@@ -196,7 +202,7 @@ def plot(reports):
         axes[1, column].set_xlabel("communications (replies)")
     axes[0, 0].set_ylabel("test error (%)")
     axes[1, 0].set_ylabel("test log-likelihood (nats)")
-    figure.legend(handles=lines, loc="outside upper center", ncols=4, frameon=False)
+    figure.legend(handles=lines, loc="outside upper center", ncols=5, frameon=False)
     return figure
 
 
@@ -209,8 +215,11 @@ def draw(axis, report, measured):
         style = dict(color=f"C{i}", label=LABELS[name], linewidth=1.4)
         style |= dict(marker="sDX^"[i % 4], linestyle="none") if len(x) == 1 else {}
         lines += axis.plot(x, y, **style)
+    pooled, near = report["pooled"][measured], TARGET[measured]
+    band = dict(color="0.93", linewidth=0, label="as near to it as PVI should come")
     dashes = dict(color="black", linestyle="--", linewidth=1, label="VI, all rows pooled")
-    lines.append(axis.axhline(report["pooled"][measured], **dashes))
+    lines.append(axis.axhline(pooled, **dashes))
+    lines.append(axis.axhspan(pooled - near, pooled + near, **band))
     axis.set_xscale("log")
     axis.set_ylim(*window(report, measured))
     axis.spines[["top", "right"]].set_visible(False)
@@ -219,10 +228,11 @@ def draw(axis, report, measured):
 
 def window(report, measured):
     """What to show: every method but global VI, whose first steps are far off, and pooled VI."""
-    shown = [report["pooled"][measured]]
+    pooled, near = report["pooled"][measured], TARGET[measured]
+    shown = [pooled - near, pooled + near]
     for name, found in report["methods"].items():
         shown += found[measured][-1:] if name == "global_vi" else found[measured]
-    margin = 0.08 * (max(shown) - min(shown)) + 1e-3
+    margin = 0.08 * (max(shown) - min(shown))
     return min(shown) - margin, max(shown) + margin
 
 
