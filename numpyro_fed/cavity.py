@@ -22,18 +22,22 @@ from numpyro_fed.expfam import Family
 from numpyro_fed.local.base import minimise
 
 STEPS = 200
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
+ENOUGH = 1e-3  # of the largest coefficient: with a larger slope there is no minimum
 
 Eta = Any
 
 
 def aggregate(family: Family, divergence: Callable[..., Array]) -> Callable[[Eta, Eta], Eta]:
-    """``(prior, total) -> eta`` for one divergence ``(family, eta_q, eta_p) -> ()``."""
+    """``(prior, total) -> eta`` for one divergence ``(family, eta_q, eta_p) -> ()``.
+
+    Where no minimum is found ``eta`` is NaN, which counts as improper.
+    """
     if isinstance(divergence, KL | WeightedKL):
         weight = getattr(divergence, "weight", 1.0)
         return lambda prior, total: jax.tree.map(lambda a, b: a + b / weight, prior, total)
 
-    def found(prior: Eta, total: Eta) -> Eta:
+    def of(prior: Eta, total: Eta) -> Eta:
         def objective(psi: Any) -> Array:
             gain = expfam.inner(total, family.moments(psi))
             return divergence(family, family.natural(psi), prior) - gain
@@ -41,7 +45,9 @@ def aggregate(family: Family, divergence: Callable[..., Array]) -> Callable[[Eta
         summed = jax.tree.map(jnp.add, prior, total)
         fine = family.proper(summed)
         start = jax.tree.map(lambda a, b: jnp.where(fine, a, b), summed, prior)
-        psi, _ = minimise(objective, family.ordinary(start), STEPS, TOLERANCE)
-        return family.natural(psi)
+        psi, slope = minimise(objective, family.ordinary(start), STEPS, TOLERANCE)
+        scale = 1 + jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(total)]).max()
+        found = slope <= ENOUGH * scale
+        return jax.tree.map(lambda a: jnp.where(found, a, jnp.nan), family.natural(psi))
 
-    return found
+    return of

@@ -200,9 +200,9 @@ def bucket(
 ) -> list[Bucket]:
     """Group silos by static values and unpadded shapes, pad each group to one shape, stack it.
 
-    Within a group, silos are further divided by powers of two of their largest plate when one
-    common shape would hold more than ``waste`` times the rows that are really there, so that
-    memory grows with rows and not with the largest silo.
+    Within a group, silos are further divided by size, into as few buckets as keep the padded rows
+    within ``waste`` times those that are really there: memory grows with rows and not with the
+    largest silo, and every bucket is a program to compile.
     """
     rows = padded_keys(silos, sizes) if may_pad else {}
     plates = padded_plates(rows, sizes)
@@ -217,14 +217,34 @@ def bucket(
         split_groups = []
         for group in groups:
             largest = [max(sizes[j][p] for p in plates) for j in group]
-            if max(largest) * len(group) > waste * sum(largest):
-                split_groups += grouped(
-                    group, lambda j: max(sizes[j][p] for p in plates).bit_length()
-                )
-            else:
-                split_groups.append(group)
+            which = dict(zip(group, few_groups(largest, waste), strict=True))
+            split_groups += grouped(group, which.__getitem__)
         groups = split_groups
     return [_stack(group, silos, sizes, rows, plates) for group in groups]
+
+
+def few_groups(lengths: Sequence[int], waste: float) -> list[int]:
+    """A group for each length: as few as keep the sum of the groups' maxima within ``waste``.
+
+    By dynamic programming over lengths in descending order, of which a group is a run; where there
+    are very many, in steps of a 512th of the largest.
+    """
+    step = -(-max(lengths) // 512)
+    coarse = -(-np.asarray(lengths) // step) * step
+    u, counts = np.unique(coarse, return_counts=True)
+    u, until = u[::-1], np.concatenate([[0], np.cumsum(counts[::-1])])
+    run = np.triu(u[:, None] * (until[None, 1:] - until[:-1, None]).astype(float))
+    run[np.tril_indices(len(u), -1)] = np.inf  # run[i, j]: padded rows of lengths i to j
+    best, begins = run[0], [np.zeros(len(u), int)]
+    while best[-1] > waste * coarse.sum():
+        each = np.concatenate([[np.inf], best[:-1]])[:, None] + run
+        begins.append(each.argmin(0))
+        best = each.min(0)
+    last, limits = len(u) - 1, []
+    for begin in reversed(begins):
+        limits.append(u[begin[last]])
+        last = begin[last] - 1
+    return np.searchsorted(limits, coarse).tolist()
 
 
 def grouped(items: Any, key: Callable[[Any], Any]) -> list[list[Any]]:

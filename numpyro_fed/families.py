@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +90,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     if covariance == "auto":
         covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
     with jax.enable_x64(True):
-        theta = _double(fm.init_theta(jax.random.key(0)))
+        theta = _general(fm)
         kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
         family = _product(sites, kinds, covariance)
         eta = _fit(lambda z: fm.log_prior(theta, z), family)
@@ -155,42 +156,77 @@ def affine(f: Callable[[Array], Array], family: Family, eta: Eta) -> bool:
     analytic remainder that is not constant shows in almost every one of them.
     """
 
-    def both(z: Array) -> tuple[Array, Array]:
-        value = f(z) - family.log_base(z)
-        return value, value - expfam.inner(eta, family.statistics(z))
+    @jax.jit
+    def several(z: Array) -> tuple[Array, Array]:
+        return jax.vmap(lambda z: _remainder(f, family, eta, z))(z)
 
-    several = jax.jit(jax.vmap(both))
-    statistics = sum(np.size(leaf) for leaf in jax.tree.leaves(eta))
-    batch = max(2, min(64, POINTS // max(family.dim, 1)))
-    rest, first = min(statistics + 2, max(2, POINTS // max(family.dim, 1))), None
-    for i in range(-(-rest // batch)):
+    return _constant(several, family, _count(eta))
+
+
+def conjugate(fm: FederatedModel, chosen: Globals, stacks: Sequence[SiloData]) -> bool:
+    """Whether every silo's log likelihood is affine in the statistics; silos come in stacks.
+
+    Parameters without a prior are looked at in a general place, too.
+    """
+    if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
+        return False
+    family = chosen.family
+    with jax.enable_x64(True):
+        theta = _general(fm)
+
+        def of(data: SiloData) -> Callable[[Array], Array]:
+            f = log_likelihood(fm, theta, data)
+            return lambda z: f(z) + family.log_base(z)
+
+        def fit(data: SiloData) -> Eta:
+            return family.fit(lambda z: of(data)(z) - family.log_base(z))
+
+        def at(data: SiloData, eta: Eta, z: Array) -> tuple[Array, Array]:
+            return _remainder(of(data), family, eta, z)
+
+        for stack in map(_double, stacks):
+            eta = jax.jit(jax.vmap(fit))(stack)
+            every = jax.jit(jax.vmap(jax.vmap(at, (0, 0, None)), (None, None, 0)))
+            one = jax.tree.map(lambda a: a[0], eta)
+            if not _constant(partial(every, stack, eta), family, _count(one)):
+                return False
+    return True
+
+
+def _remainder(
+    f: Callable[[Array], Array], family: Family, eta: Eta, z: Array
+) -> tuple[Array, Array]:
+    value = f(z) - family.log_base(z)
+    return value, value - expfam.inner(eta, family.statistics(z))
+
+
+def _constant(
+    several: Callable[[Array], tuple[Array, Array]], family: Family, statistics: int
+) -> bool:
+    """Whether a remainder, of values of which there may be several a point, is constant."""
+    largest = max(2, POINTS // max(family.dim, 1))
+    points, batch, first = min(statistics + 2, largest), min(64, largest), None
+    for i in range(-(-points // batch)):
         z = jax.random.normal(jax.random.fold_in(jax.random.key(1), i), (batch, family.dim))
         values, remainder = map(np.asarray, several(z))
         first = remainder[0] if first is None else first
-        scale = 1 + np.abs(values).max() + np.abs(values - remainder).max()
-        if not np.abs(remainder - first).max() <= TOLERANCE * scale:
+        scale = 1 + np.abs(values).max(0) + np.abs(values - remainder).max(0)
+        if not (np.abs(remainder - first).max(0) <= TOLERANCE * scale).all():
             return False
     return True
 
 
-def conjugate(fm: FederatedModel, chosen: Globals, silos: Sequence[SiloData]) -> bool:
-    """Whether every silo's log likelihood is affine in the family's statistics."""
-    if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
-        return False
-    smallest: dict[Any, SiloData] = {}
-    for silo in sorted(silos, key=lambda s: sum(a.size for a in s.arrays.values())):
-        smallest.setdefault(silo.static, silo)
-    with jax.enable_x64(True):
-        theta = _double(fm.init_theta(jax.random.key(0)))
-        for silo in smallest.values():
-            f = log_likelihood(fm, theta, _double(silo))
+def _count(eta: Eta) -> int:
+    """How many statistics a family has, at most."""
+    return sum(np.size(leaf) for leaf in jax.tree.leaves(eta))
 
-            def density(z: Array, f: Callable = f) -> Array:
-                return f(z) + chosen.family.log_base(z)
 
-            if not affine(density, chosen.family, _fit(density, chosen.family)):
-                return False
-    return True
+def _general(fm: FederatedModel) -> dict[str, Any]:
+    """Parameters in a general place: at the first ones a model may be simpler than elsewhere."""
+    r = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda a: a + r.normal(size=a.shape), _double(fm.init_theta(jax.random.key(0)))
+    )
 
 
 def log_likelihood(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:

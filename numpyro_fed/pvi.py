@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi import Parts, Settings, evaluation, pvi
 from numpyro_fed.cavity import aggregate
-from numpyro_fed.data import Bucket
+from numpyro_fed.data import Bucket, SiloData
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.families import Globals, conjugate, globals_of
@@ -26,6 +27,7 @@ from numpyro_fed.handlers import generalised
 from numpyro_fed.layout import Layout
 from numpyro_fed.local import LBFGS, ClosedForm, Optax
 from numpyro_fed.local.base import Local
+from numpyro_fed.losses import log_loss
 from numpyro_fed.method import RUNTIMES, Method, check_memory
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.posterior import posterior
@@ -35,6 +37,7 @@ from numpyro_fed.runtime.base import State
 from numpyro_fed.runtime.loop import Run
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.schedules import Adaptive, Asynchronous, Spec, named
+from numpyro_fed.split import FederatedModel
 
 DELETIONS = ("own", "none", "average", "prior")
 SAVED = (
@@ -162,7 +165,9 @@ class PVI(Method):
     def __post_init__(self) -> None:
         named(self.schedule)
         damping = self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
-        if damping != "auto" and not (isinstance(damping, int | float) and 0 < damping <= 1):
+        if damping != "auto" and not (
+            isinstance(damping, Real) and damping is not True and 0 < damping <= 1
+        ):
             raise ValueError(f"damping must be 'auto' or a number in (0, 1], got {damping!r}.")
         if self.start_scale is not None and not self.start_scale > 0:
             raise ValueError(f"start_scale must be positive or None, got {self.start_scale}.")
@@ -201,17 +206,17 @@ class PVI(Method):
         guide = build(self.guide, fm, layout.sizes)._replace(globals=_global_guide(chosen))
         draws = draws_by_plate(self.objective, guide)
         bounds = (silo_bound(fm, guide, draws), silo_bound(fm, guide, draws, plain=True))
-        closed = conjugate(fm, chosen, [jax.tree.map(lambda a: a[0], b.data) for b in buckets])
+        closed = conjugate(fm, chosen, [b.data for b in buckets])
         exact = closed and isinstance(self.divergence, KL)
         local: Local = self.local or (ClosedForm() if exact else Optax())
-        plate, rows = _minibatch(layout, local)
+        plate, rows = _minibatch(layout, buckets, local)
         parts = Parts(
             model=fm,
             globals=chosen,
             guide=guide,
             bounds=bounds,
             local=_suited(local, closed, self.divergence),
-            prior_local=Optax(steps=200, num_particles=16),
+            prior_local=LBFGS(num_particles=64),
             conjugate=closed,
             optim=self.theta_optim or optax.adam(0.02),
             plate=plate,
@@ -236,6 +241,7 @@ class PVI(Method):
             evidence_draws=self.evidence_draws,
         )
         algorithm = pvi(parts, settings)
+        evaluate = simulation(evaluation(parts, settings))
         check_memory(algorithm, buckets)
         return Fit(
             model=fm,
@@ -247,12 +253,22 @@ class PVI(Method):
             posterior=posterior(fm, guide, bounds[0]),
             settings=self._settings(draws, parts.local),
             corrections={},
-            factors=Factors(chosen, settings, algorithm, simulation(evaluation(parts, settings))),
+            factors=Factors(
+                chosen,
+                settings,
+                algorithm,
+                self._generalised(),
+                simulation(evaluation(parts, settings)),
+            ),
         )
 
+    def _generalised(self) -> bool:
+        kl = isinstance(self.divergence, KL) and isinstance(self.prior_divergence, KL)
+        return not kl or self.loss not in (None, log_loss)
+
     def _settings(self, draws: Mapping[str, int], local: Local) -> dict[str, Any]:
-        chosen = {name: repr(getattr(self, name)) for name in SAVED}
-        return {"method": "PVI", "draws": dict(draws), "local": type(local).__name__, **chosen}
+        chosen = {name: _described(getattr(self, name)) for name in SAVED}
+        return {"method": "PVI", "draws": dict(draws), "local": _described(local), **chosen}
 
     def _result(self, run: Run, fit: Fit, held: Silos) -> PVIResult:
         if run.log is None:
@@ -275,6 +291,15 @@ class PVI(Method):
             counts = ", ".join(f"{n} {what}" for what, n in wrong.items())
             warnings.warn(f"{counts}: see result.report().", stacklevel=3)
         return result
+
+
+def _described(value: Any) -> str:
+    """A setting in words that are the same in the next process."""
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: getattr(value, f.name) for f in fields(value)}
+        told = [f"{name}={_described(part)}" for name, part in parts.items() if name != "optim"]
+        return f"{type(value).__name__}({', '.join(told)})"
+    return getattr(value, "__qualname__", None) or repr(value)
 
 
 def _global_guide(chosen: Globals) -> GlobalGuide:
@@ -300,15 +325,18 @@ def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:
             f"local.{kind} needs a conjugate model, but the likelihood is not affine in the "
             "statistics of the globals' family (or rows have latents). Use local.Optax()."
         )
-    if not isinstance(divergence, KL) and not isinstance(local, Optax | LBFGS):
+    own = getattr(local, "alpha", 0.0) > 0
+    if not isinstance(divergence, KL) and (own or not isinstance(local, Optax | LBFGS)):
         raise GuideError(
-            f"local.{kind} minimises the KL divergence alone, but divergence={divergence!r}. Use "
-            "local.Optax() or local.LBFGS()."
+            f"local.{kind}{' with alpha' if own else ''} has a divergence of its own, but "
+            f"divergence={divergence!r}. Use local.Optax() or local.LBFGS()."
         )
     return local
 
 
-def _minibatch(layout: Layout, local: Local) -> tuple[str | None, tuple[str, ...]]:
+def _minibatch(
+    layout: Layout, buckets: Sequence[Bucket], local: Local
+) -> tuple[str | None, tuple[str, ...]]:
     """The silo plate whose rows are drawn, and the arrays that hold them."""
     fm, batch = layout.model, local.batch_size
     if batch is None:
@@ -320,7 +348,39 @@ def _minibatch(layout: Layout, local: Local) -> tuple[str | None, tuple[str, ...
             f"batch_size={batch}: minibatches need one silo_plate, with its size taken from an "
             f"array's shape; this model has {[p.name for p in fm.plates]}. Use batch_size=None."
         )
+    for b in buckets:
+        if not _rows_stand_alone(fm, plate, rows, jax.tree.map(lambda a: a[0], b.data)):
+            raise GuideError(
+                f"batch_size={batch}: the log density of a row of '{plate}' changes when other "
+                f"rows are left out of {list(rows)}, so that a minibatch is another model. Compute "
+                "what sums up rows (x.mean(0), say) before the run and pass it as data, or use "
+                "batch_size=None."
+            )
     return plate, rows
+
+
+def _rows_stand_alone(fm: FederatedModel, plate: str, rows: Sequence[str], data: SiloData) -> bool:
+    """Whether the log density of some of a silo's rows is the same without the others."""
+    n, dim = len(data.arrays[rows[0]]), fm.plates[0].dim
+    some = np.arange(0, n, 2)
+    key = jax.random.key(0)
+    theta = {**fm.init_theta(key), **jax.jit(fm.init_private)(key, data)}
+    z_G = 0.3 * jax.random.normal(jax.random.fold_in(key, 1), (fm.dim,))
+    z_L = 0.3 * jax.random.normal(jax.random.fold_in(key, 2), (n, dim))
+
+    @jax.jit
+    def rows_of(z_L: Array, data: SiloData) -> Array:
+        return fm.log_silo(theta, z_G, {plate: z_L}, data)[plate]
+
+    part = SiloData(
+        {k: a[some] if k in rows else a for k, a in data.arrays.items()}, {}, data.static
+    )
+    real = data.masks[plate][some] if plate in data.masks else np.ones(len(some), bool)
+    try:
+        here, there = rows_of(z_L, data)[some][real], rows_of(z_L[some], part)[real]
+    except (TypeError, ValueError, IndexError):
+        return False
+    return np.allclose(here, there, rtol=1e-4, atol=1e-4)
 
 
 def _general(divergence: Divergence, chosen: Globals) -> Callable[[Any, Any], Array] | None:

@@ -6,6 +6,7 @@ Ashman et al. 2022, arXiv 2202.12275, section 4, shows how these relate.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optax
@@ -14,7 +15,7 @@ from numpyro_fed import local
 from numpyro_fed.divergences import KL
 from numpyro_fed.local.base import Local
 from numpyro_fed.pvi import PVI, Divergence
-from numpyro_fed.schedules import Spec
+from numpyro_fed.schedules import Sequential, Spec, named
 
 
 def GlobalVI(
@@ -48,7 +49,8 @@ def GlobalVI(
     num_particles, batch_size
         Draws of the globals, and rows of each silo, in each step.
     **settings
-        Of :class:`PVI`: ``family``, ``guide``, ``objective``, ...
+        Of :class:`PVI`: ``family``, ``guide``, ``objective``, ... ``evidence_draws`` is 1 here,
+        since a round is short.
 
     Examples
     --------
@@ -70,6 +72,7 @@ def GlobalVI(
         )
     else:
         raise ValueError(f"gradient={gradient!r}: expected 'natural' or 'plain'.")
+    settings = {"evidence_draws": 1, **settings}
     return PVI(model, schedule="synchronous", damping=1.0, local=step, start_scale=None, **settings)
 
 
@@ -122,6 +125,7 @@ def VCL(model: Callable, *, schedule: str | Spec = "sequential", **settings: Any
     ----------
     model : callable
     schedule : "sequential" or schedules.Sequential
+        Which comes to each silo once.
     **settings
         Of :class:`PVI`: ``local``, ``family``, ...
 
@@ -135,6 +139,13 @@ def VCL(model: Callable, *, schedule: str | Spec = "sequential", **settings: Any
     >>> nf.VCL(lambda y: None).max_rounds
     1
     """
+    spec = named(schedule)
+    order = spec.order if isinstance(spec, Sequential) else None
+    if order is None or (not isinstance(order, str) and len(set(order)) < len(order)):
+        raise ValueError(
+            f"schedule={schedule!r}: VCL comes to one silo after the other, and to each once. Use "
+            "'sequential', or schedules.Sequential with an order that names each silo once."
+        )
     return PVI(model, schedule=schedule, damping=1.0, deletion="none", max_rounds=1, **settings)
 
 
@@ -164,7 +175,7 @@ def StreamingVB(model: Callable, *, schedule: str | Spec = "sequential", **setti
     return PVI(model, schedule=schedule, deletion="none", **settings)
 
 
-def PowerEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -> PVI:
+def PowerEP(model: Callable, *, alpha: float | None = None, **settings: Any) -> PVI:
     """Power expectation propagation (Algorithm 2): moments of the tilted distribution, matched.
 
     Its limit for ``alpha`` to 0 is PVI; ``alpha`` 1 is expectation propagation.
@@ -172,8 +183,8 @@ def PowerEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -> PVI:
     Parameters
     ----------
     model : callable
-    alpha : float
-        In (0, 1].
+    alpha : float, optional
+        In (0, 1]; 0.5 by default.
     **settings
         Of :class:`PVI`; ``local=local.PowerEP(...)`` sets more than ``alpha``.
 
@@ -187,10 +198,11 @@ def PowerEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -> PVI:
     >>> nf.PowerEP(lambda y: None, alpha=0.2).local.alpha
     0.2
     """
-    return PVI(model, **{"local": local.PowerEP(alpha=alpha), "start_scale": None, **settings})
+    chosen = _with_alpha(alpha, local.PowerEP, settings)
+    return PVI(model, **{"start_scale": None, **chosen})
 
 
-def AlphaEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -> PVI:
+def AlphaEP(model: Callable, *, alpha: float | None = None, **settings: Any) -> PVI:
     """EP by alpha-divergences (Algorithm 3): ``q`` as close as can be to the tilted distribution.
 
     Unlike :func:`PowerEP` it minimises the divergence itself, by stochastic gradients.
@@ -198,8 +210,8 @@ def AlphaEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -> PVI:
     Parameters
     ----------
     model : callable
-    alpha : float
-        In [0, 1); 0 is PVI.
+    alpha : float, optional
+        In [0, 1), 0.5 by default; 0 is PVI.
     **settings
         Of :class:`PVI`; ``local=local.Optax(alpha=..., ...)`` sets more than ``alpha``.
 
@@ -213,10 +225,10 @@ def AlphaEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -> PVI:
     >>> nf.AlphaEP(lambda y: None, alpha=0.2).local.alpha
     0.2
     """
-    return PVI(model, **{"local": local.Optax(alpha=alpha, num_particles=32), **settings})
+    return PVI(model, **_with_alpha(alpha, partial(local.Optax, num_particles=32), settings))
 
 
-def StochasticPowerEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -> PVI:
+def StochasticPowerEP(model: Callable, *, alpha: float | None = None, **settings: Any) -> PVI:
     """Stochastic power EP (Algorithm 4): all silos share one average factor, and keep none.
 
     With one natural-gradient step and ``alpha`` to 0 it is global variational inference on
@@ -225,8 +237,8 @@ def StochasticPowerEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -
     Parameters
     ----------
     model : callable
-    alpha : float
-        In (0, 1].
+    alpha : float, optional
+        In (0, 1]; 0.5 by default.
     **settings
         Of :class:`PVI`: ``schedule``, ``local``, ...
 
@@ -240,8 +252,19 @@ def StochasticPowerEP(model: Callable, *, alpha: float = 0.5, **settings: Any) -
     >>> nf.StochasticPowerEP(lambda y: None).deletion
     'average'
     """
-    chosen = {"local": local.PowerEP(alpha=alpha), "start_scale": None, **settings}
-    return PVI(model, deletion="average", **chosen)
+    chosen = _with_alpha(alpha, local.PowerEP, settings)
+    return PVI(model, deletion="average", **{"start_scale": None, **chosen})
+
+
+def _with_alpha(
+    alpha: float | None, optimiser: Callable[..., Local], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The settings with a local optimiser of this alpha, unless they bring one."""
+    if "local" not in settings:
+        return {"local": optimiser(alpha=0.5 if alpha is None else alpha), **settings}
+    if alpha is not None:
+        raise ValueError(f"alpha={alpha} and local={settings['local']}: pass one of them.")
+    return settings
 
 
 def FedGVI(

@@ -78,7 +78,20 @@ class PVIResult(Result):
         received. In a synchronous round these are all the posterior after the round before; in a
         sequential pass they are so at the fixed point. The last round's is evaluated at every
         silo. Where not every silo takes part in each round only that one is known: shape (1,).
+
+        Raises
+        ------
+        ValueError
+            Under a loss, or a divergence other than KL: ``losses`` then holds minus an objective
+            that bounds no evidence.
+        NonFiniteError
+            If some silo's data are impossible under the posterior.
         """
+        if self._factors.generalised:
+            raise ValueError(
+                "there is no evidence under a loss, or under a divergence other than KL. What was "
+                "maximised is in .losses, with its sign turned."
+            )
         silos = self._silos
         state = self.state._replace(round=jnp.zeros((), jnp.int32), schedule=())
         _, log, ok = self._factors.evaluation.advance(jax.random.key(0), state, silos.batches, 1)
@@ -98,10 +111,21 @@ class PVIResult(Result):
 
     @property
     def rejections(self) -> dict[str, int]:
-        """How many updates and visits went wrong, by what happened."""
+        """How many updates and visits of this run went wrong, by what happened."""
         counts = Counter(Status(s).name.lower() for s in self.status.ravel())
         counts.pop("converged", None)
-        return {"rejected_updates": int((self.damping == 0).sum()), **counts}
+        never = {"never_visited": len(self.never_visited)}
+        return {"rejected_updates": int((self.damping == 0).sum()), **never, **counts}
+
+    @property
+    def never_visited(self) -> list[int]:
+        """Silos that have not replied yet: their data count for nothing."""
+        visits = [
+            (j, int(n))
+            for batch, silos in zip(self._silos.batches, self.state.silos, strict=True)
+            for j, n in zip(batch.silos.tolist(), silos.visits, strict=True)
+        ]
+        return sorted(j for j, n in visits if n == 0)
 
     def report(self) -> str:
         """Say in words what was taken and what was not, silo by silo and round by round."""
@@ -112,6 +136,8 @@ class PVIResult(Result):
             f"{rounds} rounds, {self.communications} replies; damping "
             f"{self.damping.min():.3g} to {self.damping.max():.3g}."
         ]
+        if self.never_visited:
+            lines.append(f"never visited yet: silos {', '.join(map(str, self.never_visited))}.")
         first = int(self.state.round) - rounds
         for r, s in np.argwhere(self.damping == 0):
             silos = ", ".join(map(str, self.visits[r, s]))
@@ -130,4 +156,8 @@ _WORDS = {
     Status.NOT_CONVERGED: "the local optimiser had not converged",
     Status.NON_FINITE: "its reply was not finite and counted for nothing",
     Status.IMPROPER: "its proposal was improper and counted for nothing",
+    Status.NOT_CONJUGATE: (
+        "its likelihood is not conjugate, as it was with the data that the model was first run on, "
+        "and counted for nothing: pass local=numpyro_fed.local.Optax()"
+    ),
 }

@@ -47,6 +47,8 @@ class Factors(NamedTuple):
     globals: Globals
     settings: Any
     algorithm: FederatedAlgorithm
+    conjugate: bool
+    generalised: bool
     evaluation: Runtime
 
 

@@ -134,6 +134,10 @@ class Adaptive:
 
     damping: float
 
+    def __post_init__(self) -> None:
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"damping must be in (0, 1], got {self.damping}.")
+
 
 Spec = Sequential | Synchronous | Random | Asynchronous
 NAMES: dict[str, Spec] = {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
@@ -239,8 +240,16 @@ def _is_masked(fn: Any) -> bool:
     return isinstance(fn, dist.MaskedDistribution) and fn._mask is not True
 
 
+def _is_unit(interval: Any) -> bool:
+    bounds = interval.lower_bound, interval.upper_bound
+    known = not any(isinstance(b, jax.core.Tracer) for b in bounds)
+    return known and all(np.all(np.equal(b, n)) for b, n in zip(bounds, (0, 1), strict=True))
+
+
 def _support_name(support: Any) -> str:
     """Type of a support without its bounds, which may depend on other sites."""
     if isinstance(support, constraints.independent):
         return f"{_support_name(support.base_constraint)}^{support.reinterpreted_batch_ndims}"
+    if type(support) is type(constraints.interval(0, 1)) and _is_unit(support):
+        return "UnitInterval"
     return type(support).__name__.lstrip("_")

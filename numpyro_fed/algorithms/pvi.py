@@ -32,11 +32,10 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
-from numpyro_fed.algorithms.sfvi import all_finite
 from numpyro_fed.data import SiloData
 from numpyro_fed.families import GAUSSIAN, Globals, log_likelihood
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.local.base import Local, Noise, Problem, proper_step
+from numpyro_fed.local.base import Local, Noise, Problem, all_finite, proper_step
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.split import FederatedModel, Rows
 
@@ -45,12 +44,13 @@ PRIOR_DRAWS = 256
 
 
 class Status(IntEnum):
-    """How a visit ended. From ``NON_FINITE`` on, the reply is zeros and a count."""
+    """How a visit ended. From ``NON_FINITE`` on, the change that it sends is zero."""
 
     CONVERGED = 0
     NOT_CONVERGED = 1
     NON_FINITE = 2
     IMPROPER = 3
+    NOT_CONJUGATE = 4
 
 
 class ServerState(NamedTuple):
@@ -233,7 +233,8 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
         now = (cavity, posterior)
         if settings.asynchronous:
             begun = state.visits > 0
-            used = jax.tree.map(lambda a, b: jnp.where(begun, a, b), state.stale, (first, first))
+            at_first = (first, first) if rest is None else now
+            used = jax.tree.map(lambda a, b: jnp.where(begun, a, b), state.stale, at_first)
         else:
             used = now
         start = _start(parts, settings, used[1], state.visits)
@@ -246,22 +247,23 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
         change = jax.tree.map(
             jnp.subtract, proposal, factor if settings.deletion == "prior" else removed
         )
-        finite = all_finite((change, found.own))
+        finite = found.finite & all_finite((change, found.own))
         proper = family.proper(found.eta)
         status = jnp.where(found.converged, Status.CONVERGED, Status.NOT_CONVERGED)
+        status = jnp.where(found.suited, status, Status.NOT_CONJUGATE)
         status = jnp.where(finite & ~proper, Status.IMPROPER, status)
         status = jnp.where(finite, status, Status.NON_FINITE).astype(jnp.int32)
-        ok = finite & proper
+        ok = finite & proper & found.suited
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
         zeros = jax.tree.map(jnp.zeros_like, change)
         change = keep(change, zeros)
+        g_theta = keep(g_theta, jax.tree.map(jnp.zeros_like, g_theta))
         up = Up(change, log_lik, g_theta, jax.nn.one_hot(status, len(Status), dtype=jnp.int32))
-        silent = jax.tree.map(jnp.zeros_like, up)._replace(statuses=up.statuses)
         after = {**found.own, "centre": family.centre(family.ordinary(found.eta))}
-        return keep(up, silent), SiloState(
+        return up, SiloState(
             keep(after, state.params),
             factor,
             change,
@@ -359,7 +361,8 @@ def _own_factor(parts: Parts, key: Array, theta: dict, cavity: Eta, start: Any, 
 
         return jax.vmap(at)(noise.globals)
 
-    problem = Problem(family, cavity, start, (), noise, log_lik, lambda: cavity, None)
+    none = jnp.zeros(())
+    problem = Problem(family, cavity, start, (), noise, log_lik, lambda: (cavity, none), None)
     found = parts.prior_local.solve(problem, key)
     factor = jax.tree.map(jnp.subtract, found.eta, cavity)
     fine = family.proper(found.eta) & all_finite(factor)
@@ -463,8 +466,14 @@ def _problem(
 
         return jax.vmap(at, (0, 1))(noise.globals, noise.rows)
 
-    def likelihood() -> Eta:
-        return family.fit(log_likelihood(fm, {**theta, **own["private"]}, data))
+    def likelihood() -> tuple[Eta, Array]:
+        f = log_likelihood(fm, {**theta, **own["private"]}, data)
+        eta = family.fit(f)
+        z = jax.vmap(family.draw, (None, 0))(start, family.noise(jax.random.key(0), 4))
+        values = jax.vmap(f)(z)
+        rest = values - jax.vmap(lambda z: expfam.inner(eta, family.statistics(z)))(z)
+        scale = 1 + jnp.abs(values).max() + jnp.abs(values - rest).max()
+        return eta, jnp.abs(rest - rest[0]).max() / scale
 
     return Problem(family, cavity, start, own, noise, log_lik, likelihood, parts.divergence)
 
@@ -508,7 +517,7 @@ def _expected(
     log_lik, gradient = jax.value_and_grad(expected)(theta) if theta else (expected(theta), {})
     fine = all_finite((log_lik, gradient))  # at a vague prior it may not be, and nothing is wrong
     gradient = jax.tree.map(lambda g: jnp.where(fine, g, 0.0), gradient)
-    return jnp.where(jnp.isnan(log_lik), -jnp.inf, log_lik), gradient
+    return jnp.where(jnp.isfinite(log_lik), log_lik, -jnp.inf), gradient
 
 
 def _real(parts: Parts, data: SiloData) -> Array | int:

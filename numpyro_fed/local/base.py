@@ -42,8 +42,9 @@ class Problem(NamedTuple):
     log_lik : (psi, own, noise, plain) -> (z, values)
         Draws (particles, dim) and the bound on the silo's log likelihood at each. The gradient of
         a ``plain`` one is the derivative of its value.
-    likelihood : () -> eta
-        Natural parameters of the silo's likelihood where it is conjugate.
+    likelihood : () -> (eta, remainder)
+        Natural parameters of the silo's likelihood where it is conjugate, and how far it is from
+        that, relative, at some points.
     divergence : (eta_q, eta_cavity) -> () or None
         In place of KL.
     """
@@ -54,16 +55,21 @@ class Problem(NamedTuple):
     own: Any
     noise: Callable[[Array, int, int | None], Noise]
     log_lik: Callable[[Psi, Any, Noise, bool], tuple[Array, Array]]
-    likelihood: Callable[[], Eta]
+    likelihood: Callable[[], tuple[Eta, Array]]
     divergence: Callable[[Eta, Eta], Array] | None
 
 
 class Solution(NamedTuple):
-    """The natural parameters that were found, the silo's own part, and whether it converged."""
+    """The natural parameters that were found, the silo's own part, whether it converged, whether
+    the last numbers on the way there were finite, and whether the likelihood is what it was
+    taken for.
+    """
 
     eta: Eta
     own: Any
     converged: Array
+    finite: Array
+    suited: Array | bool = True
 
 
 class Local(Protocol):
@@ -131,10 +137,18 @@ def proper_step(family: Family, eta: Eta, target: Eta, rate: Array | float) -> t
     return moved, jnp.where(fine, r, 0.0)
 
 
+def all_finite(tree: Any) -> Array:
+    """Whether every number of a tree is finite."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+
 def minimise(
     loss: Callable[[Any], Array], start: Any, steps: int, tolerance: float
 ) -> tuple[Any, Array]:
-    """Optax's L-BFGS until no component of the gradient exceeds ``tolerance``."""
+    """Optax's L-BFGS until no component of the gradient exceeds ``tolerance``.
+
+    Returns the parameters and the largest component of the gradient there.
+    """
     optim = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
 
@@ -155,4 +169,4 @@ def minimise(
     carry = (jnp.zeros((), jnp.int32), start, optim.init(start), jnp.array(jnp.inf))
     carry = jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), carry)
     _, params, _, size = jax.lax.while_loop(go_on, step, carry)
-    return params, size <= tolerance
+    return params, size

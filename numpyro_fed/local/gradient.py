@@ -134,7 +134,10 @@ class Optax:
         at, own = last if self.patience is None else watch.params
         eta = at if natural else family.natural(at)
         converged = jnp.array(True) if self.steps == 1 else self._settled(history, taken)
-        return Solution(eta, own, converged)
+        finite = jnp.isfinite(history[taken - 1])
+        if self.patience is not None:
+            finite &= jnp.isfinite(watch.best) | (taken < window)
+        return Solution(eta, own, converged, finite)
 
     def _settled(self, history: Array, taken: Array) -> Array:
         """Whether the last quarter of the steps gained next to nothing on the one before."""
@@ -213,10 +216,10 @@ class LBFGS:
         def loss(params: tuple[Psi, Any]) -> Array:
             return -free_energy(problem, *params, noise, plain=True)[0]
 
-        (psi, own), converged = minimise(
-            loss, (problem.start, problem.own), self.steps, self.tolerance
-        )
-        return Solution(problem.family.natural(psi), own, converged)
+        (psi, own), slope = minimise(loss, (problem.start, problem.own), self.steps, self.tolerance)
+        converged = slope <= self.tolerance
+        finite = jnp.isfinite(loss((psi, own)))
+        return Solution(problem.family.natural(psi), own, converged, finite)
 
 
 def _standardised(noise: Array) -> Array:

@@ -13,7 +13,9 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
-from numpyro_fed.local.base import Eta, Problem, Psi, Solution, proper_step
+from numpyro_fed.local.base import Eta, Problem, Psi, Solution, all_finite, proper_step
+
+AFFINE = 1e-2  # what is left of a log likelihood, relative, where rounding is all that is left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class NaturalGradient:
 
         def aim(eta: Eta, own: Any, key: Array) -> tuple[Eta, Any]:
             if self.expectation == "closed_form":
-                factor, g_own = problem.likelihood(), jax.tree.map(jnp.zeros_like, own)
+                factor, g_own = problem.likelihood()[0], jax.tree.map(jnp.zeros_like, own)
             else:
                 noise = problem.noise(key, self.num_particles, self.batch_size)
 
@@ -105,8 +107,10 @@ class ClosedForm:
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Add the likelihood's natural parameters to the cavity's."""
-        eta = jax.tree.map(jnp.add, problem.cavity, problem.likelihood())
-        return Solution(eta, problem.own, jnp.array(True))
+        factor, remainder = problem.likelihood()
+        eta = jax.tree.map(jnp.add, problem.cavity, factor)
+        suited = remainder < AFFINE
+        return Solution(eta, problem.own, jnp.array(True), all_finite(eta), suited)
 
     def __repr__(self) -> str:
         return "ClosedForm()"
@@ -189,15 +193,15 @@ def _damped(
     """Damped steps of ``q`` to where ``aim`` says, and of the silo's own part up its gradient."""
     family, optim = problem.family, how.optim or optax.adam(0.02)
 
-    def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
+    def step(carry: tuple, i: Array) -> tuple[tuple, tuple[Array, Array]]:
         eta, own, opt_state = carry
         target, g_own = aim(eta, own, jax.random.fold_in(key, i))
         moved, _ = proper_step(family, eta, target, how.rate)
         updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
         own = optax.apply_updates(own, updates)
-        return (moved, own, opt_state), expfam.kl(family, moved, eta)
+        return (moved, own, opt_state), (expfam.kl(family, moved, eta), all_finite(target))
 
     start = family.natural(problem.start)
     carry = (start, problem.own, optim.init(problem.own))
-    (eta, own, _), moved = jax.lax.scan(step, carry, jnp.arange(how.steps))
-    return Solution(eta, own, (how.steps == 1) | (moved[-1] <= how.tolerance))
+    (eta, own, _), (moved, finite) = jax.lax.scan(step, carry, jnp.arange(how.steps))
+    return Solution(eta, own, (how.steps == 1) | (moved[-1] <= how.tolerance), finite[-1])
