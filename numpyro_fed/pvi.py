@@ -165,9 +165,8 @@ class PVI(Method):
     def __post_init__(self) -> None:
         named(self.schedule)
         damping = self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
-        if damping != "auto" and not (
-            isinstance(damping, Real) and damping is not True and 0 < damping <= 1
-        ):
+        number = isinstance(damping, Real) and not isinstance(damping, bool)
+        if damping != "auto" and not (number and 0 < damping <= 1):
             raise ValueError(f"damping must be 'auto' or a number in (0, 1], got {damping!r}.")
         if self.start_scale is not None and not self.start_scale > 0:
             raise ValueError(f"start_scale must be positive or None, got {self.start_scale}.")
@@ -253,13 +252,7 @@ class PVI(Method):
             posterior=posterior(fm, guide, bounds[0]),
             settings=self._settings(draws, parts.local),
             corrections={},
-            factors=Factors(
-                chosen,
-                settings,
-                algorithm,
-                self._generalised(),
-                simulation(evaluation(parts, settings)),
-            ),
+            factors=Factors(chosen, settings, algorithm, closed, self._generalised(), evaluate),
         )
 
     def _generalised(self) -> bool:

@@ -451,8 +451,8 @@ def test_a_model_that_is_conjugate_at_some_silos_alone_is_not_taken_for_conjugat
     pvi = nf.PVI(model)
     assert not pvi._prepare([zero, one], "simulation")[0].factors.conjugate
     other = nf.PVI(model)
+    other.run(KEY, 1, [zero, zero], **QUIET)
     with pytest.warns(UserWarning, match="not conjugate"):
-        other.run(KEY, 1, [zero, zero], **QUIET)
         result = other.run(KEY, 1, [zero, one], **QUIET)
     assert "pass local=numpyro_fed.local.Optax()" in result.report()
 
