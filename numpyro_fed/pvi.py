@@ -166,7 +166,7 @@ class PVI(Method):
         named(self.schedule)
         damping = self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
         number = isinstance(damping, Real) and not isinstance(damping, bool)
-        if damping != "auto" and not (number and 0 < damping <= 1):
+        if damping != "auto" and not (number and 0 < float(damping) <= 1):
             raise ValueError(f"damping must be 'auto' or a number in (0, 1], got {damping!r}.")
         if self.start_scale is not None and not self.start_scale > 0:
             raise ValueError(f"start_scale must be positive or None, got {self.start_scale}.")
