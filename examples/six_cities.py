@@ -72,7 +72,7 @@ def fit(objective, rounds, progress_bar=True):
 
 def partitioned(sizes, rounds, steps, progress_bar=True, **settings):
     """Structured PVI: each silo optimises its children's intercepts inside its own free energy."""
-    local = nf.local.Optax(steps=steps)
+    local = nf.local.Optax(steps=steps, num_particles=2)
     pvi = nf.PVI(model, objective=nf.LocallyEnhanced(draws=20), local=local, **settings)
     return pvi.run(jax.random.key(0), rounds, silos(sizes), progress_bar=progress_bar)
 

@@ -63,7 +63,7 @@ class Optax:
 
     optim: optax.GradientTransformation | None = None
     steps: int = 1_000
-    num_particles: int = 2
+    num_particles: int = 4
     batch_size: int | None = None
     space: str = "ordinary"
     alpha: float = 0.0
