@@ -15,7 +15,7 @@ from numpyro_fed import local
 from numpyro_fed.divergences import KL
 from numpyro_fed.local.base import Local
 from numpyro_fed.pvi import PVI, Divergence
-from numpyro_fed.schedules import Sequential, Spec, named
+from numpyro_fed.schedules import Adaptive, Sequential, Spec, named
 
 
 def GlobalVI(
@@ -49,8 +49,9 @@ def GlobalVI(
     num_particles, batch_size
         Draws of the globals, and rows of each silo, in each step.
     **settings
-        Of :class:`PVI`: ``family``, ``guide``, ``objective``, ... ``evidence_draws`` is 1 here,
-        since a round is short.
+        Of :class:`PVI`: ``family``, ``guide``, ``objective``, ... Here ``evidence_draws`` is 1,
+        since a round is short, and ``damping`` is ``schedules.Adaptive(1.0)``: noisy gradients at
+        many silos may add up to an improper step, which is then halved.
 
     Examples
     --------
@@ -72,8 +73,8 @@ def GlobalVI(
         )
     else:
         raise ValueError(f"gradient={gradient!r}: expected 'natural' or 'plain'.")
-    settings = {"evidence_draws": 1, **settings}
-    return PVI(model, schedule="synchronous", damping=1.0, local=step, start_scale=None, **settings)
+    chosen = {"damping": Adaptive(1.0), "evidence_draws": 1, "start_scale": None, **settings}
+    return PVI(model, schedule="synchronous", local=step, **chosen)
 
 
 def BCM(model: Callable, *, split: bool = False, **settings: Any) -> PVI:

@@ -188,7 +188,8 @@ class LBFGS:
     num_particles : int
         Draws of the globals, the same in every step. Their number sets the error of the optimum;
         where there are more than dimensions, standard normal noise is standardised, so that the
-        optimum is exact for a Gaussian.
+        optimum is exact for a Gaussian. With fewer the optimum fits the draws, and the visit is
+        reported as not converged.
     tolerance : float
         Stop when no component of the gradient is larger.
 
@@ -217,7 +218,8 @@ class LBFGS:
             return -free_energy(problem, *params, noise, plain=True)[0]
 
         (psi, own), slope = minimise(loss, (problem.start, problem.own), self.steps, self.tolerance)
-        converged = slope <= self.tolerance
+        enough = self.num_particles > problem.family.dim + 1
+        converged = (slope <= self.tolerance) & enough
         finite = jnp.isfinite(loss((psi, own)))
         return Solution(problem.family.natural(psi), own, converged, finite)
 
