@@ -85,7 +85,7 @@ Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6])
 SIZES = (3, 1, 5)
 
 DENSITIES = {
-    "several buckets": (wards, ward_silos((3, 5, 4, 40), (2, 3, 1, 5)), 3),
+    "several buckets": (wards, ward_silos((3, 5, 4, 40), (2, 3, 1, 5)), 2),
     "no locals": (no_locals, cut({"y": Y}, SIZES), 1),
     "no globals": (no_globals, cut({"y": Y}, SIZES), 1),
 }

@@ -116,8 +116,10 @@ def assert_exact(result, exact, rtol=1e-6):
             np.testing.assert_allclose(getattr(posterior[site], name), value, rtol=rtol)
 
 
-@pytest.mark.parametrize("problem", CONJUGATE)
-@pytest.mark.parametrize("sizes", [(5, 3, 4), (1,) * 12])
+@pytest.mark.parametrize(
+    ("problem", "sizes"),
+    [*((p, (5, 3, 4)) for p in CONJUGATE), (linear_regression, (1,) * 12), (mean, (12,))],
+)
 def test_one_pass_is_exact_on_conjugate_models(problem, sizes):
     model, rows, exact = problem()
     result = nf.PVI(model).run(KEY, 1, cut(rows, sizes), **QUIET)
@@ -153,7 +155,7 @@ def logistic_rows(n=24, d=2, seed=5):
     return dict(x=x, y=r.binomial(1, 1 / (1 + np.exp(-x @ np.arange(1.0, d + 1)))).astype(float))
 
 
-QUICK = nf.local.LBFGS(steps=20, num_particles=8)
+QUICK = nf.local.Optax(steps=10, tolerance=1e6)
 SCHEDULES = {
     "sequential": nf.schedules.Sequential("random"),
     "synchronous": nf.schedules.Synchronous(),
@@ -184,13 +186,13 @@ def assert_sum_rule(result):
 def test_the_posterior_is_the_prior_plus_all_factors_at_every_round(name):
     pvi = nf.PVI(logistic, schedule=SCHEDULES[name], local=QUICK)
 
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=4, deadline=None)
     @given(seed=st.integers(0, 2**31 - 1))
     def holds(seed):
-        silos, state = cut(logistic_rows(seed=seed), (10, 8, 6)), None
+        silos, state = cut(logistic_rows(seed=seed), (8, 8, 8)), None
         for _ in range(3):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # twenty steps of L-BFGS need not converge
+                warnings.simplefilter("ignore")  # two of three silos at random may leave one out
                 result = pvi.run(jax.random.key(seed), 1, silos, init_state=state, **QUIET)
             state = result.state
             assert_sum_rule(result)
@@ -273,7 +275,7 @@ def test_the_fixed_point_depends_on_no_partition_and_no_order(monkeypatch):
 def test_local_free_energies_sum_to_the_global_one():
     """Property 2.2(a), with normalised factors: at any posterior that the sum rule holds for."""
     pvi = nf.PVI(logistic, local=QUICK, evidence_draws=200_000)
-    result = pvi.run(KEY, 1, cut(logistic_rows(), (10, 8, 6)), **QUIET)
+    result = pvi.run(KEY, 1, cut(logistic_rows(), (8, 8, 8)), **QUIET)
     chosen = result._fit.factors.globals
     family, q = chosen.family, result.natural_parameters()
     prior, psi = chosen.prior({}), chosen.family.ordinary(q)
@@ -315,7 +317,7 @@ def test_one_local_step_of_every_silo_is_a_step_of_global_inference(gradient, mo
     rows, rate = logistic_rows(), 0.01
     chosen = dict(rate=rate, gradient=gradient, family="diagonal")
     pvi = nf.GlobalVI(logistic, **chosen)
-    silos, before = cut(rows, (10, 8, 6)), None
+    silos, before = cut(rows, (8, 8, 8)), None
     for _ in range(2):
         result = pvi.run(KEY, 1, silos, init_state=before and before.state, **QUIET)
         start = before.natural_parameters() if before else None
@@ -339,7 +341,7 @@ def test_stochastic_power_ep_has_mini_batch_global_inference_as_its_limit(monkey
     fixed_noise(monkeypatch)
     rows, rate = logistic_rows(), 0.2
     step = nf.local.NaturalGradient(rate=rate, steps=1)
-    silos, M = cut(rows, (10, 8, 6)), 3
+    silos, M = cut(rows, (8, 8, 8)), 3
     pvi = nf.StochasticPowerEP(logistic, local=step, family="diagonal", damping=1.0)
     result = pvi.run(KEY, 1, silos, **QUIET)
     chosen = result._fit.factors.globals
@@ -360,7 +362,7 @@ def test_stochastic_power_ep_has_mini_batch_global_inference_as_its_limit(monkey
 
 
 def test_members_of_the_family_are_settings_of_pvi():
-    silos = cut(logistic_rows(), (10, 8, 6))
+    silos = cut(logistic_rows(), (8, 8, 8))
     fixed = dict(local=QUICK)
     passes = nf.PVI(logistic, **fixed).run(KEY, 1, silos, **QUIET)
     vcl = nf.VCL(logistic, **fixed).run(KEY, 1, silos, **QUIET)
@@ -661,7 +663,7 @@ def test_local_latents_stay_at_their_silos_and_both_runtimes_agree():
 
 
 def test_a_run_goes_on_bit_for_bit_and_compiles_once(tmp_path):
-    silos = cut(logistic_rows(), (10, 8, 6))
+    silos = cut(logistic_rows(), (8, 8, 8))
     pvi = nf.PVI(logistic, schedule=nf.schedules.Sequential("largest_change"), local=QUICK)
     whole = pvi.run(KEY, 3, silos, **QUIET)
     part = pvi.run(KEY, 1, silos, **QUIET)
@@ -703,11 +705,11 @@ def test_a_visit_that_has_not_converged_is_reported():
 
 
 def test_fedgvi_with_kl_and_the_log_loss_is_pvi():
-    silos = cut(logistic_rows(), (10, 8, 6))
-    a = nf.PVI(logistic, local=QUICK).run(KEY, 2, silos, **QUIET)
-    own = dict(divergence=plain_kl, prior_divergence=plain_kl)
-    fed = nf.FedGVI(logistic, loss=nf.losses.log_loss, local=QUICK, **own)
-    b = fed.run(KEY, 2, silos, **QUIET)
+    silos = cut(logistic_rows(), (8, 8, 8))
+    local = nf.local.LBFGS(steps=30, num_particles=8)
+    a = nf.PVI(logistic, local=local).run(KEY, 1, silos, **QUIET)
+    fed = nf.FedGVI(logistic, loss=nf.losses.log_loss, local=local, divergence=plain_kl)
+    b = fed.run(KEY, 1, silos, **QUIET)
     assert_close(eta_of(a), eta_of(b), rtol=1e-3, atol=1e-3)
     with pytest.raises(ValueError, match="no evidence"):
         _ = b.log_evidence
