@@ -1,6 +1,6 @@
 """Time of a client's gradient step in PVI against hand-written JAX.
 
-Both sides maximise the same local free energy of a mean-field Gaussian by Adam on random minibatches,
+Both sides maximise the same local free energy of a mean-field Gaussian by Adam on minibatches drawn
 from the same data, for the same number of steps, client after client. The hand-written loops are
 what one would write for these two models alone: the likelihood as a matrix product, the divergence
 in closed form, one ``lax.scan``. They take turns; the table shows medians. Ours includes everything
