@@ -199,6 +199,7 @@ def main():
 def plot(report):
     """Error and log likelihood against communications, and pruning against rounds."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     titles = {"homogeneous": "10 silos alike", "two_digits": "100 silos of two digits"}
     names = [name for name in titles if name in report]
@@ -216,12 +217,14 @@ def plot(report):
         reached = [report["pooled"][measure][-1] for measure in ("error", "log_likelihood")]
         for axis, value in zip(row, reached, strict=False):
             lines["VI on all rows"] = axis.axhline(abs(value), color="0.3", linestyle="--")
-        row[0].set(yscale="log", ylabel=f"{titles[name]}\n\ntest error (%)")
-        row[1].set(yscale="log", ylabel="minus test log likelihood")
-        row[2].set(ylabel="pruned hidden units", xlabel="rounds", ylim=(0, None))
+        row[0].set(yscale="log", ylabel="test error (%)")
+        row[1].set(yscale="log", ylabel="minus test log likelihood", title=titles[name])
+        row[2].set(ylabel="pruned hidden units", xlabel="rounds", ylim=(-2, 80))
         for axis in row[:2]:
             axis.set(xlabel="communications", xlim=(0, None))
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter(NullFormatter())
         for axis in row:
             axis.spines[["top", "right"]].set_visible(False)
     figure.legend(lines.values(), lines, loc="outside upper center", ncols=4, frameon=False)

@@ -128,6 +128,7 @@ def test_a_label_that_is_wrong_costs_at_most_one_over_delta():
         (lambda x: dist.Categorical(x), [0.0, 1.0, 0.0], 0),
         (lambda x: dist.Binomial(9, logits=x), [-50.0, 0.0, 50.0], [9, 4, 0]),
         (lambda x: dist.Binomial(9, x), [0.0, 0.5, 1.0], [1, 5, 8]),
+        (lambda x: dist.Binomial(jnp.array(9000), logits=x), [-50.0, 0.0, 50.0], [9000, 4, 0]),
         (lambda x: dist.Poisson(x), [1e-20, 1.0, 64.0, 1e6], [3, 0, 64, 2]),
         (lambda x: dist.Normal(x, 1.0), [0.0, 0.0], [0.0, 1e6]),
     ],
@@ -156,6 +157,7 @@ def test_gradients_are_those_of_finite_differences():
     with jax.enable_x64(True):
         check(dist.Poisson, jnp.array([30.0, 63.0, 90.0]), jnp.array([25, 64, 100]))
         check(lambda x: dist.Binomial(6, logits=x), 0.7, 2)
+        check(lambda x: dist.Binomial(jnp.array([300, 250]), logits=x), 0.7, jnp.array([200, 170]))
         check(lambda x: dist.Normal(0.3, x), 0.7, 1.0)
 
 
@@ -197,19 +199,30 @@ def test_a_subclass_is_refused_for_its_density_may_differ():
         beta_loss(1.5)(Tilted(0.0, 1.0), 0.0)
 
 
-def test_what_cannot_be_summed_is_refused():
-    with pytest.raises(ModelError, match=r"total_count, which must be known"):
-        jax.jit(lambda n: beta_loss(1.5)(dist.Binomial(n, 0.5), jnp.array(1)))(3)
-    with pytest.raises(ModelError, match=r"up to a power of 64, got 65.0"):
-        beta_loss(65)(dist.Poisson(3.0), 1)
+def test_what_has_no_such_loss_is_refused():
+    for d in (dist.Poisson(3.0), dist.Binomial(9, 0.5).expand([2])):
+        with pytest.raises(ModelError, match=r"up to a power of 64, got 65.0"):
+            beta_loss(65)(d, 1)
     with pytest.raises(ModelError, match=r"discrete distributions, got Normal. Use beta_loss"):
         generalised_cross_entropy(0.5)(dist.Normal(0, 1).expand([2]), 0.0)
 
 
-def test_a_traced_rate_and_a_known_total_compile():
-    jitted = jax.jit(lambda x: beta_loss(1.5)(dist.Binomial(np.array([2, 3]), logits=x), 1))
-    eager = beta_loss(1.5)(dist.Binomial(np.array([2, 3]), logits=np.zeros(2)), 1)
-    np.testing.assert_allclose(jitted(jnp.zeros(2)), eager, rtol=1e-6)
+@pytest.mark.parametrize("power", [1.0001, 1.5, 30.0])
+def test_a_binomial_has_totals_that_are_data(power):
+    totals = np.array([1, 5, 159, 160, 161, 255, 258, 5000, 10**5])
+    p = np.array([1e-9, 1e-3, 0.3, 0.5, 0.7, 1 - 1e-7])
+    n, q = np.broadcast_arrays(totals[:, None], p)
+    k = np.arange(totals.max() + 1)
+    terms = [stats.binom.logpmf(k, total, p[:, None]) for total in totals]
+    expected = np.logaddexp.reduce(power * np.stack(terms), axis=-1)
+    with jax.enable_x64(True):
+        found = jax.jit(lambda q, n: log_power_integral(dist.Binomial(n, q), power))(q, n)
+        np.testing.assert_allclose(found, expected, atol=1e-8)
+        logits = np.log(q) - np.log1p(-q)
+        found = jax.jit(lambda x, n: log_power_integral(dist.Binomial(n, logits=x), power))(
+            logits, n
+        )
+        np.testing.assert_allclose(found, expected, atol=1e-8)
 
 
 @pytest.mark.parametrize("build", [beta_loss, gamma_loss])
