@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false",
 )
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
