@@ -27,6 +27,12 @@ def forget_programs():
 
 
 @pytest.fixture
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
 def compiled():
     """The names of the programs that JAX has compiled so far."""
     names = []

@@ -1,0 +1,179 @@
+"""What silos do between messages: every local optimiser, minibatches, conjugacy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax.flatten_util import ravel_pytree
+from problems import cut, glmm_silos
+from pvi_problems import KEY, QUIET, glmm_inside, logistic, logistic_rows
+from scipy import optimize
+
+import numpyro_fed as nf
+from numpyro_fed import expfam
+from numpyro_fed.algorithms.pvi import Status
+
+pytestmark = pytest.mark.usefixtures("double")
+
+SOLVERS = {
+    "optax": (nf.local.Optax(steps=600), 1e-2),
+    "alpha": (nf.local.Optax(steps=600, alpha=0.5, num_particles=64), 3e-2),
+    "lbfgs": (nf.local.LBFGS(tolerance=1e-8), 1e-6),
+    "natural gradient": (nf.local.NaturalGradient(rate=0.1, num_particles=64), 3e-2),
+    "closed expectation": (
+        nf.local.NaturalGradient(rate=1.0, steps=1, expectation="closed_form"),
+        1e-9,
+    ),
+    "power ep": (nf.local.PowerEP(alpha=0.5, steps=300, num_particles=512), 3e-2),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_every_local_optimiser_finds_the_tilted_distribution_if_it_is_in_the_family(name):
+    """Property 2.1: the local free energy is largest where ``q`` is closest to it."""
+
+    def model(y):
+        m = numpyro.sample("m", dist.Normal(0.5, 1.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    local, rtol = SOLVERS[name]
+    silos = [dict(y=np.array([2.0, 3.0, 2.5, 2.2]))]
+    pvi = nf.PVI(model, local=local, start_scale=None)
+    q = pvi.run(KEY, 1, silos, **QUIET).posterior()["m"]
+    precision = 1.0 + 4
+    np.testing.assert_allclose(q.mean, (0.5 + 9.7) / precision, rtol=rtol)
+    np.testing.assert_allclose(q.variance, 1 / precision, rtol=2 * rtol)
+
+
+CONFUSION = np.array([[0.8, 0.1, 0.1], [0.2, 0.6, 0.2], [0.0, 0.3, 0.7]])
+NOT_CONJUGATE = {
+    "gamma": (dist.Gamma(2.0, 1.0), lambda z: dist.Poisson(z + 1), [4, 2, 5, 3, 6, 1, 2, 7]),
+    "beta": (
+        dist.Beta(2.0, 1.5),
+        lambda z: dist.Bernoulli(0.1 + 0.7 * z),
+        [1, 0, 1, 1, 1, 0, 1, 1],
+    ),
+    "dirichlet": (
+        dist.Dirichlet(np.array([1.5, 1.0, 2.0])),
+        lambda z: dist.Categorical(z @ CONFUSION),
+        [0, 2, 1, 1, 2, 0, 1, 1],
+    ),
+}
+
+
+def nearest(prior, likelihood, y):
+    """The member of the prior's family of least KL to the posterior, by quadrature."""
+    to_support = dist.biject_to(prior.support)
+    shape, axis = to_support.inverse_shape(prior.event_shape), np.linspace(-15, 15, 601)
+    dim = int(np.prod(shape))
+    u = np.stack(np.meshgrid(*[axis] * dim), -1).reshape(-1, *shape)
+    z = to_support(u)
+    weights = jnp.exp(to_support.log_abs_det_jacobian(u, z)) * (axis[1] - axis[0]) ** dim
+    target = prior.log_prob(z) + sum(likelihood(z).log_prob(v) for v in y)
+    start, build = ravel_pytree([jnp.log(getattr(prior, name)) for name in prior.arg_constraints])
+
+    @jax.jit
+    @jax.value_and_grad
+    def free_energy(x):
+        q = type(prior)(*map(jnp.exp, build(x)))
+        log_q = q.log_prob(z)
+        return (weights * jnp.exp(log_q) * (log_q - target)).sum()
+
+    best = optimize.minimize(free_energy, start, jac=True)
+    return type(prior)(*map(np.exp, build(best.x)))
+
+
+@pytest.mark.parametrize("name", NOT_CONJUGATE)
+def test_globals_other_than_gaussian_meet_likelihoods_they_are_not_conjugate_to(name):
+    """Three silos; the margins are four times the spread over ten keys."""
+    prior, likelihood, rows = NOT_CONJUGATE[name]
+
+    def model(y):
+        z = numpyro.sample("z", prior)
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", likelihood(z), obs=y)
+
+    silos = cut(dict(y=np.array(rows)), (4, 2, 2))
+    result = nf.PVI(model).run(KEY, 4, silos, **QUIET)
+    assert not result._fit.factors.conjugate
+    q, best = result.posterior()["z"], nearest(prior, likelihood, rows)
+    np.testing.assert_allclose(q.mean, best.mean, rtol=0.03)
+    np.testing.assert_allclose(q.variance, best.variance, rtol=0.03)
+
+
+IMPATIENT = nf.local.Optax(steps=40, patience=3)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [IMPATIENT, nf.local.NaturalGradient(steps=5), nf.local.PowerEP(steps=5)],
+    ids=["patience", "natural gradient", "power ep"],
+)
+def test_no_local_optimiser_takes_a_likelihood_that_is_nan(local):
+    def model(y, bad):
+        m = numpyro.sample("m", dist.Normal(0.0, 1.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.factor("y", -0.5 * (y - m * jnp.sqrt(bad)) ** 2)
+
+    good, bad = (dict(y=np.ones(1), bad=np.array([sign])) for sign in (1.0, -1.0))
+    with pytest.warns(UserWarning, match="1 non finite"):
+        result = nf.PVI(model, local=local).run(KEY, 1, [good, bad], **QUIET)
+    assert result.status[0, 1, 0] == Status.NON_FINITE
+    assert float(expfam.inner(*[result.factor(1)] * 2)) == 0
+
+
+def test_a_model_that_is_conjugate_at_some_silos_alone_is_not_taken_for_conjugate():
+    def model(x, y):
+        b = numpyro.sample("b", dist.Normal(0.0, 3.0))
+        rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.Poisson(rate * jnp.exp(b * x)), obs=y)
+
+    zero, one = (dict(x=np.full(2, x), y=np.array([2.0, 3.0])) for x in (0.0, 1.0))
+    pvi = nf.PVI(model)
+    assert not pvi._prepare([zero, one], "simulation")[0].factors.conjugate
+    other = nf.PVI(model)
+    other.run(KEY, 1, [zero, zero], **QUIET)
+    with pytest.warns(UserWarning, match="not conjugate"):
+        result = other.run(KEY, 1, [zero, one], **QUIET)
+    assert "pass local=numpyro_fed.local.Optax()" in result.report()
+
+
+def test_minibatches_of_a_model_that_sums_up_its_rows_are_refused():
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 2))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=w * (x - x.mean())), obs=y)
+
+    rows = logistic_rows()
+    silos = cut(dict(x=rows["x"][:, 0], y=rows["y"]), (12, 12))
+    pvi = nf.PVI(model, local=nf.local.Optax(batch_size=4))
+    with pytest.raises(nf.GuideError, match="a minibatch is another model"):
+        pvi.run(KEY, 1, silos, **QUIET)
+
+
+def test_minibatches_with_local_latents_come_near_the_posterior_of_all_rows():
+    silos = glmm_silos((20, 12))
+    fits = [
+        nf.PVI(
+            glmm_inside,
+            local=nf.local.Optax(steps=600, batch_size=batch, num_particles=2),
+            evidence_draws=1,
+        ).run(KEY, 2, silos, **QUIET)
+        for batch in (None, 10)
+    ]
+    whole, part = (fit.posterior()["beta"] for fit in fits)
+    sd = np.sqrt(whole.variance)
+    np.testing.assert_allclose(part.mean, whole.mean, atol=0.5 * sd.max())
+    np.testing.assert_allclose(np.sqrt(part.variance), sd, rtol=0.2)
+
+
+def test_a_visit_that_has_not_converged_is_reported():
+    pvi = nf.PVI(logistic, local=nf.local.LBFGS(steps=1, tolerance=1e-9))
+    with pytest.warns(UserWarning, match="2 not converged"):
+        result = pvi.run(KEY, 1, cut(logistic_rows(), (10, 14)), **QUIET)
+    assert (result.status == Status.NOT_CONVERGED).all()
+    assert "silo 1: the local optimiser had not converged" in result.report()
