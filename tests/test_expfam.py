@@ -62,7 +62,7 @@ def exact(name, psi):
         return dist.Normal(psi["loc"], jnp.exp(psi["log_scale"])).to_event(1)
     if name == "full":
         L = np.eye(3)
-        L[np.tril_indices(3, -1)] = psi["below"]
+        L[np.tril_indices(3, -1)] = psi["below"] / np.sqrt(2)
         L = L @ np.diag(np.exp(psi["log_scale"]))
         return dist.MultivariateNormal(psi["loc"], covariance_matrix=L @ L.T)
     alpha = jnp.exp(psi["log_concentration"])

@@ -9,7 +9,7 @@ import optax
 import pytest
 from numpyro.infer import autoguide
 from numpyro.infer.initialization import init_to_value
-from problems import gauss_hermite, glmm, glmm_silos, jitter, parts
+from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
 from numpyro_fed.data import bucket
@@ -38,7 +38,7 @@ def exact_global(kind, eta):
     L = np.diag(np.exp(eta["log_scale"]))
     if kind == "full":
         T = np.eye(dim)
-        T[np.tril_indices(dim, -1)] = eta["below"]
+        T[np.tril_indices(dim, -1)] = eta["below"] / np.sqrt(dim - 1)
         L = T @ L
     covariance = L @ L.T
     if kind == "low_rank":
@@ -83,6 +83,29 @@ def test_a_global_guide_starts_where_it_is_told(kind):
     eta = guide.init(KEY, jnp.array([1.0, -2.0, 0.5]))
     np.testing.assert_array_equal(guide.centre(eta), [1.0, -2.0, 0.5])
     np.testing.assert_allclose(jnp.exp(eta["log_scale"]), 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["sfvi", "pvi"])
+def test_a_hundred_correlated_globals_take_the_steps_that_one_does(method):
+    """Each step moves 5,150 parameters, 4,950 of them below the diagonal."""
+
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    r = np.random.default_rng(0)
+    x = r.normal(size=(400, 100)).astype(np.float32)
+    y = (x.sum(1) > 10 * r.normal(size=400)).astype(np.float32)
+    silos = cut(dict(x=x, y=y), (200, 200))
+    if method == "sfvi":
+        result = nf.SFVI(model, optim=optax.adam(0.05)).run(KEY, 300, silos, progress_bar=False)
+        assert result.losses[-50:].mean() < result.losses[:10].mean()
+    else:
+        pvi = nf.PVI(model, local=nf.local.Optax(steps=300, tolerance=100.0))
+        result = pvi.run(KEY, 1, silos, progress_bar=False)
+        assert set(result.rejections) == {"rejected_updates", "never_visited"}
+        assert sum(result.rejections.values()) == 0
 
 
 @pytest.mark.parametrize("kind", GLOBALS)

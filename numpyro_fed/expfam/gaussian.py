@@ -1,11 +1,14 @@
 r"""Gaussians by their natural parameters.
 
 Covariances are written ``S = L L'`` with ``L = T diag(exp(s))``, ``T`` unit lower triangular, as in
-the guides.
+the guides. What stands below its diagonal is a parameter divided by ``sqrt(dim - 1)``: optimisers
+like Adam move every parameter by as much, and the inverse of a triangular matrix of hundreds of
+such moves would not be finite.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -36,7 +39,7 @@ def gaussian(dim: int, covariance: str = "diagonal") -> Family:
         ``eta`` is ``{"first": (dim,), "second": (dim,) or (dim, dim)}``; the diagonal family has
         the squares of ``z`` and the diagonal of ``-Lambda / 2``. ``psi`` is ``{"loc": (dim,),
         "log_scale": (dim,)}`` and, where full, ``"below"``, the ``dim * (dim - 1) / 2`` numbers
-        below the diagonal of ``T`` row by row.
+        below the diagonal of ``T`` row by row, times ``sqrt(dim - 1)``.
 
     Returns
     -------
@@ -61,10 +64,13 @@ def gaussian(dim: int, covariance: str = "diagonal") -> Family:
 
 
 def unit_lower(below: Array, dim: int) -> Array:
-    """Unit lower triangular matrices with the numbers ``below`` (..., dim * (dim - 1) / 2)."""
+    """Unit lower triangular matrices with ``below / sqrt(dim - 1)`` below the diagonal.
+
+    ``below`` is (..., dim * (dim - 1) / 2).
+    """
     if dim < 2:
         return jnp.broadcast_to(jnp.eye(dim), (*below.shape[:-1], dim, dim))
-    return vec_to_tril_matrix(below, diagonal=-1) + jnp.eye(dim)
+    return vec_to_tril_matrix(below / math.sqrt(dim - 1), diagonal=-1) + jnp.eye(dim)
 
 
 def solve_unit(T: Array, vector: Array) -> Array:
@@ -239,9 +245,10 @@ def _lower(psi: Tree, dim: int) -> Array:
 
 
 def _parts(L: Array) -> Tree:
-    """The log-scales of a Cholesky factor, and what stands below the diagonal of ``T``."""
-    scale = jnp.diagonal(L)
-    return {"log_scale": jnp.log(scale), "below": (L / scale)[np.tril_indices(len(L), -1)]}
+    """The parameters of a Cholesky factor: :func:`unit_lower` the other way round."""
+    scale, dim = jnp.diagonal(L), len(L)
+    below = (L / scale)[np.tril_indices(dim, -1)] * math.sqrt(max(dim - 1, 1))
+    return {"log_scale": jnp.log(scale), "below": below}
 
 
 def _from_factor(loc: Array, L: Array) -> Tree:
