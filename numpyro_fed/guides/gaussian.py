@@ -1,8 +1,8 @@
 """Gaussian guides as functions of their parameters and explicit standard noise.
 
 Covariances are written ``S = L L'`` with ``L = T diag(exp(s))``: ``T`` is unit lower triangular and
-``s`` holds log-scales (Hassan et al. 2023, section 3; Tan, Bhaskaran and Nott 2020). The parameters of
-``T`` are scaled as in :mod:`numpyro_fed.expfam.gaussian`.
+``s`` holds log-scales (Hassan et al. 2023, section 3; Tan, Bhaskaran and Nott 2020). The
+parameters of ``T`` are scaled as in :mod:`numpyro_fed.expfam.gaussian`.
 """
 
 from __future__ import annotations
