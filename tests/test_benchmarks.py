@@ -49,3 +49,10 @@ def test_pvi_rounds(tmp_path):
     report = run_quickly("pvi_rounds.py", tmp_path)
     assert len(report["rounds_ms"]) == 3
     assert {"ratios", "target"} <= set(report)
+
+
+def test_many_globals(tmp_path):
+    report = run_quickly("many_globals.py", tmp_path)
+    assert [fit["globals"] for fit in report["fits"]] == [4, 4, 4]
+    for fit in report["fits"]:
+        assert {"fit", "seconds", "mean_error_sd", "sd_ratio", "nuts_ess"} <= set(fit)
