@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from numpyro_fed.saving import load_state
 RUNTIMES = {"simulation": simulation, "host": host}
 
 
-class Method:
+class Method(ABC):
     """A federated method: settings in a frozen dataclass, ``run`` and ``load`` from here.
 
     A subclass has the fields ``model`` and ``_fits``, and says how its fit is built.
@@ -126,15 +127,16 @@ class Method:
         """The result of a run; ``run.log`` is None for what was loaded."""
         return Result(run.losses, run.state, fit, held)
 
-    def _check_rounds(self, state: State, num_rounds: int) -> None:
+    def _check_rounds(self, state: State, num_rounds: int) -> None:  # noqa: B027
         """Refuse a number of rounds that the method cannot run."""
 
     def _text(self) -> Callable:
         """The model's text as it is run."""
         return self.model
 
+    @abstractmethod
     def _build(self, layout: Layout, buckets: Sequence[Bucket], runtime: str) -> Fit:
-        raise NotImplementedError
+        """The compiled fit for one layout of silos."""
 
     def _prepare(self, silos: Sequence[Mapping[str, Any]], runtime: str) -> tuple[Fit, Silos]:
         """The compiled fit for these shapes, from an earlier run where there was one."""

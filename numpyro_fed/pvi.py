@@ -164,7 +164,7 @@ class PVI(Method):
 
     def __post_init__(self) -> None:
         named(self.schedule)
-        damping = self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
+        damping = self._damping
         number = isinstance(damping, Real) and not isinstance(damping, bool)
         if damping != "auto" and not (number and 0 < float(damping) <= 1):
             raise ValueError(f"damping must be 'auto' or a number in (0, 1], got {damping!r}.")
@@ -187,6 +187,10 @@ class PVI(Method):
                 f"local must be one of numpyro_fed.local, such as local.Optax(steps=500), got "
                 f"{self.local!r}."
             )
+
+    @property
+    def _damping(self) -> str | float:
+        return self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
 
     def _check_rounds(self, state: State, num_rounds: int) -> None:
         if self.max_rounds is not None and int(state.round) + num_rounds > self.max_rounds:
@@ -226,13 +230,13 @@ class PVI(Method):
         spec, num_silos = named(self.schedule), len(layout.sizes)
         schedule = spec.build(num_silos)
         steps, size = (1, num_silos) if schedule is None else (schedule.steps, schedule.size)
-        damping = self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
+        auto, damping = self._damping == "auto", self._damping
         settings = Settings(
             num_silos=num_silos,
             visits=steps * size,
             steps=steps,
-            damping=spec.damping(num_silos) if damping == "auto" else float(damping),
-            adaptive=damping is not self.damping or damping == "auto",
+            damping=spec.damping(num_silos) if auto else float(damping),
+            adaptive=auto or isinstance(self.damping, Adaptive),
             deletion=self.deletion,
             prior_share=1.0 if self.prior_share == "whole" else 1 / num_silos,
             asynchronous=isinstance(spec, Asynchronous),

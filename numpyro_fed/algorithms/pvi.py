@@ -35,9 +35,10 @@ from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
 from numpyro_fed.data import SiloData
 from numpyro_fed.families import GAUSSIAN, Globals, log_likelihood
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.local.base import Local, Noise, Problem, all_finite, proper_step
+from numpyro_fed.local.base import Local, Noise, Problem, proper_step
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.split import FederatedModel, Rows
+from numpyro_fed.trees import all_finite
 
 Eta = Any
 PRIOR_DRAWS = 256

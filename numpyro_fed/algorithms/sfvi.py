@@ -25,6 +25,7 @@ from numpyro_fed.data import SiloData
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.split import FederatedModel, Rows
+from numpyro_fed.trees import all_finite
 
 
 class ServerState(NamedTuple):
@@ -127,12 +128,6 @@ def sfvi(
 
     exchange = Exchange(server_noise, silo_noise, broadcast, silo, server)
     return FederatedAlgorithm(init_server, init_silo, (exchange,))
-
-
-def all_finite(tree: Any) -> Array:
-    """Whether every number in a pytree is finite."""
-    leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
-    return jnp.stack(leaves).all()
 
 
 def _ascend(optim: Any, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:

@@ -189,8 +189,3 @@ def marginal(
     [1.5, 1.0]
     """
     return family.marginal(eta, index, shape, event_dim)
-
-
-def all_finite(eta: Tree) -> Array:
-    """Whether every number of a tree is finite."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(eta)]).all()

@@ -13,7 +13,8 @@ from jax import Array, lax
 from jax.nn import log_sigmoid, logsumexp, one_hot
 from jax.scipy.special import digamma, gammaln, polygamma
 
-from numpyro_fed.expfam.base import Family, Index, Tree, all_finite, inner
+from numpyro_fed.expfam.base import Family, Index, Tree, inner
+from numpyro_fed.trees import all_finite
 
 _FAR = 8.0  # fits look at sigmoid(+-8), at exp(+-8)
 _EULER_GAMMA = 0.5772156649015329

@@ -20,7 +20,8 @@ from jax import Array
 from jax.scipy.linalg import solve_triangular
 from numpyro.distributions.util import cholesky_of_inverse, vec_to_tril_matrix
 
-from numpyro_fed.expfam.base import Family, Index, Tree, all_finite
+from numpyro_fed.expfam.base import Family, Index, Tree
+from numpyro_fed.trees import all_finite
 
 _LOG_2PI = 1.8378770664093453
 _dot = partial(jnp.matmul, precision="highest")

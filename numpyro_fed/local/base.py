@@ -137,11 +137,6 @@ def proper_step(family: Family, eta: Eta, target: Eta, rate: Array | float) -> t
     return moved, jnp.where(fine, r, 0.0)
 
 
-def all_finite(tree: Any) -> Array:
-    """Whether every number of a tree is finite."""
-    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
-
-
 def minimise(
     loss: Callable[[Any], Array], start: Any, steps: int, tolerance: float
 ) -> tuple[Any, Array]:

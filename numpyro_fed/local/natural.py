@@ -13,7 +13,8 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
-from numpyro_fed.local.base import Eta, Problem, Psi, Solution, all_finite, proper_step
+from numpyro_fed.local.base import Eta, Problem, Psi, Solution, proper_step
+from numpyro_fed.trees import all_finite
 
 AFFINE = 1e-2  # what is left of a log likelihood, relative, where rounding is all that is left
 

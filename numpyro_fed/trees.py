@@ -1,0 +1,14 @@
+"""What any pytree of arrays can be asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def all_finite(tree: Any) -> Array:
+    """Whether every number of a tree is finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
