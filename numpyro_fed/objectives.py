@@ -65,7 +65,7 @@ class LocallyEnhanced:
     log-mean-exp alone would bias them. The identity is applied to the parameters of the local
     guide; the path through ``z_G`` is differentiated as it stands, so that a row whose guide is
     exact adds no noise to the globals. With ``K > 1`` at an outer plate it is applied at that
-    plate, and rows below are differentiated in full.
+    plate, and rows below are differentiated in full; so are rows under ``locals="joint"``.
 
     Examples
     --------
@@ -161,8 +161,10 @@ def silo_bound(
     counts = tuple((p.name, draws[p.name] if p.name in guide.rows else 1) for p in fm.plates)
     no_latents = [p.name for p in fm.plates if not p.dim]
     # More than one draw at an outer plate: its weights multiply whatever stands below, so that
-    # only the outermost gradient may be reparametrised twice.
-    stick_rows = k_outer == 1 and not plain
+    # only the outermost gradient may be reparametrised twice. Nor may that of rows which share a
+    # covariance: a row's own noise then moves other rows, whose weights are others.
+    together = k_rows > 1 and any(guide.locals[p].joint for p in guide.rows)
+    stick_rows = k_outer == 1 and not plain and not together
     stop = (lambda at: at) if plain else _stop
 
     def noise(key: Array, sizes: Sizes, particles: int) -> Rows:

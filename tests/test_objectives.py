@@ -14,6 +14,7 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 import numpyro_fed as nf
 from numpyro_fed.algorithms.sfvi import ServerState
 from numpyro_fed.data import bucket
+from numpyro_fed.objectives import silo_bound
 
 KEY = jax.random.key(0)
 
@@ -94,6 +95,27 @@ def test_the_gradient_of_a_row_is_unbiased_by_quadrature(x64):
     # The estimator is another one than the plain gradient, or this test would say nothing.
     plain = jax.grad(counts_bound, 1)(*at, grid[5].reshape(1, 2), p.silos[0])
     assert abs(plain["row"]["loc"] - per_noise[1]["row"]["loc"][5]).max() > 1e-4
+
+
+def test_the_gradient_of_rows_that_share_a_covariance_is_unbiased_by_quadrature(x64):
+    """K = 2 draws of two rows: a row's noise moves the other row, and with it the other's weight."""
+    silos, guide = [{"y": np.array([2, 0])}], nf.guides.Structured(locals="joint")
+    p = parts(counts, silos, guide=guide, objective=nf.LocallyEnhanced(draws=2))
+    eta = jitter(p.guide.init_local(KEY, p.silos[0]))
+    eta["row"]["log_scale"] += 2.0
+    eta["row"]["below"] = 0.8 * jnp.eye(2)[::-1].reshape(2, 1, 2, 1)
+    at = (p.model.init_theta(KEY), eta, jnp.array([0.5]), jnp.array([0.2]))
+    grid, weights = gauss_hermite(20, 4)
+
+    def value(*at):
+        return weights @ jax.vmap(lambda e: p.bound.value(*at, e, p.silos[0]))(noise)
+
+    noise = {"row": grid.reshape(-1, 2, 1, 2, 1)}
+    got = jax.jit(jax.grad(value, (0, 1, 2, 3)))(*at)
+    p = p._replace(bound=silo_bound(p.model, p.guide, {"row": 2}, plain=True))
+    expected = jax.jit(jax.grad(value, (0, 1, 2, 3)))(*at)
+    assert abs(expected[1]["row"]["below"]).max() > 0.1
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, expected)
 
 
 def test_the_elbo_of_a_row_is_unbiased_by_quadrature(x64):

@@ -352,7 +352,31 @@ def test_steps_with_two_exchanges():
     jax.tree.map(
         partial(np.testing.assert_allclose, rtol=1e-5), (silos, ran.losses), (same, again.losses)
     )
-    assert len(np.unique(ran.log.reports["drawn"])) == 4 * SILOS
+    drawn = [report["drawn"] for report in ran.log.reports]
+    assert len(np.unique(drawn)) == 2 * 4 * SILOS
+
+
+@pytest.mark.parametrize("name", [None, "random"])
+@pytest.mark.parametrize("where", ["buckets", "host"])
+def test_every_exchange_of_a_step_has_its_say(name, where):
+    """The first of two is content for one step only; losses add up, reports are kept by each."""
+    make, groups = RUNTIMES[where]
+    algorithm, batches = toy(), batches_of(groups)
+    (first,) = algorithm.exchanges
+
+    def server(state, memo, up):
+        after, info = first.server(state, memo, up)
+        return after, info._replace(loss=100.0 + 0.0 * info.loss, ok=after.counts.max() <= 1)
+
+    two = algorithm._replace(exchanges=(first._replace(server=server), first))
+    schedule = SCHEDULES[name] if name else None
+    runtime = make(two, schedule)
+    state, log, ok = runtime.advance(KEY, runtime.init(KEY, batches), batches, 4)
+    assert not bool(ok)
+    assert int(state.round) == (1 if name else 2)
+    assert 100 < float(np.asarray(log.losses)[0]) - (100 if name else TOTALS.sum() - 1) < 110
+    assert isinstance(log.reports, tuple)
+    assert len(log.reports) == 2
 
 
 # --- going on, and stopping ------------------------------------------------------------------

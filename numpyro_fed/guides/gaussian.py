@@ -38,12 +38,15 @@ class GlobalGuide(NamedTuple):
         alone.
     centre : eta -> (dim,)
         Where the guide is centred; local guides measure ``z_G`` from there.
+    log_density : (eta, z_G) -> (), optional
+        At any point; None where it is known at the guide's own draws alone, as of most flows.
     """
 
     noise: Callable[[Array, int], Any]
     init: Callable[[Array, Array], Eta]
     draw: Callable[[Eta, Any], tuple[Array, Array]]
     centre: Callable[[Eta], Array]
+    log_density: Callable[[Eta, Array], Array] | None = None
 
 
 class LocalGuide(NamedTuple):
@@ -65,12 +68,15 @@ class LocalGuide(NamedTuple):
         Log density, one number a row.
     recentre : (eta, a) -> eta
         The parameters of the same guide when what stands above is measured from ``a``.
+    joint : bool
+        Whether a row's density is given the rows before it, not on its own.
     """
 
     init: Callable[[Array, int], Eta]
     draw: Callable[[Eta, Array, Array], Array]
     log_q: Callable[[Eta, Array, Array], Array]
     recentre: Callable[[Eta, Array], Eta]
+    joint: bool = False
 
 
 def standard_normals(dim: int) -> Callable[[Array, int], Array]:
@@ -84,13 +90,14 @@ def diagonal(dim: int, init_scale: float) -> GlobalGuide:
     def init(key: Array, loc: Array) -> Eta:
         return {"loc": loc, "log_scale": jnp.full(dim, jnp.log(init_scale))}
 
-    def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
-        z = eta["loc"] + jnp.exp(eta["log_scale"]) * noise
-        fixed = stop_gradient(eta)
-        standard = (z - fixed["loc"]) / jnp.exp(fixed["log_scale"])
-        return z, _standard_normal(standard).sum() - fixed["log_scale"].sum()
+    def place(eta: Eta, noise: Array) -> Array:
+        return eta["loc"] + jnp.exp(eta["log_scale"]) * noise
 
-    return GlobalGuide(standard_normals(dim), init, draw, lambda eta: eta["loc"])
+    def log_density(eta: Eta, z: Array) -> Array:
+        standard = (z - eta["loc"]) / jnp.exp(eta["log_scale"])
+        return _standard_normal(standard).sum() - eta["log_scale"].sum()
+
+    return _sticking(dim, init, place, log_density)
 
 
 def full(dim: int, init_scale: float) -> GlobalGuide:
@@ -100,14 +107,15 @@ def full(dim: int, init_scale: float) -> GlobalGuide:
         below = jnp.zeros(dim * (dim - 1) // 2)
         return {"loc": loc, "log_scale": jnp.full(dim, jnp.log(init_scale)), "below": below}
 
-    def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
-        z = eta["loc"] + unit_lower(eta["below"], dim) @ (jnp.exp(eta["log_scale"]) * noise)
-        fixed = stop_gradient(eta)
-        scaled = solve_unit(unit_lower(fixed["below"], dim), z - fixed["loc"])
-        standard = scaled / jnp.exp(fixed["log_scale"])
-        return z, _standard_normal(standard).sum() - fixed["log_scale"].sum()
+    def place(eta: Eta, noise: Array) -> Array:
+        return eta["loc"] + unit_lower(eta["below"], dim) @ (jnp.exp(eta["log_scale"]) * noise)
 
-    return GlobalGuide(standard_normals(dim), init, draw, lambda eta: eta["loc"])
+    def log_density(eta: Eta, z: Array) -> Array:
+        scaled = solve_unit(unit_lower(eta["below"], dim), z - eta["loc"])
+        standard = scaled / jnp.exp(eta["log_scale"])
+        return _standard_normal(standard).sum() - eta["log_scale"].sum()
+
+    return _sticking(dim, init, place, log_density)
 
 
 def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
@@ -117,15 +125,31 @@ def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
         factor = 0.1 * init_scale * jax.random.normal(key, (dim, rank))
         return {"loc": loc, "log_scale": jnp.full(dim, jnp.log(init_scale)), "factor": factor}
 
-    def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
+    def place(eta: Eta, noise: Array) -> Array:
         own, shared = noise[:dim], noise[dim:]
-        z = eta["loc"] + jnp.exp(eta["log_scale"]) * own + eta["factor"] @ shared
-        fixed = stop_gradient(eta)
-        variance = jnp.exp(2 * fixed["log_scale"])
-        q = dist.LowRankMultivariateNormal(fixed["loc"], fixed["factor"], variance)
-        return z, q.log_prob(z)
+        return eta["loc"] + jnp.exp(eta["log_scale"]) * own + eta["factor"] @ shared
 
-    return GlobalGuide(standard_normals(dim + rank), init, draw, lambda eta: eta["loc"])
+    def log_density(eta: Eta, z: Array) -> Array:
+        variance = jnp.exp(2 * eta["log_scale"])
+        return dist.LowRankMultivariateNormal(eta["loc"], eta["factor"], variance).log_prob(z)
+
+    return _sticking(dim + rank, init, place, log_density)
+
+
+def _sticking(
+    numbers: int,
+    init: Callable[[Array, Array], Eta],
+    place: Callable[[Eta, Array], Array],
+    log_density: Callable[[Eta, Array], Array],
+) -> GlobalGuide:
+    """A Gaussian guide whose draws take ``numbers`` normals and are put in ``place``."""
+
+    def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
+        z = place(eta, noise)
+        return z, log_density(stop_gradient(eta), z)
+
+    noise = standard_normals(numbers)
+    return GlobalGuide(noise, init, draw, lambda eta: eta["loc"], log_density)
 
 
 def local(
@@ -190,7 +214,7 @@ def local(
     def recentre(eta: Eta, above: Array) -> Eta:
         return {**eta, "loc": mean(eta, above), "log_scale": log_scale(eta, above)}
 
-    return LocalGuide(init, draw, log_q, recentre)
+    return LocalGuide(init, draw, log_q, recentre, covariance == "joint")
 
 
 def _standard_normal(x: Array) -> Array:

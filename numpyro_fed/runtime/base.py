@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Combine
+from numpyro_fed.algorithms.base import Combine, Info
 from numpyro_fed.data import Bucket, SiloData
 from numpyro_fed.runtime.schedule import Schedule
 
@@ -168,6 +168,19 @@ def combine(how: Combine, replies: Sequence[Any], order: Array | None = None) ->
         return jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *totals)
     which = slice(None) if order is None else order
     return jax.tree.map(lambda *parts: jnp.concatenate(parts)[which], *replies)
+
+
+def fold(infos: Sequence[Info]) -> Info:
+    """What the exchanges of one step report, as one: it may be kept if each of them may.
+
+    Losses and changes add up; reports are a tuple by exchange where there are several.
+    """
+    if len(infos) == 1:
+        return infos[0]
+    loss = sum((info.loss for info in infos[1:]), infos[0].loss)
+    change = sum((info.change for info in infos[1:]), infos[0].change)
+    ok = jnp.stack([jnp.asarray(info.ok) for info in infos]).all()
+    return Info(loss, ok, change, tuple(info.report for info in infos))
 
 
 def in_order(batches: Sequence[Batch]) -> Array:

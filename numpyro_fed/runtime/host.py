@@ -20,6 +20,7 @@ from numpyro_fed.runtime.base import (
     chunk_of,
     combine,
     exchange_key,
+    fold,
     init_keys,
     init_schedule,
     server_key,
@@ -59,7 +60,7 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
         key: Array, number: Array, who: np.ndarray, state: State, batches: tuple[Batch, ...]
     ) -> tuple[State, Info, list[Any]]:
         where = {int(b.silos[0]): i for i, b in enumerate(batches)}
-        server, silos = state.server, list(state.silos)
+        server, silos, infos = state.server, list(state.silos), []
         for e, exchange, noise, broadcast, ask, answer in exchanges:
             mine = exchange_key(key, number, e, len(exchanges))
             drawn = exchange.server_noise(server_key(mine))
@@ -73,8 +74,9 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
                 replies.append(_stack(up))
                 silos[where[j]] = _stack(after)
             server, info = answer(server, memo, combine(exchange.combine, replies))
+            infos.append(info)
         watched = [watch(_only(silos[where[j]])) for j in who.tolist()]
-        return state._replace(server=server, silos=tuple(silos)), info, watched
+        return state._replace(server=server, silos=tuple(silos)), fold(infos), watched
 
     def one_round(
         key: Array, state: State, batches: tuple[Batch, ...]

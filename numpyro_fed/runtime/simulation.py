@@ -22,6 +22,7 @@ from numpyro_fed.runtime.base import (
     chunk_of,
     combine,
     exchange_key,
+    fold,
     in_order,
     init_keys,
     init_schedule,
@@ -84,7 +85,7 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
     @partial(jax.jit, inline=True)  # traced once, though it is also asked for its shapes
     def one_round(noise: list, state: State, batches: tuple[Batch, ...]) -> tuple[State, Info, Any]:
         round_, server, silos, _ = state
-        who, order = jnp.arange(_count(batches)), in_order(batches)
+        who, order, infos = jnp.arange(_count(batches)), in_order(batches), []
         for exchange, (for_server, for_buckets) in zip(exchanges, noise, strict=True):
             down, memo = exchange.broadcast(for_server, server, who)
             answers = [
@@ -94,9 +95,10 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
             silos = tuple(states for _, states in answers)
             combined = combine(exchange.combine, [up for up, _ in answers], order)
             server, info = exchange.server(server, memo, combined)
+            infos.append(info)
         watched = [jax.vmap(watch)(states) for states in silos] if watch else [()]
         together = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *watched)
-        return State(round_ + 1, server, silos), info, together
+        return State(round_ + 1, server, silos), fold(infos), together
 
     @jax.jit
     def advance(
@@ -226,13 +228,15 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
     def one_step(
         key: Array, number: Array, who: Array, server: Any, silos: Any, batches: Any, places: Places
     ) -> tuple[Any, Any, Info, Any]:
+        infos = []
         for e, exchange in enumerate(exchanges):
             mine = exchange_key(key, number, e, len(exchanges))
             down, memo = exchange.broadcast(exchange.server_noise(server_key(mine)), server, who)
             keys = jax.vmap(partial(silo_key, mine))(who)
             up, silos, seen = ask(exchange, keys, down, who, silos, batches, places)
             server, info = exchange.server(server, memo, combine(exchange.combine, [up]))
-        return server, silos, info, seen
+            infos.append(info)
+        return server, silos, fold(infos), seen
 
     @jax.jit
     def advance(
