@@ -98,7 +98,8 @@ class Comparison:
         ``{site: {"mean_error_sd", "sd_ratio", "wasserstein_sd"}}``, arrays of the site's shape.
     pareto_k : float
         Shape of the importance weights of the fit (:func:`numpyro_fed.importance_correct`); NaN
-        for NUTS, which has none, and infinite if a silo's weights are not finite.
+        for NUTS, and under a divergence other than KL, which have none, and infinite if a silo's
+        weights are not finite.
     """
 
     sites: dict[str, dict[str, np.ndarray]]
@@ -211,6 +212,8 @@ def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
         return importance_correct(key, result, num_draws=1_000, inner_draws=50).pareto_k
     except NonFiniteError:
         return float("inf")
+    except ValueError:  # under a divergence other than KL there are no weights
+        return float("nan")
 
 
 def _warn_if_few(ess: Mapping[str, np.ndarray]) -> None:

@@ -16,12 +16,18 @@ from jax import Array
 from numpyro_fed.algorithms.importance import importance, start
 from numpyro_fed.errors import NonFiniteError, positive_int
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.moments import Moments, moments
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.posterior import Posterior, posterior
+from numpyro_fed.proposals import SHARE, Proposal, proposal
 from numpyro_fed.result import Fit, Result
 from numpyro_fed.runtime.base import Runtime
 from numpyro_fed.runtime.loop import failed_silos
 from numpyro_fed.runtime.simulation import simulation
+
+FEW = 100  # draws: with fewer there is no tail to speak of
+ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
+CLOSE = 0.1  # sds
 
 
 def importance_correct(
@@ -29,6 +35,8 @@ def importance_correct(
     result: Result,
     num_draws: int = 4_000,
     inner_draws: int | Mapping[str, int] = 100,
+    *,
+    wider: float = SHARE,
 ) -> Corrected:
     r"""Weigh draws of the globals by the joint density of all silos, in one exchange.
 
@@ -40,8 +48,10 @@ def importance_correct(
         \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
 
     The weights are Pareto-smoothed (Vehtari et al. 2024, by BlackJAX). Their shape ``k`` says
-    whether guide and posterior are close enough to trust, with no pooled run to compare with. (As
-    every importance sampler's, it cannot see a mode of the posterior that the guide never visits.)
+    whether guide and posterior are close enough to trust, with no pooled run to compare with.
+    ``q`` is the guide and, for some of the draws, wider distributions around it and the prior's
+    spread (:mod:`numpyro_fed.proposals`), which show what a narrow guide, or one in one of several
+    modes, would not. (A mode that is narrow, far off and in many dimensions still hides.)
 
     Parameters
     ----------
@@ -53,6 +63,8 @@ def importance_correct(
     inner_draws : int or dict of str to int
         Draws of the locals for each of them: an int for the plates of rows, or, where there are
         outer plates, for these, with the square root of it for the rows below; or a dict by plate.
+    wider : float
+        Share of the draws that look beyond the guide; 0 trusts the guide's reach.
 
     Returns
     -------
@@ -60,6 +72,9 @@ def importance_correct(
 
     Raises
     ------
+    ValueError
+        For a fit under a divergence other than KL: its posterior is not proportional to a density
+        that could be weighed.
     NonFiniteError
         If a silo's estimate is NaN, or no draw has any weight.
 
@@ -80,8 +95,12 @@ def importance_correct(
     (True, True)
     """
     positive_int("num_draws", num_draws)
+    if not 0 <= wider < 1:
+        raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
     fit, silos, state = result._fit, result._silos, result.state
-    runtime, sampler = _compiled(fit, _inner_draws(fit.guide, inner_draws), num_draws)
+    _check_weighable(fit)
+    draws = _inner_draws(fit.guide, inner_draws)
+    runtime, sampler, proposed = _compiled(fit, draws, num_draws, wider)
     server = start(state.server.params, num_draws, fit.model.dim)
     first = state._replace(round=jnp.zeros((), jnp.int32), server=server, schedule=())
     last, log, ok = runtime.advance(key, first, silos.batches, 1)
@@ -95,19 +114,29 @@ def importance_correct(
             round=int(state.round),
             silos=bad,
         )
-    smoothed, pareto_k = _smooth(last.server.log_weights)
-    weights = np.exp(np.asarray(smoothed, np.float64))
-    ess = float(weights.sum() ** 2 / (weights**2).sum())
+    pareto_k, weights = _weights(last.server.log_weights)
+    ess = float(1 / (weights**2).sum())
+    z_G = last.server.z_G
     return Corrected(
-        log_evidence=-float(log.losses[0]),
+        log_evidence=None if fit.factors and fit.factors.loss else -float(log.losses[0]),
         ess=ess,
-        pareto_k=_tail(float(pareto_k), ess / num_draws),
-        weights=weights / weights.sum(),
+        pareto_k=pareto_k,
+        weights=weights,
         result=result,
         _key=jax.random.fold_in(key, 1),
-        _z_G=last.server.z_G,
+        _z_G=z_G,
+        _moments=moments(np.asarray(z_G), weights, proposed.own),
         _posterior=sampler,
     )
+
+
+def _check_weighable(fit: Fit) -> None:
+    if fit.factors is not None and fit.factors.divergence:
+        raise ValueError(
+            "this fit's divergence is not KL, so that its posterior is no prior times likelihood: "
+            "weights would turn it into the ordinary posterior. Correct a fit with "
+            "divergence=KL() and prior_divergence=KL(), or judge this one by prediction."
+        )
 
 
 @dataclass(frozen=True)
@@ -116,8 +145,8 @@ class Corrected:
 
     Attributes
     ----------
-    log_evidence : float
-        Estimate of ``log p(y)``.
+    log_evidence : float or None
+        Estimate of ``log p(y)``; None under a loss, where there is none.
     ess : float
         Effective number of draws.
     pareto_k : float
@@ -128,13 +157,14 @@ class Corrected:
         The fit that was corrected.
     """
 
-    log_evidence: float
+    log_evidence: float | None
     ess: float
     pareto_k: float
     weights: np.ndarray = field(repr=False)
     result: Result = field(repr=False)
     _key: Array = field(repr=False)
     _z_G: Array = field(repr=False)
+    _moments: Moments = field(repr=False)
     _posterior: Posterior = field(repr=False)
 
     @property
@@ -143,12 +173,44 @@ class Corrected:
 
         ``min(1 - 1 / log10(S), 0.7)`` (Vehtari et al. 2024, section 3.2.4).
         """
-        return min(1 - 1 / math.log10(max(len(self.weights), 11)), 0.7)
+        return _threshold(len(self.weights))
 
     @property
     def reliable(self) -> bool:
-        """Whether the corrected posterior can be trusted."""
+        """Whether the weights' tail lets averages over them converge as they should."""
         return self.pareto_k <= self.threshold
+
+    @property
+    def monte_carlo_error(self) -> float:
+        """The largest standard error of a global's mean or sd, in posterior sds.
+
+        Of unconstrained coordinates, as all that follows.
+        """
+        return float(self._moments.error.max(initial=0.0))
+
+    @property
+    def trusted(self) -> bool:
+        """Whether corrected means and sds are right to a tenth of an sd."""
+        return self.reliable and self.monte_carlo_error <= ERROR
+
+    @property
+    def fit_error(self) -> dict[str, dict[str, np.ndarray]]:
+        """How far the fit is from its correction, ``{site: {"mean_error_sd", "sd_ratio"}}``."""
+        shift, sites = self._moments.shift, self.result._fit.model.named("latent")
+        return {
+            s.name: {
+                "mean_error_sd": np.abs(shift[0, s.start : s.stop]).reshape(s.shape),
+                "sd_ratio": 1 + shift[1, s.start : s.stop].reshape(s.shape),
+            }
+            for s in sites
+        }
+
+    @property
+    def fit_trusted(self) -> bool:
+        """Whether the fit's own means and sds are right to a tenth of an sd."""
+        off, error = np.abs(self._moments.shift), self._moments.shift_error
+        enough = self.reliable and len(self.weights) >= FEW
+        return enough and bool((off + 2 * error <= CLOSE).all())
 
     @cached_property
     def draws(self) -> dict[str, Array]:
@@ -171,30 +233,50 @@ class Corrected:
         return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
 
     def report(self) -> str:
-        """Say in words whether the posterior can be trusted."""
+        """Say in words whether the posterior can be trusted, and whether the fit can."""
         share = self.ess / len(self.weights)
+        evidence = "" if self.log_evidence is None else f", log evidence {self.log_evidence:.2f}"
+        return (
+            f"Pareto k-hat {self.pareto_k:.2f} (at most {self.threshold:.2f} is reliable for "
+            f"{len(self.weights)} draws), {self.ess:.0f} effective draws ({share:.0%})"
+            f"{evidence}. {self._verdict(share)}"
+        )
+
+    def _verdict(self, share: float) -> str:
+        if len(self.weights) < FEW:
+            return "Too few draws to tell: k-hat needs 100 or more."
+        if self.reliable and not self.trusted:
+            return (
+                f"Means and sds are known to {self.monte_carlo_error:.2g} sd only: take more "
+                f"num_draws, or fit for longer. {self._fit_verdict()}"
+            )
         if self.reliable:
-            verdict = "The corrected posterior can be trusted"
-            close = "already close to it" if share > 0.5 else "some way from it: use the correction"
-            verdict += f", and the fitted guide is {close}."
-        elif len(self.weights) < FEW:
-            verdict = "Too few draws to tell: k-hat needs 100 or more."
-        elif share > 0.5:
-            verdict = (
+            return (
+                "The corrected posterior can be trusted: its means and sds are known to "
+                f"{self.monte_carlo_error:.2g} sd. {self._fit_verdict()}"
+            )
+        if share > 0.5:
+            return (
                 "Most draws count, so the corrected means and spreads are about right, but the "
                 "posterior's tails reach beyond the guide's: do not trust tail probabilities, and "
                 "look at it with other keys and more draws."
             )
-        else:
-            verdict = (
-                "Neither the fit nor its correction can be trusted: a few draws carry the weight. "
-                "Run more rounds, use a richer guide or LocallyEnhanced, or more inner_draws."
-            )
         return (
-            f"Pareto k-hat {self.pareto_k:.2f} (at most {self.threshold:.2f} is reliable for "
-            f"{len(self.weights)} draws), {self.ess:.0f} effective draws ({share:.0%}), "
-            f"log evidence {self.log_evidence:.2f}. {verdict}"
+            "Neither the fit nor its correction can be trusted: a few draws carry the weight. "
+            "Run more rounds, use a richer guide or LocallyEnhanced, or more inner_draws."
         )
+
+    def _fit_verdict(self) -> str:
+        off = np.abs(self._moments.shift)
+        if not off.size:
+            return "There are no globals to compare."
+        which, place = np.unravel_index(off.argmax(), off.shape)
+        sites = self.result._fit.model.named("latent")
+        name = next(s.name for s in sites if s.start <= place < s.stop)
+        worst = f"the {('mean', 'sd')[which]} of '{name}' is {off[which, place]:.2g} sd off"
+        if self.fit_trusted:
+            return f"The fit can be trusted as well: at worst {worst}."
+        return f"The fit itself cannot: {worst}. Use the correction."
 
     def __str__(self) -> str:
         return self.report()
@@ -203,18 +285,39 @@ class Corrected:
 _smooth = jax.jit(psis_weights)  # a hundred small programs otherwise
 
 
-FEW = 100
+def _weights(log_weights: Array) -> tuple[float, np.ndarray]:
+    """k-hat and normalised weights: smoothed, but as they are where k-hat is too large for that.
+
+    Few large weights among equal ones, those of a mode that the guide has missed, would be lost.
+    """
+    smoothed, k = _smooth(log_weights)
+    for found in (smoothed, log_weights):
+        log_w = np.asarray(found, np.float64)
+        weights = np.exp(log_w - log_w.max())
+        weights = weights / weights.sum()
+        share = float(1 / (weights**2).sum() / len(weights))
+        pareto_k = _tail(float(k), share)
+        if pareto_k <= _threshold(len(weights)):
+            break
+    return pareto_k, weights
 
 
-def _compiled(fit: Fit, draws: dict[str, int], num_draws: int) -> tuple[Runtime, Posterior]:
+def _threshold(num_draws: int) -> float:
+    return min(1 - 1 / math.log10(max(num_draws, 11)), 0.7)
+
+
+def _compiled(
+    fit: Fit, draws: dict[str, int], num_draws: int, wider: float
+) -> tuple[Runtime, Posterior, Proposal]:
     """The exchange and the sampling functions for these numbers of draws, compiled once a fit."""
     batch_size = _batch_size(fit, draws, num_draws)
-    known = (tuple(draws.items()), num_draws, batch_size)
+    known = (tuple(draws.items()), num_draws, batch_size, wider)
     if known not in fit.corrections:
         bound = silo_bound(fit.model, fit.guide, draws)
-        algorithm = importance(fit.model, fit.guide, bound, num_draws, batch_size)
+        proposed = proposal(fit.model, fit.guide.globals, num_draws, wider)
+        algorithm = importance(fit.model, fit.guide, proposed, bound, num_draws, batch_size)
         sampler = posterior(fit.model, fit.guide, bound)
-        fit.corrections[known] = simulation(algorithm), sampler
+        fit.corrections[known] = simulation(algorithm), sampler, proposed
     return fit.corrections[known]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro.diagnostics import effective_sample_size
+from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
+from numpyro.infer.initialization import init_to_sample
 
 from numpyro_fed import data as silo_data
 from numpyro_fed.data import Bucket, SiloData, Sizes, grouped, signature, stacked
@@ -22,6 +25,12 @@ from numpyro_fed.handlers import local_name
 from numpyro_fed.layout import lay_out
 from numpyro_fed.result import Result
 from numpyro_fed.split import FederatedModel, Rows
+
+ENOUGH = 500  # samples of a chain, for a verdict without being asked
+RHAT = 1.05
+ERROR = 0.05  # sds: 400 effective draws
+DIVERGENT = 0.005  # of all transitions
+ROUNDING = 1e-5  # a smaller spread, relative, is none
 
 Position = dict[str, Any]  # {"z_G": (dim,), "z_L": {plate: (rows of all silos, dim)}}
 
@@ -47,6 +56,48 @@ class NutsResult:
         """All sites on their own supports, chains joined; silo j's are named ``silo_{j}/b``."""
         joined = {k: _join_chains(v) for k, v in self.globals.items()}
         return joined | self._locals()
+
+    @cached_property
+    def monte_carlo_error(self) -> float:
+        """The largest standard error of a global's mean or sd, in posterior sds.
+
+        From effective draws of each element and of its square about the mean; infinite where
+        chains that should agree do not (split R-hat above 1.05).
+        """
+        worst = 0.0
+        for draws in self.globals.values():
+            flat = np.asarray(draws, np.float64).reshape(*draws.shape[:2], -1)
+            mean, sd = flat.mean((0, 1)), flat.std((0, 1))
+            standard = ((flat - mean) / np.where(sd > 0, sd, 1))[..., sd > ROUNDING * abs(mean)]
+            for values in (standard, (standard**2 - 1) / 2):
+                if not values.size:
+                    continue
+                ess, rhat = effective_sample_size(values), split_gelman_rubin(values)
+                error = values.std((0, 1)) / np.sqrt(ess)
+                worst = max(worst, np.where(rhat <= RHAT, error, np.inf).max())
+        return float(worst)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether these draws can serve as the reference: few divergences, and small errors."""
+        total = math.prod(next(iter(self.globals.values())).shape[:2]) if self.globals else 1
+        return self.divergences <= DIVERGENT * total and self.monte_carlo_error <= ERROR
+
+    def report(self) -> str:
+        """Say in words whether these draws can be trusted."""
+        error = self.monte_carlo_error
+        if np.isinf(error):
+            known = "the chains do not agree (or stand still): run more of them, and longer"
+        else:
+            known = f"means and sds of the globals are known to {error:.2g} sd"
+        verdict = "They can be trusted."
+        if not self.trusted:
+            verdict = (
+                f"They are no reference (at most {ERROR} sd and {DIVERGENT:.1%} divergent "
+                "transitions are): take more num_samples, a higher target_accept_prob, or "
+                "another form of the model."
+            )
+        return f"{self.divergences} divergent transitions; {known}. {verdict}"
 
     def ess(self) -> dict[str, np.ndarray]:
         """Effective sample size of each element of each global site; NaN where it is constant."""
@@ -80,7 +131,8 @@ def run_nuts(
     silos : list of dict
         What each silo holds.
     num_warmup, num_samples, num_chains : int
-        For each chain; chains run side by side.
+        For each chain; chains run side by side. Of several, every other one starts at a draw
+        from the prior, so that they can disagree where the posterior has several modes.
     backend : {"numpyro", "blackjax"}
         Whose NUTS. BlackJAX's adapts by its window adaptation.
     params : Result, optional
@@ -93,6 +145,11 @@ def run_nuts(
     Returns
     -------
     NutsResult
+
+    Warns
+    -----
+    UserWarning
+        If the draws cannot serve as a reference (:meth:`NutsResult.report`).
 
     Examples
     --------
@@ -129,6 +186,8 @@ def run_nuts(
         "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
     }
     start = _uniform(key_init, shapes)
+    if num_chains > 1:
+        start = _some_from_prior(key_init, fm, log_density, start)
     if not bool(jnp.isfinite(jax.jit(jax.vmap(log_density))(start)).all()):
         raise ValueError(
             "the joint log density is not finite at a random start in unconstrained space. Look at "
@@ -144,7 +203,10 @@ def run_nuts(
         flat = jax.tree.map(_join_chains, draws)
         return _local_sites(fm, read, sizes, flat, [{**shared, **own} for own in private])
 
-    return NutsResult(globals_, int(divergences), local_sites)
+    result = NutsResult(globals_, int(divergences), local_sites)
+    if num_samples >= ENOUGH and not result.trusted:
+        warnings.warn(f"NUTS: {result.report()}", stacklevel=2)
+    return result
 
 
 def _uniform(key: Array, shapes: Any) -> Any:
@@ -155,6 +217,23 @@ def _uniform(key: Array, shapes: Any) -> Any:
         jax.random.uniform(k, s, minval=-2, maxval=2) for k, s in zip(keys, leaves, strict=True)
     ]
     return jax.tree.unflatten(tree, draws)
+
+
+def _some_from_prior(
+    key: Array, fm: FederatedModel, log_density: Callable[[Position], Array], start: Position
+) -> Position:
+    """Every other chain's globals from the prior: starts that all lie near zero may share a mode.
+
+    Not where the prior cannot be drawn from, or where the density there is not finite.
+    """
+    keys = jax.random.split(jax.random.fold_in(key, 1), len(start["z_G"]))
+    try:
+        drawn = jax.vmap(lambda key: fm.init_global(key, init_to_sample))(keys)
+    except NotImplementedError:
+        return start
+    fine = jnp.isfinite(jax.jit(jax.vmap(log_density))({**start, "z_G": drawn}))
+    chosen = (jnp.arange(len(keys)) % 2 == 1) & fine
+    return {**start, "z_G": jnp.where(chosen[:, None], drawn, start["z_G"])}
 
 
 def _join_chains(draws: Any) -> Any:

@@ -22,8 +22,9 @@ from numpyro_fed.divergences import KL
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.families import Globals, conjugate, globals_of
 from numpyro_fed.guides.gaussian import GlobalGuide
-from numpyro_fed.guides.structured import Structured, build
+from numpyro_fed.guides.structured import Guide, Structured, build
 from numpyro_fed.handlers import generalised
+from numpyro_fed.importance import importance_correct
 from numpyro_fed.layout import Layout
 from numpyro_fed.local import LBFGS, ClosedForm, Optax
 from numpyro_fed.local.base import Local
@@ -212,6 +213,7 @@ class PVI(Method):
         closed = conjugate(fm, chosen, [b.data for b in buckets])
         exact = closed and isinstance(self.divergence, KL)
         local: Local = self.local or (ClosedForm() if exact else Optax())
+        _check_minibatch_guide(guide, local)
         plate, rows = _minibatch(layout, buckets, local)
         parts = Parts(
             model=fm,
@@ -256,12 +258,19 @@ class PVI(Method):
             posterior=posterior(fm, guide, bounds[0]),
             settings=self._settings(draws, parts.local),
             corrections={},
-            factors=Factors(chosen, settings, algorithm, closed, self._generalised(), evaluate),
+            certify=importance_correct,
+            factors=Factors(
+                chosen,
+                settings,
+                algorithm,
+                closed,
+                loss=self.loss not in (None, log_loss),
+                divergence=not all(
+                    isinstance(d, KL) for d in (self.divergence, self.prior_divergence)
+                ),
+                evaluation=evaluate,
+            ),
         )
-
-    def _generalised(self) -> bool:
-        kl = isinstance(self.divergence, KL) and isinstance(self.prior_divergence, KL)
-        return not kl or self.loss not in (None, log_loss)
 
     def _settings(self, draws: Mapping[str, int], local: Local) -> dict[str, Any]:
         chosen = {name: _described(getattr(self, name)) for name in SAVED}
@@ -310,7 +319,10 @@ def _global_guide(chosen: Globals) -> GlobalGuide:
     def init(key: Array, loc: Array) -> Any:
         raise TypeError("the factors' family starts at the prior")
 
-    return GlobalGuide(family.noise, init, draw, lambda eta: family.centre(family.ordinary(eta)))
+    def centre(eta: Any) -> Array:
+        return family.centre(family.ordinary(eta))
+
+    return GlobalGuide(family.noise, init, draw, centre, partial(expfam.log_density, family))
 
 
 def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:
@@ -329,6 +341,16 @@ def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:
             f"divergence={divergence!r}. Use local.Optax() or local.LBFGS()."
         )
     return local
+
+
+def _check_minibatch_guide(guide: Guide, local: Local) -> None:
+    joint = [plate for plate, g in guide.locals.items() if g.joint]
+    if local.batch_size is not None and joint:
+        raise GuideError(
+            f"batch_size={local.batch_size} cannot go with locals='joint' for silo_plate "
+            f"'{joint[0]}': one covariance over all rows has no part for a minibatch. Use "
+            "locals='full' or 'diagonal', or batch_size=None."
+        )
 
 
 def _minibatch(

@@ -87,7 +87,7 @@ class PVIResult(Result):
         NonFiniteError
             If some silo's data are impossible under the posterior.
         """
-        if self._factors.generalised:
+        if self._factors.loss or self._factors.divergence:
             raise ValueError(
                 "there is no evidence under a loss, or under a divergence other than KL. What was "
                 "maximised is in .losses, with its sign turned."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.data import Bucket, SiloData, Sizes
-from numpyro_fed.errors import MissingExtraError, SavedStateError
+from numpyro_fed.errors import MissingExtraError, NonFiniteError, SavedStateError
 from numpyro_fed.families import Globals
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.objectives import SiloBound
@@ -24,6 +25,8 @@ from numpyro_fed.posterior import Posterior, real_rows
 from numpyro_fed.runtime.base import Batch, Runtime, State
 from numpyro_fed.saving import save_state
 from numpyro_fed.split import FederatedModel
+
+BATCHES = 5  # of rounds, whose means show how noisy a bound is
 
 
 class Silos(NamedTuple):
@@ -42,13 +45,18 @@ class Silos(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What a fit by factors knows besides: their family, its settings, one more evaluation."""
+    """What a fit by factors knows besides: their family, its settings, one more evaluation.
+
+    ``loss`` and ``divergence`` say whether it is under a loss in the place of the log density, and
+    under a divergence other than KL.
+    """
 
     globals: Globals
     settings: Any
     algorithm: FederatedAlgorithm
     conjugate: bool
-    generalised: bool
+    loss: bool
+    divergence: bool
     evaluation: Runtime
 
 
@@ -64,6 +72,7 @@ class Fit(NamedTuple):
     posterior: Posterior
     settings: dict[str, Any]
     corrections: dict[Any, Any]  # compiled importance corrections, by their numbers of draws
+    certify: Callable[..., Any]  # (key, result) -> the importance correction
     factors: Factors | None = None
 
     def description(self) -> dict[str, Any]:
@@ -115,6 +124,55 @@ class Result:
     def num_silos(self) -> int:
         """How many silos took part."""
         return len(self._silos.data)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the bound had stopped rising by the end of this run, as far as its noise shows.
+
+        The last quarter of the rounds gains no more than 0.1 nat on the quarter before, or than
+        three standard errors, from means of batches of rounds. Too few rounds to tell are not
+        settled.
+        """
+        quarter = len(self.losses) // 4
+        if quarter < 2 * BATCHES:
+            return False
+        size = quarter // BATCHES
+        last = np.asarray(self.losses, np.float64)[-2 * BATCHES * size :]
+        before, after = last.reshape(2, BATCHES, size).mean(2)
+        error = np.sqrt((before.var(ddof=1) + after.var(ddof=1)) / BATCHES)
+        return bool(before.mean() - after.mean() <= max(0.1, 3 * error))
+
+    @cached_property
+    def certificate(self) -> Any:
+        """The fit's importance correction with default settings, computed once.
+
+        A :class:`numpyro_fed.Corrected`, or in words why there is none.
+        """
+        try:
+            return self._fit.certify(jax.random.key(0), self)
+        except (ValueError, NonFiniteError) as error:
+            return str(error)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether means and sds of the globals are right to a tenth of an sd.
+
+        Judged by the importance correction, with no pooled data: its weights have no heavy tail,
+        and its means and sds are those of the fit (:attr:`Corrected.fit_trusted`).
+        """
+        return not isinstance(self.certificate, str) and self.certificate.fit_trusted
+
+    def report(self) -> str:
+        """Say in words how the run ended and whether the fit can be trusted."""
+        found = self.certificate
+        words = f"No certificate: {found}" if isinstance(found, str) else found.report()
+        return f"{self._course()}\n{words}"
+
+    def _course(self) -> str:
+        rounds = len(self.losses)
+        if self.settled:
+            return f"{rounds} rounds; the bound had settled."
+        return f"{rounds} rounds; the bound was still rising, or they are too few to tell."
 
     @property
     def params(self) -> dict[str, Any]:

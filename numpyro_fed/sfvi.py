@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,15 @@ from numpyro_fed.algorithms.sfvi import sfvi
 from numpyro_fed.data import Bucket
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import Structured, build
+from numpyro_fed.importance import importance_correct
 from numpyro_fed.layout import Layout
 from numpyro_fed.method import RUNTIMES, Method, check_memory
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.posterior import posterior
-from numpyro_fed.result import Fit
+from numpyro_fed.result import Fit, Result, Silos
+from numpyro_fed.runtime.loop import Run
+
+ENOUGH = 200  # rounds, to tell whether a bound has settled
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,17 @@ class SFVI(Method):
             ) from error
         positive_int("num_particles", self.num_particles)
 
+    def _result(self, run: Run, fit: Fit, held: Silos) -> Result:
+        result = Result(run.losses, run.state, fit, held)
+        if len(run.losses) >= ENOUGH and run.log is not None and not result.settled:
+            warnings.warn(
+                f"the bound was still rising at the end of these {len(run.losses)} rounds: run for "
+                "more of them (init_state=result.state goes on), or take larger steps. "
+                "result.report() says how far the fit can be trusted.",
+                stacklevel=3,
+            )
+        return result
+
     def _build(self, layout: Layout, buckets: Sequence[Bucket], runtime: str) -> Fit:
         guide = build(self.guide, layout.model, layout.sizes)
         draws = draws_by_plate(self.objective, guide)
@@ -114,4 +130,5 @@ class SFVI(Method):
             posterior(layout.model, guide, bound),
             settings,
             {},
+            importance_correct,
         )

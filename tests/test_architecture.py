@@ -20,6 +20,7 @@ LAYERS = [
     {"sites"},
     {"split"},
     {"layout", "guides", "objectives", "families", "local", "cavity"},
+    {"proposals"},
     {"algorithms.base"},
     {"algorithms", "runtime", "posterior"},
 ]

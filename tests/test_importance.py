@@ -1,5 +1,6 @@
 """The importance correction: closed-form evidence and posteriors, k-hat, and what leaves a silo."""
 
+import warnings
 from dataclasses import replace
 from functools import cache
 
@@ -17,6 +18,7 @@ from numpyro_fed import importance as correction
 from numpyro_fed.algorithms.importance import importance, start
 from numpyro_fed.importance import _inner_draws, _systematic
 from numpyro_fed.objectives import silo_bound
+from numpyro_fed.proposals import proposal
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
@@ -97,9 +99,10 @@ OFF = {"shift": 0.7, "width": 0.8, "slip": 0.5, "spread": 1.2}
 
 
 @cache
-def corrected(sizes=(3, 7), num_draws=4_000, inner_draws=20, **settings):
+def corrected(sizes=(3, 7), num_draws=4_000, inner_draws=20, wider=0.0, **settings):
+    """By the guide's own draws, unless ``wider`` ones are asked for."""
     result = conjugate_at(sizes, **settings)
-    return nf.importance_correct(jax.random.key(3), result, num_draws, inner_draws)
+    return nf.importance_correct(jax.random.key(3), result, num_draws, inner_draws, wider=wider)
 
 
 # --- exact weights ---------------------------------------------------------------------------
@@ -112,8 +115,8 @@ def test_an_exact_guide_gives_the_evidence_at_every_draw():
     np.testing.assert_allclose(fixed.weights, np.full(1_000, 1e-3), rtol=1e-4)
     np.testing.assert_allclose(fixed.ess, 1_000, rtol=1e-5)
     assert fixed.pareto_k < 0.5
-    assert fixed.reliable
-    assert "already close" in fixed.report()
+    assert fixed.fit_trusted
+    assert "The fit can be trusted as well" in fixed.report()
 
 
 @pytest.mark.parametrize("sizes", [(10,), (3, 7), (1,) * 10])
@@ -142,7 +145,7 @@ def test_a_host_runs_fit_is_corrected_by_the_same_numbers():
 def test_weights_do_not_depend_on_how_many_draws_run_at_a_time(monkeypatch):
     whole = corrected(num_draws=300, **OFF)
     monkeypatch.setattr(correction, "_batch_size", lambda *args: 7)
-    pieces = nf.importance_correct(jax.random.key(3), conjugate_at(**OFF), 300, 20)
+    pieces = nf.importance_correct(jax.random.key(3), conjugate_at(**OFF), 300, 20, wider=0.0)
     np.testing.assert_allclose(pieces.weights, whole.weights, rtol=1e-3)
 
 
@@ -211,7 +214,9 @@ def test_the_report_trusts_a_wrong_guide_that_was_repaired():
     fixed = corrected(**OFF)
     assert fixed.pareto_k < fixed.threshold == 0.7
     assert fixed.reliable
-    assert "The corrected posterior can be trusted" in fixed.report()
+    known = replace(fixed, _moments=fixed._moments._replace(error=np.full((2, 1), 0.029)))
+    assert known.trusted
+    assert "The corrected posterior can be trusted" in known.report()
     assert f"{fixed.ess:.0f} effective draws" in fixed.report()
     assert str(fixed) == fixed.report()
 
@@ -243,10 +248,59 @@ def test_the_threshold_is_that_of_vehtari_and_others(num_draws, threshold):
     assert not replace(fixed, pareto_k=fixed.threshold + 0.01).reliable
 
 
-def test_the_report_says_whether_the_guide_was_close():
+def test_the_report_says_how_far_the_fit_is():
+    """The guide's mean is 0.7 exact sds off, its sd 0.8 of the exact one."""
     fixed = corrected(**OFF)
-    assert "already close" in replace(fixed, ess=2_001.0).report()
-    assert "use the correction" in replace(fixed, ess=1_999.0).report()
+    assert fixed.reliable
+    assert not fixed.fit_trusted
+    assert "The fit itself cannot: the mean of 'mu' is 0." in fixed.report()
+    error = 4 * fixed.monte_carlo_error
+    assert abs(fixed.fit_error["mu"]["mean_error_sd"] - 0.7) < error
+    assert abs(fixed.fit_error["mu"]["sd_ratio"] - 0.8) < error
+
+
+def test_few_effective_draws_are_not_trusted():
+    """300 draws know a mean to 0.06 sd at best."""
+    fixed = corrected(num_draws=300, inner_draws=2, shift=0.2)
+    assert fixed.reliable
+    assert fixed.monte_carlo_error > 300**-0.5
+    assert not fixed.trusted
+    assert "take more num_draws" in fixed.report()
+
+
+def two_modes(y, sd):
+    both = dist.Normal(jnp.array([0.0, 20.0]), 1.0)
+    mu = numpyro.sample("mu", dist.MixtureSameFamily(dist.Categorical(jnp.ones(2) / 2), both))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, sd), obs=y)
+
+
+def test_a_mode_that_the_guide_never_visits_is_seen():
+    """Nearly flat data leave both modes of the prior; the guide is exact in one of them."""
+    silos = [{"y": np.array([9.0, 11.0]), "sd": 1e3}, {"y": np.ones(1), "sd": 1e3}]
+    result = result_at(two_modes, silos, 0.0, 1.0, lambda arrays: {})
+    blind = nf.importance_correct(KEY, result, 2_000, wider=0.0)
+    fixed = nf.importance_correct(KEY, result, 2_000)
+    assert blind.fit_trusted  # as every importance sampler is blind to what it never draws
+    assert not fixed.fit_trusted
+    assert not fixed.trusted
+    assert not result.trusted
+    assert "Neither the fit nor its correction can be trusted" in result.report()
+
+
+@pytest.mark.parametrize("width", [0.5, 1.0])
+def test_wider_draws_keep_weights_bounded(width):
+    """At a share ``a`` of draws from a density ``g`` no weight exceeds ``p / (a g)``."""
+    fixed = corrected(num_draws=2_000, inner_draws=2, width=width, wider=0.1)
+    mean, _, _ = exact()
+    assert len(fixed.weights) == 2_000
+    assert fixed.weights.max() < 40 / 2_000
+    mu, w = np.asarray(fixed.draws["mu"], np.float64), fixed.weights
+    error = np.sqrt((w**2 * (mu - mean) ** 2).sum())
+    assert abs((w * mu).sum() - mean) < 4 * error
+    assert fixed.pareto_k < 0.5
+    assert fixed.fit_trusted == (width == 1.0)
+    np.testing.assert_allclose(fixed.log_evidence, exact()[2], atol=4 / np.sqrt(fixed.ess))
 
 
 def test_too_few_draws_for_a_tail_are_not_trusted():
@@ -264,6 +318,38 @@ def test_weights_sum_to_one_and_give_the_effective_draws(settings):
     assert (fixed.weights >= 0).all()
     assert 1 <= fixed.ess <= len(fixed.weights)
     np.testing.assert_allclose(fixed.ess, 1 / (fixed.weights**2).sum(), rtol=1e-10)
+
+
+# --- what cannot be weighed -------------------------------------------------------------------
+
+
+def rows_alone(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1.25**0.5), obs=y)
+
+
+def generalised(**settings):
+    method = nf.FedGVI(rows_alone, local=nf.local.LBFGS(steps=3), evidence_draws=1, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return method.run(KEY, 1, cut({"y": Y}, (3, 7)), progress_bar=False)
+
+
+@pytest.mark.parametrize("which", ["divergence", "prior_divergence"])
+def test_a_fit_under_another_divergence_is_refused(which):
+    result = generalised(**{which: nf.divergences.AlphaRenyi(0.5)})
+    with pytest.raises(ValueError, match=r"divergence is not KL.*ordinary posterior"):
+        nf.importance_correct(KEY, result, 100)
+    assert not result.trusted
+    assert "No certificate: this fit's divergence is not KL" in result.report()
+
+
+def test_under_a_loss_there_is_no_evidence():
+    """The generalised posterior is weighed all the same: the text's density is minus the loss."""
+    fixed = nf.importance_correct(KEY, generalised(loss=nf.losses.beta_loss(1.5)), 200)
+    assert fixed.log_evidence is None
+    assert "evidence" not in fixed.report()
 
 
 # --- draws -----------------------------------------------------------------------------------
@@ -298,8 +384,8 @@ def test_draws_are_resampled_as_often_as_their_weights_say():
 
 
 def test_a_correction_is_a_function_of_its_key():
-    again = nf.importance_correct(jax.random.key(3), conjugate_at(**OFF), 300, 20)
-    other = nf.importance_correct(jax.random.key(4), conjugate_at(**OFF), 300, 20)
+    again = nf.importance_correct(jax.random.key(3), conjugate_at(**OFF), 300, 20, wider=0.0)
+    other = nf.importance_correct(jax.random.key(4), conjugate_at(**OFF), 300, 20, wider=0.0)
     first = corrected(num_draws=300, **OFF)
     np.testing.assert_array_equal(again.weights, first.weights)
     np.testing.assert_array_equal(again.samples["mu"], first.samples["mu"])
@@ -314,7 +400,9 @@ def test_a_reply_has_one_number_a_draw_whatever_the_silo_holds():
     for sizes in [(2, 2), (9, 1)]:
         p = parts(conjugate, cut({"y": Y}, sizes))
         bound = silo_bound(p.model, p.guide, {"row": 5})
-        algorithm = importance(p.model, p.guide, bound, 13, 4)
+        algorithm = importance(
+            p.model, p.guide, proposal(p.model, p.guide.globals, 13), bound, 13, 4
+        )
         (exchange,) = algorithm.exchanges
         server = start(p.algorithm.init_server(KEY).params, 13, p.model.dim)
         down, _ = exchange.broadcast(exchange.server_noise(KEY), server, jnp.arange(2))
@@ -390,7 +478,7 @@ def test_a_model_without_local_latents_is_weighed_exactly():
     mean, sd, evidence = exact()
     silos = cut({"y": Y}, (3, 7))
     result = result_at(model, silos, mean, sd, lambda arrays: {})
-    fixed = nf.importance_correct(KEY, result, 200)
+    fixed = nf.importance_correct(KEY, result, 200, wider=0.0)
     np.testing.assert_allclose(fixed.log_evidence, evidence, rtol=1e-5)
     np.testing.assert_allclose(fixed.weights, np.full(200, 1 / 200), rtol=1e-4)
     assert fixed.sample_posterior(KEY, 5, silo=1).keys() == {"mu"}
@@ -473,7 +561,7 @@ def test_a_second_correction_compiles_nothing():
     compiled = []
     for _ in range(2):
         fixed = nf.importance_correct(KEY, fit, num_draws=150, inner_draws=3)
-        ((runtime, _),) = [v for (_, n, _), v in fit._fit.corrections.items() if n == 150]
+        ((runtime, *_),) = [v for (_, n, *_), v in fit._fit.corrections.items() if n == 150]
         compiled.append((runtime.advance, fixed._posterior))
     assert compiled[0] == compiled[1]
     assert runtime.advance._cache_size() == 1

@@ -17,7 +17,7 @@ import numpyro_fed as nf
 from numpyro_fed.data import read
 from numpyro_fed.handlers import joint, local_name
 from numpyro_fed.layout import lay_out
-from numpyro_fed.mcmc import _joint_density, _parameters
+from numpyro_fed.mcmc import NutsResult, _joint_density, _parameters
 
 KEY = jax.random.key(0)
 BACKENDS = ("numpyro", "blackjax")
@@ -338,3 +338,49 @@ def test_a_density_that_is_not_finite_is_refused_before_sampling():
 
     with pytest.raises(ValueError, match="joint log density is not finite at a random start"):
         nf.run_nuts(KEY, impossible, cut({"y": Y}, SIZES), num_chains=2)
+
+
+# --- can it be trusted? ----------------------------------------------------------------------
+
+
+def nuts_result(draws, divergences=0):
+    return NutsResult({"mu": np.asarray(draws)}, divergences, dict)
+
+
+def test_the_error_of_independent_draws_is_known():
+    """Of n normal draws sqrt(1 / n) sd for the mean, and less for the sd."""
+    draws = np.random.default_rng(0).normal(7, 3, size=(4, 500))
+    good = nuts_result(draws)
+    np.testing.assert_allclose(good.monte_carlo_error, 2_000**-0.5, rtol=0.15)
+    assert good.trusted
+    assert "They can be trusted" in good.report()
+    assert not nuts_result(draws[:1, :200]).trusted
+    assert not nuts_result(draws, divergences=11).trusted
+
+
+def test_chains_that_do_not_agree_are_not_trusted():
+    draws = np.random.default_rng(0).normal(size=(2, 500)) + np.array([[0.0], [20.0]])
+    assert nuts_result(draws).monte_carlo_error == np.inf
+    assert "the chains do not agree" in nuts_result(draws).report()
+
+
+def test_an_element_that_does_not_vary_has_no_error():
+    draws = np.random.default_rng(0).normal(size=(2, 1_000, 2)) * np.array([1.0, 0.0]) + 1.0
+    assert nuts_result(draws).monte_carlo_error < 0.05
+
+
+def test_chains_start_far_apart_and_find_both_modes_of_a_prior():
+    """Starts in (-2, 2) alone would all end in the mode at zero, and agree."""
+
+    def model(y):
+        both = dist.Normal(jnp.array([0.0, 30.0]), 1.0)
+        mu = numpyro.sample("mu", dist.MixtureSameFamily(dist.Categorical(jnp.ones(2) / 2), both))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1e3), obs=y)
+
+    data = [{"y": np.zeros(2)}]
+    with pytest.warns(UserWarning, match="the chains do not agree"):
+        nuts = nf.run_nuts(
+            KEY, model, data, num_warmup=50, num_samples=500, num_chains=8, progress_bar=False
+        )
+    assert not nuts.trusted

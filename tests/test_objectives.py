@@ -98,7 +98,7 @@ def test_the_gradient_of_a_row_is_unbiased_by_quadrature(x64):
 
 
 def test_the_gradient_of_rows_that_share_a_covariance_is_unbiased_by_quadrature(x64):
-    """K = 2 draws of two rows: a row's noise moves the other row, and with it the other's weight."""
+    """K = 2 draws of two rows: a row moves the other row, and its weight."""
     silos, guide = [{"y": np.array([2, 0])}], nf.guides.Structured(locals="joint")
     p = parts(counts, silos, guide=guide, objective=nf.LocallyEnhanced(draws=2))
     eta = jitter(p.guide.init_local(KEY, p.silos[0]))

@@ -155,6 +155,13 @@ def test_minibatches_of_a_model_that_sums_up_its_rows_are_refused():
         pvi.run(KEY, 1, silos, **QUIET)
 
 
+def test_minibatches_of_rows_that_share_a_covariance_are_refused():
+    guide = nf.guides.Structured(locals="joint")
+    pvi = nf.PVI(glmm_inside, guide=guide, local=nf.local.Optax(batch_size=4))
+    with pytest.raises(nf.GuideError, match=r"locals='joint' for silo_plate 'child'"):
+        pvi.run(KEY, 1, glmm_silos((8, 8)), **QUIET)
+
+
 def test_minibatches_with_local_latents_come_near_the_posterior_of_all_rows():
     silos = glmm_silos((20, 12))
     fits = [

@@ -1,6 +1,7 @@
 """Draws, parameters and guides of a fit have the shapes, supports and rows of the plain model."""
 
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -262,3 +263,55 @@ def test_without_arviz_the_extra_is_named(result, monkeypatch):
     with pytest.raises(nf.MissingExtraError, match=r"'arviz'.*numpyro-fed\[examples\]") as caught:
         result.to_arviz()
     assert isinstance(caught.value, ImportError)
+
+
+# --- can it be trusted? ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "settled"),
+    [
+        (np.zeros(400), True),
+        (np.linspace(5, 0, 400), False),  # 1.25 nats from one quarter to the next
+        (np.linspace(0, 5, 400), True),
+        (np.exp(-np.arange(400) / 20), True),
+        (np.linspace(0.2, 0, 400), True),  # a twentieth of a nat
+        (np.zeros(39), False),  # too few to tell
+    ],
+)
+def test_a_bound_has_settled_when_it_gains_no_more(losses, settled):
+    r = np.random.default_rng(0)
+    result = replace(unfitted(), losses=losses)
+    assert result.settled == settled
+    assert ("had settled" in result._course()) == settled
+    noisy = replace(result, losses=losses + 0.02 * r.normal(size=len(losses)))
+    assert noisy.settled == settled
+
+
+def test_noise_is_not_taken_for_a_gain():
+    """A bound with an sd of 30 nats: the mean of a quarter of 400 rounds is known to 3."""
+    losses = 30 * np.random.default_rng(0).normal(size=400)
+    assert replace(unfitted(), losses=losses).settled
+    assert not replace(unfitted(), losses=losses + np.linspace(200, 0, 400)).settled
+
+
+def test_a_run_whose_bound_still_rises_warns():
+    sfvi = nf.SFVI(alone, optim=optax.adam(1e-2))
+    with pytest.warns(UserWarning, match=r"still rising at the end of these 200 rounds"):
+        far = sfvi.run(KEY, 200, [{"y": np.full(9, 50.0)}], **quiet)
+    assert not far.trusted
+    assert "still rising" in far.report()
+
+
+def test_a_good_fit_is_trusted():
+    sfvi = nf.SFVI(alone, optim=optax.adam(optax.cosine_decay_schedule(0.1, 400)))
+    fit = sfvi.run(KEY, 400, [{"y": np.array([0.3, 1.2, -0.4])}], **quiet)
+    assert fit.trusted
+    assert "The fit can be trusted as well" in fit.report()
+    assert fit.certificate is fit.certificate
+
+
+def alone(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 3))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)

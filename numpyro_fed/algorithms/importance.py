@@ -7,7 +7,8 @@ The server sends draws :math:`z_G^s \sim q`, silo ``j`` answers with an importan
     \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
 
 Each estimate is unbiased and the silos' are independent, so that the weights are exact up to noise:
-importance sampling on an extended space (Andrieu and Roberts 2009; Tran et al. 2013).
+importance sampling on an extended space (Andrieu and Roberts 2009; Tran et al. 2013). Here ``q`` is
+the guide with some wider draws (:mod:`numpyro_fed.proposals`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from numpyro_fed.algorithms.sfvi import Down
 from numpyro_fed.data import SiloData
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.objectives import SiloBound
+from numpyro_fed.proposals import Proposal
 from numpyro_fed.split import FederatedModel
 
 
@@ -42,22 +44,29 @@ class Up(NamedTuple):
 
 
 def importance(
-    fm: FederatedModel, guide: Guide, bound: SiloBound, num_draws: int, batch_size: int
+    fm: FederatedModel,
+    guide: Guide,
+    proposal: Proposal,
+    bound: SiloBound,
+    num_draws: int,
+    batch_size: int,
 ) -> FederatedAlgorithm:
     """Build the exchange. Silo states are those of the fit; ``batch_size`` draws run at a time."""
 
-    def server_noise(key: Array) -> Any:
-        return guide.globals.noise(key, num_draws)
+    def usable(values: Array) -> Array:
+        """Far from the guide densities may overflow, which gives a draw no weight."""
+        far = jnp.arange(num_draws) >= proposal.own
+        return jnp.where(far & ~(values < jnp.inf), -jnp.inf, values)
 
     def silo_noise(key: Array, state: Any) -> Array:
         return key
 
-    def broadcast(eps: Any, state: ServerState, who: Array) -> tuple[Down, Any]:
+    def broadcast(noise: Any, state: ServerState, who: Array) -> tuple[Down, Any]:
         params = state.params
-        z_G, log_q = jax.vmap(guide.globals.draw, (None, 0))(params["guide"], eps)
+        z_G, log_q = proposal.draw(params["guide"], noise)
         log_prior = jax.vmap(fm.log_prior, (None, 0))(params["theta"], z_G)
         down = Down(params["theta"], z_G, guide.globals.centre(params["guide"]))
-        return down, (z_G, log_prior - log_q)
+        return down, (z_G, usable(log_prior - log_q))
 
     def silo(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Up, Any]:
         eta = state.params["guide"]
@@ -72,7 +81,7 @@ def importance(
             return bound.value(theta, eta, z_G, centre, eps, data)
 
         draws = (jnp.arange(num_draws), down.z_G)
-        values = jax.lax.map(estimate, draws, batch_size=batch_size)
+        values = usable(jax.lax.map(estimate, draws, batch_size=batch_size))
         ok = (values < jnp.inf).all() & (values > -jnp.inf).any()
         up = Up(jnp.where(ok, values, 0.0), (~ok).astype(jnp.int32))
         return up, state._replace(ok=ok)
@@ -91,7 +100,7 @@ def importance(
     def init_silo(key: Array, data: SiloData) -> Any:
         raise TypeError("the importance correction starts from a fit's silo states")
 
-    exchange = Exchange(server_noise, silo_noise, broadcast, silo, server)
+    exchange = Exchange(proposal.noise, silo_noise, broadcast, silo, server)
     return FederatedAlgorithm(init_server, init_silo, (exchange,))
 
 
