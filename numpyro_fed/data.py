@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.dtypes import canonicalize_dtype
+from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
 from numpyro_fed.errors import DataError
 
@@ -25,22 +26,34 @@ class SiloData:
     Attributes
     ----------
     arrays : dict of str to array
-        The array-valued keyword arguments of the model.
+        The array-valued keyword arguments of the model. Those within a dict or a list have names
+        such as ``"x.age"`` and ``"x.0"``.
     masks : dict of str to bool array of shape (size,)
         For each silo plate that was padded: which rows are real. Plates that were not padded
         are left out.
     static : tuple of (str, value)
         Python ints, bools, strings and None: part of the program, not of its input.
+    form : (PyTreeDef, names), optional
+        How arguments that are trees are put together again from what has these names.
     """
 
     arrays: dict[str, Any]
     masks: dict[str, Any] = field(default_factory=dict)
     static: tuple[tuple[str, Any], ...] = field(default=(), metadata={"static": True})
+    form: tuple[PyTreeDef, tuple[str, ...]] | None = field(default=None, metadata={"static": True})
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """All arrays and Python values by name."""
+        return {**self.arrays, **dict(self.static)}
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments of the model."""
-        return {**self.arrays, **dict(self.static)}
+        if self.form is None:
+            return self.leaves
+        tree, names = self.form
+        return jax.tree.unflatten(tree, [self.leaves[name] for name in names])
 
     def keep(self, plate: str, rows: Array) -> Array:
         """``rows`` (size, ...) of one plate with exactly zero in the padded rows."""
@@ -64,8 +77,8 @@ def read(silos: Sequence[Mapping[str, Any]]) -> list[SiloData]:
     Raises
     ------
     DataError
-        For an empty list, silos with different keys, dtypes or trailing shapes, NaN or infinity,
-        or a value that is not an array, a number, a string or None.
+        For an empty list, silos with different keys, dtypes or numbers of axes, NaN or infinity,
+        or a value that is not an array, a number, a string, None or a tree of these.
     """
     if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
         raise DataError(
@@ -75,78 +88,106 @@ def read(silos: Sequence[Mapping[str, Any]]) -> list[SiloData]:
     if not silos:
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
     read_silos = [_read_one(j, silo) for j, silo in enumerate(silos)]
-    for j, silo in enumerate(read_silos[1:], start=1):
-        _check_alike(read_silos[0], silo, j)
+    _check_alike(read_silos)
     return read_silos
 
 
 def _read_one(j: int, silo: Mapping[str, Any]) -> SiloData:
     if not isinstance(silo, Mapping):
         raise DataError(f"silo {j} must be a dict of keyword arguments, got {type(silo).__name__}.")
+    paths, tree = tree_flatten_with_path(dict(silo), is_leaf=_is_leaf)
+    names = tuple(keystr(path, simple=True, separator=".") for path, _ in paths)
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise DataError(f"silo {j}: {twice} name two values each. Rename one of them.")
     arrays: dict[str, np.ndarray] = {}
     static: list[tuple[str, Any]] = []
-    for key in sorted(silo):
-        value = silo[key]
-        if isinstance(value, np.bool_ | np.integer) and not isinstance(value, np.ndarray):
+    for name, (_, value) in zip(names, paths, strict=True):
+        if isinstance(value, np.bool_ | np.integer):
             value = value.item()
         if value is None or isinstance(value, bool | int | str):
-            static.append((key, value))
-            continue
-        array = np.asarray(value)
-        if array.dtype.kind not in "fiub":
-            raise DataError(
-                f"silo {j}, '{key}': expected an array of numbers, got {type(value).__name__} "
-                f"with dtype {array.dtype}. Convert it to a numeric array first."
-            )
-        original, array = array, array.astype(canonicalize_dtype(array.dtype), copy=False)
-        if array.dtype.kind in "iu" and not np.array_equal(original, array):
-            raise DataError(
-                f"silo {j}, '{key}': whole numbers beyond the range of {array.dtype}. Make them "
-                "smaller (an index from 0, say), or enable double precision by "
-                "jax.config.update('jax_enable_x64', True)."
-            )
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            bad = int((~np.isfinite(array)).sum())
-            raise DataError(
-                f"silo {j}, '{key}': {bad} of {array.size} values are NaN or infinite. Mark "
-                "missing rows by a mask array in the data and numpyro.handlers.mask around the "
-                "site, and put any finite number in their place."
-            )
-        arrays[key] = array
-    return SiloData(arrays, {}, tuple(static))
+            static.append((name, value))
+        else:
+            arrays[name] = _read_array(j, name, value)
+    nested = any(len(path) > 1 for path, _ in paths) or len(names) < len(silo)
+    return SiloData(arrays, {}, tuple(static), (tree, names) if nested else None)
 
 
-def _check_alike(first: SiloData, silo: SiloData, j: int) -> None:
-    keys, expected = set(silo.kwargs), set(first.kwargs)
-    if keys != expected:
+def _is_leaf(value: Any) -> bool:
+    """Lists of numbers, however deep, are arrays; a list with arrays in it is a tree."""
+    return value is None or (type(value) in (list, tuple) and _all_numbers(value))
+
+
+def _all_numbers(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_all_numbers, value))
+    return value is not None and not isinstance(value, dict) and getattr(value, "ndim", 0) == 0
+
+
+def _read_array(j: int, name: str, value: Any) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
         raise DataError(
-            f"silo {j} has the keys {sorted(keys)} but silo 0 has {sorted(expected)}. "
-            "Every silo must hold the same keyword arguments."
+            f"silo {j}, '{name}': expected an array of numbers, got {type(value).__name__} "
+            f"with dtype {array.dtype}. Convert it to a numeric array first."
         )
-    for key in first.kwargs:
-        if (key in silo.arrays) != (key in first.arrays):
+    original, array = array, array.astype(canonicalize_dtype(array.dtype), copy=False)
+    if array.dtype.kind in "iu" and not np.array_equal(original, array):
+        raise DataError(
+            f"silo {j}, '{name}': whole numbers beyond the range of {array.dtype}. Make them "
+            "smaller (an index from 0, say), or enable double precision by "
+            "jax.config.update('jax_enable_x64', True)."
+        )
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        bad = int((~np.isfinite(array)).sum())
+        raise DataError(
+            f"silo {j}, '{name}': {bad} of {array.size} values are NaN or infinite. Mark "
+            "missing rows by a mask array in the data and numpyro.handlers.mask around the "
+            "site, and put any finite number in their place."
+        )
+    return array
+
+
+def _check_alike(silos: Sequence[SiloData]) -> None:
+    """The same names everywhere, and for each one kind of value; None may stand for any."""
+    expected = silos[0].leaves.keys()
+    first: dict[str, tuple[int, Any]] = {}
+    for j, silo in enumerate(silos):
+        if silo.leaves.keys() != expected:
             raise DataError(
-                f"silo {j}, '{key}': an array at one silo and a plain Python value at another "
-                f"(silo 0 has {first.kwargs[key]!r:.40}). Use the same kind of value everywhere."
+                f"silo {j} has the keys {sorted(silo.leaves)} but silo 0 has {sorted(expected)}. "
+                "Every silo must hold the same keyword arguments; None says that one is missing."
             )
-    for key, array in silo.arrays.items():
-        other = first.arrays[key]
-        if array.dtype != other.dtype:
-            raise DataError(
-                f"silo {j}, '{key}' has dtype {array.dtype} but silo 0 has {other.dtype}. "
-                f"Convert one of them, for example with .astype('{other.dtype}')."
-            )
-        if array.ndim != other.ndim or array.shape[1:] != other.shape[1:]:
-            raise DataError(
-                f"silo {j}, '{key}' has shape {array.shape} but silo 0 has {other.shape}. "
-                "Only the first axis may differ between silos."
-            )
+        for name, value in silo.leaves.items():
+            if value is not None:
+                _check_kind(name, j, value, *first.setdefault(name, (j, value)))
+
+
+def _check_kind(name: str, j: int, value: Any, i: int, other: Any) -> None:
+    if isinstance(value, np.ndarray) != isinstance(other, np.ndarray):
+        raise DataError(
+            f"silo {j}, '{name}': an array at one silo and a plain Python value at another "
+            f"(silo {i} has {other!r:.40}). Use the same kind of value everywhere."
+        )
+    if not isinstance(value, np.ndarray):
+        return
+    if value.dtype != other.dtype:
+        raise DataError(
+            f"silo {j}, '{name}' has dtype {value.dtype} but silo {i} has {other.dtype}. "
+            f"Convert one of them, for example with .astype('{other.dtype}')."
+        )
+    if value.ndim != other.ndim:
+        raise DataError(
+            f"silo {j}, '{name}' has shape {value.shape} but silo {i} has {other.shape}. Sizes "
+            "may differ between silos, but not the number of axes."
+        )
 
 
 def signature(data: SiloData) -> tuple:
     """Shapes, dtypes and static values: what a program is compiled for."""
     return (
         data.static,
+        data.form,
         tuple((k, a.shape, str(a.dtype)) for k, a in data.arrays.items()),
         tuple((k, m.shape) for k, m in data.masks.items()),
     )
@@ -156,13 +197,13 @@ def padded_keys(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> dict[str, 
     """Which arrays are rows of which silo plate: ``{key: plate}``.
 
     An array is padded along axis 0 if and only if its length equals the size of one and the same
-    silo plate at every silo.
+    silo plate at every silo that holds it.
     """
     rows = {}
-    for key in silos[0].arrays:
-        lengths = [s.arrays[key].shape[0] if s.arrays[key].ndim else None for s in silos]
+    for key in {key: None for s in silos for key in s.arrays}:
+        at = [(s.arrays[key], n) for s, n in zip(silos, sizes, strict=True) if key in s.arrays]
         for plate in sizes[0]:
-            if lengths == [size[plate] for size in sizes]:
+            if all(a.ndim and len(a) == n[plate] for a, n in at):
                 rows[key] = plate
                 break
     return rows
@@ -188,7 +229,7 @@ def pad(
         for key, a in data.arrays.items()
     }
     masks = {p: np.arange(target[p]) < sizes[p] for p in sorted(plates)}
-    return SiloData(arrays, masks, data.static)
+    return replace(data, arrays=arrays, masks=masks)
 
 
 def bucket(
@@ -198,7 +239,7 @@ def bucket(
     may_pad: bool = True,
     waste: float = 2.0,
 ) -> list[Bucket]:
-    """Group silos by static values and unpadded shapes, pad each group to one shape, stack it.
+    """Group silos by static values and unpadded axes, pad each group to one shape, stack it.
 
     Within a group, silos are further divided by size, into as few buckets as keep the padded rows
     within ``waste`` times those that are really there: memory grows with rows and not with the
@@ -208,9 +249,9 @@ def bucket(
     plates = padded_plates(rows, sizes)
 
     def shape_of(j: int) -> tuple:
-        fixed = {k: a for k, a in silos[j].arrays.items() if k not in rows}
+        cut = {k: a[:1] if k in rows else a for k, a in silos[j].arrays.items()}
         unpadded = tuple((p, n) for p, n in sizes[j].items() if p not in plates)
-        return (*signature(SiloData(fixed, {}, silos[j].static)), unpadded)
+        return (*signature(replace(silos[j], arrays=cut)), unpadded)
 
     groups = grouped(range(len(silos)), shape_of)
     if rows:
@@ -273,6 +314,11 @@ def _stack(
 def stacked(trees: Sequence[Any]) -> Any:
     """Trees of one structure and shape as one, with a leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def padded(buckets: Sequence[Bucket]) -> bool:
+    """Whether any silo is."""
+    return any(b.data.masks for b in buckets)
 
 
 def one_by_one(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> list[Bucket]:

@@ -24,6 +24,7 @@ from numpyro_fed.result import Fit, Result
 from numpyro_fed.runtime.base import Runtime
 from numpyro_fed.runtime.loop import failed_silos
 from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.verdicts import check_rows_apart
 
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
@@ -75,6 +76,8 @@ def importance_correct(
     ValueError
         For a fit under a divergence other than KL: its posterior is not proportional to a density
         that could be weighed.
+    ModelError
+        If a row's term reads latents of other rows, unless ``inner_draws`` is 1 there.
     NonFiniteError
         If a silo's estimate is NaN, or no draw has any weight.
 
@@ -100,6 +103,7 @@ def importance_correct(
     fit, silos, state = result._fit, result._silos, result.state
     _check_weighable(fit)
     draws = _inner_draws(fit.guide, inner_draws)
+    check_rows_apart(fit.model, fit.checks, draws, silos.buckets)
     runtime, sampler, proposed = _compiled(fit, draws, num_draws, wider)
     server = start(state.server.params, num_draws, fit.model.dim)
     first = state._replace(round=jnp.zeros((), jnp.int32), server=server, schedule=())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ from jax import Array
 
 from numpyro_fed import data as silo_data
 from numpyro_fed.algorithms.base import FederatedAlgorithm
-from numpyro_fed.data import Bucket, bucket, one_by_one, signature
+from numpyro_fed.data import Bucket, one_by_one, padded, signature
 from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
-from numpyro_fed.layout import Layout, lay_out
+from numpyro_fed.layout import Layout, plan
 from numpyro_fed.result import Fit, Result, Silos
 from numpyro_fed.runtime.base import State, on_device
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.loop import Failure, Run, drive
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.saving import load_state
+from numpyro_fed.verdicts import check_rows_apart
 
 RUNTIMES = {"simulation": simulation, "host": host}
 
@@ -31,10 +32,11 @@ RUNTIMES = {"simulation": simulation, "host": host}
 class Method(ABC):
     """A federated method: settings in a frozen dataclass, ``run`` and ``load`` from here.
 
-    A subclass has the fields ``model`` and ``_fits``, and says how its fit is built.
+    A subclass has the fields ``model``, ``_layouts`` and ``_fits``, and says how its fit is built.
     """
 
     model: Callable
+    _layouts: dict[Any, tuple[Layout, Any]]
     _fits: dict[Any, Fit]
 
     def run(
@@ -58,9 +60,9 @@ class Method(ABC):
             Rounds to run. For SFVI a round is one step of the optimiser; for PVI it visits every
             participant once.
         silos : list of dict
-            What each silo holds: keyword arguments of the model. Arrays may differ in their first
-            axis. Python ints, bools, strings and None are static: silos that differ in them are
-            compiled apart.
+            What each silo holds: keyword arguments of the model, arrays or trees (dicts, lists,
+            tuples) of them. Arrays may differ in size; those that differ beyond the first axis are
+            compiled apart, and so are Python ints, bools, strings and None, which are static.
         init_state : State, optional
             Go on from ``result.state``: ``run(key, a)`` and then ``run(key, b, init_state=...)``
             is ``run(key, a + b)``, bit for bit.
@@ -134,24 +136,42 @@ class Method(ABC):
         """The model's text as it is run."""
         return self.model
 
+    def _shaped(self, layout: Layout) -> Any:
+        """What else depends on the shapes alone: kept with the layout, for these."""
+        return None
+
+    def _verdicts(self, layout: Layout, shaped: Any, buckets: Sequence[Bucket]) -> Hashable:
+        """What the silos' values decide about the fit, by functions compiled once."""
+        return ()
+
     @abstractmethod
-    def _build(self, layout: Layout, buckets: Sequence[Bucket], runtime: str) -> Fit:
-        """The compiled fit for one layout of silos."""
+    def _build(
+        self, layout: Layout, shaped: Any, verdicts: Any, buckets: Sequence[Bucket], runtime: str
+    ) -> Fit:
+        """The compiled fit for one layout of silos and what their values decide."""
 
     def _prepare(self, silos: Sequence[Mapping[str, Any]], runtime: str) -> tuple[Fit, Silos]:
-        """The compiled fit for these shapes, from an earlier run where there was one."""
+        """The compiled fit for these silos, from an earlier run where there was one.
+
+        What depends on shapes is kept; what depends on values is asked of each run's own.
+        """
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         read = silo_data.read(silos)
-        known = (runtime, str(jnp.result_type(float)), tuple(signature(s) for s in read))
+        shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
+        if shapes not in self._layouts:
+            layout = plan(self._text(), read)
+            self._layouts[shapes] = layout, self._shaped(layout)
+        layout, shaped = self._layouts[shapes]
+        buckets = layout.arrange(read)
+        verdicts = self._verdicts(layout, shaped, buckets)
+        known = (runtime, shapes, padded(buckets), verdicts)
         if known not in self._fits:
-            layout, buckets = lay_out(self._text(), read)
-            self._fits[known] = self._build(layout, buckets, runtime)
+            self._fits[known] = self._build(layout, shaped, verdicts, buckets, runtime)
         fit = self._fits[known]
+        check_rows_apart(fit.model, fit.checks, fit.settings["draws"], buckets)
         if runtime == "host":
-            buckets = one_by_one(read, fit.sizes)
-        else:
-            buckets = bucket(read, fit.sizes, may_pad=fit.padded)
+            buckets = one_by_one(read, layout.sizes)
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
 
 

@@ -9,7 +9,6 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from jax import Array
@@ -38,7 +37,6 @@ from numpyro_fed.runtime.base import State
 from numpyro_fed.runtime.loop import Run
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.schedules import Adaptive, Asynchronous, Spec, named
-from numpyro_fed.split import FederatedModel
 
 DELETIONS = ("own", "none", "average", "prior")
 SAVED = (
@@ -161,6 +159,7 @@ class PVI(Method):
     deletion: str = field(default="own", kw_only=True)
     prior_share: str = field(default="whole", kw_only=True)
     max_rounds: int | None = field(default=None, kw_only=True)
+    _layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -204,17 +203,30 @@ class PVI(Method):
     def _text(self) -> Callable:
         return self.model if self.loss is None else generalised(self.model, self.loss)
 
-    def _build(self, layout: Layout, buckets: Sequence[Bucket], runtime: str) -> Fit:
-        fm = layout.model
-        chosen = globals_of(fm, self.family, self.prior)
+    def _shaped(self, layout: Layout) -> tuple[Globals, Callable[[Sequence[SiloData]], bool]]:
+        """The family of the globals, and the question whether the likelihood is conjugate to it."""
+        chosen = globals_of(layout.model, self.family, self.prior)
+        return chosen, partial(conjugate, layout.model, chosen)
+
+    def _verdicts(self, layout: Layout, shaped: Any, buckets: Sequence[Bucket]) -> bool:
+        """Whether the likelihood is conjugate; refuses minibatches of rows that do not allow it."""
+        _, is_conjugate = shaped
+        stacks = [b.data for b in buckets]
+        if self.local is not None:
+            _check_minibatch(layout, stacks, self.local)
+        return is_conjugate(stacks)
+
+    def _build(
+        self, layout: Layout, shaped: Any, verdicts: Any, buckets: Sequence[Bucket], runtime: str
+    ) -> Fit:
+        fm, (chosen, _), closed = layout.model, shaped, verdicts
         guide = build(self.guide, fm, layout.sizes)._replace(globals=_global_guide(chosen))
         draws = draws_by_plate(self.objective, guide)
         bounds = (silo_bound(fm, guide, draws), silo_bound(fm, guide, draws, plain=True))
-        closed = conjugate(fm, chosen, [b.data for b in buckets])
         exact = closed and isinstance(self.divergence, KL)
         local: Local = self.local or (ClosedForm() if exact else Optax())
         _check_minibatch_guide(guide, local)
-        plate, rows = _minibatch(layout, buckets, local)
+        plate, rows = _minibatch(layout, local)
         parts = Parts(
             model=fm,
             globals=chosen,
@@ -251,7 +263,7 @@ class PVI(Method):
         return Fit(
             model=fm,
             sizes=layout.sizes,
-            padded=layout.padded,
+            checks=layout.checks,
             guide=guide,
             bound=bounds[0],
             runtime=RUNTIMES[runtime](algorithm, schedule),
@@ -353,9 +365,7 @@ def _check_minibatch_guide(guide: Guide, local: Local) -> None:
         )
 
 
-def _minibatch(
-    layout: Layout, buckets: Sequence[Bucket], local: Local
-) -> tuple[str | None, tuple[str, ...]]:
+def _minibatch(layout: Layout, local: Local) -> tuple[str | None, tuple[str, ...]]:
     """The silo plate whose rows are drawn, and the arrays that hold them."""
     fm, batch = layout.model, local.batch_size
     if batch is None:
@@ -367,39 +377,25 @@ def _minibatch(
             f"batch_size={batch}: minibatches need one silo_plate, with its size taken from an "
             f"array's shape; this model has {[p.name for p in fm.plates]}. Use batch_size=None."
         )
-    for b in buckets:
-        if not _rows_stand_alone(fm, plate, rows, jax.tree.map(lambda a: a[0], b.data)):
-            raise GuideError(
-                f"batch_size={batch}: the log density of a row of '{plate}' changes when other "
-                f"rows are left out of {list(rows)}, so that a minibatch is another model. Compute "
-                "what sums up rows (x.mean(0), say) before the run and pass it as data, or use "
-                "batch_size=None."
-            )
     return plate, rows
 
 
-def _rows_stand_alone(fm: FederatedModel, plate: str, rows: Sequence[str], data: SiloData) -> bool:
-    """Whether the log density of some of a silo's rows is the same without the others."""
-    n, dim = len(data.arrays[rows[0]]), fm.plates[0].dim
-    some = np.arange(0, n, 2)
-    key = jax.random.key(0)
-    theta = {**fm.init_theta(key), **jax.jit(fm.init_private)(key, data)}
-    z_G = 0.3 * jax.random.normal(jax.random.fold_in(key, 1), (fm.dim,))
-    z_L = 0.3 * jax.random.normal(jax.random.fold_in(key, 2), (n, dim))
-
-    @jax.jit
-    def rows_of(z_L: Array, data: SiloData) -> Array:
-        return fm.log_silo(theta, z_G, {plate: z_L}, data)[plate]
-
-    part = SiloData(
-        {k: a[some] if k in rows else a for k, a in data.arrays.items()}, {}, data.static
-    )
-    real = data.masks[plate][some] if plate in data.masks else np.ones(len(some), bool)
+def _check_minibatch(layout: Layout, stacks: Sequence[SiloData], local: Local) -> None:
+    """Refuse minibatches of rows that do not stand alone."""
+    plate, rows = _minibatch(layout, local)
+    if plate is None:
+        return
     try:
-        here, there = rows_of(z_L, data)[some][real], rows_of(z_L[some], part)[real]
+        alone = all(bool(layout.checks.minibatch(plate, rows, stack)) for stack in stacks)
     except (TypeError, ValueError, IndexError):
-        return False
-    return np.allclose(here, there, rtol=1e-4, atol=1e-4)
+        alone = False
+    if not alone:
+        raise GuideError(
+            f"batch_size={local.batch_size}: the log density of a row of '{plate}' changes when "
+            f"other rows are left out of {list(rows)}, so that a minibatch is another model. "
+            "Compute what sums up rows (x.mean(0), say) before the run and pass it as data, or use "
+            "batch_size=None."
+        )
 
 
 def _general(divergence: Divergence, chosen: Globals) -> Callable[[Any, Any], Array] | None:

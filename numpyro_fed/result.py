@@ -25,6 +25,7 @@ from numpyro_fed.posterior import Posterior, real_rows
 from numpyro_fed.runtime.base import Batch, Runtime, State
 from numpyro_fed.saving import save_state
 from numpyro_fed.split import FederatedModel
+from numpyro_fed.verdicts import Checks
 
 BATCHES = 5  # of rounds, whose means show how noisy a bound is
 
@@ -65,7 +66,7 @@ class Fit(NamedTuple):
 
     model: FederatedModel
     sizes: tuple[Sizes, ...]
-    padded: bool
+    checks: Checks
     guide: Guide
     bound: SiloBound
     runtime: Runtime

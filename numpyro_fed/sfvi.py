@@ -84,6 +84,7 @@ class SFVI(Method):
     guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
     num_particles: int = field(default=1, kw_only=True)
+    _layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +114,9 @@ class SFVI(Method):
             )
         return result
 
-    def _build(self, layout: Layout, buckets: Sequence[Bucket], runtime: str) -> Fit:
+    def _build(
+        self, layout: Layout, shaped: Any, verdicts: Any, buckets: Sequence[Bucket], runtime: str
+    ) -> Fit:
         guide = build(self.guide, layout.model, layout.sizes)
         draws = draws_by_plate(self.objective, guide)
         bound = silo_bound(layout.model, guide, draws)
@@ -123,7 +126,7 @@ class SFVI(Method):
         return Fit(
             layout.model,
             layout.sizes,
-            layout.padded,
+            layout.checks,
             guide,
             bound,
             RUNTIMES[runtime](algorithm),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -308,14 +309,14 @@ def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str
     labels = {f"rows of {p.name}": p.name for p in fm.plates}
 
     def run(data: dict[str, Array], theta: Theta, **rows: Array) -> dict[str, Array]:
-        at = SiloData(data, {}, silo.static)
+        at = replace(silo, arrays=data)
         named = {labels[label]: value for label, value in rows.items()}
         values, trace = _trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), named, at)
         fixed = {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "deterministic"}
         return {**values, **fixed}
 
     def initial(data: dict[str, Array]) -> Theta:
-        at = SiloData(data, {}, silo.static)
+        at = replace(silo, arrays=data)
         trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(**at.kwargs)
         return {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "param"}
 

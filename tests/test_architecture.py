@@ -19,7 +19,7 @@ LAYERS = [
     {"data", "primitives", "handlers", "losses", "expfam", "divergences", "barycenter"},
     {"sites"},
     {"split"},
-    {"layout", "guides", "objectives", "families", "local", "cavity"},
+    {"verdicts", "layout", "guides", "objectives", "families", "local", "cavity"},
     {"proposals"},
     {"algorithms.base"},
     {"algorithms", "runtime", "posterior"},

@@ -144,7 +144,7 @@ NAN, INF = np.array([0, np.nan, 1], np.float32), np.array([0, 1, -np.inf], np.fl
         (
             [rows(), {"y": np.zeros((3, 2), np.float32)}],
             "silo 1, 'y' has shape (3, 2)",
-            "first axis",
+            "not the number of axes",
         ),
         ([rows(x=1), rows(x=np.ones(3))], "silo 1, 'x'", "same kind of value everywhere"),
         ([rows(x=["a"]), rows()], "silo 0, 'x'", "numeric array"),

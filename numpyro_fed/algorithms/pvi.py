@@ -21,6 +21,7 @@ silos' factors is always the server's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -531,4 +532,4 @@ def _real(parts: Parts, data: SiloData) -> Array | int:
 def _cut(parts: Parts, data: SiloData, eta: dict, index: Array) -> tuple[SiloData, dict]:
     """A minibatch of a silo's rows, and the local guide of these rows."""
     arrays = {k: a[index] if k in parts.rows else a for k, a in data.arrays.items()}
-    return SiloData(arrays, {}, data.static), jax.tree.map(lambda a: a[index], eta)
+    return replace(data, arrays=arrays, masks={}), jax.tree.map(lambda a: a[index], eta)

@@ -1,0 +1,223 @@
+"""What a silo's values say about a model: checks that are compiled once for a set of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.data import Bucket, SiloData
+from numpyro_fed.errors import ModelError
+from numpyro_fed.split import FederatedModel, Rows
+
+TOLERANCE = 1e-4  # between two programs
+PADDINGS = 4  # ways of filling padded rows that must agree
+NUMBERS = 2**20  # rows, about, that are looked at side by side
+
+
+class Checks(NamedTuple):
+    """Questions about the values that silos hold. Silos come in stacks of one shape.
+
+    Attributes
+    ----------
+    padding : (stack, rows, original, i) -> () bool
+        Whether padding changes nothing: the terms of real rows stay as they are whatever padded
+        rows hold, and those of the ``i``-th silo are those of ``original``, which is not padded.
+        ``rows`` says which arrays are rows of which plate, as a tuple of pairs.
+    minibatch : (plate, keys, stack) -> () bool
+        Whether the terms of some rows are the same without the other rows of the arrays ``keys``.
+    coupled : (plate, stack) -> (silos,) bool
+        Whether a row's term reads latents of other rows of the plate.
+    """
+
+    padding: Callable[[SiloData, tuple[tuple[str, str], ...], SiloData, Array], Array]
+    minibatch: Callable[[str, tuple[str, ...], SiloData], Array]
+    coupled: Callable[[str, SiloData], Array]
+
+
+def checks(fm: FederatedModel) -> Checks:
+    """Build the checks of a model; all look at it at one random point."""
+    key = jax.random.key(0)
+
+    def normal(i: int, *shape: int) -> Array:
+        return jax.random.normal(jax.random.fold_in(key, i), shape)
+
+    def latents(data: SiloData) -> Rows:
+        sizes = fm.sizes(data)
+        return {
+            p.name: 0.3 * normal(i, sizes[p.name], p.dim) for i, p in enumerate(fm.plates, start=2)
+        }
+
+    def terms(z_L: Rows, data: SiloData, like: SiloData | None = None) -> Rows:
+        """The terms of all rows, with private parameters as they start at ``like``."""
+        private = fm.init_private(key, data if like is None else like)
+        theta = {**fm.init_theta(key), **private}
+        return fm.log_silo(theta, 0.3 * normal(1, fm.dim), z_L, data)
+
+    @partial(jax.jit, static_argnums=1)
+    def padding(
+        stack: SiloData, rows: tuple[tuple[str, str], ...], original: SiloData, i: Array
+    ) -> Array:
+        of = dict(rows)
+        sizes = fm.sizes(jax.tree.map(lambda a: a[0], stack))
+        if any(mask.shape[1] != sizes[p] for p, mask in stack.masks.items()):
+            return jnp.array(False)
+
+        def filled(data: SiloData, way: Array) -> Rows:
+            """The terms when padded rows are copies of other real rows, their latents moved."""
+            source, z_L = {}, latents(data)
+            for p, mask in data.masks.items():
+                n, place = mask.sum(), jnp.arange(len(mask))
+                random = jax.random.randint(key, mask.shape, 0, n)
+                copied = jnp.select([way == 0, way == 1, way == 2], [0, n - 1, place % n], random)
+                source[p] = jnp.where(mask, place, copied)
+                z_L[p] += jnp.where(mask, 0.0, way)[:, None]
+            arrays = {k: a[source[of[k]]] if k in of else a for k, a in data.arrays.items()}
+            return terms(z_L, replace(data, arrays=arrays))
+
+        def agree(data: SiloData) -> tuple[Array, Rows]:
+            each = jax.lax.map(partial(filled, data), jnp.arange(PADDINGS))
+            same = [_close(v, v[0]) for v in each.values()]
+            return jnp.stack([s.all() for s in same]).all(), {p: v[0] for p, v in each.items()}
+
+        same, found = jax.lax.map(agree, stack)
+        expected = terms(
+            {p: z[: fm.sizes(original)[p]] for p, z in latents_of(stack).items()}, original
+        )
+        equal = [_close(found[p][i, : len(v)], v).all() for p, v in expected.items()]
+        return same.all() & jnp.stack(equal).all()
+
+    def latents_of(stack: SiloData) -> Rows:
+        return latents(jax.tree.map(lambda a: a[0], stack))
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def minibatch(plate: str, keys: tuple[str, ...], stack: SiloData) -> Array:
+        n = stack.arrays[keys[0]].shape[1]
+        half = np.arange(0, n, 2)
+        others = np.sort(np.random.default_rng(0).permutation(n)[: len(half)])
+
+        def stand_alone(data: SiloData) -> Array:
+            z_L = latents(data)
+            whole = terms(z_L, data)[plate]
+            real = data.masks.get(plate, jnp.ones(n, bool))
+
+            def same(some: Array) -> Array:
+                cut = {k: a[some] if k in keys else a for k, a in data.arrays.items()}
+                part = replace(data, arrays=cut, masks={})
+                found = terms({plate: z_L[plate][some]}, part, like=data)[plate]
+                return (_close(found, whole[some]) | ~real[some]).all()
+
+            return jax.lax.map(same, jnp.stack([half, others])).all()
+
+        return jax.lax.map(stand_alone, stack).all()
+
+    @partial(jax.jit, static_argnums=0)
+    def coupled(plate: str, stack: SiloData) -> Array:
+        def one(data: SiloData) -> Array:
+            z_L = latents(data)
+            size, dim = z_L[plate].shape
+            noise = 1 + normal(0, size, dim)
+
+            def when(moved: Array) -> Rows:
+                return terms({**z_L, plate: z_L[plate] + noise * moved[:, None]}, data)
+
+            return first_moved(when, plate, size)[plate].moved
+
+        return jax.lax.map(one, stack)
+
+    return Checks(padding, minibatch, coupled)
+
+
+def _close(a: Array, b: Array) -> Array:
+    return jnp.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class Moved(NamedTuple):
+    """The first row whose term changed although it should not have: was there one, and which."""
+
+    moved: Array
+    row: Array
+    before: Array
+    after: Array
+
+
+def first_moved(
+    terms: Callable[[Array], Rows],
+    plate: str,
+    size: int,
+    *,
+    rtol: float | None = None,
+    others: bool = False,
+) -> dict[str, Moved]:
+    """Move groups of a plate's rows and look at the terms of all others.
+
+    The numbers of two rows differ in some bit, so 2 log2(n) groups tell every pair apart.
+
+    Parameters
+    ----------
+    terms : (size,) bool -> {plate: (rows,)}
+        All terms when these rows of ``plate`` are moved.
+    plate : str
+    size : int
+        How many rows the plate has.
+    rtol : float, optional
+        Largest change; by default 1e-5 in single and 1e-10 in double precision.
+    others : bool
+        Whether the terms of the other plates must stay, too.
+    """
+    rtol = default_rtol() if rtol is None else rtol
+    groups = _groups(size)
+    each = jax.lax.map(terms, jnp.asarray(groups), batch_size=max(1, NUMBERS // size))
+    found = {}
+    for p, rows in each.items():
+        if p != plate and not others:
+            continue
+        before, after = rows[0], rows[1:]
+        finite = jnp.isfinite(before) | jnp.isfinite(after)
+        wrong = ~(jnp.abs(after - before) <= rtol * (1 + jnp.abs(before))) & finite
+        if p == plate:
+            wrong &= ~groups[1:]
+        group, row = jnp.unravel_index(wrong.argmax(), wrong.shape)
+        found[p] = Moved(wrong.any(), row, before[row], after[group, row])
+    return found
+
+
+def default_rtol() -> float:
+    """What rounding may change in one program."""
+    return 1e-10 if jnp.zeros(()).dtype == np.float64 else 1e-5
+
+
+def _groups(n: int) -> np.ndarray:
+    """No row, all of them, and those whose number has a certain bit set or not."""
+    bits = np.arange(n) >> np.arange((n - 1).bit_length())[:, None] & 1 == 1
+    return np.concatenate([np.zeros((1, n), bool), np.ones((1, n), bool), bits, ~bits])
+
+
+def check_rows_apart(
+    fm: FederatedModel, asks: Checks, draws: Mapping[str, int], buckets: Sequence[Bucket]
+) -> None:
+    """Refuse several weighted draws for each row where rows read each other's latents.
+
+    Raises
+    ------
+    ModelError
+        Naming the silo and the plate. Above rows of another plate nothing is refused: there a
+        silo is weighed as a whole.
+    """
+    for plate in (p.name for p in fm.plates if draws.get(p.name, 1) > 1 and not p.outer):
+        for b in buckets:
+            coupled = np.asarray(asks.coupled(plate, b.data))
+            if coupled.any():
+                raise ModelError(
+                    f"silo {b.silos[int(coupled.argmax())]}, silo_plate '{plate}': the term of a "
+                    "row reads latents of other rows (as b - b.mean() does), so that its own "
+                    f"{draws[plate]} weighted draws cannot be told from theirs. Use ELBO(), or "
+                    "inner_draws=1 in importance_correct, which need no independent rows; or put "
+                    "what rows share outside of the silo_plate, or in an outer silo_plate."
+                )
