@@ -41,6 +41,7 @@ def corrected_of(weights, pareto_k=0.1, **sites):
         result=result,
         _key=KEY,
         _z_G=None,
+        _moments=None,
         _posterior=posterior,
     )
 
