@@ -319,13 +319,18 @@ def _coupled(name: str, covariance: str) -> ModelError:
 
 def _product(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Family:
     members: dict[str, tuple[Any, Family]] = {}
-    joint = [np.arange(s.start, s.stop) for s in sites if kinds[s.name] == GAUSSIAN]
+
+    def place(s: Site) -> np.ndarray:
+        """In int32, which JAX reads alike in either precision; a family is used in both."""
+        return np.arange(s.start, s.stop, dtype=np.int32)
+
+    joint = [place(s) for s in sites if kinds[s.name] == GAUSSIAN]
     if joint:
         places = np.concatenate(joint)
         members[GAUSSIAN] = (places, expfam.gaussian(len(places), covariance))
     for s in sites:
         if kinds[s.name] != GAUSSIAN:
-            members[s.name] = (np.arange(s.start, s.stop), _member(s, kinds[s.name], covariance))
+            members[s.name] = (place(s), _member(s, kinds[s.name], covariance))
     return expfam.product(members)
 
 

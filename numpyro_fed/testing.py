@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +20,7 @@ from numpyro_fed.handlers import joint, local_name
 from numpyro_fed.layout import lay_out
 from numpyro_fed.split import Rows, Theta
 from numpyro_fed.strategies import Latent, ModelSpec, Problem, models, partitions, silos
+from numpyro_fed.verdicts import Moved, default_rtol, first_moved, groups
 
 __all__ = [
     "Latent",
@@ -47,8 +50,9 @@ def check_decomposition(
     The left side is NumPyro's own log density of :func:`numpyro_fed.handlers.joint`, the right
     side what the algorithms use. Both are evaluated at random points in unconstrained space: silo
     by silo, and once more with the silos padded, masked and stacked. Then the latents of rows are
-    moved, which must leave the terms of all other rows as they were; the latents of an outer
-    silo plate (a hospital above its patients) may move the rows of other plates.
+    moved, and their data replaced by those of other rows, which must leave the terms of all other
+    rows as they were; the latents of an outer silo plate (a hospital above its patients) may move
+    the rows of other plates.
 
     Parameters
     ----------
@@ -67,8 +71,8 @@ def check_decomposition(
     Raises
     ------
     ModelError
-        If the two sides differ, if a row's term depends on another row's latents, or if the model
-        cannot be split at all.
+        If the two sides differ, if a row's term depends on another row's latents or data, or if
+        the model cannot be split at all.
     DataError
         If the silos do not fit together.
 
@@ -95,7 +99,7 @@ def check_decomposition(
         ...
     numpyro_fed.errors.ModelError: silo 0, silo_plate 'row': the term of row ...
     """
-    rtol = (1e-10 if _dtype() == np.float64 else 1e-5) if rtol is None else rtol
+    rtol = default_rtol() if rtol is None else rtol
     key = jax.random.key(0) if key is None else key
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     check = _Check(model, read(silos), key, rtol)
@@ -120,9 +124,9 @@ class _Check:
     """The split model next to NumPyro's own joint model, each compiled once for all points."""
 
     def __init__(self, model: Callable, data: Sequence[SiloData], key: Array, rtol: float):
-        layout, self.buckets = lay_out(model, data)
-        fm = self.fm = layout.model
-        self.sizes = layout.sizes
+        self.layout, self.buckets = lay_out(model, data)
+        fm = self.fm = self.layout.model
+        self.sizes = self.layout.sizes
         self.data, self.key, self.rtol = data, key, rtol
         self.theta = fm.init_theta(key)
         self.init_private = jax.jit(fm.init_private)
@@ -140,8 +144,60 @@ class _Check:
         def log_silo(theta: Theta, private: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
             return fm.log_silo({**theta, **private}, z_G, z_L, data)
 
+        keys = {p.name: self.keys(p.name) for p in fm.plates}
+
+        def log_moved(
+            theta: Theta,
+            private: Theta,
+            z_G: Array,
+            z_L: Rows,
+            data: SiloData,
+            noise: Rows,
+            source: Rows,
+        ) -> tuple[Rows, dict[tuple[str, str], Moved], dict[str, Moved]]:
+            """The terms, and those that moved with the latents and with the data of other rows."""
+            some = {p: groups(len(z)) for p, z in z_L.items()}
+            by_latents = [p for p in fm.plates if p.dim]
+            by_data = [p.name for p in fm.plates if keys[p.name]]
+            moves = [(p.name, 0) for p in by_latents] + [(p, 1) for p in by_data]
+            ends = np.cumsum([1, *(len(some[p]) for p, _ in moves)])
+            which = {p: np.zeros((2, ends[-1], len(z)), bool) for p, z in z_L.items()}
+            spans = [slice(*span) for span in itertools.pairwise(ends)]
+            for span, (p, kind) in zip(spans, moves, strict=True):
+                which[p][kind, span] = some[p]
+
+            def when(moved: dict[str, Array]) -> Rows:
+                z, index = {}, {}
+                for p, (latents, held) in moved.items():
+                    z[p] = z_L[p] + noise[p] * latents[:, None]
+                    index |= dict.fromkeys(
+                        keys[p], jnp.where(held, source[p], jnp.arange(len(held)))
+                    )
+                arrays = {k: a[index[k]] if k in index else a for k, a in data.arrays.items()}
+                return log_silo(theta, private, z_G, z, replace(data, arrays=arrays))
+
+            each = jax.vmap(when)({p: jnp.asarray(w).swapaxes(0, 1) for p, w in which.items()})
+            first = {p: rows[0] for p, rows in each.items()}
+
+            def compare(plate: str, mover: str, span: slice) -> Moved:
+                free = some[mover] if plate == mover else False
+                return first_moved(first[plate], each[plate][span], free, rtol)
+
+            latents = {
+                (plate, p.name): compare(plate, p.name, span)
+                for span, p in zip(spans, by_latents, strict=False)
+                for plate in each
+                if plate == p.name or not p.outer
+            }
+            held = {
+                p: compare(p, p, span)
+                for span, p in zip(spans[len(by_latents) :], by_data, strict=True)
+                if p in each
+            }
+            return first, latents, held
+
         self.log_joint = jax.jit(log_joint)
-        self.log_moved = jax.jit(jax.vmap(log_silo, (None, None, None, 0, None)))
+        self.log_moved = jax.jit(log_moved)
         self.log_bucket = jax.jit(jax.vmap(log_silo, (None, 0, None, 0, 0)))
 
     def draw(self, rng: np.random.Generator) -> _Point:
@@ -180,34 +236,52 @@ class _Check:
         return flat
 
     def rows(self, rng: np.random.Generator, point: _Point, j: int) -> dict[str, np.ndarray]:
-        """The terms of silo ``j``, once it is sure that a row's term needs no other row's latents.
-
-        Groups of rows are moved and all others looked at. The numbers of two rows differ in some
-        bit, so 2 log2(n) groups tell every pair apart.
-        """
+        """The terms of silo ``j``, once it is sure that a row's term needs no other row."""
         z_L, sizes = self.flat_rows(point, j), self.sizes[j]
-        moves = [(p, group) for p in self.fm.plates if p.dim for group in _groups(sizes[p.name])]
-        variants = [z_L]
-        for p, group in moves:
-            noise = np.asarray(rng.normal(size=z_L[p.name].shape), _dtype())
-            variants.append({**z_L, p.name: z_L[p.name] + noise * group[:, None]})
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *variants)
-        arguments = (point.theta, point.private[j], self.flat_globals(point), stacked, self.data[j])
-        found = jax.tree.map(np.asarray, self.log_moved(*jax.tree.map(jnp.asarray, arguments)))
-        for plate, (first, *others) in found.items():
-            for (p, group), rows in zip(moves, others, strict=True):
-                same = np.abs(rows - first) <= self.rtol * (1 + np.abs(first))
-                wrong = ~(same | (group if plate == p.name else p.outer))
-                if wrong.any():
-                    i = int(wrong.argmax())
-                    raise ModelError(
-                        f"silo {j}, silo_plate '{plate}': the term of row {i} went from "
-                        f"{first[i]:.6g} to {rows[i]:.6g} when only latents of other rows, of "
-                        f"silo_plate '{p.name}', moved. Rows must be independent given the "
-                        "globals: put what rows share outside of the silo_plate, or in a "
-                        "silo_plate of its own that the rows index."
-                    )
-        return {plate: rows[0] for plate, rows in found.items()}
+        noise = {p: np.asarray(1 + rng.normal(size=z.shape), _dtype()) for p, z in z_L.items()}
+        source = {p: rng.integers(0, n, n) for p, n in sizes.items()}
+        arguments = (point.theta, point.private[j], self.flat_globals(point), z_L, self.data[j])
+        arguments = jax.tree.map(jnp.asarray, (*arguments, noise, source))
+        terms, by_latents, by_data = self.log_moved(*arguments)
+        for (plate, mover), found in by_latents.items():
+            self.refuse(
+                found,
+                j,
+                plate,
+                f"latents of other rows, of silo_plate '{mover}', moved. Rows must be independent "
+                "given the globals: put what rows share outside of the silo_plate, or in a "
+                "silo_plate of its own that the rows index.",
+            )
+        for plate, found in by_data.items():
+            self.refuse(
+                found,
+                j,
+                plate,
+                f"data of other rows, in {self.keys(plate)}, were replaced by those of yet others. "
+                "The same rows cut into other silos are then another model: compute what sums up "
+                "rows (x.mean(0), say) before the run and pass it as data.",
+            )
+        return {plate: np.asarray(rows) for plate, rows in terms.items()}
+
+    def refuse(self, found: Moved, j: int, plate: str, when: str) -> None:
+        if found.moved:
+            raise ModelError(
+                f"silo {j}, silo_plate '{plate}': the term of row {int(found.row)} went from "
+                f"{float(found.before):.6g} to {float(found.after):.6g} when only {when}"
+            )
+
+    def keys(self, plate: str) -> list[str]:
+        """The arrays that are rows of a plate for certain: they follow it when its size changes."""
+        keys = [key for key, p in self.layout.rows.items() if p == plate]
+        if len({size[plate] for size in self.sizes}) > 1 or self.sizes[0][plate] == 1:
+            return keys
+        first = self.data[0]
+        cut = {k: a[:-1] if k in keys else a for k, a in first.arrays.items()}
+        try:
+            sizes = self.fm.sizes(replace(first, arrays=cut))
+        except ValueError:
+            return []
+        return keys if sizes[plate] == self.sizes[0][plate] - 1 else []
 
     def total(self, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
         """NumPyro's joint log density against the prior plus all rows."""
@@ -283,9 +357,3 @@ def _embed(real: Any, padded: Any) -> np.ndarray:
     padded = np.array(padded)
     padded[tuple(slice(n) for n in np.shape(real))] = real
     return padded
-
-
-def _groups(n: int) -> np.ndarray:
-    """Rows to move at a time: all of them, and those whose number has a certain bit set or not."""
-    bits = np.arange(n) >> np.arange((n - 1).bit_length())[:, None] & 1 == 1
-    return np.concatenate([np.ones((1, n), bool), bits, ~bits])

@@ -122,12 +122,14 @@ def checks(fm: FederatedModel) -> Checks:
         def one(data: SiloData) -> Array:
             z_L = latents(data)
             size, dim = z_L[plate].shape
-            noise = 1 + normal(0, size, dim)
+            noise, some = 1 + normal(0, size, dim), groups(size)
 
-            def when(moved: Array) -> Rows:
-                return terms({**z_L, plate: z_L[plate] + noise * moved[:, None]}, data)
+            def when(moved: Array) -> Array:
+                return terms({**z_L, plate: z_L[plate] + noise * moved[:, None]}, data)[plate]
 
-            return first_moved(when, plate, size)[plate].moved
+            moves = jnp.concatenate([jnp.zeros((1, size), bool), some])
+            rows = jax.lax.map(when, moves, batch_size=max(1, NUMBERS // size))
+            return first_moved(rows[0], rows[1:], some, default_rtol()).moved
 
         return jax.lax.map(one, stack)
 
@@ -147,45 +149,13 @@ class Moved(NamedTuple):
     after: Array
 
 
-def first_moved(
-    terms: Callable[[Array], Rows],
-    plate: str,
-    size: int,
-    *,
-    rtol: float | None = None,
-    others: bool = False,
-) -> dict[str, Moved]:
-    """Move groups of a plate's rows and look at the terms of all others.
-
-    The numbers of two rows differ in some bit, so 2 log2(n) groups tell every pair apart.
-
-    Parameters
-    ----------
-    terms : (size,) bool -> {plate: (rows,)}
-        All terms when these rows of ``plate`` are moved.
-    plate : str
-    size : int
-        How many rows the plate has.
-    rtol : float, optional
-        Largest change; by default 1e-5 in single and 1e-10 in double precision.
-    others : bool
-        Whether the terms of the other plates must stay, too.
-    """
-    rtol = default_rtol() if rtol is None else rtol
-    groups = _groups(size)
-    each = jax.lax.map(terms, jnp.asarray(groups), batch_size=max(1, NUMBERS // size))
-    found = {}
-    for p, rows in each.items():
-        if p != plate and not others:
-            continue
-        before, after = rows[0], rows[1:]
-        finite = jnp.isfinite(before) | jnp.isfinite(after)
-        wrong = ~(jnp.abs(after - before) <= rtol * (1 + jnp.abs(before))) & finite
-        if p == plate:
-            wrong &= ~groups[1:]
-        group, row = jnp.unravel_index(wrong.argmax(), wrong.shape)
-        found[p] = Moved(wrong.any(), row, before[row], after[group, row])
-    return found
+def first_moved(before: Array, after: Array, may_move: Array | bool, rtol: float) -> Moved:
+    """Compare the terms of rows (rows,) with those after some moves (moves, rows)."""
+    finite = jnp.isfinite(before) | jnp.isfinite(after)
+    still = jnp.abs(after - before) <= rtol * (1 + jnp.abs(before))
+    wrong = ~still & finite & ~jnp.asarray(may_move)
+    move, row = jnp.unravel_index(wrong.argmax(), wrong.shape)
+    return Moved(wrong.any(), row, before[row], after[move, row])
 
 
 def default_rtol() -> float:
@@ -193,10 +163,13 @@ def default_rtol() -> float:
     return 1e-10 if jnp.zeros(()).dtype == np.float64 else 1e-5
 
 
-def _groups(n: int) -> np.ndarray:
-    """No row, all of them, and those whose number has a certain bit set or not."""
+def groups(n: int) -> np.ndarray:
+    """Rows to move at a time: all of them, and those whose number has a certain bit set or not.
+
+    The numbers of two rows differ in some bit, so 2 log2(n) groups tell every pair apart.
+    """
     bits = np.arange(n) >> np.arange((n - 1).bit_length())[:, None] & 1 == 1
-    return np.concatenate([np.zeros((1, n), bool), np.ones((1, n), bool), bits, ~bits])
+    return np.concatenate([np.ones((1, n), bool), bits, ~bits])
 
 
 def check_rows_apart(
