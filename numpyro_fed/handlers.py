@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
+from numpyro import handlers
 from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.distribution import Unit
 from numpyro.primitives import Messenger
 
+from numpyro_fed.dependence import provenance
 from numpyro_fed.errors import ModelError
-from numpyro_fed.primitives import silo_plate_of
+from numpyro_fed.primitives import inside_scan, silo_plate_of
 
 
 class at_silo(Messenger):
@@ -45,8 +48,13 @@ class at_silo(Messenger):
         self._local_plates: set[str] = set()
         super().__init__(fn)
 
+    def _around(self, body: Callable) -> Callable:
+        inside = at_silo(body, self.silo)
+        inside._local_plates = self._local_plates
+        return inside
+
     def process_message(self, msg: dict[str, Any]) -> None:
-        if silo_plate_of(msg) is None or not msg.get("name"):
+        if inside_scan(msg, self._around) or silo_plate_of(msg) is None or not msg.get("name"):
             return
         if msg["type"] == "plate":
             self._local_plates.add(msg["name"])
@@ -62,6 +70,68 @@ def local_name(silo: int, name: str) -> str:
     return f"silo_{silo}/{name}"
 
 
+class _at_home(Messenger):
+    """Give sites outside of the silo plates to one, as ``{site: silo plate}`` says."""
+
+    def __init__(self, fn: Callable, plates: Mapping[str, str]):
+        self.plates = plates
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "deterministic" and msg["name"] in self.plates:
+            msg.setdefault("silo_plate", self.plates[msg["name"]])
+
+
+def localised(model: Callable, data: Mapping[str, Any]) -> Callable:
+    """The model with ``numpyro.deterministic`` sites that read rows as local ones.
+
+    Such a site belongs to the last of the silo plates whose latents it reads, or of all plates
+    where it reads data alone.
+    """
+    leaves, tree = jax.tree.flatten(dict(data))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+    found: list[dict[str, Any]] = []
+
+    def run(values: dict[str, Any], arrays: dict[int, Any]) -> dict[str, Any]:
+        given = tree.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        text = handlers.seed(handlers.substitute(model, data=values), 0)
+        with handlers.block():  # what runs the joint model is not to see this
+            found.append(handlers.trace(text).get_trace(**given))
+        return {
+            name: site["value"]
+            for name, site in found[-1].items()
+            if site["type"] == "deterministic" and silo_plate_of(site) is None
+        }
+
+    outside = jax.eval_shape(run, {}, arrays)
+    sites = list(found[-1].values())
+    plates = list(dict.fromkeys(filter(None, map(silo_plate_of, sites))))
+    if not outside or not plates:
+        return model
+    latents: dict[str, dict[str, Any]] = {plate: {} for plate in plates}
+    for site in sites:
+        if site["type"] == "sample" and not site["is_observed"] and (p := silo_plate_of(site)):
+            latents[p][site["name"]] = jnp.zeros(site["value"].shape, site["value"].dtype)
+
+    def at(data: dict[int, Any], **rows: dict[str, Any]) -> dict[str, Any]:
+        return run({k: v for values in rows.values() for k, v in values.items()}, data)
+
+    home = {}
+    for name, value in provenance(at, data=arrays, **_labelled(latents)).items():
+        reads = frozenset[str]().union(*jax.tree.leaves(value))
+        own = [p for p in plates if _label(p) in reads] or (plates if "data" in reads else [])
+        home |= {name: own[-1]} if own else {}
+    return _at_home(model, home) if home else model
+
+
+def _label(plate: str) -> str:
+    return f"rows of {plate}"
+
+
+def _labelled(latents: dict[str, Any]) -> dict[str, Any]:
+    return {_label(plate): values for plate, values in latents.items()}
+
+
 class _shared(Messenger):
     """Emit each global site once; later silos read its value and stay silent about it."""
 
@@ -70,6 +140,8 @@ class _shared(Messenger):
         super().__init__(None)
 
     def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "control_flow":
+            msg["kwargs"]["substitute_stack"].append(("substitute", dict(self.values)))
         if silo_plate_of(msg) is None and msg.get("name") in self.values:
             msg["value"] = self.values[msg["name"]]
             msg["stop"] = True
@@ -116,9 +188,10 @@ def joint(model: Callable, silos: Sequence[Mapping[str, Any]]) -> Callable[[], N
 
     def joint_model() -> None:
         values: dict[str, Any] = {}
+        text = localised(model, silos[0]) if silos else model
         for j, data in enumerate(silos):
             with at_silo(silo=j), _shared(values):
-                model(**data)
+                text(**data)
 
     return joint_model
 

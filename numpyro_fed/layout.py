@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.data import Bucket, SiloData, Sizes, bucket, padded, padded_keys
+from numpyro_fed.indices import index_check
 from numpyro_fed.sites import structures
 from numpyro_fed.split import FederatedModel, split
 from numpyro_fed.verdicts import Checks, checks
@@ -22,6 +23,7 @@ class Layout(NamedTuple):
     sizes: tuple[Sizes, ...]  # true size of each silo plate at each silo
     rows: dict[str, str]  # which arrays are rows of which silo plate
     checks: Checks
+    check_indices: Callable[[int, SiloData], None]  # at a silo, for the values of its data
 
     def arrange(self, silos: Sequence[SiloData]) -> list[Bucket]:
         """Bucket silos of these shapes, and make sure that padding changes nothing.
@@ -30,6 +32,8 @@ class Layout(NamedTuple):
         rows (``x.mean(0)``, say) fails that comparison; the silos then stay unpadded, bucketed by
         their sizes, and a warning says so.
         """
+        for j, silo in enumerate(silos):
+            self.check_indices(j, silo)
         buckets = bucket(silos, self.sizes, may_pad=not self.model.nested)
         if all(self._padding_is_harmless(silos, b) for b in buckets if padded([b])):
             return buckets
@@ -57,7 +61,7 @@ def plan(model: Callable, silos: Sequence[SiloData]) -> Layout:
     """Split the model at silos of these shapes."""
     fm = split(model, silos)
     sizes = tuple(s.sizes for s in structures(model, silos))
-    return Layout(fm, sizes, padded_keys(silos, sizes), checks(fm))
+    return Layout(fm, sizes, padded_keys(silos, sizes), checks(fm), index_check(fm))
 
 
 def lay_out(model: Callable, silos: Sequence[SiloData]) -> tuple[Layout, list[Bucket]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpyro
+from numpyro.contrib.control_flow.scan import scan_wrapper
 from numpyro.primitives import CondIndepStackFrame, Messenger
 
 from numpyro_fed.errors import DataError, ModelError
@@ -14,10 +16,27 @@ class _SiloFrame(CondIndepStackFrame):
     """The frame of a silo plate: it stays with a message that a reparam handler empties."""
 
 
+def silo_frames(msg: dict[str, Any]) -> list[CondIndepStackFrame]:
+    """The frames of the silo plates around a message, the innermost first."""
+    return [f for f in msg.get("cond_indep_stack", ()) if isinstance(f, _SiloFrame)]
+
+
 def silo_plate_of(msg: dict[str, Any]) -> str | None:
     """The innermost silo plate around a message; None for what is global."""
-    frames = (f.name for f in msg.get("cond_indep_stack", ()) if isinstance(f, _SiloFrame))
-    return msg.get("silo_plate") or next(frames, None)
+    return msg.get("silo_plate") or next((f.name for f in silo_frames(msg)), None)
+
+
+def inside_scan(msg: dict[str, Any], wrap: Callable[[Callable], Callable]) -> bool:
+    """Wrap the body of a ``scan``, whose messages an effect handler sees after the last step only.
+
+    Whether there is nothing else to do: the message is that of the scan, or of a site of its body,
+    which has then passed the handler already.
+    """
+    if msg["type"] == "control_flow" and msg["fn"] is scan_wrapper:
+        body, *rest = msg["args"]
+        msg["args"] = (wrap(body), *rest)
+        return True
+    return bool(msg.get("_control_flow_done"))
 
 
 class _tag(Messenger):
@@ -45,7 +64,8 @@ class silo_plate(numpyro.plate):
     Outside of this package it is an ordinary :class:`numpyro.plate`, so that the same text runs
     under ``Predictive``, ``NUTS`` and ``render_model``. One thing differs there: a
     ``numpyro.param`` inside a silo plate is one parameter for all rows under plain NumPyro, but
-    one private parameter *per silo* here.
+    one private parameter *per silo* here. A silo plate may stand around a
+    ``numpyro.contrib.control_flow.scan`` (over time, say) as well as inside of its body.
 
     Parameters
     ----------
@@ -99,9 +119,18 @@ class silo_plate(numpyro.plate):
             super().__init__(name, size, dim=dim)
 
     def process_message(self, msg: dict[str, Any]) -> None:
+        if inside_scan(msg, self._around):
+            return
         super().process_message(msg)
         msg.setdefault("silo_plate", self.name)
         if "cond_indep_stack" in msg:
             msg["cond_indep_stack"] = [
                 _SiloFrame(*f) if f.name == self.name else f for f in msg["cond_indep_stack"]
             ]
+
+    def _around(self, body: Callable) -> Callable:
+        def inside(carry: Any, x: Any) -> Any:
+            with self:
+                return body(carry, x)
+
+        return inside

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
+from numpyro.primitives import Messenger
 
 from numpyro_fed.data import SiloData, Sizes, signature
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
-from numpyro_fed.primitives import silo_plate_of
+from numpyro_fed.primitives import silo_frames, silo_plate_of
 
 
 class Site(NamedTuple):
@@ -25,7 +26,8 @@ class Site(NamedTuple):
     Attributes
     ----------
     name, kind : str
-        ``kind`` is ``"latent"``, ``"observed"``, ``"param"`` or ``"deterministic"``.
+        ``kind`` is ``"latent"``, ``"observed"``, ``"factor"``, ``"param"`` or
+        ``"deterministic"``.
     plate : str or None
         The innermost silo plate around the site; None for a global.
     shape : tuple of int
@@ -76,12 +78,15 @@ class Structure(NamedTuple):
         Whether a site stands in two silo plates at once.
     supports : dict
         The support of each global latent and the constraint of each ``numpyro.param``.
+    masked : dict
+        The latents that are masked, ``{name: whether everywhere}``.
     """
 
     sites: tuple[Site, ...]
     sizes: Sizes
     nested: bool
     supports: dict[str, Any]
+    masked: dict[str, bool]
 
 
 def structures(model: Callable, silos: Sequence[SiloData]) -> list[Structure]:
@@ -98,7 +103,8 @@ def structure(model: Callable, data: SiloData, j: int) -> Structure:
     found: list[Structure] = []
 
     def run(key: Array, data: SiloData) -> None:
-        trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
+        with _proper():
+            trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
         found.append(_read_trace(trace))
 
     try:
@@ -109,26 +115,59 @@ def structure(model: Callable, data: SiloData, j: int) -> Structure:
         if "equinox" in str(error):
             raise MissingExtraError("equinox", "nn") from error
         raise
-    except Exception as error:
-        shapes = {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
+    except _NEEDS_VALUES as error:
         raise ModelError(
-            f"the model raised {type(error).__name__} at silo {j}, which holds {shapes}: {error}"
+            f"the model asks for the values of its data or latents at silo {j}, which holds "
+            f"{held(data)}, but it is compiled once for all values and sees shapes alone "
+            "(np.unique(h), y[h == 0], int(h.max()) and `if y.sum() > 0` ask for values). Make it "
+            "data: compute it before the run and pass it as an array, a plain int or a mask "
+            f"(numpyro.handlers.mask for rows, jnp.where for branches). {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    except Exception as error:
+        raise ModelError(
+            f"the model raised {type(error).__name__} at silo {j}, which holds {held(data)}: "
+            f"{error}"
         ) from error
     return found[0]
 
 
-def _read_trace(trace: dict[str, Any]) -> Structure:
-    sizes = {
-        s["name"]: s["args"][0]
-        for s in trace.values()
-        if s["type"] == "plate" and silo_plate_of(s) == s["name"]
-    }
-    if not sizes:
-        if any("silo_plate" in s for s in trace.values()):
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+def held(data: SiloData) -> dict[str, Any]:
+    """What a silo holds, for messages: the shapes of arrays, and plain values."""
+    return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
+
+
+class _proper(Messenger):
+    """Refuse latents of which no value can be drawn because their prior is improper."""
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] != "sample" or msg["is_observed"]:
+            return
+        if isinstance(_base(msg["fn"]), dist.ImproperUniform):
             raise ModelError(
-                "a handler such as numpyro.handlers.scope renames what is inside the silo_plate, "
-                "whose rows can then not be told apart. Put the silo_plate outside of that handler."
+                f"the prior of the latent site '{msg['name']}' is flat (ImproperUniform), and so "
+                "improper. Give it a proper prior, however wide, such as dist.Normal(0, 100)."
             )
+
+
+def _read_trace(trace: dict[str, Any]) -> Structure:
+    sizes = _sizes(trace)
+    lost = [s["name"] for s in trace.values() if silo_plate_of(s) not in (None, *sizes)]
+    if lost:
+        raise ModelError(
+            f"a handler such as numpyro.handlers.scope renames the silo_plate around '{lost[0]}', "
+            "whose rows can then not be told apart. Put the silo_plate outside of that handler."
+        )
+    if not sizes:
         raise ModelError(
             "the model has no silo_plate, so nothing says which rows belong to a silo. Replace "
             "the numpyro.plate over rows by numpyro_fed.silo_plate."
@@ -136,6 +175,7 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
     sites: list[Site] = []
     places: dict[str | None, int] = {}
     supports: dict[str, Any] = {}
+    masked: dict[str, bool] = {}
     nested = False
     for site in trace.values():
         plate = silo_plate_of(site)
@@ -149,7 +189,13 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
                 entry = entry._replace(start=start, stop=start + width)
                 if plate is None:
                     supports[entry.name] = site["fn"].support
+                masked |= _masked(entry.name, site["fn"])
             sites.append(entry)
+        elif site["type"] == "param" and site.get("_control_flow_done"):
+            raise ModelError(
+                f"the numpyro.param '{site['name']}' stands in the body of a scan, where NumPyro "
+                "cannot set it, so that it would keep its first value. Put it before the scan."
+            )
         elif site["type"] == "param":
             support = site["kwargs"].get("constraint", constraints.real)
             supports[site["name"]] = support
@@ -166,34 +212,33 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
                 f"site '{site['name']}' is mutable state (numpyro_mutable, batch norm), which has "
                 "no meaning in a log density. Use numpyro.param for what is learned."
             )
-    return Structure(tuple(sites), sizes, nested, supports)
+    return Structure(tuple(sites), sizes, nested, supports, masked)
+
+
+def _sizes(trace: dict[str, Any]) -> Sizes:
+    """Of each silo plate; one that stands in the body of a scan leaves its frames alone."""
+    sizes: Sizes = {}
+    for site in trace.values():
+        if site["type"] == "plate" and silo_plate_of(site) == site["name"]:
+            sizes.setdefault(site["name"], site["args"][0])
+        for frame in silo_frames(site):
+            sizes.setdefault(frame.name, frame.size)
+    return sizes
 
 
 def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
     name, fn = site["name"], site["fn"]
     if site["is_observed"]:
-        if plate is None and not site["infer"].get("is_auxiliary"):
-            raise ModelError(
-                f"site '{name}' is observed outside of every silo_plate: the server has no data. "
-                f"Put '{name}' inside the silo_plate of the rows that it belongs to."
-            )
-        return Site(name, "observed", plate)
+        kind = "factor" if site["infer"].get("is_auxiliary") else "observed"
+        return Site(name, kind, plate)
     if fn.support is None or fn.support.is_discrete:
         base = type(getattr(fn, "base_dist", fn)).__name__
         raise ModelError(
             f"site '{name}' is a discrete latent ({base}). Sum it out, for example with a "
             "numpyro.distributions.Mixture likelihood, or observe it."
         )
-    if _is_masked(fn):
-        warnings.warn(
-            f"the latent site '{name}' is masked: where the mask is False it has no prior, so that "
-            "its posterior is improper and a bound can grow for ever. Mask only the observed site "
-            "(obs_mask adds such a latent; give a mask to numpyro.handlers.mask instead).",
-            stacklevel=2,
-        )
     try:
-        bijection = biject_to(fn.support)
-        value_shape = tuple(bijection.inverse_shape(fn.shape()))
+        shape = unconstrained_shape(site)
     except NotImplementedError as error:
         raise ModelError(
             f"site '{name}' has the support {fn.support}, to which NumPyro has no bijection from "
@@ -201,11 +246,16 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
         ) from error
     if plate is None:
         support = _support_name(fn.support)
-        return Site(name, "latent", None, value_shape, support=support, event_dim=fn.event_dim)
+        return Site(name, "latent", None, shape, support=support, event_dim=fn.event_dim)
     dim = next(f.dim for f in site["cond_indep_stack"] if f.name == plate)
-    axis = len(fn.batch_shape) + dim
-    row_shape = value_shape[:axis] + value_shape[axis + 1 :]
+    axis = jnp.ndim(site["value"]) - fn.event_dim + dim
+    row_shape = shape[:axis] + shape[axis + 1 :]
     return Site(name, "latent", plate, row_shape, axis, support=_support_name(fn.support))
+
+
+def unconstrained_shape(site: dict[str, Any]) -> tuple[int, ...]:
+    """Of a latent's whole value: with its ``sample_shape``, and all steps of a scan."""
+    return tuple(biject_to(site["fn"].support).inverse_shape(jnp.shape(site["value"])))
 
 
 def check_same_sites(first: Structure, other: Structure, j: int) -> None:
@@ -234,10 +284,19 @@ def check_same_sites(first: Structure, other: Structure, j: int) -> None:
     )
 
 
-def _is_masked(fn: Any) -> bool:
+def _base(fn: Any) -> Any:
     while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
         fn = fn.base_dist
-    return isinstance(fn, dist.MaskedDistribution) and fn._mask is not True
+    return fn
+
+
+def _masked(name: str, fn: Any) -> dict[str, bool]:
+    """Whether a latent that is masked is so everywhere; nothing for what is not masked."""
+    fn = _base(fn)
+    if not isinstance(fn, dist.MaskedDistribution) or fn._mask is True:
+        return {}
+    known = not isinstance(fn._mask, jax.core.Tracer)
+    return {name: known and not np.any(fn._mask)}
 
 
 def _is_unit(interval: Any) -> bool:

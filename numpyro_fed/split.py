@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,16 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 from jax import Array
+from jax.interpreters.partial_eval import dce_jaxpr
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.util import sum_rightmost
 from numpyro.infer.util import compute_log_probs
-from numpyro.ops.provenance import eval_provenance
 
-from numpyro_fed.data import SiloData, Sizes
+from numpyro_fed.data import SiloData, Sizes, signature
+from numpyro_fed.dependence import provenance
 from numpyro_fed.errors import ModelError
+from numpyro_fed.handlers import localised
 from numpyro_fed.primitives import silo_plate_of
-from numpyro_fed.sites import Plate, Site, Structure, check_same_sites, structure, structures
+from numpyro_fed.sites import (
+    Plate,
+    Site,
+    Structure,
+    check_same_sites,
+    held,
+    structure,
+    structures,
+)
 
 Theta = dict[str, Any]
 Rows = dict[str, Array]
@@ -73,6 +85,8 @@ class FederatedModel(NamedTuple):
         The size of each silo plate at a silo, padded rows included.
     supports : dict
         The support of each global latent and the constraint of each parameter.
+    flat : tuple of str
+        The latents without a proper prior.
     """
 
     sites: tuple[Site, ...]
@@ -91,6 +105,7 @@ class FederatedModel(NamedTuple):
     init_local: Callable[..., Rows]
     sizes: Callable[[SiloData], Sizes]
     supports: dict[str, Any]
+    flat: tuple[str, ...] = ()
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
         """The sites of one kind at one level: ``plate`` or, when None, the globals."""
@@ -114,26 +129,49 @@ def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
     Raises
     ------
     ModelError
-        Without a silo plate; for an observed site outside of one; for a global site that depends
-        on a local latent or on data; for discrete latents, supports without a bijection, mutable
-        sites; for sites that differ between silos; and when the model itself raises.
+        Without a silo plate; for a global site, observed ones included, that depends on a local
+        latent, on data or on what differs between silos, such as their numbers of rows; for
+        randomness outside of sample sites; for discrete latents, supports without a bijection,
+        mutable sites; for sites that differ between silos; and when the model itself raises.
     """
     found = structures(model, silos)
     for j, other in enumerate(found):
         check_same_sites(found[0], other, j)
+    if any(s.kind == "deterministic" and s.plate is None for s in found[0].sites):
+        model = localised(model, silos[0].kwargs)
+        found = structures(model, silos)
+    _warn_masked(found[0])
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
     fm = _federated_model(model, found[smallest], silos[smallest])
     reaches = _dependence(fm, model, silos[smallest])
-    _check_globals(fm, reaches)
-    _check_static(model, fm, silos)
+    _check_reaches(fm, reaches)
+    _check_priors(model, fm, silos, [s.sizes for s in found])
     plates = [
         p._replace(
             outer=p.dim > 0
-            and any(p.name in reaches[s.name] for s in fm.sites if s.plate not in (None, p.name))
+            and any(
+                p.name in reaches[s.name]
+                for s in fm.sites
+                if s.plate not in (None, p.name) and s.kind != "deterministic"
+            )
         )
         for p in fm.plates
     ]
     return fm._replace(plates=tuple(plates))
+
+
+def _warn_masked(found: Structure) -> None:
+    for name, everywhere in found.masked.items():
+        warnings.warn(
+            f"the prior of the latent site '{name}' is flat (its mask is False everywhere), and so "
+            "improper: unless the data determine it, its posterior is improper, too, and a bound "
+            "can grow for ever. Give it a proper prior, however wide, such as dist.Normal(0, 100)."
+            if everywhere
+            else f"the latent site '{name}' is masked: where the mask is False it has no prior, so "
+            "that its posterior is improper and a bound can grow for ever. Mask only the observed "
+            "site (obs_mask adds such a latent; give a mask to numpyro.handlers.mask instead).",
+            stacklevel=3,
+        )
 
 
 def _bind(model: Callable, values: dict[str, Array], theta: Theta) -> Callable:
@@ -146,6 +184,9 @@ def _bind(model: Callable, values: dict[str, Array], theta: Theta) -> Callable:
         if site["type"] != "sample" or site["is_observed"] or name not in values:
             return None
         bijection, unconstrained = biject_to(site["fn"].support), values[name]
+        step = site["infer"].get("_scan_current_index")
+        if step is not None:
+            unconstrained = _of_step(site, bijection, unconstrained[step])
         value = bijection(unconstrained)
         if value is not unconstrained:
             log_det = bijection.log_abs_det_jacobian(unconstrained, value)
@@ -155,6 +196,18 @@ def _bind(model: Callable, values: dict[str, Array], theta: Theta) -> Callable:
         return value
 
     return handlers.substitute(model, substitute_fn=substitute)
+
+
+def _of_step(site: dict[str, Any], bijection: Any, unconstrained: Array) -> Array:
+    """The value of a site in the body of a scan at one step of it."""
+    shape = bijection.inverse_shape(site["kwargs"]["sample_shape"] + tuple(site["fn"].shape()))
+    if unconstrained.size != math.prod(shape):
+        raise ModelError(
+            f"site '{site['name']}' has the shape {unconstrained.shape} at one step of a scan, "
+            f"where {shape} was expected. A scan in the body of another one is not supported: "
+            "write one of them as a Python loop."
+        )
+    return unconstrained.reshape(shape)
 
 
 def _sum_rows(value: Array) -> Array:
@@ -182,12 +235,36 @@ def _unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
 
 
 def _trace_at(
-    model: Callable, sites: Sequence[Site], theta: Theta, z_G: Array, z_L: Rows, data: SiloData
+    model: Callable,
+    sites: Sequence[Site],
+    theta: Theta,
+    z_G: Array,
+    z_L: Rows,
+    data: SiloData,
+    key: Array | None = None,
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Log probability of each sample site, not summed, and the trace."""
+    """Log probability of each sample site, not summed, and the trace; none depends on the key."""
     text = _bind(model, _unpack(sites, z_G, z_L), theta)
-    seeded = handlers.seed(text, jax.random.key(0))
+    seeded = handlers.seed(text, jax.random.key(0) if key is None else key)
     return compute_log_probs(seeded, (), data.kwargs, {}, sum_log_prob=False)
+
+
+def _prior_terms(
+    model: Callable, sites: Sequence[Site], theta: Theta, z_G: Array, z_L: Rows, data: SiloData
+) -> dict[str, Array]:
+    """Log density of each global site, its log-determinant included."""
+    values, trace = _trace_at(model, sites, theta, z_G, z_L, data)
+    owner, terms = _owners(sites), dict[str, Array]()
+    for name, value in values.items():
+        if silo_plate_of(trace[name]) is None:
+            site = owner.get(name, name)
+            terms[site] = terms.get(site, jnp.zeros(())) + value.sum()
+    return terms
+
+
+def _owners(sites: Sequence[Site]) -> dict[str, str]:
+    """The latent that a factor with a log-determinant belongs to."""
+    return {f"_{s.name}_log_det": s.name for s in sites if s.kind == "latent"}
 
 
 def _federated_model(model: Callable, at: Structure, silo: SiloData) -> FederatedModel:
@@ -197,9 +274,13 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         Plate(p, max([s.stop for s in latents if s.plate == p], default=0), False) for p in at.sizes
     )
     # The global functions run the text on placeholders for data and local latents, inside jit so
-    # that they stay abstract. None of them reaches the result: _check_globals has made sure.
+    # that they stay abstract. None of them reaches the result: _check_reaches has made sure.
     template = jax.tree.map(np.zeros_like, silo)
-    template_z_L = {p.name: jnp.zeros((at.sizes[p.name], p.dim)) for p in plates}
+
+    def placeholder(dtype: Any, silo: SiloData) -> tuple[SiloData, Rows]:
+        """Of the type in which the globals come, or a scan would carry two types."""
+        data = jax.tree.map(lambda a: a.astype(dtype) if a.dtype.kind == "f" else a, silo)
+        return data, {p.name: jnp.zeros((at.sizes[p.name], p.dim), dtype) for p in plates}
 
     def log_silo(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         total: Rows = {}
@@ -213,17 +294,10 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
                 total[plate] = total.get(plate, 0.0) + _sum_rows(jnp.moveaxis(value, frame.dim, 0))
         return {plate: data.keep(plate, rows) for plate, rows in total.items()}
 
-    owner = {f"_{s.name}_log_det": s.name for s in latents}
-
     @jax.jit
     def prior_terms(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
-        values, trace = _trace_at(model, at.sites, theta, z_G, template_z_L, data)
-        terms: dict[str, Array] = {}
-        for name, value in values.items():
-            if silo_plate_of(trace[name]) is None:
-                site = owner.get(name, name)
-                terms[site] = terms.get(site, jnp.zeros(())) + value.sum()
-        return terms
+        data, z_L = placeholder(z_G.dtype, data)
+        return _prior_terms(model, at.sites, theta, z_G, z_L, data)
 
     def log_prior(theta: Theta, z_G: Array) -> Array:
         return sum(prior_terms(theta, z_G, template).values(), jnp.zeros(()))
@@ -240,7 +314,8 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
 
     @jax.jit
     def constrain_global(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
-        return constrain(theta, z_G, template_z_L, data, local=False)
+        data, z_L = placeholder(z_G.dtype, data)
+        return constrain(theta, z_G, z_L, data, local=False)
 
     def parameters(key: Array, data: SiloData, *, local: bool) -> Theta:
         names = [s.name for s in at.sites if s.kind == "param" and (s.plate is not None) == local]
@@ -299,19 +374,23 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         init_local=init_local,
         sizes=sizes,
         supports=at.supports,
+        flat=tuple(name for name, everywhere in at.masked.items() if everywhere),
     )
 
 
 def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str, set[str | None]]:
-    """What reaches each site's density or value: silo plates' latents, by name, and data, None."""
+    """What reaches each site's density or value: silo plates' latents, by name, and data, None.
+
+    Randomness that is no sample site goes by the name ``KEY``.
+    """
     sizes = fm.sizes(silo)
     z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
     labels = {f"rows of {p.name}": p.name for p in fm.plates}
 
-    def run(data: dict[str, Array], theta: Theta, **rows: Array) -> dict[str, Array]:
+    def run(data: dict[str, Array], theta: Theta, key: Array, **rows: Array) -> dict[str, Any]:
         at = replace(silo, arrays=data)
         named = {labels[label]: value for label, value in rows.items()}
-        values, trace = _trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), named, at)
+        values, trace = _trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), named, at, key)
         fixed = {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "deterministic"}
         return {**values, **fixed}
 
@@ -323,47 +402,104 @@ def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str
     key = jax.random.key(0)
     theta = {**fm.init_theta(key), **jax.jit(fm.init_private)(key, silo)}
     rows = {label: z_L[plate] for label, plate in labels.items()}
-    found = eval_provenance(run, data=silo.arrays, theta=theta, **rows)
-    found |= eval_provenance(initial, data=silo.arrays)
-    names = {**labels, "data": None}
-    return {
-        site: {names[label] for leaf in jax.tree.leaves(value) for label in leaf if label in names}
-        for site, value in found.items()
-    }
+    found = provenance(run, data=silo.arrays, theta=theta, key=key, **rows)
+    found |= provenance(initial, data=silo.arrays)
+    names, owner = {**labels, "data": None, "key": KEY}, _owners(fm.sites)
+    reaches: dict[str, set[str | None]] = {}
+    for site, value in found.items():
+        sources = {names[label] for leaf in jax.tree.leaves(value) for label in leaf & set(names)}
+        reaches.setdefault(owner.get(site, site), set()).update(sources)
+    return reaches
 
 
-def _check_globals(fm: FederatedModel, reaches: dict[str, set[str | None]]) -> None:
+KEY = "numpyro.prng_key()"
+
+
+def _check_reaches(fm: FederatedModel, reaches: dict[str, set[str | None]]) -> None:
     for site in fm.sites:
-        sources = reaches[site.name]
+        name, sources = site.name, reaches[site.name]
+        if KEY in sources:
+            raise ModelError(
+                f"the site '{name}' depends on randomness that is no latent: on "
+                "numpyro.prng_key(), or on a site in the body of a scan inside a "
+                "numpyro.handlers.scope. It would be the same in every round. Draw it by "
+                "numpyro.sample, outside of that scope, or before the run and pass it as data."
+            )
         if site.plate is not None or not sources:
             continue
+        if None in sources and site.kind == "observed":
+            raise ModelError(
+                f"site '{name}' is observed outside of every silo_plate, and depends on data, "
+                f"which the server does not have. Put '{name}' inside the silo_plate of the rows "
+                "that it belongs to."
+            )
         if None in sources:
             raise ModelError(
-                f"the global site '{site.name}' depends on data, which the server does not have. "
-                f"Put '{site.name}' inside a silo_plate, or make it depend on globals alone."
+                f"the global site '{name}' depends on data, which the server does not have. "
+                f"Put '{name}' inside a silo_plate, or make it depend on globals alone."
             )
         plate = sorted(str(s) for s in sources)[0]
         raise ModelError(
-            f"the global site '{site.name}' depends on latents of silo_plate '{plate}', which "
-            f"never leave their silo. Put '{site.name}' inside a silo_plate."
+            f"the global site '{name}' depends on latents of silo_plate '{plate}', which "
+            f"never leave their silo. Put '{name}' inside a silo_plate."
         )
 
 
-def _check_static(model: Callable, fm: FederatedModel, silos: Sequence[SiloData]) -> None:
-    """Python values that differ between silos must not change the prior."""
-    seen = {silo.static: silo for silo in silos}
-    if len(seen) == 1:
+def _check_priors(
+    model: Callable, fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]
+) -> None:
+    """What differs between silos, numbers of rows included, must not change the prior."""
+    firsts: dict[tuple, int] = {}
+    for j, silo in enumerate(silos):
+        firsts.setdefault(signature(silo), j)
+    if len(firsts) == 1:
         return
     key = jax.random.key(0)
     z_G, theta = jax.random.normal(key, (fm.dim,)), fm.init_theta(key)
-    expected = fm.log_prior(theta, z_G)
-    for silo in seen.values():
-        z_L = fm.init_local(key, silo)
-        values, trace = _trace_at(model, fm.sites, theta, z_G, z_L, silo)
-        prior = sum(v.sum() for name, v in values.items() if silo_plate_of(trace[name]) is None)
-        if not np.allclose(prior, expected, rtol=1e-4, atol=1e-4):
-            raise ModelError(
-                f"the prior of the globals is {float(prior):.6g} at a silo with "
-                f"{dict(silo.static)} but {float(expected):.6g} elsewhere: a Python value that "
-                "differs between silos changes it. Let only local sites depend on such values."
-            )
+
+    def terms(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
+        return _prior_terms(model, fm.sites, theta, z_G, z_L, data)
+
+    def arguments(j: int) -> tuple[Theta, Array, Rows, SiloData]:
+        z_L = {p.name: jnp.zeros((sizes[j][p.name], p.dim)) for p in fm.plates}
+        return theta, z_G, z_L, silos[j]
+
+    expected = _program(terms, *arguments(0))
+    for j in list(firsts.values())[1:]:
+        if _same_program(_program(terms, *arguments(j)), expected):
+            continue
+        here, there = (jax.jit(terms)(*arguments(i)) for i in (j, 0))
+        for name, value in here.items():
+            if not np.allclose(value, there[name], rtol=1e-5, atol=1e-5, equal_nan=True):
+                mine, theirs = _differences(silos[j], silos[0])
+                raise ModelError(
+                    f"the prior of the global site '{name}' differs between silos: at one point "
+                    f"its log density is {float(value):.6g} at silo {j}, which holds {mine}, but "
+                    f"{float(there[name]):.6g} at silo 0, which holds {theirs}. It must not depend "
+                    "on numbers of rows or Python values that differ. Pass one number to all "
+                    "silos (that of all rows together, say), or let only local sites depend on it."
+                )
+
+
+def _program(fn: Callable, *arguments: Any) -> tuple[str, list[Any]]:
+    """What a function computes, in words: without what its outputs do not need; its constants."""
+    traced = jax.make_jaxpr(fn)(*arguments)
+    needed, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    read = {id(v) for vs in (needed.outvars, *(e.invars for e in needed.eqns)) for v in vs}
+    constants = zip(needed.constvars, traced.consts, strict=True)
+    kept = {v: c for v, c in constants if id(v) in read}
+    words = str(needed.replace(constvars=list(kept)))
+    return re.sub("0x[0-9a-f]+", "", words), list(kept.values())
+
+
+def _same_program(a: tuple[str, list[Any]], b: tuple[str, list[Any]]) -> bool:
+    return a[0] == b[0] and all(
+        x is y or np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True)
+    )
+
+
+def _differences(a: SiloData, b: SiloData) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What two silos hold, where it differs."""
+    here, there = held(a), held(b)
+    keys = [k for k in here if here[k] != there[k]]
+    return {k: here[k] for k in keys}, {k: there[k] for k in keys}

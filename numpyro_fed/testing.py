@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import handlers
-from numpyro.infer.util import potential_energy
+from numpyro.infer.util import potential_energy, unconstrain_fn
 
-from numpyro_fed.data import Bucket, SiloData, Sizes, read
+from numpyro_fed.data import Bucket, SiloData, read
 from numpyro_fed.errors import ModelError
 from numpyro_fed.handlers import joint, local_name
 from numpyro_fed.layout import lay_out
@@ -132,6 +132,16 @@ class _Check:
         self.init_private = jax.jit(fm.init_private)
         self.private = [self.init_private(key, d) for d in data]
 
+        self.shapes = _shapes(model, data)
+        for name, shape in self._table().items():
+            if shape != self.shapes.get(name):
+                raise ModelError(
+                    f"the unconstrained value of the site '{name}' has the shape "
+                    f"{self.shapes.get(name)} in NumPyro's joint model, but {shape} in what the "
+                    "algorithms use. Write the site in another way (expand instead of "
+                    "sample_shape, say), and please report this."
+                )
+
         def log_joint(data: Sequence[SiloData], point: _Point, z_G: Array) -> tuple[Array, Array]:
             prior = fm.log_prior(point.theta, z_G)
             values = {**fm.constrain_theta(point.theta), **point.z_G}
@@ -207,19 +217,26 @@ class _Check:
         def near(theta: Theta) -> Theta:
             return jax.tree.map(lambda a: np.asarray(a + 0.3 * normal(*np.shape(a))), theta)
 
-        def local(size: Sizes) -> dict[str, np.ndarray]:
-            return {
-                s.name: normal(*s.shape[: s.axis], size[p.name], *s.shape[s.axis :])
-                for p in self.fm.plates
-                for s in self.fm.named("latent", p.name)
-            }
-
+        local = [s.name for p in self.fm.plates for s in self.fm.named("latent", p.name)]
         return _Point(
             near(self.theta),
-            {s.name: normal(*s.shape) for s in self.fm.named("latent")},
+            {s.name: normal(*self.shapes[s.name]) for s in self.fm.named("latent")},
             [near(theta) for theta in self.private],
-            [local(size) for size in self.sizes],
+            [
+                {name: normal(*self.shapes[local_name(j, name)]) for name in local}
+                for j in range(len(self.data))
+            ],
         )
+
+    def _table(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each latent of the joint model, by the split model's table of sites."""
+        shapes = {s.name: s.shape for s in self.fm.named("latent")}
+        for j, size in enumerate(self.sizes):
+            for p in self.fm.plates:
+                for s in self.fm.named("latent", p.name):
+                    whole = (*s.shape[: s.axis], size[p.name], *s.shape[s.axis :])
+                    shapes[local_name(j, s.name)] = whole
+        return shapes
 
     def flat_globals(self, point: _Point) -> np.ndarray:
         flat = np.zeros(self.fm.dim, _dtype())
@@ -340,6 +357,21 @@ class _Check:
                         "own data alone: compute summaries of rows before the run and pass them "
                         "as data."
                     )
+
+
+def _shapes(model: Callable, data: Sequence[SiloData]) -> dict[str, tuple[int, ...]]:
+    """The shape of each latent of the joint model in unconstrained space, as NumPyro has it."""
+
+    def run(data: Sequence[SiloData]) -> dict[str, Array]:
+        text = handlers.seed(joint(model, [d.kwargs for d in data]), 0)
+        values = {
+            name: site["value"]
+            for name, site in handlers.trace(text).get_trace().items()
+            if site["type"] == "sample" and not site["is_observed"]
+        }
+        return unconstrain_fn(text, (), {}, values)
+
+    return {name: a.shape for name, a in jax.eval_shape(run, data).items()}
 
 
 def _dtype() -> np.dtype:

@@ -16,10 +16,16 @@ ROOT = Path(numpyro_fed.__file__).parent
 # import everything, and only the front door may import it.
 LAYERS = [
     {"errors", "trees"},
-    {"data", "primitives", "handlers", "losses", "expfam", "divergences", "barycenter"},
+    {
+        *("data", "primitives", "dependence", "handlers", "losses"),
+        *("expfam", "divergences", "barycenter"),
+    },
     {"sites"},
     {"split"},
-    {"verdicts", "layout", "guides", "objectives", "families", "local", "cavity"},
+    {
+        *("indices", "verdicts", "layout", "guides", "objectives", "families"),
+        *("local", "cavity"),
+    },
     {"proposals"},
     {"algorithms.base"},
     {"algorithms", "runtime", "posterior"},

@@ -214,18 +214,6 @@ def support_on_data(y):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
 
-def deterministic_on_data(y):
-    numpyro.deterministic("mu", y.sum())
-    with silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(0, 1), obs=y)
-
-
-def deterministic_on_local(y):
-    with silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-    numpyro.deterministic("mu", b.sum())
-
-
 def factor_on_data(y):
     numpyro.factor("mu", y.sum())
     with silo_plate("row", y.shape[0]):
@@ -263,8 +251,6 @@ def raising(y):
         (global_on_local, "'mu' depends on latents of silo_plate 'row'.*Put 'mu' inside"),
         (global_on_data, "'mu' depends on data.*Put 'mu' inside a silo_plate"),
         (support_on_data, "'mu' depends on data"),
-        (deterministic_on_data, "'mu' depends on data"),
-        (deterministic_on_local, "'mu' depends on latents of silo_plate 'row'"),
         (factor_on_data, "'mu' depends on data"),
         (param_on_data, "'mu' depends on data"),
         (discrete, r"'k' is a discrete latent \(Bernoulli.*Sum it out"),
@@ -363,7 +349,8 @@ def test_a_prior_that_depends_on_a_python_value_is_refused():
             numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
     make(model, {"y": Y, "n": 2}, {"y": Y[:2], "n": 2})
-    with pytest.raises(ModelError, match=r"the prior of the globals .*\{'n': 2\}|\{'n': 5\}"):
+    message = r"prior of the global site 'mu' .* at silo 1, .*'n': 5\}, but .* silo 0, .*'n': 2\}"
+    with pytest.raises(ModelError, match=message):
         make(model, {"y": Y, "n": 2}, {"y": Y[:2], "n": 5})
 
 
