@@ -93,7 +93,7 @@ def localised(model: Callable, data: Mapping[str, Any]) -> Callable:
     found: list[dict[str, Any]] = []
 
     def run(values: dict[str, Any], arrays: dict[int, Any]) -> dict[str, Any]:
-        given = tree.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        given = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
         text = handlers.seed(handlers.substitute(model, data=values), 0)
         with handlers.block():  # what runs the joint model is not to see this
             found.append(handlers.trace(text).get_trace(**given))
@@ -116,7 +116,7 @@ def localised(model: Callable, data: Mapping[str, Any]) -> Callable:
     def at(data: dict[int, Any], **rows: dict[str, Any]) -> dict[str, Any]:
         return run({k: v for values in rows.values() for k, v in values.items()}, data)
 
-    home = {}
+    home: dict[str, str] = {}
     for name, value in provenance(at, data=arrays, **_labelled(latents)).items():
         reads = frozenset[str]().union(*jax.tree.leaves(value))
         own = [p for p in plates if _label(p) in reads] or (plates if "data" in reads else [])

@@ -138,8 +138,9 @@ def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
     for j, other in enumerate(found):
         check_same_sites(found[0], other, j)
     if any(s.kind == "deterministic" and s.plate is None for s in found[0].sites):
-        model = localised(model, silos[0].kwargs)
-        found = structures(model, silos)
+        text = localised(model, silos[0].kwargs)
+        if text is not model:
+            model, found = text, structures(text, silos)
     _warn_masked(found[0])
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
     fm = _federated_model(model, found[smallest], silos[smallest])

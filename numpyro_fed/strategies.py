@@ -13,6 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
+from numpyro.contrib.control_flow import scan
 from numpyro.distributions import constraints
 from numpyro.infer.reparam import LocScaleReparam
 
@@ -33,7 +34,8 @@ class Latent(NamedTuple):
     inner : bool
         Whether an ordinary plate stands around it.
     wrap : str
-        ``"scale"``, ``"mask"``, ``"reparam"``, ``"learned reparam"`` or nothing.
+        ``"scale"``, ``"mask"``, ``"reparam"``, ``"learned reparam"``, ``"sample_shape"``,
+        ``"scan"`` or nothing.
     """
 
     name: str
@@ -151,10 +153,19 @@ def _build(spec: ModelSpec) -> Callable:
         return jnp.tanh(numpyro.param(name, 0.5, constraint=CONSTRAINTS[constraint]))
 
     def sample(site: Latent, known: dict[str, Any], seen: Any = None) -> Array:
-        fn = FAMILIES[site.family](sum((known[p] for p in site.parents), jnp.zeros(())))
-        with _wrapped(site.wrap, seen):
-            value = numpyro.sample(site.name, fn)
-        return jnp.tanh(value).sum(tuple(range(-fn.event_dim, 0)))
+        loc = sum((known[p] for p in site.parents), jnp.zeros(() if seen is None else seen.shape))
+
+        def draw(before: Any, _: Any = None) -> tuple[Array, Array]:
+            fn = FAMILIES[site.family](loc + before)
+            shape = (2,) if site.wrap == "sample_shape" else ()
+            with _wrapped(site.wrap, seen):
+                value = numpyro.sample(site.name, fn, sample_shape=shape)
+            number = jnp.tanh(value).sum(tuple(range(-fn.event_dim, 0)))
+            return number, number
+
+        if site.wrap == "scan":
+            return scan(draw, jnp.zeros_like(loc), None, length=2)[1].sum(0)
+        return draw(0.0)[1]
 
     def extras(name: str, known: dict[str, Any]) -> None:
         if spec.extras:
@@ -242,7 +253,7 @@ def models(*, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4) -> An
 
     Latents have random supports and depend on random earlier ones, bounds included; there are
     outer silo plates, nested ordinary plates, parameters inside and outside of the silo plates,
-    factors, scales, masks, reparametrisations and missing rows. Needs the extra ``test``.
+    factors, scales, masks, reparametrisations, scans and missing rows. Needs the extra ``test``.
 
     Parameters
     ----------
@@ -279,6 +290,8 @@ def models(*, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4) -> An
             family = draw(st.sampled_from(list(FAMILIES)))
             wraps = ["", "", "scale"]
             wraps += ["mask"] if prefix == "b" else []
+            wraps += ["sample_shape"] if prefix == "g" and not inside else []
+            wraps += ["scan"] if prefix in "gb" and not inside else []
             wraps += ["reparam", "learned reparam"] if family in ("real", "vector") else []
             before = earlier + [site.name for site in found]
             parents = draw(st.sets(st.sampled_from(before), max_size=3)) if before else ()
