@@ -19,6 +19,12 @@ from numpyro_fed.data import SiloData, Sizes, signature
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.primitives import silo_frames, silo_plate_of
 
+PAD = (
+    " Pad the axis that differs (visits, say) to the largest size with any finite numbers, and "
+    "leave these out by a mask array in the data and numpyro.handlers.mask around the observed "
+    "site."
+)
+
 
 class Site(NamedTuple):
     """One row of the site table.
@@ -277,7 +283,8 @@ def check_same_sites(first: Structure, other: Structure, j: int) -> None:
         raise ModelError(
             f"the {level} site '{name}' has shape {mine[name].shape} and support "
             f"{mine[name].support or '-'} at silo {j}, but shape {theirs[name].shape} and support "
-            f"{theirs[name].support or '-'} at silo 0. It must be the same at every silo."
+            f"{theirs[name].support or '-'} at silo 0. It must be the same at every "
+            f"silo.{'' if level == 'global' else PAD}"
         )
     raise ModelError(
         f"silo {j} has the silo plates {sorted(other.sizes)}, silo 0 has {sorted(first.sizes)}."

@@ -293,10 +293,15 @@ class _Check:
         if len({size[plate] for size in self.sizes}) > 1 or self.sizes[0][plate] == 1:
             return keys
         first = self.data[0]
-        cut = {k: a[:-1] if k in keys else a for k, a in first.arrays.items()}
+        cut = replace(
+            first, arrays={k: a[:-1] if k in keys else a for k, a in first.arrays.items()}
+        )
         try:
-            sizes = self.fm.sizes(replace(first, arrays=cut))
-        except ValueError:
+            sizes = self.fm.sizes(cut)
+            z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.fm.plates}
+            theta = {**self.theta, **self.private[0]}
+            jax.eval_shape(self.fm.log_silo, theta, jnp.zeros(self.fm.dim), z_L, cut)
+        except (TypeError, ValueError):
             return []
         return keys if sizes[plate] == self.sizes[0][plate] - 1 else []
 

@@ -191,6 +191,7 @@ def check_rows_apart(
                     f"silo {b.silos[int(coupled.argmax())]}, silo_plate '{plate}': the term of a "
                     "row reads latents of other rows (as b - b.mean() does), so that its own "
                     f"{draws[plate]} weighted draws cannot be told from theirs. Use ELBO(), or "
-                    "inner_draws=1 in importance_correct, which need no independent rows; or put "
-                    "what rows share outside of the silo_plate, or in an outer silo_plate."
+                    "inner_draws=1 in importance_correct (compare takes what it returns), which "
+                    "need no independent rows; or put what rows share outside of the silo_plate, "
+                    "or in an outer silo_plate."
                 )

@@ -7,10 +7,12 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
+import numpyro_fed as nf
 from numpyro_fed.data import SiloData, bucket, padded, padded_keys, read
-from numpyro_fed.errors import DataError
+from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.layout import lay_out
 from numpyro_fed.primitives import silo_plate
+from numpyro_fed.testing import check_decomposition
 
 
 def normal(y, w=None):
@@ -203,3 +205,70 @@ def test_whole_numbers_beyond_their_type_are_refused():
 def test_numbers_beyond_single_precision_are_refused():
     with pytest.raises(DataError, match=r"silo 0, 'y'.*1 of 2 values"), np.errstate(over="ignore"):
         read([{"y": np.array([0.0, 1e300])}])
+
+
+def visits(patients, noise=None):
+    """Visits differ in number between silos; arguments are trees; offsets may be missing."""
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with silo_plate("row", patients["age"].shape[0], dim=-2):
+        mean = mu + patients["age"][:, None]
+        mean = mean if patients["offset"] is None else mean + patients["offset"][:, None]
+        with numpyro.plate("visit", patients["y"][0].shape[1], dim=-1):
+            numpyro.sample("y", dist.Normal(mean, noise[0] + noise[1]), obs=patients["y"][0])
+
+
+def test_trees_ragged_visits_and_what_one_silo_lacks_give_the_exact_posterior():
+    r = np.random.default_rng(0)
+
+    def silo(n, t, offset):
+        age, y = r.normal(size=n), r.normal(size=(n, t))
+        given = {"age": age, "offset": r.normal(size=n) if offset else None, "y": (y, [])}
+        return {"patients": given, "noise": [np.float32(0.5), np.ones(())]}
+
+    held = [silo(3, 2, True), silo(2, 4, True), silo(4, 2, True), silo(2, 2, False)]
+    data = read(held)
+    names = ["noise", *(f"patients.{name}" for name in ("age", "offset", "y.0", "y.1"))]
+    assert [*data[0].arrays] == names
+    assert data[3].kwargs["patients"]["offset"] is None
+    _, buckets = lay_out(visits, data)
+    assert [b.silos for b in buckets] == [(0, 2), (1,), (3,)]
+    assert padded(buckets)
+    check_decomposition(visits, held, num_points=1)
+    fit = nf.PVI(visits).run(jax.random.key(0), 1, held, progress_bar=False)
+    rest = [
+        (p["y"][0] - p["age"][:, None] - (0 if p["offset"] is None else p["offset"][:, None]))
+        for p in (s["patients"] for s in held)
+    ]
+    precision = 1 / 4 + sum(a.size for a in rest) / 1.5**2
+    posterior = fit.posterior()["mu"]
+    np.testing.assert_allclose(posterior.variance, 1 / precision, rtol=1e-5)
+    mean = sum(a.sum() for a in rest) / 1.5**2 / precision
+    np.testing.assert_allclose(posterior.mean, mean, rtol=1e-4)
+
+
+def test_a_list_of_numbers_is_an_array_and_one_of_arrays_a_tree():
+    (silo,) = read([{"x": [[1, 2], [3, 4]], "pair": [np.ones(2), np.ones(2)], "none": {}}])
+    assert silo.arrays["x"].shape == (2, 2)
+    assert isinstance(silo.kwargs["pair"], list)
+    assert silo.kwargs["none"] == {}
+    with pytest.raises(DataError, match=r"silo 0: \['a.b'\] name two values"):
+        read([{"a": {"b": np.ones(1)}, "a.b": np.ones(1)}])
+    with pytest.raises(DataError, match=r"silo 1, 'a\.b' has dtype"):
+        read([{"a": {"b": np.ones(1)}}, {"a": {"b": np.ones(1, int)}}])
+
+
+def test_sites_of_different_sizes_are_refused_with_the_way_out():
+    def wide(x, y):
+        numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]))
+        normal(y)
+
+    def a_latent_a_visit(x, y):
+        with silo_plate("row", x.shape[0], dim=-2), numpyro.plate("visit", x.shape[1]):
+            numpyro.sample("c", dist.Normal(0, 1))
+        normal(y)
+
+    held = read([{"x": np.zeros((2, t)), "y": np.zeros(2)} for t in (3, 2)])
+    with pytest.raises(ModelError, match=r"global site 'beta' has shape \(2,\).*\(3,\).*silo 0"):
+        lay_out(wide, held)
+    with pytest.raises(ModelError, match=r"local site 'c'.*Pad the axis.*handlers.mask"):
+        lay_out(a_latent_a_visit, held)

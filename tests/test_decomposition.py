@@ -227,6 +227,28 @@ def test_a_row_that_sees_the_latents_of_others_is_refused():
         check_decomposition(centred, rows(4, 2))
 
 
+@pytest.mark.filterwarnings("ignore:the model's log density changes")
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 3)])
+def test_a_row_that_sees_the_data_of_others_is_refused(sizes):
+    def model(y):
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(y.mean(), 1), obs=y)
+
+    with pytest.raises(
+        ModelError, match=r"silo_plate 'row': the term.*data of other rows, in \['y"
+    ):
+        check_decomposition(model, rows(*sizes), num_points=1)
+
+
+def test_what_is_as_long_as_the_rows_by_chance_is_none_of_them():
+    def model(y, time):
+        with silo_plate("row", y.shape[0], dim=-2), numpyro.plate("visit", time.shape[0]):
+            numpyro.sample("y", dist.Normal(time, 1), obs=y)
+
+    held = [{"y": RNG.normal(size=(3, 3)), "time": np.arange(3.0)}] * 2
+    check_decomposition(model, held, num_points=1)
+
+
 def test_every_pair_of_rows_is_told_apart():
     def model(y, of):
         with silo_plate("row", y.shape[0]):

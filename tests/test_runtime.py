@@ -150,6 +150,123 @@ def test_rounds_that_draw_much_noise_are_the_same_numbers(monkeypatch):
     np.testing.assert_allclose(small.losses, usual.losses, rtol=1e-6)
 
 
+# --- what values decide ----------------------------------------------------------------------
+
+
+def summarising(x, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu * x.mean(0), 1), obs=y)
+
+
+def silos_of(values, *sizes):
+    r = np.random.default_rng(3)
+    return [{"x": values(r, j, n), "y": r.normal(size=n)} for j, n in enumerate(sizes)]
+
+
+def constant(r, j, n):
+    return np.ones(n)
+
+
+def varying(r, j, n):
+    return 2 + r.normal(size=n)
+
+
+def varying_at_the_second(r, j, n):
+    return (varying if j == 1 else constant)(r, j, n)
+
+
+@pytest.mark.filterwarnings("ignore:the model's log density changes")
+@pytest.mark.parametrize("runtime", ["simulation", "host"])
+def test_whether_padding_is_harmless_is_asked_of_each_runs_data(runtime, tmp_path):
+    def run(method, values, **kwargs):
+        silos = silos_of(values, 3, 5, 7)
+        return method.run(KEY, 3, silos, runtime=runtime, **quiet, **kwargs)
+
+    method = nf.SFVI(summarising, optim=optax.sgd(1e-2))
+    padded = run(method, constant)
+    for values in (varying, varying_at_the_second):
+        again = run(method, values)
+        fresh = run(nf.SFVI(summarising, optim=optax.sgd(1e-2)), values)
+        np.testing.assert_array_equal(again.losses, fresh.losses)
+    np.testing.assert_array_equal(run(method, constant).losses, padded.losses)
+    if runtime == "simulation":
+        assert len(padded.state.silos) == 1
+        padded.save(tmp_path / "fit")
+        with pytest.raises(nf.SavedStateError, match="another model, guide"):
+            run(method, varying, init_state=padded.state)
+        with pytest.raises(nf.SavedStateError, match="does not fit"):
+            method.load(tmp_path / "fit", silos_of(varying, 3, 5, 7))
+
+
+def test_whether_minibatches_are_harmless_is_asked_of_each_runs_data():
+    method = nf.PVI(summarising, local=nf.local.NaturalGradient(steps=1, batch_size=2))
+    method._prepare(silos_of(constant, 4, 4), "simulation")
+    for values in (varying, varying_at_the_second):
+        with pytest.raises(nf.GuideError, match="a minibatch is another model"):
+            method._prepare(silos_of(values, 4, 4), "simulation")
+
+
+def test_whether_a_model_is_conjugate_is_asked_of_each_runs_data():
+    def model(x, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 5))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu + x * mu**2, 1), obs=y)
+
+    method = nf.PVI(model)
+    found = [
+        method._prepare([{"x": np.full(3, x), "y": np.ones(3)}] * 2, "simulation")[0]
+        for x in (0.0, 1.0, 0.0)
+    ]
+    assert [fit.factors.conjugate for fit in found] == [True, False, True]
+    assert found[0] is found[2]
+
+
+def neighbours(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(mu + b - b.mean(), 0.5), obs=y)
+
+
+def test_rows_that_read_each_other_are_refused_where_each_is_weighed():
+    """Silos of equal size are never padded, so that padding cannot tell."""
+    silos = silos_of(constant, 4, 4)
+    silos = [{"y": s["y"]} for s in silos]
+    refused = pytest.raises(
+        nf.ModelError, match=r"silo 0, silo_plate 'row'.*ELBO.*outer silo_plate"
+    )
+    several = {"objective": nf.LocallyEnhanced(draws=3)}
+    with refused:
+        nf.SFVI(neighbours, optim=optax.sgd(1e-2), **several).run(KEY, 1, silos, **quiet)
+    with refused:
+        nf.PVI(neighbours, **several).run(KEY, 1, silos, **quiet)
+    fit = nf.SFVI(neighbours, optim=optax.sgd(1e-2)).run(KEY, 1, silos, **quiet)
+    with refused:
+        nf.importance_correct(KEY, fit, 10, 2)
+    assert np.isfinite(nf.importance_correct(KEY, fit, 10, 1).log_evidence)
+
+
+def test_whether_rows_read_each_other_is_asked_of_each_runs_data(compiled):
+    def model(y, of):
+        mu = numpyro.sample("mu", dist.Normal(0, 5))
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(mu, 1))
+            numpyro.sample("y", dist.Normal(b[of], 1), obs=y)
+
+    def silos(last):
+        return [{"y": np.ones(4), "of": np.array([0, 1, 2, k])} for k in (3, last)]
+
+    method = nf.SFVI(model, optim=optax.sgd(1e-2), objective=nf.LocallyEnhanced(draws=2))
+    first = method.run(KEY, 1, silos(3), **quiet)
+    compiled.clear()
+    with pytest.raises(nf.ModelError, match="silo 1, silo_plate 'row'"):
+        method.run(KEY, 1, silos(2), **quiet)
+    other = [{**s, "y": 2 * s["y"]} for s in silos(3)]
+    assert method.run(KEY, 1, other, **quiet).losses != first.losses
+    assert compiled == []
+
+
 # --- compiling once --------------------------------------------------------------------------
 
 
