@@ -177,7 +177,8 @@ class _Check:
                 which[p][kind, span] = some[p]
 
             def when(moved: dict[str, Array]) -> Rows:
-                z, index = {}, {}
+                z: Rows = {}
+                index: dict[str, Array] = {}
                 for p, (latents, held) in moved.items():
                     z[p] = z_L[p] + noise[p] * latents[:, None]
                     index |= dict.fromkeys(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ class Moved(NamedTuple):
     after: Array
 
 
-def first_moved(before: Array, after: Array, may_move: Array | bool, rtol: float) -> Moved:
+def first_moved(before: Array, after: Array, may_move: Any, rtol: float) -> Moved:
     """Compare the terms of rows (rows,) with those after some moves (moves, rows)."""
     finite = jnp.isfinite(before) | jnp.isfinite(after)
     still = jnp.abs(after - before) <= rtol * (1 + jnp.abs(before))
