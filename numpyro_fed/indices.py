@@ -77,11 +77,22 @@ def _indexes_by_data(rows: Callable[[SiloData], Rows], data: SiloData) -> bool:
         first = 2 if name == "dynamic_update_slice" else 1
         last = 2 if name == "gather" or name.startswith("scatter") else None
         if name in _INDEXING and any(labels[first:last]):
-            deliberate = eqn.params.get("mode") == GatherScatterMode.CLIP
-            found.append(not deliberate and eqn.params.get("fill_value") is None)
+            found.append(not _deliberate(eqn))
 
     follow(program, [frozenset({"data"})] * len(program.invars), visit)
     return bool(found) and all(found)
+
+
+def _deliberate(eqn: Any) -> bool:
+    """Whether the text says what is read out of range, other than what JAX itself fills in."""
+    fill, dtype = eqn.params.get("fill_value"), eqn.outvars[0].aval.dtype
+    if eqn.params.get("mode") == GatherScatterMode.CLIP:
+        return True
+    if fill is None or dtype.kind == "b":
+        return False
+    if dtype.kind in "iu":
+        return fill not in (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return not np.isnan(fill)
 
 
 _INDEXING = {

@@ -68,6 +68,12 @@ def discrete(y):
         numpyro.sample("y", dist.Normal(1.0 * k, 1), obs=y)
 
 
+def flat(y):
+    mu = numpyro.sample("mu", dist.HalfNormal(1).mask(False))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
 class NoBijection(dist.Normal):
     """A normal with a support that nothing is registered for."""
 
@@ -123,6 +129,13 @@ def test_a_model_that_cannot_be_split_is_refused(model, where, remedy):
         nf.SFVI(model, optim=ADAM).run(KEY, 5, [rows(3), rows(2)])
     assert where in str(caught.value)
     assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("prior", ["exact", "factor"])
+@pytest.mark.filterwarnings("ignore:the prior of the latent site 'mu' is flat")
+def test_a_flat_prior_is_refused_where_the_posterior_starts_from_it(prior):
+    with pytest.raises(nf.ModelError, match=r"global site 'mu' is flat.*Give it a proper prior"):
+        nf.PVI(flat, prior=prior).run(KEY, 1, [rows(), rows()], **quiet)
 
 
 # --- silos that do not fit -------------------------------------------------------------------

@@ -69,7 +69,7 @@ def agree(problem, rtol):
 def test_prior_plus_rows_is_the_joint_density_of_random_models(x64, rtol, number):
     @seed(number)
     @settings(
-        max_examples=50,
+        max_examples=40,
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow],
@@ -172,6 +172,34 @@ def test_scaled_and_masked_sites():
             numpyro.sample("y", dist.Normal(b, 1), obs=y)
 
     check_decomposition(model, [dict(s, seen=s["y"] > 0) for s in rows(3, 4)])
+
+
+def with_sample_shape(y):
+    w = numpyro.sample("w", dist.HalfNormal(1), sample_shape=(3,))
+    with silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 1), sample_shape=(2, 1))
+        numpyro.sample("y", dist.Normal(w.sum() + b.sum(0), 1), obs=y)
+
+
+def test_the_check_knows_shapes_from_numpyro_alone(monkeypatch):
+    check_decomposition(with_sample_shape, rows(3, 2), num_points=1)
+    monkeypatch.setattr(
+        "numpyro_fed.sites.unconstrained_shape", lambda site: tuple(site["fn"].shape())
+    )
+    with pytest.raises(ModelError, match=r"'w' has the shape \(3,\) in NumPyro's .* but \(\) in"):
+        check_decomposition(with_sample_shape, rows(3), num_points=1)
+
+
+def test_deterministic_sites_that_read_rows():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        mean = numpyro.deterministic("mean", mu + y.mean())
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+
+    check_decomposition(model, rows(3, 3), num_points=1)
+    trace = handlers.trace(handlers.seed(joint(model, rows(3, 2)), 0)).get_trace()
+    assert {n for n in trace if "mean" in n} == {"silo_0/mean", "silo_1/mean"}
 
 
 def test_supports_whose_bounds_depend_on_other_sites():

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from numpyro.contrib.control_flow import scan
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer.util import potential_energy
 from problems import cut, jitter
@@ -81,6 +82,24 @@ def hierarchy(y):
         numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
 
 
+def scanned(y):
+    """Positive globals drawn in a scan, and a series of latents for each row."""
+
+    def walk(before, _):
+        z = numpyro.sample("z", dist.LogNormal(before, 1))
+        return jnp.tanh(z), None
+
+    def step(before, _):
+        with nf.silo_plate("row", y.shape[0]):
+            x = numpyro.sample("x", dist.Normal(before, 1))
+        return x, x
+
+    tau, _ = scan(walk, 0.0, None, length=3)
+    _, x = scan(step, jnp.zeros(y.shape[0]), None, length=1)
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(x.sum(0), 1 + tau), obs=y)
+
+
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6])
 SIZES = (3, 1, 5)
 
@@ -88,6 +107,7 @@ DENSITIES = {
     "several buckets": (wards, ward_silos((3, 5, 4, 40), (2, 3, 1, 5)), 2),
     "no locals": (no_locals, cut({"y": Y}, SIZES), 1),
     "no globals": (no_globals, cut({"y": Y}, SIZES), 1),
+    "scans": (scanned, cut({"y": Y}, SIZES), 1),
 }
 
 
@@ -115,7 +135,8 @@ def test_the_density_and_its_gradient_are_those_of_the_joint_model(x64, case):
             own = fm.constrain_theta(private[j])
             for plate, rows in rows_of(position, j).items():
                 for s in fm.named("latent", plate):
-                    own[s.name] = rows[:, s.start : s.stop].reshape(-1, *s.shape)
+                    value = rows[:, s.start : s.stop].reshape(-1, *s.shape)
+                    own[s.name] = jnp.moveaxis(value, 0, s.axis)
             values |= {local_name(j, name): value for name, value in own.items()}
         seeded = numpyro.handlers.seed(joint(model, [d.kwargs for d in data]), 0)
         return -potential_energy(seeded, (), {}, values)

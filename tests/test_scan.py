@@ -84,7 +84,7 @@ def test_supports_of_a_sequence_may_be_any_and_move_with_it(double):
 
 
 def state_space(how, dim=None):
-    """A positive state of each row at four times: the plate in a scan, around it, or a loop."""
+    """A positive state for each row at four times: the plate in a scan or around it, or a loop."""
 
     def model(y):
         s = numpyro.sample("s", dist.LogNormal(0, 1))

@@ -185,6 +185,96 @@ def test_a_model_without_globals_has_an_empty_server():
     assert fm.init_global(jax.random.key(0)).shape == (0,)
 
 
+def test_a_sample_shape_is_part_of_the_site(double):
+    """At the global level, and in a silo plate, which turns it into an expanded distribution."""
+
+    def model(y, how):
+        normal = dist.LogNormal(0, 1)
+        if how == "sample_shape":
+            w = numpyro.sample("w", normal, sample_shape=(3,))
+        else:
+            w = numpyro.sample("w", normal.expand([3]))
+        with silo_plate("row", y.shape[0]):
+            if how == "sample_shape":
+                b = numpyro.sample("b", normal, sample_shape=(2, 1))
+            else:
+                b = numpyro.sample("b", normal.expand([2, y.shape[0]]))
+            numpyro.sample("y", dist.Normal(w.sum() + b.sum(0), 1), obs=y)
+
+    z_G, z = jnp.array([0.1, -0.5, 0.3]), jax.random.normal(jax.random.key(0), (3, 2))
+    found = []
+    for how in ("sample_shape", "expand"):
+        fm, (silo,) = make(model, {"y": Y, "how": how})
+        assert [(s.shape, s.axis) for s in fm.sites[:2]] == [((3,), None), ((2,), 1)]
+        rows = fm.log_silo({}, z_G, {"row": z}, silo)["row"]
+        found.append((fm.log_prior({}, z_G), rows, fm.constrain_global({}, z_G)["w"]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), *found)
+    by_hand = dist.Normal(0, 1).log_prob(z_G).sum()
+    np.testing.assert_allclose(found[0][0], by_hand, rtol=1e-12)
+
+
+def test_what_is_observed_outside_and_is_no_data_belongs_to_the_prior(double):
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        s = numpyro.sample("s", dist.HalfNormal(1))
+        numpyro.sample("earlier", dist.Normal(mu, s), obs=0.7)
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, s), obs=y)
+
+    fm, _ = make(handlers.condition(model, {"s": 2.0}))
+    assert fm.dim == 1
+    terms = fm.prior_terms({}, jnp.array([0.3]))
+    by_hand = {
+        "mu": dist.Normal(0, 1).log_prob(0.3),
+        "s": dist.HalfNormal(1).log_prob(2.0),
+        "earlier": dist.Normal(0.3, 2.0).log_prob(0.7),
+    }
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), terms, by_hand)
+
+
+def reading(y, of):
+    """Deterministic sites outside of the plates, of every kind."""
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    numpyro.deterministic("double", 2 * mu)
+    mean = numpyro.deterministic("mean", y.mean())
+    with silo_plate("group", 2):
+        u = numpyro.sample("u", dist.Normal(mu, 1))
+    with silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(u[of], 1))
+        numpyro.sample("y", dist.Normal(b + mean, 1), obs=y)
+    numpyro.deterministic("residual", y - b)
+    numpyro.deterministic("total", mu * u.sum())
+
+
+def test_a_deterministic_site_that_reads_rows_is_local():
+    held = [{"y": Y, "of": np.array([0, 1, 1])}, {"y": Y[:2], "of": np.array([0, 1])}]
+    fm, (_, silo) = make(reading, *held)
+    home = {s.name: s.plate for s in fm.sites if s.kind == "deterministic"}
+    assert home == {"double": None, "mean": "row", "residual": "row", "total": "group"}
+    assert {p.name: p.outer for p in fm.plates} == {"group": True, "row": False}
+    z_L = {"group": jnp.ones((2, 1)), "row": jnp.array([[0.1], [0.2]])}
+    here = fm.constrain_local({}, jnp.array([0.5]), z_L, silo)
+    np.testing.assert_allclose(here["residual"], Y[:2] - jnp.array([0.1, 0.2]), rtol=1e-6)
+    np.testing.assert_allclose((here["mean"], here["total"]), (-0.25, 1.0), rtol=1e-6)
+    assert fm.constrain_global({}, jnp.array([0.5])).keys() == {"mu", "double"}
+
+
+@pytest.mark.parametrize("sizes", [(3, 27), (27, 3)])
+@pytest.mark.parametrize("part", ["scale", "factor"])
+def test_a_prior_that_depends_on_the_number_of_rows_is_refused(sizes, part):
+    def model(y):
+        n = y.shape[0]
+        mu = numpyro.sample("mu", dist.Normal(0, n**-0.5 if part == "scale" else 1))
+        numpyro.factor("pull", -(mu**2) * (n if part == "factor" else 1))
+        with silo_plate("row", n):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    name, (here, there) = {"scale": "mu", "factor": "pull"}[part], sizes
+    message = rf"site '{name}' differs .* silo 2, .*\({there},.* silo 0, .*\({here},.*all rows"
+    with pytest.raises(ModelError, match=message):
+        make(model, *({"y": np.zeros(n)} for n in (here, here, there)))
+
+
 def no_silo_plate(y):
     with numpyro.plate("row", y.shape[0]):
         numpyro.sample("y", dist.Normal(0, 1), obs=y)
@@ -243,6 +333,17 @@ def raising(y):
         numpyro.sample("y", dist.Normal(jnp.zeros(7), 1), obs=y)
 
 
+def noisy(y):
+    noise = jax.random.normal(numpyro.prng_key(), y.shape)
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(noise, 1), obs=y)
+
+
+def improper(y):
+    numpyro.sample("mu", dist.ImproperUniform(constraints.real, (), ()))
+    raising(y)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -256,9 +357,34 @@ def raising(y):
         (discrete, r"'k' is a discrete latent \(Bernoulli.*Sum it out"),
         (mutable, "'state' is mutable state.*Use numpyro.param"),
         (raising, r"the model raised .* at silo 0, which holds \{'y': \(3,\)\}"),
+        (noisy, r"'y' depends on randomness that is no latent.*prng_key\(\).*numpyro.sample"),
+        (improper, r"silo 0: the prior of the latent site 'mu' is flat \(ImproperUniform\)"),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused(model, message):
+    with pytest.raises(ModelError, match=message):
+        make(model)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda y: np.unique(y),
+        lambda y: y[y == 0],
+        lambda y: jnp.zeros(int(y.max())),
+        lambda y: 1.0 if y.sum() > 0 else 2.0,
+    ],
+    ids=["numpy", "rows", "int", "if"],
+)
+def test_a_text_that_asks_for_values_is_told_to_take_them_as_data(ask):
+    def model(y):
+        ask(y)
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    message = (
+        r"asks for the values .* at silo 0, which holds \{'y': \(3,\)\}.*Make it data: compute"
+    )
     with pytest.raises(ModelError, match=message):
         make(model)
 
@@ -410,6 +536,22 @@ def test_a_masked_latent_is_warned_about(how):
         make(model)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_flat_prior_is_warned_about_once_and_by_its_name(inside, recwarn):
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1).mask(inside))
+        with silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1).mask(not inside))
+            numpyro.sample("y", dist.Normal(mu + b, 1), obs=y)
+
+    fm, _ = make(model, {"y": Y}, {"y": Y[:2]})
+    name = "b" if inside else "mu"
+    assert fm.flat == (name,)
+    (warning,) = [str(w.message) for w in recwarn]
+    assert f"prior of the latent site '{name}' is flat" in warning
+    assert "Give it a proper prior" in warning
+
+
 def test_a_mask_of_the_observed_site_alone_is_fine(recwarn):
     def model(y):
         with silo_plate("row", y.shape[0]):
@@ -426,5 +568,13 @@ def test_a_scope_around_a_silo_plate_is_named():
         with handlers.scope(prefix="a"), silo_plate("row", y.shape[0]):
             numpyro.sample("y", dist.Normal(0, 1), obs=y)
 
-    with pytest.raises(ModelError, match=r"handlers.scope"):
+    with pytest.raises(ModelError, match=r"handlers.scope renames the silo_plate around 'a/"):
         make(model)
+
+    def beside_another(y):
+        with silo_plate("other", y.shape[0]):
+            numpyro.sample("b", dist.Normal(0, 1))
+        model(y)
+
+    with pytest.raises(ModelError, match=r"handlers.scope renames the silo_plate around 'a/"):
+        make(beside_another)

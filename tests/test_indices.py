@@ -1,0 +1,87 @@
+"""What a silo's data index must exist, at every run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.indices import index_check
+from numpyro_fed.data import read
+from numpyro_fed.errors import DataError
+from numpyro_fed.split import split
+
+Y = np.array([0.5, -1.0, 2.0], np.float32)
+
+
+def hospitals(h, n, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with nf.silo_plate("hospital", n):
+        u = numpyro.sample("u", dist.Normal(mu, 1))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(u[h], 1), obs=y)
+
+
+def silo(*h, n=2, **other):
+    return {"h": np.array(h), "n": n, "y": Y, **other}
+
+
+def test_global_ids_of_local_hospitals_are_refused():
+    message = r"silo 1: out-of-bounds.* index 2 .* size 2.*'h' holds 2 to 3.*count from 0 within"
+    with pytest.raises(DataError, match=message):
+        nf.check_decomposition(hospitals, [silo(0, 1, 1), silo(2, 3, 3)])
+
+
+def test_values_decide_and_shapes_compile(compiled):
+    silos = read(
+        [silo(0, 1, 1), silo(-2, 1, -1), silo(-3, 0, 1), silo(2, 0, 1), silo(2, 0, 1, n=3)]
+    )
+    check = index_check(split(hospitals, silos[:1]))
+    check(0, silos[0])
+    before = len(compiled)
+    check(1, silos[1])
+    assert len(compiled) == before
+    for j in (2, 3):
+        with pytest.raises(DataError, match=rf"silo {j}: .*'h' holds"):
+            check(j, silos[j])
+    check(4, silos[4])
+
+
+def looking_up(how):
+    def model(h, n, y):
+        table = jnp.arange(2.0)
+        read = {
+            "plain": lambda: table[h],
+            "take": lambda: jnp.take(table, h),
+            "first": lambda: table[h[0]],
+            "segments": lambda: jax.ops.segment_sum(y, h, n)[0],
+            "clip": lambda: jnp.take(table, h, mode="clip"),
+            "fill": lambda: table.at[h].get(mode="fill", fill_value=0),
+            "scan": lambda: jax.lax.scan(lambda c, i: (c + table[i], None), 0.0, h)[0],
+            "nothing": lambda: 0.0,
+        }[how]
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(read(), 1), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "refused"),
+    [
+        *((how, True) for how in ("plain", "take", "first", "segments", "scan")),
+        *((how, False) for how in ("clip", "fill", "nothing")),
+    ],
+)
+def test_what_the_text_says_about_an_index_out_of_range_holds(how, refused, compiled):
+    data = read([silo(2, 0, 1)])
+    check = index_check(split(looking_up(how), data))
+    before = len(compiled)
+    if refused:
+        with pytest.raises(DataError, match=r"silo 0: .*'h' holds 0 to 2"):
+            check(0, data[0])
+    else:
+        check(0, data[0])
+        assert len(compiled) == before
