@@ -415,7 +415,7 @@ def moments(
     starts: Array,
     scale: Array,
     check: Callable[[Array], Array] | None = None,
-    budget: int = 2_000_000,
+    budget: int = 1_000_000,
 ) -> Moments:
     """Moments of ``exp(f)`` over the whole space.
 

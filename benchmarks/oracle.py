@@ -1,0 +1,454 @@
+"""Is anything wrong in silence? Random models against exact answers, method by method.
+
+Each model of the grammar (:mod:`oracle_models`) comes with ten sets of data of the same shapes, some
+drawn from the prior, some far from it, some noisier than the model says, some nearly flat; one object
+for each method runs all ten, so that what was compiled for one is used again for the next. The exact
+mean and standard deviation of each coordinate of the globals, in unconstrained space, come from
+:mod:`oracle_exact`. A set whose cubature does not settle is drawn anew.
+
+An outcome is one of
+
+- ``right``: every mean within 0.1 sd, every ratio of sds in [0.9, 1.1];
+- ``right, said``: that too, although the method said not to trust it (a false alarm);
+- ``said``: not right, and a warning, a rejection, ``trusted`` or the report said so;
+- ``refused``: an exception of the package that names a site, a plate or a silo;
+- ``crashed``: any other exception;
+- ``wrong``: not right, and nobody said so.
+
+Fits are read by 20,000 draws. What is itself an estimate from draws, the corrections and NUTS, is
+given two Monte Carlo standard errors of its effective draws besides. NUTS compiles at each call and
+runs on three of the ten. Corrections are those of SFVI (under
+LocallyEnhanced where there are locals) and of PVI with ``prior="factor"``. Where two settings of PVI
+come to the same program it runs once, and counts for both.
+
+    python benchmarks/oracle.py --seed 0 --models 0:200 --methods all --jobs 2 --out oracle.jsonl
+    python benchmarks/oracle.py --out oracle.jsonl --table
+
+A run goes on where the file ends. One case alone::
+
+    python benchmarks/oracle.py --seed 0 --models 7:8 --datasets 4 --methods PVI --verbose
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_multi_thread_eigen=false",
+)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from numpyro.diagnostics import effective_sample_size  # noqa: E402
+from oracle_exact import Moments, NotConverged, exact, unconstrain  # noqa: E402
+from oracle_models import DATA_SETS, Global, Spec, random_silos, random_spec, text  # noqa: E402
+
+import numpyro_fed as nf  # noqa: E402
+
+EVERYTHING = {  # small programs, many of them the same for all models, are worth a cache
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+QUIET = dict(progress_bar=False)
+DRAWS = 20_000
+MEAN, RATIO = 0.1, 0.1  # what is right
+ATTEMPTS = 5  # at a set of data that the cubature can do
+NUTS_ON = (0, 4, 8)  # sets of data
+OURS = (nf.ModelError, nf.DataError, nf.GuideError, nf.NonFiniteError)
+OUTCOMES = ("right", "right, said", "said", "refused", "crashed", "wrong")
+
+
+class Reading(NamedTuple):
+    """Moments of an answer, each with its Monte Carlo error, in standard deviations."""
+
+    mean: np.ndarray
+    sd: np.ndarray
+    mean_error: np.ndarray | float = 0.0
+    sd_error: np.ndarray | float = 0.0
+
+
+class Case(NamedTuple):
+    """A set of data, its exact answer, and the fits that were made of it so far."""
+
+    spec: Spec
+    silos: list[dict]
+    key: jax.Array
+    exact: Moments
+    fits: dict[str, Any]
+
+
+# ------------------------------------------------------------------ what answers say
+
+
+def coordinates(spec: Spec, sites: Any) -> np.ndarray:
+    """Draws (n, dim) of the globals in unconstrained space."""
+
+    def of(g: Global) -> np.ndarray:
+        return unconstrain(g, sites[f"{g.name}_latent" if g.how in ("exp", "tanh") else g.name])
+
+    parts = [of(g) for g in spec.globals]
+    return np.concatenate(parts, 1)
+
+
+def read_fit(case: Case, fit: Any) -> Reading:
+    z = coordinates(case.spec, fit.sample_posterior(jax.random.fold_in(case.key, 1), DRAWS))
+    return Reading(z.mean(0), z.std(0))
+
+
+def read_corrected(case: Case, corrected: Any) -> Reading:
+    z = coordinates(case.spec, corrected.draws)
+    w = np.asarray(corrected.weights, np.float64)[:, None]
+    return _with_errors(z, w / w.sum(), corrected.ess)
+
+
+def read_nuts(case: Case, nuts: Any) -> Reading:
+    chains = {k: v.reshape(-1, *v.shape[2:]) for k, v in nuts.globals.items()}
+    z = coordinates(case.spec, chains)
+    number = len(next(iter(nuts.globals.values())))
+    with np.errstate(all="ignore"):
+        ess = effective_sample_size(z.reshape(number, -1, z.shape[1]))
+    return _with_errors(z, np.full((len(z), 1), 1 / len(z)), np.maximum(ess, 1.0))
+
+
+def _with_errors(z: np.ndarray, w: np.ndarray, ess: Any) -> Reading:
+    mean = (w * z).sum(0)
+    square = (z - mean) ** 2
+    variance = (w * square).sum(0)
+    with np.errstate(all="ignore"):
+        kurtosis = (w * square**2).sum(0) / variance**2
+    return Reading(
+        mean, np.sqrt(variance), 1 / np.sqrt(ess), np.sqrt(np.maximum(kurtosis - 1, 0) / (4 * ess))
+    )
+
+
+# ------------------------------------------------------------------ methods
+
+
+def enhanced(spec: Spec) -> Any:
+    if spec.local is None:
+        return nf.ELBO()
+    return nf.LocallyEnhanced(draws={"hospital": 10} if spec.plate == "hospital" else 10)
+
+
+def _federated(name: str, rounds: int) -> Callable[[Any, Case], tuple[Any, Reading]]:
+    def run(methods: dict[str, Any], case: Case) -> tuple[Any, Reading]:
+        if name not in case.fits:
+            same = _same_program(name, case.fits)
+            case.fits[name] = same or methods[name].run(case.key, rounds, case.silos, **QUIET)
+        return case.fits[name], read_fit(case, case.fits[name])
+
+    return run
+
+
+def _same_program(name: str, fits: dict[str, Any]) -> Any:
+    """The fit of another setting that comes to the same program, if there is one."""
+    if name == "PVI factor" and "PVI" in fits:
+        return fits["PVI"] if fits["PVI"]._fit.factors.globals.rest is None else None
+    if name == "PVI Optax" and "PVI factor" in fits:
+        chosen = fits["PVI factor"]._fit.settings["local"]
+        return fits["PVI factor"] if chosen.startswith("Optax") else None
+    return None
+
+
+def _corrected(best: Callable[[Spec], str]) -> Callable[[Any, Case], tuple[Any, Reading]]:
+    def run(methods: dict[str, Any], case: Case) -> tuple[Any, Reading]:
+        name = best(case.spec)
+        if name not in case.fits:
+            METHODS[name](methods, case)
+        key = jax.random.fold_in(case.key, 2)
+        corrected = nf.importance_correct(key, case.fits[name])
+        return corrected, read_corrected(case, corrected)
+
+    return run
+
+
+def _nuts(methods: dict[str, Any], case: Case) -> tuple[Any, Reading]:
+    settings = dict(num_warmup=500, num_samples=1_000, num_chains=2)
+    nuts = nf.run_nuts(case.key, methods["model"], case.silos, **settings, **QUIET)
+    return nuts, read_nuts(case, nuts)
+
+
+METHODS: dict[str, Callable[[Any, Case], tuple[Any, Reading]]] = {
+    "SFVI": _federated("SFVI", 3_000),
+    "SFVI enhanced": _federated("SFVI enhanced", 3_000),
+    "SFVI corrected": _corrected(lambda spec: "SFVI enhanced" if spec.local else "SFVI"),
+    "PVI": _federated("PVI", 3),
+    "PVI factor": _federated("PVI factor", 3),
+    "PVI corrected": _corrected(lambda spec: "PVI factor"),
+    "PVI Optax": _federated("PVI Optax", 3),
+    "PVI LBFGS": _federated("PVI LBFGS", 3),
+    "PVI natural": _federated("PVI natural", 3),
+    "NUTS": _nuts,
+}
+
+
+def applies(method: str, spec: Spec, dataset: int) -> bool:
+    """Whether a method is tried on a set of data of a model."""
+    if method == "NUTS":
+        return dataset in NUTS_ON
+    return method != "SFVI enhanced" or spec.local is not None
+
+
+def objects(spec: Spec) -> dict[str, Any]:
+    """One object for each method, for all of a model's data."""
+    model = text(spec)
+    bound = dict(objective=enhanced(spec))
+    factor = dict(prior="factor", **bound)
+    return {
+        "model": model,
+        "SFVI": nf.SFVI(model, optim=optax.adam(1e-2)),
+        "SFVI enhanced": nf.SFVI(model, optim=optax.adam(1e-2), **bound),
+        "PVI": nf.PVI(model, **bound),
+        "PVI factor": nf.PVI(model, **factor),
+        "PVI Optax": nf.PVI(model, local=nf.local.Optax(), **factor),
+        "PVI LBFGS": nf.PVI(model, local=nf.local.LBFGS(), **factor),
+        "PVI natural": nf.PVI(model, local=nf.local.NaturalGradient(), **factor),
+    }
+
+
+# ------------------------------------------------------------------ outcomes
+
+
+def misses(reading: Reading, truth: Moments) -> tuple[float, float, bool]:
+    """The worst error of a mean, the worst ratio of sds, and whether all are right."""
+    error = abs(reading.mean - truth.mean) / truth.sd
+    ratio = reading.sd / truth.sd
+    near = error <= MEAN + 2 * np.asarray(reading.mean_error)
+    like = abs(ratio - 1) <= RATIO + 2 * np.asarray(reading.sd_error)
+    worst = ratio[np.argmax(abs(np.log(np.maximum(ratio, 1e-300))))]
+    return float(error.max()), float(worst), bool((near & like).all())
+
+
+def said(answer: Any, warned: Iterable[str]) -> list[str]:
+    """What an answer, or its run, says against itself."""
+    found = [f"warning: {w}" for w in warned]
+    wrong = {k: n for k, n in getattr(answer, "rejections", {}).items() if n}
+    found += [f"rejections: {wrong}"] if wrong else []
+    trusted = getattr(answer, "trusted", getattr(answer, "reliable", None))
+    if trusted is not None and not trusted:
+        found.append(f"not trusted: {_line(answer.report())}")
+    return found
+
+
+def judge(name: str, methods: dict[str, Any], case: Case) -> dict[str, Any]:
+    """Run a method on a set of data; what came of it."""
+    began = time.process_time()
+    record: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            answer, reading = METHODS[name](methods, case)
+            warned = [str(w.message) for w in caught if _counts(w)]
+            error, ratio, right = misses(reading, case.exact)
+            against = said(answer, warned)
+            outcome = ("right, said" if against else "right") if right else (
+                "said" if against else "wrong"
+            )  # fmt: skip
+            record |= dict(outcome=outcome, error=error, ratio=ratio, message=_line(*against))
+            if hasattr(answer, "pareto_k"):
+                record |= dict(evidence_error=answer.log_evidence - case.exact.log_evidence)
+        except Exception as error:
+            record |= dict(outcome=_exception(error, case.spec), message=_line(repr(error)))
+            if record["outcome"] == "crashed":
+                record["where"] = _line(*traceback.format_tb(error.__traceback__)[-2:])
+    return record | dict(seconds=round(time.process_time() - began, 2))
+
+
+def _counts(w: warnings.WarningMessage) -> bool:
+    return not issubclass(w.category, DeprecationWarning | FutureWarning | RuntimeWarning)
+
+
+def _exception(error: Exception, spec: Spec) -> str:
+    names = [g.name for g in spec.globals] + ["y", "b", "row", "hospital", "visit"]
+    named = any(f"'{n}" in str(error) for n in names) or re.search(r"silo \d|the server|the prior",
+                                                                  str(error))  # fmt: skip
+    return "refused" if isinstance(error, OURS) and named else "crashed"
+
+
+def _line(*parts: str) -> str:
+    return " | ".join(" ".join(p.split()) for p in parts)[:600]
+
+
+# ------------------------------------------------------------------ running
+
+
+def a_case(spec: Spec, seed: int, model: int, dataset: int, known: dict | None) -> tuple[Case, dict]:
+    """A set of data with its exact answer, and the record of it."""
+    began = time.process_time()
+    for attempt in range(known["attempt"] if known else 0, ATTEMPTS):
+        r = np.random.default_rng([seed, model, dataset, attempt])
+        silos, truth = random_silos(spec, r, DATA_SETS[dataset])
+        try:
+            moments = (
+                Moments(np.array(known["mean"]), np.array(known["sd"]), known["log_evidence"])
+                if known
+                else exact(spec, silos, truth, r)
+            )
+        except NotConverged:
+            continue
+        key = jax.random.fold_in(jax.random.key(model), dataset)
+        record = dict(
+            attempt=attempt,
+            mean=moments.mean.tolist(),
+            sd=moments.sd.tolist(),
+            log_evidence=moments.log_evidence,
+            seconds=round(time.process_time() - began, 2),
+        )
+        return Case(spec, silos, key, moments, {}), record
+    raise NotConverged(f"no attempt at set {dataset} of model {model} settled")
+
+
+def run_model(
+    seed: int, model: int, datasets: Iterable[int], names: list[str], done: dict, out: Callable
+) -> None:
+    """All methods on all data of a model; ``out`` takes the records that were not ``done``."""
+    spec = random_spec(seed, model)
+    methods = objects(spec)
+    for dataset in datasets:
+        wanted = [
+            n for n in names if applies(n, spec, dataset) and (model, dataset, n) not in done
+        ]
+        if not wanted:
+            continue
+        known = done.get((model, dataset, "exact"))
+        place = dict(seed=seed, model=model, dataset=dataset)
+        if known and known.get("attempt") is None:
+            continue
+        try:
+            case, record = a_case(spec, seed, model, dataset, known)
+        except NotConverged as error:
+            out(place | dict(method="exact", attempt=None, message=str(error)))
+            continue
+        if not known:
+            out(place | dict(method="exact", **record))
+        for name in wanted:
+            out(place | dict(method=name, **judge(name, methods, case)))
+    jax.clear_caches()
+    gc.collect()
+
+
+def read_records(path: Path | None, seed: int) -> dict[tuple[int, int, str], dict]:
+    if path is None or not path.exists():
+        return {}
+    records = [json.loads(line) for line in path.read_text().splitlines() if line]
+    return {(r["model"], r["dataset"], r["method"]): r for r in records if r["seed"] == seed}
+
+
+def _spawn(args: argparse.Namespace, models: range) -> None:
+    """Models in processes of their own, a few at a time, so that memory stays bounded."""
+    command = [sys.executable, __file__, "--seed", str(args.seed), "--out", str(args.out)]
+    command += ["--methods", args.methods, "--datasets", args.datasets]
+    environment = {**os.environ, **EVERYTHING}
+
+    def some(chunk: range) -> None:
+        run = [*command, "--models", f"{chunk.start}:{chunk.stop}"]
+        done = subprocess.run(run, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            print(f"models {chunk.start}:{chunk.stop}: {done.stderr[-2_000:]}", flush=True)
+
+    chunks = [models[i : i + 4] for i in range(0, len(models), 4)]
+    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(args.jobs) as pool:
+        environment |= {"JAX_COMPILATION_CACHE_DIR": cache}
+        list(pool.map(some, chunks))
+
+
+# ------------------------------------------------------------------ the table
+
+
+def table(records: dict[tuple[int, int, str], dict], seed: int) -> str:
+    """Counts by method, and every case that is wrong in silence or crashed."""
+    lines = ["| method | cases | " + " | ".join(OUTCOMES) + " |", "|---" * 8 + "|"]
+    for name in METHODS:
+        found = Counter(r["outcome"] for (_, _, m), r in records.items() if m == name)
+        if found:
+            counts = " | ".join(str(found[o]) for o in OUTCOMES)
+            lines.append(f"| {name} | {found.total()} | {counts} |")
+    exact_ = [r for (_, _, m), r in records.items() if m == "exact"]
+    again = sum(r["attempt"] or 0 for r in exact_)
+    given_up = sum(r["attempt"] is None for r in exact_)
+    seconds = sum(r.get("seconds", 0) for r in records.values())
+    lines.append(
+        f"\n{len(exact_)} sets of data, {again} drawn anew, {given_up} given up; "
+        f"{len({k[0] for k in records})} models, {seconds:.0f} s."
+    )
+    for outcome in ("wrong", "crashed"):
+        cases = [(k, r) for k, r in sorted(records.items()) if r.get("outcome") == outcome]
+        lines.append(f"\n{len(cases)} {outcome}" + (" in silence:" if outcome == "wrong" else ":"))
+        for (model, dataset, name), r in cases:
+            what = r["message"] if outcome == "crashed" else (
+                f"off by {r['error']:.2f} sd, ratio {r['ratio']:.2f}"
+            )  # fmt: skip
+            lines.append(
+                f"- {name}, {DATA_SETS[dataset]}: {what}. {random_spec(seed, model)}\n"
+                f"  python benchmarks/oracle.py --seed {seed} --models {model}:{model + 1} "
+                f"--datasets {dataset} --methods '{name}' --verbose"
+            )
+    return "\n".join(lines)
+
+
+def _span(value: str) -> range:
+    first, _, last = value.partition(":")
+    return range(int(first), int(last) if last else int(first) + 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", type=_span, default=range(200), help="such as 0:200")
+    parser.add_argument("--datasets", default="0:10", help="such as 0:10, or 4")
+    parser.add_argument("--methods", default="all", help="names, with commas between")
+    parser.add_argument("--out", type=Path, help="JSON lines; a run goes on where it ends")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--table", action="store_true", help="only print the table of --out")
+    parser.add_argument("--verbose", action="store_true", help="print each record")
+    args = parser.parse_args()
+    names = list(METHODS) if args.methods == "all" else args.methods.split(",")
+    if unknown := set(names) - set(METHODS):
+        parser.error(f"unknown methods {sorted(unknown)}: expected some of {list(METHODS)}")
+    if args.table:
+        print(table(read_records(args.out, args.seed), args.seed))
+        return
+    if args.jobs > 1:
+        if args.out is None:
+            parser.error("--jobs needs --out")
+        _spawn(args, args.models)
+        print(table(read_records(args.out, args.seed), args.seed))
+        return
+    done = read_records(args.out, args.seed)
+
+    def out(record: dict) -> None:
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        done[record["model"], record["dataset"], record["method"]] = record
+        if args.verbose:
+            print(json.dumps(record), flush=True)
+
+    for model in args.models:
+        if args.verbose:
+            print(f"model {model}: {random_spec(args.seed, model)}")
+        run_model(args.seed, model, _span(args.datasets), names, done, out)
+    if args.out is None:
+        print(table(done, args.seed))
+
+
+if __name__ == "__main__":
+    main()
