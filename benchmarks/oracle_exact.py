@@ -4,8 +4,8 @@ Locals are integrated in closed form where rows and locals are Gaussian, and row
 trapezoid rule around each integrand's own mode elsewhere. Moments of the globals, in unconstrained
 space, come from adaptive cubature over all of it: modes from many starts; a frame that is white at
 the best of them, bent so that a cube covers the space; cells split where modes are, and where two
-rules on a cell disagree. A finer rule on the same cells (and twice the nodes for each local) has the
-last word: what changes by more than a thousandth of a standard deviation has not converged.
+rules on a cell disagree. A finer rule on the same cells (and twice the nodes for each local) has
+the last word: what changes by more than a thousandth of a standard deviation has not converged.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def _flat(spec: Spec, silos: Sequence[dict]) -> dict[str, Array]:
                 continue
             v = np.asarray(v, np.float64) if np.asarray(v).dtype.kind == "f" else np.asarray(v)
             parts.setdefault(k, []).append(v.reshape(n, *v.shape[len(shape) :]))
-        own = silo["h"] if spec.plate == "hospital" else np.repeat(np.arange(shape[0]), n // shape[0])
-        groups.append(first + np.asarray(own))
+        rows = np.repeat(np.arange(shape[0]), n // shape[0])
+        groups.append(first + np.asarray(silo["h"] if spec.plate == "hospital" else rows))
         first = groups[-1].max() + 1
     return {**{k: np.concatenate(v) for k, v in parts.items()}, "group": np.concatenate(groups)}
 
@@ -283,6 +283,13 @@ def _gaussian_locals(d: dict, eta: Array, noise: Any, tau: Array, weight: Array)
     return each + (0.5 * np.log(V / tau**2) + 0.5 * B * B * V).sum(1)
 
 
+STANDARD: dict[str, Callable[[Array], Array]] = {
+    "normal": lambda e: normal(e, 0.0, 1.0),
+    "student": lambda e: student(e, 5.0, 0.0, 1.0),
+    "laplace": lambda e: laplace(e, 0.0, 1.0),
+}
+
+
 def _integrated(
     spec: Spec, d: dict, eta: Array, noise: Any, named: dict, tau: Array, weight: Array, fine: bool
 ) -> Array:
@@ -294,10 +301,7 @@ def _integrated(
         """Log integrand (m, groups) at standardised locals."""
         b = np.repeat(tau * e, counts, axis=1)
         terms = log_likelihood(spec, eta + b, noise, named, d) * weight
-        prior = {"student": lambda e: student(e, 5.0, 0.0, 1.0), "laplace": lambda e: laplace(e, 0, 1)}
-        return np.add.reduceat(terms, starts, 1) + prior.get(
-            str(spec.local), lambda e: normal(e, 0.0, 1.0)
-        )(e)
+        return np.add.reduceat(terms, starts, 1) + STANDARD[str(spec.local)](e)
 
     shape = (len(eta), len(starts))
     best, top = np.zeros(shape), f(np.zeros(shape))
@@ -311,18 +315,16 @@ def _integrated(
         curved = bend > 0
         step = np.where(curved, slope / np.where(curved, bend, 1), np.sign(slope) * 3 * h)
         step = np.clip(step, -6 * h, 6 * h)
-        there = f(best + step)
-        for value, move in ((there, step), (up, h), (down, -h)):
-            # `best` moves with the first that is better
-            better = value > top
-            best = np.where(better, best + move, best)
-            top = np.where(better, value, top)
-            if better.any():
-                up, down = np.where(better, -np.inf, up), np.where(better, -np.inf, down)
+        tried = np.stack([np.zeros(shape), step, h, -h])
+        heights = np.stack([top, f(best + step), up, down])
+        chosen = np.argmax(heights, 0)[None]
+        best = best + np.take_along_axis(tried, chosen, 0)[0]
+        top = np.take_along_axis(heights, chosen, 0)[0]
         h = np.clip(np.where(curved, 1 / np.sqrt(np.where(curved, bend, 1)), 4 * h), h / 4, 4 * h)
         if (abs(step) < 0.05 * h).all() and (abs(bend * h * h - 1) < 0.5).all():
             break
-    t = np.linspace(-5, 5, 81 if fine else 41)
+    number = 80 if spec.local == "laplace" else 40  # a kink takes more
+    t = np.linspace(-5, 5, 2 * number + 1 if fine else number + 1)
     total = np.full(shape, -np.inf)
     for node in t:
         total = np.logaddexp(total, f(best + h * np.sinh(node)) + np.log(np.cosh(node)))
@@ -338,7 +340,7 @@ def find_modes(f: Callable[[Array], Array], starts: Array, scale: Array, rounds:
     Each start has a step in every direction, which becomes the distance at which the density has
     fallen by half a nat: derivatives at that scale do not mind kinks.
     """
-    z, (m, dim) = starts.copy(), starts.shape
+    z, dim = starts.copy(), starts.shape[1]
     h = np.broadcast_to(scale, z.shape).copy()
     stencil = _stencil(dim)
     top = f(z)
@@ -355,8 +357,9 @@ def find_modes(f: Callable[[Array], Array], starts: Array, scale: Array, rounds:
         along = np.einsum("mji,mj->mi", vectors, slope)
         step = np.einsum("mij,mj->mi", vectors, along / np.maximum(abs(lam), 1e-2))
         step *= np.minimum(1, 8 / np.maximum(np.linalg.norm(step, axis=1, keepdims=True), 1e-300))
-        options = np.concatenate([points, (z + step * h)[:, None], (z + 0.3 * step * h)[:, None]], 1)
-        extra = f(options[:, -2:].reshape(-1, dim)).reshape(len(z), 2)
+        ahead = z[:, None] + np.array([[1.0], [0.3]]) * (step * h)[:, None]
+        options = np.concatenate([points, ahead], 1)
+        extra = f(ahead.reshape(-1, dim)).reshape(len(z), 2)
         values = np.concatenate([values, np.where(np.isfinite(extra), extra, -np.inf)], 1)
         best = values.argmax(1)
         gain = values[np.arange(len(z)), best] - top
@@ -436,71 +439,70 @@ def moments(
     """
     z, top, root = find_modes(f, starts, scale)
     chosen = _distinct(z, top, root)
-    centre, frame, height = z[chosen[0]], root[chosen[0]], top[chosen[0]]
-    dim = len(centre)
-    seeds = [(_to_cube(np.linalg.solve(frame, z[k] - centre)), root[k]) for k in chosen]
-    order = {1: 9, 2: 7, 3: 5}[dim]
-
-    def rule(n: int) -> tuple[Array, Array]:
-        nodes, w = np.polynomial.legendre.leggauss(n)
-        grid = np.array(list(itertools.product(nodes, repeat=dim)))
-        return grid, np.array([np.prod(p) for p in itertools.product(w, repeat=dim)])
-
-    def evaluate(low: Array, side: Array, rule_: Any, f: Any) -> Array:
-        """Mass and first and second moments (cells, 1 + 2 dim) about ``centre``, in the frame."""
-        grid, w = rule_
-        t = low[:, None] + side[:, None] * (grid + 1) / 2
-        s, log_det = _from_cube(t)
-        x = centre + s @ frame.T
-        values = f(x.reshape(-1, dim)).reshape(t.shape[:2]) - height
-        mass = np.exp(np.minimum(values + log_det, 600.0)) * w * np.prod(side / 2, -1)[:, None]
-        mass = np.where(np.isfinite(mass), mass, 0.0)
-        d = x - centre
-        return np.concatenate(
-            [
-                mass.sum(1, keepdims=True),
-                np.einsum("cn,cnd->cd", mass, d),
-                np.einsum("cn,cnd->cd", mass, d * d),
-            ],
-            1,
-        )
-
-    coarse, usual, finer = rule(order - 2), rule(order), rule(order + 2)
-    low = np.array(list(itertools.product([-1.0, 0.0], repeat=dim)))
-    side = np.ones_like(low)
-    size = np.linalg.norm(frame, axis=1)
-    del size
-    a, b = (evaluate(low, side, r, f) for r in (coarse, usual))
-    spent = len(low) * (len(coarse[0]) + len(usual[0]))
-    tolerance = 2e-3
+    at = _Frame(z[chosen[0]], root[chosen[0]], float(top[chosen[0]]))
+    dim, order = len(at.centre), {1: 9, 2: 7, 3: 5}[len(at.centre)]
+    modes = [(_to_cube(np.linalg.solve(at.root, z[k] - at.centre)), root[k]) for k in chosen]
+    coarse, usual, finer = (_rule(n, dim) for n in (order - 2, order, order + 2))
+    corners = np.array(list(itertools.product([0.0, 1.0], repeat=dim)))
+    cells = _Cells(corners - 1, np.ones_like(corners))
+    a, b = (_evaluate(f, at, cells, rule) for rule in (coarse, usual))
+    spent, tolerance = 0, 2e-3
     while True:
-        total = b.sum(0)
-        wrong = _relative(b - a, total, dim)
-        forced = _holds_seed(low, side, seeds, frame, dim)
-        # the cells' errors add up; those of no account are left alone
-        split = forced | (wrong > tolerance / max(len(low), 20) ** 0.5)
-        if not split.any() or (not forced.any() and wrong.sum() < tolerance):
-            value = evaluate(low, side, finer, check or f)
-            first, last = (_summary(v.sum(0), centre, dim, height, frame) for v in (b, value))
-            if _close(first, last):
+        wrong = _relative(b - a, b.sum(0), dim)
+        too_wide = _too_wide(cells, modes, at)
+        split = too_wide | (wrong > tolerance / max(len(wrong), 20) ** 0.5)
+        if not split.any() or (not too_wide.any() and wrong.sum() < tolerance):
+            last = _summary(_evaluate(check or f, at, cells, finer), at)
+            if _close(_summary(b, at), last):
                 return last
-            if tolerance < 1e-6:
-                raise NotConverged("finer rules do not agree")
             tolerance /= 10
-            if not (wrong > tolerance / max(len(low), 20) ** 0.5).any():
-                split = wrong > np.quantile(wrong, 0.5)
-            else:
-                split = wrong > tolerance / max(len(low), 20) ** 0.5
-        if spent > budget:
+            split = wrong > min(tolerance / max(len(wrong), 20) ** 0.5, np.median(wrong))
+        if tolerance < 1e-6 or spent > budget:
             raise NotConverged(f"{spent} evaluations are not enough")
-        halves = side[split] / 2
-        corners = np.array(list(itertools.product([0.0, 1.0], repeat=dim)))
-        new_low = (low[split][:, None] + halves[:, None] * corners).reshape(-1, dim)
-        new_side = np.repeat(halves, len(corners), 0)
-        new_a, new_b = (evaluate(new_low, new_side, r, f) for r in (coarse, usual))
-        spent += len(new_low) * (len(coarse[0]) + len(usual[0]))
-        low, side = np.concatenate([low[~split], new_low]), np.concatenate([side[~split], new_side])
-        a, b = np.concatenate([a[~split], new_a]), np.concatenate([b[~split], new_b])
+        halves = cells.side[split] / 2
+        low = cells.low[split][:, None] + halves[:, None] * corners
+        new = _Cells(low.reshape(-1, dim), np.repeat(halves, len(corners), 0))
+        spent += len(new.low) * (len(coarse[0]) + len(usual[0]))
+        a, b = (
+            np.concatenate([old[~split], _evaluate(f, at, new, rule)])
+            for old, rule in ((a, coarse), (b, usual))
+        )
+        cells = _Cells(*(np.concatenate([c[~split], n]) for c, n in zip(cells, new, strict=True)))
+
+
+class _Frame(NamedTuple):
+    """Where coordinates are measured from, in what units, and what the density is there."""
+
+    centre: Array
+    root: Array
+    height: float
+
+
+class _Cells(NamedTuple):
+    """Boxes in the cube: their lowest corners and their sides (cells, dim)."""
+
+    low: Array
+    side: Array
+
+
+def _rule(n: int, dim: int) -> tuple[Array, Array]:
+    """Gauss-Legendre in each dimension: nodes (n ** dim, dim) and weights."""
+    nodes, weights = np.polynomial.legendre.leggauss(n)
+    every = list(itertools.product(range(n), repeat=dim))
+    return nodes[every], weights[every].prod(1)
+
+
+def _evaluate(f: Callable, at: _Frame, cells: _Cells, rule: tuple[Array, Array]) -> Array:
+    """Mass and first and second moments (cells, 1 + 2 dim) about the frame's centre."""
+    nodes, weights = rule
+    t = cells.low[:, None] + cells.side[:, None] * (nodes + 1) / 2
+    s, log_det = _from_cube(t)
+    d = s @ at.root.T
+    values = f((at.centre + d).reshape(-1, d.shape[-1])).reshape(t.shape[:2]) - at.height
+    mass = np.exp(np.minimum(values + log_det, 600.0)) * weights
+    mass = np.nan_to_num(mass) * np.prod(cells.side / 2, -1)[:, None]
+    first, second = np.einsum("cn,cnd->cd", mass, d), np.einsum("cn,cnd->cd", mass, d * d)
+    return np.concatenate([mass.sum(1, keepdims=True), first, second], 1)
 
 
 BEND = 3.0  # standard deviations at the cube's quarter points
@@ -529,27 +531,28 @@ def _relative(error: Array, total: Array, dim: int) -> Array:
     return np.max(abs(np.concatenate([e0, first, second], 1)), 1) / total[0]
 
 
-def _holds_seed(low: Array, side: Array, seeds: list, frame: Array, dim: int) -> Array:
+def _too_wide(cells: _Cells, modes: list[tuple[Array, Array]], at: _Frame) -> Array:
     """Cells that hold a mode and are wide for it."""
-    held = np.zeros(len(low), bool)
-    for t, root in seeds:
-        scale = np.linalg.norm(np.linalg.solve(frame, root), axis=1)
+    found = np.zeros(len(cells.low), bool)
+    for t, root in modes:
+        scale = np.linalg.norm(np.linalg.solve(at.root, root), axis=1)
         s, _ = _from_cube(t)
-        wide = np.minimum(abs(_to_cube(s + 2 * scale) - t), abs(_to_cube(s - 2 * scale) - t))
-        inside = ((t >= low) & (t <= low + side)).all(1)
-        held |= inside & (side > np.maximum(2 * wide, 1e-7)).any(1)
-    return held
+        reach = np.minimum(abs(_to_cube(s + 2 * scale) - t), abs(_to_cube(s - 2 * scale) - t))
+        inside = ((t >= cells.low) & (t <= cells.low + cells.side)).all(1)
+        found |= inside & (cells.side > np.maximum(2 * reach, 1e-7)).any(1)
+    return found
 
 
-def _summary(total: Array, centre: Array, dim: int, height: float, frame: Array) -> Moments:
+def _summary(parts: Array, at: _Frame) -> Moments:
+    total, dim = parts.sum(0), len(at.centre)
     if not total[0] > 0:
         raise NotConverged("no mass")
     shift, square = total[1 : 1 + dim] / total[0], total[1 + dim :] / total[0]
     variance = square - shift**2
     if not (variance > 0).all():
         raise NotConverged("a variance that is not positive")
-    evidence = np.log(total[0]) + height + np.linalg.slogdet(frame)[1]
-    return Moments(centre + shift, np.sqrt(variance), float(evidence))
+    log_evidence = np.log(total[0]) + at.height + np.linalg.slogdet(at.root)[1]
+    return Moments(at.centre + shift, np.sqrt(variance), float(log_evidence))
 
 
 def _close(a: Moments, b: Moments) -> bool:
@@ -593,7 +596,8 @@ def _starts(spec: Spec, truth: Array, r: np.random.Generator) -> tuple[Array, Ar
     draws = np.array(centres) + scale_ * r.standard_t(5, size=(200, len(scale_)))
     point = np.concatenate(near)
     jitter = point + 0.3 * np.minimum(scale_, 3.0) * r.normal(size=(20, len(scale_)))
-    return np.concatenate([point[None], draws[:11], jitter, draws[11:]]), scale_
+    shifted = point + SHIFT * np.array([*np.eye(len(point)), *-np.eye(len(point))])
+    return np.concatenate([point[None], shifted, draws[:7], jitter, draws[7:]]), scale_
 
 
 def _inverse(g: Global, value: Array) -> Array:

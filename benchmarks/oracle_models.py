@@ -448,12 +448,10 @@ def _observe(spec: Spec, named: dict, eta: Any, y: Any, s: Any, cut: Any, x: Any
         numpyro.sample("y", dist.MixtureSameFamily(parts, dist.Normal(places, spread)), obs=y)
         return
     if spec.likelihood == "pair":
-        rho, noise = named["rho"], jnp.asarray(noise)
-        shape = jnp.array([[1.0, 0.0], [0.0, 0.0]]) + rho * jnp.array([[0.0, 0.0], [1.0, 0.0]])
-        shape = shape + jnp.sqrt(1 - rho**2) * jnp.array([[0.0, 0.0], [0.0, 1.0]])
-        scale = noise[..., None, None] * shape
-        centre = jnp.broadcast_to(jnp.asarray(eta)[..., None], y.shape)
-        numpyro.sample("y", dist.MultivariateNormal(centre, scale_tril=scale), obs=y)
+        rho = named["rho"]
+        numpyro.sample("y", dist.Normal(eta, noise), obs=y[:, 0])
+        rest = dist.Normal(eta + rho * (y[:, 0] - eta), noise * jnp.sqrt(1 - rho**2))
+        numpyro.sample("y_second", rest, obs=y[:, 1])
         return
     of = {
         "gaussian": lambda: dist.Normal(eta, noise),
@@ -584,7 +582,8 @@ def _outcomes(
         return dict(y=y)
     if kind == "two_means":
         second = r.random(shape) < (1 - truth.get("weight", 0.5))
-        return dict(y=np.where(second, *truth["means"][::-1]) + excess * noise * r.normal(size=shape))
+        centre = np.where(second, truth["means"][1], truth["means"][0])
+        return dict(y=centre + excess * noise * r.normal(size=shape))
     if kind == "pair":
         rho, e = truth["rho"], r.normal(size=(*shape, 2))
         e[..., 1] = rho * e[..., 0] + np.sqrt(1 - rho**2) * e[..., 1]

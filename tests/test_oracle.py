@@ -1,4 +1,4 @@
-"""The oracle's exact answers against closed forms, its texts against its densities, and a few cases."""
+"""The oracle: exact answers against closed forms, texts against densities, and a few cases."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ def test_outcomes():
     error, ratio, right = oracle.misses(reading, truth)
     assert (error, ratio, right) == (0.2, 0.7, False)
     assert oracle.misses(reading._replace(mean_error=0.1, sd_error=0.15), truth)[2]
-    assert oracle._exception(oracle.nf.ModelError("the prior of 'tau' is bad"), spec()) == "refused"
-    assert oracle._exception(TypeError("no such 'tau'"), spec()) == "crashed"
+    assert oracle._exception(oracle.nf.ModelError("the site 'y' is bad"), spec()) == "refused"
+    assert oracle._exception(TypeError("no such 'y'"), spec()) == "crashed"
 
 
 FIXED = [(5, 0, ("SFVI", "SFVI corrected")), (2, 4, ("PVI", "PVI corrected"))]
