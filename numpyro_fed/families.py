@@ -12,6 +12,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import biject_to, transforms
+from numpyro.infer import init_to_sample
 
 from numpyro_fed import expfam
 from numpyro_fed.data import SiloData
@@ -21,11 +22,27 @@ from numpyro_fed.sites import Site
 from numpyro_fed.split import FederatedModel
 
 FULL_UP_TO = 300
-TOLERANCE = 1e-8  # of a remainder, relative, in double precision
-POINTS = 2**22  # numbers, at most, in all points at which a function is looked at
+NATS = 1e-6  # what may be left of an affine function in double precision, and besides
+ROUNDING = 1e-10  # of the size of the terms at that point
 GAUSSIAN = "gaussian"
 
+POINTS = 2**22  # numbers, at most, in all points at which a function is looked at
+
 Eta = dict[str, Any]
+Members = Mapping[str, tuple[Any, Family]]
+
+
+class Places(NamedTuple):
+    """Where a function is looked at: at fixed points, and around a density.
+
+    Attributes
+    ----------
+    points : array (n, dim)
+    around : (eta, n) -> (centre, points)
+    """
+
+    points: np.ndarray
+    around: Callable[[Eta, int], tuple[Array, Array]]
 
 
 class Globals(NamedTuple):
@@ -40,6 +57,8 @@ class Globals(NamedTuple):
         Natural parameters of the prior.
     marginals : eta -> {site: Distribution}
         Each site's marginal on its own support.
+    places : Places
+        Where a likelihood is looked at, to see whether it is conjugate.
     rest : (theta, z) -> () or None
         What of the log prior is outside of the family; ``prior`` then leaves it out.
     """
@@ -47,6 +66,7 @@ class Globals(NamedTuple):
     family: Family
     prior: Callable[[dict[str, Any]], Eta]
     marginals: Callable[[Eta], dict[str, dist.Distribution]]
+    places: Places
     rest: Callable[[dict[str, Any], Array], Array] | None = None
 
 
@@ -96,26 +116,32 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     if covariance == "auto":
         covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
     with jax.enable_x64(True):
-        theta = _general(fm)
-        kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
-        family = _product(sites, kinds, covariance)
-        eta = _fit(lambda z: fm.log_prior(theta, z), family)
-        outside: list[str] = []
-        if not affine(lambda z: fm.log_prior(theta, z), family, eta):
-            kinds = {
-                s.name: _kind(s, chosen.get(s.name), covariance, fm, theta, prior) for s in sites
-            }
-            family = _product(sites, kinds, covariance)
-            members = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
+        theta, reach = _general(fm), _reach(fm)
+        points = _scattered(fm, reach)
 
-            def of(names: Sequence[str]) -> Callable[[Array], Array]:
-                return _terms(fm, theta, members, family, names)
+        def every(z: Array) -> Array:
+            return jnp.stack(list(fm.prior_terms(theta, z).values()))
+
+        kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
+        members = _members(sites, kinds, covariance)
+        family, places = expfam.product(members), Places(points, _around(members, reach))
+        eta, affine = _fitted(every, family, places)
+        outside: list[str] = []
+        if not affine:
+            look = partial(_kind, covariance=covariance, fm=fm, theta=theta, prior=prior)
+            kinds = {s.name: look(s, chosen.get(s.name), points, reach) for s in sites}
+            members = _members(sites, kinds, covariance)
+            family, places = expfam.product(members), Places(points, _around(members, reach))
+            by_site = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
+
+            def fitted(names: Sequence[str]) -> tuple[Eta, bool]:
+                return _fitted(_terms(fm, theta, by_site, family, names), family, places)
 
             names = list(fm.prior_terms(theta, jnp.zeros(fm.dim)))
-            outside = [n for n in names if not affine(of([n]), family, _fit(of([n]), family))]
+            outside = [n for n in names if not fitted([n])[1]]
             if outside and prior == "exact":
                 raise _coupled(outside[0], covariance)
-            eta = _fit(of([n for n in names if n not in outside]), family)
+            eta = fitted([n for n in names if n not in outside])[0]
     learned = bool(fm.named("param")) and not outside
     fixed = jax.tree.map(np.asarray, eta)
 
@@ -131,7 +157,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     def marginals(eta: Eta) -> dict[str, dist.Distribution]:
         return _marginals(fm, sites, kinds, family, eta)
 
-    return Globals(family, inside, marginals, rest if outside else None)
+    return Globals(family, inside, marginals, places, rest if outside else None)
 
 
 def _terms(
@@ -141,90 +167,141 @@ def _terms(
     family: Family,
     names: Sequence[str],
 ) -> Callable[[Array], Array]:
-    """The log prior of some sites, over the base measure of the others."""
+    """Terms of the log prior of some sites, over the base measure of the others."""
 
     def f(z: Array) -> Array:
-        terms, total = fm.prior_terms(theta, z), family.log_base(z)
+        every, terms = fm.prior_terms(theta, z), [family.log_base(z)]
         for name in names:
-            total += terms[name]
+            terms.append(every[name])
             if name in members:
                 site, member = members[name]
-                total -= member.log_base(z[site.start : site.stop])
-        return total
+                terms.append(-member.log_base(z[site.start : site.stop]))
+        return jnp.stack(terms)
 
     return f
 
 
-def affine(f: Callable[[Array], Array], family: Family, eta: Eta) -> bool:
-    """Whether ``f(z) - log h(z)`` is ``<eta, T(z)>`` up to a constant, in double precision.
+def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloData]], bool]:
+    """Whether every silo's log likelihood is affine in the statistics, as a function of the data.
 
-    Looked at in more random points than there are statistics, as far as memory allows; an
-    analytic remainder that is not constant shows in almost every one of them.
-    """
-
-    @jax.jit
-    def several(z: Array) -> tuple[Array, Array]:
-        return jax.vmap(lambda z: _remainder(f, family, eta, z))(z)
-
-    return _constant(several, family, _count(eta))
-
-
-def conjugate(fm: FederatedModel, chosen: Globals, stacks: Sequence[SiloData]) -> bool:
-    """Whether every silo's log likelihood is affine in the statistics; silos come in stacks.
-
-    Parameters without a prior are looked at in a general place, too.
+    Silos come in stacks. The programs are compiled once for each shape, and the answer is computed
+    anew from the values. Parameters without a prior are looked at in a general place, too.
     """
     if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
-        return False
-    family = chosen.family
+        return lambda stacks: False
+    family, around = chosen.family, chosen.places.around
     with jax.enable_x64(True):
         theta = _general(fm)
 
-        def of(data: SiloData) -> Callable[[Array], Array]:
-            f = log_likelihood(fm, theta, data)
-            return lambda z: f(z) + family.log_base(z)
+    @jax.jit
+    def fit(stack: SiloData) -> tuple[Eta, Eta]:
+        etas = jax.vmap(lambda data: family.fit(log_likelihood(fm, theta, data)))(stack)
+        return etas, jax.tree.map(lambda a: a.sum(0), etas)
 
-        def fit(data: SiloData) -> Eta:
-            return family.fit(lambda z: of(data)(z) - family.log_base(z))
+    @jax.jit
+    def look(stack: SiloData, etas: Eta, prior: Eta, centre: Array, z: Array) -> Array:
+        def one(data: SiloData, eta: Eta) -> Array:
+            rows = row_terms(fm, theta, data)
+            own = around(jax.tree.map(jnp.add, prior, eta), 4)[1]
+            return _affine_at(rows, family, eta, centre, jnp.concatenate([z, own]))
 
-        def at(data: SiloData, eta: Eta, z: Array) -> tuple[Array, Array]:
-            return _remainder(of(data), family, eta, z)
+        return jax.vmap(one)(stack, etas).all()
 
-        for stack in map(_double, stacks):
-            eta = jax.jit(jax.vmap(fit))(stack)
-            every = jax.jit(jax.vmap(jax.vmap(at, (0, 0, None)), (None, None, 0)))
-            one = jax.tree.map(lambda a: a[0], eta)
-            if not _constant(partial(every, stack, eta), family, _count(one)):
-                return False
-    return True
+    def verdict(stacks: Sequence[SiloData]) -> bool:
+        with jax.enable_x64(True):
+            doubled = [_double(stack) for stack in stacks]
+            fits = [fit(stack) for stack in doubled]
+            prior = chosen.prior(theta)
+            eta = jax.tree.map(lambda *parts: sum(parts), prior, *(total for _, total in fits))
+            centre, near = around(eta, 16)
+            points = jnp.concatenate([chosen.places.points, near])
+            return all(
+                look(stack, etas, prior, centre, points)
+                for stack, (etas, _) in zip(doubled, fits, strict=True)
+            )
+
+    return verdict
 
 
-def _remainder(
-    f: Callable[[Array], Array], family: Family, eta: Eta, z: Array
+def departure(
+    rows: Callable[[Array], Array], family: Family, eta: Eta, centre: Array, z: Array
 ) -> tuple[Array, Array]:
-    value = f(z) - family.log_base(z)
-    return value, value - expfam.inner(eta, family.statistics(z))
+    """How far a sum of ``rows`` is from ``<eta, T>`` between two points, and the terms' size.
+
+    In nats, from differences, so that little cancels where the two points are close.
+    """
+    here, there = rows(z), rows(centre)
+    away = jax.tree.map(jnp.multiply, eta, family.increment(centre, z - centre))
+    known = [part.ravel() for part in jax.tree.leaves(away)]
+    size = sum(jnp.abs(part).sum() for part in [here, there, *known])
+    return (here - there).sum() - sum(part.sum() for part in known), jnp.asarray(size)
 
 
-def _constant(
-    several: Callable[[Array], tuple[Array, Array]], family: Family, statistics: int
-) -> bool:
-    """Whether a remainder, of values of which there may be several a point, is constant."""
-    largest = max(2, POINTS // max(family.dim, 1))
-    points, batch, first = min(statistics + 2, largest), min(64, largest), None
-    for i in range(-(-points // batch)):
-        z = jax.random.normal(jax.random.fold_in(jax.random.key(1), i), (batch, family.dim))
-        values, remainder = map(np.asarray, several(z))
-        first = remainder[0] if first is None else first
-        scale = 1 + np.abs(values).max(0) + np.abs(values - remainder).max(0)
-        if not (np.abs(remainder - first).max(0) <= TOLERANCE * scale).all():
-            return False
-    return True
+def _affine_at(
+    rows: Callable[[Array], Array], family: Family, eta: Eta, centre: Array, z: Array
+) -> Array:
+    """Whether a sum of ``rows`` is ``<eta, T(z)>`` up to a constant at points, in double precision.
+
+    A few points of every scale do: what is left over grows with the distance, or stands where the
+    prior or the posterior is.
+    """
+    nats, size = jax.lax.map(partial(departure, rows, family, eta, centre), z, batch_size=4)
+    return (jnp.abs(nats) <= NATS + ROUNDING * size).all()
 
 
-def _count(eta: Eta) -> int:
-    """How many statistics a family has, at most."""
-    return sum(np.size(leaf) for leaf in jax.tree.leaves(eta))
+def _reach(fm: FederatedModel) -> np.ndarray:
+    """How far from zero each global is looked at: as far as its bijection is precise."""
+    reach = np.full(fm.dim, np.inf)
+    for site in fm.named("latent"):
+        bijection = _elementwise(biject_to(fm.supports[site.name]))
+        if not isinstance(bijection, transforms.IdentityTransform):
+            exact = isinstance(bijection, transforms.ExpTransform)
+            reach[site.start : site.stop] = 30.0 if exact else 14.0
+    return reach
+
+
+def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
+    """Points around zero, from a hundredth to a million away, and draws from the model's prior."""
+    r = np.random.default_rng(1)
+    levels = np.repeat(10.0 ** np.arange(-2, 7), 4)[:, None]
+    scale = np.concatenate([levels + np.zeros(fm.dim), 10 ** r.uniform(-2, 6, (20, fm.dim))])
+    around_zero = np.minimum(scale, reach / 3) * r.normal(size=scale.shape)
+    keys = jax.random.split(jax.random.key(1), 16)
+    drawn = jax.jit(jax.vmap(lambda key: fm.init_global(key, init_to_sample)))(keys)
+    points = r.permutation(np.concatenate([np.nan_to_num(drawn), around_zero]))
+    return np.clip(points, -reach, reach)[: max(16, POINTS // max(fm.dim, 1))]
+
+
+def _around(members: Members, reach: np.ndarray) -> Callable[[Eta, int], tuple[Array, Array]]:
+    """The centre of a density, and points up to a few standard deviations from it.
+
+    A Gaussian is as wide as can be where ``eta`` leaves it flat; what is improper counts as zero.
+    """
+    furthest = np.minimum(reach, 1e6)
+
+    def near(name: str, eta: Any, n: int) -> tuple[Array, Array]:
+        places, member = members[name]
+        width = jnp.where(jnp.arange(n) % 2, 1.0, 3.0)[:, None]
+        noise = width * jax.random.normal(jax.random.key(2), (n, member.dim))
+        if name != GAUSSIAN:
+            centre = member.centre(member.ordinary(eta))
+            return centre, centre + 0.3 * noise
+        bowl = member.fit(lambda z: -0.5 * ((z / furthest[places]) ** 2).sum())
+        psi = member.ordinary(jax.tree.map(jnp.add, eta, bowl))
+        return member.centre(psi), jax.vmap(member.draw, (None, 0))(psi, noise)
+
+    inverse = np.argsort(np.concatenate([places for places, _ in members.values()]))
+
+    def join(parts: Sequence[Array]) -> Array:
+        z = jnp.concatenate(parts, -1)[..., inverse]
+        return jnp.clip(jnp.where(jnp.isfinite(z), z, 0.0), -reach, reach)
+
+    @partial(jax.jit, static_argnums=1)
+    def around(eta: Eta, n: int) -> tuple[Array, Array]:
+        centres, points = zip(*(near(name, eta[name], n) for name in members), strict=True)
+        return join(centres), join(points)
+
+    return around
 
 
 def _general(fm: FederatedModel) -> dict[str, Any]:
@@ -235,20 +312,37 @@ def _general(fm: FederatedModel) -> dict[str, Any]:
     )
 
 
-def log_likelihood(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:
-    """A silo's log likelihood as a function of the globals, for a model without local latents."""
+def row_terms(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:
+    """A silo's rows' log likelihoods as a function of the globals; there are no local latents."""
     z_L = {plate: jnp.zeros((size, 0)) for plate, size in fm.sizes(data).items()}
 
-    def f(z: Array) -> Array:
-        rows = fm.log_silo(theta, z, z_L, data)
-        return sum((v.sum() for v in rows.values()), jnp.zeros(()))
+    def rows(z: Array) -> Array:
+        values = fm.log_silo(theta, z, z_L, data)
+        return jnp.concatenate([jnp.zeros(0), *values.values()])
 
-    return f
+    return rows
 
 
-def _fit(f: Callable[[Array], Array], family: Family) -> Eta:
-    """Natural parameters of a density, compiled: far quicker than one operation at a time."""
-    return jax.jit(lambda: family.fit(lambda z: f(z) - family.log_base(z)))()
+def log_likelihood(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:
+    """A silo's log likelihood as a function of the globals, for a model without local latents."""
+    rows = row_terms(fm, theta, data)
+    return lambda z: rows(z).sum()
+
+
+def _fitted(terms: Callable[[Array], Array], family: Family, places: Places) -> tuple[Eta, bool]:
+    """Natural parameters of the density whose logarithm is a sum of terms; whether it is theirs."""
+
+    @jax.jit
+    def found(points: Array) -> tuple[Eta, Array]:
+        def over(z: Array) -> Array:
+            return jnp.append(terms(z), -family.log_base(z))
+
+        eta = family.fit(lambda z: over(z).sum())
+        centre, near = places.around(eta, 16)
+        return eta, _affine_at(over, family, eta, centre, jnp.concatenate([points, near]))
+
+    eta, affine = found(places.points)
+    return eta, bool(affine)
 
 
 def _candidates(site: Site) -> list[str]:
@@ -279,20 +373,24 @@ def _asked(site: Site, asked: str | None) -> str | None:
 def _kind(
     site: Site,
     asked: str | None,
+    points: np.ndarray,
+    reach: np.ndarray,
+    *,
     covariance: str,
     fm: FederatedModel,
     theta: dict[str, Any],
     prior: str,
 ) -> str:
     """The first family that the site's prior is in; if none is and none need be, the Gaussian."""
-    rest = jax.random.normal(jax.random.key(2), (fm.dim,))
+    rest, own = jax.random.normal(jax.random.key(2), (fm.dim,)), slice(site.start, site.stop)
 
-    def f(z: Array) -> Array:
-        return fm.prior_terms(theta, rest.at[site.start : site.stop].set(z))[site.name]
+    def term(z: Array) -> Array:
+        return fm.prior_terms(theta, rest.at[own].set(z))[site.name][None]
 
     for kind in [asked] if asked else _candidates(site):
-        family = _member(site, kind, covariance)
-        if affine(f, family, _fit(f, family)):
+        members = {kind: (np.arange(site.stop - site.start), _member(site, kind, covariance))}
+        places = Places(points[:, own], _around(members, reach[own]))
+        if _fitted(term, expfam.product(members), places)[1]:
             return kind
     if prior == "factor":
         return asked or GAUSSIAN
@@ -323,7 +421,8 @@ def _coupled(name: str, covariance: str) -> ModelError:
     )
 
 
-def _product(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Family:
+def _members(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Members:
+    """One joint Gaussian over all sites that take one, and a member for each other site."""
     members: dict[str, tuple[Any, Family]] = {}
 
     def place(s: Site) -> np.ndarray:
@@ -337,7 +436,7 @@ def _product(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -
     for s in sites:
         if kinds[s.name] != GAUSSIAN:
             members[s.name] = (place(s), _member(s, kinds[s.name], covariance))
-    return expfam.product(members)
+    return members
 
 
 def _double(tree: Any) -> Any:
@@ -355,8 +454,12 @@ def _marginals(
 ) -> dict[str, dist.Distribution]:
     def of(site: Site) -> dist.Distribution:
         place = slice(site.start, site.stop)
-        found = expfam.marginal(family, eta, place, site.shape, site.event_dim)
-        return _on_support(found, fm.supports[site.name]) if kinds[site.name] == GAUSSIAN else found
+        if kinds[site.name] != GAUSSIAN:
+            return expfam.marginal(family, eta, place, site.shape, site.event_dim)
+        support = fm.supports[site.name]
+        event_dim = biject_to(support).domain.event_dim
+        z = expfam.marginal(family, eta, place, site.shape, event_dim)
+        return _on_support(z, support)
 
     return {site.name: of(site) for site in sites}
 
@@ -364,12 +467,17 @@ def _marginals(
 def _on_support(z: dist.Distribution, support: Any) -> dist.Distribution:
     """What a Gaussian in unconstrained space is on the support of its site."""
     bijection = biject_to(support)
-    elementwise = bijection
-    while isinstance(elementwise, transforms.IndependentTransform):
-        elementwise = elementwise.base_transform
+    elementwise = _elementwise(bijection)
     if isinstance(elementwise, transforms.IdentityTransform):
         return z
     independent = z.base_dist if isinstance(z, dist.Independent) else z
     if isinstance(elementwise, transforms.ExpTransform) and isinstance(independent, dist.Normal):
         return dist.LogNormal(independent.loc, independent.scale).to_event(z.event_dim)
     return dist.TransformedDistribution(z, bijection)
+
+
+def _elementwise(bijection: Any) -> Any:
+    """What a bijection is within one event."""
+    while isinstance(bijection, transforms.IndependentTransform):
+        bijection = bijection.base_transform
+    return bijection

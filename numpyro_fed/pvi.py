@@ -9,17 +9,19 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi import Parts, Settings, evaluation, pvi
+from numpyro_fed.algorithms.pvi import Parts, Settings, Status, evaluation, pvi
 from numpyro_fed.cavity import aggregate
 from numpyro_fed.data import Bucket, SiloData
 from numpyro_fed.divergences import KL
-from numpyro_fed.errors import GuideError, positive_int
-from numpyro_fed.families import Globals, conjugate, globals_of
+from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
+from numpyro_fed.expfam import Family
+from numpyro_fed.families import Globals, conjugacy, globals_of
 from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.guides.structured import Guide, Structured, build
 from numpyro_fed.handlers import generalised
@@ -37,6 +39,7 @@ from numpyro_fed.runtime.base import State
 from numpyro_fed.runtime.loop import Run
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.schedules import Adaptive, Asynchronous, Spec, named
+from numpyro_fed.split import FederatedModel
 
 DELETIONS = ("own", "none", "average", "prior")
 SAVED = (
@@ -53,6 +56,10 @@ SAVED = (
     "prior_share",
 )
 Divergence = Callable[[Any, Any, Any], Array]
+REMEDY = (
+    "Double precision (jax.config.update('jax_enable_x64', True)), covariates and outcomes scaled "
+    "to about one, or a smaller start_scale usually help; so may damping below 1."
+)
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,7 @@ class PVI(Method):
     def _shaped(self, layout: Layout) -> tuple[Globals, Callable[[Sequence[SiloData]], bool]]:
         """The family of the globals, and the question whether the likelihood is conjugate to it."""
         chosen = globals_of(layout.model, self.family, self.prior)
-        return chosen, partial(conjugate, layout.model, chosen)
+        return chosen, conjugacy(layout.model, chosen)
 
     def _verdicts(self, layout: Layout, shaped: Any, buckets: Sequence[Bucket]) -> bool:
         """Whether the likelihood is conjugate; refuses minibatches of rows that do not allow it."""
@@ -233,7 +240,7 @@ class PVI(Method):
             guide=guide,
             bounds=bounds,
             local=_suited(local, closed, self.divergence),
-            prior_local=LBFGS(num_particles=64),
+            prior_local=_for_the_prior(chosen.family),
             conjugate=closed,
             optim=self.theta_optim or optax.adam(0.02),
             plate=plate,
@@ -256,6 +263,8 @@ class PVI(Method):
             asynchronous=isinstance(spec, Asynchronous),
             start_scale=self.start_scale,
             evidence_draws=self.evidence_draws,
+            share=getattr(local, "share", 1.0),
+            exact=self._exact(fm, chosen, local),
         )
         algorithm = pvi(parts, settings)
         evaluate = simulation(evaluation(parts, settings))
@@ -284,6 +293,11 @@ class PVI(Method):
             ),
         )
 
+    def _exact(self, fm: FederatedModel, chosen: Globals, local: Local) -> bool:
+        """Whether a silo's factor depends on nothing but its own data."""
+        inside = chosen.rest is None and not fm.named("param") and self.deletion == "own"
+        return inside and isinstance(local, ClosedForm) and isinstance(self.prior_divergence, KL)
+
     def _settings(self, draws: Mapping[str, int], local: Local) -> dict[str, Any]:
         chosen = {name: _described(getattr(self, name)) for name in SAVED}
         return {"method": "PVI", "draws": dict(draws), "local": _described(local), **chosen}
@@ -303,12 +317,32 @@ class PVI(Method):
             visits=visits,
             damping=np.asarray(run.log.reports.damping),
             status=status,
+            own=np.asarray(run.log.reports.own),
         )
-        wrong = {what.replace("_", " "): n for what, n in result.rejections.items() if n}
-        if wrong:
-            counts = ", ".join(f"{n} {what}" for what, n in wrong.items())
-            warnings.warn(f"{counts}: see result.report().", stacklevel=3)
+        if run.failure is None and result.nothing_accepted:
+            raise NonFiniteError(
+                f"no update of the {rounds} rounds could be taken, and what the silos know counts "
+                f"for nothing:\n{result.report()}\nThe prior is in the error's .result. {REMEDY}",
+                result=result,
+                round=int(run.state.round) - 1,
+                silos=tuple(np.unique(visits[status >= Status.NON_FINITE]).tolist()),
+            )
+        counts = [f"{n} {what.replace('_', ' ')}" for what, n in result.rejections.items() if n]
+        if result.doubts:
+            counts.append("not to be trusted yet: " + "; ".join(result.doubts))
+        if result.doubts or any(
+            n for what, n in result.rejections.items() if what != "not_converged"
+        ):
+            warnings.warn(f"{', '.join(counts)}: see result.report().", stacklevel=3)
         return result
+
+
+def _for_the_prior(family: Family) -> LBFGS:
+    """The server's optimiser, with enough draws for a full covariance of all globals."""
+    z = jax.ShapeDtypeStruct((family.dim,), np.float32)
+    statistics = jax.eval_shape(family.statistics, z)
+    each = sum(a.size for a in jax.tree.leaves(statistics)) // family.dim
+    return LBFGS(num_particles=max(64, 4 * each))
 
 
 def _described(value: Any) -> str:

@@ -34,11 +34,14 @@ class PVIResult(Result):
         The share of each proposed change that was taken; 0 where the update was rejected.
     status : array (rounds, steps, participants)
         How each visit ended, as :class:`numpyro_fed.algorithms.pvi.Status`.
+    own : array (rounds, steps)
+        Whether the server's own factor converged; true where it has none.
     """
 
     visits: np.ndarray = field(default_factory=lambda: np.zeros((0, 1, 1), int), repr=False)
     damping: np.ndarray = field(default_factory=lambda: np.zeros((0, 1)), repr=False)
     status: np.ndarray = field(default_factory=lambda: np.zeros((0, 1, 1), int), repr=False)
+    own: np.ndarray = field(default_factory=lambda: np.ones((0, 1), bool), repr=False)
 
     @property
     def _factors(self) -> Factors:
@@ -114,21 +117,99 @@ class PVIResult(Result):
         """How many updates and visits of this run went wrong, by what happened."""
         counts = Counter(Status(s).name.lower() for s in self.status.ravel())
         counts.pop("converged", None)
+        if not self.own.all():
+            counts["server_not_converged"] = int((~self.own).sum())
         never = {"never_visited": len(self.never_visited)}
         return {"rejected_updates": int((self.damping == 0).sum()), **never, **counts}
 
     @property
+    def nothing_accepted(self) -> bool:
+        """Whether no visit of this run, nor of those before it, has changed the posterior."""
+        taken = (self.status < Status.NON_FINITE) & (self.damping[..., None] > 0)
+        factors = (self.state.server.total, self.state.server.own)
+        theirs = jax.tree.map(lambda a, b: np.any(np.asarray(a) != np.asarray(b)), *factors)
+        return bool(len(taken)) and not taken.any() and not any(jax.tree.leaves(theirs))
+
+    def _of_silos(self, name: str) -> np.ndarray:
+        """One number of each silo's state, in the order of the silos."""
+        found = np.zeros(self.num_silos, int)
+        for batch, silos in zip(self._silos.batches, self.state.silos, strict=True):
+            found[np.asarray(batch.silos)] = np.asarray(getattr(silos, name))
+        return found
+
+    @property
     def never_visited(self) -> list[int]:
         """Silos that have not replied yet: their data count for nothing."""
-        visits = [
-            (j, int(n))
-            for batch, silos in zip(self._silos.batches, self.state.silos, strict=True)
-            for j, n in zip(batch.silos.tolist(), silos.visits, strict=True)
-        ]
-        return sorted(j for j, n in visits if n == 0)
+        return np.flatnonzero(self._of_silos("visits") == 0).tolist()
 
-    def report(self) -> str:
-        """Say in words what was taken and what was not, silo by silo and round by round."""
+    @property
+    def remaining(self) -> float:
+        """How far the posterior is from where rounds like the last one would lead, about.
+
+        In standard deviations, of the mean or the log standard deviation of the global that has
+        furthest to go: what the last round moved it, over the share of the way that its damping
+        and its visits went. Zero where the factors depend on the silos' own data alone and were
+        taken in full, and where there is one silo; infinite where that cannot be known.
+        """
+        server, settings = self.state.server, self._factors.settings
+        taken = np.asarray(server.taken)
+        used = taken[taken > 0].min(initial=1.0)
+        moved = float(server.progress.moved)
+        if settings.deletion in ("none", "prior"):
+            return 0.0
+        if settings.exact:
+            return moved * (1 - used) / used
+        if settings.num_silos == 1 and used == 1 and settings.share == 1 and not self._own:
+            return 0.0
+        pace = used * settings.share * settings.visits / settings.num_silos
+        return moved / pace if pace > 0 else np.inf
+
+    @property
+    def _own(self) -> bool:
+        """Whether the server has a factor of its own, or learns parameters."""
+        return self._factors.globals.rest is not None or bool(self.state.server.params["theta"])
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the posterior is not to be trusted yet, in words; empty for a good run.
+
+        About what the last visit of each silo and the last round say, not about earlier ones.
+        """
+        server = self.state.server
+        seen, status = self._of_silos("visits") > 0, self._of_silos("status")
+        found = []
+        if never := self.never_visited:
+            found.append(f"{_silos(never)} never visited")
+        for value, words in _LAST.items():
+            if len(which := np.flatnonzero(seen & (status == value))):
+                found.append(f"{words} at {_silos(which)}")
+        refused = seen & (status < Status.NON_FINITE) & (np.asarray(server.taken) == 0)
+        if refused.any():
+            found.append(f"the last update of {_silos(np.flatnonzero(refused))} was rejected")
+        if not bool(server.progress.own):
+            found.append("the server's own factor, for the prior, had not converged")
+        if seen.any() and self.remaining > STILL:
+            found.append(self._motion())
+        return found
+
+    def _motion(self) -> str:
+        if not np.isfinite(self.remaining):
+            return "visits of one step do not tell whether the posterior has come to rest"
+        return (
+            "the last round still moved the posterior, by "
+            f"{float(self.state.server.progress.moved):.2g} standard deviations with about "
+            f"{self.remaining:.2g} to go: run more rounds"
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Whether the run has come to rest: all silos were visited, their last visits converged
+        and were taken, the server's own factor converged, and the last round moved nothing.
+        """
+        return not self.doubts
+
+    def _course(self) -> str:
+        """What was taken and what was not, silo by silo and round by round."""
         rounds = len(self.damping)
         if not rounds:
             return "Loaded: what its rounds reported is not kept."
@@ -148,8 +229,35 @@ class PVIResult(Result):
             for j in np.unique(self.visits[self.status == status]):
                 at = np.argwhere((self.visits == j) & (self.status == status))[:, 0] + first
                 rounds_ = ", ".join(map(str, at[:5])) + (", ..." if len(at) > 5 else "")
-                lines.append(f"silo {j}: {_WORDS[status]} in {len(at)} visits, rounds {rounds_}.")
+                last = self._of_silos("status")[j] == status
+                when = "" if last else ", but not in the last"
+                said = f"silo {j}: {_WORDS[status]} in {len(at)} visits{when}, rounds {rounds_}."
+                lines.append(said)
+        if not self.own.all():
+            lines.append(
+                f"server: its own factor, for the prior, had not converged in {(~self.own).sum()} "
+                f"of {self.own.size} updates."
+            )
+        if self.doubts:
+            lines.append(f"The posterior is not to be trusted: {'; '.join(self.doubts)}.")
+        else:
+            lines.append("The rounds have come to rest.")
         return "\n".join(lines)
+
+
+def _silos(numbers: Any) -> str:
+    shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+    return f"silo {shown}" if len(numbers) == 1 else f"silos {shown}"
+
+
+STILL = 0.2  # standard deviations that are left to go at a fixed point, for its noise
+
+_LAST = {
+    Status.NOT_CONVERGED: "the last visit had not converged",
+    Status.NON_FINITE: "the last reply was not finite and counted for nothing",
+    Status.IMPROPER: "the last proposal was improper and counted for nothing",
+    Status.NOT_CONJUGATE: "the likelihood is not conjugate and counted for nothing",
+}
 
 
 _WORDS = {
@@ -157,7 +265,7 @@ _WORDS = {
     Status.NON_FINITE: "its reply was not finite and counted for nothing",
     Status.IMPROPER: "its proposal was improper and counted for nothing",
     Status.NOT_CONJUGATE: (
-        "its likelihood is not conjugate, as it was with the data that the model was first run on, "
-        "and counted for nothing: pass local=numpyro_fed.local.Optax()"
+        "its likelihood was not conjugate around where the visit led, and counted for nothing: "
+        "pass local=numpyro_fed.local.Optax()"
     ),
 }

@@ -163,8 +163,13 @@ class Result:
         """
         return not isinstance(self.certificate, str) and self.certificate.fit_trusted
 
-    def report(self) -> str:
-        """Say in words how the run ended and whether the fit can be trusted."""
+    def report(self, *, certificate: bool = True) -> str:
+        """Say in words how the run ended and whether the fit can be trusted.
+
+        Without the ``certificate``, which takes an exchange, only how the run ended.
+        """
+        if not certificate:
+            return self._course()
         found = self.certificate
         words = f"No certificate: {found}" if isinstance(found, str) else found.report()
         return f"{self._course()}\n{words}"

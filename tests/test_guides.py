@@ -102,7 +102,7 @@ def test_a_hundred_correlated_globals_take_the_steps_that_one_does(method):
         result = nf.SFVI(model, optim=optax.adam(0.05)).run(KEY, 300, silos, progress_bar=False)
         assert result.losses[-50:].mean() < result.losses[:10].mean()
     else:
-        pvi = nf.PVI(model, local=nf.local.Optax(steps=300, tolerance=100.0))
+        pvi = nf.PVI(model, local=nf.local.Optax(steps=300, tolerance=np.inf))
         result = pvi.run(KEY, 1, silos, progress_bar=False)
         assert set(result.rejections) == {"rejected_updates", "never_visited"}
         assert sum(result.rejections.values()) == 0

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,15 +35,18 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
 from numpyro_fed.data import SiloData
-from numpyro_fed.families import GAUSSIAN, Globals, log_likelihood
+from numpyro_fed.expfam import Family
+from numpyro_fed.families import GAUSSIAN, Globals, departure, log_likelihood, row_terms
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local, Noise, Problem, proper_step
+from numpyro_fed.local.verdict import location_and_log_scale
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.split import FederatedModel, Rows
 from numpyro_fed.trees import all_finite
 
 Eta = Any
 PRIOR_DRAWS = 256
+ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood
 
 
 class Status(IntEnum):
@@ -53,6 +57,22 @@ class Status(IntEnum):
     NON_FINITE = 2
     IMPROPER = 3
     NOT_CONJUGATE = 4
+
+
+class Progress(NamedTuple):
+    """How far the posterior has moved since the round began, and whether the server's own factor
+    has converged.
+
+    ``mean`` and ``log_scale`` (dim,) are those of the posterior when the round began, ``steps``
+    the steps since then. ``moved`` is the largest move of a mean, in standard deviations, or of a
+    log standard deviation.
+    """
+
+    mean: Array
+    log_scale: Array
+    steps: Array
+    moved: Array
+    own: Array
 
 
 class ServerState(NamedTuple):
@@ -69,6 +89,7 @@ class ServerState(NamedTuple):
     opt_state: Any
     damping: Array
     taken: Array
+    progress: Progress
 
 
 class SiloState(NamedTuple):
@@ -114,10 +135,13 @@ class Up(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a step reports: the damping used (0 for a rejected update), and how visits ended."""
+    """What a step reports: the damping used (0 for a rejected update), how visits ended, and
+    whether the server's own factor converged.
+    """
 
     damping: Array
     statuses: Array
+    own: Array
 
 
 class Settings(NamedTuple):
@@ -143,6 +167,10 @@ class Settings(NamedTuple):
         The largest standard deviation, of Gaussian globals, at which a silo's first visit starts.
     evidence_draws : int
         Draws for the expected log likelihood.
+    share : float
+        How much of the way to its optimum a visit goes; 0 where that is not known.
+    exact : bool
+        Whether a silo's proposal depends on nothing but its own data.
     """
 
     num_silos: int
@@ -155,6 +183,8 @@ class Settings(NamedTuple):
     asynchronous: bool = False
     start_scale: float | None = 0.1
     evidence_draws: int = 32
+    share: float = 1.0
+    exact: bool = False
 
 
 class Parts(NamedTuple):
@@ -187,19 +217,23 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
     def init_server(key: Array) -> ServerState:
         theta = fm.init_theta(key)
         first = prior(theta)
-        own = jax.tree.map(jnp.zeros_like, first)
+        own, own_converged = jax.tree.map(jnp.zeros_like, first), jnp.array(True)
         if rest is not None:
             start = jax.tree.map(
                 lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(family.ordinary, first)
             )
-            own = _own_factor(parts, key, theta, first, start, own)
+            own, own_converged = _own_factor(parts, key, theta, first, start, own)
+        guide = parts.aggregate(first, own)
+        none = jnp.zeros(fm.dim)
+        progress = Progress(none, none, jnp.zeros((), jnp.int32), jnp.zeros(()), own_converged)
         return ServerState(
-            {"theta": theta, "guide": parts.aggregate(first, own)},
+            {"theta": theta, "guide": guide},
             own,
             own,
             parts.optim.init(theta),
             jnp.asarray(settings.damping, jnp.result_type(float)),
             jnp.zeros(settings.num_silos),
+            progress,
         )
 
     def init_silo(key: Array, data: SiloData) -> SiloState:
@@ -278,14 +312,14 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
     def server(state: ServerState, memo: Any, up: Up) -> tuple[ServerState, Info]:
         key, who = memo
         theta, old = state.params["theta"], state.params["guide"]
-        first, own = prior(theta), state.own
+        first, own, own_converged = prior(theta), state.own, state.progress.own
         parted = _parted(parts, settings, key, theta, old)
         total, used = _take(parts, settings, state, first, up.change)
         if rest is not None:
             others = jax.tree.map(jnp.subtract, total, own)
             cavity = parts.aggregate(first, others)
             start = family.ordinary(parts.aggregate(first, total))
-            own = _own_factor(parts, key, theta, cavity, start, own)
+            own, own_converged = _own_factor(parts, key, theta, cavity, start, own)
             total = jax.tree.map(jnp.add, others, own)
         guide = parts.aggregate(first, total)
         weight = settings.num_silos / settings.visits
@@ -309,10 +343,11 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
             lowered = jnp.where(used > 0, used, damping / 2)
             damping = jnp.minimum(2 * lowered, settings.damping)
         params, taken = {"theta": theta, "guide": guide}, state.taken.at[who].set(used)
-        after = ServerState(params, total, own, opt_state, damping, taken)
+        progress = _progress(family, settings, state.progress, old, guide, own_converged)
+        after = ServerState(params, total, own, opt_state, damping, taken, progress)
         loss = parted / settings.steps - weight * up.log_lik
         moved_by = expfam.kl(family, guide, old)
-        report = Report(used, up.statuses)
+        report = Report(used, up.statuses, own_converged)
         return after, Info(loss, all_finite(after), moved_by, report)
 
     exchange = Exchange(server_noise, silo_noise, broadcast, silo, server, scatter=Down(*SCATTERED))
@@ -338,7 +373,7 @@ def evaluation(parts: Parts, settings: Settings) -> FederatedAlgorithm:
         parted = _parted(parts, settings, memo[0], params["theta"], params["guide"])
         loss = parted - up.log_lik
         zero, good = jnp.zeros(()), up.statuses[Status.NON_FINITE] == 0
-        return state, Info(loss, good, zero, Report(zero, up.statuses))
+        return state, Info(loss, good, zero, Report(zero, up.statuses, state.progress.own))
 
     exchange = algorithm.exchanges[0]._replace(silo=silo, server=server)
     return algorithm._replace(exchanges=(exchange,), watch=None)
@@ -349,8 +384,31 @@ def effective_factor(state: SiloState, taken: Array) -> Eta:
     return jax.tree.map(lambda a, b: a + taken * b, state.factor, state.pending)
 
 
-def _own_factor(parts: Parts, key: Array, theta: dict, cavity: Eta, start: Any, before: Eta) -> Eta:
-    """The server's own factor, for what of the prior is outside of the family."""
+def _progress(
+    family: Family, settings: Settings, before: Progress, old: Eta, new: Eta, own: Array
+) -> Progress:
+    """How far the posterior has come since the round began."""
+
+    def finite(eta: Eta) -> tuple[Array, Array]:
+        mean, log_scale = location_and_log_scale(family, eta)
+        return jnp.nan_to_num(mean), jnp.nan_to_num(log_scale)
+
+    def at_first(first: Array, since: Array) -> Array:
+        return jnp.where(before.steps % settings.steps == 0, first, since)
+
+    mean, log_scale = jax.tree.map(at_first, finite(old), (before.mean, before.log_scale))
+    mean_now, log_scale_now = finite(new)
+    moves = jnp.abs(mean_now - mean) / jnp.exp(log_scale_now), jnp.abs(log_scale_now - log_scale)
+    moved = jnp.nan_to_num(jnp.concatenate(moves).max(initial=0.0))
+    return Progress(mean, log_scale, before.steps + 1, moved, own)
+
+
+def _own_factor(
+    parts: Parts, key: Array, theta: dict, cavity: Eta, start: Any, before: Eta
+) -> tuple[Eta, Array]:
+    """The server's own factor, for what of the prior is outside of the family; whether it
+    converged.
+    """
     family, rest = parts.globals.family, parts.globals.rest or (lambda theta, z: jnp.zeros(()))
 
     def noise(key: Array, particles: int, batch: int | None) -> Noise:
@@ -363,12 +421,15 @@ def _own_factor(parts: Parts, key: Array, theta: dict, cavity: Eta, start: Any, 
 
         return jax.vmap(at)(noise.globals)
 
-    none = jnp.zeros(())
-    problem = Problem(family, cavity, start, (), noise, log_lik, lambda: (cavity, none), None)
+    def likelihood() -> Any:
+        raise TypeError("a prior outside of the family has no closed form")
+
+    problem = Problem(family, cavity, start, (), noise, log_lik, likelihood, 0, None)
     found = parts.prior_local.solve(problem, key)
     factor = jax.tree.map(jnp.subtract, found.eta, cavity)
     fine = family.proper(found.eta) & all_finite(factor)
-    return jax.tree.map(lambda a, b: jnp.where(fine, a, b), factor, before)
+    factor = jax.tree.map(lambda a, b: jnp.where(fine, a, b), factor, before)
+    return factor, fine & found.converged
 
 
 def _parted(parts: Parts, settings: Settings, key: Array, theta: dict, eta: Eta) -> Array:
@@ -468,16 +529,27 @@ def _problem(
 
         return jax.vmap(at, (0, 1))(noise.globals, noise.rows)
 
-    def likelihood() -> tuple[Eta, Array]:
-        f = log_likelihood(fm, {**theta, **own["private"]}, data)
-        eta = family.fit(f)
-        z = jax.vmap(family.draw, (None, 0))(start, family.noise(jax.random.key(0), 4))
-        values = jax.vmap(f)(z)
-        rest = values - jax.vmap(lambda z: expfam.inner(eta, family.statistics(z)))(z)
-        scale = 1 + jnp.abs(values).max() + jnp.abs(values - rest).max()
-        return eta, jnp.abs(rest - rest[0]).max() / scale
+    def likelihood() -> tuple[Eta, Callable[[Any], Array]]:
+        rows = row_terms(fm, {**theta, **own["private"]}, data)
+        eta = family.fit(lambda z: rows(z).sum())
 
-    return Problem(family, cavity, start, own, noise, log_lik, likelihood, parts.divergence)
+        def misfit(psi: Any) -> Array:
+            here = family.centre(psi)
+            draws = jax.vmap(family.draw, (None, 0))
+            z = draws(psi, family.noise(jax.random.key(0), 8))
+            begun = draws(start, family.noise(jax.random.key(1), 4))
+            begun = jnp.where(jnp.isfinite(begun), begun, here)  # a prior may be flat
+            at = partial(departure, rows, family, eta, here)
+            nats, size = jax.vmap(at)(jnp.concatenate([z, begun]))
+            # Rounding within a row is what rounding the globals would make of it.
+            within = jnp.linalg.norm(jax.jvp(rows, (here,), (here,))[1])
+            rounding = ROUNDINGS * jnp.finfo(here.dtype).eps * (size + within)
+            return (jnp.abs(nats) - rounding).max()
+
+        return eta, misfit
+
+    size = sum(fm.sizes(data).values())
+    return Problem(family, cavity, start, own, noise, log_lik, likelihood, size, parts.divergence)
 
 
 def _expected(

@@ -32,6 +32,8 @@ class Family(NamedTuple):
     dim : int
         Length of ``z``.
     statistics : z (dim,) -> T
+    increment : (z, u) -> T
+        ``T(z + u) - T(z)``, without the cancellation of the two where ``T`` is a polynomial.
     log_base : z -> ()
         ``log h(z)``.
     log_partition : eta -> ()
@@ -49,8 +51,10 @@ class Family(NamedTuple):
         One draw from the noise of one, with gradients to ``psi``.
     centre : psi -> (dim,)
         A central ``z``: the mean of a Gaussian, else the mean of ``x``, mapped.
+    spread : psi -> ((dim,), (dim,))
+        Mean and standard deviation of each number of ``z``.
     proper : eta -> () bool
-        Whether ``eta`` is finite and normalisable.
+        Whether ``eta`` is normalisable, and its mean and scales are finite in the precision in use.
     fit : f -> eta
         The natural parameters of a function ``f(z) = c + <eta, T(z)>``, from its derivatives.
     dual_gradient : (f, eta) -> tree like eta
@@ -65,6 +69,7 @@ class Family(NamedTuple):
     name: str
     dim: int
     statistics: Callable[[Array], Tree]
+    increment: Callable[[Array, Array], Tree]
     log_base: Callable[[Array], Array]
     log_partition: Callable[[Tree], Array]
     ordinary: Callable[[Tree], Tree]
@@ -75,12 +80,18 @@ class Family(NamedTuple):
     noise: Callable[[Array, int], Tree]
     draw: Callable[[Tree, Tree], Array]
     centre: Callable[[Tree], Array]
+    spread: Callable[[Tree], tuple[Array, Array]]
     proper: Callable[[Tree], Array]
     fit: Callable[[Callable[[Array], Array]], Tree]
     dual_gradient: Callable[[Callable[[Tree], Array], Tree], Tree]
     log_density: Callable[[Tree, Array], Array]
     kl: Callable[[Tree, Tree], Array]
     marginal: Callable[[Tree, Index, tuple[int, ...], int], Distribution]
+
+
+def usable(mean: Array, sd: Array) -> Array:
+    """Whether means are finite, and standard deviations finite and positive."""
+    return (jnp.isfinite(mean) & jnp.isfinite(sd) & (sd > 0)).all()
 
 
 def inner(a: Tree, b: Tree) -> Array:

@@ -101,8 +101,9 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
             "linear": eta["linear"] * (polygamma(1, alpha) * by_rate + by_alpha / alpha) / excess,
         }
 
-    def proper(eta: Tree) -> Array:
-        return all_finite(eta) & (eta["log"] > -1).all() & (eta["linear"] < 0).all()
+    def spread(psi: Tree) -> tuple[Array, Array]:
+        alpha = jnp.exp(psi["log_concentration"]).reshape(dim)
+        return digamma(alpha) - psi["log_rate"].reshape(dim), jnp.sqrt(polygamma(1, alpha))
 
     return _with_keys(
         name="gamma",
@@ -117,7 +118,7 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
         from_mean=from_mean,
         draw=draw,
         centre=lambda psi: (psi["log_concentration"] - psi["log_rate"]).reshape(dim),
-        proper=proper,
+        spread=spread,
         fit=fit,
         dual_gradient=dual_gradient,
         event_dim=0,
@@ -234,6 +235,11 @@ def categorical(batch_shape: tuple[int, ...], k: int) -> Family:
     def statistics(z: Array) -> Tree:
         return {"logits": one_hot(z.astype(int).reshape(batch_shape), k)}
 
+    def spread(psi: Tree) -> tuple[Array, Array]:
+        p, z = probabilities(psi)["logits"].reshape(dim, k), jnp.arange(k)
+        mean = p @ z
+        return mean, jnp.sqrt((p * (z - mean[:, None]) ** 2).sum(-1))
+
     def fit(f: Callable[[Array], Array]) -> Tree:
         first = jnp.zeros(dim, int)
 
@@ -259,7 +265,7 @@ def categorical(batch_shape: tuple[int, ...], k: int) -> Family:
         from_mean=lambda mu: {"logits": jnp.log(mu["logits"])},
         draw=lambda psi, key: jax.random.categorical(key, psi["logits"]).reshape(dim),
         centre=lambda psi: jnp.argmax(psi["logits"], axis=-1).reshape(dim),
-        proper=all_finite,
+        spread=spread,
         fit=fit,
         dual_gradient=dual_gradient,
         event_dim=0,
@@ -295,6 +301,12 @@ def _simplex(
         a = alpha(psi)
         return {"log": digamma(a) - digamma(a.sum(-1, keepdims=True))}
 
+    def spread(psi: Tree) -> tuple[Array, Array]:
+        a = alpha(psi)
+        first, rest = a[..., :-1], jnp.cumsum(a[..., ::-1], -1)[..., -2::-1]
+        mean = digamma(first) - digamma(rest) + balance
+        return mean.reshape(dim), jnp.sqrt(polygamma(1, first) + polygamma(1, rest)).reshape(dim)
+
     def draw(psi: Tree, key: Array) -> Array:
         return from_logs(jax.random.loggamma(key, alpha(psi)))
 
@@ -325,7 +337,7 @@ def _simplex(
         from_mean=lambda mu: {"log": _concentration(mu["log"]) - 1},
         draw=draw,
         centre=lambda psi: from_logs(psi["log_concentration"]),
-        proper=lambda eta: all_finite(eta) & (eta["log"] > -1).all(),
+        spread=spread,
         fit=fit,
         dual_gradient=dual_gradient,
         event_dim=event_dim,
@@ -343,6 +355,14 @@ def _with_keys(
         eta = natural(psi)
         return log_partition(eta) - inner(eta, functions["moments"](psi))
 
+    def increment(z: Array, u: Array) -> Tree:
+        return jax.tree.map(jnp.subtract, statistics(z + u), statistics(z))
+
+    def proper(eta: Tree) -> Array:
+        psi = functions["ordinary"](eta)
+        mean, sd = functions["spread"](psi)
+        return all_finite((eta, psi, mean, sd))
+
     def log_density(eta: Tree, z: Array) -> Array:
         return log_base(z) + inner(eta, statistics(z)) - log_partition(eta)
 
@@ -354,8 +374,10 @@ def _with_keys(
     return Family(
         name=name,
         dim=dim,
+        increment=increment,
         entropy=entropy,
         noise=jax.random.split,
+        proper=proper,
         log_density=log_density,
         kl=lambda q, p: dist.kl_divergence(of(q), of(p)).sum(),
         marginal=marginal,

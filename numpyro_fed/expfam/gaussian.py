@@ -20,7 +20,7 @@ from jax import Array
 from jax.scipy.linalg import solve_triangular
 from numpyro.distributions.util import cholesky_of_inverse, vec_to_tril_matrix
 
-from numpyro_fed.expfam.base import Family, Index, Tree
+from numpyro_fed.expfam.base import Family, Index, Tree, usable
 from numpyro_fed.trees import all_finite
 
 _LOG_2PI = 1.8378770664093453
@@ -100,6 +100,9 @@ def _diagonal(dim: int) -> Family:
     def moments(psi: Tree) -> Tree:
         return {"first": psi["loc"], "second": psi["loc"] ** 2 + jnp.exp(2 * psi["log_scale"])}
 
+    def spread(psi: Tree) -> tuple[Array, Array]:
+        return psi["loc"], jnp.exp(psi["log_scale"])
+
     def from_mean(mu: Tree) -> Tree:
         precision = 1 / (mu["second"] - mu["first"] ** 2)
         return {"first": precision * mu["first"], "second": -0.5 * precision}
@@ -123,6 +126,7 @@ def _diagonal(dim: int) -> Family:
         name="gaussian",
         dim=dim,
         statistics=lambda z: {"first": z, "second": z**2},
+        increment=lambda z, u: {"first": u, "second": u * (2 * z + u)},
         log_base=lambda z: jnp.zeros(()),
         log_partition=log_partition,
         ordinary=ordinary,
@@ -133,7 +137,8 @@ def _diagonal(dim: int) -> Family:
         noise=lambda key, n: jax.random.normal(key, (n, dim)),
         draw=lambda psi, noise: psi["loc"] + jnp.exp(psi["log_scale"]) * noise,
         centre=lambda psi: psi["loc"],
-        proper=lambda eta: all_finite(eta) & (eta["second"] < 0).all(),
+        spread=spread,
+        proper=lambda eta: all_finite(eta) & usable(*spread(ordinary(eta))),
         fit=fit,
         dual_gradient=dual_gradient,
         log_density=lambda eta, z: normal(eta).log_prob(z).sum(),
@@ -177,6 +182,13 @@ def _full(dim: int) -> Family:
         L = _lower(psi, dim)
         return {"first": psi["loc"], "second": _dot(L, L.T) + jnp.outer(psi["loc"], psi["loc"])}
 
+    def spread(psi: Tree) -> tuple[Array, Array]:
+        return psi["loc"], jnp.linalg.norm(_lower(psi, dim), axis=-1)
+
+    def increment(z: Array, u: Array) -> Tree:
+        across = jnp.outer(u, z + 0.5 * u)
+        return {"first": u, "second": across + across.T}
+
     def from_mean(mu: Tree) -> Tree:
         covariance = _symmetric(mu["second"]) - jnp.outer(mu["first"], mu["first"])
         return _from_factor(mu["first"], jnp.linalg.cholesky(covariance))
@@ -210,6 +222,7 @@ def _full(dim: int) -> Family:
         name="gaussian",
         dim=dim,
         statistics=lambda z: {"first": z, "second": jnp.outer(z, z)},
+        increment=increment,
         log_base=lambda z: jnp.zeros(()),
         log_partition=log_partition,
         ordinary=ordinary,
@@ -220,7 +233,8 @@ def _full(dim: int) -> Family:
         noise=lambda key, n: jax.random.normal(key, (n, dim)),
         draw=lambda psi, noise: psi["loc"] + _dot(_lower(psi, dim), noise),
         centre=lambda psi: psi["loc"],
-        proper=lambda eta: all_finite(eta) & all_finite(jnp.linalg.cholesky(_precision(eta))),
+        spread=spread,
+        proper=lambda eta: all_finite(eta) & usable(*spread(ordinary(eta))),
         fit=fit,
         dual_gradient=dual_gradient,
         log_density=log_density,

@@ -77,6 +77,14 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
     def cut(z: Array) -> Tree:
         return {name: part(z, name) for name in families}
 
+    def increment(z: Array, u: Array) -> Tree:
+        return each("increment")(cut(z), cut(u))
+
+    def spread(psi: Tree) -> tuple[Array, Array]:
+        parts = each("spread")(psi)
+        mean, sd = (join({name: part[i] for name, part in parts.items()}) for i in (0, 1))
+        return mean, sd
+
     def noise(key: Array, n: int) -> Tree:
         keys = jax.random.split(key, len(families))
         return {name: f.noise(k, n) for (name, f), k in zip(families.items(), keys, strict=True)}
@@ -107,6 +115,7 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
         name="product",
         dim=dim,
         statistics=lambda z: each("statistics")(cut(z)),
+        increment=increment,
         log_base=lambda z: total("log_base")(cut(z)),
         log_partition=total("log_partition"),
         ordinary=each("ordinary"),
@@ -117,6 +126,7 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
         noise=noise,
         draw=lambda psi, noise: join(each("draw")(psi, noise)),
         centre=lambda psi: join(each("centre")(psi)),
+        spread=spread,
         proper=lambda eta: jnp.stack(list(each("proper")(eta).values())).all(),
         fit=fit,
         dual_gradient=dual_gradient,

@@ -42,9 +42,12 @@ class Problem(NamedTuple):
     log_lik : (psi, own, noise, plain) -> (z, values)
         Draws (particles, dim) and the bound on the silo's log likelihood at each. The gradient of
         a ``plain`` one is the derivative of its value.
-    likelihood : () -> (eta, remainder)
-        Natural parameters of the silo's likelihood where it is conjugate, and how far it is from
-        that, relative, at some points.
+    likelihood : () -> (eta, misfit)
+        Natural parameters of the silo's likelihood where it is conjugate; and ``misfit(psi)``, how
+        many nats it is away from that, more than rounding explains, between draws from ``psi``,
+        those from ``start``, and the centre of ``psi``.
+    rows : int
+        How many rows the silo has.
     divergence : (eta_q, eta_cavity) -> () or None
         In place of KL.
     """
@@ -55,7 +58,8 @@ class Problem(NamedTuple):
     own: Any
     noise: Callable[[Array, int, int | None], Noise]
     log_lik: Callable[[Psi, Any, Noise, bool], tuple[Array, Array]]
-    likelihood: Callable[[], tuple[Eta, Array]]
+    likelihood: Callable[[], tuple[Eta, Callable[[Psi], Array]]]
+    rows: int
     divergence: Callable[[Eta, Eta], Array] | None
 
 
@@ -72,8 +76,16 @@ class Solution(NamedTuple):
     suited: Array | bool = True
 
 
+AT_REST = 0.1  # of a standard deviation: closer to its optimum, a visit has converged
+
+
 class Local(Protocol):
     """A local optimiser: a frozen dataclass with ``solve`` and the size of its minibatches."""
+
+    @property
+    def share(self) -> float:
+        """How much of the way to its optimum a visit goes; 0 where that cannot be known."""
+        ...
 
     @property
     def batch_size(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from jax import Array
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.errors import positive_int
-from numpyro_fed.local.base import Noise, Problem, Psi, Solution, free_energy, minimise
+from numpyro_fed.local.base import AT_REST, Noise, Problem, Psi, Solution, free_energy, minimise
+from numpyro_fed.local.verdict import PARTICLES, maximised
 
 BLOCK = 64  # steps, at most, for which noise is drawn at once
 NOISE = 2**20  # numbers, about, that are drawn at once
@@ -51,8 +53,9 @@ class Optax:
         steps, has not improved for so many twentieths, and go back to where it was best. With a
         tight start (``start_scale`` of PVI) this is the paper's remedy against over-pruning.
     tolerance : float
-        In nats: the visit counts as converged if the last quarter of its steps is better than
-        the one before by no more than this, or than three standard errors.
+        The visit counts as converged if a full natural-gradient step from where it ends, on all
+        rows and averaged over fresh noise, would move no mean by more standard deviations, and no
+        log standard deviation by more. Infinity, or a single step, is not looked at.
 
     Examples
     --------
@@ -68,7 +71,12 @@ class Optax:
     space: str = "ordinary"
     alpha: float = 0.0
     patience: int | None = None
-    tolerance: float = 0.1
+    tolerance: float = AT_REST
+
+    @property
+    def share(self) -> float:
+        """How far a single step goes depends on the optimiser."""
+        return 0.0 if self.steps == 1 else 1.0
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)
@@ -133,26 +141,34 @@ class Optax:
         taken, last, _, history, watch = jax.lax.while_loop(go_on, one_block, carry)
         at, own = last if self.patience is None else watch.params
         eta = at if natural else family.natural(at)
-        converged = jnp.array(True) if self.steps == 1 else self._settled(history, taken)
         finite = jnp.isfinite(history[taken - 1])
         if self.patience is not None:
             finite &= jnp.isfinite(watch.best) | (taken < window)
-        return Solution(eta, own, converged, finite)
+        psi = family.ordinary(at) if natural else at
+        return Solution(eta, own, self._converged(problem, psi, own, key), finite)
 
-    def _settled(self, history: Array, taken: Array) -> Array:
-        """Whether the last quarter of the steps gained next to nothing on the one before."""
-        place = jnp.arange(self.steps)
-        quarter = jnp.maximum(taken // 4, 1)
-
-        def over(first: Array) -> tuple[Array, Array]:
-            inside = (place >= first) & (place < first + quarter)
-            mean = jnp.where(inside, history, 0.0).sum() / quarter
-            return mean, jnp.where(inside, (history - mean) ** 2, 0.0).sum() / quarter**2
-
-        (before, v0), (after, v1) = over(taken - 2 * quarter), over(taken - quarter)
-        gain = after - before
-        settled = gain <= self.tolerance + 3 * jnp.sqrt(v0 + v1)
-        return jnp.isfinite(gain) & (settled | (taken < self.steps))
+    def _converged(self, problem: Problem, psi: Psi, own: Any, key: Array) -> Array:
+        """Whether the steps have led to an optimum, by at most half of their own work."""
+        if self.steps == 1 or math.isinf(self.tolerance):
+            return jnp.array(True)
+        fresh = jax.random.fold_in(key, self.steps)
+        if self.batch_size is None:
+            particles = max(PARTICLES, self.num_particles)
+            return maximised(
+                problem, psi, own, fresh, self.tolerance, alpha=self.alpha, particles=particles
+            )
+        work = 0.5 * self.steps * self.num_particles * self.batch_size
+        particles = 2 if self.alpha == 0 else self.num_particles
+        return maximised(
+            problem,
+            psi,
+            own,
+            fresh,
+            self.tolerance,
+            alpha=self.alpha,
+            particles=particles,
+            work=work,
+        )
 
 
 class Watch(NamedTuple):
@@ -188,10 +204,11 @@ class LBFGS:
     num_particles : int
         Draws of the globals, the same in every step. Their number sets the error of the optimum;
         where there are more than dimensions, standard normal noise is standardised, so that the
-        optimum is exact for a Gaussian. With fewer the optimum fits the draws, and the visit is
-        reported as not converged.
+        optimum is exact for a Gaussian, and comes in pairs of opposite sign where there are twice
+        as many. With fewer the optimum of a full covariance fits the draws.
     tolerance : float
-        Stop when no component of the gradient is larger.
+        Stop when no component of the gradient is larger. Whether the visit has converged is judged
+        as for :class:`Optax`, by fresh draws: a tenth of a standard deviation is allowed.
 
     Examples
     --------
@@ -204,6 +221,7 @@ class LBFGS:
     num_particles: int = 64
     tolerance: float = 1e-3
     batch_size: None = None
+    share = 1.0
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)
@@ -217,17 +235,24 @@ class LBFGS:
         def loss(params: tuple[Psi, Any]) -> Array:
             return -free_energy(problem, *params, noise, plain=True)[0]
 
-        (psi, own), slope = minimise(loss, (problem.start, problem.own), self.steps, self.tolerance)
-        enough = self.num_particles > problem.family.dim + 1
-        converged = (slope <= self.tolerance) & enough
+        (psi, own), _ = minimise(loss, (problem.start, problem.own), self.steps, self.tolerance)
         finite = jnp.isfinite(loss((psi, own)))
+        converged = maximised(problem, psi, own, jax.random.fold_in(key, 1), AT_REST)
         return Solution(problem.family.natural(psi), own, converged, finite)
 
 
 def _standardised(noise: Array) -> Array:
-    """Standard normal noise (n, dim) with sample mean zero and sample covariance one."""
-    if not jnp.issubdtype(noise.dtype, jnp.floating) or len(noise) <= noise.shape[1] + 1:
+    """Standard normal noise (n, dim) with sample mean zero and, if it can be, covariance one.
+
+    Where there are enough draws they come in pairs of opposite sign, and no odd moment is left.
+    """
+    if not jnp.issubdtype(noise.dtype, jnp.floating):
         return noise
+    n, dim = noise.shape
+    if n % 2 == 0 and n > 2 * dim:
+        noise = jnp.concatenate([noise[: n // 2], -noise[: n // 2]])
     centred = noise - noise.mean(0)
+    if n <= dim + 1:
+        return centred / jnp.maximum(centred.std(0), 1e-3) if n > 2 else noise
     L = jnp.linalg.cholesky(centred.T @ centred / len(noise))
     return solve_triangular(L, centred.T, lower=True).T

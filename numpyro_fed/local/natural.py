@@ -13,10 +13,11 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
-from numpyro_fed.local.base import Eta, Problem, Psi, Solution, proper_step
+from numpyro_fed.local.base import AT_REST, Eta, Problem, Psi, Solution, proper_step
+from numpyro_fed.local.verdict import at_rest
 from numpyro_fed.trees import all_finite
 
-AFFINE = 1e-2  # what is left of a log likelihood, relative, where rounding is all that is left
+MISFIT = 0.1  # nats by which a conjugate likelihood may seem not to be one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,9 @@ class NaturalGradient:
         For the silo's own parameters and local guide, which take one step for each of these; by
         default Adam at 0.02.
     tolerance : float
-        The visit counts as converged if the last step moved ``q`` by no more, in nats (KL).
+        The visit counts as converged if a full step from where it ends, averaged over fresh noise,
+        would move no mean by more standard deviations, and no log standard deviation by more.
+        A single step is not looked at.
 
     Examples
     --------
@@ -58,7 +61,12 @@ class NaturalGradient:
     batch_size: int | None = None
     expectation: str = "monte_carlo"
     optim: optax.GradientTransformation | None = None
-    tolerance: float = 0.1
+    tolerance: float = AT_REST
+
+    @property
+    def share(self) -> float:
+        """A single step goes as far as its rate."""
+        return self.rate if self.steps == 1 else 1.0
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)
@@ -89,7 +97,10 @@ class NaturalGradient:
                 g_own = jax.grad(expected, 1)(family.ordinary(eta), own)
             return jax.tree.map(jnp.add, problem.cavity, factor), g_own
 
-        return _damped(problem, aim, key, self)
+        found = _damped(problem, aim, key, self)
+        if self.expectation == "closed_form":
+            return found._replace(suited=_suited(problem, found.eta))
+        return found
 
 
 @dataclass(frozen=True)
@@ -105,12 +116,12 @@ class ClosedForm:
     """
 
     batch_size: None = None
+    share = 1.0
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Add the likelihood's natural parameters to the cavity's."""
-        factor, remainder = problem.likelihood()
-        eta = jax.tree.map(jnp.add, problem.cavity, factor)
-        suited = remainder < AFFINE
+        eta = jax.tree.map(jnp.add, problem.cavity, problem.likelihood()[0])
+        suited = _suited(problem, eta)
         return Solution(eta, problem.own, jnp.array(True), all_finite(eta), suited)
 
     def __repr__(self) -> str:
@@ -152,8 +163,13 @@ class PowerEP:
     rate: float = 0.1
     num_particles: int = 256
     optim: optax.GradientTransformation | None = None
-    tolerance: float = 0.1
+    tolerance: float = AT_REST
     batch_size: None = None
+
+    @property
+    def share(self) -> float:
+        """A single step goes as far as its rate."""
+        return self.rate if self.steps == 1 else 1.0
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)
@@ -185,6 +201,12 @@ class PowerEP:
         return _damped(problem, aim, key, self)
 
 
+def _suited(problem: Problem, eta: Eta) -> Array:
+    """Whether the likelihood is conjugate around ``eta``, and from the start to there."""
+    misfit = problem.likelihood()[1]
+    return misfit(problem.family.ordinary(eta)) <= MISFIT
+
+
 def _damped(
     problem: Problem,
     aim: Callable[[Eta, Any, Array], tuple[Eta, Any]],
@@ -194,15 +216,21 @@ def _damped(
     """Damped steps of ``q`` to where ``aim`` says, and of the silo's own part up its gradient."""
     family, optim = problem.family, how.optim or optax.adam(0.02)
 
-    def step(carry: tuple, i: Array) -> tuple[tuple, tuple[Array, Array]]:
+    def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
         eta, own, opt_state = carry
         target, g_own = aim(eta, own, jax.random.fold_in(key, i))
         moved, _ = proper_step(family, eta, target, how.rate)
         updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
         own = optax.apply_updates(own, updates)
-        return (moved, own, opt_state), (expfam.kl(family, moved, eta), all_finite(target))
+        return (moved, own, opt_state), all_finite(target)
 
     start = family.natural(problem.start)
     carry = (start, problem.own, optim.init(problem.own))
-    (eta, own, _), (moved, finite) = jax.lax.scan(step, carry, jnp.arange(how.steps))
-    return Solution(eta, own, (how.steps == 1) | (moved[-1] <= how.tolerance), finite[-1])
+    (eta, own, _), finite = jax.lax.scan(step, carry, jnp.arange(how.steps))
+
+    def full(i: Array) -> Eta:
+        target, _ = aim(eta, own, jax.random.fold_in(key, how.steps + i))
+        return jax.tree.map(jnp.subtract, target, eta)
+
+    rests = jnp.array(True) if how.steps == 1 else at_rest(family, eta, full, how.tolerance)
+    return Solution(eta, own, rests, finite[-1])
