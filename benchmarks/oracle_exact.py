@@ -457,12 +457,12 @@ def moments(
                 return last
             tolerance /= 10
             split = wrong > min(tolerance / max(len(wrong), 20) ** 0.5, np.median(wrong))
+        spent += split.sum() * len(corners) * (len(coarse[0]) + len(usual[0]))
         if tolerance < 1e-6 or spent > budget:
             raise NotConverged(f"{spent} evaluations are not enough")
         halves = cells.side[split] / 2
         low = cells.low[split][:, None] + halves[:, None] * corners
         new = _Cells(low.reshape(-1, dim), np.repeat(halves, len(corners), 0))
-        spent += len(new.low) * (len(coarse[0]) + len(usual[0]))
         a, b = (
             np.concatenate([old[~split], _evaluate(f, at, new, rule)])
             for old, rule in ((a, coarse), (b, usual))
