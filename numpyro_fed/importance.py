@@ -29,6 +29,7 @@ from numpyro_fed.verdicts import check_rows_apart
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
 CLOSE = 0.1  # sds
+NONE = -100.0  # log weight, less the largest, that counts as none
 
 
 def importance_correct(
@@ -120,7 +121,7 @@ def importance_correct(
         )
     pareto_k, weights = _weights(last.server.log_weights)
     ess = float(1 / (weights**2).sum())
-    z_G = last.server.z_G
+    z_G = _without_the_weightless(last.server.z_G, weights)
     return Corrected(
         log_evidence=None if fit.factors and fit.factors.loss else -float(log.losses[0]),
         ess=ess,
@@ -132,6 +133,11 @@ def importance_correct(
         _moments=moments(np.asarray(z_G), weights, proposed.own),
         _posterior=sampler,
     )
+
+
+def _without_the_weightless(z_G: Array, weights: np.ndarray) -> Array:
+    """Draws (n, dim) that carry weight; others, which may overflow, stand where the heaviest is."""
+    return jnp.where(jnp.asarray(weights > 0)[:, None], z_G, z_G[weights.argmax()])
 
 
 def _check_weighable(fit: Fit) -> None:
@@ -297,7 +303,8 @@ def _weights(log_weights: Array) -> tuple[float, np.ndarray]:
     smoothed, k = _smooth(log_weights)
     for found in (smoothed, log_weights):
         log_w = np.asarray(found, np.float64)
-        weights = np.exp(log_w - log_w.max())
+        log_w -= log_w.max()
+        weights = np.where(log_w > NONE, np.exp(log_w), 0.0)
         weights = weights / weights.sum()
         share = float(1 / (weights**2).sum() / len(weights))
         pareto_k = _tail(float(k), share)
