@@ -51,6 +51,10 @@ def _through(eqn: Any, into: Sequence[Labels], visit: Visit | None) -> list[Labe
         (program,) = inner
         if len(program.invars) == len(into) and len(program.outvars) == len(eqn.outvars):
             return follow(program, into, visit)
+    if eqn.primitive.name == "cond":
+        which, *operands = into
+        branches = [follow(program, operands, visit) for program in inner]
+        return [which.union(*labels) for labels in zip(*branches, strict=True)]
     together = frozenset[str]().union(*into)
     for program in inner:
         follow(program, [together] * len(program.invars), visit)

@@ -16,7 +16,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_fed.dependence import provenance
 from numpyro_fed.errors import ModelError
-from numpyro_fed.primitives import inside_scan, silo_plate_of
+from numpyro_fed.primitives import inside_control_flow, silo_plate_of
 
 
 class at_silo(Messenger):
@@ -54,7 +54,11 @@ class at_silo(Messenger):
         return inside
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if inside_scan(msg, self._around) or silo_plate_of(msg) is None or not msg.get("name"):
+        if (
+            inside_control_flow(msg, self._around)
+            or silo_plate_of(msg) is None
+            or not msg.get("name")
+        ):
             return
         if msg["type"] == "plate":
             self._local_plates.add(msg["name"])

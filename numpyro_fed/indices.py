@@ -45,18 +45,20 @@ def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
     def check(j: int, data: SiloData) -> None:
         kind = (data.static, tuple((k, a.dtype, a.ndim) for k, a in data.arrays.items()))
         if kind not in known:
-            known[kind] = _indexes_by_data(rows, data)
-        if not known[kind]:
-            return
-        try:
-            found = errors(data).get()
-        except NotImplementedError:  # of an operation that checkify does not know
-            known[kind] = False
-            return
-        if found:
+            known[kind] = _indexes_by_data(rows, data) and _checkable(errors, data)
+        if known[kind] and (found := errors(data).get()):
             raise DataError(_message(j, data, found, errors))
 
     return check
+
+
+def _checkable(errors: Callable[[SiloData], Any], data: SiloData) -> bool:
+    """Whether checkify knows all operations of the text."""
+    try:
+        jax.eval_shape(errors, data)
+    except Exception:
+        return False
+    return True
 
 
 def _rows(fm: FederatedModel, data: SiloData) -> Rows:

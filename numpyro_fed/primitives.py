@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpyro
+from numpyro.contrib.control_flow.cond import cond_wrapper
 from numpyro.contrib.control_flow.scan import scan_wrapper
 from numpyro.primitives import CondIndepStackFrame, Messenger
 
@@ -26,16 +27,24 @@ def silo_plate_of(msg: dict[str, Any]) -> str | None:
     return msg.get("silo_plate") or next((f.name for f in silo_frames(msg)), None)
 
 
-def inside_scan(msg: dict[str, Any], wrap: Callable[[Callable], Callable]) -> bool:
-    """Wrap the body of a ``scan``, whose messages an effect handler sees after the last step only.
+_BODIES = {scan_wrapper: (0,), cond_wrapper: (1, 2)}  # among the arguments
 
-    Whether there is nothing else to do: the message is that of the scan, or of a site of its body,
-    which has then passed the handler already.
+
+def is_scan(msg: dict[str, Any]) -> bool:
+    """Whether the message is that of a ``numpyro.contrib.control_flow.scan``."""
+    return msg["type"] == "control_flow" and msg["fn"] is scan_wrapper
+
+
+def inside_control_flow(msg: dict[str, Any], wrap: Callable[[Callable], Callable]) -> bool:
+    """Wrap the bodies of a ``scan`` or ``cond``, whose messages a handler sees only afterwards.
+
+    Whether there is nothing else to do: the message is that of the control flow itself, or of a
+    site of its body, which has then passed the handler already.
     """
-    if msg["type"] == "control_flow" and msg["fn"] is scan_wrapper:
-        body, *rest = msg["args"]
-        msg["args"] = (wrap(body), *rest)
-        return True
+    if msg["type"] == "control_flow":
+        bodies = _BODIES.get(msg["fn"], ())
+        msg["args"] = tuple(wrap(a) if i in bodies else a for i, a in enumerate(msg["args"]))
+        return bool(bodies)
     return bool(msg.get("_control_flow_done"))
 
 
@@ -119,7 +128,7 @@ class silo_plate(numpyro.plate):
             super().__init__(name, size, dim=dim)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if inside_scan(msg, self._around):
+        if inside_control_flow(msg, self._around):
             return
         super().process_message(msg)
         msg.setdefault("silo_plate", self.name)
@@ -129,8 +138,8 @@ class silo_plate(numpyro.plate):
             ]
 
     def _around(self, body: Callable) -> Callable:
-        def inside(carry: Any, x: Any) -> Any:
+        def inside(*args: Any) -> Any:
             with self:
-                return body(carry, x)
+                return body(*args)
 
         return inside

@@ -17,7 +17,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_fed.data import SiloData, Sizes, signature
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
-from numpyro_fed.primitives import silo_frames, silo_plate_of
+from numpyro_fed.primitives import inside_control_flow, is_scan, silo_frames, silo_plate_of
 
 PAD = (
     " Pad the axis that differs (visits, say) to the largest size with any finite numbers, and "
@@ -153,9 +153,21 @@ def held(data: SiloData) -> dict[str, Any]:
 
 
 class _proper(Messenger):
-    """Refuse latents of which no value can be drawn because their prior is improper."""
+    """Refuse latents without a prior to draw from, and parameters that nobody can set."""
+
+    def __init__(self, fn: Callable | None = None, *, scanned: bool = False):
+        self.scanned = scanned
+        super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
+        scanned = self.scanned or is_scan(msg)
+        if inside_control_flow(msg, lambda body: _proper(body, scanned=scanned)):
+            return
+        if msg["type"] == "param" and scanned:
+            raise ModelError(
+                f"the numpyro.param '{msg['name']}' stands in the body of a scan, where NumPyro "
+                "cannot set it, so that it would keep its first value. Put it before the scan."
+            )
         if msg["type"] != "sample" or msg["is_observed"]:
             return
         if isinstance(_base(msg["fn"]), dist.ImproperUniform):
@@ -197,11 +209,6 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
                     supports[entry.name] = site["fn"].support
                 masked |= _masked(entry.name, site["fn"])
             sites.append(entry)
-        elif site["type"] == "param" and site.get("_control_flow_done"):
-            raise ModelError(
-                f"the numpyro.param '{site['name']}' stands in the body of a scan, where NumPyro "
-                "cannot set it, so that it would keep its first value. Put it before the scan."
-            )
         elif site["type"] == "param":
             support = site["kwargs"].get("constraint", constraints.real)
             supports[site["name"]] = support

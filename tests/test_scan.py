@@ -1,4 +1,4 @@
-"""Latents in numpyro.contrib.control_flow.scan: the density of the same model as a loop."""
+"""Latents in NumPyro's control flow: a scan has the density of the same model as a loop."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from numpyro import handlers
-from numpyro.contrib.control_flow import scan
+from numpyro.contrib.control_flow import cond, scan
 
 import numpyro_fed as nf
 from numpyro_fed.data import read
@@ -182,6 +182,32 @@ def test_sequences_of_rows_can_be_fitted(fit):
     assert result.sample_posterior(KEY, 2, silo=1)["x"].shape == (2, 4, 3)
 
 
+@pytest.mark.parametrize("how", ["inside", "around"])
+def test_latents_of_rows_may_stand_in_a_cond(how):
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+
+        def draw(loc):
+            return numpyro.sample("b", dist.LogNormal(loc, 1))
+
+        def plate():
+            return nf.silo_plate("row", y.shape[0])
+
+        def inside(loc):
+            with plate():
+                return draw(loc)
+
+        if how == "inside":
+            b = cond(mu > 0, inside, lambda loc: inside(-loc), mu)
+        else:
+            with plate():
+                b = cond(mu > 0, draw, lambda loc: draw(-loc), mu)
+        with plate():
+            numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+    nf.check_decomposition(model, [{"y": Y}, {"y": Y[:2]}], num_points=1)
+
+
 def nested(y):
     def step(carry, _):
         def inner(carry, _):
@@ -245,3 +271,11 @@ def test_the_outputs_of_a_scan_are_told_apart():
         "xs": {"c"},
         "firsts": {"a", "b"},
     }
+
+
+def test_the_outputs_of_a_cond_are_told_apart():
+    def fn(a, b, c):
+        branches = (lambda b, c: (b, 0.0), lambda b, c: (2 * b, c))
+        return jax.lax.cond(a > 0, *branches, b, c)
+
+    assert provenance(fn, a=1.0, b=2.0, c=3.0) == ({"a", "b"}, {"a", "c"})
