@@ -21,7 +21,7 @@ from numpyro_fed.handlers import joint, local_name
 from numpyro_fed.primitives import silo_plate
 from numpyro_fed.sites import structures
 from numpyro_fed.split import split
-from numpyro_fed.testing import check_decomposition, models, partitions, silos
+from numpyro_fed.testing import Problem, check_decomposition, models, partitions, silos
 
 RNG = np.random.default_rng(0)
 
@@ -190,15 +190,16 @@ def test_the_check_knows_shapes_from_numpyro_alone(monkeypatch):
         check_decomposition(with_sample_shape, rows(3), num_points=1)
 
 
-def test_deterministic_sites_that_read_rows():
+def test_deterministic_sites_that_read_rows_are_each_silos_own():
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
         mean = numpyro.deterministic("mean", mu + y.mean())
         with silo_plate("row", y.shape[0]):
             numpyro.sample("y", dist.Normal(mean, 1), obs=y)
 
-    check_decomposition(model, rows(3, 3), num_points=1)
-    trace = handlers.trace(handlers.seed(joint(model, rows(3, 2)), 0)).get_trace()
+    held = rows(3, 2)
+    assert agree(Problem(model, held, None), 1e-5)
+    trace = handlers.trace(handlers.seed(joint(model, held), 0)).get_trace()
     assert {n for n in trace if "mean" in n} == {"silo_0/mean", "silo_1/mean"}
 
 
