@@ -259,8 +259,11 @@ def _add_coefficient(r: Any, add: Callable, room: int, likelihood: str, found: l
     if kind < 0.12 and room >= 2:
         return add(name, pick(SIMPLEX + ORDERED), 0, "coef")
     if kind < 0.3:
-        return add(name, pick(INTERVAL + UNIT + LOWER + POSITIVE), 0, "coef")
-    positive = [g.name for g in found if SUPPORTS[g.prior.kind] in ("positive", "lower")]
+        size = int(r.integers(0, room + 1))
+        prior = pick(INTERVAL + UNIT + LOWER + POSITIVE)
+        return add(name, prior, 0 if size == 1 else size, "coef")
+    scales = ("positive", "lower")
+    positive = [g.name for g in found if SUPPORTS[g.prior.kind] in scales and not g.size]
     if positive and r.random() < 0.2:
         prior = Prior("normal", (0.0, pick(positive)))
     elif likelihood not in LINKS and r.random() < 0.3:
@@ -511,9 +514,9 @@ def _true_value(g: Global, named: dict[str, Any], r: np.random.Generator, kind: 
         return np.tanh(np.clip(value, -2.5, 2.5)) if g.how == "tanh" else value
     if SUPPORTS[g.prior.kind] in ("positive", "lower"):
         low = a[0] if SUPPORTS[g.prior.kind] == "lower" else 0.0
-        return low + np.exp(r.normal() + (r.choice([-2.0, 2.0]) if far else 0.0))
+        return low + np.exp(r.normal(size=n) + (r.choice([-2.0, 2.0]) if far else 0.0))
     if SUPPORTS[g.prior.kind] == "interval":
-        u = r.beta(0.3, 0.3) if far else r.uniform()
+        u = r.beta(0.3, 0.3, size=n) if far else r.uniform(size=n)
         return a[0] + (a[1] - a[0]) * np.clip(u, 0.02, 0.98) if g.prior.kind == "uniform" else u
     if g.prior.kind == "dirichlet":
         return r.dirichlet([0.3] * 3 if far else a)
