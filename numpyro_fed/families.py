@@ -290,7 +290,8 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Eta, int], tuple[A
         psi = member.ordinary(jax.tree.map(jnp.add, eta, bowl))
         return member.centre(psi), jax.vmap(member.draw, (None, 0))(psi, noise)
 
-    inverse = np.argsort(np.concatenate([places for places, _ in members.values()]))
+    order = np.concatenate([places for places, _ in members.values()])
+    inverse = np.argsort(order).astype(np.int32)
 
     def join(parts: Sequence[Array]) -> Array:
         z = jnp.concatenate(parts, -1)[..., inverse]

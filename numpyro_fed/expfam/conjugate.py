@@ -277,10 +277,13 @@ def _simplex(
 ) -> Family:
     """What Beta and Dirichlet share; the event of a Beta is one number."""
     rows, dim = (*batch_shape, k - 1), math.prod(batch_shape) * (k - 1)
-    balance = np.log(np.arange(k - 1, 0, -1))
+
+    def balance() -> Array:
+        """Made anew each time: JAX keeps a NumPy array in the precision that it first met it in."""
+        return jnp.log(jnp.arange(k - 1, 0, -1, float))
 
     def log_x(z: Array) -> Array:
-        z = z.reshape(rows) - balance
+        z = z.reshape(rows) - balance()
         rest = jnp.cumsum(log_sigmoid(-z), axis=-1)
         first = log_sigmoid(z) + jnp.concatenate([jnp.zeros_like(z[..., :1]), rest[..., :-1]], -1)
         return jnp.concatenate([first, rest[..., -1:]], -1)
@@ -288,7 +291,7 @@ def _simplex(
     def from_logs(logs: Array) -> Array:
         """The flat ``z`` of the ``x`` whose logarithms are ``logs`` up to a constant."""
         rest = lax.cumlogsumexp(logs, axis=len(batch_shape), reverse=True)[..., 1:]
-        return (logs[..., :-1] - rest + balance).reshape(dim)
+        return (logs[..., :-1] - rest + balance()).reshape(dim)
 
     def alpha(psi: Tree) -> Array:
         return jnp.exp(psi["log_concentration"])
@@ -304,15 +307,15 @@ def _simplex(
     def spread(psi: Tree) -> tuple[Array, Array]:
         a = alpha(psi)
         first, rest = a[..., :-1], jnp.cumsum(a[..., ::-1], -1)[..., -2::-1]
-        mean = digamma(first) - digamma(rest) + balance
+        mean = digamma(first) - digamma(rest) + balance()
         return mean.reshape(dim), jnp.sqrt(polygamma(1, first) + polygamma(1, rest)).reshape(dim)
 
     def draw(psi: Tree, key: Array) -> Array:
         return from_logs(jax.random.loggamma(key, alpha(psi)))
 
     def fit(f: Callable[[Array], Array]) -> Tree:
-        low = jnp.broadcast_to(balance - _FAR, rows)
-        last_high = low.at[..., -1].set(balance[-1] + _FAR)
+        low = jnp.broadcast_to(balance() - _FAR, rows)
+        last_high = low.at[..., -1].set(balance()[-1] + _FAR)
         everywhere, last = (jax.grad(f)(z.reshape(dim)).reshape(rows) for z in (low, last_high))
         slopes = jnp.concatenate([everywhere, last[..., -1:]], -1)
         return {"log": jnp.matmul(slopes, _inverse_slopes(k).T, precision="highest")}

@@ -55,7 +55,7 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
             f"the indices of the members {wrong or list(members)} do not name each of their "
             f"{dim} coordinates once."
         )
-    inverse = np.argsort(order)
+    inverse = np.argsort(order).astype(np.int32)  # which JAX reads alike in either precision
 
     def part(z: Array, name: str) -> Array:
         return z[members[name][0]]
