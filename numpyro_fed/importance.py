@@ -16,6 +16,7 @@ from jax import Array
 from numpyro_fed.algorithms.importance import importance, start
 from numpyro_fed.errors import NonFiniteError, positive_int
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.likelihood import SiloLikelihood
 from numpyro_fed.moments import Moments, moments
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.posterior import Posterior, posterior
@@ -326,7 +327,8 @@ def _compiled(
     if known not in fit.corrections:
         bound = silo_bound(fit.model, fit.guide, draws)
         proposed = proposal(fit.model, fit.guide.globals, num_draws, wider)
-        algorithm = importance(fit.model, fit.guide, proposed, bound, num_draws, batch_size)
+        likelihood = SiloLikelihood(fit.model, fit.guide, draws)
+        algorithm = importance(fit.model, fit.guide, proposed, likelihood, num_draws, batch_size)
         sampler = posterior(fit.model, fit.guide, bound)
         fit.corrections[known] = simulation(algorithm), sampler, proposed
     return fit.corrections[known]

@@ -1,7 +1,7 @@
 r"""Where the importance correction looks for the posterior: the fitted guide, and wider.
 
 A guide that is too narrow, or that sits in one of several modes, gives weights that look perfect at
-its own draws. So a tenth of the draws comes from wider distributions, and all are weighed by the
+its own draws. So a fifth of the draws comes from wider distributions, and all are weighed by the
 density of the mixture (Hesterberg 1995; Owen and Zhou 2000, "Safe and effective importance
 sampling", with fixed numbers of draws from each part)
 
@@ -30,7 +30,7 @@ from numpyro.infer.initialization import init_to_sample
 from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.split import FederatedModel
 
-SHARE = 0.1  # of the draws, from what is wider than the guide
+SHARE = 0.2  # of the draws, from what is wider than the guide
 SCALES = (2.5, 8.0, 25.0)  # times the guide's own
 FREEDOM = 3.0  # of the t distributions
 FULL_UP_TO = 100

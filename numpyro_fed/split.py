@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,14 +12,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 from numpyro import handlers
-from numpyro.distributions import biject_to, constraints
-from numpyro.distributions.util import sum_rightmost
-from numpyro.infer.util import compute_log_probs
+from numpyro.distributions import biject_to
 
+from numpyro_fed.binding import (
+    LocalPrior,
+    Rows,
+    Theta,
+    local_prior,
+    sum_rows,
+    trace_at,
+)
 from numpyro_fed.data import SiloData, Sizes, signature
 from numpyro_fed.dependence import provenance
 from numpyro_fed.errors import ModelError
@@ -35,9 +39,6 @@ from numpyro_fed.sites import (
     structure,
     structures,
 )
-
-Theta = dict[str, Any]
-Rows = dict[str, Array]
 
 
 class FederatedModel(NamedTuple):
@@ -87,6 +88,8 @@ class FederatedModel(NamedTuple):
         The support of each global latent and the constraint of each parameter.
     flat : tuple of str
         The latents without a proper prior.
+    local_prior : LocalPrior or None
+        None where a local latent is masked, so that it has none.
     """
 
     sites: tuple[Site, ...]
@@ -106,6 +109,7 @@ class FederatedModel(NamedTuple):
     sizes: Callable[[SiloData], Sizes]
     supports: dict[str, Any]
     flat: tuple[str, ...] = ()
+    local_prior: LocalPrior | None = None
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
         """The sites of one kind at one level: ``plate`` or, when None, the globals."""
@@ -175,86 +179,11 @@ def _warn_masked(found: Structure) -> None:
         )
 
 
-def _bind(model: Callable, values: dict[str, Array], theta: Theta) -> Callable:
-    """The model at given unconstrained latents and parameters, log-determinants as factors."""
-
-    def substitute(site: dict[str, Any]) -> Any:
-        name = site["name"]
-        if site["type"] == "param" and name in theta:
-            return biject_to(site["kwargs"].get("constraint", constraints.real))(theta[name])
-        if site["type"] != "sample" or site["is_observed"] or name not in values:
-            return None
-        bijection, unconstrained = biject_to(site["fn"].support), values[name]
-        step = site["infer"].get("_scan_current_index")
-        if step is not None:
-            unconstrained = _of_step(site, bijection, unconstrained[step])
-        value = bijection(unconstrained)
-        if value is not unconstrained:
-            log_det = bijection.log_abs_det_jacobian(unconstrained, value)
-            batch_dim = jnp.ndim(value) - len(site["fn"].event_shape)
-            log_det = sum_rightmost(log_det, jnp.ndim(log_det) - batch_dim)
-            numpyro.factor(f"_{name}_log_det", log_det)
-        return value
-
-    return handlers.substitute(model, substitute_fn=substitute)
-
-
-def _of_step(site: dict[str, Any], bijection: Any, unconstrained: Array) -> Array:
-    """The value of a site in the body of a scan at one step of it."""
-    shape = bijection.inverse_shape(site["kwargs"]["sample_shape"] + tuple(site["fn"].shape()))
-    if unconstrained.size != math.prod(shape):
-        raise ModelError(
-            f"site '{site['name']}' has the shape {unconstrained.shape} at one step of a scan, "
-            f"where {shape} was expected. A scan in the body of another one is not supported: "
-            "write one of them as a Python loop."
-        )
-    return unconstrained.reshape(shape)
-
-
-def _sum_rows(value: Array) -> Array:
-    """Sum over all axes but the first.
-
-    By a product with ones: XLA's CPU compiler would move densities of rows of a few numbers into
-    a loop over a sum, where it computes them one by one instead of a vector at a time.
-    """
-    flat = value.reshape(len(value), math.prod(value.shape[1:]))
-    if flat.shape[1] == 1:
-        return flat[:, 0]
-    return jnp.dot(flat, jnp.ones(flat.shape[1], flat.dtype), precision="highest")
-
-
-def _unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
-    """Unconstrained value of each latent site from the flat globals and the rows of each plate."""
-    values = {}
-    for s in sites:
-        if s.kind == "latent" and s.plate is None:
-            values[s.name] = z_G[s.start : s.stop].reshape(s.shape)
-        elif s.kind == "latent":
-            rows = z_L[str(s.plate)][:, s.start : s.stop]
-            values[s.name] = jnp.moveaxis(rows.reshape(len(rows), *s.shape), 0, s.axis or 0)
-    return values
-
-
-def _trace_at(
-    model: Callable,
-    sites: Sequence[Site],
-    theta: Theta,
-    z_G: Array,
-    z_L: Rows,
-    data: SiloData,
-    key: Array | None = None,
-) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Log probability of each sample site, not summed, and the trace; none depends on the key."""
-    text = _bind(model, _unpack(sites, z_G, z_L), theta)
-    seeded = handlers.seed(text, jax.random.key(0) if key is None else key)
-    return compute_log_probs(seeded, (), data.kwargs, {}, sum_log_prob=False)
-
-
 def _prior_terms(
     model: Callable, sites: Sequence[Site], theta: Theta, z_G: Array, z_L: Rows, data: SiloData
 ) -> dict[str, Array]:
     """Log density of each global site, its log-determinant included."""
-    values, trace = _trace_at(model, sites, theta, z_G, z_L, data)
+    values, trace = trace_at(model, sites, theta, z_G, z_L, data)
     owner, terms = _owners(sites), dict[str, Array]()
     for name, value in values.items():
         if silo_plate_of(trace[name]) is None:
@@ -285,14 +214,14 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
 
     def log_silo(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         total: Rows = {}
-        values, trace = _trace_at(model, at.sites, theta, z_G, z_L, data)
+        values, trace = trace_at(model, at.sites, theta, z_G, z_L, data)
         for name, value in values.items():
             site = trace[name]
             if plate := silo_plate_of(site):
                 shape = jnp.broadcast_shapes(jnp.shape(value), site["fn"].batch_shape)
                 value = jnp.broadcast_to(value, shape)
                 frame = next(f for f in site["cond_indep_stack"] if f.name == plate)
-                total[plate] = total.get(plate, 0.0) + _sum_rows(jnp.moveaxis(value, frame.dim, 0))
+                total[plate] = total.get(plate, 0.0) + sum_rows(jnp.moveaxis(value, frame.dim, 0))
         return {plate: data.keep(plate, rows) for plate, rows in total.items()}
 
     @jax.jit
@@ -306,7 +235,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
     def constrain(
         theta: Theta, z_G: Array, z_L: Rows, data: SiloData, *, local: bool
     ) -> dict[str, Array]:
-        _, trace = _trace_at(model, at.sites, theta, z_G, z_L, data)
+        _, trace = trace_at(model, at.sites, theta, z_G, z_L, data)
         return {
             s.name: trace[s.name]["value"]
             for s in at.sites
@@ -376,6 +305,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         sizes=sizes,
         supports=at.supports,
         flat=tuple(name for name, everywhere in at.masked.items() if everywhere),
+        local_prior=None if at.masked else local_prior(model, at.sites),
     )
 
 
@@ -391,7 +321,7 @@ def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str
     def run(data: dict[str, Array], theta: Theta, key: Array, **rows: Array) -> dict[str, Any]:
         at = replace(silo, arrays=data)
         named = {labels[label]: value for label, value in rows.items()}
-        values, trace = _trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), named, at, key)
+        values, trace = trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), named, at, key)
         fixed = {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "deterministic"}
         return {**values, **fixed}
 

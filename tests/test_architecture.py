@@ -21,9 +21,10 @@ LAYERS = [
         *("expfam", "divergences", "barycenter"),
     },
     {"sites"},
+    {"binding"},
     {"split"},
     {
-        *("indices", "verdicts", "layout", "guides", "objectives", "families"),
+        *("indices", "verdicts", "layout", "guides", "objectives", "likelihood", "families"),
         *("local", "cavity"),
     },
     {"proposals"},

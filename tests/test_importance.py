@@ -17,7 +17,7 @@ import numpyro_fed as nf
 from numpyro_fed import importance as correction
 from numpyro_fed.algorithms.importance import importance, start
 from numpyro_fed.importance import _inner_draws, _systematic
-from numpyro_fed.objectives import silo_bound
+from numpyro_fed.likelihood import SiloLikelihood
 from numpyro_fed.proposals import proposal
 
 KEY = jax.random.key(0)
@@ -288,6 +288,32 @@ def test_a_mode_that_the_guide_never_visits_is_seen():
     assert "Neither the fit nor its correction can be trusted" in result.report()
 
 
+def funnel(y):
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, tau))
+        numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+
+def test_locals_are_integrated_where_the_guide_does_not_reach():
+    """As tau goes to zero rows no longer differ, and a guide fitted elsewhere never meets them."""
+    silos = [{"y": Y[:6]}]
+    result = result_at(funnel, silos, 0.0, 0.5, lambda arrays: {"row": {}})
+    fit, state = result._fit, jax.tree.map(lambda a: a[0], result.state.silos[0])
+    likelihood = SiloLikelihood(fit.model, fit.guide, {"row": 100})
+    data = jax.tree.map(lambda a: a[0], result._silos.batches[0].data)
+
+    @jax.jit
+    def estimate(key, z_G):
+        eta = state.params["guide"]
+        return likelihood.log_estimate(key, {}, eta, z_G, jnp.zeros(1), data)
+
+    for z in (-8.0, -3.0, 0.5):
+        found = estimate(KEY, jnp.array([z]))
+        expected = dist.Normal(0, np.sqrt(1 + np.exp(2 * z))).log_prob(Y[:6]).sum()
+        np.testing.assert_allclose(found, expected, atol=0.5 if z > 0 else 0.05)
+
+
 @pytest.mark.parametrize("width", [0.5, 1.0])
 def test_wider_draws_keep_weights_bounded(width):
     """At a share ``a`` of draws from a density ``g`` no weight exceeds ``p / (a g)``."""
@@ -399,10 +425,9 @@ def test_a_reply_has_one_number_a_draw_whatever_the_silo_holds():
     shapes = []
     for sizes in [(2, 2), (9, 1)]:
         p = parts(conjugate, cut({"y": Y}, sizes))
-        bound = silo_bound(p.model, p.guide, {"row": 5})
-        algorithm = importance(
-            p.model, p.guide, proposal(p.model, p.guide.globals, 13), bound, 13, 4
-        )
+        wide = proposal(p.model, p.guide.globals, 13)
+        likelihood = SiloLikelihood(p.model, p.guide, {"row": 5})
+        algorithm = importance(p.model, p.guide, wide, likelihood, 13, 4)
         (exchange,) = algorithm.exchanges
         server = start(p.algorithm.init_server(KEY).params, 13, p.model.dim)
         down, _ = exchange.broadcast(exchange.server_noise(KEY), server, jnp.arange(2))

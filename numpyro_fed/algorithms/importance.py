@@ -23,7 +23,7 @@ from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
 from numpyro_fed.algorithms.sfvi import Down
 from numpyro_fed.data import SiloData
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.objectives import SiloBound
+from numpyro_fed.likelihood import SiloLikelihood
 from numpyro_fed.proposals import Proposal
 from numpyro_fed.split import FederatedModel
 
@@ -47,7 +47,7 @@ def importance(
     fm: FederatedModel,
     guide: Guide,
     proposal: Proposal,
-    bound: SiloBound,
+    likelihood: SiloLikelihood,
     num_draws: int,
     batch_size: int,
 ) -> FederatedAlgorithm:
@@ -72,13 +72,11 @@ def importance(
         eta = state.params["guide"]
         theta = {**down.theta, **state.params["private"]}
         centre = state.params.get("centre", down.centre)
-        sizes = {plate: len(part["loc"]) for plate, part in eta.items()}
 
         def estimate(draw: tuple[Array, Array]) -> Array:
             s, z_G = draw
-            noise = bound.noise(jax.random.fold_in(key, s), sizes, 1)
-            eps = {plate: e[:, 0] for plate, e in noise.items()}
-            return bound.value(theta, eta, z_G, centre, eps, data)
+            mine = jax.random.fold_in(key, s)
+            return likelihood.log_estimate(mine, theta, eta, z_G, centre, data)
 
         draws = (jnp.arange(num_draws), down.z_G)
         values = usable(jax.lax.map(estimate, draws, batch_size=batch_size))
