@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Literal
 
 Labels = frozenset[str]
-Visit = Callable[[Any, Sequence[Labels]], None]
 
 
 def provenance(fn: Callable, **inputs: Any) -> Any:
@@ -23,59 +22,73 @@ def provenance(fn: Callable, **inputs: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(out), follow(program.jaxpr, labels))
 
 
-def follow(jaxpr: Any, labels: Sequence[Labels], visit: Visit | None = None) -> list[Labels]:
-    """The labels of a program's outputs from those of its inputs.
-
-    ``visit`` is called for each operation, inner programs' included, with the labels of its
-    operands.
-    """
+def follow(jaxpr: Any, labels: Sequence[Labels]) -> list[Labels]:
+    """The labels of a program's outputs from those of its inputs."""
     known = dict(zip(jaxpr.invars, labels, strict=True))
-
-    def read(variable: Any) -> Labels:
-        return frozenset() if isinstance(variable, Literal) else known.get(variable, frozenset())
-
     for eqn in jaxpr.eqns:
-        into = [read(v) for v in eqn.invars]
-        if visit is not None:
-            visit(eqn, into)
-        known |= zip(eqn.outvars, _through(eqn, into, visit), strict=True)
-    return [read(v) for v in jaxpr.outvars]
+        into = [labels_of(known, v) for v in eqn.invars]
+        known |= zip(eqn.outvars, through(eqn, into), strict=True)
+    return [labels_of(known, v) for v in jaxpr.outvars]
 
 
-def _through(eqn: Any, into: Sequence[Labels], visit: Visit | None) -> list[Labels]:
+def labels_of(known: dict[Any, Labels], variable: Any) -> Labels:
+    """None for what is a number, or a constant of the program."""
+    return frozenset() if isinstance(variable, Literal) else known.get(variable, frozenset())
+
+
+def through(eqn: Any, into: Sequence[Labels]) -> list[Labels]:
     """The labels of one operation's outputs."""
-    inner = list(_programs(eqn.params))
+    inner = programs(eqn)
     if eqn.primitive.name == "scan":
-        return _through_scan(eqn.params, into, visit)
-    if len(inner) == 1 and eqn.primitive.name != "while":
-        (program,) = inner
-        if len(program.invars) == len(into) and len(program.outvars) == len(eqn.outvars):
-            return follow(program, into, visit)
+        labels = entering_scan(eqn, into)
+        out = follow(inner[0].jaxpr, labels)
+        first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        return [*labels[first : first + carried], *out[carried:]]
+    if (program := called(eqn)) is not None:
+        return follow(program.jaxpr, into)
     if eqn.primitive.name == "cond":
         which, *operands = into
-        branches = [follow(program, operands, visit) for program in inner]
+        branches = [follow(program.jaxpr, operands) for program in inner]
         return [which.union(*labels) for labels in zip(*branches, strict=True)]
-    together = frozenset[str]().union(*into)
-    for program in inner:
-        follow(program, [together] * len(program.invars), visit)
-    return [together] * len(eqn.outvars)
+    return [frozenset[str]().union(*into)] * len(eqn.outvars)
 
 
-def _through_scan(params: Any, into: Sequence[Labels], visit: Visit | None) -> list[Labels]:
-    """What a step carries on reaches the steps after it."""
-    body, consts, carried = params["jaxpr"].jaxpr, params["num_consts"], params["num_carry"]
-    labels, place = list(into), slice(consts, consts + carried)
+def entering_scan(eqn: Any, into: Sequence[Labels]) -> list[Labels]:
+    """Of the inputs of a scan's body: what one step carries on reaches all steps after it."""
+    (body,), labels = programs(eqn), list(into)
+    first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+    place = slice(first, first + carried)
     while True:
-        out = follow(body, labels, visit)
-        carry = [a | b for a, b in zip(labels[place], out[:carried], strict=True)]
+        out = follow(body.jaxpr, labels)[:carried]
+        carry = [a | b for a, b in zip(labels[place], out, strict=True)]
         if carry == labels[place]:
-            return [*carry, *out[carried:]]
+            return labels
         labels[place] = carry
 
 
-def _programs(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
+class Program(NamedTuple):
+    """A program inside of an operation."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+
+
+def programs(eqn: Any) -> list[Program]:
+    """The programs inside of an operation."""
+    found = []
+    for value in eqn.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
-            program = getattr(each, "jaxpr", each)
-            if hasattr(program, "eqns"):
-                yield program
+            jaxpr = getattr(each, "jaxpr", each)
+            if hasattr(jaxpr, "eqns"):
+                found.append(Program(jaxpr, getattr(each, "consts", ())))
+    return found
+
+
+def called(eqn: Any) -> Program | None:
+    """The one program that an operation calls as it stands, on its operands; None for others."""
+    inner = programs(eqn)
+    if len(inner) != 1 or eqn.primitive.name in ("scan", "while", "cond"):
+        return None
+    (program,) = inner
+    alike = len(program.jaxpr.invars) == len(eqn.invars)
+    return program if alike and len(program.jaxpr.outvars) == len(eqn.outvars) else None

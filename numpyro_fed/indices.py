@@ -1,4 +1,4 @@
-"""What depends on the values of a silo's data and is looked at before a run."""
+"""What a silo's data index must exist."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import checkify
+from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
 from numpyro_fed.data import SiloData
-from numpyro_fed.dependence import Labels, follow
+from numpyro_fed.dependence import Labels, called, entering_scan, labels_of, programs, through
 from numpyro_fed.errors import DataError
 from numpyro_fed.split import FederatedModel, Rows
 
@@ -23,8 +25,9 @@ def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
     """A check that what a silo's data index exists: ``(j, data) -> None``, for unpadded data.
 
     JAX itself is silent: an index out of range reads or writes another place, or none. The check
-    is compiled once for each shape of silos; not at all where the text indexes nothing by data,
-    or says itself what becomes of an index out of range (``mode="clip"``, a ``fill_value``).
+    is compiled once for each shape of silos, and not at all where the text indexes nothing by
+    data. Where the text says itself what becomes of an index out of range (``mode="clip"``, a
+    ``fill_value``), that holds.
 
     Parameters
     ----------
@@ -40,25 +43,30 @@ def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
 
     @jax.jit
     def errors(data: SiloData) -> Any:
-        return checkify.checkify(rows, errors=checkify.index_checks)(data)[0]
+        return checkify.checkify(partial(_watched, rows), errors=checkify.user_checks)(data)[0]
 
     def check(j: int, data: SiloData) -> None:
         kind = (data.static, tuple((k, a.dtype, a.ndim) for k, a in data.arrays.items()))
         if kind not in known:
-            known[kind] = _indexes_by_data(rows, data) and _checkable(errors, data)
+            known[kind] = _checkable(partial(_watched, rows), data)
         if known[kind] and (found := errors(data).get()):
             raise DataError(_message(j, data, found, errors))
 
     return check
 
 
-def _checkable(errors: Callable[[SiloData], Any], data: SiloData) -> bool:
-    """Whether checkify knows all operations of the text."""
+def _checkable(watched: Callable[[SiloData], int], data: SiloData) -> bool:
+    """Whether data index anything, by operations that checkify knows."""
+    count: list[int] = []
+
+    def run(data: SiloData) -> None:
+        count.append(watched(data))
+
     try:
-        jax.eval_shape(errors, data)
+        jax.eval_shape(checkify.checkify(run, errors=checkify.user_checks), data)
     except Exception:
         return False
-    return True
+    return sum(count) > 0
 
 
 def _rows(fm: FederatedModel, data: SiloData) -> Rows:
@@ -69,20 +77,100 @@ def _rows(fm: FederatedModel, data: SiloData) -> Rows:
     return fm.log_silo(theta, jnp.zeros(fm.dim), z_L, data)
 
 
-def _indexes_by_data(rows: Callable[[SiloData], Rows], data: SiloData) -> bool:
+def _watched(rows: Callable[[SiloData], Rows], data: SiloData) -> int:
+    """Run the text, with a check wherever data reach an index; how many checks there are.
+
+    Indices that do not depend on data are left alone: libraries use harmless ones out of range.
+    """
+    program, arrays = jax.make_jaxpr(rows)(data), jax.tree.leaves(data)
+    count: list[int] = []
+    _run(program, arrays, [frozenset({"data"})] * len(arrays), count)
+    return sum(count)
+
+
+def _run(program: Any, values: Sequence[Any], labels: Sequence[Labels], count: list) -> list[Any]:
+    jaxpr = program.jaxpr
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *values), strict=True))
+    known = dict(zip(jaxpr.invars, labels, strict=True))
+
+    def read(variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else env[variable]
+
+    for eqn in jaxpr.eqns:
+        into = [labels_of(known, v) for v in eqn.invars]
+        env |= zip(
+            eqn.outvars, _apply(eqn, [read(v) for v in eqn.invars], into, count), strict=True
+        )
+        known |= zip(eqn.outvars, through(eqn, into), strict=True)
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _apply(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) -> Sequence[Any]:
+    """One operation, looked into where it is a call or a scan."""
+    if (program := called(eqn)) is not None:
+        return _run(program, values, labels, count)
+    if eqn.primitive.name == "scan":
+        return _scan(eqn, values, entering_scan(eqn, labels), count)
+
+    if _indexed_by_data(eqn, labels):
+        count.append(1)
+        index, largest, lengths = _ranges(eqn, values)
+        bad = ((index < 0) | (index > largest)).ravel()
+        first = bad.argmax()
+        checkify.check(
+            ~bad.any(),
+            "index {i} is out of range for an axis of length {n}.",
+            i=index.ravel()[first],
+            n=jnp.broadcast_to(lengths, index.shape).ravel()[first],
+        )
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    out = eqn.primitive.bind(*functions, *values, **params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def _scan(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) -> list[Any]:
+    (body,), params = programs(eqn), eqn.params
+    first = params["num_consts"]
+    start = first + params["num_carry"]
+
+    def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
+        out = _run(body, [*values[:first], *carry, *x], labels, count)
+        return out[: start - first], out[start - first :]
+
+    length, reverse = params["length"], params["reverse"]
+    carry, ys = jax.lax.scan(step, values[first:start], values[start:], length, reverse)
+    return [*carry, *ys]
+
+
+def _indexed_by_data(eqn: Any, labels: Sequence[Labels]) -> bool:
     """Whether data reach an index, and the text leaves open what one out of range means."""
-    program = jax.make_jaxpr(rows)(data).jaxpr
-    found: list[bool] = []
+    name = eqn.primitive.name
+    if name == "dynamic_slice":
+        return any(labels[1:])
+    if name == "dynamic_update_slice":
+        return any(labels[2:])
+    if name != "gather" and not name.startswith("scatter"):
+        return False
+    return bool(labels[1]) and not _deliberate(eqn)
 
-    def visit(eqn: Any, labels: Sequence[Labels]) -> None:
-        name = eqn.primitive.name
-        first = 2 if name == "dynamic_update_slice" else 1
-        last = 2 if name == "gather" or name.startswith("scatter") else None
-        if name in _INDEXING and any(labels[first:last]):
-            found.append(not _deliberate(eqn))
 
-    follow(program, [frozenset({"data"})] * len(program.invars), visit)
-    return bool(found) and all(found)
+def _ranges(eqn: Any, values: Sequence[Any]) -> tuple[Array, np.ndarray, np.ndarray]:
+    """Where an operation reads or writes from, the last place that it may, lengths of the axes."""
+    name, params, lengths = eqn.primitive.name, eqn.params, np.array(jnp.shape(values[0]))
+    if name == "dynamic_slice":
+        return jnp.stack(values[1:]), lengths - np.array(params["slice_sizes"]), lengths
+    if name == "dynamic_update_slice":
+        return jnp.stack(values[2:]), lengths - np.array(jnp.shape(values[1])), lengths
+    numbers = params["dimension_numbers"]
+    if name == "gather":
+        sizes, axes = np.array(params["slice_sizes"]), np.array(numbers.start_index_map)
+    else:
+        sizes, axes = np.ones_like(lengths), np.array(numbers.scatter_dims_to_operand_dims)
+        single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        window = [i for i in range(len(lengths)) if i not in single]
+        sizes[window] = np.array(jnp.shape(values[2]))[list(numbers.update_window_dims)]
+    return values[1], (lengths - sizes)[axes], lengths[axes]
 
 
 def _deliberate(eqn: Any) -> bool:
@@ -97,13 +185,6 @@ def _deliberate(eqn: Any) -> bool:
     return not np.isnan(fill)
 
 
-_INDEXING = {
-    *("gather", "dynamic_slice", "dynamic_update_slice"),
-    *("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"),
-    *("scatter-min", "scatter_min", "scatter-max", "scatter_max"),
-}
-
-
 def _message(j: int, data: SiloData, found: str, errors: Callable[[SiloData], Any]) -> str:
     """What is out of range; the array to blame is one without which nothing is."""
 
@@ -115,8 +196,9 @@ def _message(j: int, data: SiloData, found: str, errors: Callable[[SiloData], An
         for name, a in data.arrays.items()
         if a.dtype.kind in "iu" and not errors(without(name)).get()
     ]
+    where = found.splitlines()[0].removesuffix(" (`check` failed)")
     return (
-        f"silo {j}: {found.splitlines()[0].strip()}{''.join(blamed)} Indices must count from 0 "
-        "within each silo, up to one less than the length of what they index: renumber them, for "
-        "example by np.unique(ids, return_inverse=True)[1]."
+        f"silo {j}: {where}{''.join(blamed)} Indices must count from 0 within each silo, up to one "
+        "less than the length of what they index: renumber them, for example by "
+        "np.unique(ids, return_inverse=True)[1]."
     )

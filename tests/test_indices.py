@@ -29,7 +29,7 @@ def silo(*h, n=2, **other):
 
 
 def test_global_ids_of_local_hospitals_are_refused():
-    message = r"silo 1: out-of-bounds.* index 2 .* size 2.*'h' holds 2 to 3.*count from 0 within"
+    message = r"silo 1: index 2 is out .* length 2\..*'h' holds 2 to 3.*count from 0 within"
     with pytest.raises(DataError, match=message):
         nf.check_decomposition(hospitals, [silo(0, 1, 1), silo(2, 3, 3)])
 
@@ -56,10 +56,13 @@ def looking_up(how):
             "plain": lambda: table[h],
             "take": lambda: jnp.take(table, h),
             "first": lambda: table[h[0]],
+            "window": lambda: jax.lax.dynamic_update_slice(table, y[:1], (h[0],))[0],
+            "matrix": lambda: jnp.zeros((3, 2)).at[1, h].set(y).sum(),
             "segments": lambda: jax.ops.segment_sum(y, h, n)[0],
             "clip": lambda: jnp.take(table, h, mode="clip"),
             "fill": lambda: table.at[h].get(mode="fill", fill_value=0),
             "scan": lambda: jax.lax.scan(lambda c, i: (c + table[i], None), 0.0, h)[0],
+            "beside clip": lambda: jnp.take(table, h, mode="clip") + table[h],
             "nothing": lambda: 0.0,
         }[how]
         with nf.silo_plate("row", y.shape[0]):
@@ -71,7 +74,19 @@ def looking_up(how):
 @pytest.mark.parametrize(
     ("how", "refused"),
     [
-        *((how, True) for how in ("plain", "take", "first", "segments", "scan")),
+        *(
+            (how, True)
+            for how in (
+                "plain",
+                "take",
+                "first",
+                "window",
+                "matrix",
+                "segments",
+                "scan",
+                "beside clip",
+            )
+        ),
         *((how, False) for how in ("clip", "fill", "nothing")),
     ],
 )
@@ -85,3 +100,17 @@ def test_what_the_text_says_about_an_index_out_of_range_holds(how, refused, comp
     else:
         check(0, data[0])
         assert len(compiled) == before
+
+
+def test_what_libraries_index_out_of_range_is_no_matter_and_hides_nothing():
+    def model(h, n, y):
+        with nf.silo_plate("hospital", n):
+            u = numpyro.sample("u", dist.LKJCholesky(3))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(u[h, 1, 0], 1), obs=y)
+
+    data = read([silo(0, 1, 1), silo(0, 1, 2)])
+    check = index_check(split(model, data))
+    check(0, data[0])
+    with pytest.raises(DataError, match=r"silo 1: index 2 .*'h' holds 0 to 2"):
+        check(1, data[1])
