@@ -308,10 +308,11 @@ def test_locals_are_integrated_where_the_guide_does_not_reach():
         eta = state.params["guide"]
         return likelihood.log_estimate(key, {}, eta, z_G, jnp.zeros(1), data)
 
-    for z in (-8.0, -3.0, 0.5):
+    # Next to nothing depends on the guide's draws at the first; four standard errors elsewhere.
+    for z, error in ((-8.0, 0.02), (-3.0, 0.65), (0.5, 0.65)):
         found = estimate(KEY, jnp.array([z]))
         expected = dist.Normal(0, np.sqrt(1 + np.exp(2 * z))).log_prob(Y[:6]).sum()
-        np.testing.assert_allclose(found, expected, atol=0.5 if z > 0 else 0.05)
+        np.testing.assert_allclose(found, expected, atol=error)
 
 
 @pytest.mark.parametrize("width", [0.5, 1.0])
