@@ -327,13 +327,8 @@ class PVI(Method):
                 round=int(run.state.round) - 1,
                 silos=tuple(np.unique(visits[status >= Status.NON_FINITE]).tolist()),
             )
-        counts = [f"{n} {what.replace('_', ' ')}" for what, n in result.rejections.items() if n]
-        if result.doubts:
-            counts.append("not to be trusted yet: " + "; ".join(result.doubts))
-        if result.doubts or any(
-            n for what, n in result.rejections.items() if what != "not_converged"
-        ):
-            warnings.warn(f"{', '.join(counts)}: see result.report().", stacklevel=3)
+        if warning := result.warning():
+            warnings.warn(warning, stacklevel=3)
         return result
 
 
@@ -342,7 +337,7 @@ def _for_the_prior(family: Family) -> LBFGS:
     z = jax.ShapeDtypeStruct((family.dim,), np.float32)
     statistics = jax.eval_shape(family.statistics, z)
     each = sum(a.size for a in jax.tree.leaves(statistics)) // family.dim
-    return LBFGS(num_particles=max(64, 4 * each))
+    return LBFGS(num_particles=max(64, 4 * each), steps=100)
 
 
 def _described(value: Any) -> str:

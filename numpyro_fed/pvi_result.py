@@ -14,6 +14,8 @@ import numpyro.distributions as dist
 
 from numpyro_fed.algorithms.pvi import Settings, Status, effective_factor
 from numpyro_fed.errors import NonFiniteError
+from numpyro_fed.expfam.gaussian import rounding
+from numpyro_fed.families import GAUSSIAN
 from numpyro_fed.result import Factors, Result
 
 
@@ -190,16 +192,40 @@ class PVIResult(Result):
             found.append("the server's own factor, for the prior, had not converged")
         if seen.any() and self.remaining > STILL:
             found.append(self._motion())
+        if self._rounding > ROUNDED:
+            found.append(
+                f"in {self._dtype} rounding alone moves the posterior by {self._rounding:.2g} "
+                "standard deviations or several times as much: centre and scale covariates and "
+                "outcomes, or use double precision"
+            )
         return found
+
+    @property
+    def _dtype(self) -> str:
+        return str(jax.tree.leaves(self.natural_parameters())[0].dtype)
+
+    @cached_property
+    def _rounding(self) -> float:
+        eta = self.natural_parameters()
+        return rounding(eta[GAUSSIAN]) if GAUSSIAN in eta else 0.0
 
     def _motion(self) -> str:
         if not np.isfinite(self.remaining):
             return "visits of one step do not tell whether the posterior has come to rest"
+        moved = float(self.state.server.progress.moved)
         return (
-            "the last round still moved the posterior, by "
-            f"{float(self.state.server.progress.moved):.2g} standard deviations with about "
-            f"{self.remaining:.2g} to go: run more rounds"
+            f"the last round still moved the posterior, by {moved:.2g} standard deviations with "
+            f"about {self.remaining:.2g} to go: run more rounds"
         )
+
+    def warning(self) -> str:
+        """What to warn of at the end of a run; empty where nothing is wrong that did not mend."""
+        wrong = {what.replace("_", " "): n for what, n in self.rejections.items() if n}
+        if not self.doubts and set(wrong) <= {"not converged", "server not converged"}:
+            return ""
+        said = [f"{n} {what}" for what, n in wrong.items()]
+        said += [f"not to be trusted yet: {'; '.join(self.doubts)}"] if self.doubts else []
+        return f"{', '.join(said)}: see result.report()."
 
     @property
     def settled(self) -> bool:
@@ -250,6 +276,7 @@ def _silos(numbers: Any) -> str:
     return f"silo {shown}" if len(numbers) == 1 else f"silos {shown}"
 
 
+ROUNDED = 0.03  # standard deviations by one rounding; sums and factors lose about five times that
 STILL = 0.2  # standard deviations that are left to go at a fixed point, for its noise
 
 _LAST = {

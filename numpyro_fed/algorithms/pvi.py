@@ -389,16 +389,12 @@ def _progress(
 ) -> Progress:
     """How far the posterior has come since the round began."""
 
-    def finite(eta: Eta) -> tuple[Array, Array]:
-        mean, log_scale = location_and_log_scale(family, eta)
-        return jnp.nan_to_num(mean), jnp.nan_to_num(log_scale)
-
-    def at_first(first: Array, since: Array) -> Array:
-        return jnp.where(before.steps % settings.steps == 0, first, since)
-
-    mean, log_scale = jax.tree.map(at_first, finite(old), (before.mean, before.log_scale))
-    mean_now, log_scale_now = finite(new)
-    moves = jnp.abs(mean_now - mean) / jnp.exp(log_scale_now), jnp.abs(log_scale_now - log_scale)
+    both = jax.tree.map(lambda *pair: jnp.stack(pair), old, new)
+    means, log_scales = jax.vmap(partial(location_and_log_scale, family))(both)
+    begins = before.steps % settings.steps == 0
+    mean = jnp.where(begins, jnp.nan_to_num(means[0]), before.mean)
+    log_scale = jnp.where(begins, jnp.nan_to_num(log_scales[0]), before.log_scale)
+    moves = jnp.abs(means[1] - mean) / jnp.exp(log_scales[1]), jnp.abs(log_scales[1] - log_scale)
     moved = jnp.nan_to_num(jnp.concatenate(moves).max(initial=0.0))
     return Progress(mean, log_scale, before.steps + 1, moved, own)
 

@@ -362,9 +362,7 @@ def _with_keys(
         return jax.tree.map(jnp.subtract, statistics(z + u), statistics(z))
 
     def proper(eta: Tree) -> Array:
-        psi = functions["ordinary"](eta)
-        mean, sd = functions["spread"](psi)
-        return all_finite((eta, psi, mean, sd))
+        return all_finite((eta, functions["ordinary"](eta)))
 
     def log_density(eta: Tree, z: Array) -> Array:
         return log_base(z) + inner(eta, statistics(z)) - log_partition(eta)

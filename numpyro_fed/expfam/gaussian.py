@@ -64,6 +64,35 @@ def gaussian(dim: int, covariance: str = "diagonal") -> Family:
     raise ValueError(f"covariance must be 'diagonal' or 'full', got {covariance!r}.")
 
 
+def rounding(eta: Tree) -> float:
+    """How far rounding its natural parameters moves a Gaussian, in standard deviations.
+
+    The largest of a few random roundings of each number by one unit in the last place, in a mean or
+    a log standard deviation. What many sums and factors have lost is several times as much.
+    """
+    eps = jnp.finfo(eta["first"].dtype).eps
+    first, second = (np.asarray(eta[name], float) for name in ("first", "second"))
+    r, worst = np.random.default_rng(0), 0.0
+    try:
+        covariance = None if second.ndim == 1 else np.linalg.inv(-(second + second.T))
+    except np.linalg.LinAlgError:
+        return np.inf
+    for _ in range(8):
+        by_first = eps * r.choice([-1.0, 1.0], first.shape) * first
+        by_second = eps * r.choice([-1.0, 1.0], second.shape) * second
+        if covariance is None:
+            variance = -0.5 / second
+            moved = variance * (by_first + 2 * by_second * variance * first)
+            widened = variance * by_second
+        else:
+            variance, mean = np.diagonal(covariance), covariance @ first
+            change = by_second + by_second.T
+            moved = covariance @ (by_first + change @ mean)
+            widened = 0.5 * ((covariance @ change) * covariance).sum(1) / variance
+        worst = max(worst, np.abs(moved / np.sqrt(np.abs(variance))).max(), np.abs(widened).max())
+    return float(worst)
+
+
 def unit_lower(below: Array, dim: int) -> Array:
     """Unit lower triangular matrices with ``below / sqrt(dim - 1)`` below the diagonal.
 
@@ -185,6 +214,10 @@ def _full(dim: int) -> Family:
     def spread(psi: Tree) -> tuple[Array, Array]:
         return psi["loc"], jnp.linalg.norm(_lower(psi, dim), axis=-1)
 
+    def proper(eta: Tree) -> Array:
+        factor = jnp.linalg.cholesky(_precision(eta))
+        return all_finite((eta, factor)) & usable(*spread(ordinary(eta)))
+
     def increment(z: Array, u: Array) -> Tree:
         across = jnp.outer(u, z + 0.5 * u)
         return {"first": u, "second": across + across.T}
@@ -234,7 +267,7 @@ def _full(dim: int) -> Family:
         draw=lambda psi, noise: psi["loc"] + _dot(_lower(psi, dim), noise),
         centre=lambda psi: psi["loc"],
         spread=spread,
-        proper=lambda eta: all_finite(eta) & usable(*spread(ordinary(eta))),
+        proper=proper,
         fit=fit,
         dual_gradient=dual_gradient,
         log_density=log_density,

@@ -92,9 +92,10 @@ def maximised(
     particles: int = PARTICLES,
     work: float = jnp.inf,
 ) -> Array:
-    """Whether the free energy is largest at ``psi``, up to ``tolerance``; see :func:`at_rest`.
+    """Whether the local free energy is largest at ``psi``, up to ``tolerance``.
 
-    ``work`` bounds how often a row is looked at, as far as ``FEW`` estimates allow.
+    See :func:`at_rest`. ``work`` bounds how often a row is looked at, as far as ``FEW`` estimates
+    allow.
     """
     family, eta = problem.family, problem.family.natural(psi)
     each = particles * max(problem.rows, 1)
