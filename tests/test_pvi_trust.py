@@ -52,7 +52,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_prior_that_is_gaussian_around_zero_alone_is_refused_by_name(name):
     fm = split(location(OUTSIDE[name], normal), read([dict(y=np.zeros(2))]))
-    with pytest.raises(nf.ModelError, match="'m'.*outside"):
+    with pytest.raises(nf.ModelError, match=r"'m'.*outside"):
         globals_of(fm, "auto")
 
 
