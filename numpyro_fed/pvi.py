@@ -29,6 +29,7 @@ from numpyro_fed.importance import importance_correct
 from numpyro_fed.layout import Layout
 from numpyro_fed.local import LBFGS, ClosedForm, Optax
 from numpyro_fed.local.base import Local
+from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.method import RUNTIMES, Method, check_memory
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
@@ -332,12 +333,12 @@ class PVI(Method):
         return result
 
 
-def _for_the_prior(family: Family) -> LBFGS:
+def _for_the_prior(family: Family) -> FixedPoint:
     """The server's optimiser, with enough draws for a full covariance of all globals."""
     z = jax.ShapeDtypeStruct((family.dim,), np.float32)
     statistics = jax.eval_shape(family.statistics, z)
     each = sum(a.size for a in jax.tree.leaves(statistics)) // family.dim
-    return LBFGS(num_particles=max(64, 4 * each), steps=100)
+    return FixedPoint(num_particles=max(64, 4 * each))
 
 
 def _described(value: Any) -> str:

@@ -229,8 +229,7 @@ class LBFGS:
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Search until the gradient vanishes; see the class."""
-        noise = problem.noise(key, self.num_particles, None)
-        noise = noise._replace(globals=jax.tree.map(_standardised, noise.globals))
+        noise = standardised(problem.noise(key, self.num_particles, None))
 
         def loss(params: tuple[Psi, Any]) -> Array:
             return -free_energy(problem, *params, noise, plain=True)[0]
@@ -239,6 +238,11 @@ class LBFGS:
         finite = jnp.isfinite(loss((psi, own)))
         converged = maximised(problem, psi, own, jax.random.fold_in(key, 1), AT_REST)
         return Solution(problem.family.natural(psi), own, converged, finite)
+
+
+def standardised(noise: Noise) -> Noise:
+    """The same noise with that of the globals standardised, where it is normal."""
+    return noise._replace(globals=jax.tree.map(_standardised, noise.globals))
 
 
 def _standardised(noise: Array) -> Array:

@@ -13,10 +13,20 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
-from numpyro_fed.local.base import AT_REST, Eta, Problem, Psi, Solution, proper_step
-from numpyro_fed.local.verdict import at_rest
+from numpyro_fed.local.base import (
+    AT_REST,
+    Eta,
+    Problem,
+    Psi,
+    Solution,
+    free_energy,
+    proper_step,
+)
+from numpyro_fed.local.gradient import standardised
+from numpyro_fed.local.verdict import at_rest, maximised
 from numpyro_fed.trees import all_finite
 
+STAYS = 1e-4  # nats that a step moves, where a fixed point has been reached
 MISFIT = 0.1  # nats by which a conjugate likelihood may seem not to be one
 
 
@@ -101,6 +111,57 @@ class NaturalGradient:
         if self.expectation == "closed_form":
             return found._replace(suited=_suited(problem, found.eta))
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedPoint:
+    """Natural-gradient fixed points on a fixed, standardised noise, until they stay where they are.
+
+    Deterministic, and exact for what is quadratic; for the server's factor, whose problem has no
+    rows and nothing of its own. A step that makes the free energy smaller is halved.
+    """
+
+    steps: int = 50
+    num_particles: int = 64
+    batch_size: None = None
+    share = 1.0
+
+    def solve(self, problem: Problem, key: Array) -> Solution:
+        """Run the steps; see the class."""
+        family = problem.family
+        noise = standardised(problem.noise(key, self.num_particles, None))
+
+        def value(eta: Eta) -> Array:
+            return free_energy(problem, family.ordinary(eta), problem.own, noise, plain=True)[0]
+
+        def target(eta: Eta) -> Eta:
+            def expected(psi: Psi) -> Array:
+                return problem.log_lik(psi, problem.own, noise, True)[1].mean()
+
+            return jax.tree.map(jnp.add, problem.cavity, family.dual_gradient(expected, eta))
+
+        def move(carry: tuple) -> tuple:
+            i, eta, before, _ = carry
+            enough = before - jnp.finfo(before.dtype).eps * jnp.abs(before)
+
+            def better(eta: Eta) -> Array:
+                return family.proper(eta) & (value(eta) >= enough)
+
+            after, rate = proper_step(family._replace(proper=better), eta, target(eta), 1.0)
+            moved = jnp.where(rate > 0, expfam.kl(family, after, eta), 0.0)
+            return i + 1, after, value(after), moved
+
+        def go_on(carry: tuple) -> Array:
+            return (carry[0] < self.steps) & (carry[3] > STAYS)
+
+        start = family.natural(problem.start)
+        first = value(start)
+        first = jnp.where(jnp.isfinite(first), first, -jnp.finfo(first.dtype).max)
+        far = jnp.asarray(jnp.inf, first.dtype)
+        carry = jax.lax.while_loop(go_on, move, (jnp.zeros((), jnp.int32), start, first, far))
+        psi = family.ordinary(carry[1])
+        converged = maximised(problem, psi, problem.own, jax.random.fold_in(key, 1), AT_REST)
+        return Solution(carry[1], problem.own, converged, jnp.isfinite(carry[2]))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
-from numpyro_fed.local.base import Eta, Problem, Psi, free_energy
+from numpyro_fed.local.base import Eta, Noise, Problem, Psi, free_energy
 
 FEW, MANY = 8, 64  # estimates of a step that are averaged: at least, and at most
 PARTICLES = 16  # draws in each where no minibatches are asked for; two else, on all rows
@@ -101,13 +101,22 @@ def maximised(
     each = particles * max(problem.rows, 1)
     most = int(max(FEW, min(MANY, work // each)))
 
+    if problem.divergence is None:
+        factor = jax.tree.map(jnp.subtract, eta, problem.cavity)
+    else:
+        divergence, cavity = problem.divergence, problem.cavity
+        factor = family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
+
+    def excess(psi: Psi, noise: Noise) -> Array:
+        """What the silo's likelihood has more than its factor: nothing, at best."""
+        if alpha > 0:
+            return free_energy(problem, psi, own, noise, alpha=alpha)[0]
+        z, log_lik = problem.log_lik(psi, own, noise, False)
+        known = jax.vmap(lambda z: expfam.inner(factor, family.statistics(z)))(z)
+        return (log_lik - known).mean()
+
     def step(i: Array) -> Eta:
         noise = problem.noise(jax.random.fold_in(key, i), particles, None)
-
-        def value(psi: Psi) -> Array:
-            return free_energy(problem, psi, own, noise, alpha=alpha, stick=alpha == 0)[0]
-
-        slope = jax.grad(value)(psi)
-        return family.dual_gradient(partial(expfam.inner, slope), eta)
+        return family.dual_gradient(partial(excess, noise=noise), eta)
 
     return at_rest(family, eta, step, tolerance, most)
