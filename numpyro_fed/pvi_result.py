@@ -173,7 +173,7 @@ class PVIResult(Result):
 
     @property
     def doubts(self) -> list[str]:
-        """Why the posterior is not to be trusted yet, in words; empty for a good run.
+        """Why the posterior is not at rest yet, in words; empty for a good run.
 
         About what the last visit of each silo and the last round say, not about earlier ones.
         """
@@ -224,7 +224,7 @@ class PVIResult(Result):
         if not self.doubts and set(wrong) <= {"not converged", "server not converged"}:
             return ""
         said = [f"{n} {what}" for what, n in wrong.items()]
-        said += [f"not to be trusted yet: {'; '.join(self.doubts)}"] if self.doubts else []
+        said += [f"not at rest yet: {'; '.join(self.doubts)}"] if self.doubts else []
         return f"{', '.join(said)}: see result.report()."
 
     @property
@@ -265,7 +265,7 @@ class PVIResult(Result):
                 f"of {self.own.size} updates."
             )
         if self.doubts:
-            lines.append(f"The posterior is not to be trusted: {'; '.join(self.doubts)}.")
+            lines.append(f"Not at rest: {'; '.join(self.doubts)}.")
         else:
             lines.append("The rounds have come to rest.")
         return "\n".join(lines)

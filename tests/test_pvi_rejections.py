@@ -26,7 +26,7 @@ def test_silos_that_have_not_been_visited_are_named():
     with pytest.warns(UserWarning, match="2 never visited"):
         result = pvi.run(KEY, 1, cut(rows, (4, 4, 4)), **QUIET)
     assert len(result.never_visited) == 2
-    assert "never visited yet: silos" in result.report()
+    assert "never visited yet: silos" in result.report(certificate=False)
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "synchronous"])
@@ -39,7 +39,7 @@ def test_a_silo_whose_reply_is_not_finite_counts_for_nothing_and_is_reported(sch
     precision = 1 / 4 + 2
     np.testing.assert_allclose(result.posterior()["m"].mean, (1 / 4 + 3.5) / precision, rtol=1e-9)
     assert result.rejections["non_finite"] == 2
-    assert "silo 1: its reply was not finite" in result.report()
+    assert "silo 1: its reply was not finite" in result.report(certificate=False)
     assert_sum_rule(result)
     with pytest.raises(nf.NonFiniteError, match="silo"):
         _ = result.log_evidence
@@ -78,7 +78,7 @@ def test_an_improper_update_is_rejected_or_damped_and_the_damping_recovers():
     assert (result.damping == 0).all()
     assert_sum_rule(result)
     np.testing.assert_allclose(result.posterior()["m"].variance, 1.0)
-    assert "rejected" in result.report()
+    assert "rejected" in result.report(certificate=False)
     damped = nf.PVI(two_sided, schedule=everyone, damping=nf.schedules.Adaptive(1.0))
     result = damped.run(KEY, 1, silos, **QUIET)
     assert result.damping[0, 0] == 0.5
@@ -92,7 +92,7 @@ def test_an_improper_proposal_counts_for_nothing_and_is_reported():
     with pytest.warns(UserWarning, match="1 improper"):
         result = nf.PVI(two_sided).run(KEY, 1, silos, **QUIET)
     np.testing.assert_allclose(result.posterior()["m"].variance, 1 / 1.5)
-    assert "silo 1: its proposal was improper" in result.report()
+    assert "silo 1: its proposal was improper" in result.report(certificate=False)
 
 
 def test_one_class_at_each_silo_runs_to_the_end():
