@@ -188,6 +188,30 @@ def test_draws_have_the_moments_and_their_gradients(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_the_spread_is_that_of_draws_and_increments_are_differences(name, double):
+    """Five standard errors of a mean, and of a standard deviation at a kurtosis of six."""
+    family, n = FAMILIES[name], 20_000
+    psi = parameters(name)
+
+    @jax.jit
+    def at(key):
+        z = jax.vmap(family.draw, (None, 0))(psi, family.noise(key, n))
+        gone = jax.tree.map(jnp.subtract, family.statistics(z[1]), family.statistics(z[0]))
+        return z.mean(0), z.std(0), family.spread(psi), gone, family.increment(z[0], z[1] - z[0])
+
+    mean, sd, expected, gone, increment = at(jax.random.key(0))
+    np.testing.assert_allclose((mean - expected[0]) / expected[1], 0.0, atol=5 / n**0.5)
+    np.testing.assert_allclose(sd / expected[1], 1.0, atol=5 * (5 / 4 / n) ** 0.5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), gone, increment)
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+def test_proper_refuses_a_mean_that_overflows(covariance):
+    family = expfam.gaussian(1, covariance)
+    assert not family.proper(family.fit(lambda z: 1e300 * z[0] - 1e-10 * z[0] ** 2))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("double", [True, False])
 def test_fit_recovers_natural_parameters(name, double):
     with jax.enable_x64(double):

@@ -118,7 +118,8 @@ class FixedPoint:
     """Natural-gradient fixed points on a fixed, standardised noise, until they stay where they are.
 
     Deterministic, and exact for what is quadratic; for the server's factor, whose problem has no
-    rows and nothing of its own. A step that makes the free energy smaller is halved.
+    rows and nothing of its own. A step that makes the free energy smaller is halved, and so is one
+    after steps that do not become shorter, which go to and fro.
     """
 
     steps: int = 50
@@ -141,15 +142,16 @@ class FixedPoint:
             return jax.tree.map(jnp.add, problem.cavity, family.dual_gradient(expected, eta))
 
         def move(carry: tuple) -> tuple:
-            i, eta, before, _ = carry
+            i, eta, before, last, rate = carry
             enough = before - jnp.finfo(before.dtype).eps * jnp.abs(before)
 
             def better(eta: Eta) -> Array:
                 return family.proper(eta) & (value(eta) >= enough)
 
-            after, rate = proper_step(family._replace(proper=better), eta, target(eta), 1.0)
-            moved = jnp.where(rate > 0, expfam.kl(family, after, eta), 0.0)
-            return i + 1, after, value(after), moved
+            within = family._replace(proper=better)
+            after, used = proper_step(within, eta, target(eta), rate)
+            moved = jnp.where(used > 0, expfam.kl(family, after, eta), 0.0)
+            return i + 1, after, value(after), moved, jnp.where(moved > 0.5 * last, 0.5, 1.0)
 
         def go_on(carry: tuple) -> Array:
             return (carry[0] < self.steps) & (carry[3] > STAYS)
@@ -158,7 +160,8 @@ class FixedPoint:
         first = value(start)
         first = jnp.where(jnp.isfinite(first), first, -jnp.finfo(first.dtype).max)
         far = jnp.asarray(jnp.inf, first.dtype)
-        carry = jax.lax.while_loop(go_on, move, (jnp.zeros((), jnp.int32), start, first, far))
+        none = jnp.zeros((), jnp.int32)
+        carry = jax.lax.while_loop(go_on, move, (none, start, first, far, jnp.ones_like(far)))
         psi = family.ordinary(carry[1])
         converged = maximised(problem, psi, problem.own, jax.random.fold_in(key, 1), AT_REST)
         return Solution(carry[1], problem.own, converged, jnp.isfinite(carry[2]))
