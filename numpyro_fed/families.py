@@ -199,7 +199,10 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
         return etas, jax.tree.map(lambda a: a.sum(0), etas)
 
     @jax.jit
-    def look(stack: SiloData, etas: Eta, prior: Eta, centre: Array, z: Array) -> Array:
+    def look(stack: SiloData, etas: Eta, prior: Eta, posterior: Eta, points: Array) -> Array:
+        centre, near = around(posterior, 16)
+        z = jnp.concatenate([points, near])
+
         def one(data: SiloData, eta: Eta) -> Array:
             rows = row_terms(fm, theta, data)
             own = around(jax.tree.map(jnp.add, prior, eta), 4)[1]
@@ -212,11 +215,9 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
             doubled = [_double(stack) for stack in stacks]
             fits = [fit(stack) for stack in doubled]
             prior = chosen.prior(theta)
-            eta = jax.tree.map(lambda *parts: sum(parts), prior, *(total for _, total in fits))
-            centre, near = around(eta, 16)
-            points = jnp.concatenate([chosen.places.points, near])
+            posterior = jax.tree.map(lambda *parts: sum(parts), prior, *(t for _, t in fits))
             return all(
-                look(stack, etas, prior, centre, points)
+                look(stack, etas, prior, posterior, chosen.places.points)
                 for stack, (etas, _) in zip(doubled, fits, strict=True)
             )
 
@@ -246,7 +247,7 @@ def _affine_at(
     prior or the posterior is.
     """
     nats, size = jax.lax.map(partial(departure, rows, family, eta, centre), z, batch_size=4)
-    return (jnp.abs(nats) <= NATS + ROUNDING * size).all()
+    return (jnp.isfinite(nats) & (jnp.abs(nats) <= NATS + ROUNDING * size)).all()
 
 
 def _reach(fm: FederatedModel) -> np.ndarray:
@@ -297,7 +298,6 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Eta, int], tuple[A
         z = jnp.concatenate(parts, -1)[..., inverse]
         return jnp.clip(jnp.where(jnp.isfinite(z), z, 0.0), -reach, reach)
 
-    @partial(jax.jit, static_argnums=1)
     def around(eta: Eta, n: int) -> tuple[Array, Array]:
         centres, points = zip(*(near(name, eta[name], n) for name in members), strict=True)
         return join(centres), join(points)

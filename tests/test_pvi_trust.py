@@ -95,6 +95,16 @@ def test_a_likelihood_is_conjugate_only_if_it_is_so_far_away(
     assert conjugacy(fm, globals_of(fm, "auto"))([stack(rows)]) is expected
 
 
+def test_a_likelihood_that_is_impossible_far_away_is_not_conjugate():
+    def model(y):
+        m = numpyro.sample("m", dist.Normal(0.0, 1.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.factor("y", jnp.where(jnp.abs(m) < 1e3, -((y - m) ** 2), -jnp.inf))
+
+    fm = split(model, read([dict(y=np.zeros(2))]))
+    assert not conjugacy(fm, globals_of(fm, "auto"))([stack(dict(y=np.zeros(2)))])
+
+
 def test_conjugacy_is_judged_by_each_datas_values_and_compiled_once(compiled):
     def model(x, y):
         m = numpyro.sample("m", dist.Normal(0.0, 2.0))
