@@ -17,6 +17,7 @@ from numpyro_fed.expfam.base import Family, Index, Tree, inner
 from numpyro_fed.trees import all_finite
 
 _FAR = 8.0  # fits look at sigmoid(+-8), at exp(+-8)
+_NORMAL = 14.0  # log concentration from which the logarithm of a Gamma variable is drawn as normal
 _EULER_GAMMA = 0.5772156649015329
 
 
@@ -82,8 +83,7 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
         return {"log": alpha - 1, "linear": -alpha / mu["linear"]}
 
     def draw(psi: Tree, key: Array) -> Array:
-        log_x = jax.random.loggamma(key, jnp.exp(psi["log_concentration"]))
-        return (log_x - psi["log_rate"]).reshape(dim)
+        return (_log_gamma(key, psi["log_concentration"]) - psi["log_rate"]).reshape(dim)
 
     def fit(f: Callable[[Array], Array]) -> Tree:
         below, above = (jax.grad(f)(jnp.full(dim, z, float)).reshape(shape) for z in (-_FAR, _FAR))
@@ -272,6 +272,19 @@ def categorical(batch_shape: tuple[int, ...], k: int) -> Family:
     )
 
 
+def _log_gamma(key: Array, log_alpha: Array) -> Array:
+    """Draws of the logarithm of Gamma variables with rate 1.
+
+    At concentrations above a million they are normal but for a skewness below a thousandth, and
+    the derivative of an exact draw would take seconds.
+    """
+    exact = jax.random.loggamma(key, jnp.exp(jnp.minimum(log_alpha, _NORMAL)))
+    scale = jnp.exp(-0.5 * jnp.maximum(log_alpha, _NORMAL))
+    epsilon = jax.random.normal(key, log_alpha.shape, log_alpha.dtype)
+    normal = log_alpha - 0.5 * scale**2 + scale * epsilon
+    return jnp.where(log_alpha > _NORMAL, normal, exact)
+
+
 def _simplex(
     name: str, batch_shape: tuple[int, ...], k: int, of: Callable, event_dim: int
 ) -> Family:
@@ -311,7 +324,7 @@ def _simplex(
         return mean.reshape(dim), jnp.sqrt(polygamma(1, first) + polygamma(1, rest)).reshape(dim)
 
     def draw(psi: Tree, key: Array) -> Array:
-        return from_logs(jax.random.loggamma(key, alpha(psi)))
+        return from_logs(_log_gamma(key, psi["log_concentration"]))
 
     def fit(f: Callable[[Array], Array]) -> Tree:
         low = jnp.broadcast_to(balance() - _FAR, rows)

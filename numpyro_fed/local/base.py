@@ -76,6 +76,7 @@ class Solution(NamedTuple):
     suited: Array | bool = True
 
 
+STALLED = 3  # steps of L-BFGS that change nothing any more
 AT_REST = 0.1  # of a standard deviation: closer to its optimum, a visit has converged
 
 
@@ -154,13 +155,14 @@ def minimise(
 ) -> tuple[Any, Array]:
     """Optax's L-BFGS until no component of the gradient exceeds ``tolerance``.
 
+    It also ends where ``STALLED`` steps in a row have not lowered the loss by more than rounding does.
     Returns the parameters and the largest component of the gradient there.
     """
     optim = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
 
     def step(carry: tuple) -> tuple:
-        i, params, opt_state, _ = carry
+        i, params, opt_state, _, best, stalled = carry
         value, gradient = value_and_grad(params, state=opt_state)
         updates, opt_state = optim.update(
             gradient, opt_state, params, value=value, grad=gradient, value_fn=loss
@@ -168,12 +170,16 @@ def minimise(
         params = optax.apply_updates(params, updates)
         after = jax.tree.leaves(optax.tree_utils.tree_get(opt_state, "grad"))
         size = jnp.stack([jnp.abs(g).max(initial=0.0) for g in after]).max()
-        return i + 1, params, opt_state, size
+        lower = value < best - jnp.finfo(value.dtype).eps * jnp.abs(value)
+        best, stalled = jnp.minimum(best, value), jnp.where(lower, 0, stalled + 1)
+        return i + 1, params, opt_state, size, best, stalled
 
     def go_on(carry: tuple) -> Array:
-        return (carry[0] < steps) & (carry[3] > tolerance)
+        i, _, _, size, _, stalled = carry
+        return (i < steps) & (size > tolerance) & (stalled < STALLED)
 
-    carry = (jnp.zeros((), jnp.int32), start, optim.init(start), jnp.array(jnp.inf))
+    none, far = jnp.zeros((), jnp.int32), jnp.array(jnp.inf)
+    carry = (none, start, optim.init(start), far, far, none)
     carry = jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), carry)
-    _, params, _, size = jax.lax.while_loop(go_on, step, carry)
+    _, params, _, size, _, _ = jax.lax.while_loop(go_on, step, carry)
     return params, size
