@@ -45,7 +45,7 @@ def aggregate(family: Family, divergence: Callable[..., Array]) -> Callable[[Eta
         summed = jax.tree.map(jnp.add, prior, total)
         fine = family.proper(summed)
         start = jax.tree.map(lambda a, b: jnp.where(fine, a, b), summed, prior)
-        psi, slope = minimise(objective, family.ordinary(start), STEPS, TOLERANCE)
+        psi, _, slope = minimise(objective, family.ordinary(start), STEPS, TOLERANCE)
         scale = 1 + jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(total)]).max()
         found = slope <= ENOUGH * scale
         return jax.tree.map(lambda a: jnp.where(found, a, jnp.nan), family.natural(psi))

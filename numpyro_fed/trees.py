@@ -12,3 +12,8 @@ from jax import Array
 def all_finite(tree: Any) -> Array:
     """Whether every number of a tree is finite."""
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+
+
+def strong(tree: Any) -> Any:
+    """The same numbers without weak types, as a loop's state or a program's input must be."""
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), tree)

@@ -10,7 +10,8 @@ where the cavity :math:`q_{\setminus m}` is the posterior without the silo's own
 likelihood is bounded by the silo's local guide where it has local latents.
 """
 
-from numpyro_fed.local.gradient import LBFGS, Optax
+from numpyro_fed.local.gradient import Optax
+from numpyro_fed.local.lbfgs import LBFGS
 from numpyro_fed.local.natural import ClosedForm, NaturalGradient, PowerEP
 
 __all__ = ["LBFGS", "ClosedForm", "NaturalGradient", "Optax", "PowerEP"]

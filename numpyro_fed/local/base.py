@@ -13,6 +13,7 @@ from jax.lax import stop_gradient
 
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
+from numpyro_fed.trees import strong
 
 Eta = Any
 Psi = Any
@@ -77,6 +78,7 @@ class Solution(NamedTuple):
 
 
 STALLED = 3  # steps of L-BFGS that change nothing any more
+TRIES = 11  # of a step, each half the one before
 AT_REST = 0.1  # of a standard deviation: closer to its optimum, a visit has converged
 
 
@@ -137,26 +139,29 @@ def proper_step(family: Family, eta: Eta, target: Eta, rate: Array | float) -> t
     def at(r: Array) -> Eta:
         return jax.tree.map(lambda a, b: a + r * (b - a), eta, target)
 
-    def halve(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        return carry[0] / 2, carry[1] + 1
+    def attempt(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        tries, r, _ = carry
+        r = jnp.where(tries == 0, r, r / 2)
+        return tries + 1, r, family.proper(at(r))
 
-    def too_far(carry: tuple[Array, Array]) -> Array:
-        return (carry[1] < 10) & ~family.proper(at(carry[0]))
+    def go_on(carry: tuple[Array, Array, Array]) -> Array:
+        tries, _, fine = carry
+        return (tries < TRIES) & ~fine
 
-    rate = jnp.asarray(rate, jnp.result_type(float))
-    r, _ = jax.lax.while_loop(too_far, halve, (rate, jnp.zeros((), jnp.int32)))
-    fine = family.proper(at(r))
+    first = jnp.asarray(rate, jnp.result_type(float))
+    carry = (jnp.zeros((), jnp.int32), first, jnp.array(False))
+    _, r, fine = jax.lax.while_loop(go_on, attempt, carry)
     moved = jax.tree.map(lambda a, b: jnp.where(fine, a, b), at(r), eta)
     return moved, jnp.where(fine, r, 0.0)
 
 
 def minimise(
     loss: Callable[[Any], Array], start: Any, steps: int, tolerance: float
-) -> tuple[Any, Array]:
+) -> tuple[Any, Array, Array]:
     """Optax's L-BFGS until no component of the gradient exceeds ``tolerance``.
 
-    It also ends where ``STALLED`` steps in a row have not lowered the loss by more than rounding does.
-    Returns the parameters and the largest component of the gradient there.
+    It also ends where ``STALLED`` steps in a row have not lowered the loss by more than rounding
+    does. Returns the parameters, the loss and the largest component of the gradient there.
     """
     optim = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
@@ -180,6 +185,5 @@ def minimise(
 
     none, far = jnp.zeros((), jnp.int32), jnp.array(jnp.inf)
     carry = (none, start, optim.init(start), far, far, none)
-    carry = jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), carry)
-    _, params, _, size, _, _ = jax.lax.while_loop(go_on, step, carry)
-    return params, size
+    _, params, opt_state, size, _, _ = jax.lax.while_loop(go_on, step, strong(carry))
+    return params, optax.tree_utils.tree_get(opt_state, "value"), size

@@ -1,20 +1,30 @@
-"""Local optimisers by gradients: any of Optax's, and L-BFGS on a fixed noise."""
+"""Stochastic gradient steps by any of Optax's optimisers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.scipy.linalg import solve_triangular
 
+from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
-from numpyro_fed.local.base import AT_REST, Noise, Problem, Psi, Solution, free_energy, minimise
-from numpyro_fed.local.verdict import PARTICLES, maximised
+from numpyro_fed.local.base import (
+    AT_REST,
+    Eta,
+    Noise,
+    Problem,
+    Psi,
+    Solution,
+    free_energy,
+)
+from numpyro_fed.local.verdict import PARTICLES, AtRest, Tally, maximised
+from numpyro_fed.trees import strong
 
 BLOCK = 64  # steps, at most, for which noise is drawn at once
 NOISE = 2**20  # numbers, about, that are drawn at once
@@ -92,83 +102,12 @@ class Optax:
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Run the steps; see the class."""
-        family, natural = problem.family, self.space == "natural"
-        optim = self.optim or optax.adam(optax.cosine_decay_schedule(0.05, self.steps, 0.01))
-        start = family.natural(problem.start) if natural else problem.start
-        params = (start, problem.own)
+        return _Ascent(self, problem, key).solution()
 
-        def loss(params: tuple[Any, Any], noise: Noise) -> tuple[Array, Array]:
-            at, own = params
-            psi = family.ordinary(at) if natural else at
-            stick = self.batch_size is None and not natural
-            value, log_lik = free_energy(problem, psi, own, noise, alpha=self.alpha, stick=stick)
-            return -value, log_lik
-
-        def draw(i: Array) -> Noise:
-            key_step = jax.random.fold_in(key, i)
-            return problem.noise(key_step, self.num_particles, self.batch_size)
-
-        size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(draw, 0)))
-        block = max(1, min(BLOCK, self.steps, NOISE // max(size, 1)))
-        window = -(-self.steps // 20)
-
-        def step(first: Array, noise: Noise, carry: tuple) -> tuple:
-            i, params, opt_state, history, watch = carry
-            here = jax.tree.map(lambda a: a[i - first], noise)
-            (value, log_lik), gradient = jax.value_and_grad(loss, has_aux=True)(params, here)
-            updates, opt_state = optim.update(gradient, opt_state, params)
-            params = optax.apply_updates(params, updates)
-            if self.patience is not None:
-                watch = _watch(watch, log_lik, params, (i + 1) % window == 0, window)
-            return i + 1, params, opt_state, history.at[i].set(-value), watch
-
-        def go_on(carry: tuple) -> Array:
-            patient = True if self.patience is None else carry[4].waited < self.patience
-            return (carry[0] < self.steps) & patient
-
-        def one_block(carry: tuple) -> tuple:
-            first = carry[0]
-            noise = jax.vmap(draw)(first + jnp.arange(block))
-            return jax.lax.while_loop(
-                lambda c: go_on(c) & (c[0] - first < block),
-                lambda c: step(first, noise, c),
-                carry,
-            )
-
-        best = params if self.patience is not None else ()
-        watch = Watch(jnp.zeros(()), jnp.array(-jnp.inf), jnp.zeros((), jnp.int32), best)
-        carry = (jnp.zeros((), jnp.int32), params, optim.init(params), jnp.zeros(self.steps), watch)
-        taken, last, _, history, watch = jax.lax.while_loop(go_on, one_block, carry)
-        at, own = last if self.patience is None else watch.params
-        eta = at if natural else family.natural(at)
-        finite = jnp.isfinite(history[taken - 1])
-        if self.patience is not None:
-            finite &= jnp.isfinite(watch.best) | (taken < window)
-        psi = family.ordinary(at) if natural else at
-        return Solution(eta, own, self._converged(problem, psi, own, key), finite)
-
-    def _converged(self, problem: Problem, psi: Psi, own: Any, key: Array) -> Array:
-        """Whether the steps have led to an optimum, by at most half of their own work."""
-        if self.steps == 1 or math.isinf(self.tolerance):
-            return jnp.array(True)
-        fresh = jax.random.fold_in(key, self.steps)
-        if self.batch_size is None:
-            particles = max(PARTICLES, self.num_particles)
-            return maximised(
-                problem, psi, own, fresh, self.tolerance, alpha=self.alpha, particles=particles
-            )
-        work = 0.5 * self.steps * self.num_particles * self.batch_size
-        particles = 2 if self.alpha == 0 else self.num_particles
-        return maximised(
-            problem,
-            psi,
-            own,
-            fresh,
-            self.tolerance,
-            alpha=self.alpha,
-            particles=particles,
-            work=work,
-        )
+    @property
+    def judged(self) -> bool:
+        """Whether it is looked at where the steps have led."""
+        return self.steps > 1 and not math.isinf(self.tolerance)
 
 
 class Watch(NamedTuple):
@@ -182,81 +121,195 @@ class Watch(NamedTuple):
     params: Any
 
 
-def _watch(watch: Watch, log_lik: Array, params: Any, full: Array, window: int) -> Watch:
-    total = watch.total + log_lik
-    better = full & (total / window > watch.best)
-    return Watch(
-        jnp.where(full, 0.0, total),
-        jnp.where(better, total / window, watch.best),
-        jnp.where(full, jnp.where(better, 0, watch.waited + 1), watch.waited),
-        jax.tree.map(lambda a, b: jnp.where(better, a, b), params, watch.params),
-    )
+class Walk(NamedTuple):
+    """Where a visit is: gradients taken, parameters and the silo's own part, the last value.
 
-
-@dataclass(frozen=True, kw_only=True)
-class LBFGS:
-    """Optax's L-BFGS on a fixed noise: deterministic, and quick where there are few parameters.
-
-    Parameters
-    ----------
-    steps : int
-        At most so many.
-    num_particles : int
-        Draws of the globals, the same in every step. Their number sets the error of the optimum;
-        where there are more than dimensions, standard normal noise is standardised, so that the
-        optimum is exact for a Gaussian, and comes in pairs of opposite sign where there are twice
-        as many. With fewer the optimum of a full covariance fits the draws.
-    tolerance : float
-        Stop when no component of the gradient is larger. Whether the visit has converged is judged
-        as for :class:`Optax`, by fresh draws: a tenth of a standard deviation is allowed.
-
-    Examples
-    --------
-    >>> import numpyro_fed as nf
-    >>> nf.local.LBFGS(num_particles=256).steps
-    200
+    From ``steps`` gradients on nothing moves any more: further ones go into ``estimate``, a mean
+    of a few of them, and estimates into ``tally``.
     """
 
-    steps: int = 200
-    num_particles: int = 64
-    tolerance: float = 1e-3
-    batch_size: None = None
-    share = 1.0
-
-    def __post_init__(self) -> None:
-        positive_int("steps", self.steps)
-        positive_int("num_particles", self.num_particles)
-
-    def solve(self, problem: Problem, key: Array) -> Solution:
-        """Search until the gradient vanishes; see the class."""
-        noise = standardised(problem.noise(key, self.num_particles, None))
-
-        def loss(params: tuple[Psi, Any]) -> Array:
-            return -free_energy(problem, *params, noise, plain=True)[0]
-
-        (psi, own), _ = minimise(loss, (problem.start, problem.own), self.steps, self.tolerance)
-        finite = jnp.isfinite(loss((psi, own)))
-        converged = maximised(problem, psi, own, jax.random.fold_in(key, 1), AT_REST)
-        return Solution(problem.family.natural(psi), own, converged, finite)
+    i: Array
+    params: tuple[Any, Any]
+    opt_state: Any
+    value: Array
+    watch: Watch
+    estimate: Psi
+    tally: Tally
 
 
-def standardised(noise: Noise) -> Noise:
-    """The same noise with that of the globals standardised, where it is normal."""
-    return noise._replace(globals=jax.tree.map(_standardised, noise.globals))
+@dataclass(frozen=True)
+class _Ascent:
+    """A visit by :class:`Optax`: one loop that steps, and then judges by the same gradients."""
 
+    settings: Optax
+    problem: Problem
+    key: Array
 
-def _standardised(noise: Array) -> Array:
-    """Standard normal noise (n, dim) with sample mean zero and, if it can be, covariance one.
+    @property
+    def natural(self) -> bool:
+        return self.settings.space == "natural"
 
-    Where there are enough draws they come in pairs of opposite sign, and no odd moment is left.
-    """
-    if not jnp.issubdtype(noise.dtype, jnp.floating):
-        return noise
-    n, dim = noise.shape
-    if n % 2 == 0 and n > 2 * dim:
-        noise = jnp.concatenate([noise[: n // 2], -noise[: n // 2]])
-    centred = noise - noise.mean(0)
-    if n <= dim + 1:
-        return centred / jnp.maximum(centred.std(0), 1e-3) if n > 2 else noise
-    L = jnp.linalg.cholesky(centred.T @ centred / len(noise))
-    return solve_triangular(L, centred.T, lower=True).T
+    @cached_property
+    def optim(self) -> optax.GradientTransformation:
+        cosine = optax.cosine_decay_schedule(0.05, self.settings.steps, 0.01)
+        return self.settings.optim or optax.adam(cosine)
+
+    @property
+    def judges_itself(self) -> bool:
+        """By its own gradients, if they look at all rows."""
+        return self.settings.judged and self.settings.batch_size is None
+
+    @property
+    def each(self) -> int:
+        """Gradients in an estimate."""
+        return -(-PARTICLES // self.settings.num_particles)
+
+    @cached_property
+    def rest(self) -> AtRest:
+        return AtRest(self.problem.family, self.settings.tolerance)
+
+    def solution(self) -> Solution:
+        start = self.start()
+        block = self.block()
+
+        def one_block(walk: Walk) -> Walk:
+            first = walk.i
+            noise = jax.vmap(self.noise)(first + jnp.arange(block))
+
+            def step(walk: Walk) -> Walk:
+                return self.step(walk, jax.tree.map(lambda a: a[walk.i - first], noise))
+
+            return jax.lax.while_loop(
+                lambda walk: self.goes_on(walk) & (walk.i - first < block), step, walk
+            )
+
+        walk = jax.lax.while_loop(self.goes_on, one_block, start)
+        eta, psi, own = self.where(walk.params)
+        finite = jnp.isfinite(walk.value)
+        if self.settings.patience is not None:
+            finite &= jnp.isfinite(walk.watch.best)
+        return Solution(eta, own, self.converged(walk, psi, own), finite)
+
+    def start(self) -> Walk:
+        problem = self.problem
+        at = problem.family.natural(problem.start) if self.natural else problem.start
+        params = (at, problem.own)
+        best = params if self.settings.patience is not None else ()
+        zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
+        watch = Watch(zero, jnp.array(-jnp.inf), none, best)
+        estimate = jax.tree.map(jnp.zeros_like, problem.start)
+        opt_state = self.optim.init(params)
+        walk = Walk(none, params, opt_state, zero, watch, estimate, self.rest.begin())
+        return strong(walk)
+
+    def where(self, params: tuple[Any, Any]) -> tuple[Eta, Psi, Any]:
+        """Natural and ordinary parameters, and the silo's own part."""
+        (at, own), family = params, self.problem.family
+        return (at, family.ordinary(at), own) if self.natural else (family.natural(at), at, own)
+
+    def noise(self, i: Array) -> Noise:
+        settings, key = self.settings, jax.random.fold_in(self.key, i)
+        return self.problem.noise(key, settings.num_particles, settings.batch_size)
+
+    def block(self) -> int:
+        """Gradients for which noise is drawn at once."""
+        size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.noise, 0)))
+        return max(1, min(BLOCK, self.settings.steps, NOISE // max(size, 1)))
+
+    def goes_on(self, walk: Walk) -> Array:
+        walks = walk.i < self.settings.steps
+        return walks | self.rest.wants_more(walk.tally) if self.judges_itself else walks
+
+    def step(self, walk: Walk, noise: Noise) -> Walk:
+        settings = self.settings
+
+        def loss(params: tuple[Any, Any]) -> tuple[Array, Array]:
+            _, psi, own = self.where(params)
+            stick = settings.batch_size is None and not self.natural
+            value, log_lik = free_energy(
+                self.problem, psi, own, noise, alpha=settings.alpha, stick=stick
+            )
+            return -value, log_lik
+
+        (value, log_lik), gradient = jax.value_and_grad(loss, has_aux=True)(walk.params)
+
+        def move(walk: Walk) -> Walk:
+            updates, opt_state = self.optim.update(gradient, walk.opt_state, walk.params)
+            params = optax.apply_updates(walk.params, updates)
+            walk = walk._replace(i=walk.i + 1, params=params, opt_state=opt_state, value=value)
+            return walk if settings.patience is None else self.stop_early(walk, log_lik)
+
+        def judge(walk: Walk) -> Walk:
+            return self.judge(walk._replace(i=walk.i + 1), gradient[0])
+
+        if not self.judges_itself:
+            return move(walk)
+        return jax.lax.cond(walk.i < settings.steps, move, judge, walk)
+
+    @property
+    def window(self) -> int:
+        """Steps over which early stopping takes a mean."""
+        return -(-self.settings.steps // 20)
+
+    def stop_early(self, walk: Walk, log_lik: Array) -> Walk:
+        """Go back to where it was best if it has not been better for long, or at the end."""
+        before, window = walk.watch, self.window
+        total, full = before.total + log_lik, walk.i % window == 0
+        better = full & (total / window > before.best)
+        watch = Watch(
+            jnp.where(full, 0.0, total),
+            jnp.where(better, total / window, before.best),
+            jnp.where(full, jnp.where(better, 0, before.waited + 1), before.waited),
+            jax.tree.map(lambda a, b: jnp.where(better, a, b), walk.params, before.params),
+        )
+        patient = watch.waited < (self.settings.patience or 0)
+        i = jnp.where(patient, walk.i, self.settings.steps)
+        ends = i == self.settings.steps
+        params = jax.tree.map(lambda a, b: jnp.where(ends, a, b), watch.params, walk.params)
+        return walk._replace(i=i, watch=watch, params=params)
+
+    def judge(self, walk: Walk, gradient: Any) -> Walk:
+        """One more gradient of the loss where the steps have led."""
+        family, each = self.problem.family, self.each
+        estimate = jax.tree.map(
+            lambda a, b: a - b / each, walk.estimate, self.of_psi(walk, gradient)
+        )
+        eta = self.where(walk.params)[0]
+
+        def full(walk: Walk) -> Walk:
+            step = family.dual_gradient(partial(expfam.inner, estimate), eta)
+            none = jax.tree.map(jnp.zeros_like, estimate)
+            return walk._replace(estimate=none, tally=self.rest.add(walk.tally, eta, step))
+
+        walk = walk._replace(estimate=estimate)
+        done = (walk.i - self.settings.steps) % each == 0
+        return jax.lax.cond(done, full, lambda walk: walk, walk)
+
+    def of_psi(self, walk: Walk, gradient: Any) -> Psi:
+        """A gradient in the space of the steps as one with respect to ordinary parameters."""
+        if not self.natural:
+            return gradient
+        _, psi, _ = self.where(walk.params)
+        _, pull = jax.vjp(self.problem.family.natural, psi)
+        return pull(gradient)[0]
+
+    def converged(self, walk: Walk, psi: Psi, own: Any) -> Array:
+        """Whether the steps have led to an optimum; with minibatches by all rows, and at most half
+        of the steps' own work.
+        """
+        settings = self.settings
+        if not settings.judged:
+            return jnp.array(True)
+        if settings.batch_size is None:
+            return self.rest.holds(walk.tally)
+        fresh = jax.random.fold_in(self.key, settings.steps)
+        return maximised(
+            self.problem,
+            psi,
+            own,
+            fresh,
+            settings.tolerance,
+            alpha=settings.alpha,
+            particles=2 if settings.alpha == 0 else settings.num_particles,
+            work=0.5 * settings.steps * settings.num_particles * settings.batch_size,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,9 +23,9 @@ from numpyro_fed.local.base import (
     free_energy,
     proper_step,
 )
-from numpyro_fed.local.gradient import standardised
-from numpyro_fed.local.verdict import at_rest, maximised
-from numpyro_fed.trees import all_finite
+from numpyro_fed.local.lbfgs import standardised
+from numpyro_fed.local.verdict import AtRest, maximised
+from numpyro_fed.trees import all_finite, strong
 
 STAYS = 1e-4  # nats that a step moves, where a fixed point has been reached
 MISFIT = 0.1  # nats by which a conjugate likelihood may seem not to be one
@@ -103,8 +104,8 @@ class NaturalGradient:
                 def expected(psi: Psi, own: Any) -> Array:
                     return problem.log_lik(psi, own, noise, False)[1].mean()
 
-                factor = family.dual_gradient(lambda psi: expected(psi, own), eta)
-                g_own = jax.grad(expected, 1)(family.ordinary(eta), own)
+                g_psi, g_own = jax.grad(expected, (0, 1))(family.ordinary(eta), own)
+                factor = family.dual_gradient(partial(expfam.inner, g_psi), eta)
             return jax.tree.map(jnp.add, problem.cavity, factor), g_own
 
         found = _damped(problem, aim, key, self)
@@ -279,22 +280,34 @@ def _damped(
 ) -> Solution:
     """Damped steps of ``q`` to where ``aim`` says, and of the silo's own part up its gradient."""
     family, optim = problem.family, how.optim or optax.adam(0.02)
+    rest, judged = AtRest(family, how.tolerance), how.steps > 1
 
-    def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
-        eta, own, opt_state = carry
+    def step(carry: tuple) -> tuple:
+        i, eta, own = carry[:3]
         target, g_own = aim(eta, own, jax.random.fold_in(key, i))
-        moved, _ = proper_step(family, eta, target, how.rate)
-        updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
-        own = optax.apply_updates(own, updates)
-        return (moved, own, opt_state), all_finite(target)
 
-    start = family.natural(problem.start)
-    carry = (start, problem.own, optim.init(problem.own))
-    (eta, own, _), finite = jax.lax.scan(step, carry, jnp.arange(how.steps))
+        def walk(carry: tuple) -> tuple:
+            i, eta, own, opt_state, _, tally = carry
+            moved, _ = proper_step(family, eta, target, how.rate)
+            updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
+            own = optax.apply_updates(own, updates)
+            return i + 1, moved, own, opt_state, all_finite(target), tally
 
-    def full(i: Array) -> Eta:
-        target, _ = aim(eta, own, jax.random.fold_in(key, how.steps + i))
-        return jax.tree.map(jnp.subtract, target, eta)
+        def judge(carry: tuple) -> tuple:
+            i, eta, *kept, tally = carry
+            full = jax.tree.map(jnp.subtract, target, eta)
+            return i + 1, eta, *kept, rest.add(tally, eta, full)
 
-    rests = jnp.array(True) if how.steps == 1 else at_rest(family, eta, full, how.tolerance)
-    return Solution(eta, own, rests, finite[-1])
+        if not judged:
+            return walk(carry)
+        return jax.lax.cond(i < how.steps, walk, judge, carry)
+
+    def go_on(carry: tuple) -> Array:
+        walking = carry[0] < how.steps
+        return walking | rest.wants_more(carry[5]) if judged else walking
+
+    start, none = family.natural(problem.start), jnp.zeros((), jnp.int32)
+    carry = (none, start, problem.own, optim.init(problem.own), jnp.array(True), rest.begin())
+    _, eta, own, _, finite, tally = jax.lax.while_loop(go_on, step, strong(carry))
+    rests = rest.holds(tally) if judged else jnp.array(True)
+    return Solution(eta, own, rests, finite)

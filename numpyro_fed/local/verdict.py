@@ -12,9 +12,9 @@ standard deviations, and each standard deviation, relatively, says how far away 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +28,26 @@ FEW, MANY = 8, 64  # estimates of a step that are averaged: at least, and at mos
 PARTICLES = 16  # draws in each where no minibatches are asked for; two else, on all rows
 
 
-def at_rest(
-    family: Family, eta: Eta, step: Callable[[Array], Eta], tolerance: float, most: int = MANY
-) -> Array:
+class Tally(NamedTuple):
+    """Estimates of how far a step goes: their number, mean and sum of squares (2 dim,)."""
+
+    number: Array
+    mean: Array
+    squares: Array
+
+    @property
+    def error(self) -> Array:
+        """The standard error of the mean."""
+        return jnp.sqrt(self.squares / (self.number * (self.number - 1)))
+
+
+@dataclass(frozen=True)
+class AtRest:
     """Whether a full natural-gradient step from ``eta`` would move ``q`` by next to nothing.
 
-    Parameters
+    Attributes
     ----------
     family : Family
-    eta : eta
-    step : i -> eta
-        An estimate of the step, with noise of its own for each ``i``.
     tolerance : float
         For the move of each mean, in standard deviations, and of each log standard deviation.
         Estimates are averaged until their error is a quarter of that; it must be below a half.
@@ -46,33 +55,36 @@ def at_rest(
         Estimates, at most.
     """
 
-    def spread(eta: Eta) -> Array:
-        return jnp.concatenate(location_and_log_scale(family, eta))
+    family: Family
+    tolerance: float
+    most: int = MANY
 
-    where, move = jax.linearize(spread, eta)
-    unit = jnp.concatenate([jnp.exp(where[family.dim :]), jnp.ones(family.dim)])
+    def begin(self) -> Tally:
+        """No estimate yet."""
+        none = jnp.zeros(2 * self.family.dim)
+        return Tally(jnp.zeros((), jnp.int32), none, none)
 
-    def error(carry: tuple) -> Array:
-        n, _, squares = carry
-        return jnp.sqrt(squares / (n * (n - 1)))
+    def add(self, tally: Tally, eta: Eta, step: Eta) -> Tally:
+        """One more estimate of the step from ``eta``."""
+        where, move = jax.jvp(self._spread, (eta,), (step,))
+        dim, number = self.family.dim, tally.number + 1
+        x = move / jnp.concatenate([jnp.exp(where[dim:]), jnp.ones(dim)])
+        mean = tally.mean + (x - tally.mean) / number
+        return Tally(number, mean, tally.squares + (x - tally.mean) * (x - mean))
 
-    def go_on(carry: tuple) -> Array:
-        n, mean, _ = carry
-        far = (jnp.abs(mean) > tolerance + 4 * error(carry)).any()
-        close = (error(carry) <= tolerance / 4).all()
-        return (n < FEW) | ((n < most) & ~far & ~close)
+    def wants_more(self, tally: Tally) -> Array:
+        """Whether it takes another estimate to tell."""
+        far = (jnp.abs(tally.mean) > self.tolerance + 4 * tally.error).any()
+        close = (tally.error <= self.tolerance / 4).all()
+        return (tally.number < FEW) | ((tally.number < self.most) & ~far & ~close)
 
-    def add(carry: tuple) -> tuple:
-        n, mean, squares = carry
-        x = move(step(n)) / unit
-        after = mean + (x - mean) / (n + 1)
-        return n + 1, after, squares + (x - mean) * (x - after)
+    def holds(self, tally: Tally) -> Array:
+        """The verdict."""
+        near = jnp.abs(tally.mean) <= self.tolerance + 2 * tally.error
+        return (near & (tally.error <= self.tolerance / 2)).all()
 
-    none = jnp.zeros(2 * family.dim)
-    carry = jax.lax.while_loop(go_on, add, (jnp.zeros((), jnp.int32), none, none))
-    _, mean, _ = carry
-    near = jnp.abs(mean) <= tolerance + 2 * error(carry)
-    return (near & (error(carry) <= tolerance / 2)).all()
+    def _spread(self, eta: Eta) -> Array:
+        return jnp.concatenate(location_and_log_scale(self.family, eta))
 
 
 def location_and_log_scale(family: Family, eta: Eta) -> tuple[Array, Array]:
@@ -94,7 +106,7 @@ def maximised(
 ) -> Array:
     """Whether the local free energy is largest at ``psi``, up to ``tolerance``.
 
-    See :func:`at_rest`. ``work`` bounds how often a row is looked at, as far as ``FEW`` estimates
+    See :class:`AtRest`. ``work`` bounds how often a row is looked at, as far as ``FEW`` estimates
     allow.
     """
     family, eta = problem.family, problem.family.natural(psi)
@@ -119,4 +131,8 @@ def maximised(
         noise = problem.noise(jax.random.fold_in(key, i), particles, None)
         return family.dual_gradient(partial(excess, noise=noise), eta)
 
-    return at_rest(family, eta, step, tolerance, most)
+    rest = AtRest(family, tolerance, most)
+    tally = jax.lax.while_loop(
+        rest.wants_more, lambda t: rest.add(t, eta, step(t.number)), rest.begin()
+    )
+    return rest.holds(tally)

@@ -13,6 +13,7 @@ from jax import Array
 from numpyro_fed.algorithms.base import Combine, Info
 from numpyro_fed.data import Bucket, SiloData
 from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.trees import strong
 
 CHUNK = 1024  # rounds, at most, that one call of the compiled loop can log
 VISITS = 2**20  # visits, about, that one call can log
@@ -89,11 +90,6 @@ class Runtime(NamedTuple):
 def on_device(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:
     """Put buckets on the device."""
     return tuple(Batch(jnp.asarray(b.silos), jax.tree.map(jnp.asarray, b.data)) for b in buckets)
-
-
-def strong(tree: Any) -> Any:
-    """The same numbers without weak types: the state after a round would be another program's."""
-    return jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), tree)
 
 
 def exchange_key(key: Array, round: Array | int, exchange: int, exchanges: int) -> Array:

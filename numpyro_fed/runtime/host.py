@@ -26,10 +26,10 @@ from numpyro_fed.runtime.base import (
     server_key,
     silo_key,
     slices,
-    strong,
     visits,
 )
 from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.trees import strong
 
 
 def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Runtime:

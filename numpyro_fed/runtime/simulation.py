@@ -29,10 +29,10 @@ from numpyro_fed.runtime.base import (
     server_key,
     silo_key,
     slices,
-    strong,
     visits,
 )
 from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.trees import strong
 
 Places = tuple[Array, Array]
 Advance = Callable[[Array, State, tuple[Batch, ...], int], tuple[State, Log, Array]]
