@@ -1,7 +1,6 @@
 """Federated Bayesian inference for ordinary NumPyro models."""
 
-from numpyro_fed import divergences, expfam, guides, handlers, local, losses, schedules
-from numpyro_fed.diagnostics import Comparison, compare
+from numpyro_fed import divergences, expfam, guides, local, losses, testing
 from numpyro_fed.errors import (
     DataError,
     GuideError,
@@ -10,12 +9,9 @@ from numpyro_fed.errors import (
     NonFiniteError,
     SavedStateError,
 )
-from numpyro_fed.importance import Corrected, importance_correct
-from numpyro_fed.mcmc import NutsResult, run_nuts
-from numpyro_fed.objectives import ELBO, LocallyEnhanced
-from numpyro_fed.primitives import silo_plate
-from numpyro_fed.pvi import PVI
-from numpyro_fed.pvi_family import (
+from numpyro_fed.methods import schedules
+from numpyro_fed.methods.pvi import PVI
+from numpyro_fed.methods.pvi_family import (
     BCM,
     VCL,
     AlphaEP,
@@ -25,10 +21,16 @@ from numpyro_fed.pvi_family import (
     StochasticPowerEP,
     StreamingVB,
 )
-from numpyro_fed.pvi_result import PVIResult
-from numpyro_fed.result import Result
-from numpyro_fed.sfvi import SFVI
-from numpyro_fed.testing import check_decomposition
+from numpyro_fed.methods.sfvi import SFVI
+from numpyro_fed.model import handlers
+from numpyro_fed.model.primitives import silo_plate
+from numpyro_fed.objectives import ELBO, LocallyEnhanced
+from numpyro_fed.reference.compare import Comparison, compare
+from numpyro_fed.reference.nuts import NutsResult, run_nuts
+from numpyro_fed.results.base import Result
+from numpyro_fed.results.importance import Corrected, importance_correct
+from numpyro_fed.results.pvi import PVIResult
+from numpyro_fed.testing.decomposition import check_decomposition
 
 __version__ = "0.1.0"
 
@@ -68,4 +70,5 @@ __all__ = [
     "run_nuts",
     "schedules",
     "silo_plate",
+    "testing",
 ]

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
-from numpyro_fed.data import SiloData, Sizes
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.split import FederatedModel, Rows, Theta
+from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.split import FederatedModel, Rows, Theta
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import optax
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.algorithms.sfvi import sfvi
-from numpyro_fed.data import SiloData, read
 from numpyro_fed.guides.structured import Guide, build
+from numpyro_fed.model.data import SiloData, read
+from numpyro_fed.model.sites import structures
+from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.objectives import SiloBound, draws_by_plate, silo_bound
-from numpyro_fed.sites import structures
-from numpyro_fed.split import FederatedModel, split
 
 
 def glmm(x, y=None):

@@ -17,19 +17,17 @@ ROOT = Path(numpyro_fed.__file__).parent
 LAYERS = [
     {"errors", "trees"},
     {
-        *("data", "primitives", "dependence", "handlers", "losses"),
+        *("model.data", "model.primitives", "model.dependence", "model.handlers", "losses"),
         *("expfam", "divergences", "barycenter"),
     },
-    {"sites"},
-    {"binding"},
-    {"split"},
-    {
-        *("indices", "verdicts", "layout", "guides", "objectives", "likelihood", "families"),
-        *("local", "cavity"),
-    },
-    {"proposals"},
+    {"model.sites"},
+    {"model.binding"},
+    {"model.split"},
+    {"model", "guides", "objectives", "local"},
     {"algorithms.base"},
-    {"algorithms", "runtime", "posterior"},
+    {"algorithms", "runtime", "testing"},
+    {"results"},
+    {"reference"},
 ]
 FRONT_DOOR = len(LAYERS)
 
@@ -80,13 +78,13 @@ GRAPH = {module: imports(module) for module in MODULES}
 
 
 def test_the_layers_are_there():
-    for name in ("errors", "data", "primitives", "handlers", "sites", "split", "layout"):
-        assert name in MODULES
-    assert {"algorithms.base", "algorithms.sfvi", "runtime.base", "sfvi", "method"} <= set(MODULES)
-    assert layer("errors") < layer("guides.gaussian") < layer("algorithms.sfvi") < FRONT_DOOR
-    assert layer("sfvi") == layer("__init__") == FRONT_DOOR
-    assert "split" in GRAPH["layout"]
-    assert "errors" in GRAPH["data"]
+    for name in ("data", "primitives", "handlers", "sites", "split", "layout"):
+        assert f"model.{name}" in MODULES
+    assert {"algorithms.base", "algorithms.sfvi", "runtime.stack", "methods.sfvi"} <= set(MODULES)
+    assert layer("errors") < layer("guides.gaussian") < layer("algorithms.sfvi") < layer("results")
+    assert layer("methods.sfvi") == layer("__init__") == FRONT_DOOR
+    assert "model.split" in GRAPH["model.layout"]
+    assert "errors" in GRAPH["model.data"]
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -107,19 +105,19 @@ def test_no_module_imports_itself_in_a_circle(module):
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if m.startswith("runtime")))
 def test_runtimes_know_no_algorithm_and_no_model(module):
     ours = {m for m in GRAPH[module] if not m.startswith("runtime")}
-    assert ours <= {"algorithms", "algorithms.base", "data", "errors", "trees"}
+    assert ours <= {"algorithms.base", "model.data", "errors", "trees"}
 
 
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if m.startswith("algorithms")))
 def test_algorithms_know_no_runtime_and_no_loop(module):
-    assert not {m for m in GRAPH[module] if m.startswith("runtime") or layer(m) == FRONT_DOOR}
+    above = ("runtime", "results", "reference", "methods")
+    assert not {m for m in GRAPH[module] if m.startswith(above) or layer(m) == FRONT_DOOR}
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if layer(m) < FRONT_DOOR))
-def test_only_the_front_door_joins_algorithms_and_runtimes(module):
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if layer(m) < layer("results")))
+def test_only_results_and_methods_join_algorithms_and_runtimes(module):
     algorithms = {m for m in GRAPH[module] if m.startswith("algorithms.")} - {"algorithms.base"}
-    runtimes = {m for m in GRAPH[module] if m.startswith("runtime.")} - {"runtime.base"}
-    assert not (algorithms and runtimes)
+    assert not (algorithms and {m for m in GRAPH[module] if m.startswith("runtime.")})
 
 
 def test_importing_the_package_needs_no_extra():

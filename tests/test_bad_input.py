@@ -216,7 +216,7 @@ def two_levels(y):
 )
 def test_a_guide_that_is_too_large_for_the_memory_is_refused(monkeypatch, guide, n):
     fit = nf.SFVI(two_levels, optim=ADAM, guide=guide)
-    monkeypatch.setattr("numpyro_fed.method._memory", lambda: 6e5)
+    monkeypatch.setattr("numpyro_fed.methods.base._memory", lambda: 6e5)
     with pytest.raises(nf.GuideError, match=re.escape("this machine has 0.0 GiB")) as caught:
         fit.run(KEY, 5, [rows(n)])
     assert "guides.MeanField()" in str(caught.value)
@@ -224,7 +224,7 @@ def test_a_guide_that_is_too_large_for_the_memory_is_refused(monkeypatch, guide,
 
 
 def test_a_guide_that_fits_into_the_memory_is_not_refused(monkeypatch):
-    monkeypatch.setattr("numpyro_fed.method._memory", lambda: 6e5)
+    monkeypatch.setattr("numpyro_fed.methods.base._memory", lambda: 6e5)
     nf.SFVI(two_levels, optim=ADAM, guide=nf.guides.MeanField()).run(KEY, 1, [rows(3)], **quiet)
 
 

@@ -14,10 +14,10 @@ import pytest
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed import diagnostics
-from numpyro_fed.diagnostics import compare
-from numpyro_fed.importance import Corrected
-from numpyro_fed.mcmc import NutsResult
+from numpyro_fed.reference import compare as diagnostics
+from numpyro_fed.reference.compare import compare
+from numpyro_fed.reference.nuts import NutsResult
+from numpyro_fed.results.importance import Corrected
 
 mpl.use("Agg")
 KEY = jax.random.key(0)

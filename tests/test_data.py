@@ -8,11 +8,11 @@ import numpyro.distributions as dist
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.data import SiloData, bucket, padded, padded_keys, read
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.layout import lay_out
-from numpyro_fed.primitives import silo_plate
-from numpyro_fed.testing import check_decomposition
+from numpyro_fed.model.data import SiloData, bucket, padded, padded_keys, read
+from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.primitives import silo_plate
+from numpyro_fed.testing.decomposition import check_decomposition
 
 
 def normal(y, w=None):

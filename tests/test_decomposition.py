@@ -15,13 +15,19 @@ from numpyro.contrib.module import eqx_module
 from numpyro.infer.reparam import LocScaleReparam
 from numpyro.infer.util import potential_energy
 
-from numpyro_fed.data import read
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
-from numpyro_fed.handlers import joint, local_name
-from numpyro_fed.primitives import silo_plate
-from numpyro_fed.sites import structures
-from numpyro_fed.split import split
-from numpyro_fed.testing import Problem, check_decomposition, models, partitions, silos
+from numpyro_fed.model.data import read
+from numpyro_fed.model.handlers import joint, local_name
+from numpyro_fed.model.primitives import silo_plate
+from numpyro_fed.model.sites import structures
+from numpyro_fed.model.split import split
+from numpyro_fed.testing.decomposition import (
+    Problem,
+    check_decomposition,
+    models,
+    partitions,
+    silos,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -184,7 +190,7 @@ def with_sample_shape(y):
 def test_the_check_knows_shapes_from_numpyro_alone(monkeypatch):
     check_decomposition(with_sample_shape, rows(3, 2), num_points=1)
     monkeypatch.setattr(
-        "numpyro_fed.sites.unconstrained_shape", lambda site: tuple(site["fn"].shape())
+        "numpyro_fed.model.sites.unconstrained_shape", lambda site: tuple(site["fn"].shape())
     )
     with pytest.raises(ModelError, match=r"'w' has the shape \(3,\) in NumPyro's .* but \(\) in"):
         check_decomposition(with_sample_shape, rows(3), num_points=1)

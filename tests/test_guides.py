@@ -12,10 +12,10 @@ from numpyro.infer.initialization import init_to_value
 from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
-from numpyro_fed.data import bucket
 from numpyro_fed.errors import GuideError
 from numpyro_fed.guides import gaussian
 from numpyro_fed.guides.numpyro_auto import from_autoguide
+from numpyro_fed.model.data import bucket
 
 KEY = jax.random.key(0)
 GLOBALS = {

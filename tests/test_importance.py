@@ -14,11 +14,11 @@ import pytest
 from problems import cut, parts
 
 import numpyro_fed as nf
-from numpyro_fed import importance as correction
-from numpyro_fed.algorithms.importance import importance, start
-from numpyro_fed.importance import _inner_draws, _systematic
-from numpyro_fed.likelihood import SiloLikelihood
-from numpyro_fed.proposals import proposal
+from numpyro_fed.algorithms.importance.exchange import importance, start
+from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
+from numpyro_fed.algorithms.importance.proposals import proposal
+from numpyro_fed.results import importance as correction
+from numpyro_fed.results.importance import _inner_draws, _systematic
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])

@@ -15,10 +15,10 @@ from numpyro.infer.util import potential_energy
 from problems import cut, jitter
 
 import numpyro_fed as nf
-from numpyro_fed.data import read
-from numpyro_fed.handlers import joint, local_name
-from numpyro_fed.layout import lay_out
-from numpyro_fed.mcmc import NutsResult, _joint_density, _parameters
+from numpyro_fed.model.data import read
+from numpyro_fed.model.handlers import joint, local_name
+from numpyro_fed.model.layout import lay_out
+from numpyro_fed.reference.nuts import NutsResult, _joint_density, _parameters
 
 KEY = jax.random.key(0)
 BACKENDS = ("numpyro", "blackjax")

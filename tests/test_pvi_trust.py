@@ -13,13 +13,13 @@ from pvi_problems import KEY, QUIET, logistic, logistic_rows, mean
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi import Status
-from numpyro_fed.data import SiloData, read
-from numpyro_fed.families import conjugacy, globals_of
+from numpyro_fed.algorithms.pvi.algorithm import Status
+from numpyro_fed.algorithms.pvi.families import conjugacy, globals_of
 from numpyro_fed.local import LBFGS
 from numpyro_fed.local.base import Noise, Problem
-from numpyro_fed.pvi import _for_the_prior
-from numpyro_fed.split import split
+from numpyro_fed.methods.pvi import _for_the_prior
+from numpyro_fed.model.data import SiloData, read
+from numpyro_fed.model.split import split
 
 
 def location(prior, likelihood, unit=1.0):
@@ -123,7 +123,7 @@ def test_conjugacy_is_judged_by_each_datas_values_and_compiled_once(compiled):
 
 def believed(monkeypatch):
     """A verdict that is wrong: the guard at run time is all that is left."""
-    import numpyro_fed.pvi as module
+    import numpyro_fed.methods.pvi as module
 
     monkeypatch.setattr(module, "conjugacy", lambda fm, chosen: lambda stacks: True)
 
@@ -263,7 +263,7 @@ def test_the_servers_factor_has_draws_enough_for_many_globals():
 
 
 def test_a_factor_of_the_servers_that_has_not_converged_is_reported(monkeypatch):
-    import numpyro_fed.pvi as module
+    import numpyro_fed.methods.pvi as module
 
     monkeypatch.setattr(module, "_for_the_prior", lambda family: LBFGS(steps=1))
     model = location(dist.StudentT(3.0, 0.0, 1.0), normal)

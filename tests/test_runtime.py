@@ -14,8 +14,11 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info
-from numpyro_fed.data import Bucket, SiloData
-from numpyro_fed.runtime.base import (
+from numpyro_fed.model.data import Bucket, SiloData
+from numpyro_fed.runtime.host import host
+from numpyro_fed.runtime.loop import drive
+from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.runtime.stack import (
     BLOCK,
     CHUNK,
     exchange_key,
@@ -25,9 +28,6 @@ from numpyro_fed.runtime.base import (
     server_key,
     silo_key,
 )
-from numpyro_fed.runtime.host import host
-from numpyro_fed.runtime.loop import drive
-from numpyro_fed.runtime.simulation import simulation
 
 KEY = jax.random.key(0)
 quiet = {"progress_bar": False}

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info
-from numpyro_fed.data import Bucket, SiloData
+from numpyro_fed.model.data import Bucket, SiloData
 from numpyro_fed.runtime import base
-from numpyro_fed.runtime.base import exchange_key, on_device, server_key, silo_key
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.loop import drive
 from numpyro_fed.runtime.schedule import Schedule, asynchronous, at_random, in_turn
 from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.runtime.stack import exchange_key, on_device, server_key, silo_key
 
 KEY = jax.random.key(0)
 SILOS = 5

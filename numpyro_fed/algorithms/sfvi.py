@@ -21,10 +21,10 @@ import optax
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
-from numpyro_fed.data import SiloData
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.objectives import SiloBound
-from numpyro_fed.split import FederatedModel, Rows
 from numpyro_fed.trees import all_finite
 
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.data import SiloData, Sizes
 from numpyro_fed.errors import GuideError
 from numpyro_fed.guides import gaussian
 from numpyro_fed.guides.gaussian import Eta, GlobalGuide, LocalGuide
 from numpyro_fed.guides.numpyro_auto import from_autoguide
-from numpyro_fed.split import FederatedModel, Rows
+from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.split import FederatedModel, Rows
 
 FULL_UP_TO = 300
 LOW_RANK_UP_TO = 20_000

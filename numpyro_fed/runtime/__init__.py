@@ -1,1 +1,4 @@
-"""Runtimes drive any algorithm and know none of them."""
+"""Runtimes: they drive any algorithm and know none.
+
+May import ``model.data`` and ``algorithms.base``; imported by methods and results alone.
+"""

@@ -11,8 +11,9 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Info
-from numpyro_fed.data import stacked
-from numpyro_fed.runtime.base import (
+from numpyro_fed.model.data import stacked
+from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.runtime.stack import (
     Batch,
     Log,
     Runtime,
@@ -28,7 +29,6 @@ from numpyro_fed.runtime.base import (
     slices,
     visits,
 )
-from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.trees import strong
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_fed.runtime.base import Batch, Log, Runtime, State
+from numpyro_fed.runtime.stack import Batch, Log, Runtime, State
 
 REFRESH = 0.25  # seconds between updates of the progress bar
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
-from numpyro_fed.data import SiloData
-from numpyro_fed.runtime.base import (
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.runtime.stack import (
     BLOCK,
     NOISE,
     Batch,
@@ -31,7 +32,6 @@ from numpyro_fed.runtime.base import (
     slices,
     visits,
 )
-from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.trees import strong
 
 Places = tuple[Array, Array]

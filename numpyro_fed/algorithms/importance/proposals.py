@@ -28,7 +28,7 @@ from jax import Array
 from numpyro.infer.initialization import init_to_sample
 
 from numpyro_fed.guides.gaussian import GlobalGuide
-from numpyro_fed.split import FederatedModel
+from numpyro_fed.model.split import FederatedModel
 
 SHARE = 0.2  # of the draws, from what is wider than the guide
 SCALES = (2.5, 8.0, 25.0)  # times the guide's own

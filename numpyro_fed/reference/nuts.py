@@ -18,13 +18,13 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.initialization import init_to_sample
 
-from numpyro_fed import data as silo_data
-from numpyro_fed.data import Bucket, SiloData, Sizes, grouped, signature, stacked
 from numpyro_fed.errors import positive_int
-from numpyro_fed.handlers import local_name
-from numpyro_fed.layout import lay_out
-from numpyro_fed.result import Result
-from numpyro_fed.split import FederatedModel, Rows
+from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.data import Bucket, SiloData, Sizes, grouped, signature, stacked
+from numpyro_fed.model.handlers import local_name
+from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.results.base import Result
 
 ENOUGH = 500  # samples of a chain, for a verdict without being asked
 RHAT = 1.05

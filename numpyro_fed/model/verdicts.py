@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.data import Bucket, SiloData
 from numpyro_fed.errors import ModelError
-from numpyro_fed.split import FederatedModel, Rows
+from numpyro_fed.model.data import Bucket, SiloData
+from numpyro_fed.model.split import FederatedModel, Rows
 
 TOLERANCE = 1e-4  # between two programs
 PADDINGS = 4  # ways of filling padded rows that must agree

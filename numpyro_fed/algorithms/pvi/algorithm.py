@@ -34,14 +34,20 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
-from numpyro_fed.data import SiloData
+from numpyro_fed.algorithms.pvi.families import (
+    GAUSSIAN,
+    Globals,
+    departure,
+    log_likelihood,
+    row_terms,
+)
 from numpyro_fed.expfam import Family
-from numpyro_fed.families import GAUSSIAN, Globals, departure, log_likelihood, row_terms
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local, Noise, Problem, proper_step
 from numpyro_fed.local.verdict import location_and_log_scale
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.objectives import SiloBound
-from numpyro_fed.split import FederatedModel, Rows
 from numpyro_fed.trees import all_finite
 
 Eta = Any

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Combine, Info
-from numpyro_fed.data import Bucket, SiloData
+from numpyro_fed.model.data import Bucket, SiloData
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.trees import strong
 

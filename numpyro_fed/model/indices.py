@@ -15,10 +15,10 @@ from jax.experimental import checkify
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
-from numpyro_fed.data import SiloData
-from numpyro_fed.dependence import Labels, called, entering_scan, labels_of, programs, through
 from numpyro_fed.errors import DataError
-from numpyro_fed.split import FederatedModel, Rows
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.dependence import Labels, called, entering_scan, labels_of, programs, through
+from numpyro_fed.model.split import FederatedModel, Rows
 
 
 def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 
-from numpyro_fed.algorithms.pvi import Settings, Status, effective_factor
+from numpyro_fed.algorithms.pvi.algorithm import Settings, Status, effective_factor
+from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.expfam.gaussian import rounding
-from numpyro_fed.families import GAUSSIAN
-from numpyro_fed.result import Factors, Result
+from numpyro_fed.results.base import Factors, Result
 
 
 @dataclass(frozen=True)

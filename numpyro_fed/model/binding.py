@@ -15,9 +15,9 @@ from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.util import sum_rightmost
 from numpyro.infer.util import compute_log_probs
 
-from numpyro_fed.data import SiloData
 from numpyro_fed.errors import ModelError
-from numpyro_fed.sites import Site
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.sites import Site
 
 Theta = dict[str, Any]
 Rows = dict[str, Array]

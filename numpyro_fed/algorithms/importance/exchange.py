@@ -8,7 +8,7 @@ The server sends draws :math:`z_G^s \sim q`, silo ``j`` answers with an importan
 
 Each estimate is unbiased and the silos' are independent, so that the weights are exact up to noise:
 importance sampling on an extended space (Andrieu and Roberts 2009; Tran et al. 2013). Here ``q`` is
-the guide with some wider draws (:mod:`numpyro_fed.proposals`).
+the guide with some wider draws (:mod:`numpyro_fed.algorithms.importance.proposals`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
+from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
+from numpyro_fed.algorithms.importance.proposals import Proposal
 from numpyro_fed.algorithms.sfvi import Down
-from numpyro_fed.data import SiloData
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.likelihood import SiloLikelihood
-from numpyro_fed.proposals import Proposal
-from numpyro_fed.split import FederatedModel
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.split import FederatedModel
 
 
 class ServerState(NamedTuple):

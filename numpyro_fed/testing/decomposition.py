@@ -1,4 +1,4 @@
-"""For tests of your own models: the decomposition check and Hypothesis strategies."""
+"""Whether a model falls apart into silos as the split says: exact, at random points."""
 
 from __future__ import annotations
 
@@ -14,23 +14,12 @@ from jax import Array
 from numpyro import handlers
 from numpyro.infer.util import potential_energy, unconstrain_fn
 
-from numpyro_fed.data import Bucket, SiloData, read
 from numpyro_fed.errors import ModelError
-from numpyro_fed.handlers import joint, local_name
-from numpyro_fed.layout import lay_out
-from numpyro_fed.split import Rows, Theta
-from numpyro_fed.strategies import Latent, ModelSpec, Problem, models, partitions, silos
-from numpyro_fed.verdicts import Moved, default_rtol, first_moved, groups
-
-__all__ = [
-    "Latent",
-    "ModelSpec",
-    "Problem",
-    "check_decomposition",
-    "models",
-    "partitions",
-    "silos",
-]
+from numpyro_fed.model.data import Bucket, SiloData, read
+from numpyro_fed.model.handlers import joint, local_name
+from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.split import Rows, Theta
+from numpyro_fed.model.verdicts import Moved, default_rtol, first_moved, groups
 
 
 def check_decomposition(

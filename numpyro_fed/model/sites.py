@@ -15,9 +15,9 @@ from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
 from numpyro.primitives import Messenger
 
-from numpyro_fed.data import SiloData, Sizes, signature
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
-from numpyro_fed.primitives import inside_control_flow, is_scan, silo_frames, silo_plate_of
+from numpyro_fed.model.data import SiloData, Sizes, signature
+from numpyro_fed.model.primitives import inside_control_flow, is_scan, silo_frames, silo_plate_of
 
 PAD = (
     " Pad the axis that differs (visits, say) to the largest size with any finite numbers, and "

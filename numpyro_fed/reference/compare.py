@@ -13,9 +13,9 @@ from jax import Array
 from scipy.stats import gaussian_kde, wasserstein_distance
 
 from numpyro_fed.errors import MissingExtraError, NonFiniteError
-from numpyro_fed.importance import Corrected, importance_correct
-from numpyro_fed.mcmc import NutsResult
-from numpyro_fed.result import Result
+from numpyro_fed.reference.nuts import NutsResult
+from numpyro_fed.results.base import Result
+from numpyro_fed.results.importance import Corrected, importance_correct
 
 ROUNDING = 1e-5
 ENOUGH = 400  # effective draws: NUTS's own error of a mean is then 0.05 sd

@@ -14,9 +14,9 @@ from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.distribution import Unit
 from numpyro.primitives import Messenger
 
-from numpyro_fed.dependence import provenance
 from numpyro_fed.errors import ModelError
-from numpyro_fed.primitives import inside_control_flow, silo_plate_of
+from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
 
 
 class at_silo(Messenger):

@@ -17,7 +17,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from numpyro import handlers
 from numpyro.distributions import biject_to
 
-from numpyro_fed.binding import (
+from numpyro_fed.errors import ModelError
+from numpyro_fed.model.binding import (
     LocalPrior,
     Rows,
     Theta,
@@ -25,12 +26,11 @@ from numpyro_fed.binding import (
     sum_rows,
     trace_at,
 )
-from numpyro_fed.data import SiloData, Sizes, signature
-from numpyro_fed.dependence import provenance
-from numpyro_fed.errors import ModelError
-from numpyro_fed.handlers import localised
-from numpyro_fed.primitives import silo_plate_of
-from numpyro_fed.sites import (
+from numpyro_fed.model.data import SiloData, Sizes, signature
+from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.handlers import localised
+from numpyro_fed.model.primitives import silo_plate_of
+from numpyro_fed.model.sites import (
     Plate,
     Site,
     Structure,
@@ -124,7 +124,7 @@ def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
     model : callable
         A NumPyro model with ``silo_plate``.
     silos : sequence of SiloData
-        What the silos hold (:func:`numpyro_fed.data.read`).
+        What the silos hold (:func:`numpyro_fed.model.data.read`).
 
     Returns
     -------

@@ -15,11 +15,11 @@ from numpyro.distributions import biject_to, transforms
 from numpyro.infer import init_to_sample
 
 from numpyro_fed import expfam
-from numpyro_fed.data import SiloData
 from numpyro_fed.errors import ModelError
 from numpyro_fed.expfam import Family
-from numpyro_fed.sites import Site
-from numpyro_fed.split import FederatedModel
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.sites import Site
+from numpyro_fed.model.split import FederatedModel
 
 FULL_UP_TO = 300
 NATS = 1e-6  # what may be left of an affine function in double precision, and besides

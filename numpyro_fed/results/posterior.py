@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.data import SiloData, Sizes
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.objectives import SiloBound
-from numpyro_fed.split import FederatedModel, Rows
 
 
 class Posterior(NamedTuple):

@@ -13,18 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed import data as silo_data
 from numpyro_fed.algorithms.base import FederatedAlgorithm
-from numpyro_fed.data import Bucket, one_by_one, padded, signature
 from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
-from numpyro_fed.layout import Layout, plan
-from numpyro_fed.result import Fit, Result, Silos
-from numpyro_fed.runtime.base import State, on_device
+from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.data import Bucket, one_by_one, padded, signature
+from numpyro_fed.model.layout import Layout, plan
+from numpyro_fed.model.verdicts import check_rows_apart
+from numpyro_fed.results.base import Fit, Result, Silos
+from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.loop import Failure, Run, drive
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.saving import load_state
-from numpyro_fed.verdicts import check_rows_apart
+from numpyro_fed.runtime.stack import State, on_device
 
 RUNTIMES = {"simulation": simulation, "host": host}
 

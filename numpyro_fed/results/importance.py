@@ -13,19 +13,19 @@ import numpy as np
 from blackjax.diagnostics import psis_weights
 from jax import Array
 
-from numpyro_fed.algorithms.importance import importance, start
+from numpyro_fed.algorithms.importance.exchange import importance, start
+from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
+from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
 from numpyro_fed.errors import NonFiniteError, positive_int
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.likelihood import SiloLikelihood
-from numpyro_fed.moments import Moments, moments
+from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.posterior import Posterior, posterior
-from numpyro_fed.proposals import SHARE, Proposal, proposal
-from numpyro_fed.result import Fit, Result
-from numpyro_fed.runtime.base import Runtime
+from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.moments import Moments, moments
+from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.runtime.loop import failed_silos
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.verdicts import check_rows_apart
+from numpyro_fed.runtime.stack import Runtime
 
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
@@ -53,7 +53,8 @@ def importance_correct(
     The weights are Pareto-smoothed (Vehtari et al. 2024, by BlackJAX). Their shape ``k`` says
     whether guide and posterior are close enough to trust, with no pooled run to compare with.
     ``q`` is the guide and, for some of the draws, wider distributions around it and the prior's
-    spread (:mod:`numpyro_fed.proposals`), which show what a narrow guide, or one in one of several
+    spread (:mod:`numpyro_fed.algorithms.importance.proposals`), which show what a narrow guide, or
+    one in one of several
     modes, would not. (A mode that is narrow, far off and in many dimensions still hides.)
 
     Parameters

@@ -13,15 +13,15 @@ import optax
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.algorithms.sfvi import sfvi
-from numpyro_fed.data import Bucket
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import Structured, build
-from numpyro_fed.importance import importance_correct
-from numpyro_fed.layout import Layout
-from numpyro_fed.method import RUNTIMES, Method, check_memory
+from numpyro_fed.methods.base import RUNTIMES, Method, check_memory
+from numpyro_fed.model.data import Bucket
+from numpyro_fed.model.layout import Layout
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.posterior import posterior
-from numpyro_fed.result import Fit, Result, Silos
+from numpyro_fed.results.base import Fit, Result, Silos
+from numpyro_fed.results.importance import importance_correct
+from numpyro_fed.results.posterior import posterior
 from numpyro_fed.runtime.loop import Run
 
 ENOUGH = 200  # rounds, to tell whether a bound has settled

@@ -16,16 +16,16 @@ import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm
-from numpyro_fed.data import Bucket, SiloData, Sizes
+from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.errors import MissingExtraError, NonFiniteError, SavedStateError
-from numpyro_fed.families import Globals
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.data import Bucket, SiloData, Sizes
+from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.objectives import SiloBound
-from numpyro_fed.posterior import Posterior, real_rows
-from numpyro_fed.runtime.base import Batch, Runtime, State
-from numpyro_fed.saving import save_state
-from numpyro_fed.split import FederatedModel
-from numpyro_fed.verdicts import Checks
+from numpyro_fed.results.posterior import Posterior, real_rows
+from numpyro_fed.results.saving import save_state
+from numpyro_fed.runtime.stack import Batch, Runtime, State
 
 BATCHES = 5  # of rounds, whose means show how noisy a bound is
 

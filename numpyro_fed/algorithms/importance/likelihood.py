@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.binding import LocalPrior, Rows, Theta
-from numpyro_fed.data import SiloData
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.split import FederatedModel
+from numpyro_fed.model.binding import LocalPrior, Rows, Theta
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.split import FederatedModel
 
 SHARE = 0.25  # of the draws, from the latents' own distribution
 

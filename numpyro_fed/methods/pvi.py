@@ -15,32 +15,32 @@ import optax
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi import Parts, Settings, Status, evaluation, pvi
-from numpyro_fed.cavity import aggregate
-from numpyro_fed.data import Bucket, SiloData
+from numpyro_fed.algorithms.pvi.aggregate import aggregate
+from numpyro_fed.algorithms.pvi.algorithm import Parts, Settings, Status, evaluation, pvi
+from numpyro_fed.algorithms.pvi.families import Globals, conjugacy, globals_of
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
 from numpyro_fed.expfam import Family
-from numpyro_fed.families import Globals, conjugacy, globals_of
 from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.guides.structured import Guide, Structured, build
-from numpyro_fed.handlers import generalised
-from numpyro_fed.importance import importance_correct
-from numpyro_fed.layout import Layout
 from numpyro_fed.local import LBFGS, ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
-from numpyro_fed.method import RUNTIMES, Method, check_memory
+from numpyro_fed.methods.base import RUNTIMES, Method, check_memory
+from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
+from numpyro_fed.model.data import Bucket, SiloData
+from numpyro_fed.model.handlers import generalised
+from numpyro_fed.model.layout import Layout
+from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.posterior import posterior
-from numpyro_fed.pvi_result import PVIResult
-from numpyro_fed.result import Factors, Fit, Silos
-from numpyro_fed.runtime.base import State
+from numpyro_fed.results.base import Factors, Fit, Silos
+from numpyro_fed.results.importance import importance_correct
+from numpyro_fed.results.posterior import posterior
+from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.runtime.loop import Run
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.schedules import Adaptive, Asynchronous, Spec, named
-from numpyro_fed.split import FederatedModel
+from numpyro_fed.runtime.stack import State
 
 DELETIONS = ("own", "none", "average", "prior")
 SAVED = (

@@ -1,0 +1,1 @@
+"""The importance correction: proposals, a silo's likelihood estimate, one exchange."""

@@ -1,0 +1,1 @@
+"""Partitioned variational inference: factors in one exponential family, a visit, the server."""

@@ -1,0 +1,17 @@
+"""For tests of your own models: the decomposition check and Hypothesis strategies.
+
+May import ``model`` alone.
+"""
+
+from numpyro_fed.testing.decomposition import check_decomposition
+from numpyro_fed.testing.strategies import Latent, ModelSpec, Problem, models, partitions, silos
+
+__all__ = [
+    "Latent",
+    "ModelSpec",
+    "Problem",
+    "check_decomposition",
+    "models",
+    "partitions",
+    "silos",
+]
