@@ -14,7 +14,7 @@ import pytest
 from problems import cut, parts
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.importance.exchange import importance, start
+from numpyro_fed.algorithms.importance.exchange import importance
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import proposal
 from numpyro_fed.results import importance as correction
@@ -428,17 +428,16 @@ def test_a_reply_has_one_number_a_draw_whatever_the_silo_holds():
         p = parts(conjugate, cut({"y": Y}, sizes))
         wide = proposal(p.model, p.guide.globals, 13)
         likelihood = SiloLikelihood(p.model, p.guide, {"row": 5})
-        algorithm = importance(p.model, p.guide, wide, likelihood, 13, 4)
-        (exchange,) = algorithm.exchanges
-        server = start(p.algorithm.init_server(KEY).params, 13, p.model.dim)
-        down, _ = exchange.broadcast(exchange.server_noise(KEY), server, jnp.arange(2))
+        exchange = importance(p.model, p.guide, wide, likelihood, p.algorithm, 13, 4)
+        server = p.algorithm.init_server(KEY)
+        down, _ = exchange.broadcast(exchange.server_noise(KEY), server, jnp.arange(2), None)
         for data in p.silos:
             state = p.algorithm.init_silo(KEY, data)
             noise = exchange.silo_noise(KEY, state)
-            up, after = jax.eval_shape(exchange.silo, noise, down, state, data)
+            reply, after = jax.eval_shape(exchange.silo, noise, down, state, data)
             assert jax.tree.structure(after) == jax.tree.structure(state)
-            shapes.append([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(up)])
-    assert shapes == [[((13,), "float32"), ((), "int32")]] * 4
+            shapes.append([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(reply.up)])
+    assert shapes == [[((13,), "float32")]] * 4
 
 
 def walled(y, wall):
@@ -587,10 +586,10 @@ def test_a_second_correction_compiles_nothing():
     compiled = []
     for _ in range(2):
         fixed = nf.importance_correct(KEY, fit, num_draws=150, inner_draws=3)
-        ((runtime, *_),) = [v for (_, n, *_), v in fit._fit.corrections.items() if n == 150]
-        compiled.append((runtime.advance, fixed._posterior))
+        ((weigh, *_),) = [v for (_, n, *_), v in fit._fit.compiled.items() if n == 150]
+        compiled.append((weigh, fixed._posterior))
     assert compiled[0] == compiled[1]
-    assert runtime.advance._cache_size() == 1
+    assert weigh._cache_size() == 1
 
 
 def test_a_heavy_tail_of_weights_of_which_most_count_is_not_called_concentrated():

@@ -12,9 +12,11 @@ import pytest
 from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms.base import Combine
 from numpyro_fed.algorithms.sfvi import ServerState
 from numpyro_fed.model.data import bucket
 from numpyro_fed.objectives import silo_bound
+from numpyro_fed.runtime.step import combine
 
 KEY = jax.random.key(0)
 
@@ -530,10 +532,10 @@ def gradients(pooled, sizes):
 
     @jax.jit
     def run(server, states, noise, data):
-        down, (value, pull) = exchange.broadcast(eps, server, jnp.arange(len(sizes)))
+        down, (value, pull) = exchange.broadcast(eps, server, jnp.arange(len(sizes)), None)
         ask = jax.vmap(exchange.silo, (0, None, 0, 0))
         replies = [ask(e, down, s, d) for e, s, d in zip(noise, states, data, strict=True)]
-        ups = [jax.tree.map(lambda a: a.sum(0), up.gradient) for up, _ in replies]
+        ups = [jax.tree.map(lambda a: a.sum(0), reply.up.gradient) for reply, _ in replies]
         (total,) = pull((jax.tree.map(lambda *a: sum(a), *ups), jnp.ones_like(value)))
         # Under sgd(1.0) a silo's step is its gradient.
         steps = [
@@ -543,7 +545,7 @@ def gradients(pooled, sizes):
         each = None
         if len(sizes) == ROWS:
             zero = jnp.zeros_like(value)
-            each = jax.vmap(lambda g: pull((g, zero))[0])(replies[0][0].gradient)
+            each = jax.vmap(lambda g: pull((g, zero))[0])(replies[0][0].up.gradient)
             (own,) = pull((jax.tree.map(jnp.zeros_like, down), jnp.ones_like(value)))
             each = jax.tree.map(lambda a, b: jnp.abs(a).sum(0) + jnp.abs(b), each, own)
         return total, steps, each
@@ -594,11 +596,11 @@ def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
 
         @jax.jit
         def one_round(server, states, eps, noise, data, exchange=exchange, who=who):
-            down, memo = exchange.broadcast(eps, server, who)
-            ask = jax.vmap(exchange.silo, (0, None, 0, 0))
+            down, memo = exchange.broadcast(eps, server, who, None)
+            ask = jax.vmap(exchange.visit, (0, None, 0, 0))
             replies = [ask(e, down, s, d) for e, s, d in zip(noise, states, data, strict=True)]
-            ups = [jax.tree.map(lambda a: a.sum(0), up) for up, _ in replies]
-            server, info = exchange.server(server, memo, jax.tree.map(lambda *a: sum(a), *ups))
+            together = combine(Combine.SUM, [reply for reply, _ in replies])
+            server, info = exchange.server(server, memo, together, None)
             return server, [s for _, s in replies], info
 
         losses = []
@@ -623,11 +625,11 @@ def test_a_bucket_of_ragged_silos_sums_as_its_silos_do_one_by_one(x64, objective
     (b,) = bucket(p.silos, p.sizes)
     exchange = p.algorithm.exchanges[0]
     server = p.algorithm.init_server(KEY)
-    down, _ = exchange.broadcast(jax.random.normal(KEY, (1, 3)), server, jnp.arange(3))
+    down, _ = exchange.broadcast(jax.random.normal(KEY, (1, 3)), server, jnp.arange(3), None)
     states = jax.vmap(p.algorithm.init_silo, (None, 0))(KEY, b.data)
     states = states._replace(params=jitter(states.params))
     noise = jax.vmap(exchange.silo_noise, (None, 0))(KEY, states)
-    up, after = jax.jit(jax.vmap(exchange.silo, (0, None, 0, 0)))(noise, down, states, b.data)
+    reply, after = jax.jit(jax.vmap(exchange.silo, (0, None, 0, 0)))(noise, down, states, b.data)
     close = partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-11)
     for j, size in enumerate(s["child"] for s in p.sizes):
         own = p.algorithm.init_silo(KEY, p.silos[j])
@@ -642,5 +644,7 @@ def test_a_bucket_of_ragged_silos_sums_as_its_silos_do_one_by_one(x64, objective
                 (states.params, slice(size, None)),
             ]
         )
-        jax.tree.map(close, (jax.tree.map(lambda a, j=j: a[j], up), real), (one, mine.params))
+        jax.tree.map(
+            close, (jax.tree.map(lambda a, j=j: a[j], reply.up), real), (one.up, mine.params)
+        )
         jax.tree.map(np.testing.assert_array_equal, rest, before)

@@ -115,10 +115,10 @@ def is_shape(x):
 
 def reply(fit, batches, state):
     """What silo 0 answers to the server's first message."""
-    exchange = fit.factors.algorithm.exchanges[0]
-    down, _ = exchange.broadcast(KEY, state.server, jnp.array([0]))
+    exchange = fit.algorithm.exchanges[0]
+    down, _ = exchange.broadcast(KEY, state.server, jnp.array([0]), None)
     one = jax.tree.map(lambda a: a[0], (state.silos[0], batches[0].data))
-    return exchange.silo(KEY, down._replace(taken=down.taken[0]), *one)[0]
+    return exchange.silo(KEY, down._replace(taken=down.taken[0]), *one)[0].up
 
 
 EXACT = nf.local.LBFGS(steps=100, num_particles=32, tolerance=1e-9)

@@ -13,21 +13,19 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info
+from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply
 from numpyro_fed.model.data import Bucket, SiloData
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.loop import drive
-from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import (
-    BLOCK,
-    CHUNK,
+from numpyro_fed.runtime.noise import (
     exchange_key,
     init_keys,
-    on_device,
     schedule_key,
     server_key,
     silo_key,
 )
+from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.runtime.stack import BLOCK, CHUNK, on_device
 
 KEY = jax.random.key(0)
 quiet = {"progress_bar": False}
@@ -358,7 +356,6 @@ def test_the_key_of_a_round_with_one_exchange_is_fold_in_of_its_number():
 class Held(NamedTuple):
     total: Any
     seen: Any
-    ok: Any
 
 
 def toy(combine, scatter):
@@ -368,30 +365,31 @@ def toy(combine, scatter):
         return {"kept": jnp.zeros(5), "drawn": jnp.zeros(())}
 
     def init_silo(key, data):
-        return Held(jnp.zeros(()), jnp.zeros(()), jnp.array(True))
+        return Held(jnp.zeros(()), jnp.zeros(()))
 
-    def broadcast(noise, state, who):
+    def broadcast(noise, state, who, server_data):
         down = 10.0 * jnp.arange(5) + state["kept"] if scatter else state["kept"]
         return down, noise
 
     def silo(noise, down, state, data):
-        reply = data.arrays["y"].sum() + noise
-        return reply, Held(state.total + reply, down.sum(), state.ok)
+        up = data.arrays["y"].sum() + noise
+        return Reply(up, jnp.array(True)), Held(state.total + up, down.sum())
 
-    def server(state, memo, up):
+    def server(state, memo, replies, server_data):
+        up = replies.up
         kept = up if combine is Combine.GATHER else state["kept"] + up
         return {"kept": kept, "drawn": memo}, Info(up.sum(), jnp.array(True))
 
     exchange = Exchange(
-        lambda key: jax.random.normal(key),
-        lambda key, state: jax.random.normal(key),
         broadcast,
         silo,
         server,
-        combine,
-        scatter,
+        server_noise=lambda key: jax.random.normal(key),
+        silo_noise=lambda key, state: jax.random.normal(key),
+        combine=combine,
+        scatter=scatter,
     )
-    return FederatedAlgorithm(init_server, init_silo, (exchange, exchange))
+    return FederatedAlgorithm(init_server, init_silo, (exchange, exchange), None, None)
 
 
 TOY_DATA = np.array([[100.0, 0], [200, 0], [300, 0], [400, 0], [500, 0]])

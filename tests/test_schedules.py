@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info
+from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply
 from numpyro_fed.model.data import Bucket, SiloData
-from numpyro_fed.runtime import base
+from numpyro_fed.runtime import stack as base
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.loop import drive
+from numpyro_fed.runtime.noise import exchange_key, server_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule, asynchronous, at_random, in_turn
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import exchange_key, on_device, server_key, silo_key
+from numpyro_fed.runtime.stack import on_device
 
 KEY = jax.random.key(0)
 SILOS = 5
@@ -168,7 +169,6 @@ class Held(NamedTuple):
     visits: Any
     replies: Any
     seen: Any
-    ok: Any
 
 
 class Server(NamedTuple):
@@ -182,19 +182,19 @@ def toy(how=Combine.SUM, limit=1_000, exchanges=1):
     It is content until somebody has been visited more than ``limit`` times.
     """
 
-    def broadcast(noise, state, who):
+    def broadcast(noise, state, who, server_data):
         return Down(state.total, {"who": 10.0 * who, "both": jnp.stack([who, who], 1)}), (
             who,
             noise,
         )
 
     def silo(noise, down, state, data):
-        reply = data.arrays["y"].sum() + 0.01 * noise
+        up = data.arrays["y"].sum() + 0.01 * noise
         seen = jnp.stack([down.own["who"], down.own["both"].sum().astype(float), down.total])
-        return reply, Held(state.visits + 1, state.replies + reply, seen, state.ok)
+        return Reply(up, jnp.array(True)), Held(state.visits + 1, state.replies + up, seen)
 
-    def server(state, memo, up):
-        who, noise = memo
+    def server(state, memo, replies, server_data):
+        (who, noise), up = memo, replies.up
         each = up if how is Combine.GATHER else up[None]
         counts = state.counts.at[who].add(1)
         after = Server(counts, state.total + each.sum())
@@ -202,18 +202,20 @@ def toy(how=Combine.SUM, limit=1_000, exchanges=1):
         return after, Info(each.sum(), counts.max() <= limit, jnp.abs(each).sum(), report)
 
     exchange = Exchange(
-        jax.random.normal,
-        lambda key, state: jax.random.normal(key),
         broadcast,
         silo,
         server,
-        how,
-        Down(total=False, own=True),
+        server_noise=jax.random.normal,
+        silo_noise=lambda key, state: jax.random.normal(key),
+        combine=how,
+        scatter=Down(total=False, own=True),
     )
     return FederatedAlgorithm(
         lambda key: Server(jnp.zeros(SILOS, int), jnp.zeros(())),
-        lambda key, data: Held(jnp.array(0), jnp.zeros(()), jnp.zeros(3), jnp.array(True)),
+        lambda key, data: Held(jnp.array(0), jnp.zeros(()), jnp.zeros(3)),
         (exchange,) * exchanges,
+        None,
+        None,
         watch=lambda state: {"visits": state.visits, "replies": state.replies},
     )
 
@@ -364,15 +366,16 @@ def test_every_exchange_of_a_step_has_its_say(name, where):
     algorithm, batches = toy(), batches_of(groups)
     (first,) = algorithm.exchanges
 
-    def server(state, memo, up):
-        after, info = first.server(state, memo, up)
+    def server(state, memo, replies, server_data):
+        after, info = first.server(state, memo, replies, server_data)
         return after, info._replace(loss=100.0 + 0.0 * info.loss, ok=after.counts.max() <= 1)
 
     two = algorithm._replace(exchanges=(first._replace(server=server), first))
     schedule = SCHEDULES[name] if name else None
     runtime = make(two, schedule)
-    state, log, ok = runtime.advance(KEY, runtime.init(KEY, batches), batches, 4)
-    assert not bool(ok)
+    state, log, ended = runtime.advance(KEY, runtime.init(KEY, batches), batches, 4)
+    assert not bool(ended.ok)
+    assert np.asarray(ended.replies).all()
     assert int(state.round) == (1 if name else 2)
     assert 100 < float(np.asarray(log.losses)[0]) - (100 if name else TOTALS.sum() - 1) < 110
     assert isinstance(log.reports, tuple)
@@ -423,8 +426,8 @@ def test_a_run_stops_at_the_step_that_is_not_ok(where):
     np.testing.assert_array_equal(silos.visits, [1, 1, 1, 1, 2])
     assert ran.log.visits.shape == (1, 6, 1)
     runtime, batches, _ = runner("own order", where, limit=2)
-    after, _, ok = runtime.advance(KEY, ran.state, batches, 3)
-    assert not ok
+    after, _, ended = runtime.advance(KEY, ran.state, batches, 3)
+    assert not ended.ok
     np.testing.assert_array_equal(after.server.counts, [1, 1, 1, 1, 3])
 
 

@@ -11,7 +11,9 @@ from numpyro.distributions import constraints
 from problems import cut, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms.base import Combine, Replies
 from numpyro_fed.errors import NonFiniteError
+from numpyro_fed.runtime.step import combine
 
 KEY = jax.random.key(0)
 
@@ -228,16 +230,17 @@ def test_a_reply_has_one_shape_whatever_the_silo_holds(guide):
 
     def reply(data):
         server = p.algorithm.init_server(KEY)
-        down, _ = exchange.broadcast(exchange.server_noise(KEY), server, jnp.arange(len(p.silos)))
+        who = jnp.arange(len(p.silos))
+        down, _ = exchange.broadcast(exchange.server_noise(KEY), server, who, None)
         state = p.algorithm.init_silo(KEY, data)
-        up, _ = exchange.silo(exchange.silo_noise(KEY, state), down, state, data)
-        return down, up
+        reply, _ = exchange.silo(exchange.silo_noise(KEY, state), down, state, data)
+        return down, reply.up
 
     shapes = [jax.eval_shape(reply, data) for data in p.silos]
     assert shapes[0] == shapes[1] == shapes[2]
     down, up = shapes[0]
     assert jax.tree.map(lambda a: a.shape, down) == jax.tree.map(lambda a: a.shape, up.gradient)
-    assert (up.bound.shape, up.gradient.z_G.shape, up.bad.shape) == ((), (2, 3), ())
+    assert (up.bound.shape, up.gradient.z_G.shape) == ((), (2, 3))
 
 
 def test_what_is_sent_are_draws_of_the_guide_and_its_centre():
@@ -245,7 +248,7 @@ def test_what_is_sent_are_draws_of_the_guide_and_its_centre():
     state = p.algorithm.init_server(KEY)
     state = state._replace(params=jitter(state.params))
     eps = p.algorithm.exchanges[0].server_noise(KEY)
-    down, _ = p.algorithm.exchanges[0].broadcast(eps, state, jnp.arange(2))
+    down, _ = p.algorithm.exchanges[0].broadcast(eps, state, jnp.arange(2), None)
     for z, e in zip(down.z_G, eps, strict=True):
         expected, _ = p.guide.globals.draw(state.params["guide"], e)
         np.testing.assert_allclose(z, expected, rtol=1e-6)
@@ -271,10 +274,10 @@ def test_several_particles_are_the_mean_of_single_ones():
             @jax.jit
             def run(eps, rows):
                 start = p.algorithm.init_server(KEY)._replace(params=server)
-                down, memo = exchange.broadcast(eps, start, jnp.arange(1))
-                up, after = exchange.silo(rows, down, state, data)
-                end, info = exchange.server(start, memo, up)
-                return info.loss, end.params, after.params, up.bound
+                down, memo = exchange.broadcast(eps, start, jnp.arange(1), None)
+                reply, after = exchange.visit(rows, down, state, data)
+                end, info = exchange.server(start, memo, Replies(*reply), None)
+                return info.loss, end.params, after.params, reply.up.bound
 
             return run
 
@@ -303,22 +306,21 @@ def test_a_silo_whose_bound_is_not_finite_sends_zeros_and_says_so(objective):
     )
     exchange = p.algorithm.exchanges[0]
     server = p.algorithm.init_server(KEY)
-    down, memo = exchange.broadcast(exchange.server_noise(KEY), server, jnp.arange(len(p.silos)))
-    ups = []
+    who = jnp.arange(len(p.silos))
+    down, memo = exchange.broadcast(exchange.server_noise(KEY), server, who, None)
+    replies = []
     for j, data in enumerate(p.silos):
         state = p.algorithm.init_silo(KEY, data)
-        up, after = jax.jit(exchange.silo)(exchange.silo_noise(KEY, state), down, state, data)
-        assert int(up.bad) == j
-        assert bool(after.ok) == (j == 0)
-        ups.append(up)
-    for leaf in jax.tree.leaves((ups[1].bound, ups[1].gradient)):
+        reply, _ = jax.jit(exchange.visit)(exchange.silo_noise(KEY, state), down, state, data)
+        assert bool(reply.ok) == (j == 0)
+        replies.append(jax.tree.map(lambda a: a[None], reply))
+    for leaf in jax.tree.leaves(replies[1].up):
         np.testing.assert_array_equal(leaf, 0.0)
-    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(ups[0].gradient))
-    together = jax.tree.map(jnp.add, *ups)
-    after, info = exchange.server(server, memo, together)
+    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(replies[0].up.gradient))
+    after, info = exchange.server(server, memo, combine(Combine.SUM, replies), None)
     assert not info.ok
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
-    _, info = exchange.server(server, memo, ups[0])
+    _, info = exchange.server(server, memo, combine(Combine.SUM, replies[:1]), None)
     assert info.ok
 
 

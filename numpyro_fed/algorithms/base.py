@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax import Array
+
+from numpyro_fed.model.data import SiloData
+
+Server = TypeVar("Server")
+Silo = TypeVar("Silo")
+Down = TypeVar("Down")
+Up = TypeVar("Up")
 
 
 class Combine(Enum):
-    """How a runtime puts the silos' replies together before the server sees them.
+    """How replies are put together before the server sees them.
 
-    ``SUM`` adds them leaf by leaf, so that secure aggregation can be used and the server never
-    sees one silo's reply. ``GATHER`` stacks them along a leading axis, in the order of the
-    participants that ``broadcast`` was given.
+    ``SUM`` adds them leaf by leaf, each times its weight, so that secure aggregation can be used
+    and the server never sees one silo's reply. ``GATHER`` stacks them along a leading axis, in the
+    order of the participants that ``broadcast`` was given.
     """
 
     SUM = "sum"
@@ -22,7 +31,7 @@ class Combine(Enum):
 
 
 class Info(NamedTuple):
-    """What a step reports.
+    """What the server reports of an exchange.
 
     Attributes
     ----------
@@ -31,7 +40,7 @@ class Info(NamedTuple):
     ok : () bool
         Whether the round may be kept. A runtime stops before a round that is not.
     change : () float
-        How far the step moved the server's state; 0 where that is not measured.
+        How far the exchange moved the server's state; 0 where that is not measured.
     report : pytree of arrays
         Logged for each step.
     """
@@ -42,25 +51,103 @@ class Info(NamedTuple):
     report: Any = ()
 
 
-class Exchange(NamedTuple):
+class Reply(NamedTuple, Generic[Up]):
+    """What a silo answers.
+
+    Attributes
+    ----------
+    up : pytree of arrays
+        What leaves the silo. Its shape depends neither on how many rows or local latents the silo
+        has, nor on its data.
+    ok : () bool
+        Whether the numbers are good; zeros are sent instead of numbers that are not.
+    weight : () float
+        By which ``up`` counts in a sum: a silo's number of rows, say.
+    """
+
+    up: Up
+    ok: Array
+    weight: Array | float = 1.0
+
+
+class Replies(NamedTuple, Generic[Up]):
+    """What the server sees of all replies.
+
+    Attributes
+    ----------
+    up : pytree of arrays
+        Their weighted sum, or all of them along a leading axis of length k.
+    ok : () bool, or (k,)
+        Whether all are good, or each.
+    weight : (), or (k,)
+        The sum of their weights, or all of them.
+    """
+
+    up: Up
+    ok: Array
+    weight: Array
+
+
+class Broadcast(Protocol):
+    """What the server sends, and what it keeps in mind until the replies are there."""
+
+    def __call__(self, noise: Any, state: Any, who: Array, server_data: Any) -> tuple[Any, Any]:
+        """``who`` (k,) holds the numbers of the silos that take part: all of them, if all do."""
+        ...
+
+
+class Visit(Protocol):
+    """What a silo does: its reply, and a draft of its next state."""
+
+    def __call__(self, noise: Any, down: Any, state: Any, data: SiloData) -> tuple[Reply, Any]:
+        """The draft becomes a state by ``commit``, which knows what really left."""
+        ...
+
+
+class Commit(Protocol):
+    """A silo's next state, given what of its reply was sent after transforms and checks."""
+
+    def __call__(self, draft: Any, sent: Any) -> Any:
+        """``sent`` has the structure of ``Reply.up``."""
+        ...
+
+
+class Update(Protocol):
+    """What the server does with the replies."""
+
+    def __call__(
+        self, state: Any, memo: Any, replies: Replies, server_data: Any
+    ) -> tuple[Any, Info]:
+        """``memo`` is what ``broadcast`` kept in mind."""
+        ...
+
+
+def no_noise(*args: Any) -> tuple[()]:
+    """For exchanges that draw nothing."""
+    return ()
+
+
+def as_drafted(draft: Any, sent: Any) -> Any:
+    """The commit of a silo whose state does not depend on what was sent."""
+    return draft
+
+
+class Exchange(NamedTuple, Generic[Server, Silo, Down, Up]):
     """One message down to the silos and one up to the server.
 
-    Randomness is an argument: a runtime turns keys into noise by the first two functions, for
+    Randomness is an argument: a runtime turns keys into noise by the two functions below, for
     many rounds at once where that pays, and the others are deterministic.
 
     Attributes
     ----------
+    broadcast : (noise, server_state, who, server_data) -> (Down, memo)
+    silo : (noise, Down, silo_state, data) -> (Reply, draft)
+        Only ``Reply`` leaves the silo.
+    server : (server_state, memo, Replies, server_data) -> (server_state, Info)
+    commit : (draft, sent) -> silo_state
     server_noise : key -> noise
     silo_noise : (key, silo_state) -> noise
         Depends on the shapes of the state alone.
-    broadcast : (noise, server_state, who) -> (Down, memo)
-        What the server sends, and what it keeps in mind until the replies are there. ``who`` (k,)
-        holds the numbers of the silos that take part; of all of them, in order, if all do.
-    silo : (noise, Down, silo_state, data) -> (Up, silo_state)
-        What a silo does. Only ``Up`` leaves it; its shape depends neither on how many rows or
-        local latents the silo has, nor on its data.
-    server : (server_state, memo, combined Up) -> (server_state, Info)
-        What the server does with the replies.
     combine : Combine
     scatter : bool, or a pytree of bools
         Which leaves of ``Down`` have a leading axis of length k, in the order of ``who``, of which
@@ -68,31 +155,59 @@ class Exchange(NamedTuple):
         such as ``Down(eta=False, factor=True)``.
     """
 
-    server_noise: Callable[[Array], Any]
-    silo_noise: Callable[[Array, Any], Any]
-    broadcast: Callable[[Any, Any, Array], tuple[Any, Any]]
-    silo: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
-    server: Callable[[Any, Any, Any], tuple[Any, Info]]
+    broadcast: Broadcast
+    silo: Visit
+    server: Update
+    commit: Commit = as_drafted
+    server_noise: Callable[[Array], Any] = no_noise
+    silo_noise: Callable[[Array, Any], Any] = no_noise
     combine: Combine = Combine.SUM
     scatter: Any = False
 
+    def visit(self, noise: Any, down: Any, state: Any, data: SiloData) -> tuple[Reply, Any]:
+        """A silo's whole part: what it sends, with zeros for what is not good, and its state."""
+        reply, draft = self.silo(noise, down, state, data)
+        sent = jax.tree.map(lambda a: jnp.where(reply.ok, a, jnp.zeros_like(a)), reply.up)
+        weight = jnp.asarray(reply.weight, jnp.result_type(float))
+        return Reply(sent, jnp.asarray(reply.ok), weight), self.commit(draft, sent)
 
-class FederatedAlgorithm(NamedTuple):
+
+class Shared(NamedTuple):
+    """Of a server's state what everybody may know: parameters, and those of the globals' guide."""
+
+    theta: dict[str, Any]
+    guide: Any
+
+
+class Private(NamedTuple):
+    """Of a silo's state what never leaves: parameters, its local guide, and from where that
+    measures the globals, if not from the centre of theirs.
+    """
+
+    theta: dict[str, Any]
+    guide: dict[str, Any]
+    centre: Array | None = None
+
+
+class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     """An algorithm as pure functions; the loop lives in a runtime.
 
     Attributes
     ----------
     init_server : key -> server_state
     init_silo : (key, data) -> silo_state
-        Private: it never leaves the silo. It has a boolean ``ok``, which says whether the silo's
-        last reply was finite.
+        It never leaves the silo.
     exchanges : tuple of Exchange
         The exchanges of one step, in order. A round has one step, or as many as its schedule says.
+    shared : server_state -> Shared
+    private : silo_state -> Private
     watch : silo_state -> pytree of scalars, optional
         Logged for each visit of a silo, for the user of a simulation; not a message.
     """
 
-    init_server: Callable[[Array], Any]
-    init_silo: Callable[[Array, Any], Any]
+    init_server: Callable[[Array], Server]
+    init_silo: Callable[[Array, SiloData], Silo]
     exchanges: tuple[Exchange, ...]
-    watch: Callable[[Any], Any] | None = None
+    shared: Callable[[Server], Shared]
+    private: Callable[[Silo], Private]
+    watch: Callable[[Silo], Any] | None = None

@@ -20,7 +20,15 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
+from numpyro_fed.algorithms.base import (
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Private,
+    Replies,
+    Reply,
+    Shared,
+)
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows
@@ -36,11 +44,10 @@ class ServerState(NamedTuple):
 
 
 class SiloState(NamedTuple):
-    """``params`` is ``{"private", "guide"}``; ``ok`` says whether the last reply was finite."""
+    """``params`` is ``{"private", "guide"}``: private parameters and those of the local guide."""
 
     params: dict[str, Any]
     opt_state: Any
-    ok: Array
 
 
 class Down(NamedTuple):
@@ -52,13 +59,10 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """What a silo sends: its term of the bound, the gradient with respect to what it was sent,
-    and 1 instead of either if they were not finite.
-    """
+    """What a silo sends: its term of the bound, the gradient with respect to what it was sent."""
 
     bound: Array
     gradient: Down
-    bad: Array
 
 
 def sfvi(
@@ -88,7 +92,7 @@ def sfvi(
             "private": fm.init_private(key_private, data),
             "guide": guide.init_local(key_guide, data),
         }
-        return SiloState(params, optim.init(params), jnp.array(True))
+        return SiloState(params, optim.init(params))
 
     def server_noise(key: Array) -> Any:
         return guide.globals.noise(key, num_particles)
@@ -97,37 +101,45 @@ def sfvi(
         sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
         return bound.noise(key, sizes, num_particles)
 
-    def broadcast(eps: Any, state: ServerState, who: Array) -> tuple[Down, Any]:
-        (down, value), pull = jax.vjp(lambda params: draw(params, eps), state.params)
+    def broadcast(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Down, Any]:
+        (down, value), pull = jax.vjp(lambda params: draw(params, noise), state.params)
         return down, (value, pull)
 
-    def silo(eps: Rows, down: Down, state: SiloState, data: SiloData) -> tuple[Up, SiloState]:
+    def silo(
+        noise: Rows, down: Down, state: SiloState, data: SiloData
+    ) -> tuple[Reply[Up], SiloState]:
         def term(down: Down, params: dict[str, Any]) -> Array:
             theta = {**down.theta, **params["private"]}
 
             def at(z_G: Array, eps: Rows) -> Array:
                 return bound.value(theta, params["guide"], z_G, down.centre, eps, data)
 
-            return jax.vmap(at, (0, 1))(down.z_G, eps).mean()
+            return jax.vmap(at, (0, 1))(down.z_G, noise).mean()
 
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)
-        ok = all_finite((value, g_down))
-        up = Up(value, g_down, jnp.zeros((), jnp.int32))
-        zeros = jax.tree.map(jnp.zeros_like, up)._replace(bad=jnp.ones((), jnp.int32))
-        up = jax.tree.map(lambda a, b: jnp.where(ok, a, b), up, zeros)
         params, opt_state = _ascend(optim, g_params, state.opt_state, state.params)
-        return up, SiloState(params, opt_state, ok)
+        reply = Reply(Up(value, g_down), all_finite((value, g_down)))
+        return reply, SiloState(params, opt_state)
 
-    def server(state: ServerState, memo: Any, up: Up) -> tuple[ServerState, Info]:
-        value, pull = memo
+    def server(
+        state: ServerState, memo: Any, replies: Replies[Up], server_data: Any
+    ) -> tuple[ServerState, Info]:
+        (value, pull), up = memo, replies.up
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))
         params, opt_state = _ascend(optim, gradient, state.opt_state, state.params)
         total = value + up.bound
-        ok = (up.bad == 0) & all_finite((total, gradient))
-        return ServerState(params, opt_state), Info(-total, ok)
+        return ServerState(params, opt_state), Info(
+            -total, replies.ok & all_finite((total, gradient))
+        )
 
-    exchange = Exchange(server_noise, silo_noise, broadcast, silo, server)
-    return FederatedAlgorithm(init_server, init_silo, (exchange,))
+    def shared(state: ServerState) -> Shared:
+        return Shared(state.params["theta"], state.params["guide"])
+
+    def private(state: SiloState) -> Private:
+        return Private(state.params["private"], state.params["guide"])
+
+    exchange = Exchange(broadcast, silo, server, server_noise=server_noise, silo_noise=silo_noise)
+    return FederatedAlgorithm(init_server, init_silo, (exchange,), shared, private)
 
 
 def _ascend(optim: Any, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:

@@ -48,6 +48,7 @@ class Method(ABC):
         init_state: State | None = None,
         progress_bar: bool = True,
         runtime: str = "simulation",
+        server_data: Any = None,
     ) -> Any:
         """Fit the model.
 
@@ -71,6 +72,8 @@ class Method(ABC):
         runtime : {"simulation", "host"}
             One compiled program, or a plain loop over silos for debugging. The numbers are the
             same up to rounding.
+        server_data : pytree, optional
+            What the server itself holds, for algorithms that use it; it is never saved.
 
         Returns
         -------
@@ -92,7 +95,7 @@ class Method(ABC):
         else:
             state = fit.check_state(init_state, held)
         self._check_rounds(state, num_rounds)
-        run = drive(fit.runtime, key, state, held.batches, num_rounds, progress_bar)
+        run = drive(fit.runtime, key, state, held.batches, num_rounds, progress_bar, server_data)
         result = self._result(run, fit, held)
         if run.failure is not None:
             raise _non_finite(result, run.failure)

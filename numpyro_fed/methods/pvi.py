@@ -16,8 +16,10 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.aggregate import aggregate
-from numpyro_fed.algorithms.pvi.algorithm import Parts, Settings, Status, evaluation, pvi
+from numpyro_fed.algorithms.pvi.algorithm import pvi
+from numpyro_fed.algorithms.pvi.evaluate import evaluation
 from numpyro_fed.algorithms.pvi.families import Globals, conjugacy, globals_of
+from numpyro_fed.algorithms.pvi.messages import Parts, Settings, Status
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
 from numpyro_fed.expfam import Family
@@ -39,7 +41,6 @@ from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.posterior import posterior
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.runtime.loop import Run
-from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import State
 
 DELETIONS = ("own", "none", "average", "prior")
@@ -268,7 +269,6 @@ class PVI(Method):
             exact=self._exact(fm, chosen, local),
         )
         algorithm = pvi(parts, settings)
-        evaluate = simulation(evaluation(parts, settings))
         check_memory(algorithm, buckets)
         return Fit(
             model=fm,
@@ -276,21 +276,21 @@ class PVI(Method):
             checks=layout.checks,
             guide=guide,
             bound=bounds[0],
+            algorithm=algorithm,
             runtime=RUNTIMES[runtime](algorithm, schedule),
             posterior=posterior(fm, guide, bounds[0]),
             settings=self._settings(draws, parts.local),
-            corrections={},
+            compiled={},
             certify=importance_correct,
             factors=Factors(
                 chosen,
                 settings,
-                algorithm,
                 closed,
                 loss=self.loss not in (None, log_loss),
                 divergence=not all(
                     isinstance(d, KL) for d in (self.divergence, self.prior_divergence)
                 ),
-                evaluation=evaluate,
+                evaluation=evaluation(parts, settings),
             ),
         )
 

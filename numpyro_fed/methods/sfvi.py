@@ -129,6 +129,7 @@ class SFVI(Method):
             layout.checks,
             guide,
             bound,
+            algorithm,
             RUNTIMES[runtime](algorithm),
             posterior(layout.model, guide, bound),
             settings,

@@ -15,7 +15,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Shared
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.errors import MissingExtraError, NonFiniteError, SavedStateError
 from numpyro_fed.guides.structured import Guide
@@ -25,7 +25,7 @@ from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.results.posterior import Posterior, real_rows
 from numpyro_fed.results.saving import save_state
-from numpyro_fed.runtime.stack import Batch, Runtime, State
+from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
 
 BATCHES = 5  # of rounds, whose means show how noisy a bound is
 
@@ -54,11 +54,10 @@ class Factors(NamedTuple):
 
     globals: Globals
     settings: Any
-    algorithm: FederatedAlgorithm
     conjugate: bool
     loss: bool
     divergence: bool
-    evaluation: Runtime
+    evaluation: Exchange
 
 
 class Fit(NamedTuple):
@@ -69,10 +68,11 @@ class Fit(NamedTuple):
     checks: Checks
     guide: Guide
     bound: SiloBound
+    algorithm: FederatedAlgorithm
     runtime: Runtime
     posterior: Posterior
     settings: dict[str, Any]
-    corrections: dict[Any, Any]  # compiled importance corrections, by their numbers of draws
+    compiled: dict[Any, Any]  # single exchanges and what goes with them, by what they are for
     certify: Callable[..., Any]  # (key, result) -> the importance correction
     factors: Factors | None = None
 
@@ -85,6 +85,12 @@ class Fit(NamedTuple):
             },
             "sizes": list(self.sizes),
         }
+
+    def single(self, name: str, exchange: Exchange) -> Single:
+        """A single exchange by name, compiled once."""
+        if name not in self.compiled:
+            self.compiled[name] = self.runtime.single(exchange)
+        return self.compiled[name]
 
     def initial_state(self, silos: Silos) -> State:
         """A first state, for its structure."""
@@ -183,17 +189,21 @@ class Result:
     @property
     def params(self) -> dict[str, Any]:
         """Shared parameters on their own supports, by name; the globals' guide as ``"guide"``."""
-        server = self.state.server.params
-        return {**self._fit.model.constrain_theta(server["theta"]), "guide": server["guide"]}
+        theta, guide = self._shared
+        return {**self._fit.model.constrain_theta(theta), "guide": guide}
+
+    @property
+    def _shared(self) -> Shared:
+        return self._fit.algorithm.shared(self.state.server)
 
     def silo_params(self, silo: int) -> dict[str, Any]:
         """Silo ``j``'s private parameters on their own supports, and its guide as ``"guide"``."""
         private = self._fit.model.constrain_theta(self.private_parameters(silo))
-        return {**private, "guide": self._private(silo)[1]}
+        return {**private, "guide": self._private(silo).guide}
 
     def private_parameters(self, silo: int) -> dict[str, Any]:
         """Silo ``j``'s private parameters, unconstrained."""
-        return self._real_private(silo, self._private(silo)[0])
+        return self._real_private(silo, self._private(silo).theta)
 
     def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
         """Draw from the fitted posterior.
@@ -219,44 +229,35 @@ class Result:
         self, key: Array, z_G: Array, silo: int | None, posterior: Posterior
     ) -> dict[str, Array]:
         """Sites at given draws of the globals (n, dim); a silo's locals are drawn given these."""
-        sites = posterior.constrain_globals(self.state.server.params["theta"], z_G)
+        sites = posterior.constrain_globals(self._shared.theta, z_G)
         if silo is None:
             return sites
         return sites | self._sample_locals(key, z_G, silo, posterior)
 
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
         """Unconstrained draws ``z_G`` (n, dim) and their log densities (n,) under the guide."""
-        params = self.state.server.params
-        return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), params, n)
+        guide = self._shared.guide
+        return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), guide, n)
 
     def _sample_locals(
         self, key: Array, z_G: Array, silo: int, posterior: Posterior
     ) -> dict[str, Array]:
         b, i = self._silos.place(silo)
-        shared = self.state.server.params
-        private, eta = self._private(silo)
+        shared, private = self._shared, self._private(silo)
         padded = jax.tree.map(lambda a: a[i], self._silos.batches[b].data)
-        theta = {**shared["theta"], **private}
-        centre = self._centre(silo)
+        theta, centre = {**shared.theta, **private.theta}, private.centre
+        if centre is None:
+            centre = self._fit.guide.globals.centre(shared.guide)
         key = jax.random.fold_in(key, silo)
-        z_L = posterior.draw_locals(key, theta, eta, z_G, centre, padded)
+        z_L = posterior.draw_locals(key, theta, private.guide, z_G, centre, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
-        theta = {**shared["theta"], **self._real_private(silo, private)}
+        theta = {**shared.theta, **self._real_private(silo, private.theta)}
         data = self._silos.data[silo]
         return posterior.constrain_locals(theta, z_G, z_L, data)
 
-    def _private(self, silo: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _private(self, silo: int) -> Private:
         b, i = self._silos.place(silo)
-        params = jax.tree.map(lambda a: a[i], self.state.silos[b].params)
-        return params["private"], params["guide"]
-
-    def _centre(self, silo: int) -> Array:
-        """From where a silo's guide measures the globals: its own place, if it has one."""
-        b, i = self._silos.place(silo)
-        own = self.state.silos[b].params.get("centre")
-        if own is not None:
-            return own[i]
-        return self._fit.guide.globals.centre(self.state.server.params["guide"])
+        return self._fit.algorithm.private(jax.tree.map(lambda a: a[i], self.state.silos[b]))
 
     def _real_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
         """Private parameters without what belongs to padded rows."""

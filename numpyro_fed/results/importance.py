@@ -13,7 +13,7 @@ import numpy as np
 from blackjax.diagnostics import psis_weights
 from jax import Array
 
-from numpyro_fed.algorithms.importance.exchange import importance, start
+from numpyro_fed.algorithms.importance.exchange import importance
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
 from numpyro_fed.errors import NonFiniteError, positive_int
@@ -24,8 +24,7 @@ from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.runtime.loop import failed_silos
-from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import Runtime
+from numpyro_fed.runtime.stack import Single
 
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
@@ -107,12 +106,10 @@ def importance_correct(
     _check_weighable(fit)
     draws = _inner_draws(fit.guide, inner_draws)
     check_rows_apart(fit.model, fit.checks, draws, silos.buckets)
-    runtime, sampler, proposed = _compiled(fit, draws, num_draws, wider)
-    server = start(state.server.params, num_draws, fit.model.dim)
-    first = state._replace(round=jnp.zeros((), jnp.int32), server=server, schedule=())
-    last, log, ok = runtime.advance(key, first, silos.batches, 1)
-    if not bool(ok):
-        bad = failed_silos(last, silos.batches)
+    weigh, sampler, proposed = _compiled(fit, draws, num_draws, wider)
+    weighed, states, info, good = weigh(key, state.server, state.silos, silos.batches)
+    if not bool(info.ok):
+        bad = failed_silos(good, states, silos.batches)
         where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
         raise NonFiniteError(
             f"the importance weights are NaN, or all zero, because of {where}. Fit for more "
@@ -121,11 +118,11 @@ def importance_correct(
             round=int(state.round),
             silos=bad,
         )
-    pareto_k, weights = _weights(last.server.log_weights)
+    pareto_k, weights = _weights(weighed.log_weights)
     ess = float(1 / (weights**2).sum())
-    z_G = _without_the_weightless(last.server.z_G, weights)
+    z_G = _without_the_weightless(weighed.z_G, weights)
     return Corrected(
-        log_evidence=None if fit.factors and fit.factors.loss else -float(log.losses[0]),
+        log_evidence=None if fit.factors and fit.factors.loss else -float(info.loss),
         ess=ess,
         pareto_k=pareto_k,
         weights=weights,
@@ -227,7 +224,7 @@ class Corrected:
     @cached_property
     def draws(self) -> dict[str, Array]:
         """Draws of the globals on their own supports, to be weighted by ``weights``."""
-        theta = self.result.state.server.params["theta"]
+        theta = self.result._shared.theta
         return self._posterior.constrain_globals(theta, self._z_G)
 
     @cached_property
@@ -321,18 +318,20 @@ def _threshold(num_draws: int) -> float:
 
 def _compiled(
     fit: Fit, draws: dict[str, int], num_draws: int, wider: float
-) -> tuple[Runtime, Posterior, Proposal]:
+) -> tuple[Single, Posterior, Proposal]:
     """The exchange and the sampling functions for these numbers of draws, compiled once a fit."""
     batch_size = _batch_size(fit, draws, num_draws)
     known = (tuple(draws.items()), num_draws, batch_size, wider)
-    if known not in fit.corrections:
+    if known not in fit.compiled:
         bound = silo_bound(fit.model, fit.guide, draws)
         proposed = proposal(fit.model, fit.guide.globals, num_draws, wider)
         likelihood = SiloLikelihood(fit.model, fit.guide, draws)
-        algorithm = importance(fit.model, fit.guide, proposed, likelihood, num_draws, batch_size)
+        exchange = importance(
+            fit.model, fit.guide, proposed, likelihood, fit.algorithm, num_draws, batch_size
+        )
         sampler = posterior(fit.model, fit.guide, bound)
-        fit.corrections[known] = simulation(algorithm), sampler, proposed
-    return fit.corrections[known]
+        fit.compiled[known] = fit.runtime.single(exchange), sampler, proposed
+    return fit.compiled[known]
 
 
 def _tail(pareto_k: float, share: float) -> float:

@@ -39,9 +39,9 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
     """Build the sampling functions of a fit."""
 
     @partial(jax.jit, static_argnums=2)
-    def draw_globals(key: Array, params: dict[str, Any], n: int) -> tuple[Array, Array]:
+    def draw_globals(key: Array, eta: Any, n: int) -> tuple[Array, Array]:
         noise = guide.globals.noise(key, n)
-        return jax.vmap(guide.globals.draw, (None, 0))(params["guide"], noise)
+        return jax.vmap(guide.globals.draw, (None, 0))(eta, noise)
 
     @jax.jit
     def constrain_globals(theta: dict[str, Any], z_G: Array) -> dict[str, Array]:

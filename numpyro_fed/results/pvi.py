@@ -8,12 +8,11 @@ from functools import cached_property
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 
-from numpyro_fed.algorithms.pvi.algorithm import Settings, Status, effective_factor
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
+from numpyro_fed.algorithms.pvi.messages import Settings, Status
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.expfam.gaussian import rounding
 from numpyro_fed.results.base import Factors, Result
@@ -64,7 +63,7 @@ class PVIResult(Result):
         """
         b, i = self._silos.place(silo)
         state = jax.tree.map(lambda a: a[i], self.state.silos[b])
-        return effective_factor(state, self.state.server.taken[silo])
+        return state.effective_factor(self.state.server.taken[silo])
 
     @property
     def communications(self) -> int:
@@ -97,18 +96,18 @@ class PVIResult(Result):
                 "there is no evidence under a loss, or under a divergence other than KL. What was "
                 "maximised is in .losses, with its sign turned."
             )
-        silos = self._silos
-        state = self.state._replace(round=jnp.zeros((), jnp.int32), schedule=())
-        _, log, ok = self._factors.evaluation.advance(jax.random.key(0), state, silos.batches, 1)
-        if not bool(ok):
+        evaluate = self._fit.single("evaluation", self._factors.evaluation)
+        state, batches = self.state, self._silos.batches
+        _, _, info, good = evaluate(jax.random.key(0), state.server, state.silos, batches)
+        if not bool(info.ok):
             raise NonFiniteError(
                 "the expected log likelihood at the posterior is not finite at some silo. Look at "
                 "the supports of the sites, or run more rounds.",
                 result=self,
                 round=int(self.state.round),
-                silos=(),
+                silos=tuple(np.flatnonzero(~np.asarray(good)).tolist()),
             )
-        last = -np.asarray(log.losses)[:1]
+        last = -np.asarray(info.loss)[None]
         settings: Settings = self._factors.settings
         if settings.visits != settings.num_silos or settings.asynchronous:
             return last
@@ -128,7 +127,7 @@ class PVIResult(Result):
     def nothing_accepted(self) -> bool:
         """Whether no visit of this run, nor of those before it, has changed the posterior."""
         taken = (self.status < Status.NON_FINITE) & (self.damping[..., None] > 0)
-        factors = (self.state.server.total, self.state.server.own)
+        factors = (self.state.server.total, self.state.server.server_factor)
         theirs = jax.tree.map(lambda a, b: np.any(np.asarray(a) != np.asarray(b)), *factors)
         return bool(len(taken)) and not taken.any() and not any(jax.tree.leaves(theirs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,25 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Info
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply
 from numpyro_fed.model.data import stacked
+from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import (
     Batch,
+    Ended,
     Log,
     Runtime,
+    Single,
     State,
     chunk_of,
-    combine,
-    exchange_key,
-    fold,
-    init_keys,
     init_schedule,
-    server_key,
-    silo_key,
-    slices,
     visits,
 )
+from numpyro_fed.runtime.step import Answers, Ask, Noise, combine, slices, step
 from numpyro_fed.trees import strong
 
 
@@ -39,10 +37,7 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
     Python, in which a debugger can stop. Expects one silo in each batch.
     """
     init_server, init_silo = jax.jit(algorithm.init_server), jax.jit(algorithm.init_silo)
-    exchanges = [
-        (e, x, jax.jit(x.silo_noise), jax.jit(x.broadcast), jax.jit(x.silo), jax.jit(x.server))
-        for e, x in enumerate(algorithm.exchanges)
-    ]
+    exchanges = tuple(map(_compiled, algorithm.exchanges))
     watch = jax.jit(algorithm.watch or (lambda state: ()))
     who_when = jax.jit(partial(visits, schedule)) if schedule else None
 
@@ -56,62 +51,103 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
         )
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
-    def one_step(
-        key: Array, number: Array, who: np.ndarray, state: State, batches: tuple[Batch, ...]
-    ) -> tuple[State, Info, list[Any]]:
-        where = {int(b.silos[0]): i for i, b in enumerate(batches)}
-        server, silos, infos = state.server, list(state.silos), []
-        for e, exchange, noise, broadcast, ask, answer in exchanges:
-            mine = exchange_key(key, number, e, len(exchanges))
-            drawn = exchange.server_noise(server_key(mine))
-            down, memo = broadcast(drawn, server, jnp.asarray(who, jnp.int32))
-            replies = []
-            for i, j in enumerate(who.tolist()):
-                silo, data = _only(batches[where[j]])
-                before = _only(silos[where[j]])
-                sent = slices(exchange.scatter, down, i)
-                up, after = ask(noise(silo_key(mine, silo), before), sent, before, data)
-                replies.append(_stack(up))
-                silos[where[j]] = _stack(after)
-            server, info = answer(server, memo, combine(exchange.combine, replies))
-            infos.append(info)
-        watched = [watch(_only(silos[where[j]])) for j in who.tolist()]
-        return state._replace(server=server, silos=tuple(silos)), fold(infos), watched
-
     def one_round(
-        key: Array, state: State, batches: tuple[Batch, ...]
-    ) -> tuple[State, float, bool, Any]:
+        key: Array, state: State, batches: tuple[Batch, ...], server_data: Any
+    ) -> tuple[State, float, Ended, Any]:
         plan, change = (np.arange(len(batches))[None], ()), None
         if who_when is not None:
             plan, change = who_when(key, state.round, state.schedule), state.schedule[1]
-        loss, ok, rows = 0.0, True, []
+        loss, ok, good, rows = 0.0, True, np.ones(len(batches), bool), []
+        server, silos, ask = state.server, state.silos, _ask(batches, watch)
         for s, who in enumerate(np.asarray(plan[0])):
-            number = state.round * len(plan[0]) + s
-            state, info, watched = one_step(key, number, who, state, batches)
+            noise = _noise(exchanges, key, state.round * len(plan[0]) + s)
+            server, silos, info, good[who], seen = step(
+                exchanges, ask, noise, server, silos, jnp.asarray(who, jnp.int32), server_data
+            )
             if change is not None and len(who) == 1:
                 change = change.at[who[0]].set(info.change)
-            rows.append(jax.tree.map(np.asarray, (info.report, who, stacked(watched))))
+            rows.append(jax.tree.map(np.asarray, (info.report, who, seen)))
             loss, ok = loss + float(info.loss), bool(info.ok)
             if not ok:  # such a round is not kept, nor is its row
                 rows += rows[-1:] * (len(plan[0]) - len(rows))
                 break
         carry = () if change is None else (plan[1], change)
-        return state._replace(round=state.round + 1, schedule=carry), loss, ok, stacked(rows)
+        return State(state.round + 1, server, silos, carry), loss, Ended(ok, good), stacked(rows)
 
     def advance(
-        key: Array, state: State, batches: tuple[Batch, ...], n: int
-    ) -> tuple[State, Log, bool]:
+        key: Array, state: State, batches: tuple[Batch, ...], n: int, server_data: Any = None
+    ) -> tuple[State, Log, Ended]:
         losses: list[float] = []
         rows: list[Any] = []
-        ok = True
-        while len(rows) < n and ok:
-            state, loss, ok, row = one_round(key, state, batches)
+        ended = Ended(True, np.ones(len(batches), bool))
+        while len(rows) < n and ended.ok:
+            state, loss, ended, row = one_round(key, state, batches, server_data)
             losses.append(loss)
             rows.append(row)
         reports, seen, watched = stacked(rows) if rows else ((), (), ())
-        return state, Log(np.array(losses), reports, seen if schedule else (), watched), ok
+        return state, Log(np.array(losses), reports, seen if schedule else (), watched), ended
 
-    return Runtime(init, advance, chunk_of(schedule))
+    return Runtime(init, advance, single, chunk_of(schedule))
+
+
+def single(exchange: Exchange) -> Single:
+    """One exchange with every silo, one after the other."""
+    exchanges = (_compiled(exchange),)
+
+    def run(
+        key: Array,
+        server: Any,
+        silos: tuple[Any, ...],
+        batches: tuple[Batch, ...],
+        server_data: Any = None,
+    ) -> tuple[Any, tuple[Any, ...], Info, Array]:
+        noise, ask = _noise(exchanges, key, 0), _ask(batches, lambda state: ())
+        who = jnp.arange(len(batches))
+        server, silos, info, good, _ = step(exchanges, ask, noise, server, silos, who, server_data)
+        return server, silos, info, good
+
+    return run
+
+
+def _noise(exchanges: Sequence[Exchange], key: Array, number: Array | int) -> list[Noise]:
+    """The server's noise, and the key from which each silo draws its own."""
+    keys = [exchange_key(key, number, e, len(exchanges)) for e in range(len(exchanges))]
+    return [
+        Noise(x.server_noise(server_key(mine)), mine)
+        for x, mine in zip(exchanges, keys, strict=True)
+    ]
+
+
+def _ask(batches: tuple[Batch, ...], watch: Callable[[Any], Any]) -> Ask:
+    """One participant after the other; ``noise`` is the key of the exchange."""
+    where = {int(b.silos[0]): i for i, b in enumerate(batches)}
+
+    def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
+        after, replies, seen = list(silos), list[Reply](), []
+        for i, j in enumerate(np.asarray(who).tolist()):
+            silo, data = _only(batches[where[j]])
+            before = _only(silos[where[j]])
+            eps = exchange.silo_noise(silo_key(noise, silo), before)
+            sent = slices(exchange.scatter, down, i)
+            reply, state = exchange.silo(eps, sent, before, data)
+            replies.append(_stack(reply))
+            seen.append(watch(state))
+            after[where[j]] = _stack(state)
+        ok = jnp.concatenate([reply.ok for reply in replies])
+        return Answers(combine(exchange.combine, replies), ok, tuple(after), stacked(seen))
+
+    return ask
+
+
+def _compiled(exchange: Exchange) -> Exchange:
+    """The same exchange, each function compiled; its ``silo`` is the whole visit."""
+    return exchange._replace(
+        server_noise=jax.jit(exchange.server_noise),
+        silo_noise=jax.jit(exchange.silo_noise),
+        broadcast=jax.jit(exchange.broadcast),
+        silo=jax.jit(exchange.visit),
+        server=jax.jit(exchange.server),
+    )
 
 
 def _only(stack: Any) -> Any:

@@ -43,6 +43,7 @@ def drive(
     batches: tuple[Batch, ...],
     num_rounds: int,
     progress_bar: bool,
+    server_data: Any = None,
 ) -> Run:
     """Run ``num_rounds`` rounds from ``state``.
 
@@ -57,11 +58,12 @@ def drive(
         while done < num_rounds and failure is None:
             n = min(n, runtime.chunk, num_rounds - done)
             began = time.perf_counter()
-            after, log, ok = runtime.advance(key, state, batches, n)
-            while n and not (ok and _finite(after)):
-                failure = Failure(int(after.round) - 1, failed_silos(after, batches))
+            after, log, ended = runtime.advance(key, state, batches, n, server_data)
+            while n and not (ended.ok and _finite(after, batches)):
+                bad = failed_silos(ended.replies, after.silos, batches)
+                failure = Failure(int(after.round) - 1, bad)
                 n = failure.round - int(state.round)
-                after, _, ok = runtime.advance(key, state, batches, n)
+                after, _, ended = runtime.advance(key, state, batches, n, server_data)
             logs.append(jax.tree.map(partial(_first, n), log))
             state, done = after, done + n
             if progress_bar and n:
@@ -81,22 +83,26 @@ def _first(n: int, a: Any) -> np.ndarray:
     return np.asarray(a)[:n]
 
 
-@jax.jit
-def _finite_each(stack: Any) -> Array:
+@partial(jax.jit, static_argnums=1)
+def _finite_each(stack: Any, size: int) -> Array:
     """For each silo of a bucket whether all of its state is finite."""
-    leaves = [jnp.isfinite(a).reshape(len(a), -1).all(1) for a in jax.tree.leaves(stack)]
-    return jnp.stack(leaves).all(0)
+    leaves = [jnp.isfinite(a).reshape(size, -1).all(1) for a in jax.tree.leaves(stack)]
+    return jnp.stack([jnp.ones(size, bool), *leaves]).all(0)
 
 
-def _finite(state: State) -> bool:
-    server = jax.tree.map(lambda a: a[None], state.server)
-    return all(bool(_finite_each(stack).all()) for stack in (server, *state.silos))
+def _finite(state: State, batches: tuple[Batch, ...]) -> bool:
+    stacks = [(jax.tree.map(lambda a: a[None], state.server), 1)]
+    stacks += [(s, len(b.silos)) for s, b in zip(state.silos, batches, strict=True)]
+    return all(bool(_finite_each(*stack).all()) for stack in stacks)
 
 
-def failed_silos(state: State, batches: tuple[Batch, ...]) -> tuple[int, ...]:
-    """The silos whose last reply, or whose state, is not finite."""
-    bad: list[int] = []
-    for batch, silos in zip(batches, state.silos, strict=True):
-        fine = np.asarray(silos.ok) & np.asarray(_finite_each(silos))
-        bad += np.asarray(batch.silos)[~fine].tolist()
+def failed_silos(
+    replies: Any, silos: tuple[Any, ...], batches: tuple[Batch, ...]
+) -> tuple[int, ...]:
+    """The silos whose last reply was not good, or whose state is not finite."""
+    bad = set(np.flatnonzero(~np.asarray(replies)).tolist())
+    for batch, states in zip(batches, silos, strict=True):
+        bad.update(
+            np.asarray(batch.silos)[~np.asarray(_finite_each(states, len(batch.silos)))].tolist()
+        )
     return tuple(sorted(bad))

@@ -10,32 +10,30 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import (
     BLOCK,
     NOISE,
+    Advance,
     Batch,
+    Ended,
     Log,
     Runtime,
+    Single,
     State,
     chunk_of,
-    combine,
-    exchange_key,
-    fold,
     in_order,
-    init_keys,
     init_schedule,
-    server_key,
-    silo_key,
-    slices,
     visits,
 )
+from numpyro_fed.runtime.step import Answers, Ask, Noise, combine, slices, step
 from numpyro_fed.trees import strong
 
 Places = tuple[Array, Array]
-Advance = Callable[[Array, State, tuple[Batch, ...], int], tuple[State, Log, Array]]
+Watch = Callable[[Any], Any]
 
 
 def simulation(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Runtime:
@@ -63,60 +61,99 @@ def simulation(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) 
         return State(jnp.zeros((), jnp.int32), server, silos, carry)
 
     advance = _everyone(algorithm) if schedule is None else _scheduled(algorithm, schedule)
-    return Runtime(init, advance, chunk_of(schedule))
+    return Runtime(init, advance, single, chunk_of(schedule))
+
+
+def single(exchange: Exchange) -> Single:
+    """One exchange with every silo, compiled."""
+
+    @jax.jit
+    def run(
+        key: Array,
+        server: Any,
+        silos: tuple[Any, ...],
+        batches: tuple[Batch, ...],
+        server_data: Any = None,
+    ) -> tuple[Any, tuple[Any, ...], Info, Array]:
+        noise = _noise_of((exchange,), key, jnp.zeros((), jnp.int32), silos, batches)
+        who, ask = jnp.arange(_count(batches)), _ask_everyone(batches, None)
+        server, silos, info, good, _ = step(
+            (exchange,), ask, noise, server, silos, who, server_data
+        )
+        return server, silos, info, good
+
+    return run
+
+
+def _noise_of(
+    exchanges: tuple[Exchange, ...], key: Array, number: Array, silos: Any, batches: Any
+) -> list[Noise]:
+    """All noise of one step: for each exchange the server's, and that of each bucket."""
+    drawn = []
+    for e, exchange in enumerate(exchanges):
+        mine = exchange_key(key, number, e, len(exchanges))
+        buckets = [
+            jax.vmap(exchange.silo_noise)(jax.vmap(partial(silo_key, mine))(b.silos), states)
+            for b, states in zip(batches, silos, strict=True)
+        ]
+        drawn.append(Noise(exchange.server_noise(server_key(mine)), buckets))
+    return drawn
+
+
+def _ask_everyone(batches: tuple[Batch, ...], watch: Watch | None) -> Ask:
+    """All silos of a bucket side by side, bucket after bucket."""
+    order = in_order(batches)
+
+    def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
+        replies, after = [], []
+        for eps, batch, states in zip(noise, batches, silos, strict=True):
+            axes = (0, _axes(exchange), 0, 0)
+            sent = slices(exchange.scatter, down, batch.silos)
+            reply, states = jax.vmap(exchange.visit, axes)(eps, sent, states, batch.data)
+            replies.append(reply)
+            after.append(states)
+        watched = [jax.vmap(watch)(states) for states in after] if watch else [()]
+        seen = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *watched)
+        good = jnp.concatenate([reply.ok for reply in replies])[order]
+        return Answers(combine(exchange.combine, replies, order), good, tuple(after), seen)
+
+    return ask
 
 
 def _everyone(algorithm: FederatedAlgorithm) -> Advance:
     """All silos in every round, one step each; noise is drawn for many rounds at once."""
     exchanges, watch, chunk = algorithm.exchanges, algorithm.watch, chunk_of(None)
 
-    def noise_of(key: Array, round_: Array, state: State, batches: tuple[Batch, ...]) -> list:
-        """All noise of one round: for each exchange the server's, and that of each bucket."""
-        drawn = []
-        for e, exchange in enumerate(exchanges):
-            mine = exchange_key(key, round_, e, len(exchanges))
-            buckets = [
-                jax.vmap(exchange.silo_noise)(jax.vmap(partial(silo_key, mine))(b.silos), states)
-                for b, states in zip(batches, state.silos, strict=True)
-            ]
-            drawn.append((exchange.server_noise(server_key(mine)), buckets))
-        return drawn
-
     @partial(jax.jit, inline=True)  # traced once, though it is also asked for its shapes
-    def one_round(noise: list, state: State, batches: tuple[Batch, ...]) -> tuple[State, Info, Any]:
-        round_, server, silos, _ = state
-        who, order, infos = jnp.arange(_count(batches)), in_order(batches), []
-        for exchange, (for_server, for_buckets) in zip(exchanges, noise, strict=True):
-            down, memo = exchange.broadcast(for_server, server, who)
-            answers = [
-                _ask(exchange, eps, slices(exchange.scatter, down, batch.silos), batch, states)
-                for eps, batch, states in zip(for_buckets, batches, silos, strict=True)
-            ]
-            silos = tuple(states for _, states in answers)
-            combined = combine(exchange.combine, [up for up, _ in answers], order)
-            server, info = exchange.server(server, memo, combined)
-            infos.append(info)
-        watched = [jax.vmap(watch)(states) for states in silos] if watch else [()]
-        together = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *watched)
-        return State(round_ + 1, server, silos), fold(infos), together
+    def one_round(
+        noise: list[Noise], state: State, batches: tuple[Batch, ...], server_data: Any
+    ) -> tuple[State, Info, Array, Any]:
+        who, ask = jnp.arange(_count(batches)), _ask_everyone(batches, watch)
+        server, silos, info, good, seen = step(
+            exchanges, ask, noise, state.server, state.silos, who, server_data
+        )
+        return State(state.round + 1, server, silos), info, good, seen
 
     @jax.jit
     def advance(
-        key: Array, state: State, batches: tuple[Batch, ...], n: int
-    ) -> tuple[State, Log, Array]:
-        shapes = jax.eval_shape(noise_of, key, state.round, state, batches)
+        key: Array, state: State, batches: tuple[Batch, ...], n: int, server_data: Any = None
+    ) -> tuple[State, Log, Ended]:
+        def noise_of(number: Array, silos: Any) -> list[Noise]:
+            return _noise_of(exchanges, key, number, silos, batches)
+
+        shapes = jax.eval_shape(noise_of, state.round, state.silos)
         block = max(1, min(BLOCK, NOISE // max(_size(shapes), 1)))
-        _, info, watched = jax.eval_shape(one_round, shapes, state, batches)
-        log = _log(chunk, 1, info, watched)
+        _, info, good, seen = jax.eval_shape(one_round, shapes, state, batches, server_data)
+        log = _log(chunk, 1, info, seen)
 
         def go_on(carry: tuple) -> Array:
-            i, _, _, ok = carry
-            return (i < n) & ok
+            i, _, _, ended = carry
+            return (i < n) & ended.ok
 
         def one_block(carry: tuple) -> tuple:
             first, state, _, _ = carry
             rounds = state.round + jnp.arange(block)
-            noise = jax.vmap(noise_of, (None, 0, None, None))(key, rounds, state, batches)
+            noise = jax.vmap(noise_of, (0, None))(rounds, state.silos)
 
             def go_on_here(carry: tuple) -> Array:
                 return (carry[0] - first < block) & go_on(carry)
@@ -124,59 +161,117 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
             def body(carry: tuple) -> tuple:
                 i, state, log, _ = carry
                 here = jax.tree.map(lambda a: a[i - first], noise)
-                state, info, watched = one_round(here, state, batches)
-                return i + 1, state, _write(log, i, 0, info, watched), info.ok
+                state, info, good, seen = one_round(here, state, batches, server_data)
+                return i + 1, state, _write(log, i, 0, info, seen), Ended(info.ok, good)
 
             return jax.lax.while_loop(go_on_here, body, carry)
 
-        start = (jnp.zeros((), jnp.int32), state, log, jnp.array(True))
-        _, state, log, ok = jax.lax.while_loop(go_on, one_block, start)
-        return state, log, ok
+        ended = Ended(jnp.array(True), jnp.ones(good.shape, bool))
+        start = (jnp.zeros((), jnp.int32), state, log, ended)
+        _, state, log, ended = jax.lax.while_loop(go_on, one_block, start)
+        return state, log, ended
 
     return advance
 
 
-def _ask(exchange: Exchange, noise: Any, down: Any, batch: Batch, states: Any) -> tuple[Any, Any]:
-    """All silos of a bucket side by side."""
-    return jax.vmap(exchange.silo, (0, _axes(exchange), 0, 0))(noise, down, states, batch.data)
-
-
 def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
     """Those that the schedule names, step by step."""
-    exchanges, watch, chunk = algorithm.exchanges, algorithm.watch, chunk_of(schedule)
+    exchanges, chunk = algorithm.exchanges, chunk_of(schedule)
     steps, size = schedule.steps, schedule.size
 
-    def visit(exchange: Exchange, key: Array, down: Any, state: Any, data: SiloData) -> tuple:
-        up, state = exchange.silo(exchange.silo_noise(key, state), down, state, data)
-        return strong((up, state, watch(state) if watch else ()))
-
-    def side_by_side(
-        exchange: Exchange,
-        keys: Array,
-        down: Any,
+    @partial(jax.jit, inline=True)
+    def one_step(
+        key: Array,
+        number: Array,
         who: Array,
+        server: Any,
         silos: Any,
         batches: Any,
         places: Places,
-    ) -> tuple[Any, Any, Any]:
+        server_data: Any,
+    ) -> tuple[Any, Any, Info, Array, Any]:
+        keys = [exchange_key(key, number, e, len(exchanges)) for e in range(len(exchanges))]
+        noise = [
+            Noise(x.server_noise(server_key(mine)), jax.vmap(partial(silo_key, mine))(who))
+            for x, mine in zip(exchanges, keys, strict=True)
+        ]
+        ask = _ask_some(batches, places, algorithm.watch)
+        return step(exchanges, ask, noise, server, silos, who, server_data)
+
+    @jax.jit
+    def advance(
+        key: Array, state: State, batches: tuple[Batch, ...], n: int, server_data: Any = None
+    ) -> tuple[State, Log, Ended]:
+        places, every = _places(batches), jnp.ones(_count(batches), bool)
+
+        def go_on(carry: tuple) -> Array:
+            i, _, _, ended = carry
+            return (i < n) & ended.ok
+
+        def one_round(carry: tuple) -> tuple:
+            i, (round_, server, silos, (_, change)), log, _ = carry
+            who, plan = visits(schedule, key, round_, carry[1].schedule)
+            log = log._replace(visits=log.visits.at[i].set(who))
+
+            def go_on_here(carry: tuple) -> Array:
+                return (carry[0] < steps) & carry[-1].ok
+
+            def one(carry: tuple) -> tuple:
+                s, server, silos, change, log, ended = carry
+                number = round_ * steps + s
+                here = (key, number, who[s], server, silos, batches, places, server_data)
+                server, silos, info, good, seen = one_step(*here)
+                if size == 1:
+                    change = change.at[who[s, 0]].set(info.change)
+                log = _write(log, i, s, info, seen)
+                ended = Ended(info.ok, ended.replies.at[who[s]].set(good))
+                return s + 1, server, silos, change, log, ended
+
+            none = jnp.zeros((), jnp.int32)
+            first = (none, server, silos, change, log, Ended(jnp.array(True), every))
+            last = jax.lax.while_loop(go_on_here, one, first)
+            _, server, silos, change, log, ended = last
+            return i + 1, State(round_ + 1, server, silos, (plan, change)), log, ended
+
+        who = jax.ShapeDtypeStruct((size,), jnp.int32)
+        here = (key, state.round, who, state.server, state.silos, batches, places, server_data)
+        _, _, info, _, seen = jax.eval_shape(one_step, *here)
+        log = _log(chunk, steps, info, seen)
+        log = log._replace(visits=jnp.zeros((chunk, steps, size), jnp.int32))
+        start = (jnp.zeros((), jnp.int32), state, log, Ended(jnp.array(True), every))
+        _, state, log, ended = jax.lax.while_loop(go_on, one_round, start)
+        return state, log, ended
+
+    return advance
+
+
+def _ask_some(batches: tuple[Batch, ...], places: Places, watch: Watch | None) -> Ask:
+    """Those that are named: side by side where there is one bucket, else one after the other.
+
+    ``noise`` (k,) are the participants' keys.
+    """
+
+    def visit(
+        exchange: Exchange, key: Array, down: Any, state: Any, data: SiloData
+    ) -> tuple[Reply, Any, Any]:
+        reply, state = exchange.visit(exchange.silo_noise(key, state), down, state, data)
+        return strong((reply, state, watch(state) if watch else ()))
+
+    def side_by_side(
+        exchange: Exchange, keys: Array, down: Any, who: Array, silos: Any
+    ) -> tuple[Reply, Any, Any]:
         """Participants from the only bucket, mapped."""
         (stack,), (batch,) = silos, batches
         at = places[1][who]
         states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
         axes = (0, _axes(exchange), 0, 0)
-        up, states, seen = jax.vmap(partial(visit, exchange), axes)(keys, down, states, data)
+        replies, states, seen = jax.vmap(partial(visit, exchange), axes)(keys, down, states, data)
         stack = jax.tree.map(lambda a, new: a.at[at].set(new), stack, states)
-        return up, (stack,), seen
+        return replies, (stack,), seen
 
     def alone(
-        exchange: Exchange,
-        key: Array,
-        down: Any,
-        silo: Array,
-        silos: Any,
-        batches: Any,
-        places: Places,
-    ) -> tuple[Any, Any, Any]:
+        exchange: Exchange, key: Array, down: Any, silo: Array, silos: Any
+    ) -> tuple[Reply, Any, Any]:
         """One participant, from whichever bucket.
 
         Of each other bucket some silo's state is taken out and put back as it is, so that no
@@ -189,97 +284,34 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         def in_bucket(b: int) -> Callable[[Array, Any, Any], tuple[Any, Any, Any]]:
             def branch(key: Array, down: Any, states: Any) -> tuple[Any, Any, Any]:
                 data = _take(batches[b].data, at[b])
-                up, state, seen = visit(exchange, key, down, states[b], data)
-                return up, (*states[:b], state, *states[b + 1 :]), seen
+                reply, state, seen = visit(exchange, key, down, states[b], data)
+                return reply, (*states[:b], state, *states[b + 1 :]), seen
 
             return branch
 
         branches = [in_bucket(b) for b in range(len(batches))]
-        up, after, seen = jax.lax.switch(bucket_of[silo], branches, key, down, before)
+        reply, after, seen = jax.lax.switch(bucket_of[silo], branches, key, down, before)
         silos = tuple(_put(*args) for args in zip(silos, after, at, strict=True))
-        return up, silos, seen
+        return reply, silos, seen
 
-    def ask(
-        exchange: Exchange,
-        keys: Array,
-        down: Any,
-        who: Array,
-        silos: Any,
-        batches: Any,
-        places: Places,
-    ) -> tuple[Any, Any, Any]:
-        """The participants' replies, the silos' states, and what is watched of participants."""
-        if size > 1 and len(batches) == 1:
-            return side_by_side(exchange, keys, down, who, silos, batches, places)
+    def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
+        size = len(who)
 
         def one(silos: Any, i: Array | int) -> tuple[Any, Any]:
             sent = slices(exchange.scatter, down, i)
-            up, silos, seen = alone(exchange, keys[i], sent, who[i], silos, batches, places)
-            return silos, (up, seen)
+            reply, silos, seen = alone(exchange, noise[i], sent, who[i], silos)
+            return silos, (reply, seen)
 
-        if size == 1:
-            silos, answers = one(silos, 0)
-            up, seen = jax.tree.map(lambda a: a[None], answers)
+        if size > 1 and len(batches) == 1:
+            replies, silos, seen = side_by_side(exchange, noise, down, who, silos)
+        elif size == 1:
+            silos, answer = one(silos, 0)
+            replies, seen = jax.tree.map(lambda a: a[None], answer)
         else:
-            silos, (up, seen) = jax.lax.scan(one, silos, jnp.arange(size))
-        return up, silos, seen
+            silos, (replies, seen) = jax.lax.scan(one, silos, jnp.arange(size))
+        return Answers(combine(exchange.combine, [replies]), replies.ok, silos, seen)
 
-    @partial(jax.jit, inline=True)
-    def one_step(
-        key: Array, number: Array, who: Array, server: Any, silos: Any, batches: Any, places: Places
-    ) -> tuple[Any, Any, Info, Any]:
-        infos = []
-        for e, exchange in enumerate(exchanges):
-            mine = exchange_key(key, number, e, len(exchanges))
-            down, memo = exchange.broadcast(exchange.server_noise(server_key(mine)), server, who)
-            keys = jax.vmap(partial(silo_key, mine))(who)
-            up, silos, seen = ask(exchange, keys, down, who, silos, batches, places)
-            server, info = exchange.server(server, memo, combine(exchange.combine, [up]))
-            infos.append(info)
-        return server, silos, fold(infos), seen
-
-    @jax.jit
-    def advance(
-        key: Array, state: State, batches: tuple[Batch, ...], n: int
-    ) -> tuple[State, Log, Array]:
-        places = _places(batches)
-
-        def go_on(carry: tuple) -> Array:
-            i, _, _, ok = carry
-            return (i < n) & ok
-
-        def one_round(carry: tuple) -> tuple:
-            i, (round_, server, silos, (_, change)), log, _ = carry
-            who, plan = visits(schedule, key, round_, carry[1].schedule)
-            log = log._replace(visits=log.visits.at[i].set(who))
-
-            def go_on_here(carry: tuple) -> Array:
-                return (carry[0] < steps) & carry[-1]
-
-            def step(carry: tuple) -> tuple:
-                s, server, silos, change, log, _ = carry
-                number = round_ * steps + s
-                here = (key, number, who[s], server, silos)
-                server, silos, info, seen = one_step(*here, batches, places)
-                if size == 1:
-                    change = change.at[who[s, 0]].set(info.change)
-                return s + 1, server, silos, change, _write(log, i, s, info, seen), info.ok
-
-            first = (jnp.zeros((), jnp.int32), server, silos, change, log, jnp.array(True))
-            last = jax.lax.while_loop(go_on_here, step, first)
-            _, server, silos, change, log, ok = last
-            return i + 1, State(round_ + 1, server, silos, (plan, change)), log, ok
-
-        who = jax.ShapeDtypeStruct((size,), jnp.int32)
-        step = (key, state.round, who, state.server, state.silos, batches, places)
-        *_, info, seen = jax.eval_shape(one_step, *step)
-        log = _log(chunk, steps, info, seen)
-        log = log._replace(visits=jnp.zeros((chunk, steps, size), jnp.int32))
-        start = (jnp.zeros((), jnp.int32), state, log, jnp.array(True))
-        _, state, log, ok = jax.lax.while_loop(go_on, one_round, start)
-        return state, log, ok
-
-    return advance
+    return ask
 
 
 def _log(chunk: int, steps: int, info: Info, watched: Any) -> Log:

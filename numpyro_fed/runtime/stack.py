@@ -1,17 +1,17 @@
-"""What runtimes share: the state of a run, keys, and how replies are put together."""
+"""What runtimes share: the state of a run, stacks of silos of one shape, logs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Combine, Info
+from numpyro_fed.algorithms.base import Exchange, Info
 from numpyro_fed.model.data import Bucket, SiloData
+from numpyro_fed.runtime.noise import schedule_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.trees import strong
 
@@ -70,52 +70,62 @@ class Log(NamedTuple):
     watched: Any = ()
 
 
+class Ended(NamedTuple):
+    """How rounds ended: whether the last one may be kept, and whether each silo's last reply there
+    was good, (silos,) by number; true where it had no part in it.
+    """
+
+    ok: Any
+    replies: Any
+
+
+class Advance(Protocol):
+    """Run up to ``n`` rounds; stops after the first one that is not ok."""
+
+    def __call__(
+        self, key: Array, state: State, batches: tuple[Batch, ...], n: int, server_data: Any = None
+    ) -> tuple[State, Log, Ended]:
+        """The last state, what the rounds report, and how they ended."""
+        ...
+
+
+class Single(Protocol):
+    """Run one exchange with every silo, from any states."""
+
+    def __call__(
+        self,
+        key: Array,
+        server: Any,
+        silos: tuple[Any, ...],
+        batches: tuple[Batch, ...],
+        server_data: Any = None,
+    ) -> tuple[Any, tuple[Any, ...], Info, Any]:
+        """States afterwards, what the server reports, and which replies were good, by number."""
+        ...
+
+
 class Runtime(NamedTuple):
     """An algorithm, ready to run.
 
     Attributes
     ----------
     init : (key, batches) -> State
-    advance : (key, state, batches, n) -> (State, Log, ok)
-        Run up to ``n`` rounds, ``chunk`` at most. Stops after the first round that is not ok.
+    advance : Advance
+    single : exchange -> Single
+        Any single exchange, compiled.
     chunk : int
-        Rounds that one call can log.
+        Rounds that one call of ``advance`` can log, at most.
     """
 
     init: Callable[[Array, tuple[Batch, ...]], State]
-    advance: Callable[[Array, State, tuple[Batch, ...], int], tuple[State, Log, Any]]
+    advance: Advance
+    single: Callable[[Exchange], Single]
     chunk: int = CHUNK
 
 
 def on_device(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:
     """Put buckets on the device."""
     return tuple(Batch(jnp.asarray(b.silos), jax.tree.map(jnp.asarray, b.data)) for b in buckets)
-
-
-def exchange_key(key: Array, round: Array | int, exchange: int, exchanges: int) -> Array:
-    """The key of one exchange of a round; ``fold_in(key, round)`` where a round has one."""
-    return jax.random.fold_in(key, round * exchanges + exchange)
-
-
-def server_key(key_exchange: Array) -> Array:
-    """The server's key for an exchange."""
-    return jax.random.fold_in(key_exchange, 0)
-
-
-def silo_key(key_exchange: Array, silo: Array) -> Array:
-    """A silo's key for an exchange: never another silo's, never the server's."""
-    return jax.random.fold_in(key_exchange, 1 + silo)
-
-
-def init_keys(key: Array) -> tuple[Array, Array]:
-    """Keys for the first states of the server and of the silos, apart from those of all rounds."""
-    first, second = jax.random.split(jax.random.fold_in(key, np.uint32(2**32 - 1)))
-    return first, second
-
-
-def schedule_key(key: Array) -> Array:
-    """The key of a run's schedule, apart from those of all rounds and of the first states."""
-    return jax.random.fold_in(key, np.uint32(2**32 - 2))
 
 
 def chunk_of(schedule: Schedule | None) -> int:
@@ -146,37 +156,6 @@ def visits(schedule: Schedule, key: Array, round: Array, state: Any) -> tuple[Ar
             f"{(schedule.steps, schedule.size)}."
         )
     return jnp.asarray(who, jnp.int32), strong(carry)
-
-
-def slices(scatter: Any, down: Any, which: Any) -> Any:
-    """Of each leaf of ``Down`` that has an axis of participants the part of some or one."""
-
-    def part(scattered: bool, leaves: Any) -> Any:
-        return jax.tree.map(lambda a: a[which], leaves) if scattered else leaves
-
-    return jax.tree.map(part, scatter, down)
-
-
-def combine(how: Combine, replies: Sequence[Any], order: Array | None = None) -> Any:
-    """Put stacks of replies together as the exchange asks, in ``order`` where they are gathered."""
-    if how is Combine.SUM:
-        totals = [jax.tree.map(lambda a: a.sum(0), up) for up in replies]
-        return jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *totals)
-    which = slice(None) if order is None else order
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[which], *replies)
-
-
-def fold(infos: Sequence[Info]) -> Info:
-    """What the exchanges of one step report, as one: it may be kept if each of them may.
-
-    Losses and changes add up; reports are a tuple by exchange where there are several.
-    """
-    if len(infos) == 1:
-        return infos[0]
-    loss = sum((info.loss for info in infos[1:]), infos[0].loss)
-    change = sum((info.change for info in infos[1:]), infos[0].change)
-    ok = jnp.stack([jnp.asarray(info.ok) for info in infos]).all()
-    return Info(loss, ok, change, tuple(info.report for info in infos))
 
 
 def in_order(batches: Sequence[Batch]) -> Array:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import Proposal
 from numpyro_fed.algorithms.sfvi import Down
@@ -28,19 +28,11 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
 
 
-class ServerState(NamedTuple):
-    """The fit's server parameters, the draws (n, dim) and their log weights (n,)."""
+class Weighed(NamedTuple):
+    """Draws of the globals (n, dim) and their log weights (n,)."""
 
-    params: dict[str, Any]
     z_G: Array
     log_weights: Array
-
-
-class Up(NamedTuple):
-    """A silo's log likelihood estimates (n,), and 1 instead if one is NaN or none has weight."""
-
-    log_likelihood: Array
-    bad: Array
 
 
 def importance(
@@ -48,10 +40,15 @@ def importance(
     guide: Guide,
     proposal: Proposal,
     likelihood: SiloLikelihood,
+    fitted: FederatedAlgorithm,
     num_draws: int,
     batch_size: int,
-) -> FederatedAlgorithm:
-    """Build the exchange. Silo states are those of the fit; ``batch_size`` draws run at a time."""
+) -> Exchange:
+    """Build the exchange, from states of the algorithm ``fitted`` to :class:`Weighed`.
+
+    A silo sends its log likelihood estimates (n,), and keeps its state; ``batch_size`` draws run
+    at a time.
+    """
 
     def usable(values: Array) -> Array:
         """Far from the guide densities may overflow, which gives a draw no weight."""
@@ -61,47 +58,34 @@ def importance(
     def silo_noise(key: Array, state: Any) -> Array:
         return key
 
-    def broadcast(noise: Any, state: ServerState, who: Array) -> tuple[Down, Any]:
-        params = state.params
-        z_G, log_q = proposal.draw(params["guide"], noise)
-        log_prior = jax.vmap(fm.log_prior, (None, 0))(params["theta"], z_G)
-        down = Down(params["theta"], z_G, guide.globals.centre(params["guide"]))
-        return down, (z_G, usable(log_prior - log_q))
+    def broadcast(noise: Any, state: Any, who: Array, server_data: Any) -> tuple[Down, Any]:
+        theta, eta = fitted.shared(state)
+        z_G, log_q = proposal.draw(eta, noise)
+        log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
+        return Down(theta, z_G, guide.globals.centre(eta)), (z_G, usable(log_prior - log_q))
 
-    def silo(key: Array, down: Down, state: Any, data: SiloData) -> tuple[Up, Any]:
-        eta = state.params["guide"]
-        theta = {**down.theta, **state.params["private"]}
-        centre = state.params.get("centre", down.centre)
+    def silo(noise: Array, down: Down, state: Any, data: SiloData) -> tuple[Reply[Array], Any]:
+        own = fitted.private(state)
+        theta = {**down.theta, **own.theta}
+        centre = down.centre if own.centre is None else own.centre
 
         def estimate(draw: tuple[Array, Array]) -> Array:
             s, z_G = draw
-            mine = jax.random.fold_in(key, s)
-            return likelihood.log_estimate(mine, theta, eta, z_G, centre, data)
+            mine = jax.random.fold_in(noise, s)
+            return likelihood.log_estimate(mine, theta, own.guide, z_G, centre, data)
 
         draws = (jnp.arange(num_draws), down.z_G)
         values = usable(jax.lax.map(estimate, draws, batch_size=batch_size))
         ok = (values < jnp.inf).all() & (values > -jnp.inf).any()
-        up = Up(jnp.where(ok, values, 0.0), (~ok).astype(jnp.int32))
-        return up, state._replace(ok=ok)
+        return Reply(values, ok), state
 
-    def server(state: ServerState, memo: Any, up: Up) -> tuple[ServerState, Info]:
+    def server(
+        state: Any, memo: Any, replies: Replies[Array], server_data: Any
+    ) -> tuple[Weighed, Info]:
         z_G, own = memo
-        log_weights = own + up.log_likelihood
-        ok = (up.bad == 0) & ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
+        log_weights = own + replies.up
+        some = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
         evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)
-        return ServerState(state.params, z_G, log_weights), Info(-evidence, ok)
+        return Weighed(z_G, log_weights), Info(-evidence, replies.ok & some)
 
-    def init_server(key: Array) -> ServerState:
-        params = {"theta": fm.init_theta(key), "guide": guide.init_global(key)}
-        return start(params, num_draws, fm.dim)
-
-    def init_silo(key: Array, data: SiloData) -> Any:
-        raise TypeError("the importance correction starts from a fit's silo states")
-
-    exchange = Exchange(proposal.noise, silo_noise, broadcast, silo, server)
-    return FederatedAlgorithm(init_server, init_silo, (exchange,))
-
-
-def start(params: dict[str, Any], num_draws: int, dim: int) -> ServerState:
-    """The server's state before the exchange."""
-    return ServerState(params, jnp.zeros((num_draws, dim)), jnp.zeros(num_draws))
+    return Exchange(broadcast, silo, server, server_noise=proposal.noise, silo_noise=silo_noise)

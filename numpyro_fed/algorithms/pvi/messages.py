@@ -1,0 +1,180 @@
+"""What PVI's server and silos keep, what they send, and the settings that make the family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax import Array
+
+from numpyro_fed.algorithms.pvi.families import Globals
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.local.base import Eta, Local
+from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.objectives import SiloBound
+
+
+class Status(IntEnum):
+    """How a visit ended. From ``NON_FINITE`` on, the change that it sends is zero."""
+
+    CONVERGED = 0
+    NOT_CONVERGED = 1
+    NON_FINITE = 2
+    IMPROPER = 3
+    NOT_CONJUGATE = 4
+
+
+class Progress(NamedTuple):
+    """How far the posterior has moved since the round began, and whether the server's own factor
+    has converged.
+
+    ``mean`` and ``log_scale`` (dim,) are those of the posterior when the round began, ``steps``
+    the steps since then. ``moved`` is the largest move of a mean, in standard deviations, or of a
+    log standard deviation.
+    """
+
+    mean: Array
+    log_scale: Array
+    steps: Array
+    moved: Array
+    own: Array
+
+
+class ServerState(NamedTuple):
+    """``params`` is ``{"theta", "guide"}``: shared parameters, the posterior's natural parameters.
+
+    ``total`` is the sum of all factors, ``server_factor`` the server's own among them, for what of
+    the prior is outside of the family; ``taken`` (silos,) is the factor with which each silo's last
+    proposal was taken.
+    """
+
+    params: dict[str, Any]
+    total: Eta
+    server_factor: Eta
+    opt_state: Any
+    damping: Array
+    taken: Array
+    progress: Progress
+
+
+class SiloState(NamedTuple):
+    """``params`` is ``{"private", "guide", "centre"}``: private parameters, the local guide, and
+    from where it measures the globals.
+
+    ``factor`` has been taken by the server, ``pending`` was sent and waits to hear. ``status`` says
+    how the last visit ended. ``stale`` is the cavity and the posterior that an asynchronous silo is
+    at work from.
+    """
+
+    params: dict[str, Any]
+    factor: Eta
+    pending: Eta
+    visits: Array
+    status: Array
+    stale: Any
+
+    def effective_factor(self, taken: Array) -> Eta:
+        """The silo's factor, what is pending included: these sum to the server's ``total``."""
+        return jax.tree.map(lambda a, b: a + taken * b, self.factor, self.pending)
+
+
+class Down(NamedTuple):
+    """What the server sends: shared parameters, the sum of all factors, and with which factor it
+    took the silo's last proposal.
+    """
+
+    theta: dict[str, Any]
+    total: Eta
+    taken: Array
+
+
+SCATTERED: Any = (False, False, True)  # of Down, what each participant gets a slice of
+
+
+class Up(NamedTuple):
+    """What a silo sends: the change of its factor, the expected log likelihood at the posterior
+    that it received with its gradient for the shared parameters, and how the visit ended.
+    """
+
+    change: Eta
+    log_lik: Array
+    theta: dict[str, Any]
+    statuses: Array
+
+
+class Report(NamedTuple):
+    """What a step reports: the damping used (0 for a rejected update), how visits ended, and
+    whether the server's own factor converged.
+    """
+
+    damping: Array
+    statuses: Array
+    own: Array
+
+
+class Settings(NamedTuple):
+    """What makes PVI, and the members of its family, what they are.
+
+    Attributes
+    ----------
+    num_silos, visits : int
+        Silos, and visits in a round.
+    steps : int
+        Server updates in a round.
+    damping : float
+    adaptive : bool
+        Whether to lower the damping where an update would be improper, instead of rejecting it.
+    deletion : {"own", "none", "average", "prior"}
+        What is taken out of the posterior to make the cavity: the silo's own factor; nothing; an
+        average factor, the sum over the number of silos; all factors.
+    prior_share : float
+        The share of the prior that a silo's cavity holds.
+    asynchronous : bool
+        Whether a silo works from what it was sent at the visit before.
+    start_scale : float or None
+        The largest standard deviation, of Gaussian globals, at which a silo's first visit starts.
+    evidence_draws : int
+        Draws for the expected log likelihood.
+    share : float
+        How much of the way to its optimum a visit goes; 0 where that is not known.
+    exact : bool
+        Whether a silo's proposal depends on nothing but its own data.
+    """
+
+    num_silos: int
+    visits: int
+    steps: int
+    damping: float
+    adaptive: bool
+    deletion: str = "own"
+    prior_share: float = 1.0
+    asynchronous: bool = False
+    start_scale: float | None = 0.1
+    evidence_draws: int = 32
+    share: float = 1.0
+    exact: bool = False
+
+
+class Parts(NamedTuple):
+    """What the algorithm is made of.
+
+    ``bounds`` holds the silo's term of the bound, and the same with a plain gradient. ``rows``
+    names the arrays of the silo plate ``plate`` that minibatches cut. ``divergence`` is that to
+    the cavity; ``aggregate`` makes a posterior of a prior and a sum of factors.
+    """
+
+    model: FederatedModel
+    globals: Globals
+    guide: Guide
+    bounds: tuple[SiloBound, SiloBound]
+    local: Local
+    prior_local: Local
+    conjugate: bool
+    optim: optax.GradientTransformation
+    plate: str | None
+    rows: tuple[str, ...]
+    divergence: Callable[[Eta, Eta], Array] | None
+    aggregate: Callable[[Eta, Eta], Eta]

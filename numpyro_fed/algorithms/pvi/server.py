@@ -1,0 +1,226 @@
+"""What PVI's server does: take proposals into the posterior, and its own factor for the prior."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from numpyro_fed import expfam
+from numpyro_fed.algorithms.base import Info, Replies, Shared
+from numpyro_fed.algorithms.pvi.messages import (
+    Down,
+    Parts,
+    Progress,
+    Report,
+    ServerState,
+    Settings,
+    Up,
+)
+from numpyro_fed.expfam import Family
+from numpyro_fed.local.base import Eta, Noise, Problem, Psi, proper_step
+from numpyro_fed.local.verdict import location_and_log_scale
+from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.trees import all_finite
+
+PRIOR_DRAWS = 256
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server's part of the algorithm."""
+
+    parts: Parts
+    settings: Settings
+
+    @property
+    def family(self) -> Family:
+        return self.parts.globals.family
+
+    @property
+    def model(self) -> FederatedModel:
+        return self.parts.model
+
+    def init(self, key: Array) -> ServerState:
+        """The posterior is the prior, with the server's own factor where it has one."""
+        theta = self.model.init_theta(key)
+        prior = self._prior(theta)
+        server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
+        if self.parts.globals.rest is not None:
+            start = jax.tree.map(
+                lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(self.family.ordinary, prior)
+            )
+            server_factor, converged = self._server_factor(key, theta, prior, start, server_factor)
+        guide = self.parts.aggregate(prior, server_factor)
+        none = jnp.zeros(self.model.dim)
+        progress = Progress(none, none, jnp.zeros((), jnp.int32), jnp.zeros(()), converged)
+        return ServerState(
+            {"theta": theta, "guide": guide},
+            server_factor,
+            server_factor,
+            self.parts.optim.init(theta),
+            jnp.asarray(self.settings.damping, jnp.result_type(float)),
+            jnp.zeros(self.settings.num_silos),
+            progress,
+        )
+
+    def noise(self, key: Array) -> Array:
+        """Its own factor is found by draws, and so is the KL to a prior outside the family."""
+        return key
+
+    def broadcast(
+        self, noise: Array, state: ServerState, who: Array, server_data: Any
+    ) -> tuple[Down, Any]:
+        """The sum of all factors; to each silo, whether its last proposal was taken."""
+        return Down(state.params["theta"], state.total, state.taken[who]), (noise, who)
+
+    def update(
+        self, state: ServerState, memo: Any, replies: Replies[Up], server_data: Any
+    ) -> tuple[ServerState, Info]:
+        """Take as much of the change as leaves the posterior proper; step on parameters."""
+        (key, who), up, settings = memo, replies.up, self.settings
+        theta, old = state.params["theta"], state.params["guide"]
+        kl_to_prior = self.kl_to_prior(key, theta, old)
+        total, damping = self._damped(state, self._prior(theta), up.change)
+        total, server_factor, converged = self._renewed(state, key, theta, total)
+        theta, opt_state, guide = self._learned(state, key, total, up.theta)
+        taken = state.taken.at[who].set(damping)
+        progress = self._progress(state.progress, old, guide, converged)
+        after = ServerState(
+            {"theta": theta, "guide": guide},
+            total,
+            server_factor,
+            opt_state,
+            self._next_damping(state.damping, damping),
+            taken,
+            progress,
+        )
+        weight = settings.num_silos / settings.visits
+        loss = kl_to_prior / settings.steps - weight * up.log_lik
+        moved_by = expfam.kl(self.family, guide, old)
+        report = Report(damping, up.statuses, converged)
+        return after, Info(loss, all_finite(after), moved_by, report)
+
+    def view(self, state: ServerState) -> Shared:
+        """Shared parameters and the posterior."""
+        return Shared(state.params["theta"], state.params["guide"])
+
+    def kl_to_prior(self, key: Array, theta: dict, eta: Eta) -> Array:
+        """KL between the posterior and the prior, by draws where that is outside the family."""
+        family = self.family
+        if self.parts.globals.rest is None:
+            return expfam.kl(family, eta, self._prior(theta))
+        psi, noise = family.ordinary(eta), family.noise(key, PRIOR_DRAWS)
+
+        def at(noise: Any) -> Array:
+            z = family.draw(psi, noise)
+            return expfam.log_density(family, eta, z) - self.model.log_prior(theta, z)
+
+        return jax.vmap(at)(noise).mean()
+
+    def _prior(self, theta: dict[str, Any]) -> Eta:
+        return self.parts.globals.prior(theta)
+
+    def _damped(self, state: ServerState, prior: Eta, change: Eta) -> tuple[Eta, Array]:
+        """The sum of factors after the update, and the damping with which the change was taken."""
+        target = jax.tree.map(jnp.add, state.total, change)
+        aggregate = self.parts.aggregate
+
+        def proper(total: Eta) -> Array:
+            return self.family.proper(aggregate(prior, total))
+
+        if self.settings.adaptive:
+            within = self.family._replace(proper=proper)
+            return proper_step(within, state.total, target, state.damping)
+        moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, change)
+        fine = proper(moved)
+        total = jax.tree.map(lambda a, b: jnp.where(fine, a, b), moved, state.total)
+        return total, jnp.where(fine, state.damping, 0.0)
+
+    def _next_damping(self, now: Array, used: Array) -> Array:
+        if not self.settings.adaptive:
+            return now
+        lowered = jnp.where(used > 0, used, now / 2)
+        return jnp.minimum(2 * lowered, self.settings.damping)
+
+    def _renewed(
+        self, state: ServerState, key: Array, theta: dict, total: Eta
+    ) -> tuple[Eta, Eta, Array]:
+        """The sum of factors with the server's own one renewed, that factor, its verdict."""
+        before = state.server_factor
+        if self.parts.globals.rest is None:
+            return total, before, state.progress.own
+        prior, aggregate = self._prior(theta), self.parts.aggregate
+        others = jax.tree.map(jnp.subtract, total, before)
+        start = self.family.ordinary(aggregate(prior, total))
+        cavity = aggregate(prior, others)
+        factor, converged = self._server_factor(key, theta, cavity, start, before)
+        return jax.tree.map(jnp.add, others, factor), factor, converged
+
+    def _learned(
+        self, state: ServerState, key: Array, total: Eta, gradient: dict
+    ) -> tuple[dict, Any, Eta]:
+        """Shared parameters after a step on the free energy, and the posterior with them."""
+        theta, old, settings = state.params["theta"], state.params["guide"], self.settings
+        guide = self.parts.aggregate(self._prior(theta), total)
+        if not theta:
+            return theta, state.opt_state, guide
+        pull = jax.grad(lambda t: self.kl_to_prior(key, t, old))(theta)
+        each = settings.num_silos / settings.visits * settings.steps
+        descent = jax.tree.map(lambda p, g: p - each * g, pull, gradient)
+        updates, opt_state = self.parts.optim.update(descent, state.opt_state, theta)
+        moved = optax.apply_updates(theta, updates)
+        shifted = self.parts.aggregate(self._prior(moved), total)
+        fine = self.family.proper(shifted) & all_finite(moved)
+        return jax.tree.map(
+            lambda a, b: jnp.where(fine, a, b),
+            (moved, opt_state, shifted),
+            (theta, state.opt_state, guide),
+        )
+
+    def _progress(self, before: Progress, old: Eta, new: Eta, own: Array) -> Progress:
+        """How far the posterior has come since the round began."""
+        both = jax.tree.map(lambda *pair: jnp.stack(pair), old, new)
+        means, log_scales = jax.vmap(partial(location_and_log_scale, self.family))(both)
+        begins = before.steps % self.settings.steps == 0
+        mean = jnp.where(begins, jnp.nan_to_num(means[0]), before.mean)
+        log_scale = jnp.where(begins, jnp.nan_to_num(log_scales[0]), before.log_scale)
+        moves = (
+            jnp.abs(means[1] - mean) / jnp.exp(log_scales[1]),
+            jnp.abs(log_scales[1] - log_scale),
+        )
+        moved = jnp.nan_to_num(jnp.concatenate(moves).max(initial=0.0))
+        return Progress(mean, log_scale, before.steps + 1, moved, own)
+
+    def _server_factor(
+        self, key: Array, theta: dict, cavity: Eta, start: Psi, before: Eta
+    ) -> tuple[Eta, Array]:
+        """The server's own factor, for what of the prior is outside of the family; whether it
+        converged.
+        """
+        family, rest = self.family, self.parts.globals.rest or (lambda theta, z: jnp.zeros(()))
+
+        def noise(key: Array, particles: int, batch: int | None) -> Noise:
+            return Noise(family.noise(key, particles), {}, None)
+
+        def log_lik(psi: Any, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
+            def at(noise: Any) -> tuple[Array, Array]:
+                z = family.draw(psi, noise)
+                return z, rest(theta, z)
+
+            return jax.vmap(at)(noise.globals)
+
+        def likelihood() -> Any:
+            raise TypeError("a prior outside of the family has no closed form")
+
+        problem = Problem(family, cavity, start, (), noise, log_lik, likelihood, 0, None)
+        found = self.parts.prior_local.solve(problem, key)
+        factor = jax.tree.map(jnp.subtract, found.eta, cavity)
+        fine = family.proper(found.eta) & all_finite(factor)
+        factor = jax.tree.map(lambda a, b: jnp.where(fine, a, b), factor, before)
+        return factor, fine & found.converged

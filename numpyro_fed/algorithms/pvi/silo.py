@@ -1,0 +1,266 @@
+"""What a silo does when PVI visits it: take its factor out, solve, answer with the change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed import expfam
+from numpyro_fed.algorithms.base import Private, Reply
+from numpyro_fed.algorithms.pvi.families import GAUSSIAN, departure, log_likelihood, row_terms
+from numpyro_fed.algorithms.pvi.messages import (
+    Down,
+    Parts,
+    Settings,
+    SiloState,
+    Status,
+    Up,
+)
+from numpyro_fed.expfam import Family
+from numpyro_fed.local.base import Eta, Noise, Problem, Psi, Solution
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.trees import all_finite
+
+ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood
+
+
+@dataclass(frozen=True)
+class Silo:
+    """A silo's part of the algorithm."""
+
+    parts: Parts
+    settings: Settings
+
+    @property
+    def family(self) -> Family:
+        return self.parts.globals.family
+
+    @property
+    def model(self) -> FederatedModel:
+        return self.parts.model
+
+    def init(self, key: Array, data: SiloData) -> SiloState:
+        """No factor yet."""
+        key_private, key_guide = jax.random.split(key)
+        params = {
+            "private": self.model.init_private(key_private, data),
+            "guide": self.parts.guide.init_local(key_guide, data),
+            "centre": jnp.zeros(self.model.dim),
+        }
+        like = jax.eval_shape(lambda: self._prior(self.model.init_theta(jax.random.key(0))))
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        none = jnp.zeros((), jnp.int32)
+        stale = (zeros, zeros) if self.settings.asynchronous else ()
+        return SiloState(params, zeros, zeros, none, none, stale)
+
+    def noise(self, key: Array, state: SiloState) -> Array:
+        """Local optimisers draw as they go."""
+        return key
+
+    def visit(
+        self, noise: Array, down: Down, state: SiloState, data: SiloData
+    ) -> tuple[Reply[Up], SiloState]:
+        """Solve the silo's own problem; a visit that cannot be used proposes no change."""
+        key_local, key_evidence = jax.random.split(noise)
+        factor = state.effective_factor(down.taken)
+        posterior = self.parts.aggregate(self._prior(down.theta), down.total)
+        removed = self._removed(factor, down.total)
+        now = (self._cavity(down, removed), posterior)
+        cavity, begin = self._working_from(now, down, state)
+        log_lik, g_theta = self.expected_log_lik(key_evidence, down.theta, posterior, state, data)
+        problem = self._problem(down.theta, cavity, self._start(begin, state.visits), state, data)
+        found = self.parts.local.solve(problem, key_local)
+        proposal = self._factor(found.eta, cavity)
+        change = jax.tree.map(
+            jnp.subtract, proposal, factor if self.settings.deletion == "prior" else removed
+        )
+        status = self._status(found, change)
+        usable = status < Status.NON_FINITE
+        change = _where(usable, change, jax.tree.map(jnp.zeros_like, change))
+        g_theta = _where(usable, g_theta, jax.tree.map(jnp.zeros_like, g_theta))
+        statuses = jax.nn.one_hot(status, len(Status), dtype=jnp.int32)
+        after = {**found.own, "centre": self.family.centre(self.family.ordinary(found.eta))}
+        draft = SiloState(
+            _where(usable, after, state.params),
+            factor,
+            change,
+            state.visits + 1,
+            status,
+            now if self.settings.asynchronous else (),
+        )
+        return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
+
+    def commit(self, draft: SiloState, sent: Up) -> SiloState:
+        """What is pending is what was sent, whatever stood between."""
+        return draft._replace(pending=sent.change)
+
+    def view(self, state: SiloState) -> Private:
+        """Private parameters, the local guide and its centre."""
+        return Private(state.params["private"], state.params["guide"], state.params["centre"])
+
+    def _prior(self, theta: dict[str, Any]) -> Eta:
+        return self.parts.globals.prior(theta)
+
+    def _removed(self, factor: Eta, total: Eta) -> Eta:
+        """What is taken out of the posterior to make the cavity."""
+        if self.settings.deletion == "own":
+            return factor
+        if self.settings.deletion == "none":
+            return jax.tree.map(jnp.zeros_like, factor)
+        if self.settings.deletion == "average":
+            return jax.tree.map(lambda a: a / self.settings.num_silos, total)
+        return total
+
+    def _cavity(self, down: Down, removed: Eta) -> Eta:
+        share = jax.tree.map(lambda a: self.settings.prior_share * a, self._prior(down.theta))
+        return self.parts.aggregate(share, jax.tree.map(jnp.subtract, down.total, removed))
+
+    def _working_from(self, now: tuple[Eta, Eta], down: Down, state: SiloState) -> tuple[Eta, Eta]:
+        """The cavity and the posterior of this visit, or of the one before if it takes so long."""
+        if not self.settings.asynchronous:
+            return now
+        prior = self._prior(down.theta)
+        at_first = (prior, prior) if self.parts.globals.rest is None else now
+        return _where(state.visits > 0, state.stale, at_first)
+
+    def _start(self, posterior: Eta, visits: Array) -> Psi:
+        """Where a visit starts: at the posterior, and at the first visit no wider than asked."""
+        psi = self.family.ordinary(posterior)
+        if self.settings.start_scale is None or GAUSSIAN not in psi:
+            return psi
+        widest = jnp.where(visits == 0, np.log(self.settings.start_scale), jnp.inf)
+        narrow = {"log_scale": jnp.minimum(psi[GAUSSIAN]["log_scale"], widest)}
+        return {**psi, GAUSSIAN: {**psi[GAUSSIAN], **narrow}}
+
+    def _factor(self, eta: Eta, cavity: Eta) -> Eta:
+        """The factor that makes ``eta`` of the cavity: the gradient of their divergence."""
+        if self.parts.divergence is None:
+            return jax.tree.map(jnp.subtract, eta, cavity)
+        family, divergence = self.family, self.parts.divergence
+        return family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
+
+    def _status(self, found: Solution, change: Eta) -> Array:
+        finite = found.finite & all_finite((change, found.own))
+        proper = self.family.proper(found.eta)
+        status = jnp.where(found.converged, Status.CONVERGED, Status.NOT_CONVERGED)
+        status = jnp.where(found.suited, status, Status.NOT_CONJUGATE)
+        status = jnp.where(finite & ~proper, Status.IMPROPER, status)
+        return jnp.where(finite, status, Status.NON_FINITE).astype(jnp.int32)
+
+    def expected_log_lik(
+        self, key: Array, theta: dict, posterior: Eta, state: SiloState, data: SiloData
+    ) -> tuple[Array, dict]:
+        """The expected log likelihood at the posterior, and its gradient for shared parameters."""
+        parts, family, private = self.parts, self.family, state.params["private"]
+
+        def exact(theta: dict) -> Array:
+            f = log_likelihood(parts.model, {**theta, **private}, data)
+            eta, psi = family.fit(f), family.ordinary(posterior)
+            z = family.centre(psi)
+            away = jax.tree.map(jnp.subtract, family.moments(psi), family.statistics(z))
+            return f(z) + expfam.inner(eta, away)
+
+        def sampled(theta: dict) -> Array:
+            psi = family.ordinary(posterior)
+            centre = family.centre(psi)
+            eta = parts.guide.recentre(state.params["guide"], state.params["centre"], centre, data)
+            sizes = {p: len(part["loc"]) for p, part in eta.items()}
+
+            def at(s: Array) -> Array:
+                key_globals, key_rows = jax.random.split(jax.random.fold_in(key, s))
+                noise = jax.tree.map(lambda a: a[0], family.noise(key_globals, 1))
+                rows = {p: e[:, 0] for p, e in parts.bounds[0].noise(key_rows, sizes, 1).items()}
+                z = family.draw(psi, noise)
+                return parts.bounds[0].value({**theta, **private}, eta, z, centre, rows, data)
+
+            draws = self.settings.evidence_draws
+            return jax.lax.map(at, jnp.arange(draws), batch_size=min(draws, 8)).mean()
+
+        expected = exact if parts.conjugate else sampled
+        log_lik, gradient = jax.value_and_grad(expected)(theta) if theta else (expected(theta), {})
+        fine = all_finite(
+            (log_lik, gradient)
+        )  # at a vague prior it may not be, and nothing is wrong
+        gradient = jax.tree.map(lambda g: jnp.where(fine, g, 0.0), gradient)
+        return jnp.where(jnp.isfinite(log_lik), log_lik, -jnp.inf), gradient
+
+    def _problem(
+        self, theta: dict, cavity: Eta, start: Psi, state: SiloState, data: SiloData
+    ) -> Problem:
+        parts, fm, family, guide = self.parts, self.model, self.family, self.parts.guide
+        centre = family.centre(start)
+        eta = guide.recentre(state.params["guide"], state.params["centre"], centre, data)
+        own = {"private": state.params["private"], "guide": eta}
+
+        def noise(key: Array, particles: int, batch: int | None) -> Noise:
+            key_globals, key_rows, key_index = jax.random.split(key, 3)
+            sizes = {p: batch or len(part["loc"]) for p, part in eta.items()}
+            index = None
+            if batch:
+                index = jax.random.randint(key_index, (batch,), 0, self._real_rows(data))
+            return Noise(
+                family.noise(key_globals, particles),
+                parts.bounds[0].noise(key_rows, sizes, particles),
+                index,
+            )
+
+        def log_lik(psi: Any, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
+            here, local, scale = data, own["guide"], jnp.ones(())
+            if noise.which is not None:
+                here, local = self._minibatch(data, own["guide"], noise.which)
+                scale = jnp.asarray(self._real_rows(data) / len(noise.which))
+            shared, centre = {**theta, **own["private"]}, family.centre(psi)
+            bound = parts.bounds[1 if plain else 0]
+
+            def at(noise_globals: Any, noise_rows: Rows) -> tuple[Array, Array]:
+                z = family.draw(psi, noise_globals)
+                return z, scale * bound.value(shared, local, z, centre, noise_rows, here)
+
+            return jax.vmap(at, (0, 1))(noise.globals, noise.rows)
+
+        def likelihood() -> tuple[Eta, Callable[[Any], Array]]:
+            rows = row_terms(fm, {**theta, **own["private"]}, data)
+            eta = family.fit(lambda z: rows(z).sum())
+
+            def misfit(psi: Any) -> Array:
+                here = family.centre(psi)
+                draws = jax.vmap(family.draw, (None, 0))
+                z = draws(psi, family.noise(jax.random.key(0), 8))
+                begun = draws(start, family.noise(jax.random.key(1), 4))
+                begun = jnp.where(jnp.isfinite(begun), begun, here)  # a prior may be flat
+                at = partial(departure, rows, family, eta, here)
+                nats, size = jax.vmap(at)(jnp.concatenate([z, begun]))
+                # Rounding within a row is what rounding the globals would make of it.
+                within = jnp.linalg.norm(jax.jvp(rows, (here,), (here,))[1])
+                rounding = ROUNDINGS * jnp.finfo(here.dtype).eps * (size + within)
+                return (jnp.abs(nats) - rounding).max()
+
+            return eta, misfit
+
+        size = sum(fm.sizes(data).values())
+        return Problem(
+            family, cavity, start, own, noise, log_lik, likelihood, size, parts.divergence
+        )
+
+    def _real_rows(self, data: SiloData) -> Array | int:
+        """How many rows a silo has, padded ones left out."""
+        if self.parts.plate in data.masks:
+            return data.masks[self.parts.plate].sum()
+        return len(next(data.arrays[key] for key in self.parts.rows))
+
+    def _minibatch(self, data: SiloData, eta: dict, index: Array) -> tuple[SiloData, dict]:
+        """Some of a silo's rows, and the local guide of these rows."""
+        arrays = {k: a[index] if k in self.parts.rows else a for k, a in data.arrays.items()}
+        return replace(data, arrays=arrays, masks={}), jax.tree.map(lambda a: a[index], eta)
+
+
+def _where(usable: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, old)

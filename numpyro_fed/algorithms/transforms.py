@@ -1,0 +1,111 @@
+"""Transforms of what silos send, as Optax has transforms of gradients.
+
+A silo commits what it has really sent, so that whatever an algorithm promises of the messages (in
+PVI: that the silos' factors sum to the server's) holds for any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Reply, no_noise
+from numpyro_fed.model.data import SiloData
+
+
+class ReplyTransform(NamedTuple):
+    """A transform of ``Reply.up``, at the silo, just before it leaves.
+
+    Attributes
+    ----------
+    apply : (noise, up) -> up
+    noise : key -> noise
+    """
+
+    apply: Callable[[Any, Any], Any]
+    noise: Callable[[Array], Any] = no_noise
+
+
+def clip_by_global_norm(max_norm: float) -> ReplyTransform:
+    """Scale a reply down to a Euclidean norm of ``max_norm``, over all of its real numbers.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed.algorithms import transforms
+    >>> transforms.clip_by_global_norm(1.0).apply((), {"change": jnp.array([3.0, 4.0])})
+    {'change': Array([0.6, 0.8], dtype=float32)}
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}.")
+
+    def apply(noise: Any, up: Any) -> Any:
+        norm = optax.tree_utils.tree_norm(jax.tree.map(_real, up))
+        scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
+        return jax.tree.map(lambda a: a * scale.astype(a.dtype) if _is_real(a) else a, up)
+
+    return ReplyTransform(apply)
+
+
+def round_to_grid(step: float) -> ReplyTransform:
+    """Round all real numbers of a reply to multiples of ``step``, as secure aggregation needs.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed.algorithms import transforms
+    >>> transforms.round_to_grid(0.5).apply((), {"change": jnp.array([0.7, 1.9])})
+    {'change': Array([0.5, 2. ], dtype=float32)}
+    """
+    if not step > 0:
+        raise ValueError(f"step must be positive, got {step}.")
+
+    def apply(noise: Any, up: Any) -> Any:
+        return jax.tree.map(lambda a: jnp.round(a / step) * step if _is_real(a) else a, up)
+
+    return ReplyTransform(apply)
+
+
+def chain(*transforms: ReplyTransform) -> ReplyTransform:
+    """One after the other."""
+
+    def noise(key: Array) -> list[Any]:
+        return [t.noise(jax.random.fold_in(key, i)) for i, t in enumerate(transforms)]
+
+    def apply(noise: list[Any], up: Any) -> Any:
+        for eps, transform in zip(noise, transforms, strict=True):
+            up = transform.apply(eps, up)
+        return up
+
+    return ReplyTransform(apply, noise)
+
+
+def transformed(algorithm: FederatedAlgorithm, transform: ReplyTransform) -> FederatedAlgorithm:
+    """The same algorithm, whose silos transform what they send."""
+
+    def wrap(exchange: Exchange) -> Exchange:
+        def silo_noise(key: Array, state: Any) -> tuple[Any, Any]:
+            own, sending = jax.random.split(key)
+            return exchange.silo_noise(own, state), transform.noise(sending)
+
+        def silo(noise: Any, down: Any, state: Any, data: SiloData) -> tuple[Reply, Any]:
+            own, sending = noise
+            reply, draft = exchange.silo(own, down, state, data)
+            return reply._replace(up=transform.apply(sending, reply.up)), draft
+
+        return exchange._replace(silo=silo, silo_noise=silo_noise)
+
+    return algorithm._replace(exchanges=tuple(map(wrap, algorithm.exchanges)))
+
+
+def _is_real(a: Array) -> bool:
+    return jnp.issubdtype(jnp.asarray(a).dtype, jnp.floating)
+
+
+def _real(a: Array) -> Array:
+    return a if _is_real(a) else jnp.zeros(())

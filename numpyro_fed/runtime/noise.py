@@ -1,0 +1,33 @@
+"""Where the noise of a round is drawn from: one key for each round, exchange and participant."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax import Array
+
+
+def exchange_key(key: Array, number: Array | int, exchange: int, exchanges: int) -> Array:
+    """The key of one exchange of a step; ``fold_in(key, number)`` where a step has one."""
+    return jax.random.fold_in(key, number * exchanges + exchange)
+
+
+def server_key(key_exchange: Array) -> Array:
+    """The server's key for an exchange."""
+    return jax.random.fold_in(key_exchange, 0)
+
+
+def silo_key(key_exchange: Array, silo: Array | int) -> Array:
+    """A silo's key for an exchange: never another silo's, never the server's."""
+    return jax.random.fold_in(key_exchange, 1 + silo)
+
+
+def init_keys(key: Array) -> tuple[Array, Array]:
+    """Keys for the first states of the server and of the silos, apart from those of all rounds."""
+    first, second = jax.random.split(jax.random.fold_in(key, np.uint32(2**32 - 1)))
+    return first, second
+
+
+def schedule_key(key: Array) -> Array:
+    """The key of a run's schedule, apart from those of all rounds and of the first states."""
+    return jax.random.fold_in(key, np.uint32(2**32 - 2))
