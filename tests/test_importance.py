@@ -116,7 +116,7 @@ def test_an_exact_guide_gives_the_evidence_at_every_draw():
     np.testing.assert_allclose(fixed.ess, 1_000, rtol=1e-5)
     assert fixed.pareto_k < 0.5
     assert fixed.fit_trusted
-    assert "The fit can be trusted as well" in fixed.report()
+    assert "The globals of the fit can be trusted as well" in fixed.report()
 
 
 @pytest.mark.parametrize("sizes", [(10,), (3, 7), (1,) * 10])
@@ -216,7 +216,7 @@ def test_the_report_trusts_a_wrong_guide_that_was_repaired():
     assert fixed.reliable
     known = replace(fixed, _moments=fixed._moments._replace(error=np.full((2, 1), 0.029)))
     assert known.trusted
-    assert "The corrected posterior can be trusted" in known.report()
+    assert "The corrected posterior of the globals can be trusted" in known.report()
     assert f"{fixed.ess:.0f} effective draws" in fixed.report()
     assert str(fixed) == fixed.report()
 
@@ -253,7 +253,7 @@ def test_the_report_says_how_far_the_fit_is():
     fixed = corrected(**OFF)
     assert fixed.reliable
     assert not fixed.fit_trusted
-    assert "The fit itself cannot: the mean of 'mu' is 0." in fixed.report()
+    assert "The globals of the fit itself cannot: the mean of 'mu' is 0." in fixed.report()
     error = 4 * fixed.monte_carlo_error
     assert abs(fixed.fit_error["mu"]["mean_error_sd"] - 0.7) < error
     assert abs(fixed.fit_error["mu"]["sd_ratio"] - 0.8) < error

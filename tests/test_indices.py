@@ -35,9 +35,7 @@ def test_global_ids_of_local_hospitals_are_refused():
 
 
 def test_values_decide_and_shapes_compile(compiled):
-    silos = read(
-        [silo(0, 1, 1), silo(-2, 1, -1), silo(-3, 0, 1), silo(2, 0, 1), silo(2, 0, 1, n=3)]
-    )
+    silos = read([silo(0, 1, 1), silo(1, 0, 1), silo(-3, 0, 1), silo(2, 0, 1), silo(2, 0, 1, n=3)])
     check = index_check(split(hospitals, silos[:1]))
     check(0, silos[0])
     before = len(compiled)
@@ -114,3 +112,23 @@ def test_what_libraries_index_out_of_range_is_no_matter_and_hides_nothing():
     check(0, data[0])
     with pytest.raises(DataError, match=r"silo 1: index 2 .*'h' holds 0 to 2"):
         check(1, data[1])
+
+
+def test_what_counts_from_the_end_is_refused():
+    """pandas writes -1 for a missing category, and Python would read the last one."""
+    with pytest.raises(DataError, match=r"silo 1: index -1 counts from the end.*'h' holds -1 to 1"):
+        nf.check_decomposition(hospitals, [silo(0, 1, 1), silo(0, 1, -1)])
+
+
+def branching(h, y):
+    u = numpyro.sample("u", dist.Normal(0, 1).expand([3]).to_event(1))
+    with nf.silo_plate("row", y.shape[0]):
+        mean = jax.lax.cond(y.sum() > 0, lambda: u[h], lambda: jnp.zeros(3))
+        numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+
+
+def test_indices_within_a_branch_are_looked_at():
+    rows = {"y": np.ones(3, np.float32)}
+    nf.check_decomposition(branching, [{"h": np.array([0, 1, 2]), **rows}])
+    with pytest.raises(DataError, match="silo 0: index 7 is out of range for an axis of length 3"):
+        nf.check_decomposition(branching, [{"h": np.array([7, 8, 9]), **rows}])

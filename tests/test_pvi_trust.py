@@ -13,8 +13,8 @@ from pvi_problems import KEY, QUIET, logistic, logistic_rows, mean
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi.algorithm import Status
 from numpyro_fed.algorithms.pvi.families import conjugacy, globals_of
+from numpyro_fed.algorithms.pvi.messages import Status
 from numpyro_fed.local import LBFGS
 from numpyro_fed.local.base import Noise, Problem
 from numpyro_fed.methods.pvi import _for_the_prior
@@ -272,3 +272,26 @@ def test_a_factor_of_the_servers_that_has_not_converged_is_reported(monkeypatch)
     assert result.rejections["server_not_converged"] == 1
     assert not result.settled
     assert "server: its own factor" in result.report(certificate=False)
+
+
+def test_a_raw_regression_is_not_taken_for_one_that_is_not_conjugate():
+    """Sums over thousands of raw rows lose digits in single precision; that is said, no more."""
+    r = np.random.default_rng(0)
+    x = np.stack([np.ones(20_000), r.normal(50, 10, 20_000)], 1)
+    rows = dict(x=x, y=x @ [100.0, 3.0] + r.normal(0, 5, 20_000))
+    pvi = nf.PVI(regression(lambda m: dist.Normal(m, 5.0), 1e3))
+    with pytest.warns(UserWarning, match="rounding alone moves the posterior"):
+        result = pvi.run(KEY, 2, cut(rows, (10_000, 10_000)), **QUIET)
+    assert (result.status == Status.CONVERGED).all()
+
+
+@pytest.mark.parametrize("prior", ["exact", "factor"])
+def test_a_second_run_compiles_nothing_at_all(prior, compiled):
+    pvi = nf.PVI(logistic, prior=prior, local=LBFGS(steps=3, num_particles=4))
+    silos = cut(logistic_rows(), (12, 12))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pvi.run(KEY, 1, silos, **QUIET)
+        before = len(compiled)
+        pvi.run(KEY, 1, silos, **QUIET)
+    assert compiled[before:] == []

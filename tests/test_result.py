@@ -307,7 +307,7 @@ def test_a_good_fit_is_trusted():
     sfvi = nf.SFVI(alone, optim=optax.adam(optax.cosine_decay_schedule(0.1, 400)))
     fit = sfvi.run(KEY, 400, [{"y": np.array([0.3, 1.2, -0.4])}], **quiet)
     assert fit.trusted
-    assert "The fit can be trusted as well" in fit.report()
+    assert "The globals of the fit can be trusted as well" in fit.report()
     assert fit.certificate is fit.certificate
 
 

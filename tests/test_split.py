@@ -578,3 +578,51 @@ def test_a_scope_around_a_silo_plate_is_named():
 
     with pytest.raises(ModelError, match=r"handlers.scope renames the silo_plate around 'a/"):
         make(beside_another)
+
+
+# --- what must be the same at every silo ---------------------------------------------------------
+
+
+def counted(y):
+    """The support, and not the density in unconstrained space, depends on the number of rows."""
+    t = numpyro.sample("t", dist.Uniform(0, y.shape[0]))
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(t, 1), obs=y)
+
+
+def counted_by_the_way(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    numpyro.deterministic("se", mu / y.shape[0] ** 0.5)
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def counted_in_the_prior(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1 / y.shape[0] ** 0.5))
+    with silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+@pytest.mark.parametrize("sizes", [(4, 400), (400, 4), (4, 4)])
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (counted, "the value of the global site 't'"),
+        (counted_by_the_way, "the value of the global site 'se'"),
+        (counted_in_the_prior, "the prior of the global site 'mu'"),
+    ],
+)
+def test_no_global_site_may_depend_on_a_number_of_rows(model, what, sizes):
+    """Not even where all silos have the same: other partitions of the rows would differ."""
+    other = "a silo with a row more" if sizes == (4, 4) else "silo 1"
+    with pytest.raises(ModelError, match=f"{what}.*differs between silos.* at {other}"):
+        split(model, read([{"y": np.zeros(n)} for n in sizes]))
+
+
+def test_a_global_of_as_many_numbers_as_an_array_is_long_is_left_alone():
+    def model(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([x.shape[0]]).to_event(1))
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(b @ x, 1), obs=y)
+
+    assert split(model, read([{"x": np.ones((3, 3)), "y": np.zeros(3)}] * 2)).dim == 3

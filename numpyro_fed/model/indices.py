@@ -96,8 +96,14 @@ def _run(program: Any, values: Sequence[Any], labels: Sequence[Labels], count: l
     def read(variable: Any) -> Any:
         return variable.val if isinstance(variable, Literal) else env[variable]
 
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:
         into = [labels_of(known, v) for v in eqn.invars]
+        if (index := _counted_from_the_end(eqn, made)) is not None and labels_of(known, index):
+            count.append(1)
+            lowest = jnp.min(read(index), initial=0)
+            words = "index {i} counts from the end, as pandas writes -1 for what is missing."
+            checkify.check(lowest >= 0, words, i=lowest)
         env |= zip(
             eqn.outvars, _apply(eqn, [read(v) for v in eqn.invars], into, count), strict=True
         )
@@ -111,6 +117,8 @@ def _apply(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) -
         return _run(program, values, labels, count)
     if eqn.primitive.name == "scan":
         return _scan(eqn, values, entering_scan(eqn, labels), count)
+    if eqn.primitive.name == "cond":
+        return _cond(eqn, values, labels, count)
 
     if _indexed_by_data(eqn, labels):
         count.append(1)
@@ -141,6 +149,29 @@ def _scan(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) ->
     length, reverse = params["length"], params["reverse"]
     carry, ys = jax.lax.scan(step, values[first:start], values[start:], length, reverse)
     return [*carry, *ys]
+
+
+def _cond(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) -> list[Any]:
+    def branch(program: Any) -> Callable:
+        return lambda *operands: _run(program, operands, labels[1:], count)
+
+    branches = [branch(program) for program in eqn.params["branches"]]
+    return jax.lax.switch(values[0], branches, *values[1:])
+
+
+def _counted_from_the_end(eqn: Any, made: dict[Any, Any]) -> Any:
+    """The index that JAX adds an axis's length to where it is negative; None in other places."""
+    if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
+        return None
+    condition, index, other = eqn.invars
+    if any(isinstance(v, Literal) or v not in made for v in (condition, other)):
+        return None
+    below, wrapped = made[condition], made[other]
+    if (below.primitive.name, wrapped.primitive.name) != ("lt", "add"):
+        return None
+    compared, zero = below.invars
+    counts = compared is index is wrapped.invars[0] and index.aval.dtype.kind in "iu"
+    return index if counts and isinstance(zero, Literal) and np.all(zero.val == 0) else None
 
 
 def _indexed_by_data(eqn: Any, labels: Sequence[Labels]) -> bool:
@@ -200,5 +231,6 @@ def _message(j: int, data: SiloData, found: str, errors: Callable[[SiloData], An
     return (
         f"silo {j}: {where}{''.join(blamed)} Indices must count from 0 within each silo, up to one "
         "less than the length of what they index: renumber them, for example by "
-        "np.unique(ids, return_inverse=True)[1]."
+        "np.unique(ids, return_inverse=True)[1]. Where one out of range is meant, say what it "
+        "reads: table.at[h].get(mode='fill', fill_value=0.0, wrap_negative_indices=False)."
     )

@@ -26,7 +26,7 @@ from numpyro_fed.model.binding import (
     sum_rows,
     trace_at,
 )
-from numpyro_fed.model.data import SiloData, Sizes, signature
+from numpyro_fed.model.data import SiloData, Sizes, padded_keys, signature
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.handlers import localised
 from numpyro_fed.model.primitives import silo_plate_of
@@ -150,7 +150,7 @@ def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
     fm = _federated_model(model, found[smallest], silos[smallest])
     reaches = _dependence(fm, model, silos[smallest])
     _check_reaches(fm, reaches)
-    _check_priors(model, fm, silos, [s.sizes for s in found])
+    _check_globals(model, fm, silos, [s.sizes for s in found])
     plates = [
         p._replace(
             outer=p.dim > 0
@@ -179,17 +179,19 @@ def _warn_masked(found: Structure) -> None:
         )
 
 
-def _prior_terms(
+def _globals_at(
     model: Callable, sites: Sequence[Site], theta: Theta, z_G: Array, z_L: Rows, data: SiloData
-) -> dict[str, Array]:
-    """Log density of each global site, its log-determinant included."""
-    values, trace = trace_at(model, sites, theta, z_G, z_L, data)
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Log density of each global site, its log-determinant included, and values of all."""
+    probabilities, trace = trace_at(model, sites, theta, z_G, z_L, data)
     owner, terms = _owners(sites), dict[str, Array]()
-    for name, value in values.items():
+    for name, value in probabilities.items():
         if silo_plate_of(trace[name]) is None:
             site = owner.get(name, name)
             terms[site] = terms.get(site, jnp.zeros(())) + value.sum()
-    return terms
+    shown = ("latent", "deterministic")
+    values = {s.name: trace[s.name]["value"] for s in sites if s.plate is None and s.kind in shown}
+    return terms, values
 
 
 def _owners(sites: Sequence[Site]) -> dict[str, str]:
@@ -227,7 +229,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
     @jax.jit
     def prior_terms(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
         data, z_L = placeholder(z_G.dtype, data)
-        return _prior_terms(model, at.sites, theta, z_G, z_L, data)
+        return _globals_at(model, at.sites, theta, z_G, z_L, data)[0]
 
     def log_prior(theta: Theta, z_G: Array) -> Array:
         return sum(prior_terms(theta, z_G, template).values(), jnp.zeros(()))
@@ -376,40 +378,81 @@ def _check_reaches(fm: FederatedModel, reaches: dict[str, set[str | None]]) -> N
         )
 
 
-def _check_priors(
+def _check_globals(
     model: Callable, fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]
 ) -> None:
-    """What differs between silos, numbers of rows included, must not change the prior."""
-    firsts: dict[tuple, int] = {}
+    """What differs between silos, numbers of rows included, must not change the global sites.
+
+    Where all silos are alike, one with a row more stands for others.
+    """
+    distinct: dict[tuple, int] = {}
     for j, silo in enumerate(silos):
-        firsts.setdefault(signature(silo), j)
-    if len(firsts) == 1:
-        return
+        distinct.setdefault(signature(silo), j)
     key = jax.random.key(0)
     z_G, theta = jax.random.normal(key, (fm.dim,)), fm.init_theta(key)
 
-    def terms(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
-        return _prior_terms(model, fm.sites, theta, z_G, z_L, data)
+    def seen(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
+        terms, values = _globals_at(model, fm.sites, theta, z_G, z_L, data)
+        density = {f"log density:{name}": value for name, value in terms.items()}
+        return density | {f"value:{name}": value for name, value in values.items()}
 
-    def arguments(j: int) -> tuple[Theta, Array, Rows, SiloData]:
-        z_L = {p.name: jnp.zeros((sizes[j][p.name], p.dim)) for p in fm.plates}
-        return theta, z_G, z_L, silos[j]
+    def arguments(silo: SiloData, size: Sizes) -> tuple[Theta, Array, Rows, SiloData]:
+        return theta, z_G, {p.name: jnp.zeros((size[p.name], p.dim)) for p in fm.plates}, silo
 
-    expected = _program(terms, *arguments(0))
-    for j in list(firsts.values())[1:]:
-        if _same_program(_program(terms, *arguments(j)), expected):
-            continue
-        here, there = (jax.jit(terms)(*arguments(i)) for i in (j, 0))
-        for name, value in here.items():
-            if not np.allclose(value, there[name], rtol=1e-5, atol=1e-5, equal_nan=True):
-                mine, theirs = _differences(silos[j], silos[0])
-                raise ModelError(
-                    f"the prior of the global site '{name}' differs between silos: at one point "
-                    f"its log density is {float(value):.6g} at silo {j}, which holds {mine}, but "
-                    f"{float(there[name]):.6g} at silo 0, which holds {theirs}. It must not depend "
-                    "on numbers of rows or Python values that differ. Pass one number to all "
-                    "silos (that of all rows together, say), or let only local sites depend on it."
-                )
+    def compare(silo: SiloData, size: Sizes, who: str) -> None:
+        here = arguments(silo, size)
+        if _same_program(_program(seen, *here), expected):
+            return
+        mine, theirs = (jax.jit(seen)(*at) for at in (here, first))
+        for name, value in mine.items():
+            if np.shape(value) != np.shape(theirs[name]) or not np.allclose(
+                value, theirs[name], rtol=1e-5, atol=1e-5, equal_nan=True
+            ):
+                raise ModelError(_differs(name, value, theirs[name], who, silo, silos[0]))
+
+    first = arguments(silos[0], sizes[0])
+    expected = _program(seen, *first)
+    for j in list(distinct.values())[1:]:
+        compare(silos[j], sizes[j], f"silo {j}")
+    if len(distinct) == 1:
+        for longer in _with_a_row_more(silos[0], sizes[0], padded_keys(silos, sizes)):
+            try:
+                size = fm.sizes(longer)
+                jax.eval_shape(seen, *arguments(longer, size))
+            except Exception:  # the text has it that this array goes with something else
+                continue
+            compare(longer, size, "a silo with a row more")
+
+
+def _with_a_row_more(silo: SiloData, size: Sizes, rows: dict[str, str]) -> list[SiloData]:
+    """The silo with one more row, plate by plate."""
+    longer = []
+    for plate in size:
+        keys = [k for k, p in rows.items() if p == plate]
+        more = {k: np.concatenate([silo.arrays[k], silo.arrays[k][:1]]) for k in keys}
+        if more and size[plate]:
+            longer.append(replace(silo, arrays={**silo.arrays, **more}))
+    return longer
+
+
+def _differs(
+    name: str, here: Array, there: Array, who: str, silo: SiloData, other: SiloData
+) -> str:
+    what, _, site = name.partition(":")
+    mine, theirs = _differences(silo, other)
+
+    def shown(value: Array) -> str:
+        return np.array2string(np.ravel(value)[:4], precision=6, separator=", ").strip("[]")
+
+    subject = f"the prior of the global site '{site}'"
+    if what == "value":
+        subject = f"the value of the global site '{site}' at one point of unconstrained space"
+    return (
+        f"{subject} differs between silos: its {what} at one point is {shown(here)} at {who}, "
+        f"which holds {mine}, but {shown(there)} at silo 0, which holds {theirs}. It must not "
+        "depend on numbers of rows or Python values that differ. Pass one number to all silos "
+        "(that of all rows together, say), or let only local sites depend on it."
+    )
 
 
 def _program(fn: Callable, *arguments: Any) -> tuple[str, list[Any]]:

@@ -78,10 +78,22 @@ class NutsResult:
         return float(worst)
 
     @property
-    def trusted(self) -> bool:
-        """Whether these draws can serve as the reference: few divergences, and small errors."""
+    def num_chains(self) -> int:
+        """How many chains there are."""
+        return len(next(iter(self.globals.values()))) if self.globals else 1
+
+    @property
+    def accurate(self) -> bool:
+        """Whether the chains know the mode that they are in: few divergences, and small errors."""
         total = math.prod(next(iter(self.globals.values())).shape[:2]) if self.globals else 1
         return self.divergences <= DIVERGENT * total and self.monte_carlo_error <= ERROR
+
+    @property
+    def trusted(self) -> bool:
+        """Whether these draws can serve as the reference: :attr:`accurate`, and two chains or more
+        that agree. One alone, in one of several modes, would never know.
+        """
+        return self.accurate and self.num_chains > 1
 
     def report(self) -> str:
         """Say in words whether these draws can be trusted."""
@@ -91,7 +103,12 @@ class NutsResult:
         else:
             known = f"means and sds of the globals are known to {error:.2g} sd"
         verdict = "They can be trusted."
-        if not self.trusted:
+        if self.accurate and not self.trusted:
+            verdict = (
+                "They can be trusted as far as one chain can tell; num_chains=2 or more would show "
+                "whether there are other modes."
+            )
+        elif not self.accurate:
             verdict = (
                 f"They are no reference (at most {ERROR} sd and {DIVERGENT:.1%} divergent "
                 "transitions are): take more num_samples, a higher target_accept_prob, or "
@@ -204,7 +221,7 @@ def run_nuts(
         return _local_sites(fm, read, sizes, flat, [{**shared, **own} for own in private])
 
     result = NutsResult(globals_, int(divergences), local_sites)
-    if num_samples >= ENOUGH and not result.trusted:
+    if num_samples >= ENOUGH and not result.accurate:
         warnings.warn(f"NUTS: {result.report()}", stacklevel=2)
     return result
 

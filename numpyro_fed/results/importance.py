@@ -53,8 +53,8 @@ def importance_correct(
     whether guide and posterior are close enough to trust, with no pooled run to compare with.
     ``q`` is the guide and, for some of the draws, wider distributions around it and the prior's
     spread (:mod:`numpyro_fed.algorithms.importance.proposals`), which show what a narrow guide, or
-    one in one of several
-    modes, would not. (A mode that is narrow, far off and in many dimensions still hides.)
+    one in one of several modes, would not. A mode that is narrow and far off, as seen from the
+    prior, still hides.
 
     Parameters
     ----------
@@ -261,7 +261,7 @@ class Corrected:
             )
         if self.reliable:
             return (
-                "The corrected posterior can be trusted: its means and sds are known to "
+                "The corrected posterior of the globals can be trusted: means and sds are known to "
                 f"{self.monte_carlo_error:.2g} sd. {self._fit_verdict()}"
             )
         if share > 0.5:
@@ -284,8 +284,9 @@ class Corrected:
         name = next(s.name for s in sites if s.start <= place < s.stop)
         worst = f"the {('mean', 'sd')[which]} of '{name}' is {off[which, place]:.2g} sd off"
         if self.fit_trusted:
-            return f"The fit can be trusted as well: at worst {worst}."
-        return f"The fit itself cannot: {worst}. Use the correction."
+            also = " as well" if self.trusted else ""
+            return f"The globals of the fit can be trusted{also}: at worst {worst}."
+        return f"The globals of the fit itself cannot: {worst}. Use the correction."
 
     def __str__(self) -> str:
         return self.report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -193,8 +194,8 @@ class PVIResult(Result):
             found.append(self._motion())
         if self._rounding > ROUNDED:
             found.append(
-                f"in {self._dtype} rounding alone moves the posterior by {self._rounding:.2g} "
-                "standard deviations or several times as much: centre and scale covariates and "
+                f"in {self._dtype} rounding alone moves the posterior by about "
+                f"{self._rounding:.2g} standard deviations: centre and scale covariates and "
                 "outcomes, or use double precision"
             )
         return found
@@ -205,8 +206,10 @@ class PVIResult(Result):
 
     @cached_property
     def _rounding(self) -> float:
-        eta = self.natural_parameters()
-        return rounding(eta[GAUSSIAN]) if GAUSSIAN in eta else 0.0
+        """About how many standard deviations single precision has lost, in sums over rows too."""
+        eta, rows = self.natural_parameters(), max(max(s.values()) for s in self._fit.sizes)
+        lost = max(5.0, 0.3 * math.sqrt(rows))  # measured; in units of one rounding
+        return lost * rounding(eta[GAUSSIAN]) if GAUSSIAN in eta else 0.0
 
     def _motion(self) -> str:
         if not np.isfinite(self.remaining):
@@ -275,7 +278,7 @@ def _silos(numbers: Any) -> str:
     return f"silo {shown}" if len(numbers) == 1 else f"silos {shown}"
 
 
-ROUNDED = 0.03  # standard deviations by one rounding; sums and factors lose about five times that
+ROUNDED = 0.1  # standard deviations that rounding moves the posterior
 STILL = 0.2  # standard deviations that are left to go at a fixed point, for its noise
 
 _LAST = {

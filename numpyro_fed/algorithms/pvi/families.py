@@ -148,7 +148,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     def inside(theta: dict[str, Any]) -> Eta:
         if learned:
             return family.fit(lambda z: fm.log_prior(theta, z) - family.log_base(z))
-        return jax.tree.map(jnp.asarray, fixed)
+        return jax.tree.map(lambda a: jnp.asarray(a.copy()), fixed)  # or JAX keeps a precision
 
     def rest(theta: dict[str, Any], z: Array) -> Array:
         known = expfam.inner(inside(theta), family.statistics(z))

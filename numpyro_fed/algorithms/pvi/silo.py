@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +30,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.trees import all_finite
 
-ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood
+ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood of few rows
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,8 @@ class Silo:
 
             return jax.vmap(at, (0, 1))(noise.globals, noise.rows)
 
+        num_rows = sum(fm.sizes(data).values())
+
         def likelihood() -> tuple[Eta, Callable[[Any], Array]]:
             rows = row_terms(fm, {**theta, **own["private"]}, data)
             eta = family.fit(lambda z: rows(z).sum())
@@ -240,15 +243,14 @@ class Silo:
                 nats, size = jax.vmap(at)(jnp.concatenate([z, begun]))
                 # Rounding within a row is what rounding the globals would make of it.
                 within = jnp.linalg.norm(jax.jvp(rows, (here,), (here,))[1])
-                rounding = ROUNDINGS * jnp.finfo(here.dtype).eps * (size + within)
+                eps = max(ROUNDINGS, 2 * math.sqrt(num_rows)) * jnp.finfo(here.dtype).eps
+                rounding = eps * (size + within)
                 return (jnp.abs(nats) - rounding).max()
 
             return eta, misfit
 
-        size = sum(fm.sizes(data).values())
-        return Problem(
-            family, cavity, start, own, noise, log_lik, likelihood, size, parts.divergence
-        )
+        divergence = parts.divergence
+        return Problem(family, cavity, start, own, noise, log_lik, likelihood, num_rows, divergence)
 
     def _real_rows(self, data: SiloData) -> Array | int:
         """How many rows a silo has, padded ones left out."""
