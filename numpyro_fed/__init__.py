@@ -10,6 +10,7 @@ from numpyro_fed.errors import (
     SavedStateError,
 )
 from numpyro_fed.methods import schedules
+from numpyro_fed.methods.node import ServerNode
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.pvi_family import (
     BCM,
@@ -23,6 +24,7 @@ from numpyro_fed.methods.pvi_family import (
 )
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model import handlers
+from numpyro_fed.model.facts import Facts, Plan, describe
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.reference.compare import Comparison, compare
@@ -30,6 +32,7 @@ from numpyro_fed.reference.nuts import NutsResult, run_nuts
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
+from numpyro_fed.runtime.node import SiloNode
 from numpyro_fed.testing.decomposition import check_decomposition
 
 __version__ = "0.1.0"
@@ -44,6 +47,7 @@ __all__ = [
     "Comparison",
     "Corrected",
     "DataError",
+    "Facts",
     "FedGVI",
     "GlobalVI",
     "GuideError",
@@ -53,13 +57,17 @@ __all__ = [
     "NonFiniteError",
     "NutsResult",
     "PVIResult",
+    "Plan",
     "PowerEP",
     "Result",
     "SavedStateError",
+    "ServerNode",
+    "SiloNode",
     "StochasticPowerEP",
     "StreamingVB",
     "check_decomposition",
     "compare",
+    "describe",
     "divergences",
     "expfam",
     "guides",

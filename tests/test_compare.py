@@ -14,7 +14,6 @@ import pytest
 from problems import cut
 
 import numpyro_fed as nf
-from numpyro_fed.reference import compare as diagnostics
 from numpyro_fed.reference.compare import compare
 from numpyro_fed.reference.nuts import NutsResult
 from numpyro_fed.results.importance import Corrected
@@ -30,8 +29,7 @@ def nuts_of(**sites):
 
 def corrected_of(weights, pareto_k=0.1, **sites):
     """A correction of made-up weighted draws."""
-    server = SimpleNamespace(params={"theta": {}})
-    result = SimpleNamespace(state=SimpleNamespace(server=server))
+    result = SimpleNamespace(shared=SimpleNamespace(theta={}))
     posterior = SimpleNamespace(constrain_globals=lambda theta, z_G: sites)
     return Corrected(
         log_evidence=0.0,
@@ -228,7 +226,7 @@ def test_a_fit_is_compared_at_latent_and_deterministic_sites(shift):
 
 
 def test_a_fit_is_drawn_from_as_often_as_asked_and_by_the_key(monkeypatch):
-    monkeypatch.setattr(diagnostics, "_pareto_k", lambda *args: 0.0)
+    monkeypatch.setattr("numpyro_fed.reference.compare._pareto_k", lambda *args: 0.0)
     a, b, c = (
         compare(fitted(), exact(500), key=jax.random.key(k), num_draws=50).sites["mu"]["sd_ratio"]
         for k in (0, 0, 1)

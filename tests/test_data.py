@@ -12,7 +12,7 @@ from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import SiloData, bucket, padded, padded_keys, read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.primitives import silo_plate
-from numpyro_fed.testing.decomposition import check_decomposition
+from numpyro_fed.testing import check_decomposition
 
 
 def normal(y, w=None):

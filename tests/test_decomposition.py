@@ -21,7 +21,7 @@ from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.model.sites import structures
 from numpyro_fed.model.split import split
-from numpyro_fed.testing.decomposition import (
+from numpyro_fed.testing import (
     Problem,
     check_decomposition,
     models,

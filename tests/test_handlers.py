@@ -18,7 +18,7 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.handlers import at_silo, generalised, joint
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.model.split import split
-from numpyro_fed.testing.decomposition import check_decomposition
+from numpyro_fed.testing import check_decomposition
 
 SILOS = [{"y": np.zeros((2, 3), np.float32)}, {"y": np.ones((4, 3), np.float32)}]
 

@@ -144,6 +144,8 @@ class Exchange(NamedTuple, Generic[Server, Silo, Down, Up]):
     silo : (noise, Down, silo_state, data) -> (Reply, draft)
         Only ``Reply`` leaves the silo.
     server : (server_state, memo, Replies, server_data) -> (server_state, Info)
+    name : str
+        From which a silo in another process knows or builds the same exchange.
     commit : (draft, sent) -> silo_state
     server_noise : key -> noise
     silo_noise : (key, silo_state) -> noise
@@ -158,6 +160,7 @@ class Exchange(NamedTuple, Generic[Server, Silo, Down, Up]):
     broadcast: Broadcast
     silo: Visit
     server: Update
+    name: str = ""
     commit: Commit = as_drafted
     server_noise: Callable[[Array], Any] = no_noise
     silo_noise: Callable[[Array, Any], Any] = no_noise

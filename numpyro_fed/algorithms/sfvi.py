@@ -138,7 +138,9 @@ def sfvi(
     def private(state: SiloState) -> Private:
         return Private(state.params["private"], state.params["guide"])
 
-    exchange = Exchange(broadcast, silo, server, server_noise=server_noise, silo_noise=silo_noise)
+    exchange = Exchange(
+        broadcast, silo, server, name="sfvi", server_noise=server_noise, silo_noise=silo_noise
+    )
     return FederatedAlgorithm(init_server, init_silo, (exchange,), shared, private)
 
 

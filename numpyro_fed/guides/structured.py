@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from numpyro_fed.guides import gaussian
 from numpyro_fed.guides.gaussian import Eta, GlobalGuide, LocalGuide
 from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.sites import Plate
 from numpyro_fed.model.split import FederatedModel, Rows
 
 FULL_UP_TO = 300
@@ -129,44 +130,86 @@ class Guide(NamedTuple):
     recentre: Callable[[dict[str, Eta], Array, Array, SiloData], dict[str, Eta]]
 
 
-def build(spec: Structured | AutoGuide | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
-    """Fit a guide to a model and the sizes of its silo plates at each silo.
+class PlateGuide(NamedTuple):
+    """How the latents of one silo plate are approximated, nothing left open."""
+
+    plate: str
+    covariance: str
+    couple_mean: bool
+    couple_scale: bool
+
+
+class Resolved(NamedTuple):
+    """A guide's settings with nothing left open, for a model and the sizes of its silo plates."""
+
+    globals: str
+    rank: int | None
+    locals: tuple[PlateGuide, ...]
+
+    @classmethod
+    def of(cls, fields: Sequence[Any]) -> Resolved:
+        """From what JSON made of it."""
+        kind, rank, plates = fields
+        return cls(kind, rank, tuple(PlateGuide(*p) for p in plates))
+
+
+def resolve(
+    spec: Structured | AutoGuide | None,
+    fm: FederatedModel,
+    largest: Mapping[str, int],
+    total: Mapping[str, int],
+) -> Resolved:
+    """Settle what a guide leaves to be chosen.
+
+    Parameters
+    ----------
+    spec : Structured, AutoGuide or None
+    fm : FederatedModel
+    largest, total : dict of str to int
+        Rows of each silo plate at the largest silo, and at all together; up to powers of two.
 
     Raises
     ------
     GuideError
         For a guide that is none of ours, a word that is not known, a plate without a guide.
     """
-    if isinstance(spec, AutoGuide):
-        spec = Structured(globals=spec, init_loc_fn=spec.init_loc_fn)
-    spec = Structured() if spec is None else spec
-    if not isinstance(spec, Structured):
-        raise GuideError(
-            f"expected numpyro_fed.guides.Structured(...) or a NumPyro autoguide, got "
-            f"{type(spec).__name__}. A guide must be a function of explicit noise, so hand-written "
-            "guides cannot be used; leave guide out for a good default."
-        )
-    if not spec.init_scale > 0:
-        raise GuideError(f"init_scale must be positive, got {spec.init_scale}.")
+    spec = _structured(spec)
     with_latents = [p for p in fm.plates if p.dim]
-    outer = tuple(p.name for p in with_latents if p.outer)
-    rows = tuple(p.name for p in with_latents if not p.outer)
-    largest = {p.name: max(size[p.name] for size in sizes) for p in with_latents}
     width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
 
-    def local_guide(name: str, dim: int) -> LocalGuide:
-        width = fm.dim + (0 if name in outer else width_outer)
-        coefficients = sum(size[name] for size in sizes) * dim * width
-        couple = 0 < coefficients <= COUPLINGS_UP_TO
-        return gaussian.local(
-            dim,
-            _local_covariance(spec, fm, name, dim, largest[name] * dim),
+    def of(p: Plate) -> PlateGuide:
+        width = fm.dim + (0 if p.outer else width_outer)
+        couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
+        return PlateGuide(
+            p.name,
+            _local_covariance(spec, fm, p.name, p.dim, largest[p.name] * p.dim),
             couple if spec.couple_mean is None else spec.couple_mean,
             couple if spec.couple_scale is None else spec.couple_scale,
-            spec.init_scale,
         )
 
-    locals_ = {p.name: local_guide(p.name, p.dim) for p in with_latents}
+    kind, rank = _global_kind(spec, fm.dim)
+    return Resolved(kind, rank, tuple(map(of, with_latents)))
+
+
+def build(spec: Structured | AutoGuide | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
+    """Resolve a guide for a model and the rows of each silo plate at each silo, and build it."""
+    largest = {p.name: max(size[p.name] for size in sizes) for p in fm.plates}
+    total = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
+    return build_resolved(spec, resolve(spec, fm, largest, total), fm)
+
+
+def build_resolved(
+    spec: Structured | AutoGuide | None, resolved: Resolved, fm: FederatedModel
+) -> Guide:
+    """The guide as pure functions."""
+    spec = _structured(spec)
+    dims = {p.name: p.dim for p in fm.plates}
+    outer = tuple(p.name for p in fm.plates if p.dim and p.outer)
+    rows = tuple(p.name for p in fm.plates if p.dim and not p.outer)
+    locals_ = {
+        plate: gaussian.local(dims[plate], covariance, mean, scale, spec.init_scale)
+        for plate, covariance, mean, scale in resolved.locals
+    }
 
     def init_global(key: Array) -> Eta:
         key_loc, key_rest = jax.random.split(key)
@@ -195,27 +238,50 @@ def build(spec: Structured | AutoGuide | None, fm: FederatedModel, sizes: Sequen
             moved[p] = locals_[p].recentre(eta[p], at)
         return moved
 
-    global_ = _global_guide(spec, fm.dim)
+    global_ = _global_guide(spec, resolved, fm.dim)
     return Guide(global_, locals_, outer, rows, init_global, init_local, above, recentre)
 
 
-def _global_guide(spec: Structured, dim: int) -> GlobalGuide:
+def _structured(spec: Structured | AutoGuide | None) -> Structured:
+    if isinstance(spec, AutoGuide):
+        spec = Structured(globals=spec, init_loc_fn=spec.init_loc_fn)
+    spec = Structured() if spec is None else spec
+    if not isinstance(spec, Structured):
+        raise GuideError(
+            f"expected numpyro_fed.guides.Structured(...) or a NumPyro autoguide, got "
+            f"{type(spec).__name__}. A guide must be a function of explicit noise, so hand-written "
+            "guides cannot be used; leave guide out for a good default."
+        )
+    if not spec.init_scale > 0:
+        raise GuideError(f"init_scale must be positive, got {spec.init_scale}.")
+    return spec
+
+
+def _global_kind(spec: Structured, dim: int) -> tuple[str, int | None]:
+    """The covariance of the globals, and its rank if it has one."""
     kind = spec.globals
     if isinstance(kind, AutoGuide):
-        return from_autoguide(kind, dim)
+        return type(kind).__name__, None
     if kind == "auto":
         small, medium = dim <= FULL_UP_TO, dim <= LOW_RANK_UP_TO
         kind = "full" if small else "low_rank" if medium else "diagonal"
-    if kind == "diagonal":
+    if kind not in ("diagonal", "full", "low_rank"):
+        raise GuideError(
+            f"globals={kind!r}: expected 'auto', 'diagonal', 'full', 'low_rank' or a NumPyro "
+            "autoguide."
+        )
+    rank = spec.rank or min(int(dim**0.5) + 1, 20)
+    return kind, rank if kind == "low_rank" else None
+
+
+def _global_guide(spec: Structured, resolved: Resolved, dim: int) -> GlobalGuide:
+    if isinstance(spec.globals, AutoGuide):
+        return from_autoguide(spec.globals, dim)
+    if resolved.globals == "diagonal":
         return gaussian.diagonal(dim, spec.init_scale)
-    if kind == "full":
+    if resolved.globals == "full":
         return gaussian.full(dim, spec.init_scale)
-    if kind == "low_rank":
-        rank = spec.rank or min(int(dim**0.5) + 1, 20)
-        return gaussian.low_rank(dim, rank, spec.init_scale)
-    raise GuideError(
-        f"globals={kind!r}: expected 'auto', 'diagonal', 'full', 'low_rank' or a NumPyro autoguide."
-    )
+    return gaussian.low_rank(dim, resolved.rank or 1, spec.init_scale)
 
 
 def _local_covariance(spec: Structured, fm: FederatedModel, plate: str, dim: int, size: int) -> str:

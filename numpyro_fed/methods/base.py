@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
 from numpyro_fed.model import data as silo_data
-from numpyro_fed.model.data import Bucket, one_by_one, padded, signature
-from numpyro_fed.model.layout import Layout, plan
+from numpyro_fed.model.data import Bucket, SiloData, one_by_one, padded, signature
+from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
+from numpyro_fed.model.layout import Layout, layout_of
+from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.model.verdicts import check_rows_apart
-from numpyro_fed.results.base import Fit, Result, Silos
+from numpyro_fed.results.base import Built, Fit, Result, Silos
+from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.loop import Failure, Run, drive
@@ -36,7 +42,7 @@ class Method(ABC):
     """
 
     model: Callable
-    _layouts: dict[Any, tuple[Layout, Any]]
+    _layouts: dict[Any, tuple[Layout, Plan, Any]]
     _fits: dict[Any, Fit]
 
     def run(
@@ -96,6 +102,10 @@ class Method(ABC):
             state = fit.check_state(init_state, held)
         self._check_rounds(state, num_rounds)
         run = drive(fit.runtime, key, state, held.batches, num_rounds, progress_bar, server_data)
+        return self._finish(run, fit, held)
+
+    def _finish(self, run: Run, fit: Fit, held: Silos | None) -> Any:
+        """The result of a run, unless it failed."""
         result = self._result(run, fit, held)
         if run.failure is not None:
             raise _non_finite(result, run.failure)
@@ -128,7 +138,7 @@ class Method(ABC):
         losses, state = load_state(path, fit.description(), fit.initial_state(held))
         return self._result(Run(state, losses, None, None), fit, held)
 
-    def _result(self, run: Run, fit: Fit, held: Silos) -> Any:
+    def _result(self, run: Run, fit: Fit, held: Silos | None) -> Any:
         """The result of a run; ``run.log`` is None for what was loaded."""
         return Result(run.losses, run.state, fit, held)
 
@@ -139,19 +149,62 @@ class Method(ABC):
         """The model's text as it is run."""
         return self.model
 
-    def _shaped(self, layout: Layout) -> Any:
+    def _shaped(self, fm: FederatedModel) -> Any:
         """What else depends on the shapes alone: kept with the layout, for these."""
         return None
 
-    def _verdicts(self, layout: Layout, shaped: Any, buckets: Sequence[Bucket]) -> Hashable:
+    def _verdicts(
+        self, layout: Layout, shaped: Any, stacks: Sequence[SiloData]
+    ) -> tuple[tuple[str, bool], ...]:
         """What the silos' values decide about the fit, by functions compiled once."""
         return ()
 
     @abstractmethod
-    def _build(
-        self, layout: Layout, shaped: Any, verdicts: Any, buckets: Sequence[Bucket], runtime: str
-    ) -> Fit:
-        """The compiled fit for one layout of silos and what their values decide."""
+    def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+        """The method's settings with nothing left open; JSON."""
+
+    @abstractmethod
+    def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
+        """What the method makes of a split text and a plan."""
+
+    def describe(self, silo: Mapping[str, Any]) -> Facts:
+        """What a silo says of itself for this method, from its own data alone.
+
+        See :class:`numpyro_fed.Facts` for what they reveal.
+        """
+        (data,) = silo_data.read([silo])
+        layout = layout_of(self._text(), [data])
+        layout.check_indices(0, data)
+        fm, sizes = layout.model, layout.sizes[0]
+        facts = with_globals(facts_of(fm, data, sizes), fm, data, sizes)
+        stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
+        return replace(facts, verdicts=self._verdicts(layout, self._shaped(fm), [stack]))
+
+    def agree(self, facts: Sequence[Facts]) -> Plan:
+        """The plan of all silos that have described themselves.
+
+        Raises
+        ------
+        ModelError
+            Naming the silo that does not fit together with the others.
+        """
+        plan = agree(facts)
+        return self._planned(split(self._text(), [plan.template()]), plan)
+
+    def build(self, plan: Plan) -> Built:
+        """The algorithm, from text and plan: the same at the server and at every silo."""
+        fm = split(self._text(), [plan.template()])
+        return self._build(fm, plan, self._shaped(fm))
+
+    def exchange(self, built: Built, name: str) -> Exchange:
+        """An exchange by name: the algorithm's own, the evaluation, the importance correction."""
+        known = {x.name: x for x in built.algorithm.exchanges}
+        if built.factors is not None:
+            known[built.factors.evaluation.name] = built.factors.evaluation
+        return known[name] if name in known else weighing(built, name)[0]
+
+    def _planned(self, fm: FederatedModel, plan: Plan) -> Plan:
+        return replace(plan, settings=json.dumps(self._resolved(fm, plan), sort_keys=True))
 
     def _prepare(self, silos: Sequence[Mapping[str, Any]], runtime: str) -> tuple[Fit, Silos]:
         """The compiled fit for these silos, from an earlier run where there was one.
@@ -163,16 +216,30 @@ class Method(ABC):
         read = silo_data.read(silos)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
         if shapes not in self._layouts:
-            layout = plan(self._text(), read)
-            self._layouts[shapes] = layout, self._shaped(layout)
-        layout, shaped = self._layouts[shapes]
+            layout = layout_of(self._text(), read)
+            facts = [
+                facts_of(layout.model, data, size)
+                for data, size in zip(read, layout.sizes, strict=True)
+            ]
+            self._layouts[shapes] = layout, agree(facts), self._shaped(layout.model)
+        layout, agreed, shaped = self._layouts[shapes]
         buckets = layout.arrange(read)
-        verdicts = self._verdicts(layout, shaped, buckets)
-        known = (runtime, shapes, padded(buckets), verdicts)
+        verdicts = self._verdicts(layout, shaped, [b.data for b in buckets])
+        plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
+        known = (runtime, shapes, padded(buckets), plan)
         if known not in self._fits:
-            self._fits[known] = self._build(layout, shaped, verdicts, buckets, runtime)
+            plan = self._planned(layout.model, plan)
+            built = self._build(layout.model, plan, shaped)
+            check_memory(built.algorithm, buckets)
+            self._fits[known] = Fit.of(
+                plan,
+                built,
+                RUNTIMES[runtime](built.algorithm, built.schedule),
+                sizes=layout.sizes,
+                checks=layout.checks,
+            )
         fit = self._fits[known]
-        check_rows_apart(fit.model, fit.checks, fit.settings["draws"], buckets)
+        check_rows_apart(fit.model, layout.checks, fit.draws, buckets)
         if runtime == "host":
             buckets = one_by_one(read, layout.sizes)
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))

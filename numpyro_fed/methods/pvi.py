@@ -24,21 +24,21 @@ from numpyro_fed.divergences import KL
 from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
 from numpyro_fed.expfam import Family
 from numpyro_fed.guides.gaussian import GlobalGuide
-from numpyro_fed.guides.structured import Guide, Structured, build
+from numpyro_fed.guides.structured import Guide, Resolved, Structured, build_resolved, resolve
 from numpyro_fed.local import LBFGS, ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
-from numpyro_fed.methods.base import RUNTIMES, Method, check_memory
+from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
-from numpyro_fed.model.data import Bucket, SiloData
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.results.base import Factors, Fit, Silos
+from numpyro_fed.results.base import Built, Factors, Fit, Silos
 from numpyro_fed.results.importance import importance_correct
-from numpyro_fed.results.posterior import posterior
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.runtime.loop import Run
 from numpyro_fed.runtime.stack import State
@@ -212,30 +212,47 @@ class PVI(Method):
     def _text(self) -> Callable:
         return self.model if self.loss is None else generalised(self.model, self.loss)
 
-    def _shaped(self, layout: Layout) -> tuple[Globals, Callable[[Sequence[SiloData]], bool]]:
+    def _shaped(self, fm: FederatedModel) -> tuple[Globals, Callable[[Sequence[SiloData]], bool]]:
         """The family of the globals, and the question whether the likelihood is conjugate to it."""
-        chosen = globals_of(layout.model, self.family, self.prior)
-        return chosen, conjugacy(layout.model, chosen)
+        chosen = globals_of(fm, self.family, self.prior)
+        return chosen, conjugacy(fm, chosen)
 
-    def _verdicts(self, layout: Layout, shaped: Any, buckets: Sequence[Bucket]) -> bool:
+    def _verdicts(
+        self, layout: Layout, shaped: Any, stacks: Sequence[SiloData]
+    ) -> tuple[tuple[str, bool], ...]:
         """Whether the likelihood is conjugate; refuses minibatches of rows that do not allow it."""
         _, is_conjugate = shaped
-        stacks = [b.data for b in buckets]
         if self.local is not None:
             _check_minibatch(layout, stacks, self.local)
-        return is_conjugate(stacks)
+        return (("conjugate", is_conjugate(stacks)),)
 
-    def _build(
-        self, layout: Layout, shaped: Any, verdicts: Any, buckets: Sequence[Bucket], runtime: str
-    ) -> Fit:
-        fm, (chosen, _), closed = layout.model, shaped, verdicts
-        guide = build(self.guide, fm, layout.sizes)._replace(globals=_global_guide(chosen))
+    def _local(self, plan: Plan) -> Local:
+        exact = plan.facts.verdict("conjugate") and isinstance(self.divergence, KL)
+        return self.local or (ClosedForm() if exact else Optax())
+
+    def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+        spec = named(self.schedule)
+        auto, damping = self._damping == "auto", self._damping
+        return {
+            "method": "PVI",
+            **{name: _described(getattr(self, name)) for name in SAVED},
+            "local": _described(self._local(plan)),
+            "objective": _described(self.objective),
+            "guide": resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
+            "conjugate": plan.facts.verdict("conjugate"),
+            "damping": spec.damping(plan.num_silos) if auto else float(damping),
+            "adaptive": auto or isinstance(self.damping, Adaptive),
+        }
+
+    def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
+        (chosen, _), resolved = shaped, plan.chosen
+        guide = build_resolved(self.guide, Resolved.of(resolved["guide"]), fm)
+        guide = guide._replace(globals=_global_guide(chosen))
         draws = draws_by_plate(self.objective, guide)
         bounds = (silo_bound(fm, guide, draws), silo_bound(fm, guide, draws, plain=True))
-        exact = closed and isinstance(self.divergence, KL)
-        local: Local = self.local or (ClosedForm() if exact else Optax())
+        local, closed = self._local(plan), plan.facts.verdict("conjugate")
         _check_minibatch_guide(guide, local)
-        plate, rows = _minibatch(layout, local)
+        plate, rows = _minibatch(fm, plan.rows, local)
         parts = Parts(
             model=fm,
             globals=chosen,
@@ -250,66 +267,52 @@ class PVI(Method):
             divergence=_general(self.divergence, chosen),
             aggregate=aggregate(chosen.family, self.prior_divergence),
         )
-        spec, num_silos = named(self.schedule), len(layout.sizes)
+        spec, num_silos = named(self.schedule), plan.num_silos
         schedule = spec.build(num_silos)
         steps, size = (1, num_silos) if schedule is None else (schedule.steps, schedule.size)
-        auto, damping = self._damping == "auto", self._damping
         settings = Settings(
             num_silos=num_silos,
             visits=steps * size,
             steps=steps,
-            damping=spec.damping(num_silos) if auto else float(damping),
-            adaptive=auto or isinstance(self.damping, Adaptive),
+            damping=resolved["damping"],
+            adaptive=resolved["adaptive"],
             deletion=self.deletion,
             prior_share=1.0 if self.prior_share == "whole" else 1 / num_silos,
             asynchronous=isinstance(spec, Asynchronous),
             start_scale=self.start_scale,
             evidence_draws=self.evidence_draws,
-            share=getattr(local, "share", 1.0),
+            share=local.share,
             exact=self._exact(fm, chosen, local),
         )
-        algorithm = pvi(parts, settings)
-        check_memory(algorithm, buckets)
-        return Fit(
-            model=fm,
-            sizes=layout.sizes,
-            checks=layout.checks,
-            guide=guide,
-            bound=bounds[0],
-            algorithm=algorithm,
-            runtime=RUNTIMES[runtime](algorithm, schedule),
-            posterior=posterior(fm, guide, bounds[0]),
-            settings=self._settings(draws, parts.local),
-            compiled={},
-            certify=importance_correct,
-            factors=Factors(
-                chosen,
-                settings,
-                closed,
-                loss=self.loss not in (None, log_loss),
-                divergence=not all(
-                    isinstance(d, KL) for d in (self.divergence, self.prior_divergence)
-                ),
-                evaluation=evaluation(parts, settings),
-            ),
+        factors = Factors(
+            chosen,
+            settings,
+            closed,
+            loss=self.loss not in (None, log_loss),
+            divergence=not all(isinstance(d, KL) for d in (self.divergence, self.prior_divergence)),
+            evaluation=evaluation(parts, settings),
         )
+        algorithm = pvi(parts, settings)
+        return Built(fm, guide, bounds[0], algorithm, schedule, draws, importance_correct, factors)
 
     def _exact(self, fm: FederatedModel, chosen: Globals, local: Local) -> bool:
         """Whether a silo's factor depends on nothing but its own data."""
         inside = chosen.rest is None and not fm.named("param") and self.deletion == "own"
         return inside and isinstance(local, ClosedForm) and isinstance(self.prior_divergence, KL)
 
-    def _settings(self, draws: Mapping[str, int], local: Local) -> dict[str, Any]:
-        chosen = {name: _described(getattr(self, name)) for name in SAVED}
-        return {"method": "PVI", "draws": dict(draws), "local": _described(local), **chosen}
-
-    def _result(self, run: Run, fit: Fit, held: Silos) -> PVIResult:
+    def _result(self, run: Run, fit: Fit, held: Silos | None) -> PVIResult:
         if run.log is None:
             return PVIResult(run.losses, run.state, fit, held)
         rounds, visits = len(run.losses), np.asarray(run.log.visits)
         if not visits.size:
-            visits = np.broadcast_to(np.arange(len(held.data)), (rounds, 1, len(held.data)))
-        status = np.asarray(run.log.watched).reshape(visits.shape)
+            num_silos = fit.plan.num_silos
+            visits = np.broadcast_to(np.arange(num_silos), (rounds, 1, num_silos))
+        if held is None:  # replies are added up: of several the worst, for each of them
+            counts = np.asarray(run.log.reports.statuses).reshape(*visits.shape[:2], len(Status))
+            worst = (np.arange(len(Status)) * (counts > 0)).max(-1)
+            status = np.broadcast_to(worst[..., None], visits.shape)
+        else:
+            status = np.asarray(run.log.watched).reshape(visits.shape)
         result = PVIResult(
             run.losses,
             run.state,
@@ -395,13 +398,15 @@ def _check_minibatch_guide(guide: Guide, local: Local) -> None:
         )
 
 
-def _minibatch(layout: Layout, local: Local) -> tuple[str | None, tuple[str, ...]]:
+def _minibatch(
+    fm: FederatedModel, rows_of: Mapping[str, str], local: Local
+) -> tuple[str | None, tuple[str, ...]]:
     """The silo plate whose rows are drawn, and the arrays that hold them."""
-    fm, batch = layout.model, local.batch_size
+    batch = local.batch_size
     if batch is None:
         return None, ()
     plate = fm.plates[0].name
-    rows = tuple(key for key, p in layout.rows.items() if p == plate)
+    rows = tuple(key for key, p in rows_of.items() if p == plate)
     if len(fm.plates) > 1 or fm.nested or not rows:
         raise GuideError(
             f"batch_size={batch}: minibatches need one silo_plate, with its size taken from an "
@@ -412,7 +417,7 @@ def _minibatch(layout: Layout, local: Local) -> tuple[str | None, tuple[str, ...
 
 def _check_minibatch(layout: Layout, stacks: Sequence[SiloData], local: Local) -> None:
     """Refuse minibatches of rows that do not stand alone."""
-    plate, rows = _minibatch(layout, local)
+    plate, rows = _minibatch(layout.model, layout.rows, local)
     if plate is None:
         return
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,13 @@ from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.algorithms.sfvi import sfvi
 from numpyro_fed.errors import positive_int
-from numpyro_fed.guides.structured import Structured, build
-from numpyro_fed.methods.base import RUNTIMES, Method, check_memory
-from numpyro_fed.model.data import Bucket
-from numpyro_fed.model.layout import Layout
+from numpyro_fed.guides.structured import Resolved, Structured, build_resolved, resolve
+from numpyro_fed.methods.base import Method
+from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.results.base import Fit, Result, Silos
+from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import importance_correct
-from numpyro_fed.results.posterior import posterior
 from numpyro_fed.runtime.loop import Run
 
 ENOUGH = 200  # rounds, to tell whether a bound has settled
@@ -103,7 +102,7 @@ class SFVI(Method):
             ) from error
         positive_int("num_particles", self.num_particles)
 
-    def _result(self, run: Run, fit: Fit, held: Silos) -> Result:
+    def _result(self, run: Run, fit: Fit, held: Silos | None) -> Result:
         result = Result(run.losses, run.state, fit, held)
         if len(run.losses) >= ENOUGH and run.log is not None and not result.settled:
             warnings.warn(
@@ -114,25 +113,25 @@ class SFVI(Method):
             )
         return result
 
-    def _build(
-        self, layout: Layout, shaped: Any, verdicts: Any, buckets: Sequence[Bucket], runtime: str
-    ) -> Fit:
-        guide = build(self.guide, layout.model, layout.sizes)
+    def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+        largest, total = dict(plan.largest), dict(plan.total)
+        return {
+            "method": "SFVI",
+            "num_particles": self.num_particles,
+            "guide": resolve(self.guide, fm, largest, total),
+            "objective": repr(self.objective),
+        }
+
+    def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
+        guide = build_resolved(self.guide, Resolved.of(plan.chosen["guide"]), fm)
         draws = draws_by_plate(self.objective, guide)
-        bound = silo_bound(layout.model, guide, draws)
-        algorithm = sfvi(layout.model, guide, bound, self.optim, self.num_particles)
-        check_memory(algorithm, buckets)
-        settings = {"method": "SFVI", "num_particles": self.num_particles, "draws": draws}
-        return Fit(
-            layout.model,
-            layout.sizes,
-            layout.checks,
+        bound = silo_bound(fm, guide, draws)
+        return Built(
+            fm,
             guide,
             bound,
-            algorithm,
-            RUNTIMES[runtime](algorithm),
-            posterior(layout.model, guide, bound),
-            settings,
-            {},
+            sfvi(fm, guide, bound, self.optim, self.num_particles),
+            None,
+            draws,
             importance_correct,
         )

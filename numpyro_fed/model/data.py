@@ -55,6 +55,12 @@ class SiloData:
         tree, names = self.form
         return jax.tree.unflatten(tree, [self.leaves[name] for name in names])
 
+    def named_tree(self) -> Any:
+        """The keyword arguments with the name of each leaf in its place."""
+        if self.form is None:
+            return {name: name for name in self.leaves}
+        return jax.tree.unflatten(*self.form)
+
     def keep(self, plate: str, rows: Array) -> Array:
         """``rows`` (size, ...) of one plate with exactly zero in the padded rows."""
         if plate not in self.masks:

@@ -57,7 +57,7 @@ class Layout(NamedTuple):
             return False
 
 
-def plan(model: Callable, silos: Sequence[SiloData]) -> Layout:
+def layout_of(model: Callable, silos: Sequence[SiloData]) -> Layout:
     """Split the model at silos of these shapes."""
     fm = split(model, silos)
     sizes = tuple(s.sizes for s in structures(model, silos))
@@ -66,5 +66,5 @@ def plan(model: Callable, silos: Sequence[SiloData]) -> Layout:
 
 def lay_out(model: Callable, silos: Sequence[SiloData]) -> tuple[Layout, list[Bucket]]:
     """Split the model and bucket the silos."""
-    layout = plan(model, silos)
+    layout = layout_of(model, silos)
     return layout, layout.arrange(silos)

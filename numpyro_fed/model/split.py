@@ -54,6 +54,8 @@ class FederatedModel(NamedTuple):
 
     Attributes
     ----------
+    text : callable
+        The model's text.
     sites : tuple of Site
     plates : tuple of Plate
         In the order in which the model enters them.
@@ -92,6 +94,7 @@ class FederatedModel(NamedTuple):
         None where a local latent is masked, so that it has none.
     """
 
+    text: Callable
     sites: tuple[Site, ...]
     plates: tuple[Plate, ...]
     dim: int
@@ -179,7 +182,7 @@ def _warn_masked(found: Structure) -> None:
         )
 
 
-def _globals_at(
+def globals_at(
     model: Callable, sites: Sequence[Site], theta: Theta, z_G: Array, z_L: Rows, data: SiloData
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Log density of each global site, its log-determinant included, and values of all."""
@@ -229,7 +232,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
     @jax.jit
     def prior_terms(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
         data, z_L = placeholder(z_G.dtype, data)
-        return _globals_at(model, at.sites, theta, z_G, z_L, data)[0]
+        return globals_at(model, at.sites, theta, z_G, z_L, data)[0]
 
     def log_prior(theta: Theta, z_G: Array) -> Array:
         return sum(prior_terms(theta, z_G, template).values(), jnp.zeros(()))
@@ -288,6 +291,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         return rows
 
     return FederatedModel(
+        text=model,
         sites=at.sites,
         plates=plates,
         dim=dim,
@@ -392,7 +396,7 @@ def _check_globals(
     z_G, theta = jax.random.normal(key, (fm.dim,)), fm.init_theta(key)
 
     def seen(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
-        terms, values = _globals_at(model, fm.sites, theta, z_G, z_L, data)
+        terms, values = globals_at(model, fm.sites, theta, z_G, z_L, data)
         density = {f"log density:{name}": value for name, value in terms.items()}
         return density | {f"value:{name}": value for name, value in values.items()}
 

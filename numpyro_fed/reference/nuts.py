@@ -263,7 +263,7 @@ def _parameters(
     """Shared parameters, and each silo's private ones, unconstrained."""
     if result is not None:
         own = [result.private_parameters(j) for j in range(len(silos))]
-        return result._shared.theta, own
+        return result.shared.theta, own
     key = jax.random.key(0)
     init_private = jax.jit(fm.init_private)
     return fm.init_theta(key), [init_private(key, silo) for silo in silos]

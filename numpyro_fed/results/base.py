@@ -17,14 +17,16 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Shared
 from numpyro_fed.algorithms.pvi.families import Globals
-from numpyro_fed.errors import MissingExtraError, NonFiniteError, SavedStateError
+from numpyro_fed.errors import DataError, MissingExtraError, NonFiniteError, SavedStateError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import Bucket, SiloData, Sizes
+from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.objectives import SiloBound
-from numpyro_fed.results.posterior import Posterior, real_rows
+from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.saving import save_state
+from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
 
 BATCHES = 5  # of rounds, whose means show how noisy a bound is
@@ -60,26 +62,84 @@ class Factors(NamedTuple):
     evaluation: Exchange
 
 
-class Fit(NamedTuple):
-    """A method's compiled functions for one model and one layout of silos."""
+class Built(NamedTuple):
+    """What a method makes of a text and a plan: pure functions, and nobody's data.
+
+    Attributes
+    ----------
+    model, guide, bound, algorithm
+    schedule : Schedule or None
+    draws : dict of str to int
+        ``K`` for each silo plate that has latents.
+    certify : (key, result) -> importance correction
+    factors : Factors or None
+    """
 
     model: FederatedModel
-    sizes: tuple[Sizes, ...]
-    checks: Checks
     guide: Guide
     bound: SiloBound
     algorithm: FederatedAlgorithm
+    schedule: Schedule | None
+    draws: dict[str, int]
+    certify: Callable[..., Any]
+    factors: Factors | None = None
+
+
+class Fit(NamedTuple):
+    """What was built, ready to run.
+
+    ``compiled`` holds single exchanges and what goes with them, by what they are for. Of silos in
+    other processes it knows neither the sizes nor how to ask about their values.
+    """
+
+    plan: Plan
+    built: Built
     runtime: Runtime
     posterior: Posterior
-    settings: dict[str, Any]
-    compiled: dict[Any, Any]  # single exchanges and what goes with them, by what they are for
-    certify: Callable[..., Any]  # (key, result) -> the importance correction
-    factors: Factors | None = None
+    compiled: dict[Any, Any]
+    sizes: tuple[Sizes, ...] = ()
+    checks: Checks | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, built: Built, runtime: Runtime, **layout: Any) -> Fit:
+        """A fit with nothing compiled yet."""
+        sampling = posterior(built.model, built.guide, built.bound)
+        return cls(plan, built, runtime, sampling, {}, **layout)
+
+    @property
+    def model(self) -> FederatedModel:
+        """The split text."""
+        return self.built.model
+
+    @property
+    def guide(self) -> Guide:
+        """The guide."""
+        return self.built.guide
+
+    @property
+    def bound(self) -> SiloBound:
+        """The silos' terms of the bound."""
+        return self.built.bound
+
+    @property
+    def algorithm(self) -> FederatedAlgorithm:
+        """The algorithm."""
+        return self.built.algorithm
+
+    @property
+    def draws(self) -> dict[str, int]:
+        """``K`` for each silo plate that has latents."""
+        return self.built.draws
+
+    @property
+    def factors(self) -> Factors | None:
+        """What a fit by factors knows besides."""
+        return self.built.factors
 
     def description(self) -> dict[str, Any]:
         """What a saved state must agree with."""
         return {
-            "settings": self.settings,
+            "settings": {**self.plan.chosen, "draws": self.draws},
             "sites": {
                 s.name: [s.kind, s.plate, list(s.shape), s.support] for s in self.model.sites
             },
@@ -125,12 +185,26 @@ class Result:
     losses: np.ndarray
     state: State
     _fit: Fit = field(repr=False)
-    _silos: Silos = field(repr=False)
+    _silos: Silos | None = field(default=None, repr=False)  # of a run in one process
 
     @property
     def num_silos(self) -> int:
         """How many silos took part."""
-        return len(self._silos.data)
+        return self._fit.plan.num_silos
+
+    @property
+    def plan(self) -> Plan:
+        """What server and silos have built from."""
+        return self._fit.plan
+
+    def _held(self, silo: int) -> Silos:
+        """What silos hold, if it is in this process."""
+        if self._silos is None:
+            raise DataError(
+                f"silo {silo} holds its own latents and parameters, and the server knows nothing "
+                "of them. Ask there, or run all silos in one process."
+            )
+        return self._silos
 
     @property
     def settled(self) -> bool:
@@ -156,7 +230,7 @@ class Result:
         A :class:`numpyro_fed.Corrected`, or in words why there is none.
         """
         try:
-            return self._fit.certify(jax.random.key(0), self)
+            return self._fit.built.certify(jax.random.key(0), self)
         except (ValueError, NonFiniteError) as error:
             return str(error)
 
@@ -189,11 +263,12 @@ class Result:
     @property
     def params(self) -> dict[str, Any]:
         """Shared parameters on their own supports, by name; the globals' guide as ``"guide"``."""
-        theta, guide = self._shared
+        theta, guide = self.shared
         return {**self._fit.model.constrain_theta(theta), "guide": guide}
 
     @property
-    def _shared(self) -> Shared:
+    def shared(self) -> Shared:
+        """What everybody may know: shared parameters, unconstrained, and the globals' guide."""
         return self._fit.algorithm.shared(self.state.server)
 
     def silo_params(self, silo: int) -> dict[str, Any]:
@@ -229,22 +304,22 @@ class Result:
         self, key: Array, z_G: Array, silo: int | None, posterior: Posterior
     ) -> dict[str, Array]:
         """Sites at given draws of the globals (n, dim); a silo's locals are drawn given these."""
-        sites = posterior.constrain_globals(self._shared.theta, z_G)
+        sites = posterior.constrain_globals(self.shared.theta, z_G)
         if silo is None:
             return sites
         return sites | self._sample_locals(key, z_G, silo, posterior)
 
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
         """Unconstrained draws ``z_G`` (n, dim) and their log densities (n,) under the guide."""
-        guide = self._shared.guide
+        guide = self.shared.guide
         return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), guide, n)
 
     def _sample_locals(
         self, key: Array, z_G: Array, silo: int, posterior: Posterior
     ) -> dict[str, Array]:
-        b, i = self._silos.place(silo)
-        shared, private = self._shared, self._private(silo)
-        padded = jax.tree.map(lambda a: a[i], self._silos.batches[b].data)
+        b, i = self._held(silo).place(silo)
+        shared, private = self.shared, self._private(silo)
+        padded = jax.tree.map(lambda a: a[i], self._held(silo).batches[b].data)
         theta, centre = {**shared.theta, **private.theta}, private.centre
         if centre is None:
             centre = self._fit.guide.globals.centre(shared.guide)
@@ -252,16 +327,16 @@ class Result:
         z_L = posterior.draw_locals(key, theta, private.guide, z_G, centre, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
         theta = {**shared.theta, **self._real_private(silo, private.theta)}
-        data = self._silos.data[silo]
+        data = self._held(silo).data[silo]
         return posterior.constrain_locals(theta, z_G, z_L, data)
 
     def _private(self, silo: int) -> Private:
-        b, i = self._silos.place(silo)
+        b, i = self._held(silo).place(silo)
         return self._fit.algorithm.private(jax.tree.map(lambda a: a[i], self.state.silos[b]))
 
     def _real_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
         """Private parameters without what belongs to padded rows."""
-        key, data = jax.random.key(0), self._silos.data[silo]
+        key, data = jax.random.key(0), self._held(silo).data[silo]
         shapes = jax.eval_shape(self._fit.model.init_private, key, data)
         return jax.tree.map(lambda a, s: a[tuple(map(slice, s.shape))], private, shapes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import numpy as np
 from blackjax.diagnostics import psis_weights
 from jax import Array
 
+from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.algorithms.importance.exchange import importance
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
@@ -20,7 +22,7 @@ from numpyro_fed.errors import NonFiniteError, positive_int
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.base import Built, Fit, Result
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.runtime.loop import failed_silos
@@ -103,13 +105,15 @@ def importance_correct(
     if not 0 <= wider < 1:
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
     fit, silos, state = result._fit, result._silos, result.state
+    batches = () if silos is None else silos.batches
     _check_weighable(fit)
     draws = _inner_draws(fit.guide, inner_draws)
-    check_rows_apart(fit.model, fit.checks, draws, silos.buckets)
+    if silos is not None and fit.checks is not None:
+        check_rows_apart(fit.model, fit.checks, draws, silos.buckets)
     weigh, sampler, proposed = _compiled(fit, draws, num_draws, wider)
-    weighed, states, info, good = weigh(key, state.server, state.silos, silos.batches)
+    weighed, states, info, good = weigh(key, state.server, state.silos, batches)
     if not bool(info.ok):
-        bad = failed_silos(good, states, silos.batches)
+        bad = failed_silos(good, states, batches)
         where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
         raise NonFiniteError(
             f"the importance weights are NaN, or all zero, because of {where}. Fit for more "
@@ -224,7 +228,7 @@ class Corrected:
     @cached_property
     def draws(self) -> dict[str, Array]:
         """Draws of the globals on their own supports, to be weighted by ``weights``."""
-        theta = self.result._shared.theta
+        theta = self.result.shared.theta
         return self._posterior.constrain_globals(theta, self._z_G)
 
     @cached_property
@@ -302,7 +306,7 @@ def _weights(log_weights: Array) -> tuple[float, np.ndarray]:
     """
     smoothed, k = _smooth(log_weights)
     for found in (smoothed, log_weights):
-        log_w = np.asarray(found, np.float64)
+        log_w = np.array(found, np.float64)
         log_w -= log_w.max()
         weights = np.where(log_w > NONE, np.exp(log_w), 0.0)
         weights = weights / weights.sum()
@@ -317,22 +321,34 @@ def _threshold(num_draws: int) -> float:
     return min(1 - 1 / math.log10(max(num_draws, 11)), 0.7)
 
 
+def weighing(built: Built, name: str) -> tuple[Exchange, Proposal]:
+    """The exchange, from the name that says all of its settings, and its proposal."""
+    settings = json.loads(name)
+    draws, num_draws = settings["inner_draws"], settings["num_draws"]
+    fm, guide = built.model, built.guide
+    proposed = proposal(fm, guide.globals, num_draws, settings["wider"])
+    likelihood, batch = SiloLikelihood(fm, guide, draws), settings["batch_size"]
+    exchange = importance(fm, guide, proposed, likelihood, built.algorithm, num_draws, batch, name)
+    return exchange, proposed
+
+
 def _compiled(
     fit: Fit, draws: dict[str, int], num_draws: int, wider: float
 ) -> tuple[Single, Posterior, Proposal]:
     """The exchange and the sampling functions for these numbers of draws, compiled once a fit."""
-    batch_size = _batch_size(fit, draws, num_draws)
-    known = (tuple(draws.items()), num_draws, batch_size, wider)
-    if known not in fit.compiled:
-        bound = silo_bound(fit.model, fit.guide, draws)
-        proposed = proposal(fit.model, fit.guide.globals, num_draws, wider)
-        likelihood = SiloLikelihood(fit.model, fit.guide, draws)
-        exchange = importance(
-            fit.model, fit.guide, proposed, likelihood, fit.algorithm, num_draws, batch_size
-        )
-        sampler = posterior(fit.model, fit.guide, bound)
-        fit.compiled[known] = fit.runtime.single(exchange), sampler, proposed
-    return fit.compiled[known]
+    settings = dict(
+        importance=True,
+        inner_draws=draws,
+        num_draws=num_draws,
+        wider=wider,
+        batch_size=_batch_size(fit, draws, num_draws),
+    )
+    name = json.dumps(settings)
+    if name not in fit.compiled:
+        exchange, proposed = weighing(fit.built, name)
+        sampler = posterior(fit.model, fit.guide, silo_bound(fit.model, fit.guide, draws))
+        fit.compiled[name] = fit.runtime.single(exchange), sampler, proposed
+    return fit.compiled[name]
 
 
 def _tail(pareto_k: float, share: float) -> float:
@@ -352,7 +368,7 @@ def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str
 
 def _batch_size(fit: Fit, draws: Mapping[str, int], num_draws: int) -> int:
     """Draws of the globals at a time, for about 16 MB a site."""
-    rows = sum(sum(size.values()) for size in fit.sizes)
+    rows = sum(n for _, n in fit.plan.total)
     inner = math.prod(
         max([k for p, k in draws.items() if (p in fit.guide.outer) == outer] or [1])
         for outer in (True, False)

@@ -62,7 +62,7 @@ class PVIResult(Result):
 
         Known to the silo alone, or to a simulation.
         """
-        b, i = self._silos.place(silo)
+        b, i = self._held(silo).place(silo)
         state = jax.tree.map(lambda a: a[i], self.state.silos[b])
         return state.effective_factor(self.state.server.taken[silo])
 
@@ -98,7 +98,7 @@ class PVIResult(Result):
                 "maximised is in .losses, with its sign turned."
             )
         evaluate = self._fit.single("evaluation", self._factors.evaluation)
-        state, batches = self.state, self._silos.batches
+        state, batches = self.state, () if self._silos is None else self._silos.batches
         _, _, info, good = evaluate(jax.random.key(0), state.server, state.silos, batches)
         if not bool(info.ok):
             raise NonFiniteError(
@@ -135,8 +135,17 @@ class PVIResult(Result):
     def _of_silos(self, name: str) -> np.ndarray:
         """One number of each silo's state, in the order of the silos."""
         found = np.zeros(self.num_silos, int)
+        if self._silos is None:
+            return self._as_seen_by_the_server(name)
         for batch, silos in zip(self._silos.batches, self.state.silos, strict=True):
             found[np.asarray(batch.silos)] = np.asarray(getattr(silos, name))
+        return found
+
+    def _as_seen_by_the_server(self, name: str) -> np.ndarray:
+        """The same for silos in other processes, from this run's messages."""
+        found = np.zeros(self.num_silos, int)
+        for who, status in zip(self.visits.ravel(), self.status.ravel(), strict=True):
+            found[who] = status if name == "status" else found[who] + 1
         return found
 
     @property
@@ -207,7 +216,7 @@ class PVIResult(Result):
     @cached_property
     def _rounding(self) -> float:
         """About how many standard deviations single precision has lost, in sums over rows too."""
-        eta, rows = self.natural_parameters(), max(max(s.values()) for s in self._fit.sizes)
+        eta, rows = self.natural_parameters(), max(n for _, n in self._fit.plan.largest)
         lost = max(5.0, 0.3 * math.sqrt(rows))  # measured; in units of one rounding
         return lost * rounding(eta[GAUSSIAN]) if GAUSSIAN in eta else 0.0
 

@@ -16,6 +16,7 @@ from numpyro_fed.model.data import stacked
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import (
+    Advance,
     Batch,
     Ended,
     Log,
@@ -37,9 +38,7 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
     Python, in which a debugger can stop. Expects one silo in each batch.
     """
     init_server, init_silo = jax.jit(algorithm.init_server), jax.jit(algorithm.init_silo)
-    exchanges = tuple(map(_compiled, algorithm.exchanges))
     watch = jax.jit(algorithm.watch or (lambda state: ()))
-    who_when = jax.jit(partial(visits, schedule)) if schedule else None
 
     def init(key: Array, batches: tuple[Batch, ...]) -> State:
         key_server, key_silos = init_keys(key)
@@ -51,16 +50,32 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
         )
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
+    exchanges = tuple(map(compiled, algorithm.exchanges))
+    advance = rounds(exchanges, schedule, len, partial(_ask, watch=watch), _noise)
+    return Runtime(init, advance, single, chunk_of(schedule))
+
+
+def rounds(
+    exchanges: tuple[Exchange, ...],
+    schedule: Schedule | None,
+    num_silos: Callable[[tuple[Batch, ...]], int],
+    ask_of: Callable[[tuple[Batch, ...]], Ask],
+    noise_of: Callable[[tuple[Exchange, ...], Array, Any], list[Noise]],
+) -> Advance:
+    """A plain loop over rounds and their steps, whoever asks the silos."""
+    who_when = jax.jit(partial(visits, schedule)) if schedule else None
+
     def one_round(
         key: Array, state: State, batches: tuple[Batch, ...], server_data: Any
     ) -> tuple[State, float, Ended, Any]:
-        plan, change = (np.arange(len(batches))[None], ()), None
+        size = num_silos(batches)
+        plan, change = (np.arange(size)[None], ()), None
         if who_when is not None:
             plan, change = who_when(key, state.round, state.schedule), state.schedule[1]
-        loss, ok, good, rows = 0.0, True, np.ones(len(batches), bool), []
-        server, silos, ask = state.server, state.silos, _ask(batches, watch)
+        loss, ok, good, rows = 0.0, True, np.ones(size, bool), []
+        server, silos, ask = state.server, state.silos, ask_of(batches)
         for s, who in enumerate(np.asarray(plan[0])):
-            noise = _noise(exchanges, key, state.round * len(plan[0]) + s)
+            noise = noise_of(exchanges, key, state.round * len(plan[0]) + s)
             server, silos, info, good[who], seen = step(
                 exchanges, ask, noise, server, silos, jnp.asarray(who, jnp.int32), server_data
             )
@@ -78,21 +93,21 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
         key: Array, state: State, batches: tuple[Batch, ...], n: int, server_data: Any = None
     ) -> tuple[State, Log, Ended]:
         losses: list[float] = []
-        rows: list[Any] = []
-        ended = Ended(True, np.ones(len(batches), bool))
-        while len(rows) < n and ended.ok:
+        logged: list[Any] = []
+        ended = Ended(True, np.ones(num_silos(batches), bool))
+        while len(logged) < n and ended.ok:
             state, loss, ended, row = one_round(key, state, batches, server_data)
             losses.append(loss)
-            rows.append(row)
-        reports, seen, watched = stacked(rows) if rows else ((), (), ())
+            logged.append(row)
+        reports, seen, watched = stacked(logged) if logged else ((), (), ())
         return state, Log(np.array(losses), reports, seen if schedule else (), watched), ended
 
-    return Runtime(init, advance, single, chunk_of(schedule))
+    return advance
 
 
 def single(exchange: Exchange) -> Single:
     """One exchange with every silo, one after the other."""
-    exchanges = (_compiled(exchange),)
+    exchanges = (compiled(exchange),)
 
     def run(
         key: Array,
@@ -139,15 +154,16 @@ def _ask(batches: tuple[Batch, ...], watch: Callable[[Any], Any]) -> Ask:
     return ask
 
 
-def _compiled(exchange: Exchange) -> Exchange:
-    """The same exchange, each function compiled; its ``silo`` is the whole visit."""
-    return exchange._replace(
+def compiled(exchange: Exchange, *, silo: bool = True) -> Exchange:
+    """The same exchange, each function compiled; ``silo`` is then the whole visit."""
+    jitted = exchange._replace(
         server_noise=jax.jit(exchange.server_noise),
-        silo_noise=jax.jit(exchange.silo_noise),
         broadcast=jax.jit(exchange.broadcast),
-        silo=jax.jit(exchange.visit),
         server=jax.jit(exchange.server),
     )
+    if not silo:
+        return jitted
+    return jitted._replace(silo_noise=jax.jit(exchange.silo_noise), silo=jax.jit(exchange.visit))
 
 
 def _only(stack: Any) -> Any:

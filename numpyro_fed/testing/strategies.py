@@ -274,7 +274,7 @@ def models(*, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4) -> An
     Examples
     --------
     >>> from hypothesis import given, settings
-    >>> from numpyro_fed.testing.decomposition import models
+    >>> from numpyro_fed.testing import models
     >>> @settings(max_examples=5, deadline=None, database=None)
     ... @given(models(max_rows=2))
     ... def test_every_silo_has_rows(problem):
@@ -351,7 +351,7 @@ def partitions(n_rows: int, *, max_silos: int = 5) -> Any:
     Examples
     --------
     >>> from hypothesis import given, settings
-    >>> from numpyro_fed.testing.decomposition import partitions
+    >>> from numpyro_fed.testing import partitions
     >>> @settings(max_examples=5, database=None)
     ... @given(partitions(7, max_silos=3))
     ... def test_no_row_is_lost(sizes):
@@ -391,7 +391,7 @@ def silos(pooled: Mapping[str, Any], *, max_silos: int = 5) -> Any:
     --------
     >>> import numpy as np
     >>> from hypothesis import given, settings
-    >>> from numpyro_fed.testing.decomposition import silos
+    >>> from numpyro_fed.testing import silos
     >>> @settings(max_examples=5, database=None)
     ... @given(silos(dict(y=np.arange(6.0))))
     ... def test_rows_keep_their_order(parts):

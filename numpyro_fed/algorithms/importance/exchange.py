@@ -43,6 +43,7 @@ def importance(
     fitted: FederatedAlgorithm,
     num_draws: int,
     batch_size: int,
+    name: str = "importance",
 ) -> Exchange:
     """Build the exchange, from states of the algorithm ``fitted`` to :class:`Weighed`.
 
@@ -88,4 +89,6 @@ def importance(
         evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)
         return Weighed(z_G, log_weights), Info(-evidence, replies.ok & some)
 
-    return Exchange(broadcast, silo, server, server_noise=proposal.noise, silo_noise=silo_noise)
+    return Exchange(
+        broadcast, silo, server, name, server_noise=proposal.noise, silo_noise=silo_noise
+    )

@@ -33,6 +33,7 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
         server.broadcast,
         silo.visit,
         server.update,
+        name="pvi",
         commit=silo.commit,
         server_noise=server.noise,
         silo_noise=silo.noise,

@@ -43,6 +43,7 @@ def evaluation(parts: Parts, settings: Settings) -> Exchange:
         server.broadcast,
         expect,
         add_up,
+        name="evaluation",
         server_noise=server.noise,
         silo_noise=silo.noise,
         scatter=Down(*SCATTERED),

@@ -182,7 +182,7 @@ def _terms(
 
 
 def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloData]], bool]:
-    """Whether every silo's log likelihood is affine in the statistics, as a function of the data.
+    """Whether each silo's log likelihood is affine in the statistics, given its own data alone.
 
     Silos come in stacks. The programs are compiled once for each shape, and the answer is computed
     anew from the values. Parameters without a prior are looked at in a general place, too.
@@ -194,32 +194,19 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
         theta = _general(fm)
 
     @jax.jit
-    def fit(stack: SiloData) -> tuple[Eta, Eta]:
-        etas = jax.vmap(lambda data: family.fit(log_likelihood(fm, theta, data)))(stack)
-        return etas, jax.tree.map(lambda a: a.sum(0), etas)
-
-    @jax.jit
-    def look(stack: SiloData, etas: Eta, prior: Eta, posterior: Eta, points: Array) -> Array:
-        centre, near = around(posterior, 16)
-        z = jnp.concatenate([points, near])
-
-        def one(data: SiloData, eta: Eta) -> Array:
+    def look(stack: SiloData, prior: Eta, points: Array) -> Array:
+        def one(data: SiloData) -> Array:
             rows = row_terms(fm, theta, data)
-            own = around(jax.tree.map(jnp.add, prior, eta), 4)[1]
-            return _affine_at(rows, family, eta, centre, jnp.concatenate([z, own]))
+            eta = family.fit(lambda z: rows(z).sum())
+            centre, near = around(jax.tree.map(jnp.add, prior, eta), 16)
+            return _affine_at(rows, family, eta, centre, jnp.concatenate([points, near]))
 
-        return jax.vmap(one)(stack, etas).all()
+        return jax.vmap(one)(stack).all()
 
     def verdict(stacks: Sequence[SiloData]) -> bool:
         with jax.enable_x64(True):
-            doubled = [_double(stack) for stack in stacks]
-            fits = [fit(stack) for stack in doubled]
-            prior = chosen.prior(theta)
-            posterior = jax.tree.map(lambda *parts: sum(parts), prior, *(t for _, t in fits))
-            return all(
-                look(stack, etas, prior, posterior, chosen.places.points)
-                for stack, (etas, _) in zip(doubled, fits, strict=True)
-            )
+            prior, points = chosen.prior(theta), chosen.places.points
+            return all(look(_double(stack), prior, points) for stack in stacks)
 
     return verdict
 

@@ -1,0 +1,151 @@
+"""Server and silos as processes of their own, with nothing but bytes between them."""
+
+import json
+import multiprocessing
+
+import jax
+import numpy as np
+import pytest
+from problems import cut
+from silo_process import METHODS, serve
+
+import numpyro_fed as nf
+from numpyro_fed.errors import DataError, ModelError
+
+KEY = jax.random.key(0)
+SIZES = (7, 4, 12)
+QUIET = {"progress_bar": False}
+ROUNDS = {"sfvi": 30, "sequential": 2, "synchronous": 2}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def silos():
+    r = np.random.default_rng(0)
+    n = sum(SIZES)
+    x = np.stack([np.ones(n), r.normal(size=n)], 1)
+    y = r.poisson(np.exp(x @ [0.5, 0.3] + 0.5 * r.normal(size=n)))
+    return cut({"x": x, "y": y}, SIZES)
+
+
+class Federation:
+    """Three silos in spawned processes, each given its own rows and nothing else."""
+
+    def __init__(self, name):
+        spawn = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for number, rows in enumerate(silos()):
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=serve, args=(name, rows, number, there), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+        self.facts = [pipe.recv_bytes().decode() for pipe in self.pipes]
+        self.server = nf.ServerNode(METHODS[name](), self.facts)
+        for pipe in self.pipes:
+            pipe.send_bytes(self.server.plan.encode())
+
+    def send(self, silo, message):
+        self.pipes[silo].send_bytes(message)
+        return self.pipes[silo].recv_bytes()
+
+    def close(self):
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.send_bytes(b"")
+            process.join(20)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_silos_in_processes_of_their_own_give_the_numbers_of_one_process(name, double):
+    apart, close = Federation(name), {"rtol": 1e-6, "atol": 1e-9}
+    try:
+        result = apart.server.run(KEY, ROUNDS[name], apart.send)
+        corrected = nf.importance_correct(KEY, result, 200, 10)
+    finally:
+        apart.close()
+    together = METHODS[name]().run(KEY, ROUNDS[name], silos(), **QUIET)
+    np.testing.assert_allclose(result.losses, together.losses, **close)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **close), result.params, together.params
+    )
+    expected = nf.importance_correct(KEY, together, 200, 10)
+    np.testing.assert_allclose(corrected.log_evidence, expected.log_evidence, rtol=1e-6)
+    np.testing.assert_allclose(corrected.weights, expected.weights, rtol=1e-4, atol=1e-9)
+    assert result.sample_posterior(KEY, 5)["beta"].shape == (5, 2)
+    with pytest.raises(DataError, match="silo 1 holds its own latents"):
+        result.sample_posterior(KEY, 5, silo=1)
+
+
+def node(rows, method=None):
+    return nf.SiloNode(method or METHODS["sfvi"](), rows)
+
+
+def test_facts_reveal_no_count_and_no_value():
+    """Other values of the same sizes, and other sizes of the same class, say the same."""
+    r = np.random.default_rng(1)
+
+    def facts(n):
+        return node({"x": r.normal(size=(n, 2)), "y": r.poisson(1.0, n)}).facts()
+
+    assert facts(5) == facts(5) == facts(8)
+    assert facts(5) != facts(9)
+    assert json.loads(facts(5))["sizes"] == [["row", 8]]
+    assert nf.Facts.from_json(facts(5)).to_json() == facts(5)
+
+
+def test_a_plan_is_one_hashable_value_that_reads_back():
+    facts = [node(rows).facts() for rows in silos()]
+    one, again = (nf.ServerNode(METHODS["sequential"](), _of("sequential")) for _ in range(2))
+    plan = nf.Plan.from_json(one.plan)
+    assert plan == nf.Plan.from_json(again.plan)
+    assert hash(plan) == hash(nf.Plan.from_json(again.plan))
+    assert plan.fingerprint == nf.Plan.from_json(again.plan).fingerprint
+    assert plan.num_silos == len(facts) == 3
+    assert json.loads(plan.settings)["conjugate"] is False
+    other = nf.Plan.from_json(nf.ServerNode(METHODS["sfvi"](), facts).plan)
+    assert other.fingerprint != plan.fingerprint
+
+
+def _of(name):
+    return [node(rows, METHODS[name]()).facts() for rows in silos()]
+
+
+def test_a_silo_with_another_text_or_other_arrays_is_refused_by_name():
+    import numpyro
+    import numpyro.distributions as dist
+    import optax
+
+    def wider(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 20).expand([2]).to_event(1))
+        numpyro.sample("log_tau", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Poisson(np.e ** (x @ beta)), obs=y)
+
+    first, second, third = silos()
+    good = [node(first).facts(), node(second).facts()]
+    other = nf.SFVI(wider, optim=optax.adam(1e-2))
+    with pytest.raises(ModelError, match=r"silo 2 does not fit.*log density of 'beta'"):
+        nf.ServerNode(METHODS["sfvi"](), [*good, node(third, other).facts()])
+    whole = {**third, "y": third["y"].astype(float)}
+    with pytest.raises(ModelError, match=r"silo 2 does not fit.*arrays \(name, dtype"):
+        nf.ServerNode(METHODS["sfvi"](), [*good, node(whole).facts()])
+
+
+def test_a_message_of_another_kind_is_refused():
+    nodes = [node(rows) for rows in silos()]
+    server = nf.ServerNode(METHODS["sfvi"](), [n.facts() for n in nodes])
+    with pytest.raises(ModelError, match="has not accepted a plan"):
+        nodes[0].handle(b"")
+    for j, n in enumerate(nodes):
+        n.accept(server.plan, j, KEY)
+
+    def double_precision(j, message):
+        from numpyro_fed.runtime.node import _read, _write
+
+        arrays = _read(message)
+        return nodes[j].handle(
+            _write({k: a.astype(float) if a.dtype.kind == "f" else a for k, a in arrays.items()})
+        )
+
+    with pytest.raises(DataError, match=r"holds float64.* as 'down.*float32.* was agreed"):
+        server.run(KEY, 1, double_precision)
