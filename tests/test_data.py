@@ -9,8 +9,9 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.data import SiloData, bucket, padded, padded_keys, read
+from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.padding import bucket, padded, padded_keys
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.testing import check_decomposition
 

@@ -15,7 +15,7 @@ import numpyro_fed as nf
 from numpyro_fed.errors import GuideError
 from numpyro_fed.guides import gaussian
 from numpyro_fed.guides.numpyro_auto import from_autoguide
-from numpyro_fed.model.data import bucket
+from numpyro_fed.model.padding import bucket
 
 KEY = jax.random.key(0)
 GLOBALS = {

@@ -14,7 +14,7 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine
 from numpyro_fed.algorithms.sfvi import ServerState
-from numpyro_fed.model.data import bucket
+from numpyro_fed.model.padding import bucket
 from numpyro_fed.objectives import silo_bound
 from numpyro_fed.runtime.step import combine
 

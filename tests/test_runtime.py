@@ -14,7 +14,8 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply
-from numpyro_fed.model.data import Bucket, SiloData
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.loop import drive
 from numpyro_fed.runtime.noise import (
@@ -436,6 +437,60 @@ def test_replies_and_slices_reach_who_they_are_meant_for(runtime, combine, scatt
     sent = 10.0 * np.arange(5) + before if scatter else np.full(5, before.sum())
     np.testing.assert_allclose(silos.seen, sent, rtol=1e-5)
     assert int(run.state.round) == 3
+
+
+def counting(how, bad=None):
+    """Silos reply with their number of rows as weight; one of them may be bad."""
+
+    def broadcast(noise, state, who, server_data):
+        return server_data["offset"], ()
+
+    def silo(noise, down, state, data):
+        y = data.arrays["y"]
+        ok = jnp.array(True) if bad is None else y[0] != TOY_DATA[bad, 0]
+        return Reply({"mean": y[0] + down, "one": jnp.ones((), int)}, ok, y[0] / 100), state
+
+    def server(state, memo, replies, server_data):
+        report = (replies.up, replies.ok, replies.weight, server_data["offset"])
+        return state, Info(jnp.zeros(()), jnp.all(replies.ok), 0.0, report)
+
+    return FederatedAlgorithm(
+        lambda key: jnp.zeros(()),
+        lambda key, data: jnp.zeros(()),
+        (Exchange(broadcast, silo, server, combine=how),),
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize("runtime", [simulation, host])
+@pytest.mark.parametrize("how", Combine)
+def test_weights_belong_to_replies_and_the_server_may_hold_data(runtime, how):
+    batches = toy_batches(*([(j,) for j in range(5)] if runtime is host else [(0, 3, 4), (2, 1)]))
+    driver = runtime(counting(how))
+    held = {"offset": jnp.array(7.0)}
+    run = drive(driver, KEY, driver.init(KEY, batches), batches, 1, False, held)
+    up, ok, weight, offset = jax.tree.map(lambda a: a[0, 0], run.log.reports)
+    means, weights = TOY_DATA[:, 0] + 7, np.arange(1, 6)
+    assert offset == 7
+    if how is Combine.SUM:
+        np.testing.assert_allclose(up["mean"], (means * weights).sum(), rtol=1e-6)
+        assert (int(up["one"]), float(weight), bool(ok)) == (5, 15.0, True)
+    else:
+        np.testing.assert_allclose(up["mean"], means, rtol=1e-6)
+        np.testing.assert_allclose(weight, weights)
+        assert ok.all()
+    assert jax.tree.leaves(run.state.server) == [0.0]  # what the server holds is not in its state
+
+
+@pytest.mark.parametrize("runtime", [simulation, host])
+@pytest.mark.parametrize("how", Combine)
+def test_a_reply_that_is_not_good_is_named_by_its_silo(runtime, how):
+    batches = toy_batches(*([(j,) for j in range(5)] if runtime is host else [(0, 3, 4), (2, 1)]))
+    driver = runtime(counting(how, bad=3))
+    held = {"offset": jnp.zeros(())}
+    run = drive(driver, KEY, driver.init(KEY, batches), batches, 2, False, held)
+    assert run.failure == (0, (3,))
 
 
 # --- the progress bar ------------------------------------------------------------------------

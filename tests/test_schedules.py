@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply
-from numpyro_fed.model.data import Bucket, SiloData
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime import stack as base
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.loop import drive

@@ -19,9 +19,10 @@ from jax import Array
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
 from numpyro_fed.model import data as silo_data
-from numpyro_fed.model.data import Bucket, SiloData, one_by_one, padded, signature
+from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
 from numpyro_fed.model.layout import Layout, layout_of
+from numpyro_fed.model.padding import Bucket, one_by_one, padded
 from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.results.base import Built, Fit, Result, Silos

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from numpyro_fed.model.data import Bucket, SiloData, Sizes, bucket, padded, padded_keys
+from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.indices import index_check
+from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
 from numpyro_fed.model.sites import structures
 from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.model.verdicts import Checks, checks

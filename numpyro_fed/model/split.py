@@ -26,9 +26,10 @@ from numpyro_fed.model.binding import (
     sum_rows,
     trace_at,
 )
-from numpyro_fed.model.data import SiloData, Sizes, padded_keys, signature
+from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.handlers import localised
+from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.primitives import silo_plate_of
 from numpyro_fed.model.sites import (
     Plate,

@@ -13,7 +13,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.data import Bucket, SiloData
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel, Rows
 
 TOLERANCE = 1e-4  # between two programs

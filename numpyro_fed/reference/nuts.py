@@ -20,9 +20,10 @@ from numpyro.infer.initialization import init_to_sample
 
 from numpyro_fed.errors import positive_int
 from numpyro_fed.model import data as silo_data
-from numpyro_fed.model.data import Bucket, SiloData, Sizes, grouped, signature, stacked
+from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.padding import Bucket, grouped, stacked
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.results.base import Result
 

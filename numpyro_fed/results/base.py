@@ -19,8 +19,9 @@ from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, S
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.errors import DataError, MissingExtraError, NonFiniteError, SavedStateError
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.model.data import Bucket, SiloData, Sizes
+from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.objectives import SiloBound

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply
-from numpyro_fed.model.data import stacked
+from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import (

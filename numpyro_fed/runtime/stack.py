@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, Info
-from numpyro_fed.model.data import Bucket, SiloData
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime.noise import schedule_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.trees import strong

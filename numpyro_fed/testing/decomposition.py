@@ -15,9 +15,10 @@ from numpyro import handlers
 from numpyro.infer.util import potential_energy, unconstrain_fn
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.data import Bucket, SiloData, read
+from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import Rows, Theta
 from numpyro_fed.model.verdicts import Moved, default_rtol, first_moved, groups
 
