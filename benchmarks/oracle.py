@@ -167,7 +167,7 @@ def _federated(name: str, rounds: int) -> Callable[[Any, Case], tuple[Any, Readi
 def _same_program(name: str, fits: dict[str, Any]) -> Any:
     """The fit of another setting that comes to the same program, if there is one."""
     if name == "PVI factor" and "PVI" in fits:
-        return fits["PVI"] if fits["PVI"]._fit.factors.globals.rest is None else None
+        return fits["PVI"] if fits["PVI"]._fit.factors.globals.prior_outside is None else None
     if name == "PVI Optax" and "PVI factor" in fits:
         chosen = fits["PVI factor"]._fit.settings["local"]
         return fits["PVI factor"] if chosen.startswith("Optax") else None

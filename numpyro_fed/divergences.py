@@ -20,8 +20,7 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.errors import GuideError
 from numpyro_fed.expfam import Family
-
-Eta = Any
+from numpyro_fed.expfam.base import Natural
 
 
 class _ForEveryFamily:
@@ -47,7 +46,7 @@ class KL(_ForEveryFamily):
     2.0
     """
 
-    def __call__(self, family: Family, eta_q: Eta, eta_p: Eta) -> Array:
+    def __call__(self, family: Family, eta_q: Natural, eta_p: Natural) -> Array:
         return expfam.kl(family, eta_q, eta_p)
 
 
@@ -59,7 +58,7 @@ class ReverseKL(_ForEveryFamily):
         KL(p \| q) = \mathbb{E}_p[\log p(z) - \log q(z)]
     """
 
-    def __call__(self, family: Family, eta_q: Eta, eta_p: Eta) -> Array:
+    def __call__(self, family: Family, eta_q: Natural, eta_p: Natural) -> Array:
         return expfam.kl(family, eta_p, eta_q)
 
 
@@ -89,7 +88,7 @@ class WeightedKL(_ForEveryFamily):
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", _positive("weight", self.weight))
 
-    def __call__(self, family: Family, eta_q: Eta, eta_p: Eta) -> Array:
+    def __call__(self, family: Family, eta_q: Natural, eta_p: Natural) -> Array:
         return self.weight * expfam.kl(family, eta_q, eta_p)
 
 
@@ -141,7 +140,7 @@ class AlphaRenyi(_ForEveryFamily):
             raise ValueError("alpha must not be 1. The limit there is KL().")
         object.__setattr__(self, "alpha", alpha)
 
-    def __call__(self, family: Family, eta_q: Eta, eta_p: Eta) -> Array:
+    def __call__(self, family: Family, eta_q: Natural, eta_p: Natural) -> Array:
         alpha = self.alpha
         mixed = jax.tree.map(lambda q, p: alpha * q + (1 - alpha) * p, eta_q, eta_p)
         exists = alpha < 1 or family.proper(mixed)
@@ -200,7 +199,7 @@ class FisherRao:
 
         _diagonal_gaussians(jax.eval_shape(psi), family.name)
 
-    def __call__(self, family: Family, eta_q: Eta, eta_p: Eta) -> Array:
+    def __call__(self, family: Family, eta_q: Natural, eta_p: Natural) -> Array:
         q, p = (_diagonal_gaussians(family.ordinary(e), family.name) for e in (eta_q, eta_p))
         pairs = zip(q, p, strict=True)
         square = sum((_squared_distance(a, b) for a, b in pairs), jnp.zeros(()))

@@ -11,6 +11,8 @@ import numpy as np
 from jax import Array
 from numpyro.distributions import Distribution
 
+Natural = Any  # eta: a tree of natural parameters, or of statistics, whose inner product counts
+Ordinary = Any  # psi: a tree of unconstrained ordinary parameters, for optimisers
 Tree = Any
 Index = slice | np.ndarray
 

@@ -18,7 +18,7 @@ from jax.lax import stop_gradient
 
 from numpyro_fed.expfam.gaussian import solve_unit, unit_lower
 
-Eta = dict[str, Any]
+GuideParams = dict[str, Any]
 _LOG_2PI = 1.8378770664093453
 
 
@@ -43,10 +43,10 @@ class GlobalGuide(NamedTuple):
     """
 
     noise: Callable[[Array, int], Any]
-    init: Callable[[Array, Array], Eta]
-    draw: Callable[[Eta, Any], tuple[Array, Array]]
-    centre: Callable[[Eta], Array]
-    log_density: Callable[[Eta, Array], Array] | None = None
+    init: Callable[[Array, Array], GuideParams]
+    draw: Callable[[GuideParams, Any], tuple[Array, Array]]
+    centre: Callable[[GuideParams], Array]
+    log_density: Callable[[GuideParams, Array], Array] | None = None
 
 
 class LocalGuide(NamedTuple):
@@ -72,10 +72,10 @@ class LocalGuide(NamedTuple):
         Whether a row's density is given the rows before it, not on its own.
     """
 
-    init: Callable[[Array, int], Eta]
-    draw: Callable[[Eta, Array, Array], Array]
-    log_q: Callable[[Eta, Array, Array], Array]
-    recentre: Callable[[Eta, Array], Eta]
+    init: Callable[[Array, int], GuideParams]
+    draw: Callable[[GuideParams, Array, Array], Array]
+    log_q: Callable[[GuideParams, Array, Array], Array]
+    recentre: Callable[[GuideParams, Array], GuideParams]
     joint: bool = False
 
 
@@ -87,13 +87,13 @@ def standard_normals(dim: int) -> Callable[[Array, int], Array]:
 def diagonal(dim: int, init_scale: float) -> GlobalGuide:
     """Independent normals."""
 
-    def init(key: Array, loc: Array) -> Eta:
+    def init(key: Array, loc: Array) -> GuideParams:
         return {"loc": loc, "log_scale": jnp.full(dim, jnp.log(init_scale))}
 
-    def place(eta: Eta, noise: Array) -> Array:
+    def place(eta: GuideParams, noise: Array) -> Array:
         return eta["loc"] + jnp.exp(eta["log_scale"]) * noise
 
-    def log_density(eta: Eta, z: Array) -> Array:
+    def log_density(eta: GuideParams, z: Array) -> Array:
         standard = (z - eta["loc"]) / jnp.exp(eta["log_scale"])
         return _standard_normal(standard).sum() - eta["log_scale"].sum()
 
@@ -103,14 +103,14 @@ def diagonal(dim: int, init_scale: float) -> GlobalGuide:
 def full(dim: int, init_scale: float) -> GlobalGuide:
     """A full covariance: unit lower triangular times scale."""
 
-    def init(key: Array, loc: Array) -> Eta:
+    def init(key: Array, loc: Array) -> GuideParams:
         below = jnp.zeros(dim * (dim - 1) // 2)
         return {"loc": loc, "log_scale": jnp.full(dim, jnp.log(init_scale)), "below": below}
 
-    def place(eta: Eta, noise: Array) -> Array:
+    def place(eta: GuideParams, noise: Array) -> Array:
         return eta["loc"] + unit_lower(eta["below"], dim) @ (jnp.exp(eta["log_scale"]) * noise)
 
-    def log_density(eta: Eta, z: Array) -> Array:
+    def log_density(eta: GuideParams, z: Array) -> Array:
         scaled = solve_unit(unit_lower(eta["below"], dim), z - eta["loc"])
         standard = scaled / jnp.exp(eta["log_scale"])
         return _standard_normal(standard).sum() - eta["log_scale"].sum()
@@ -121,15 +121,15 @@ def full(dim: int, init_scale: float) -> GlobalGuide:
 def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
     """Covariance ``W W' + diag(exp(2 s))`` with ``W`` of ``rank`` columns."""
 
-    def init(key: Array, loc: Array) -> Eta:
+    def init(key: Array, loc: Array) -> GuideParams:
         factor = 0.1 * init_scale * jax.random.normal(key, (dim, rank))
         return {"loc": loc, "log_scale": jnp.full(dim, jnp.log(init_scale)), "factor": factor}
 
-    def place(eta: Eta, noise: Array) -> Array:
+    def place(eta: GuideParams, noise: Array) -> Array:
         own, shared = noise[:dim], noise[dim:]
         return eta["loc"] + jnp.exp(eta["log_scale"]) * own + eta["factor"] @ shared
 
-    def log_density(eta: Eta, z: Array) -> Array:
+    def log_density(eta: GuideParams, z: Array) -> Array:
         variance = jnp.exp(2 * eta["log_scale"])
         return dist.LowRankMultivariateNormal(eta["loc"], eta["factor"], variance).log_prob(z)
 
@@ -138,13 +138,13 @@ def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
 
 def _sticking(
     numbers: int,
-    init: Callable[[Array, Array], Eta],
-    place: Callable[[Eta, Array], Array],
-    log_density: Callable[[Eta, Array], Array],
+    init: Callable[[Array, Array], GuideParams],
+    place: Callable[[GuideParams, Array], Array],
+    log_density: Callable[[GuideParams, Array], Array],
 ) -> GlobalGuide:
     """A Gaussian guide whose draws take ``numbers`` normals and are put in ``place``."""
 
-    def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
+    def draw(eta: GuideParams, noise: Array) -> tuple[Array, Array]:
         z = place(eta, noise)
         return z, log_density(stop_gradient(eta), z)
 
@@ -170,9 +170,9 @@ def local(
         Standard deviation at the start.
     """
 
-    def init(loc: Array, width: int) -> Eta:
+    def init(loc: Array, width: int) -> GuideParams:
         rows = len(loc)
-        eta: Eta = {"loc": loc, "log_scale": jnp.full((rows, dim), jnp.log(init_scale))}
+        eta: GuideParams = {"loc": loc, "log_scale": jnp.full((rows, dim), jnp.log(init_scale))}
         if covariance == "full" and dim > 1:
             eta["below"] = jnp.zeros((rows, dim * (dim - 1) // 2))
         if covariance == "joint":
@@ -183,19 +183,19 @@ def local(
             eta["scale_coupling"] = jnp.zeros((rows, dim, width))
         return eta
 
-    def mean(eta: Eta, above: Array) -> Array:
+    def mean(eta: GuideParams, above: Array) -> Array:
         return eta["loc"] + (eta["mean_coupling"] @ above if couple_mean else 0.0)
 
-    def log_scale(eta: Eta, above: Array) -> Array:
+    def log_scale(eta: GuideParams, above: Array) -> Array:
         return eta["log_scale"] + (eta["scale_coupling"] @ above if couple_scale else 0.0)
 
-    def lower(eta: Eta) -> Array | None:
+    def lower(eta: GuideParams) -> Array | None:
         if covariance == "joint":
             size = eta["loc"].size
             return jnp.tril(eta["below"].reshape(size, size), -1) + jnp.eye(size)
         return unit_lower(eta["below"], dim) if "below" in eta else None
 
-    def draw(eta: Eta, above: Array, noise: Array) -> Array:
+    def draw(eta: GuideParams, above: Array, noise: Array) -> Array:
         scaled = jnp.exp(log_scale(eta, above)) * noise
         T = lower(eta)
         if T is not None:
@@ -203,7 +203,7 @@ def local(
             scaled = jnp.einsum("...ij,...j->...i", T, vectors).reshape(noise.shape)
         return mean(eta, above) + scaled
 
-    def log_q(eta: Eta, above: Array, z: Array) -> Array:
+    def log_q(eta: GuideParams, above: Array, z: Array) -> Array:
         scaled = z - mean(eta, above)
         T = lower(eta)
         if T is not None:
@@ -211,7 +211,7 @@ def local(
         s = log_scale(eta, above)
         return (_standard_normal(scaled / jnp.exp(s)) - s).sum(-1)
 
-    def recentre(eta: Eta, above: Array) -> Eta:
+    def recentre(eta: GuideParams, above: Array) -> GuideParams:
         return {**eta, "loc": mean(eta, above), "log_scale": log_scale(eta, above)}
 
     return LocalGuide(init, draw, log_q, recentre, covariance == "joint")

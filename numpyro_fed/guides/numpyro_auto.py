@@ -21,7 +21,13 @@ from numpyro.infer.autoguide import (
 from numpyro.infer.initialization import init_to_value
 
 from numpyro_fed.errors import GuideError
-from numpyro_fed.guides.gaussian import Eta, GlobalGuide, diagonal, low_rank, standard_normals
+from numpyro_fed.guides.gaussian import (
+    GlobalGuide,
+    GuideParams,
+    diagonal,
+    low_rank,
+    standard_normals,
+)
 
 
 def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
@@ -78,16 +84,16 @@ def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
         for name, site in parameters(auto, 0).items()
     }
 
-    def init(key: Array, loc: Array) -> Eta:
+    def init(key: Array, loc: Array) -> GuideParams:
         sites = parameters(prototype(loc), key)
         return {name: bijections[name].inv(site["value"]) for name, site in sites.items()}
 
-    def draw(eta: Eta, noise: Array) -> tuple[Array, Array]:
+    def draw(eta: GuideParams, noise: Array) -> tuple[Array, Array]:
         transform = auto.get_transform({k: bijections[k](v) for k, v in eta.items()})
         z = transform(noise)
         return z, base.log_prob(noise) - transform.log_abs_det_jacobian(noise, z)
 
-    def centre(eta: Eta) -> Array:
+    def centre(eta: GuideParams) -> Array:
         return draw(eta, jnp.zeros(dim))[0]
 
     return GlobalGuide(standard_normals(dim), init, draw, centre)

@@ -13,7 +13,7 @@ from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.errors import GuideError
 from numpyro_fed.guides import gaussian
-from numpyro_fed.guides.gaussian import Eta, GlobalGuide, LocalGuide
+from numpyro_fed.guides.gaussian import GlobalGuide, GuideParams, LocalGuide
 from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.sites import Plate
@@ -124,10 +124,10 @@ class Guide(NamedTuple):
     locals: dict[str, LocalGuide]
     outer: tuple[str, ...]
     rows: tuple[str, ...]
-    init_global: Callable[[Array], Eta]
-    init_local: Callable[[Array, SiloData], dict[str, Eta]]
-    above: Callable[[str, dict[str, Eta], Array, Array, Rows, SiloData], Array]
-    recentre: Callable[[dict[str, Eta], Array, Array, SiloData], dict[str, Eta]]
+    init_global: Callable[[Array], GuideParams]
+    init_local: Callable[[Array, SiloData], dict[str, GuideParams]]
+    above: Callable[[str, dict[str, GuideParams], Array, Array, Rows, SiloData], Array]
+    recentre: Callable[[dict[str, GuideParams], Array, Array, SiloData], dict[str, GuideParams]]
 
 
 class PlateGuide(NamedTuple):
@@ -211,11 +211,11 @@ def build_resolved(
         for plate, covariance, mean, scale in resolved.locals
     }
 
-    def init_global(key: Array) -> Eta:
+    def init_global(key: Array) -> GuideParams:
         key_loc, key_rest = jax.random.split(key)
         return global_.init(key_rest, fm.init_global(key_loc, spec.init_loc_fn))
 
-    def init_local(key: Array, data: SiloData) -> dict[str, Eta]:
+    def init_local(key: Array, data: SiloData) -> dict[str, GuideParams]:
         loc = fm.init_local(key, data, spec.init_loc_fn)
         width = fm.dim + sum(loc[p].size for p in outer)
         return {
@@ -223,15 +223,22 @@ def build_resolved(
         }
 
     def above(
-        plate: str, eta: dict[str, Eta], z_G: Array, centre: Array, z_outer: Rows, data: SiloData
+        plate: str,
+        eta: dict[str, GuideParams],
+        z_G: Array,
+        centre: Array,
+        z_outer: Rows,
+        data: SiloData,
     ) -> Array:
         if plate in outer or not outer:
             return z_G - centre
         offsets = [data.keep(p, z_outer[p] - eta[p]["loc"]).ravel() for p in outer]
         return jnp.concatenate([z_G - centre, *offsets])
 
-    def recentre(eta: dict[str, Eta], old: Array, new: Array, data: SiloData) -> dict[str, Eta]:
-        moved: dict[str, Eta] = {}
+    def recentre(
+        eta: dict[str, GuideParams], old: Array, new: Array, data: SiloData
+    ) -> dict[str, GuideParams]:
+        moved: dict[str, GuideParams] = {}
         for p in (*outer, *rows):
             z_outer = {q: moved[q]["loc"] for q in outer if q in moved}
             at = above(p, eta, new, old, z_outer, data)

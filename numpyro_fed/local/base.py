@@ -13,10 +13,8 @@ from jax.lax import stop_gradient
 
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
+from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.trees import strong
-
-Eta = Any
-Psi = Any
 
 
 class Noise(NamedTuple):
@@ -54,14 +52,14 @@ class Problem(NamedTuple):
     """
 
     family: Family
-    cavity: Eta
-    start: Psi
+    cavity: Natural
+    start: Ordinary
     own: Any
     noise: Callable[[Array, int, int | None], Noise]
-    log_lik: Callable[[Psi, Any, Noise, bool], tuple[Array, Array]]
-    likelihood: Callable[[], tuple[Eta, Callable[[Psi], Array]]]
+    log_lik: Callable[[Ordinary, Any, Noise, bool], tuple[Array, Array]]
+    likelihood: Callable[[], tuple[Natural, Callable[[Ordinary], Array]]]
     rows: int
-    divergence: Callable[[Eta, Eta], Array] | None
+    divergence: Callable[[Natural, Natural], Array] | None
 
 
 class Solution(NamedTuple):
@@ -70,7 +68,7 @@ class Solution(NamedTuple):
     taken for.
     """
 
-    eta: Eta
+    eta: Natural
     own: Any
     converged: Array
     finite: Array
@@ -102,7 +100,7 @@ class Local(Protocol):
 
 def free_energy(
     problem: Problem,
-    psi: Psi,
+    psi: Ordinary,
     own: Any,
     noise: Noise,
     *,
@@ -130,13 +128,15 @@ def free_energy(
     return (jax.nn.logsumexp(alpha * log_ratio) - jnp.log(len(log_ratio))) / alpha, expected
 
 
-def proper_step(family: Family, eta: Eta, target: Eta, rate: Array | float) -> tuple[Eta, Array]:
+def proper_step(
+    family: Family, eta: Natural, target: Natural, rate: Array | float
+) -> tuple[Natural, Array]:
     """``eta + r (target - eta)`` with the first proper one of ``rate``, ``rate / 2``, ... as ``r``.
 
     Returns ``r`` as well: 0, and ``eta`` itself, where a thousandth of ``rate`` is still too much.
     """
 
-    def at(r: Array) -> Eta:
+    def at(r: Array) -> Natural:
         return jax.tree.map(lambda a, b: a + r * (b - a), eta, target)
 
     def attempt(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -14,15 +14,8 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
-from numpyro_fed.local.base import (
-    AT_REST,
-    Eta,
-    Noise,
-    Problem,
-    Psi,
-    Solution,
-    free_energy,
-)
+from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.local.base import AT_REST, Noise, Problem, Solution, free_energy
 from numpyro_fed.local.verdict import PARTICLES, AtRest, Tally, maximised
 from numpyro_fed.trees import strong
 
@@ -133,7 +126,7 @@ class Walk(NamedTuple):
     opt_state: Any
     value: Array
     watch: Watch
-    estimate: Psi
+    estimate: Ordinary
     tally: Tally
 
 
@@ -202,7 +195,7 @@ class _Ascent:
         walk = Walk(none, params, opt_state, zero, watch, estimate, self.rest.begin())
         return strong(walk)
 
-    def where(self, params: tuple[Any, Any]) -> tuple[Eta, Psi, Any]:
+    def where(self, params: tuple[Any, Any]) -> tuple[Natural, Ordinary, Any]:
         """Natural and ordinary parameters, and the silo's own part."""
         (at, own), family = params, self.problem.family
         return (at, family.ordinary(at), own) if self.natural else (family.natural(at), at, own)
@@ -285,7 +278,7 @@ class _Ascent:
         done = (walk.i - self.settings.steps) % each == 0
         return jax.lax.cond(done, full, lambda walk: walk, walk)
 
-    def of_psi(self, walk: Walk, gradient: Any) -> Psi:
+    def of_psi(self, walk: Walk, gradient: Any) -> Ordinary:
         """A gradient in the space of the steps as one with respect to ordinary parameters."""
         if not self.natural:
             return gradient
@@ -293,7 +286,7 @@ class _Ascent:
         _, pull = jax.vjp(self.problem.family.natural, psi)
         return pull(gradient)[0]
 
-    def converged(self, walk: Walk, psi: Psi, own: Any) -> Array:
+    def converged(self, walk: Walk, psi: Ordinary, own: Any) -> Array:
         """Whether the steps have led to an optimum; with minibatches by all rows, and at most half
         of the steps' own work.
         """

@@ -11,7 +11,8 @@ from jax import Array
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.errors import positive_int
-from numpyro_fed.local.base import AT_REST, Noise, Problem, Psi, Solution, free_energy, minimise
+from numpyro_fed.expfam.base import Ordinary
+from numpyro_fed.local.base import AT_REST, Noise, Problem, Solution, free_energy, minimise
 from numpyro_fed.local.verdict import maximised
 
 
@@ -53,7 +54,7 @@ class LBFGS:
         """Search until the gradient vanishes; see the class."""
         noise = standardised(problem.noise(key, self.num_particles, None))
 
-        def loss(params: tuple[Psi, Any]) -> Array:
+        def loss(params: tuple[Ordinary, Any]) -> Array:
             return -free_energy(problem, *params, noise, plain=True)[0]
 
         start = (problem.start, problem.own)

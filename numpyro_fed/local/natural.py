@@ -14,15 +14,8 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
-from numpyro_fed.local.base import (
-    AT_REST,
-    Eta,
-    Problem,
-    Psi,
-    Solution,
-    free_energy,
-    proper_step,
-)
+from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.local.base import AT_REST, Problem, Solution, free_energy, proper_step
 from numpyro_fed.local.lbfgs import standardised
 from numpyro_fed.local.verdict import AtRest, maximised
 from numpyro_fed.trees import all_finite, strong
@@ -95,13 +88,13 @@ class NaturalGradient:
         """Run the steps; see the class."""
         family = problem.family
 
-        def aim(eta: Eta, own: Any, key: Array) -> tuple[Eta, Any]:
+        def aim(eta: Natural, own: Any, key: Array) -> tuple[Natural, Any]:
             if self.expectation == "closed_form":
                 factor, g_own = problem.likelihood()[0], jax.tree.map(jnp.zeros_like, own)
             else:
                 noise = problem.noise(key, self.num_particles, self.batch_size)
 
-                def expected(psi: Psi, own: Any) -> Array:
+                def expected(psi: Ordinary, own: Any) -> Array:
                     return problem.log_lik(psi, own, noise, False)[1].mean()
 
                 g_psi, g_own = jax.grad(expected, (0, 1))(family.ordinary(eta), own)
@@ -133,11 +126,11 @@ class FixedPoint:
         family = problem.family
         noise = standardised(problem.noise(key, self.num_particles, None))
 
-        def value(eta: Eta) -> Array:
+        def value(eta: Natural) -> Array:
             return free_energy(problem, family.ordinary(eta), problem.own, noise, plain=True)[0]
 
-        def target(eta: Eta) -> Eta:
-            def expected(psi: Psi) -> Array:
+        def target(eta: Natural) -> Natural:
+            def expected(psi: Ordinary) -> Array:
                 return problem.log_lik(psi, problem.own, noise, True)[1].mean()
 
             return jax.tree.map(jnp.add, problem.cavity, family.dual_gradient(expected, eta))
@@ -146,7 +139,7 @@ class FixedPoint:
             i, eta, before, last, rate = carry
             enough = before - jnp.finfo(before.dtype).eps * jnp.abs(before)
 
-            def better(eta: Eta) -> Array:
+            def better(eta: Natural) -> Array:
                 return family.proper(eta) & (value(eta) >= enough)
 
             within = family._replace(proper=better)
@@ -247,7 +240,7 @@ class PowerEP:
         """Run the steps; see the class."""
         family = problem.family
 
-        def aim(eta: Eta, own: Any, key: Array) -> tuple[Eta, Any]:
+        def aim(eta: Natural, own: Any, key: Array) -> tuple[Natural, Any]:
             psi = family.ordinary(eta)
             noise = problem.noise(key, self.num_particles, None)
             factor = jax.tree.map(jnp.subtract, eta, problem.cavity)
@@ -266,7 +259,7 @@ class PowerEP:
         return _damped(problem, aim, key, self)
 
 
-def _suited(problem: Problem, eta: Eta) -> Array:
+def _suited(problem: Problem, eta: Natural) -> Array:
     """Whether the likelihood is conjugate around ``eta``, and from the start to there."""
     misfit = problem.likelihood()[1]
     return misfit(problem.family.ordinary(eta)) <= MISFIT
@@ -274,7 +267,7 @@ def _suited(problem: Problem, eta: Eta) -> Array:
 
 def _damped(
     problem: Problem,
-    aim: Callable[[Eta, Any, Array], tuple[Eta, Any]],
+    aim: Callable[[Natural, Any, Array], tuple[Natural, Any]],
     key: Array,
     how: NaturalGradient | PowerEP,
 ) -> Solution:

@@ -22,7 +22,8 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
-from numpyro_fed.local.base import Eta, Noise, Problem, Psi, free_energy
+from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.local.base import Noise, Problem, free_energy
 
 FEW, MANY = 8, 64  # estimates of a step that are averaged: at least, and at most
 PARTICLES = 16  # draws in each where no minibatches are asked for; two else, on all rows
@@ -64,7 +65,7 @@ class AtRest:
         none = jnp.zeros(2 * self.family.dim)
         return Tally(jnp.zeros((), jnp.int32), none, none)
 
-    def add(self, tally: Tally, eta: Eta, step: Eta) -> Tally:
+    def add(self, tally: Tally, eta: Natural, step: Natural) -> Tally:
         """One more estimate of the step from ``eta``."""
         where, move = jax.jvp(self._spread, (eta,), (step,))
         dim, number = self.family.dim, tally.number + 1
@@ -83,11 +84,11 @@ class AtRest:
         near = jnp.abs(tally.mean) <= self.tolerance + 2 * tally.error
         return (near & (tally.error <= self.tolerance / 2)).all()
 
-    def _spread(self, eta: Eta) -> Array:
+    def _spread(self, eta: Natural) -> Array:
         return jnp.concatenate(location_and_log_scale(self.family, eta))
 
 
-def location_and_log_scale(family: Family, eta: Eta) -> tuple[Array, Array]:
+def location_and_log_scale(family: Family, eta: Natural) -> tuple[Array, Array]:
     """Means and log standard deviations of each number."""
     mean, sd = family.spread(family.ordinary(eta))
     return mean, jnp.log(sd)
@@ -95,7 +96,7 @@ def location_and_log_scale(family: Family, eta: Eta) -> tuple[Array, Array]:
 
 def maximised(
     problem: Problem,
-    psi: Psi,
+    psi: Ordinary,
     own: Any,
     key: Array,
     tolerance: float,
@@ -119,7 +120,7 @@ def maximised(
         divergence, cavity = problem.divergence, problem.cavity
         factor = family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
 
-    def excess(psi: Psi, noise: Noise) -> Array:
+    def excess(psi: Ordinary, noise: Noise) -> Array:
         """What the silo's likelihood has more than its factor: nothing, at best."""
         if alpha > 0:
             return free_energy(problem, psi, own, noise, alpha=alpha)[0]
@@ -127,7 +128,7 @@ def maximised(
         known = jax.vmap(lambda z: expfam.inner(factor, family.statistics(z)))(z)
         return (log_lik - known).mean()
 
-    def step(i: Array) -> Eta:
+    def step(i: Array) -> Natural:
         noise = problem.noise(jax.random.fold_in(key, i), particles, None)
         return family.dual_gradient(partial(excess, noise=noise), eta)
 

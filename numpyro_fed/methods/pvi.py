@@ -297,7 +297,7 @@ class PVI(Method):
 
     def _exact(self, fm: FederatedModel, chosen: Globals, local: Local) -> bool:
         """Whether a silo's factor depends on nothing but its own data."""
-        inside = chosen.rest is None and not fm.named("param") and self.deletion == "own"
+        inside = chosen.prior_outside is None and not fm.named("param") and self.deletion == "own"
         return inside and isinstance(local, ClosedForm) and isinstance(self.prior_divergence, KL)
 
     def _result(self, run: Run, fit: Fit, held: Silos | None) -> PVIResult:

@@ -19,16 +19,17 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.divergences import KL, WeightedKL
 from numpyro_fed.expfam import Family
+from numpyro_fed.expfam.base import Natural
 from numpyro_fed.local.base import minimise
 
 STEPS = 200
 TOLERANCE = 1e-5
 ENOUGH = 1e-3  # of the largest coefficient: with a larger slope there is no minimum
 
-Eta = Any
 
-
-def aggregate(family: Family, divergence: Callable[..., Array]) -> Callable[[Eta, Eta], Eta]:
+def aggregate(
+    family: Family, divergence: Callable[..., Array]
+) -> Callable[[Natural, Natural], Natural]:
     """``(prior, total) -> eta`` for one divergence ``(family, eta_q, eta_p) -> ()``.
 
     Where no minimum is found ``eta`` is NaN, which counts as improper.
@@ -37,7 +38,7 @@ def aggregate(family: Family, divergence: Callable[..., Array]) -> Callable[[Eta
         weight = getattr(divergence, "weight", 1.0)
         return lambda prior, total: jax.tree.map(lambda a, b: a + b / weight, prior, total)
 
-    def of(prior: Eta, total: Eta) -> Eta:
+    def of(prior: Natural, total: Natural) -> Natural:
         def objective(psi: Any) -> Array:
             gain = expfam.inner(total, family.moments(psi))
             return divergence(family, family.natural(psi), prior) - gain

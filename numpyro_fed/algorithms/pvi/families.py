@@ -17,6 +17,7 @@ from numpyro.infer import init_to_sample
 from numpyro_fed import expfam
 from numpyro_fed.errors import ModelError
 from numpyro_fed.expfam import Family
+from numpyro_fed.expfam.base import Natural
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.split import FederatedModel
@@ -28,7 +29,6 @@ GAUSSIAN = "gaussian"
 
 POINTS = 2**22  # numbers, at most, in all points at which a function is looked at
 
-Eta = dict[str, Any]
 Members = Mapping[str, tuple[Any, Family]]
 
 
@@ -42,7 +42,7 @@ class Places(NamedTuple):
     """
 
     points: np.ndarray
-    around: Callable[[Eta, int], tuple[Array, Array]]
+    around: Callable[[Natural, int], tuple[Array, Array]]
 
 
 class Globals(NamedTuple):
@@ -59,15 +59,15 @@ class Globals(NamedTuple):
         Each site's marginal on its own support.
     places : Places
         Where a likelihood is looked at, to see whether it is conjugate.
-    rest : (theta, z) -> () or None
+    prior_outside : (theta, z) -> () or None
         What of the log prior is outside of the family; ``prior`` then leaves it out.
     """
 
     family: Family
-    prior: Callable[[dict[str, Any]], Eta]
-    marginals: Callable[[Eta], dict[str, dist.Distribution]]
+    prior: Callable[[dict[str, Any]], Natural]
+    marginals: Callable[[Natural], dict[str, dist.Distribution]]
     places: Places
-    rest: Callable[[dict[str, Any], Array], Array] | None = None
+    prior_outside: Callable[[dict[str, Any], Array], Array] | None = None
 
 
 def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "exact") -> Globals:
@@ -134,7 +134,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
             family, places = expfam.product(members), Places(points, _around(members, reach))
             by_site = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
 
-            def fitted(names: Sequence[str]) -> tuple[Eta, bool]:
+            def fitted(names: Sequence[str]) -> tuple[Natural, bool]:
                 return _fitted(_terms(fm, theta, by_site, family, names), family, places)
 
             names = list(fm.prior_terms(theta, jnp.zeros(fm.dim)))
@@ -145,7 +145,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     learned = bool(fm.named("param")) and not outside
     fixed = jax.tree.map(np.asarray, eta)
 
-    def inside(theta: dict[str, Any]) -> Eta:
+    def inside(theta: dict[str, Any]) -> Natural:
         if learned:
             return family.fit(lambda z: fm.log_prior(theta, z) - family.log_base(z))
         return jax.tree.map(lambda a: jnp.asarray(a.copy()), fixed)  # or JAX keeps a precision
@@ -154,7 +154,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         known = expfam.inner(inside(theta), family.statistics(z))
         return fm.log_prior(theta, z) - family.log_base(z) - known
 
-    def marginals(eta: Eta) -> dict[str, dist.Distribution]:
+    def marginals(eta: Natural) -> dict[str, dist.Distribution]:
         return _marginals(fm, sites, kinds, family, eta)
 
     return Globals(family, inside, marginals, places, rest if outside else None)
@@ -194,7 +194,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
         theta = _general(fm)
 
     @jax.jit
-    def look(stack: SiloData, prior: Eta, points: Array) -> Array:
+    def look(stack: SiloData, prior: Natural, points: Array) -> Array:
         def one(data: SiloData) -> Array:
             rows = row_terms(fm, theta, data)
             eta = family.fit(lambda z: rows(z).sum())
@@ -212,7 +212,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
 
 
 def departure(
-    rows: Callable[[Array], Array], family: Family, eta: Eta, centre: Array, z: Array
+    rows: Callable[[Array], Array], family: Family, eta: Natural, centre: Array, z: Array
 ) -> tuple[Array, Array]:
     """How far a sum of ``rows`` is from ``<eta, T>`` between two points, and the terms' size.
 
@@ -226,7 +226,7 @@ def departure(
 
 
 def _affine_at(
-    rows: Callable[[Array], Array], family: Family, eta: Eta, centre: Array, z: Array
+    rows: Callable[[Array], Array], family: Family, eta: Natural, centre: Array, z: Array
 ) -> Array:
     """Whether a sum of ``rows`` is ``<eta, T(z)>`` up to a constant at points, in double precision.
 
@@ -260,7 +260,7 @@ def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
     return np.clip(points, -reach, reach)[: max(16, POINTS // max(fm.dim, 1))]
 
 
-def _around(members: Members, reach: np.ndarray) -> Callable[[Eta, int], tuple[Array, Array]]:
+def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tuple[Array, Array]]:
     """The centre of a density, and points up to a few standard deviations from it.
 
     A Gaussian is as wide as can be where ``eta`` leaves it flat; what is improper counts as zero.
@@ -285,7 +285,7 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Eta, int], tuple[A
         z = jnp.concatenate(parts, -1)[..., inverse]
         return jnp.clip(jnp.where(jnp.isfinite(z), z, 0.0), -reach, reach)
 
-    def around(eta: Eta, n: int) -> tuple[Array, Array]:
+    def around(eta: Natural, n: int) -> tuple[Array, Array]:
         centres, points = zip(*(near(name, eta[name], n) for name in members), strict=True)
         return join(centres), join(points)
 
@@ -317,11 +317,13 @@ def log_likelihood(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[
     return lambda z: rows(z).sum()
 
 
-def _fitted(terms: Callable[[Array], Array], family: Family, places: Places) -> tuple[Eta, bool]:
+def _fitted(
+    terms: Callable[[Array], Array], family: Family, places: Places
+) -> tuple[Natural, bool]:
     """Natural parameters of the density whose logarithm is a sum of terms; whether it is theirs."""
 
     @jax.jit
-    def found(points: Array) -> tuple[Eta, Array]:
+    def found(points: Array) -> tuple[Natural, Array]:
         def over(z: Array) -> Array:
             return jnp.append(terms(z), -family.log_base(z))
 
@@ -438,7 +440,11 @@ def _double(tree: Any) -> Any:
 
 
 def _marginals(
-    fm: FederatedModel, sites: Sequence[Site], kinds: Mapping[str, str], family: Family, eta: Eta
+    fm: FederatedModel,
+    sites: Sequence[Site],
+    kinds: Mapping[str, str],
+    family: Family,
+    eta: Natural,
 ) -> dict[str, dist.Distribution]:
     def of(site: Site) -> dist.Distribution:
         place = slice(site.start, site.stop)

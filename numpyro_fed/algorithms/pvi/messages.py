@@ -11,8 +11,9 @@ import optax
 from jax import Array
 
 from numpyro_fed.algorithms.pvi.families import Globals
+from numpyro_fed.expfam.base import Natural
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.local.base import Eta, Local
+from numpyro_fed.local.base import Local
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
 
@@ -52,8 +53,8 @@ class ServerState(NamedTuple):
     """
 
     params: dict[str, Any]
-    total: Eta
-    server_factor: Eta
+    total: Natural
+    server_factor: Natural
     opt_state: Any
     damping: Array
     taken: Array
@@ -70,13 +71,13 @@ class SiloState(NamedTuple):
     """
 
     params: dict[str, Any]
-    factor: Eta
-    pending: Eta
+    factor: Natural
+    pending: Natural
     visits: Array
     status: Array
     stale: Any
 
-    def effective_factor(self, taken: Array) -> Eta:
+    def effective_factor(self, taken: Array) -> Natural:
         """The silo's factor, what is pending included: these sum to the server's ``total``."""
         return jax.tree.map(lambda a, b: a + taken * b, self.factor, self.pending)
 
@@ -87,7 +88,7 @@ class Down(NamedTuple):
     """
 
     theta: dict[str, Any]
-    total: Eta
+    total: Natural
     taken: Array
 
 
@@ -99,7 +100,7 @@ class Up(NamedTuple):
     that it received with its gradient for the shared parameters, and how the visit ended.
     """
 
-    change: Eta
+    change: Natural
     log_lik: Array
     theta: dict[str, Any]
     statuses: Array
@@ -176,5 +177,5 @@ class Parts(NamedTuple):
     optim: optax.GradientTransformation
     plate: str | None
     rows: tuple[str, ...]
-    divergence: Callable[[Eta, Eta], Array] | None
-    aggregate: Callable[[Eta, Eta], Eta]
+    divergence: Callable[[Natural, Natural], Array] | None
+    aggregate: Callable[[Natural, Natural], Natural]

@@ -23,7 +23,8 @@ from numpyro_fed.algorithms.pvi.messages import (
     Up,
 )
 from numpyro_fed.expfam import Family
-from numpyro_fed.local.base import Eta, Noise, Problem, Psi, proper_step
+from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.local.base import Noise, Problem, proper_step
 from numpyro_fed.local.verdict import location_and_log_scale
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.trees import all_finite
@@ -51,7 +52,7 @@ class Server:
         theta = self.model.init_theta(key)
         prior = self._prior(theta)
         server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
-        if self.parts.globals.rest is not None:
+        if self.parts.globals.prior_outside is not None:
             start = jax.tree.map(
                 lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(self.family.ordinary, prior)
             )
@@ -110,10 +111,10 @@ class Server:
         """Shared parameters and the posterior."""
         return Shared(state.params["theta"], state.params["guide"])
 
-    def kl_to_prior(self, key: Array, theta: dict, eta: Eta) -> Array:
+    def kl_to_prior(self, key: Array, theta: dict, eta: Natural) -> Array:
         """KL between the posterior and the prior, by draws where that is outside the family."""
         family = self.family
-        if self.parts.globals.rest is None:
+        if self.parts.globals.prior_outside is None:
             return expfam.kl(family, eta, self._prior(theta))
         psi, noise = family.ordinary(eta), family.noise(key, PRIOR_DRAWS)
 
@@ -123,15 +124,15 @@ class Server:
 
         return jax.vmap(at)(noise).mean()
 
-    def _prior(self, theta: dict[str, Any]) -> Eta:
+    def _prior(self, theta: dict[str, Any]) -> Natural:
         return self.parts.globals.prior(theta)
 
-    def _damped(self, state: ServerState, prior: Eta, change: Eta) -> tuple[Eta, Array]:
+    def _damped(self, state: ServerState, prior: Natural, change: Natural) -> tuple[Natural, Array]:
         """The sum of factors after the update, and the damping with which the change was taken."""
         target = jax.tree.map(jnp.add, state.total, change)
         aggregate = self.parts.aggregate
 
-        def proper(total: Eta) -> Array:
+        def proper(total: Natural) -> Array:
             return self.family.proper(aggregate(prior, total))
 
         if self.settings.adaptive:
@@ -149,11 +150,11 @@ class Server:
         return jnp.minimum(2 * lowered, self.settings.damping)
 
     def _renewed(
-        self, state: ServerState, key: Array, theta: dict, total: Eta
-    ) -> tuple[Eta, Eta, Array]:
+        self, state: ServerState, key: Array, theta: dict, total: Natural
+    ) -> tuple[Natural, Natural, Array]:
         """The sum of factors with the server's own one renewed, that factor, its verdict."""
         before = state.server_factor
-        if self.parts.globals.rest is None:
+        if self.parts.globals.prior_outside is None:
             return total, before, state.progress.own
         prior, aggregate = self._prior(theta), self.parts.aggregate
         others = jax.tree.map(jnp.subtract, total, before)
@@ -163,8 +164,8 @@ class Server:
         return jax.tree.map(jnp.add, others, factor), factor, converged
 
     def _learned(
-        self, state: ServerState, key: Array, total: Eta, gradient: dict
-    ) -> tuple[dict, Any, Eta]:
+        self, state: ServerState, key: Array, total: Natural, gradient: dict
+    ) -> tuple[dict, Any, Natural]:
         """Shared parameters after a step on the free energy, and the posterior with them."""
         theta, old, settings = state.params["theta"], state.params["guide"], self.settings
         guide = self.parts.aggregate(self._prior(theta), total)
@@ -183,7 +184,7 @@ class Server:
             (theta, state.opt_state, guide),
         )
 
-    def _progress(self, before: Progress, old: Eta, new: Eta, own: Array) -> Progress:
+    def _progress(self, before: Progress, old: Natural, new: Natural, own: Array) -> Progress:
         """How far the posterior has come since the round began."""
         both = jax.tree.map(lambda *pair: jnp.stack(pair), old, new)
         means, log_scales = jax.vmap(partial(location_and_log_scale, self.family))(both)
@@ -198,12 +199,12 @@ class Server:
         return Progress(mean, log_scale, before.steps + 1, moved, own)
 
     def _server_factor(
-        self, key: Array, theta: dict, cavity: Eta, start: Psi, before: Eta
-    ) -> tuple[Eta, Array]:
+        self, key: Array, theta: dict, cavity: Natural, start: Ordinary, before: Natural
+    ) -> tuple[Natural, Array]:
         """The server's own factor, for what of the prior is outside of the family; whether it
         converged.
         """
-        family, rest = self.family, self.parts.globals.rest or (lambda theta, z: jnp.zeros(()))
+        family, rest = self.family, self.parts.globals.prior_outside or (lambda theta, z: jnp.zeros(()))
 
         def noise(key: Array, particles: int, batch: int | None) -> Noise:
             return Noise(family.noise(key, particles), {}, None)

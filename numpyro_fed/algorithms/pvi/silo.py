@@ -25,7 +25,8 @@ from numpyro_fed.algorithms.pvi.messages import (
     Up,
 )
 from numpyro_fed.expfam import Family
-from numpyro_fed.local.base import Eta, Noise, Problem, Psi, Solution
+from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.local.base import Noise, Problem, Solution
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.trees import all_finite
@@ -107,10 +108,10 @@ class Silo:
         """Private parameters, the local guide and its centre."""
         return Private(state.params["private"], state.params["guide"], state.params["centre"])
 
-    def _prior(self, theta: dict[str, Any]) -> Eta:
+    def _prior(self, theta: dict[str, Any]) -> Natural:
         return self.parts.globals.prior(theta)
 
-    def _removed(self, factor: Eta, total: Eta) -> Eta:
+    def _removed(self, factor: Natural, total: Natural) -> Natural:
         """What is taken out of the posterior to make the cavity."""
         if self.settings.deletion == "own":
             return factor
@@ -120,19 +121,21 @@ class Silo:
             return jax.tree.map(lambda a: a / self.settings.num_silos, total)
         return total
 
-    def _cavity(self, down: Down, removed: Eta) -> Eta:
+    def _cavity(self, down: Down, removed: Natural) -> Natural:
         share = jax.tree.map(lambda a: self.settings.prior_share * a, self._prior(down.theta))
         return self.parts.aggregate(share, jax.tree.map(jnp.subtract, down.total, removed))
 
-    def _working_from(self, now: tuple[Eta, Eta], down: Down, state: SiloState) -> tuple[Eta, Eta]:
+    def _working_from(
+        self, now: tuple[Natural, Natural], down: Down, state: SiloState
+    ) -> tuple[Natural, Natural]:
         """The cavity and the posterior of this visit, or of the one before if it takes so long."""
         if not self.settings.asynchronous:
             return now
         prior = self._prior(down.theta)
-        at_first = (prior, prior) if self.parts.globals.rest is None else now
+        at_first = (prior, prior) if self.parts.globals.prior_outside is None else now
         return _where(state.visits > 0, state.stale, at_first)
 
-    def _start(self, posterior: Eta, visits: Array) -> Psi:
+    def _start(self, posterior: Natural, visits: Array) -> Ordinary:
         """Where a visit starts: at the posterior, and at the first visit no wider than asked."""
         psi = self.family.ordinary(posterior)
         if self.settings.start_scale is None or GAUSSIAN not in psi:
@@ -141,14 +144,14 @@ class Silo:
         narrow = {"log_scale": jnp.minimum(psi[GAUSSIAN]["log_scale"], widest)}
         return {**psi, GAUSSIAN: {**psi[GAUSSIAN], **narrow}}
 
-    def _factor(self, eta: Eta, cavity: Eta) -> Eta:
+    def _factor(self, eta: Natural, cavity: Natural) -> Natural:
         """The factor that makes ``eta`` of the cavity: the gradient of their divergence."""
         if self.parts.divergence is None:
             return jax.tree.map(jnp.subtract, eta, cavity)
         family, divergence = self.family, self.parts.divergence
         return family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
 
-    def _status(self, found: Solution, change: Eta) -> Array:
+    def _status(self, found: Solution, change: Natural) -> Array:
         finite = found.finite & all_finite((change, found.own))
         proper = self.family.proper(found.eta)
         status = jnp.where(found.converged, Status.CONVERGED, Status.NOT_CONVERGED)
@@ -157,7 +160,7 @@ class Silo:
         return jnp.where(finite, status, Status.NON_FINITE).astype(jnp.int32)
 
     def expected_log_lik(
-        self, key: Array, theta: dict, posterior: Eta, state: SiloState, data: SiloData
+        self, key: Array, theta: dict, posterior: Natural, state: SiloState, data: SiloData
     ) -> tuple[Array, dict]:
         """The expected log likelihood at the posterior, and its gradient for shared parameters."""
         parts, family, private = self.parts, self.family, state.params["private"]
@@ -194,7 +197,7 @@ class Silo:
         return jnp.where(jnp.isfinite(log_lik), log_lik, -jnp.inf), gradient
 
     def _problem(
-        self, theta: dict, cavity: Eta, start: Psi, state: SiloState, data: SiloData
+        self, theta: dict, cavity: Natural, start: Ordinary, state: SiloState, data: SiloData
     ) -> Problem:
         parts, fm, family, guide = self.parts, self.model, self.family, self.parts.guide
         centre = family.centre(start)
@@ -229,7 +232,7 @@ class Silo:
 
         num_rows = sum(fm.sizes(data).values())
 
-        def likelihood() -> tuple[Eta, Callable[[Any], Array]]:
+        def likelihood() -> tuple[Natural, Callable[[Any], Array]]:
             rows = row_terms(fm, {**theta, **own["private"]}, data)
             eta = family.fit(lambda z: rows(z).sum())
 
