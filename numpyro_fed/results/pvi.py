@@ -178,7 +178,7 @@ class PVIResult(Result):
     @property
     def _own(self) -> bool:
         """Whether the server has a factor of its own, or learns parameters."""
-        return self._factors.globals.prior_outside is not None or bool(self.state.server.params["theta"])
+        return self._factors.globals.prior_outside is not None or bool(self.shared.theta)
 
     @property
     def doubts(self) -> list[str]:

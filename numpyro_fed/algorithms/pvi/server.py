@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,11 +53,13 @@ class Server:
         theta = self.model.init_theta(key)
         prior = self._prior(theta)
         server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
-        if self.parts.globals.prior_outside is not None:
+        if (outside := self.parts.globals.prior_outside) is not None:
             start = jax.tree.map(
                 lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(self.family.ordinary, prior)
             )
-            server_factor, converged = self._server_factor(key, theta, prior, start, server_factor)
+            server_factor, converged = self._server_factor(
+                outside, key, theta, prior, start, server_factor
+            )
         guide = self.parts.aggregate(prior, server_factor)
         none = jnp.zeros(self.model.dim)
         progress = Progress(none, none, jnp.zeros((), jnp.int32), jnp.zeros(()), converged)
@@ -154,13 +157,13 @@ class Server:
     ) -> tuple[Natural, Natural, Array]:
         """The sum of factors with the server's own one renewed, that factor, its verdict."""
         before = state.server_factor
-        if self.parts.globals.prior_outside is None:
+        if (outside := self.parts.globals.prior_outside) is None:
             return total, before, state.progress.own
         prior, aggregate = self._prior(theta), self.parts.aggregate
         others = jax.tree.map(jnp.subtract, total, before)
         start = self.family.ordinary(aggregate(prior, total))
         cavity = aggregate(prior, others)
-        factor, converged = self._server_factor(key, theta, cavity, start, before)
+        factor, converged = self._server_factor(outside, key, theta, cavity, start, before)
         return jax.tree.map(jnp.add, others, factor), factor, converged
 
     def _learned(
@@ -199,12 +202,18 @@ class Server:
         return Progress(mean, log_scale, before.steps + 1, moved, own)
 
     def _server_factor(
-        self, key: Array, theta: dict, cavity: Natural, start: Ordinary, before: Natural
+        self,
+        outside: Callable[[dict, Array], Array],
+        key: Array,
+        theta: dict,
+        cavity: Natural,
+        start: Ordinary,
+        before: Natural,
     ) -> tuple[Natural, Array]:
         """The server's own factor, for what of the prior is outside of the family; whether it
         converged.
         """
-        family, rest = self.family, self.parts.globals.prior_outside or (lambda theta, z: jnp.zeros(()))
+        family = self.family
 
         def noise(key: Array, particles: int, batch: int | None) -> Noise:
             return Noise(family.noise(key, particles), {}, None)
@@ -212,7 +221,7 @@ class Server:
         def log_lik(psi: Any, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
             def at(noise: Any) -> tuple[Array, Array]:
                 z = family.draw(psi, noise)
-                return z, rest(theta, z)
+                return z, outside(theta, z)
 
             return jax.vmap(at)(noise.globals)
 
