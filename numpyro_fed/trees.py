@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -17,3 +18,13 @@ def all_finite(tree: Any) -> Array:
 def strong(tree: Any) -> Any:
     """The same numbers without weak types, as a loop's state or a program's input must be."""
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), tree)
+
+
+def double(tree: Any) -> Any:
+    """The same numbers in double precision, as NumPy arrays."""
+
+    def one(a: Any) -> Any:
+        a = np.asarray(a)
+        return a.astype(np.float64) if a.dtype.kind == "f" else a
+
+    return jax.tree.map(one, tree)

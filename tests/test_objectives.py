@@ -16,7 +16,7 @@ from numpyro_fed.algorithms.base import Combine
 from numpyro_fed.algorithms.sfvi import ServerState
 from numpyro_fed.model.padding import bucket
 from numpyro_fed.objectives import silo_bound
-from numpyro_fed.runtime.step import combine
+from numpyro_fed.runtime.combine import combine
 
 KEY = jax.random.key(0)
 

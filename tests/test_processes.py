@@ -11,6 +11,7 @@ from silo_process import METHODS, serve
 
 import numpyro_fed as nf
 from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.runtime.messages import read, write
 
 KEY = jax.random.key(0)
 SIZES = (7, 4, 12)
@@ -140,11 +141,9 @@ def test_a_message_of_another_kind_is_refused():
         n.accept(server.plan, j, KEY)
 
     def double_precision(j, message):
-        from numpyro_fed.runtime.node import _read, _write
-
-        arrays = _read(message)
+        arrays = read(message)
         return nodes[j].handle(
-            _write({k: a.astype(float) if a.dtype.kind == "f" else a for k, a in arrays.items()})
+            write({k: a.astype(float) if a.dtype.kind == "f" else a for k, a in arrays.items()})
         )
 
     with pytest.raises(DataError, match=r"holds float64.* as 'down.*float32.* was agreed"):

@@ -34,7 +34,7 @@ from pvi_problems import (
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi.messages import Status
+from numpyro_fed.algorithms.pvi.states import Status
 
 pytestmark = pytest.mark.usefixtures("double")
 

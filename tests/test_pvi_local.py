@@ -13,7 +13,7 @@ from scipy import optimize
 
 import numpyro_fed as nf
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi.messages import Status
+from numpyro_fed.algorithms.pvi.states import Status
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -16,8 +16,8 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
+from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.host import host
-from numpyro_fed.runtime.loop import drive
 from numpyro_fed.runtime.noise import (
     exchange_key,
     init_keys,

@@ -28,8 +28,8 @@ from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.saving import load_state
+from numpyro_fed.runtime.drive import Failure, Run, drive
 from numpyro_fed.runtime.host import host
-from numpyro_fed.runtime.loop import Failure, Run, drive
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import State, on_device
 

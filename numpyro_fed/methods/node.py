@@ -10,7 +10,7 @@ from jax import Array
 from numpyro_fed.methods.base import Method
 from numpyro_fed.model.facts import Facts
 from numpyro_fed.results.base import Fit, Result
-from numpyro_fed.runtime.loop import drive
+from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.node import Send, remote
 
 

@@ -15,11 +15,12 @@ import optax
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.pvi.aggregate import aggregate
 from numpyro_fed.algorithms.pvi.algorithm import pvi
+from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
 from numpyro_fed.algorithms.pvi.evaluate import evaluation
-from numpyro_fed.algorithms.pvi.families import Globals, conjugacy, globals_of
-from numpyro_fed.algorithms.pvi.messages import Parts, Settings, Status
+from numpyro_fed.algorithms.pvi.families import Globals, globals_of
+from numpyro_fed.algorithms.pvi.posterior import aggregate
+from numpyro_fed.algorithms.pvi.states import Parts, Settings, Status
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
 from numpyro_fed.expfam import Family
@@ -40,7 +41,7 @@ from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_b
 from numpyro_fed.results.base import Built, Factors, Fit, Silos
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.pvi import PVIResult
-from numpyro_fed.runtime.loop import Run
+from numpyro_fed.runtime.drive import Run
 from numpyro_fed.runtime.stack import State
 
 DELETIONS = ("own", "none", "average", "prior")

@@ -21,7 +21,7 @@ from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import importance_correct
-from numpyro_fed.runtime.loop import Run
+from numpyro_fed.runtime.drive import Run
 
 ENOUGH = 200  # rounds, to tell whether a bound has settled
 

@@ -25,7 +25,7 @@ from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.results.base import Built, Fit, Result
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.posterior import Posterior, posterior
-from numpyro_fed.runtime.loop import failed_silos
+from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Single
 
 FEW = 100  # draws: with fewer there is no tail to speak of

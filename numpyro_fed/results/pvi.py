@@ -13,7 +13,7 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
-from numpyro_fed.algorithms.pvi.messages import Settings, Status
+from numpyro_fed.algorithms.pvi.states import Settings, Status
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.expfam.gaussian import rounding
 from numpyro_fed.results.base import Factors, Result

@@ -13,6 +13,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply
 from numpyro_fed.model.padding import stacked
+from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import (
@@ -27,7 +28,7 @@ from numpyro_fed.runtime.stack import (
     init_schedule,
     visits,
 )
-from numpyro_fed.runtime.step import Answers, Ask, Noise, combine, slices, step
+from numpyro_fed.runtime.step import Answers, Ask, Noise, step
 from numpyro_fed.trees import strong
 
 

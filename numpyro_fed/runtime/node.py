@@ -1,13 +1,12 @@
 """Silos in processes of their own: a node that answers bytes, and the runtime that asks them.
 
-A message is a set of named arrays in NumPy's ``npz`` format, without pickle: the number of a step,
-the name of an exchange and the leaves of ``Down`` one way; the leaves of ``Reply`` the other way.
-Both sides know the structure of a message, since they have built the same algorithm.
+Down go the number of a step, the name of an exchange and the leaves of ``Down``, up those of
+``Reply`` (:mod:`numpyro_fed.runtime.messages`). Both sides know the structure of a message, since
+they have built the same algorithm.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -18,15 +17,17 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Reply
-from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.errors import ModelError
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Facts, Plan
+from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.host import compiled, rounds
+from numpyro_fed.runtime.messages import pack, read, unpack, write
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, chunk_of, init_schedule
-from numpyro_fed.runtime.step import Answers, Noise, combine, slices, step
+from numpyro_fed.runtime.step import Answers, Noise, step
 from numpyro_fed.trees import strong
 
 Send = Callable[[int, bytes], bytes]
@@ -111,15 +112,15 @@ class SiloNode:
         """Answer the server's message."""
         if self._built is None:
             raise ModelError("this silo has not accepted a plan: call accept(plan, ...) first.")
-        arrays = _read(message)
+        arrays = read(message)
         name, (number, e, exchanges) = str(arrays["exchange"]), arrays["step"]
         exchange, like = self._exchange(name)
         mine = silo_key(exchange_key(self._key, int(number), int(e), int(exchanges)), self._number)
-        down = _unpack("down", like, arrays)
+        down = unpack("down", like, arrays)
         noise = exchange.silo_noise(mine, self._state)
         reply, state = exchange.silo(noise, down, self._state, self._data)
         self._state = state
-        return _write(_pack("reply", reply))
+        return write(pack("reply", reply))
 
     def _exchange(self, name: str) -> tuple[Exchange, Any]:
         """An exchange, compiled, and what the server sends in it."""
@@ -173,8 +174,8 @@ def remote(
         for i, j in enumerate(np.asarray(who).tolist()):
             sent = strong(slices(exchange.scatter, down, i))
             head = {"exchange": np.array(exchange.name), "step": np.array(noise)}
-            answer = _read(send(j, _write({**head, **_pack("down", sent)})))
-            reply = _unpack("reply", likes[exchange.name], answer)
+            answer = read(send(j, write({**head, **pack("down", sent)})))
+            reply = unpack("reply", likes[exchange.name], answer)
             replies.append(jax.tree.map(lambda a: a[None], reply))
         ok = jnp.concatenate([reply.ok for reply in replies])
         return Answers(combine(exchange.combine, replies), ok, silos)
@@ -207,37 +208,3 @@ def remote(
     exchanges = tuple(map(server_side, algorithm.exchanges))
     advance = rounds(exchanges, schedule, lambda batches: plan.num_silos, lambda b: ask, noise)
     return Runtime(init, advance, single, chunk_of(schedule))
-
-
-def _write(arrays: Mapping[str, Any]) -> bytes:
-    file = io.BytesIO()
-    named: dict[str, Any] = {name: np.asarray(a) for name, a in arrays.items()}
-    np.savez(file, **named)
-    return file.getvalue()
-
-
-def _read(message: bytes) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(message), allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
-def _pack(prefix: str, tree: Any) -> dict[str, Any]:
-    return {
-        prefix + jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)
-    }
-
-
-def _unpack(prefix: str, like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The tree that was packed, if its arrays are of the kind that was agreed."""
-    leaves = []
-    for path, wanted in jax.tree.leaves_with_path(like):
-        name = prefix + jax.tree_util.keystr(path)
-        found = arrays.get(name)
-        if found is None or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-            came = "nothing" if found is None else f"{found.dtype}{found.shape}"
-            raise DataError(
-                f"a message holds {came} as '{name}', where {wanted.dtype}{wanted.shape} was "
-                "agreed. Both sides must have built from the same plan, in the same precision."
-            )
-        leaves.append(jnp.asarray(found))
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -21,9 +21,9 @@ silos' factors is always the server's.
 from __future__ import annotations
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
-from numpyro_fed.algorithms.pvi.messages import SCATTERED, Down, Parts, Settings
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
+from numpyro_fed.algorithms.pvi.states import SCATTERED, Down, Parts, Settings
 
 
 def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply
-from numpyro_fed.algorithms.pvi.messages import (
+from numpyro_fed.algorithms.pvi.server import Server
+from numpyro_fed.algorithms.pvi.silo import Silo
+from numpyro_fed.algorithms.pvi.states import (
     SCATTERED,
     Down,
     Parts,
@@ -16,8 +18,6 @@ from numpyro_fed.algorithms.pvi.messages import (
     Settings,
     SiloState,
 )
-from numpyro_fed.algorithms.pvi.server import Server
-from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.model.data import SiloData
 
 

@@ -15,16 +15,15 @@ from numpyro.distributions import biject_to, transforms
 from numpyro.infer import init_to_sample
 
 from numpyro_fed import expfam
+from numpyro_fed.algorithms.pvi.affine import affine_at
 from numpyro_fed.errors import ModelError
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
-from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.trees import double
 
 FULL_UP_TO = 300
-NATS = 1e-6  # what may be left of an affine function in double precision, and besides
-ROUNDING = 1e-10  # of the size of the terms at that point
 GAUSSIAN = "gaussian"
 
 POINTS = 2**22  # numbers, at most, in all points at which a function is looked at
@@ -116,7 +115,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     if covariance == "auto":
         covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
     with jax.enable_x64(True):
-        theta, reach = _general(fm), _reach(fm)
+        theta, reach = general(fm), _reach(fm)
         points = _scattered(fm, reach)
 
         def every(z: Array) -> Array:
@@ -181,62 +180,6 @@ def _terms(
     return f
 
 
-def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloData]], bool]:
-    """Whether each silo's log likelihood is affine in the statistics, given its own data alone.
-
-    Silos come in stacks. The programs are compiled once for each shape, and the answer is computed
-    anew from the values. Parameters without a prior are looked at in a general place, too.
-    """
-    if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
-        return lambda stacks: False
-    family, around = chosen.family, chosen.places.around
-    with jax.enable_x64(True):
-        theta = _general(fm)
-
-    @jax.jit
-    def look(stack: SiloData, prior: Natural, points: Array) -> Array:
-        def one(data: SiloData) -> Array:
-            rows = row_terms(fm, theta, data)
-            eta = family.fit(lambda z: rows(z).sum())
-            centre, near = around(jax.tree.map(jnp.add, prior, eta), 16)
-            return _affine_at(rows, family, eta, centre, jnp.concatenate([points, near]))
-
-        return jax.vmap(one)(stack).all()
-
-    def verdict(stacks: Sequence[SiloData]) -> bool:
-        with jax.enable_x64(True):
-            prior, points = chosen.prior(theta), chosen.places.points
-            return all(look(_double(stack), prior, points) for stack in stacks)
-
-    return verdict
-
-
-def departure(
-    rows: Callable[[Array], Array], family: Family, eta: Natural, centre: Array, z: Array
-) -> tuple[Array, Array]:
-    """How far a sum of ``rows`` is from ``<eta, T>`` between two points, and the terms' size.
-
-    In nats, from differences, so that little cancels where the two points are close.
-    """
-    here, there = rows(z), rows(centre)
-    away = jax.tree.map(jnp.multiply, eta, family.increment(centre, z - centre))
-    known = [part.ravel() for part in jax.tree.leaves(away)]
-    size = sum(jnp.abs(part).sum() for part in [here, there, *known])
-    return (here - there).sum() - sum(part.sum() for part in known), jnp.asarray(size)
-
-
-def _affine_at(
-    rows: Callable[[Array], Array], family: Family, eta: Natural, centre: Array, z: Array
-) -> Array:
-    """Whether a sum of ``rows`` is ``<eta, T(z)>`` up to a constant at points, in double precision.
-
-    A few points of every scale do: what is left over grows with the distance, or stands where the
-    prior or the posterior is.
-    """
-    nats, size = jax.lax.map(partial(departure, rows, family, eta, centre), z, batch_size=4)
-    return (jnp.isfinite(nats) & (jnp.abs(nats) <= NATS + ROUNDING * size)).all()
-
-
 def _reach(fm: FederatedModel) -> np.ndarray:
     """How far from zero each global is looked at: as far as its bijection is precise."""
     reach = np.full(fm.dim, np.inf)
@@ -292,29 +235,12 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tup
     return around
 
 
-def _general(fm: FederatedModel) -> dict[str, Any]:
+def general(fm: FederatedModel) -> dict[str, Any]:
     """Parameters in a general place: at the first ones a model may be simpler than elsewhere."""
     r = np.random.default_rng(0)
     return jax.tree.map(
-        lambda a: a + r.normal(size=a.shape), _double(fm.init_theta(jax.random.key(0)))
+        lambda a: a + r.normal(size=a.shape), double(fm.init_theta(jax.random.key(0)))
     )
-
-
-def row_terms(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:
-    """A silo's rows' log likelihoods as a function of the globals; there are no local latents."""
-    z_L = {plate: jnp.zeros((size, 0)) for plate, size in fm.sizes(data).items()}
-
-    def rows(z: Array) -> Array:
-        values = fm.log_silo(theta, z, z_L, data)
-        return jnp.concatenate([jnp.zeros(0), *values.values()])
-
-    return rows
-
-
-def log_likelihood(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:
-    """A silo's log likelihood as a function of the globals, for a model without local latents."""
-    rows = row_terms(fm, theta, data)
-    return lambda z: rows(z).sum()
 
 
 def _fitted(
@@ -329,7 +255,7 @@ def _fitted(
 
         eta = family.fit(lambda z: over(z).sum())
         centre, near = places.around(eta, 16)
-        return eta, _affine_at(over, family, eta, centre, jnp.concatenate([points, near]))
+        return eta, affine_at(over, family, eta, centre, jnp.concatenate([points, near]))
 
     eta, affine = found(places.points)
     return eta, bool(affine)
@@ -427,16 +353,6 @@ def _members(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -
         if kinds[s.name] != GAUSSIAN:
             members[s.name] = (place(s), _member(s, kinds[s.name], covariance))
     return members
-
-
-def _double(tree: Any) -> Any:
-    """The same numbers in double precision."""
-
-    def one(a: Any) -> Any:
-        a = np.asarray(a)
-        return a.astype(np.float64) if a.dtype.kind == "f" else a
-
-    return jax.tree.map(one, tree)
 
 
 def _marginals(

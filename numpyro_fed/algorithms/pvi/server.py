@@ -14,7 +14,7 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.base import Info, Replies, Shared
-from numpyro_fed.algorithms.pvi.messages import (
+from numpyro_fed.algorithms.pvi.states import (
     Down,
     Parts,
     Progress,

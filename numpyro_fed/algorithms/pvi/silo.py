@@ -15,8 +15,10 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.base import Private, Reply
-from numpyro_fed.algorithms.pvi.families import GAUSSIAN, departure, log_likelihood, row_terms
-from numpyro_fed.algorithms.pvi.messages import (
+from numpyro_fed.algorithms.pvi.affine import departure
+from numpyro_fed.algorithms.pvi.conjugacy import log_likelihood, row_terms
+from numpyro_fed.algorithms.pvi.families import GAUSSIAN
+from numpyro_fed.algorithms.pvi.states import (
     Down,
     Parts,
     Settings,

@@ -1,0 +1,64 @@
+"""Whether a silo's likelihood is conjugate to the family of the globals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.algorithms.pvi.affine import affine_at
+from numpyro_fed.algorithms.pvi.families import Globals, general
+from numpyro_fed.expfam.base import Natural
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.trees import double
+
+
+def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloData]], bool]:
+    """Whether each silo's log likelihood is affine in the statistics, given its own data alone.
+
+    Silos come in stacks. The programs are compiled once for each shape, and the answer is computed
+    anew from the values. Parameters without a prior are looked at in a general place, too.
+    """
+    if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
+        return lambda stacks: False
+    family, around = chosen.family, chosen.places.around
+    with jax.enable_x64(True):
+        theta = general(fm)
+
+    @jax.jit
+    def look(stack: SiloData, prior: Natural, points: Array) -> Array:
+        def one(data: SiloData) -> Array:
+            rows = row_terms(fm, theta, data)
+            eta = family.fit(lambda z: rows(z).sum())
+            centre, near = around(jax.tree.map(jnp.add, prior, eta), 16)
+            return affine_at(rows, family, eta, centre, jnp.concatenate([points, near]))
+
+        return jax.vmap(one)(stack).all()
+
+    def verdict(stacks: Sequence[SiloData]) -> bool:
+        with jax.enable_x64(True):
+            prior, points = chosen.prior(theta), chosen.places.points
+            return all(look(double(stack), prior, points) for stack in stacks)
+
+    return verdict
+
+
+def row_terms(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:
+    """A silo's rows' log likelihoods as a function of the globals; there are no local latents."""
+    z_L = {plate: jnp.zeros((size, 0)) for plate, size in fm.sizes(data).items()}
+
+    def rows(z: Array) -> Array:
+        values = fm.log_silo(theta, z, z_L, data)
+        return jnp.concatenate([jnp.zeros(0), *values.values()])
+
+    return rows
+
+
+def log_likelihood(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:
+    """A silo's log likelihood as a function of the globals, for a model without local latents."""
+    rows = row_terms(fm, theta, data)
+    return lambda z: rows(z).sum()

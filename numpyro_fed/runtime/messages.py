@@ -1,0 +1,50 @@
+"""Messages between processes: named arrays in NumPy's ``npz`` format, without pickle."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.errors import DataError
+
+
+def write(arrays: Mapping[str, Any]) -> bytes:
+    """Named arrays as bytes."""
+    file = io.BytesIO()
+    named: dict[str, Any] = {name: np.asarray(a) for name, a in arrays.items()}
+    np.savez(file, **named)
+    return file.getvalue()
+
+
+def read(message: bytes) -> dict[str, np.ndarray]:
+    """The arrays that :func:`write` was given."""
+    with np.load(io.BytesIO(message), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def pack(prefix: str, tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by name."""
+    return {
+        prefix + jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def unpack(prefix: str, like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """The tree that was packed, if its arrays are of the kind that was agreed."""
+    leaves = []
+    for path, wanted in jax.tree.leaves_with_path(like):
+        name = prefix + jax.tree_util.keystr(path)
+        found = arrays.get(name)
+        if found is None or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+            came = "nothing" if found is None else f"{found.dtype}{found.shape}"
+            raise DataError(
+                f"a message holds {came} as '{name}', where {wanted.dtype}{wanted.shape} was "
+                "agreed. Both sides must have built from the same plan, in the same precision."
+            )
+        leaves.append(jnp.asarray(found))
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
