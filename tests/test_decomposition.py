@@ -75,7 +75,7 @@ def agree(problem, rtol):
 def test_prior_plus_rows_is_the_joint_density_of_random_models(x64, rtol, number):
     @seed(number)
     @settings(
-        max_examples=40,
+        max_examples=25,
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow],

@@ -116,7 +116,7 @@ def test_an_exact_guide_gives_the_evidence_at_every_draw():
     np.testing.assert_allclose(fixed.ess, 1_000, rtol=1e-5)
     assert fixed.pareto_k < 0.5
     assert fixed.fit_trusted
-    assert "The globals of the fit can be trusted as well" in fixed.report()
+    assert "The globals of the fit can be trusted" in fixed.report()
 
 
 @pytest.mark.parametrize("sizes", [(10,), (3, 7), (1,) * 10])
@@ -586,7 +586,7 @@ def test_a_second_correction_compiles_nothing():
     compiled = []
     for _ in range(2):
         fixed = nf.importance_correct(KEY, fit, num_draws=150, inner_draws=3)
-        ((weigh, *_),) = [v for (_, n, *_), v in fit._fit.compiled.items() if n == 150]
+        ((weigh, *_),) = [v for k, v in fit._fit.compiled.items() if '"num_draws": 150' in k]
         compiled.append((weigh, fixed._posterior))
     assert compiled[0] == compiled[1]
     assert weigh._cache_size() == 1

@@ -60,7 +60,7 @@ def test_silos_in_processes_of_their_own_give_the_numbers_of_one_process(name, d
     apart, close = Federation(name), {"rtol": 1e-6, "atol": 1e-9}
     try:
         result = apart.server.run(KEY, ROUNDS[name], apart.send)
-        corrected = nf.importance_correct(KEY, result, 200, 10)
+        corrected = nf.importance_correct(KEY, result, 200, 10) if name == "sfvi" else None
     finally:
         apart.close()
     together = METHODS[name]().run(KEY, ROUNDS[name], silos(), **QUIET)
@@ -68,9 +68,10 @@ def test_silos_in_processes_of_their_own_give_the_numbers_of_one_process(name, d
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, **close), result.params, together.params
     )
-    expected = nf.importance_correct(KEY, together, 200, 10)
-    np.testing.assert_allclose(corrected.log_evidence, expected.log_evidence, rtol=1e-6)
-    np.testing.assert_allclose(corrected.weights, expected.weights, rtol=1e-4, atol=1e-9)
+    if corrected is not None:
+        expected = nf.importance_correct(KEY, together, 200, 10)
+        np.testing.assert_allclose(corrected.log_evidence, expected.log_evidence, rtol=1e-6)
+        np.testing.assert_allclose(corrected.weights, expected.weights, rtol=1e-6, atol=1e-12)
     assert result.sample_posterior(KEY, 5)["beta"].shape == (5, 2)
     with pytest.raises(DataError, match="silo 1 holds its own latents"):
         result.sample_posterior(KEY, 5, silo=1)

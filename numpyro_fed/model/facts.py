@@ -243,7 +243,10 @@ def agree(facts: Sequence[Facts]) -> Plan:
     for j, other in enumerate(facts):
         _check_alike(first, other, j)
     smallest = min(facts, key=lambda f: sum(dict(f.sizes).values()))
-    arguments = [_agreed([f.arguments[i] for f in facts]) for i in range(len(first.arguments))]
+    held: dict[str, list[Argument]] = {}
+    for argument in (a for f in facts for a in f.arguments):
+        held.setdefault(argument.name, []).append(argument)
+    arguments = [_agreed(held[a.name]) for a in smallest.arguments]
     questions = [question for question, _ in first.verdicts]
     verdicts = tuple((q, all(f.verdict(q) for f in facts)) for q in questions)
     names = [plate for plate, _ in first.sizes]
@@ -271,14 +274,20 @@ def _agreed(of_silos: Sequence[Argument]) -> Argument:
 
 
 def _check_alike(first: Facts, other: Facts, j: int) -> None:
-    def kinds(facts: Facts) -> tuple:
-        return tuple((a.name, a.dtype, bool(a.plates) + len(a.shape)) for a in facts.arguments)
+    def kinds(facts: Facts, other: Facts) -> tuple:
+        """What both hold: None says that a silo lacks an array."""
+        lacking = {name for name, value in other.static if value is None}
+        return tuple(
+            (a.name, a.dtype, bool(a.plates) + len(a.shape))
+            for a in facts.arguments
+            if a.name not in lacking
+        )
 
     for what, mine, theirs in (
         ("the version of its facts", other.version, first.version),
         ("its sites", other.sites, first.sites),
         ("its silo plates", other.plates, first.plates),
-        ("its arrays (name, dtype, axes)", kinds(other), kinds(first)),
+        ("its arrays (name, dtype, axes)", kinds(other, first), kinds(first, other)),
         ("what of its arguments is a tree", other.tree, first.tree),
         ("the questions that it answers", _names(other.verdicts), _names(first.verdicts)),
         ("its global sites", _names(other.globals), _names(first.globals)),
