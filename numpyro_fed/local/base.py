@@ -93,6 +93,16 @@ class Local(Protocol):
         """Rows in each step; None for all."""
         ...
 
+    @property
+    def closed_form(self) -> bool:
+        """Whether it needs a conjugate likelihood."""
+        ...
+
+    @property
+    def any_divergence(self) -> bool:
+        """Whether it can take a divergence to the cavity other than KL."""
+        ...
+
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Maximise the free energy; pure and jittable."""
         ...

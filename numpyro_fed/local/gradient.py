@@ -75,6 +75,12 @@ class Optax:
     alpha: float = 0.0
     patience: int | None = None
     tolerance: float = AT_REST
+    closed_form = False
+
+    @property
+    def any_divergence(self) -> bool:
+        """Under ``alpha`` it has one of its own."""
+        return self.alpha == 0
 
     @property
     def share(self) -> float:

@@ -45,6 +45,8 @@ class LBFGS:
     tolerance: float = 1e-3
     batch_size: None = None
     share = 1.0
+    closed_form = False
+    any_divergence = True
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)

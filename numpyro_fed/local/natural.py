@@ -66,6 +66,12 @@ class NaturalGradient:
     expectation: str = "monte_carlo"
     optim: optax.GradientTransformation | None = None
     tolerance: float = AT_REST
+    any_divergence = False
+
+    @property
+    def closed_form(self) -> bool:
+        """If the expectations are to be."""
+        return self.expectation == "closed_form"
 
     @property
     def share(self) -> float:
@@ -120,6 +126,8 @@ class FixedPoint:
     num_particles: int = 64
     batch_size: None = None
     share = 1.0
+    closed_form = False
+    any_divergence = False
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Run the steps; see the class."""
@@ -175,6 +183,8 @@ class ClosedForm:
 
     batch_size: None = None
     share = 1.0
+    closed_form = True
+    any_divergence = False
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Add the likelihood's natural parameters to the cavity's."""
@@ -223,6 +233,8 @@ class PowerEP:
     optim: optax.GradientTransformation | None = None
     tolerance: float = AT_REST
     batch_size: None = None
+    closed_form = False
+    any_divergence = False
 
     @property
     def share(self) -> float:

@@ -26,7 +26,7 @@ from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
 from numpyro_fed.expfam import Family
 from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.guides.structured import Guide, Resolved, Structured, build_resolved, resolve
-from numpyro_fed.local import LBFGS, ClosedForm, Optax
+from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
@@ -374,17 +374,15 @@ def _global_guide(chosen: Globals) -> GlobalGuide:
 def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:
     """Refuse a local optimiser that cannot do what is asked."""
     kind = type(local).__name__
-    exact = isinstance(local, ClosedForm) or getattr(local, "expectation", "") == "closed_form"
-    if exact and not closed:
+    if local.closed_form and not closed:
         raise GuideError(
             f"local.{kind} needs a conjugate model, but the likelihood is not affine in the "
             "statistics of the globals' family (or rows have latents). Use local.Optax()."
         )
-    own = getattr(local, "alpha", 0.0) > 0
-    if not isinstance(divergence, KL) and (own or not isinstance(local, Optax | LBFGS)):
+    if not isinstance(divergence, KL) and not local.any_divergence:
         raise GuideError(
-            f"local.{kind}{' with alpha' if own else ''} has a divergence of its own, but "
-            f"divergence={divergence!r}. Use local.Optax() or local.LBFGS()."
+            f"local.{local} has a divergence of its own, but divergence={divergence!r}. Use "
+            "local.Optax() or local.LBFGS()."
         )
     return local
 

@@ -248,7 +248,8 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
         base = type(getattr(fn, "base_dist", fn)).__name__
         raise ModelError(
             f"site '{name}' is a discrete latent ({base}). Sum it out, for example with a "
-            "numpyro.distributions.Mixture likelihood, or observe it."
+            "numpyro.distributions.Mixture likelihood, or observe it (where obs is None at one "
+            "silo alone, mask its rows by numpyro.handlers.mask, or leave that silo out)."
         )
     try:
         shape = unconstrained_shape(site)

@@ -35,7 +35,7 @@ def aggregate(
     Where no minimum is found ``eta`` is NaN, which counts as improper.
     """
     if isinstance(divergence, KL | WeightedKL):
-        weight = getattr(divergence, "weight", 1.0)
+        weight = divergence.weight if isinstance(divergence, WeightedKL) else 1.0
         return lambda prior, total: jax.tree.map(lambda a, b: a + b / weight, prior, total)
 
     def of(prior: Natural, total: Natural) -> Natural:
