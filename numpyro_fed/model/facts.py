@@ -23,6 +23,7 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData, Sizes, read
 from numpyro_fed.model.sites import Plate, Site, structure
 from numpyro_fed.model.split import FederatedModel, globals_at, split
+from numpyro_fed.programs import jit_once
 
 VERSION = 1
 POINTS = 3  # at which the global sites of all silos are compared
@@ -217,7 +218,7 @@ def with_globals(facts: Facts, fm: FederatedModel, data: SiloData, sizes: Sizes)
     z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
     theta = fm.init_theta(jax.random.key(0))
 
-    @jax.jit
+    @jit_once
     def at(key: Any, data: SiloData) -> dict[str, Any]:
         z_G = jax.random.normal(key, (fm.dim,))
         terms, values = globals_at(fm.text, fm.sites, theta, z_G, z_L, data)

@@ -19,6 +19,7 @@ from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.dependence import Labels, called, entering_scan, labels_of, programs, through
 from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.programs import jit_once
 
 
 def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
@@ -41,7 +42,7 @@ def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
     known: dict[tuple, bool] = {}
     rows = partial(_rows, fm)
 
-    @jax.jit
+    @jit_once
     def errors(data: SiloData) -> Any:
         return checkify.checkify(partial(_watched, rows), errors=checkify.user_checks)(data)[0]
 

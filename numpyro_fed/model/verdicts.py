@@ -16,6 +16,7 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.programs import jit_once
 
 TOLERANCE = 1e-4  # between two programs
 PADDINGS = 4  # ways of filling padded rows that must agree
@@ -61,7 +62,7 @@ def checks(fm: FederatedModel) -> Checks:
         theta = {**fm.init_theta(key), **private}
         return fm.log_silo(theta, 0.3 * normal(1, fm.dim), z_L, data)
 
-    @partial(jax.jit, static_argnums=1)
+    @partial(jit_once, static_argnums=1)
     def padding(
         stack: SiloData, rows: tuple[tuple[str, str], ...], original: SiloData, i: Array
     ) -> Array:
@@ -97,7 +98,7 @@ def checks(fm: FederatedModel) -> Checks:
     def latents_of(stack: SiloData) -> Rows:
         return latents(jax.tree.map(lambda a: a[0], stack))
 
-    @partial(jax.jit, static_argnums=(0, 1))
+    @partial(jit_once, static_argnums=(0, 1))
     def minibatch(plate: str, keys: tuple[str, ...], stack: SiloData) -> Array:
         n = stack.arrays[keys[0]].shape[1]
         half = np.arange(0, n, 2)

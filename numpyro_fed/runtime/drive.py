@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
+from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.stack import Batch, Log, Runtime, State
 
 REFRESH = 0.25  # seconds between updates of the progress bar
@@ -83,7 +84,7 @@ def _first(n: int, a: Any) -> np.ndarray:
     return np.asarray(a)[:n]
 
 
-@partial(jax.jit, static_argnums=1)
+@partial(jit_once, static_argnums=1)
 def _finite_each(stack: Any, size: int) -> Array:
     """For each silo of a bucket whether all of its state is finite."""
     leaves = [jnp.isfinite(a).reshape(size, -1).all(1) for a in jax.tree.leaves(stack)]

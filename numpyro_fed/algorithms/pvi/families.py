@@ -21,6 +21,7 @@ from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import double
 
 FULL_UP_TO = 300
@@ -198,7 +199,7 @@ def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
     scale = np.concatenate([levels + np.zeros(fm.dim), 10 ** r.uniform(-2, 6, (20, fm.dim))])
     around_zero = np.minimum(scale, reach / 3) * r.normal(size=scale.shape)
     keys = jax.random.split(jax.random.key(1), 16)
-    drawn = jax.jit(jax.vmap(lambda key: fm.init_global(key, init_to_sample)))(keys)
+    drawn = jit_once(jax.vmap(lambda key: fm.init_global(key, init_to_sample)))(keys)
     points = r.permutation(np.concatenate([np.nan_to_num(drawn), around_zero]))
     return np.clip(points, -reach, reach)[: max(16, POINTS // max(fm.dim, 1))]
 
@@ -248,7 +249,7 @@ def _fitted(
 ) -> tuple[Natural, bool]:
     """Natural parameters of the density whose logarithm is a sum of terms; whether it is theirs."""
 
-    @jax.jit
+    @jit_once
     def found(points: Array) -> tuple[Natural, Array]:
         def over(z: Array) -> Array:
             return jnp.append(terms(z), -family.log_base(z))
