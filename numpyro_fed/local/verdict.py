@@ -107,12 +107,13 @@ def maximised(
 ) -> Array:
     """Whether the local free energy is largest at ``psi``, up to ``tolerance``.
 
-    See :class:`AtRest`. ``work`` bounds how often a row is looked at, as far as ``FEW`` estimates
-    allow.
+    See :class:`AtRest`. ``work`` bounds how often a row is looked at; where that is too little for
+    ``FEW`` estimates nobody can know, and the answer is no.
     """
     family, eta = problem.family, problem.family.natural(psi)
-    each = particles * max(problem.rows, 1)
-    most = int(max(FEW, min(MANY, work // each)))
+    most = int(min(MANY, work // (particles * max(problem.rows, 1))))
+    if most < FEW:
+        return jnp.array(False)
 
     if problem.divergence is None:
         factor = jax.tree.map(jnp.subtract, eta, problem.cavity)
