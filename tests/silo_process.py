@@ -30,6 +30,6 @@ def serve(name, rows, number, pipe):
     jax.config.update("jax_enable_x64", True)
     node = nf.SiloNode(METHODS[name](), rows)
     pipe.send_bytes(node.facts().encode())
-    node.accept(pipe.recv_bytes().decode(), number, jax.random.key(0))
+    node.accept(pipe.recv_bytes().decode(), number)
     while message := pipe.recv_bytes():
         pipe.send_bytes(node.handle(message))

@@ -5,6 +5,9 @@ import multiprocessing
 
 import jax
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
 import pytest
 from problems import cut
 from silo_process import METHODS, serve
@@ -112,10 +115,6 @@ def _of(name):
 
 
 def test_a_silo_with_another_text_or_other_arrays_is_refused_by_name():
-    import numpyro
-    import numpyro.distributions as dist
-    import optax
-
     def wider(x, y):
         beta = numpyro.sample("beta", dist.Normal(0, 20).expand([2]).to_event(1))
         numpyro.sample("log_tau", dist.Normal(0, 1))
@@ -139,7 +138,7 @@ def test_a_message_of_another_kind_is_refused():
     with pytest.raises(ModelError, match="has not accepted a plan"):
         nodes[0].handle(b"")
     for j, n in enumerate(nodes):
-        n.accept(server.plan, j, KEY)
+        n.accept(server.plan, j)
 
     def double_precision(j, message):
         arrays = read(message)
@@ -149,3 +148,54 @@ def test_a_message_of_another_kind_is_refused():
 
     with pytest.raises(DataError, match=r"holds float64.* as 'down.*float32.* was agreed"):
         server.run(KEY, 1, double_precision)
+
+
+def together(method, rows, **options):
+    """Server and silos in this process, with bytes between them."""
+    nodes = [nf.SiloNode(method, r, **options) for r in rows]
+    server = nf.ServerNode(method, [n.facts() for n in nodes])
+    for j, n in enumerate(nodes):
+        n.accept(server.plan, j)
+    return server, lambda j, message: nodes[j].handle(message)
+
+
+def test_a_second_run_begins_anew_and_a_result_of_the_first_is_refused():
+    """Silos keep their states: another run must not go on from them, nor a correction use them."""
+    server, send = together(METHODS["sfvi"](), silos())
+    first = server.run(KEY, 4, send)
+    once = nf.importance_correct(jax.random.key(1), first, 50, 4)
+    again = nf.importance_correct(jax.random.key(2), first, 50, 4)
+    assert once.log_evidence != again.log_evidence
+    second = server.run(KEY, 4, send)
+    np.testing.assert_array_equal(second.losses, first.losses)
+    with pytest.raises(ModelError, match="silo 0 has begun another run"):
+        nf.importance_correct(KEY, first, 50, 4)
+    assert np.isfinite(nf.importance_correct(KEY, second, 50, 4).log_evidence)
+
+
+def test_a_silo_with_a_secret_draws_what_the_server_cannot_know():
+    plain, send = together(METHODS["sfvi"](), silos())
+    hidden, ask = together(METHODS["sfvi"](), silos(), secret=jax.random.key(7))
+    losses = [s.run(KEY, 4, f).losses for s, f in ((plain, send), (hidden, ask), (hidden, ask))]
+    assert not np.allclose(losses[0], losses[1], rtol=1e-6)
+    np.testing.assert_array_equal(losses[1], losses[2])
+
+
+def coupled(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(mu + b - b.mean(), 0.5), obs=y)
+
+
+def test_rows_that_read_each_other_are_refused_at_their_silo():
+    rows = cut({"y": np.arange(8.0)}, (4, 4))
+    enhanced = nf.SFVI(coupled, optim=optax.sgd(1e-2), objective=nf.LocallyEnhanced(draws=3))
+    server, send = together(enhanced, rows)
+    with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'.*reads latents of other rows"):
+        server.run(KEY, 1, send)
+    server, send = together(nf.SFVI(coupled, optim=optax.sgd(1e-2)), rows)
+    result = server.run(KEY, 1, send)
+    with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'.*reads latents of other rows"):
+        nf.importance_correct(KEY, result, 10, 2)
+    assert np.isfinite(nf.importance_correct(KEY, result, 10, 1).log_evidence)

@@ -24,7 +24,7 @@ from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
 from numpyro_fed.model.split import FederatedModel, split
-from numpyro_fed.model.verdicts import check_rows_apart
+from numpyro_fed.model.verdicts import check_rows_apart, checks
 from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.saving import load_state
@@ -203,6 +203,13 @@ class Method(ABC):
         if built.factors is not None:
             known[built.factors.evaluation.name] = built.factors.evaluation
         return known[name] if name in known else weighing(built, name)[0]
+
+    def admit(self, built: Built, name: str, number: int, data: SiloData) -> None:
+        """Refuse an exchange that weighs each row's own draws where a silo's rows are coupled."""
+        draws = json.loads(name)["inner_draws"] if name.startswith("{") else built.draws
+        stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
+        alone = Bucket((number,), ({},), stack)
+        check_rows_apart(built.model, checks(built.model), draws, [alone])
 
     def _planned(self, fm: FederatedModel, plan: Plan) -> Plan:
         return replace(plan, settings=json.dumps(self._resolved(fm, plan), sort_keys=True))

@@ -52,7 +52,7 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
     exchanges = tuple(map(compiled, algorithm.exchanges))
-    advance = rounds(exchanges, schedule, len, partial(_ask, watch=watch), _noise)
+    advance = rounds(exchanges, schedule, len, partial(_ask, watch=watch))
     return Runtime(init, advance, single, chunk_of(schedule))
 
 
@@ -61,7 +61,6 @@ def rounds(
     schedule: Schedule | None,
     num_silos: Callable[[tuple[Batch, ...]], int],
     ask_of: Callable[[tuple[Batch, ...]], Ask],
-    noise_of: Callable[[tuple[Exchange, ...], Array, Any], list[Noise]],
 ) -> Advance:
     """A plain loop over rounds and their steps, whoever asks the silos."""
     who_when = jax.jit(partial(visits, schedule)) if schedule else None
@@ -76,7 +75,7 @@ def rounds(
         loss, ok, good, rows = 0.0, True, np.ones(size, bool), []
         server, silos, ask = state.server, state.silos, ask_of(batches)
         for s, who in enumerate(np.asarray(plan[0])):
-            noise = noise_of(exchanges, key, state.round * len(plan[0]) + s)
+            noise = _noise(exchanges, key, state.round * len(plan[0]) + s)
             server, silos, info, good[who], seen = step(
                 exchanges, ask, noise, server, silos, jnp.asarray(who, jnp.int32), server_data
             )
@@ -108,7 +107,15 @@ def rounds(
 
 def single(exchange: Exchange) -> Single:
     """One exchange with every silo, one after the other."""
-    exchanges = (compiled(exchange),)
+    return alone(compiled(exchange), len, partial(_ask, watch=lambda state: ()))
+
+
+def alone(
+    exchange: Exchange,
+    num_silos: Callable[[tuple[Batch, ...]], int],
+    ask_of: Callable[[tuple[Batch, ...]], Ask],
+) -> Single:
+    """One exchange with every silo, whoever asks them."""
 
     def run(
         key: Array,
@@ -117,9 +124,10 @@ def single(exchange: Exchange) -> Single:
         batches: tuple[Batch, ...],
         server_data: Any = None,
     ) -> tuple[Any, tuple[Any, ...], Info, Array]:
-        noise, ask = _noise(exchanges, key, 0), _ask(batches, lambda state: ())
-        who = jnp.arange(len(batches))
-        server, silos, info, good, _ = step(exchanges, ask, noise, server, silos, who, server_data)
+        noise, who = _noise((exchange,), key, 0), jnp.arange(num_silos(batches))
+        server, silos, info, good, _ = step(
+            (exchange,), ask_of(batches), noise, server, silos, who, server_data
+        )
         return server, silos, info, good
 
     return run

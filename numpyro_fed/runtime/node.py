@@ -1,14 +1,15 @@
 """Silos in processes of their own: a node that answers bytes, and the runtime that asks them.
 
-Down go the number of a step, the name of an exchange and the leaves of ``Down``, up those of
+Down go the name of an exchange, the key of its noise and the leaves of ``Down``, up those of
 ``Reply`` (:mod:`numpyro_fed.runtime.messages`). Both sides know the structure of a message, since
-they have built the same algorithm.
+they have built the same algorithm. A run begins with a message that makes every silo start anew;
+all others name the run that they belong to, so that no silo answers for another one.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -22,15 +23,16 @@ from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.runtime.combine import combine, slices
-from numpyro_fed.runtime.host import compiled, rounds
+from numpyro_fed.runtime.host import alone, compiled, rounds
 from numpyro_fed.runtime.messages import pack, read, unpack, write
-from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
+from numpyro_fed.runtime.noise import init_keys, silo_key
 from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, chunk_of, init_schedule
-from numpyro_fed.runtime.step import Answers, Noise, step
+from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule
+from numpyro_fed.runtime.step import Answers, Ask
 from numpyro_fed.trees import strong
 
 Send = Callable[[int, bytes], bytes]
+BEGIN = "begin"  # the message with which a run starts
 
 
 class Party(Protocol):
@@ -48,6 +50,10 @@ class Party(Protocol):
         """An exchange by its name."""
         ...
 
+    def admit(self, built: Any, name: str, number: int, data: SiloData) -> None:
+        """Refuse an exchange that a silo's rows do not allow."""
+        ...
+
 
 class SiloNode:
     """A silo in a process of its own: its data, its private state, and what it answers.
@@ -58,6 +64,17 @@ class SiloNode:
         The same text and settings as at the server.
     silo : dict
         The silo's data, which never leave.
+    secret : jax.Array, optional
+        A key of the silo's own, from which it draws what the server cannot know. Without one all
+        numbers are those of a run in one process.
+
+    Raises
+    ------
+    ModelError
+        At a message before a plan was accepted, at one of a run that is not this silo's last, and
+        for an exchange that the silo's rows do not allow.
+    DataError
+        At a message of another kind than was agreed.
 
     Examples
     --------
@@ -73,58 +90,62 @@ class SiloNode:
     >>> nodes = [nf.SiloNode(pvi, dict(y=np.array(y))) for y in ([1.0, 2.0], [3.0, 4.0, 5.0])]
     >>> server = nf.ServerNode(pvi, [node.facts() for node in nodes])
     >>> for j, node in enumerate(nodes):
-    ...     node.accept(server.plan, j, jax.random.key(0))
+    ...     node.accept(server.plan, j)
     >>> result = server.run(jax.random.key(0), 1, lambda j, message: nodes[j].handle(message))
     >>> round(float(result.posterior()["mu"].mean), 3)
     2.994
     """
 
-    def __init__(self, method: Party, silo: Mapping[str, Any]):
+    def __init__(self, method: Party, silo: Mapping[str, Any], *, secret: Array | None = None):
         (self._data,) = silo_data.read([silo])
-        self._method, self._silo = method, silo
-        self._exchanges: dict[str, tuple[Exchange, Any]] = {}
+        self._method, self._silo, self._secret = method, silo, secret
         self._built: Any = None
 
     def facts(self) -> str:
         """What the silo says of itself: JSON."""
         return self._method.describe(self._silo).to_json()
 
-    def accept(self, plan: str, number: int, key: Array) -> None:
-        """Build the silo's half from the agreed plan.
-
-        Parameters
-        ----------
-        plan : str
-            JSON, from the server.
-        number : int
-            The silo's number among all.
-        key : jax.Array
-            From which the silo draws. With the server's own key all numbers are those of a run in
-            one process; nothing else needs the two to be the same.
-        """
-        self._built = self._method.build(Plan.from_json(plan))
-        self._number, self._key = number, key
-        init = jax.jit(self._built.algorithm.init_silo)
-        key_silo = jax.random.fold_in(init_keys(key)[1], number)
-        self._state = strong(init(key_silo, self._data))
+    def accept(self, plan: str, number: int) -> None:
+        """Build the silo's half from the agreed plan, as silo ``number`` of all."""
+        self._built, self._number = self._method.build(Plan.from_json(plan)), number
+        self._init = jax.jit(self._built.algorithm.init_silo)
+        self._exchanges: dict[str, tuple[Exchange, Any]] = {}
+        self._state, self._run = None, np.zeros(0)
 
     def handle(self, message: bytes) -> bytes:
         """Answer the server's message."""
         if self._built is None:
             raise ModelError("this silo has not accepted a plan: call accept(plan, ...) first.")
         arrays = read(message)
-        name, (number, e, exchanges) = str(arrays["exchange"]), arrays["step"]
+        name, key = str(arrays["exchange"]), self._key(arrays["key"])
+        if name == BEGIN:
+            self._run = arrays["run"]
+            self._state = strong(self._init(jax.random.fold_in(key, self._number), self._data))
+            return write({})
+        if not np.array_equal(arrays["run"], self._run):
+            raise ModelError(
+                f"silo {self._number} has begun another run since, and holds the local latents of "
+                "that one. Correct or evaluate a result before the next run begins."
+            )
         exchange, like = self._exchange(name)
-        mine = silo_key(exchange_key(self._key, int(number), int(e), int(exchanges)), self._number)
+        noise = exchange.silo_noise(silo_key(key, self._number), self._state)
         down = unpack("down", like, arrays)
-        noise = exchange.silo_noise(mine, self._state)
-        reply, state = exchange.silo(noise, down, self._state, self._data)
-        self._state = state
+        reply, self._state = exchange.silo(noise, down, self._state, self._data)
         return write(pack("reply", reply))
+
+    def _key(self, bits: np.ndarray) -> Array:
+        """The key of a message, and with a secret one that only the silo knows."""
+        if self._secret is None:
+            return jax.random.wrap_key_data(jnp.asarray(bits))
+        key = self._secret
+        for word in bits:
+            key = jax.random.fold_in(key, word)
+        return key
 
     def _exchange(self, name: str) -> tuple[Exchange, Any]:
         """An exchange, compiled, and what the server sends in it."""
         if name not in self._exchanges:
+            self._method.admit(self._built, name, self._number, self._data)
             exchange = self._method.exchange(self._built, name)
             self._exchanges[name] = compiled(exchange), down_like(self._built.algorithm, exchange)
         return self._exchanges[name]
@@ -159,52 +180,44 @@ def remote(
     """The server's side: a runtime whose silos are asked by ``send(silo, message) -> reply``."""
     init_server, template = jax.jit(algorithm.init_server), plan.template()
 
+    likes: dict[str, Reply] = {}
+    run = np.zeros(0)
+
     def init(key: Array, batches: tuple[Batch, ...]) -> State:
-        server = init_server(init_keys(key)[0])
+        nonlocal run
+        key_server, key_silos = init_keys(key)
+        run = np.frombuffer(uuid.uuid4().bytes, np.uint32)
+        server = init_server(key_server)
         carry = init_schedule(schedule, key, plan.num_silos)
+        for j in range(plan.num_silos):
+            send(j, write(head(BEGIN, key_silos)))
         server, carry = strong((server, carry))
         return State(jnp.zeros((), jnp.int32), server, (), carry)
 
-    likes: dict[str, Reply] = {}
+    def head(name: str, key: Array) -> dict[str, Any]:
+        return {"exchange": np.array(name), "run": run, "key": jax.random.key_data(key)}
 
     def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
         if exchange.name not in likes:
             likes[exchange.name] = reply_like(algorithm, exchange, template)
         replies = []
         for i, j in enumerate(np.asarray(who).tolist()):
-            sent = strong(slices(exchange.scatter, down, i))
-            head = {"exchange": np.array(exchange.name), "step": np.array(noise)}
-            answer = read(send(j, write({**head, **pack("down", sent)})))
+            sent = pack("down", strong(slices(exchange.scatter, down, i)))
+            answer = read(send(j, write({**head(exchange.name, noise), **sent})))
             reply = unpack("reply", likes[exchange.name], answer)
             replies.append(jax.tree.map(lambda a: a[None], reply))
         ok = jnp.concatenate([reply.ok for reply in replies])
         return Answers(combine(exchange.combine, replies), ok, silos)
 
-    def noise(exchanges: Any, key: Array, number: Any) -> list[Noise]:
-        """The server's noise; silos draw theirs from keys of their own and the step's number."""
-        drawn = []
-        for e, x in enumerate(exchanges):
-            mine = exchange_key(key, number, e, len(exchanges))
-            where = (int(number), e, len(exchanges))
-            drawn.append(Noise(x.server_noise(server_key(mine)), where))
-        return drawn
+    def num_silos(batches: tuple[Batch, ...]) -> int:
+        return plan.num_silos
+
+    def ask_of(batches: tuple[Batch, ...]) -> Ask:
+        return ask
 
     def single(exchange: Exchange) -> Single:
-        only = server_side(exchange)
+        return alone(compiled(exchange, silo=False), num_silos, ask_of)
 
-        def run(
-            key: Array, server: Any, silos: Any, batches: tuple[Batch, ...], server_data: Any = None
-        ) -> Any:
-            who = jnp.arange(plan.num_silos)
-            drawn = noise((only,), key, 0)
-            server, silos, info, good, _ = step(
-                (only,), ask, drawn, server, silos, who, server_data
-            )
-            return server, silos, info, good
-
-        return run
-
-    server_side = partial(compiled, silo=False)
-    exchanges = tuple(map(server_side, algorithm.exchanges))
-    advance = rounds(exchanges, schedule, lambda batches: plan.num_silos, lambda b: ask, noise)
-    return Runtime(init, advance, single, chunk_of(schedule))
+    exchanges = tuple(compiled(x, silo=False) for x in algorithm.exchanges)
+    # One round a call: what silos have done cannot be taken back, as a longer call might want to.
+    return Runtime(init, rounds(exchanges, schedule, num_silos, ask_of), single, chunk=1)
