@@ -16,6 +16,7 @@ from jax import Array
 from jax.interpreters.partial_eval import dce_jaxpr
 from numpyro import handlers
 from numpyro.distributions import biject_to
+from numpyro.infer import init_to_sample
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.binding import (
@@ -40,6 +41,7 @@ from numpyro_fed.model.sites import (
     structure,
     structures,
 )
+from numpyro_fed.programs import jit_once
 
 
 class FederatedModel(NamedTuple):
@@ -114,6 +116,16 @@ class FederatedModel(NamedTuple):
     supports: dict[str, Any]
     flat: tuple[str, ...] = ()
     local_prior: LocalPrior | None = None
+
+    def draw_prior(self, keys: Array) -> Array | None:
+        """Unconstrained draws (n, dim) of the globals from their prior, one for each key.
+
+        None where some distribution of the prior cannot be drawn from.
+        """
+        try:
+            return jit_once(jax.vmap(lambda key: self.init_global(key, init_to_sample)))(keys)
+        except NotImplementedError:
+            return None
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
         """The sites of one kind at one level: ``plate`` or, when None, the globals."""

@@ -16,7 +16,6 @@ import numpy as np
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
-from numpyro.infer.initialization import init_to_sample
 
 from numpyro_fed.errors import positive_int
 from numpyro_fed.model import data as silo_data
@@ -245,9 +244,8 @@ def _some_from_prior(
     Not where the prior cannot be drawn from, or where the density there is not finite.
     """
     keys = jax.random.split(jax.random.fold_in(key, 1), len(start["z_G"]))
-    try:
-        drawn = jax.vmap(lambda key: fm.init_global(key, init_to_sample))(keys)
-    except NotImplementedError:
+    drawn = fm.draw_prior(keys)
+    if drawn is None:
         return start
     fine = jnp.isfinite(jax.jit(jax.vmap(log_density))({**start, "z_G": drawn}))
     chosen = (jnp.arange(len(keys)) % 2 == 1) & fine

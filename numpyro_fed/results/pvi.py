@@ -35,7 +35,7 @@ class PVIResult(Result):
     damping : array (rounds, steps)
         The share of each proposed change that was taken; 0 where the update was rejected.
     status : array (rounds, steps, participants)
-        How each visit ended, as :class:`numpyro_fed.algorithms.pvi.Status`.
+        How each visit ended, as :class:`numpyro_fed.algorithms.pvi.states.Status`.
     own : array (rounds, steps)
         Whether the server's own factor converged; true where it has none.
     """

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from numpyro.infer.initialization import init_to_sample
 
 from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.model.split import FederatedModel
@@ -109,9 +108,8 @@ def prior_spread(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray] | None:
     if not fm.dim:
         return None
     keys = jax.random.split(jax.random.key(0), PRIOR_DRAWS)
-    try:
-        draws = jax.vmap(lambda key: fm.init_global(key, init_to_sample))(keys)
-    except NotImplementedError:
+    draws = fm.draw_prior(keys)
+    if draws is None:
         return None
     low, middle, high = np.quantile(np.asarray(draws), [0.16, 0.5, 0.84], axis=0)
     spread = (high - low) / 2

@@ -12,7 +12,6 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import biject_to, transforms
-from numpyro.infer import init_to_sample
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.affine import affine_at
@@ -199,8 +198,9 @@ def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
     scale = np.concatenate([levels + np.zeros(fm.dim), 10 ** r.uniform(-2, 6, (20, fm.dim))])
     around_zero = np.minimum(scale, reach / 3) * r.normal(size=scale.shape)
     keys = jax.random.split(jax.random.key(1), 16)
-    drawn = jit_once(jax.vmap(lambda key: fm.init_global(key, init_to_sample)))(keys)
-    points = r.permutation(np.concatenate([np.nan_to_num(drawn), around_zero]))
+    drawn = fm.draw_prior(keys)
+    from_prior = np.zeros((0, fm.dim)) if drawn is None else np.nan_to_num(drawn)
+    points = r.permutation(np.concatenate([from_prior, around_zero]))
     return np.clip(points, -reach, reach)[: max(16, POINTS // max(fm.dim, 1))]
 
 

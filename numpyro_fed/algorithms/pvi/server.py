@@ -16,42 +16,28 @@ from numpyro_fed import expfam
 from numpyro_fed.algorithms.base import Info, Replies, Shared
 from numpyro_fed.algorithms.pvi.states import (
     Down,
-    Parts,
     Progress,
     Report,
+    Role,
     ServerState,
-    Settings,
     Up,
 )
-from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.base import Noise, Problem, proper_step
 from numpyro_fed.local.verdict import location_and_log_scale
-from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.trees import all_finite
 
 PRIOR_DRAWS = 256
 
 
 @dataclass(frozen=True)
-class Server:
+class Server(Role):
     """The server's part of the algorithm."""
-
-    parts: Parts
-    settings: Settings
-
-    @property
-    def family(self) -> Family:
-        return self.parts.globals.family
-
-    @property
-    def model(self) -> FederatedModel:
-        return self.parts.model
 
     def init(self, key: Array) -> ServerState:
         """The posterior is the prior, with the server's own factor where it has one."""
         theta = self.model.init_theta(key)
-        prior = self._prior(theta)
+        prior = self.prior(theta)
         server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
         if (outside := self.parts.globals.prior_outside) is not None:
             start = jax.tree.map(
@@ -90,7 +76,7 @@ class Server:
         (key, who), up, settings = memo, replies.up, self.settings
         theta, old = state.params["theta"], state.params["guide"]
         kl_to_prior = self.kl_to_prior(key, theta, old)
-        total, damping = self._damped(state, self._prior(theta), up.change)
+        total, damping = self._damped(state, self.prior(theta), up.change)
         total, server_factor, converged = self._renewed(state, key, theta, total)
         theta, opt_state, guide = self._learned(state, key, total, up.theta)
         taken = state.taken.at[who].set(damping)
@@ -118,7 +104,7 @@ class Server:
         """KL between the posterior and the prior, by draws where that is outside the family."""
         family = self.family
         if self.parts.globals.prior_outside is None:
-            return expfam.kl(family, eta, self._prior(theta))
+            return expfam.kl(family, eta, self.prior(theta))
         psi, noise = family.ordinary(eta), family.noise(key, PRIOR_DRAWS)
 
         def at(noise: Any) -> Array:
@@ -126,9 +112,6 @@ class Server:
             return expfam.log_density(family, eta, z) - self.model.log_prior(theta, z)
 
         return jax.vmap(at)(noise).mean()
-
-    def _prior(self, theta: dict[str, Any]) -> Natural:
-        return self.parts.globals.prior(theta)
 
     def _damped(self, state: ServerState, prior: Natural, change: Natural) -> tuple[Natural, Array]:
         """The sum of factors after the update, and the damping with which the change was taken."""
@@ -159,7 +142,7 @@ class Server:
         before = state.server_factor
         if (outside := self.parts.globals.prior_outside) is None:
             return total, before, state.progress.own
-        prior, aggregate = self._prior(theta), self.parts.aggregate
+        prior, aggregate = self.prior(theta), self.parts.aggregate
         others = jax.tree.map(jnp.subtract, total, before)
         start = self.family.ordinary(aggregate(prior, total))
         cavity = aggregate(prior, others)
@@ -171,7 +154,7 @@ class Server:
     ) -> tuple[dict, Any, Natural]:
         """Shared parameters after a step on the free energy, and the posterior with them."""
         theta, old, settings = state.params["theta"], state.params["guide"], self.settings
-        guide = self.parts.aggregate(self._prior(theta), total)
+        guide = self.parts.aggregate(self.prior(theta), total)
         if not theta:
             return theta, state.opt_state, guide
         pull = jax.grad(lambda t: self.kl_to_prior(key, t, old))(theta)
@@ -179,7 +162,7 @@ class Server:
         descent = jax.tree.map(lambda p, g: p - each * g, pull, gradient)
         updates, opt_state = self.parts.optim.update(descent, state.opt_state, theta)
         moved = optax.apply_updates(theta, updates)
-        shifted = self.parts.aggregate(self._prior(moved), total)
+        shifted = self.parts.aggregate(self.prior(moved), total)
         fine = self.family.proper(shifted) & all_finite(moved)
         return jax.tree.map(
             lambda a, b: jnp.where(fine, a, b),

@@ -20,36 +20,23 @@ from numpyro_fed.algorithms.pvi.conjugacy import log_likelihood, row_terms
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import (
     Down,
-    Parts,
-    Settings,
+    Role,
     SiloState,
     Status,
     Up,
 )
-from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.base import Noise, Problem, Solution
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.model.split import Rows
 from numpyro_fed.trees import all_finite
 
 ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood of few rows
 
 
 @dataclass(frozen=True)
-class Silo:
+class Silo(Role):
     """A silo's part of the algorithm."""
-
-    parts: Parts
-    settings: Settings
-
-    @property
-    def family(self) -> Family:
-        return self.parts.globals.family
-
-    @property
-    def model(self) -> FederatedModel:
-        return self.parts.model
 
     def init(self, key: Array, data: SiloData) -> SiloState:
         """No factor yet."""
@@ -59,7 +46,7 @@ class Silo:
             "guide": self.parts.guide.init_local(key_guide, data),
             "centre": jnp.zeros(self.model.dim),
         }
-        like = jax.eval_shape(lambda: self._prior(self.model.init_theta(jax.random.key(0))))
+        like = jax.eval_shape(lambda: self.prior(self.model.init_theta(jax.random.key(0))))
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         none = jnp.zeros((), jnp.int32)
         stale = (zeros, zeros) if self.settings.asynchronous else ()
@@ -75,7 +62,7 @@ class Silo:
         """Solve the silo's own problem; a visit that cannot be used proposes no change."""
         key_local, key_evidence = jax.random.split(noise)
         factor = state.effective_factor(down.taken)
-        posterior = self.parts.aggregate(self._prior(down.theta), down.total)
+        posterior = self.parts.aggregate(self.prior(down.theta), down.total)
         removed = self._removed(factor, down.total)
         now = (self._cavity(down, removed), posterior)
         cavity, begin = self._working_from(now, down, state)
@@ -110,9 +97,6 @@ class Silo:
         """Private parameters, the local guide and its centre."""
         return Private(state.params["private"], state.params["guide"], state.params["centre"])
 
-    def _prior(self, theta: dict[str, Any]) -> Natural:
-        return self.parts.globals.prior(theta)
-
     def _removed(self, factor: Natural, total: Natural) -> Natural:
         """What is taken out of the posterior to make the cavity."""
         if self.settings.deletion == "own":
@@ -124,7 +108,7 @@ class Silo:
         return total
 
     def _cavity(self, down: Down, removed: Natural) -> Natural:
-        share = jax.tree.map(lambda a: self.settings.prior_share * a, self._prior(down.theta))
+        share = jax.tree.map(lambda a: self.settings.prior_share * a, self.prior(down.theta))
         return self.parts.aggregate(share, jax.tree.map(jnp.subtract, down.total, removed))
 
     def _working_from(
@@ -133,7 +117,7 @@ class Silo:
         """The cavity and the posterior of this visit, or of the one before if it takes so long."""
         if not self.settings.asynchronous:
             return now
-        prior = self._prior(down.theta)
+        prior = self.prior(down.theta)
         at_first = (prior, prior) if self.parts.globals.prior_outside is None else now
         return _where(state.visits > 0, state.stale, at_first)
 

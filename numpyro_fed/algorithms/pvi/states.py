@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import optax
 from jax import Array
 
 from numpyro_fed.algorithms.pvi.families import Globals
+from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local
@@ -179,3 +181,25 @@ class Parts(NamedTuple):
     rows: tuple[str, ...]
     divergence: Callable[[Natural, Natural], Array] | None
     aggregate: Callable[[Natural, Natural], Natural]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the server's and a silo's part of the algorithm have in common."""
+
+    parts: Parts
+    settings: Settings
+
+    @property
+    def family(self) -> Family:
+        """The family of the globals."""
+        return self.parts.globals.family
+
+    @property
+    def model(self) -> FederatedModel:
+        """The split text."""
+        return self.parts.model
+
+    def prior(self, theta: dict[str, Any]) -> Natural:
+        """Natural parameters of the prior, for what of it is in the family."""
+        return self.parts.globals.prior(theta)
