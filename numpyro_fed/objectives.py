@@ -84,8 +84,8 @@ class SiloBound(NamedTuple):
 
     Attributes
     ----------
-    noise : (key, sizes, particles) -> {plate: (rows, particles, K_outer, K, dim)}
-        All noise of one evaluation, rows first: padded rows come last and shift nobody's draws.
+    shapes : (sizes, particles) -> {plate: (rows, particles, K_outer, K, dim)}
+        Of the noise of one evaluation, standard normals.
     value : (theta, eta, z_G, centre, noise, data) -> ()
         The bound at one ``z_G``; ``noise`` is that of one particle, (rows, K_outer, K, dim).
         ``jax.grad`` of it is the estimator that the objective stands for.
@@ -93,9 +93,27 @@ class SiloBound(NamedTuple):
         One draw of the locals, {plate: (rows, dim)}, resampled by its weight where ``K > 1``.
     """
 
-    noise: Callable[[Array, Sizes, int], Rows]
+    shapes: Callable[[Sizes, int], dict[str, tuple[int, ...]]]
     value: Callable[..., Array]
     sample: Callable[..., Rows]
+
+    def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
+        """All noise of one evaluation; padded rows shift nobody's draws."""
+        return normals(key, 0, self.shapes(sizes, particles))[1]
+
+
+def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Array, Rows]:
+    """Standard normals: ``number`` of them, and arrays whose last rows may be padded ones.
+
+    Those of the first plate are the same draw's, since each draw costs a program of its own.
+    """
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    together = jax.random.normal(key, (number + sum(sizes[:1]),))
+    rows = {}
+    for i, (plate, shape) in enumerate(shapes.items()):
+        own = jax.random.normal(jax.random.fold_in(key, i), shape) if i else together[number:]
+        rows[plate] = own.reshape(shape)
+    return together[:number], rows
 
 
 def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str, int]:
@@ -167,14 +185,10 @@ def silo_bound(
     stick_rows = k_outer == 1 and not plain and not together
     stop = (lambda at: at) if plain else _stop
 
-    def noise(key: Array, sizes: Sizes, particles: int) -> Rows:
-        several = len(guide.locals) > 1
+    def shapes(sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
         return {
-            p: jax.random.normal(
-                jax.random.fold_in(key, i) if several else key,
-                (sizes[p], particles, k_outer, draws[p] if p in guide.rows else 1, dims[p]),
-            )
-            for i, p in enumerate(guide.locals)
+            p: (sizes[p], particles, k_outer, draws[p] if p in guide.rows else 1, dims[p])
+            for p in guide.locals
         }
 
     def above(plate: str, at: _At) -> Array:
@@ -258,7 +272,7 @@ def silo_bound(
             return {}
         key_noise, key_rows, key_outer = jax.random.split(key, 3)
         sizes = {p: len(eta[p]["loc"]) for p in guide.locals}
-        eps = {p: e[:, 0] for p, e in noise(key_noise, sizes, 1).items()}
+        eps = {p: e[:, 0] for p, e in normals(key_noise, 0, shapes(sizes, 1))[1].items()}
         at = _At(theta, eta, centre, z_G, {}, data)
 
         def one(eps: Rows) -> tuple[Array, Rows]:
@@ -279,7 +293,7 @@ def silo_bound(
         k = jax.random.categorical(key_outer, totals)
         return jax.tree.map(lambda a: a[k], z)
 
-    return SiloBound(noise, value, sample)
+    return SiloBound(shapes, value, sample)
 
 
 _OUTER = "outer plates"

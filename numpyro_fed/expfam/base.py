@@ -49,6 +49,8 @@ class Family(NamedTuple):
         ``-E_q[log q(z) - log h(z)] = A(eta) - <eta, mu>``.
     noise : (key, n) -> noise
         What ``n`` draws take, with a leading axis ``n``: standard normals, or keys.
+    from_normals : (n, dim) -> noise, or None
+        Standard normals as noise, where a draw takes ``dim`` of them and nothing else.
     draw : (psi, noise) -> z
         One draw from the noise of one, with gradients to ``psi``.
     centre : psi -> (dim,)
@@ -62,6 +64,9 @@ class Family(NamedTuple):
     dual_gradient : (f, eta) -> tree like eta
         The gradient of a function ``f(psi)`` with respect to ``mu``, which is the natural gradient
         with respect to ``eta``.
+    move : (psi, gradient) -> (2 dim,)
+        How far a full natural-gradient step would move, to first order, the mean of each number of
+        ``z``, in standard deviations, and each log standard deviation; ``gradient`` is in ``psi``.
     log_density : (eta, z) -> ()
     kl : (eta_q, eta_p) -> ()
     marginal : (eta, index, shape, event_dim) -> Distribution
@@ -80,12 +85,14 @@ class Family(NamedTuple):
     from_mean: Callable[[Tree], Tree]
     entropy: Callable[[Tree], Array]
     noise: Callable[[Array, int], Tree]
+    from_normals: Callable[[Array], Tree] | None
     draw: Callable[[Tree, Tree], Array]
     centre: Callable[[Tree], Array]
     spread: Callable[[Tree], tuple[Array, Array]]
     proper: Callable[[Tree], Array]
     fit: Callable[[Callable[[Array], Array]], Tree]
     dual_gradient: Callable[[Callable[[Tree], Array], Tree], Tree]
+    move: Callable[[Tree, Tree], Array]
     log_density: Callable[[Tree, Array], Array]
     kl: Callable[[Tree, Tree], Array]
     marginal: Callable[[Tree, Index, tuple[int, ...], int], Distribution]
@@ -94,6 +101,20 @@ class Family(NamedTuple):
 def usable(mean: Array, sd: Array) -> Array:
     """Whether means are finite, and standard deviations finite and positive."""
     return (jnp.isfinite(mean) & jnp.isfinite(sd) & (sd > 0)).all()
+
+
+def location_and_log_scale(family: Family, eta: Tree) -> tuple[Array, Array]:
+    """Means and log standard deviations of each number of ``z``."""
+    mean, sd = family.spread(family.ordinary(eta))
+    return mean, jnp.log(sd)
+
+
+def move_along(family: Family, eta: Tree, step: Tree) -> Array:
+    """How far ``step`` from ``eta`` moves ``q``, as :attr:`Family.move` measures it."""
+    (_, log_sd), (mean, log_scale) = jax.jvp(
+        lambda eta: location_and_log_scale(family, eta), (eta,), (step,)
+    )
+    return jnp.concatenate([mean / jnp.exp(log_sd), log_scale])
 
 
 def inner(a: Tree, b: Tree) -> Array:

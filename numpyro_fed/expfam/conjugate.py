@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax import Array, lax
 from jax.nn import log_sigmoid, logsumexp, one_hot
 from jax.scipy.special import digamma, gammaln, polygamma
 
-from numpyro_fed.expfam.base import Family, Index, Tree, inner
+from numpyro_fed.expfam.base import Family, Index, Tree, inner, move_along
 from numpyro_fed.trees import all_finite
 
 _FAR = 8.0  # fits look at sigmoid(+-8), at exp(+-8)
@@ -385,18 +386,25 @@ def _with_keys(
             raise ValueError(f"a {name} family has no marginal for a part of its {dim} numbers.")
         return of(eta).to_event(event - event_dim)
 
-    return Family(
+    def move(psi: Tree, gradient: Tree) -> Array:
+        eta = natural(psi)
+        return move_along(family, eta, family.dual_gradient(partial(inner, gradient), eta))
+
+    family = Family(
         name=name,
         dim=dim,
         increment=increment,
         entropy=entropy,
         noise=jax.random.split,
+        from_normals=None,
         proper=proper,
         log_density=log_density,
         kl=lambda q, p: dist.kl_divergence(of(q), of(p)).sum(),
         marginal=marginal,
+        move=move,
         **functions,
     )
+    return family
 
 
 def _inverse_slopes(k: int) -> np.ndarray:

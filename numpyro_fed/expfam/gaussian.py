@@ -147,6 +147,10 @@ def _diagonal(dim: int) -> Family:
         by_variance = 0.5 * g["log_scale"] * jnp.exp(-2 * psi["log_scale"])
         return {"first": g["loc"] - 2 * by_variance * psi["loc"], "second": by_variance}
 
+    def move(psi: Tree, gradient: Tree) -> Array:
+        by_mean = gradient["loc"] * jnp.exp(psi["log_scale"])
+        return jnp.concatenate([by_mean, 0.5 * gradient["log_scale"]])
+
     def marginal(eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int) -> dist.Normal:
         q = normal({name: leaf[index].reshape(shape) for name, leaf in eta.items()})
         return q.to_event(event_dim)
@@ -164,12 +168,14 @@ def _diagonal(dim: int) -> Family:
         from_mean=from_mean,
         entropy=lambda psi: _entropy(psi, dim),
         noise=lambda key, n: jax.random.normal(key, (n, dim)),
+        from_normals=lambda normals: normals,
         draw=lambda psi, noise: psi["loc"] + jnp.exp(psi["log_scale"]) * noise,
         centre=lambda psi: psi["loc"],
         spread=spread,
         proper=lambda eta: all_finite(eta) & usable(*spread(ordinary(eta))),
         fit=fit,
         dual_gradient=dual_gradient,
+        move=move,
         log_density=lambda eta, z: normal(eta).log_prob(z).sum(),
         kl=lambda q, p: dist.kl_divergence(normal(q), normal(p)).sum(),
         marginal=marginal,
@@ -235,10 +241,17 @@ def _full(dim: int) -> Family:
 
     def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
         psi = ordinary(eta)
-        g = jax.grad(f)(psi)
-        by_loc = g.pop("loc")
-        by_covariance = _through_cholesky(_lower(psi, dim), g)
-        return {"first": by_loc - 2 * _dot(by_covariance, psi["loc"]), "second": by_covariance}
+        g, L = jax.grad(f)(psi), _lower(psi, dim)
+        half = solve_triangular(L.T, _by_covariance(L, _by_factor(psi, g, dim)), lower=False)
+        by_covariance = _symmetric(solve_triangular(L.T, half.T, lower=False))
+        return {"first": g["loc"] - 2 * _dot(by_covariance, psi["loc"]), "second": by_covariance}
+
+    def move(psi: Tree, gradient: Tree) -> Array:
+        L, G = _lower(psi, dim), _by_factor(psi, gradient, dim)
+        variance = jnp.sum(L**2, -1)
+        mean = _dot(L, _dot(gradient["loc"], L))
+        widened = jnp.sum(_dot(L, _by_covariance(L, G)) * L, -1)
+        return jnp.concatenate([mean / jnp.sqrt(variance), widened / variance])
 
     def marginal(
         eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int
@@ -264,12 +277,14 @@ def _full(dim: int) -> Family:
         from_mean=from_mean,
         entropy=lambda psi: _entropy(psi, dim),
         noise=lambda key, n: jax.random.normal(key, (n, dim)),
+        from_normals=lambda normals: normals,
         draw=lambda psi, noise: psi["loc"] + _dot(_lower(psi, dim), noise),
         centre=lambda psi: psi["loc"],
         spread=spread,
         proper=proper,
         fit=fit,
         dual_gradient=dual_gradient,
+        move=move,
         log_density=log_density,
         kl=kl,
         marginal=marginal,
@@ -305,14 +320,21 @@ def _from_factor(loc: Array, L: Array) -> Tree:
     return {"first": _dot(_dot(K, loc), K), "second": -0.5 * _symmetric(_dot(K.T, K))}
 
 
-def _through_cholesky(L: Array, by_parts: Tree) -> Array:
-    """The gradient in a covariance, from that in the parts of its Cholesky factor.
+def _by_factor(psi: Tree, gradient: Tree, dim: int) -> Array:
+    """The gradient in ``L``, from that in ``psi``."""
+    scale = jnp.exp(psi["log_scale"])
+    if dim < 2:
+        return jnp.diag(gradient["log_scale"] / scale)
+    below = vec_to_tril_matrix(gradient["below"], diagonal=-1) * math.sqrt(dim - 1) / scale
+    own = gradient["log_scale"] - jnp.sum(below * _lower(psi, dim), 0)
+    return below + jnp.diag(own / scale)
+
+
+def _by_covariance(L: Array, by_factor: Array) -> Array:
+    """``L' G L`` for the gradient ``G`` in the covariance, from that in ``L``.
 
     By ``L`` as it is (Murray 2016, "Differentiation of the Cholesky decomposition", section 4): a
     second factorisation would lose in single precision what the condition number costs.
     """
-    (by_factor,) = jax.vjp(_parts, L)[1](by_parts)
     P = jnp.tril(_dot(L.T, by_factor))
-    P -= 0.5 * jnp.diag(jnp.diagonal(P))
-    half = solve_triangular(L.T, P + P.T, lower=False)
-    return 0.5 * _symmetric(solve_triangular(L.T, half.T, lower=False))
+    return 0.5 * (P + P.T - jnp.diag(jnp.diagonal(P)))

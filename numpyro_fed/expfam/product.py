@@ -55,6 +55,7 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
             f"the indices of the members {wrong or list(members)} do not name each of their "
             f"{dim} coordinates once."
         )
+    of_normals = all(family.from_normals for family in families.values())
     inverse = np.argsort(order).astype(np.int32)  # which JAX reads alike in either precision
 
     def part(z: Array, name: str) -> Array:
@@ -85,7 +86,22 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
         mean, sd = (join({name: part[i] for name, part in parts.items()}) for i in (0, 1))
         return mean, sd
 
+    def by_coordinate(parts: Tree) -> Array:
+        """What each member says of each number twice, in the order of ``z``, twice."""
+        halves = {name: jnp.split(part, 2) for name, part in parts.items()}
+        both = (join({name: half[i] for name, half in halves.items()}) for i in (0, 1))
+        return jnp.concatenate(list(both))
+
+    def from_normals(normals: Array) -> Tree:
+        return {
+            name: family.from_normals(normals[:, members[name][0]])
+            for name, family in families.items()
+            if family.from_normals
+        }
+
     def noise(key: Array, n: int) -> Tree:
+        if of_normals:
+            return from_normals(jax.random.normal(key, (n, dim)))
         keys = jax.random.split(key, len(families))
         return {name: f.noise(k, n) for (name, f), k in zip(families.items(), keys, strict=True)}
 
@@ -124,12 +140,14 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
         from_mean=each("from_mean"),
         entropy=total("entropy"),
         noise=noise,
+        from_normals=from_normals if of_normals else None,
         draw=lambda psi, noise: join(each("draw")(psi, noise)),
         centre=lambda psi: join(each("centre")(psi)),
         spread=spread,
         proper=lambda eta: jnp.stack(list(each("proper")(eta).values())).all(),
         fit=fit,
         dual_gradient=dual_gradient,
+        move=lambda psi, gradient: by_coordinate(each("move")(psi, gradient)),
         log_density=lambda eta, z: total("log_density")(eta, cut(z)),
         kl=total("kl"),
         marginal=marginal,

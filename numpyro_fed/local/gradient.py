@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.base import AT_REST, Noise, Problem, Solution, free_energy
@@ -273,12 +272,12 @@ class _Ascent:
         estimate = jax.tree.map(
             lambda a, b: a - b / each, walk.estimate, self.of_psi(walk, gradient)
         )
-        eta = self.where(walk.params)[0]
+        psi = self.where(walk.params)[1]
 
         def full(walk: Walk) -> Walk:
-            step = family.dual_gradient(partial(expfam.inner, estimate), eta)
             none = jax.tree.map(jnp.zeros_like, estimate)
-            return walk._replace(estimate=none, tally=self.rest.add(walk.tally, eta, step))
+            tally = self.rest.add(walk.tally, family.move(psi, estimate))
+            return walk._replace(estimate=none, tally=tally)
 
         walk = walk._replace(estimate=estimate)
         done = (walk.i - self.settings.steps) % each == 0

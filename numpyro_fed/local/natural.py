@@ -14,7 +14,7 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
-from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.expfam.base import Natural, Ordinary, move_along
 from numpyro_fed.local.base import AT_REST, Problem, Solution, free_energy, proper_step
 from numpyro_fed.local.lbfgs import standardised
 from numpyro_fed.local.verdict import AtRest, maximised
@@ -301,7 +301,7 @@ def _damped(
         def judge(carry: tuple) -> tuple:
             i, eta, *kept, tally = carry
             full = jax.tree.map(jnp.subtract, target, eta)
-            return i + 1, eta, *kept, rest.add(tally, eta, full)
+            return i + 1, eta, *kept, rest.add(tally, move_along(family, eta, full))
 
         if not judged:
             return walk(carry)

@@ -13,7 +13,6 @@ standard deviations, and each standard deviation, relatively, says how far away 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
-from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.expfam.base import Ordinary
 from numpyro_fed.local.base import Noise, Problem, free_energy
 
 FEW, MANY = 8, 64  # estimates of a step that are averaged: at least, and at most
@@ -65,13 +64,11 @@ class AtRest:
         none = jnp.zeros(2 * self.family.dim)
         return Tally(jnp.zeros((), jnp.int32), none, none)
 
-    def add(self, tally: Tally, eta: Natural, step: Natural) -> Tally:
-        """One more estimate of the step from ``eta``."""
-        where, move = jax.jvp(self._spread, (eta,), (step,))
-        dim, number = self.family.dim, tally.number + 1
-        x = move / jnp.concatenate([jnp.exp(where[dim:]), jnp.ones(dim)])
-        mean = tally.mean + (x - tally.mean) / number
-        return Tally(number, mean, tally.squares + (x - tally.mean) * (x - mean))
+    def add(self, tally: Tally, move: Array) -> Tally:
+        """One more estimate of the step, (2 dim,) as by :attr:`expfam.Family.move`."""
+        number = tally.number + 1
+        mean = tally.mean + (move - tally.mean) / number
+        return Tally(number, mean, tally.squares + (move - tally.mean) * (move - mean))
 
     def wants_more(self, tally: Tally) -> Array:
         """Whether it takes another estimate to tell."""
@@ -83,15 +80,6 @@ class AtRest:
         """The verdict."""
         near = jnp.abs(tally.mean) <= self.tolerance + 2 * tally.error
         return (near & (tally.error <= self.tolerance / 2)).all()
-
-    def _spread(self, eta: Natural) -> Array:
-        return jnp.concatenate(location_and_log_scale(self.family, eta))
-
-
-def location_and_log_scale(family: Family, eta: Natural) -> tuple[Array, Array]:
-    """Means and log standard deviations of each number."""
-    mean, sd = family.spread(family.ordinary(eta))
-    return mean, jnp.log(sd)
 
 
 def maximised(
@@ -129,12 +117,10 @@ def maximised(
         known = jax.vmap(lambda z: expfam.inner(factor, family.statistics(z)))(z)
         return (log_lik - known).mean()
 
-    def step(i: Array) -> Natural:
+    def move(i: Array) -> Array:
         noise = problem.noise(jax.random.fold_in(key, i), particles, None)
-        return family.dual_gradient(partial(excess, noise=noise), eta)
+        return family.move(psi, jax.grad(excess)(psi, noise))
 
     rest = AtRest(family, tolerance, most)
-    tally = jax.lax.while_loop(
-        rest.wants_more, lambda t: rest.add(t, eta, step(t.number)), rest.begin()
-    )
+    tally = jax.lax.while_loop(rest.wants_more, lambda t: rest.add(t, move(t.number)), rest.begin())
     return rest.holds(tally)

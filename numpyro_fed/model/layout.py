@@ -6,9 +6,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.indices import index_check
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
@@ -51,9 +48,9 @@ class Layout(NamedTuple):
     def _padding_is_harmless(self, silos: Sequence[SiloData], b: Bucket) -> bool:
         most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
         rows = tuple(sorted(self.rows.items()))
-        original = jax.tree.map(jnp.asarray, silos[b.silos[most]])
+        original = silos[b.silos[most]]
         try:
-            return bool(self.checks.padding(b.data, rows, original, jnp.asarray(most)))
+            return bool(self.checks.padding(b.data, rows, original, most))
         except ValueError:
             return False
 

@@ -117,13 +117,19 @@ class FederatedModel(NamedTuple):
     flat: tuple[str, ...] = ()
     local_prior: LocalPrior | None = None
 
-    def draw_prior(self, keys: Array) -> Array | None:
-        """Unconstrained draws (n, dim) of the globals from their prior, one for each key.
+    def draw_prior(self, key: Array, n: int) -> Array | None:
+        """Unconstrained draws (n, dim) of the globals from their prior.
 
         None where some distribution of the prior cannot be drawn from.
         """
+
+        @jit_once
+        def draws(key: Array) -> Array:
+            keys = jax.random.split(key, n)
+            return jax.vmap(lambda key: self.init_global(key, init_to_sample))(keys)
+
         try:
-            return jit_once(jax.vmap(lambda key: self.init_global(key, init_to_sample)))(keys)
+            return draws(key)
         except NotImplementedError:
             return None
 
@@ -334,7 +340,7 @@ def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str
     Randomness that is no sample site goes by the name ``KEY``.
     """
     sizes = fm.sizes(silo)
-    z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
+    z_L = {p.name: np.zeros((sizes[p.name], p.dim)) for p in fm.plates}
     labels = {f"rows of {p.name}": p.name for p in fm.plates}
 
     def run(data: dict[str, Array], theta: Theta, key: Array, **rows: Array) -> dict[str, Any]:
@@ -405,16 +411,15 @@ def _check_globals(
     distinct: dict[tuple, int] = {}
     for j, silo in enumerate(silos):
         distinct.setdefault(signature(silo), j)
-    key = jax.random.key(0)
-    z_G, theta = jax.random.normal(key, (fm.dim,)), fm.init_theta(key)
+    z_G, theta = np.random.default_rng(0).normal(size=fm.dim), fm.init_theta(jax.random.key(0))
 
     def seen(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
         terms, values = globals_at(model, fm.sites, theta, z_G, z_L, data)
         density = {f"log density:{name}": value for name, value in terms.items()}
         return density | {f"value:{name}": value for name, value in values.items()}
 
-    def arguments(silo: SiloData, size: Sizes) -> tuple[Theta, Array, Rows, SiloData]:
-        return theta, z_G, {p.name: jnp.zeros((size[p.name], p.dim)) for p in fm.plates}, silo
+    def arguments(silo: SiloData, size: Sizes) -> tuple[Theta, np.ndarray, dict, SiloData]:
+        return theta, z_G, {p.name: np.zeros((size[p.name], p.dim)) for p in fm.plates}, silo
 
     def compare(silo: SiloData, size: Sizes, who: str) -> None:
         here = arguments(silo, size)

@@ -243,12 +243,12 @@ def _some_from_prior(
 
     Not where the prior cannot be drawn from, or where the density there is not finite.
     """
-    keys = jax.random.split(jax.random.fold_in(key, 1), len(start["z_G"]))
-    drawn = fm.draw_prior(keys)
+    chains = len(start["z_G"])
+    drawn = fm.draw_prior(jax.random.fold_in(key, 1), chains)
     if drawn is None:
         return start
     fine = jnp.isfinite(jax.jit(jax.vmap(log_density))({**start, "z_G": drawn}))
-    chosen = (jnp.arange(len(keys)) % 2 == 1) & fine
+    chosen = (jnp.arange(chains) % 2 == 1) & fine
     return {**start, "z_G": jnp.where(chosen[:, None], drawn, start["z_G"])}
 
 

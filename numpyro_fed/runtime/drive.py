@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.stack import Batch, Log, Runtime, State
+from numpyro_fed.trees import all_finite
 
 REFRESH = 0.25  # seconds between updates of the progress bar
 
@@ -60,7 +61,7 @@ def drive(
             n = min(n, runtime.chunk, num_rounds - done)
             began = time.perf_counter()
             after, log, ended = runtime.advance(key, state, batches, n, server_data)
-            while n and not (ended.ok and _finite(after, batches)):
+            while n and not (ended.ok and _all_finite(after, batches)):
                 bad = failed_silos(ended.replies, after.silos, batches)
                 failure = Failure(int(after.round) - 1, bad)
                 n = failure.round - int(state.round)
@@ -84,17 +85,27 @@ def _first(n: int, a: Any) -> np.ndarray:
     return np.asarray(a)[:n]
 
 
-@partial(jit_once, static_argnums=1)
-def _finite_each(stack: Any, size: int) -> Array:
-    """For each silo of a bucket whether all of its state is finite."""
-    leaves = [jnp.isfinite(a).reshape(size, -1).all(1) for a in jax.tree.leaves(stack)]
-    return jnp.stack([jnp.ones(size, bool), *leaves]).all(0)
+class _Finite(NamedTuple):
+    """Whether all of the server's state is finite, and of each silo's, by bucket."""
+
+    server: Array
+    silos: tuple[Array, ...]
 
 
-def _finite(state: State, batches: tuple[Batch, ...]) -> bool:
-    stacks = [(jax.tree.map(lambda a: a[None], state.server), 1)]
-    stacks += [(s, len(b.silos)) for s, b in zip(state.silos, batches, strict=True)]
-    return all(bool(_finite_each(*stack).all()) for stack in stacks)
+@jit_once
+def _finite(server: Any, silos: tuple[Any, ...], numbers: tuple[Array, ...]) -> _Finite:
+    def each(stack: Any, numbers: Array) -> Array:
+        size = len(numbers)
+        leaves = [jnp.isfinite(a).reshape(size, -1).all(1) for a in jax.tree.leaves(stack)]
+        return jnp.stack([jnp.ones(size, bool), *leaves]).all(0)
+
+    stacks = tuple(each(stack, n) for stack, n in zip(silos, numbers, strict=True))
+    return _Finite(all_finite((0.0, server)), stacks)
+
+
+def _all_finite(state: State, batches: tuple[Batch, ...]) -> bool:
+    server, silos = _finite(state.server, state.silos, tuple(b.silos for b in batches))
+    return bool(server) and all(np.asarray(s).all() for s in silos)
 
 
 def failed_silos(
@@ -102,8 +113,7 @@ def failed_silos(
 ) -> tuple[int, ...]:
     """The silos whose last reply was not good, or whose state is not finite."""
     bad = set(np.flatnonzero(~np.asarray(replies)).tolist())
-    for batch, states in zip(batches, silos, strict=True):
-        bad.update(
-            np.asarray(batch.silos)[~np.asarray(_finite_each(states, len(batch.silos)))].tolist()
-        )
+    numbers = tuple(b.silos for b in batches)
+    for silo, fine in zip(numbers, _finite((), silos, numbers).silos, strict=True):
+        bad.update(np.asarray(silo)[~np.asarray(fine)].tolist())
     return tuple(sorted(bad))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -20,6 +21,13 @@ def server_key(key_exchange: Array) -> Array:
 def silo_key(key_exchange: Array, silo: Array | int) -> Array:
     """A silo's key for an exchange: never another silo's, never the server's."""
     return jax.random.fold_in(key_exchange, 1 + silo)
+
+
+def participant_keys(key_exchange: Array, silos: Array) -> tuple[Array, Array]:
+    """The server's key and those of the silos (n,), made together."""
+    server_and_silos = jnp.concatenate([jnp.zeros(1, silos.dtype), 1 + silos])
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key_exchange, server_and_silos)
+    return keys[0], keys[1:]
 
 
 def init_keys(key: Array) -> tuple[Array, Array]:

@@ -8,12 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.combine import combine, slices
-from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
+from numpyro_fed.runtime.noise import (
+    exchange_key,
+    init_keys,
+    participant_keys,
+    server_key,
+    silo_key,
+)
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import (
     BLOCK,
@@ -46,20 +53,16 @@ def simulation(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) 
     """
 
     @jax.jit
-    def init_silos(key: Array, batches: tuple[Batch, ...]) -> tuple[Any, ...]:
-        def one(silo: Array, data: SiloData) -> Any:
-            return algorithm.init_silo(jax.random.fold_in(key, silo), data)
-
-        return tuple(jax.vmap(one)(b.silos, b.data) for b in batches)
-
-    init_server = jax.jit(algorithm.init_server)
-
     def init(key: Array, batches: tuple[Batch, ...]) -> State:
         key_server, key_silos = init_keys(key)
-        server, silos = init_server(key_server), init_silos(key_silos, batches)
+
+        def one(silo: Array, data: SiloData) -> Any:
+            return algorithm.init_silo(jax.random.fold_in(key_silos, silo), data)
+
+        silos = tuple(jax.vmap(one)(b.silos, b.data) for b in batches)
         carry = init_schedule(schedule, key, _count(batches))
-        server, silos, carry = strong((server, silos, carry))
-        return State(jnp.zeros((), jnp.int32), server, silos, carry)
+        server = algorithm.init_server(key_server)
+        return strong(State(jnp.zeros((), jnp.int32), server, silos, carry))
 
     advance = _everyone(algorithm) if schedule is None else _scheduled(algorithm, schedule)
     return Runtime(init, advance, single, chunk_of(schedule))
@@ -76,7 +79,8 @@ def single(exchange: Exchange) -> Single:
         batches: tuple[Batch, ...],
         server_data: Any = None,
     ) -> tuple[Any, tuple[Any, ...], Info, Array]:
-        noise = _noise_of((exchange,), key, jnp.zeros((), jnp.int32), silos, batches)
+        noise = _noise_of((exchange,), key, jnp.zeros(1, jnp.int32), silos, batches)
+        noise = jax.tree.map(lambda a: a[0], noise)
         who, ask = jnp.arange(_count(batches)), _ask_everyone(batches, None)
         server, silos, info, good, _ = step(
             (exchange,), ask, noise, server, silos, who, server_data
@@ -87,17 +91,26 @@ def single(exchange: Exchange) -> Single:
 
 
 def _noise_of(
-    exchanges: tuple[Exchange, ...], key: Array, number: Array, silos: Any, batches: Any
+    exchanges: tuple[Exchange, ...], key: Array, numbers: Array, silos: Any, batches: Any
 ) -> list[Noise]:
-    """All noise of one step: for each exchange the server's, and that of each bucket."""
-    drawn = []
+    """All noise of some steps, along the first axis: for each exchange the server's, and that of
+    each bucket. Steps and silos are one axis where it is drawn, which is compiled sooner than two.
+    """
+    steps, ends = len(numbers), np.cumsum([len(b.silos) for b in batches])[:-1]
+    everyone, drawn = jnp.concatenate([b.silos for b in batches]), []
+
+    def bucket(exchange: Exchange, keys: Array, states: Any) -> Any:
+        n = keys.shape[1]
+        each = jax.tree.map(lambda a: a[jnp.tile(jnp.arange(n), steps)], states)
+        noise = jax.vmap(exchange.silo_noise)(keys.reshape(-1), each)
+        return jax.tree.map(lambda a: a.reshape(steps, n, *a.shape[1:]), noise)
+
     for e, exchange in enumerate(exchanges):
-        mine = exchange_key(key, number, e, len(exchanges))
-        buckets = [
-            jax.vmap(exchange.silo_noise)(jax.vmap(partial(silo_key, mine))(b.silos), states)
-            for b, states in zip(batches, silos, strict=True)
-        ]
-        drawn.append(Noise(exchange.server_noise(server_key(mine)), buckets))
+        mine = jax.vmap(lambda i, e=e: exchange_key(key, i, e, len(exchanges)))(numbers)
+        server, silo = jax.vmap(participant_keys, (0, None))(mine, everyone)
+        parts = zip(jnp.split(silo, ends, axis=1), silos, strict=True)
+        buckets = [bucket(exchange, keys, states) for keys, states in parts]
+        drawn.append(Noise(jax.vmap(exchange.server_noise)(server), buckets))
     return drawn
 
 
@@ -139,10 +152,11 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
     def advance(
         key: Array, state: State, batches: tuple[Batch, ...], n: int, server_data: Any = None
     ) -> tuple[State, Log, Ended]:
-        def noise_of(number: Array, silos: Any) -> list[Noise]:
-            return _noise_of(exchanges, key, number, silos, batches)
+        def noise_of(numbers: Array, silos: Any) -> list[Noise]:
+            return _noise_of(exchanges, key, numbers, silos, batches)
 
-        shapes = jax.eval_shape(noise_of, state.round, state.silos)
+        one = jax.eval_shape(noise_of, state.round[None], state.silos)
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one)
         block = max(1, min(BLOCK, NOISE // max(_size(shapes), 1)))
         _, info, good, seen = jax.eval_shape(one_round, shapes, state, batches, server_data)
         log = _log(chunk, 1, info, seen)
@@ -154,7 +168,7 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
         def one_block(carry: tuple) -> tuple:
             first, state, _, _ = carry
             rounds = state.round + jnp.arange(block)
-            noise = jax.vmap(noise_of, (0, None))(rounds, state.silos)
+            noise = noise_of(rounds, state.silos)
 
             def go_on_here(carry: tuple) -> Array:
                 return (carry[0] - first < block) & go_on(carry)

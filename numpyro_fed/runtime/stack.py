@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, Info
@@ -126,7 +127,7 @@ class Runtime(NamedTuple):
 
 def on_device(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:
     """Put buckets on the device."""
-    return tuple(Batch(jnp.asarray(b.silos), jax.tree.map(jnp.asarray, b.data)) for b in buckets)
+    return tuple(Batch(*jax.device_put((np.asarray(b.silos, np.int32), b.data))) for b in buckets)
 
 
 def chunk_of(schedule: Schedule | None) -> int:

@@ -107,8 +107,7 @@ def prior_spread(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray] | None:
     """Median and half the central 68 % of prior draws (dim,); None where it cannot be drawn."""
     if not fm.dim:
         return None
-    keys = jax.random.split(jax.random.key(0), PRIOR_DRAWS)
-    draws = fm.draw_prior(keys)
+    draws = fm.draw_prior(jax.random.key(0), PRIOR_DRAWS)
     if draws is None:
         return None
     low, middle, high = np.quantile(np.asarray(draws), [0.16, 0.5, 0.84], axis=0)

@@ -197,8 +197,7 @@ def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
     levels = np.repeat(10.0 ** np.arange(-2, 7), 4)[:, None]
     scale = np.concatenate([levels + np.zeros(fm.dim), 10 ** r.uniform(-2, 6, (20, fm.dim))])
     around_zero = np.minimum(scale, reach / 3) * r.normal(size=scale.shape)
-    keys = jax.random.split(jax.random.key(1), 16)
-    drawn = fm.draw_prior(keys)
+    drawn = fm.draw_prior(jax.random.key(1), 16)
     from_prior = np.zeros((0, fm.dim)) if drawn is None else np.nan_to_num(drawn)
     points = r.permutation(np.concatenate([from_prior, around_zero]))
     return np.clip(points, -reach, reach)[: max(16, POINTS // max(fm.dim, 1))]
@@ -214,7 +213,7 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tup
     def near(name: str, eta: Any, n: int) -> tuple[Array, Array]:
         places, member = members[name]
         width = jnp.where(jnp.arange(n) % 2, 1.0, 3.0)[:, None]
-        noise = width * jax.random.normal(jax.random.key(2), (n, member.dim))
+        noise = width * np.random.default_rng(2).normal(size=(n, member.dim))
         if name != GAUSSIAN:
             centre = member.centre(member.ordinary(eta))
             return centre, centre + 0.3 * noise

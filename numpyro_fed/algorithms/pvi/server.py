@@ -22,9 +22,8 @@ from numpyro_fed.algorithms.pvi.states import (
     ServerState,
     Up,
 )
-from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.expfam.base import Natural, Ordinary, location_and_log_scale
 from numpyro_fed.local.base import Noise, Problem, proper_step
-from numpyro_fed.local.verdict import location_and_log_scale
 from numpyro_fed.trees import all_finite
 
 PRIOR_DRAWS = 256

@@ -27,8 +27,9 @@ from numpyro_fed.algorithms.pvi.states import (
 )
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.base import Noise, Problem, Solution
-from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.split import Rows
+from numpyro_fed.objectives import normals
 from numpyro_fed.trees import all_finite
 
 ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood of few rows
@@ -164,15 +165,17 @@ class Silo(Role):
             eta = parts.guide.recentre(state.params["guide"], state.params["centre"], centre, data)
             sizes = {p: len(part["loc"]) for p, part in eta.items()}
 
-            def at(s: Array) -> Array:
-                key_globals, key_rows = jax.random.split(jax.random.fold_in(key, s))
-                noise = jax.tree.map(lambda a: a[0], family.noise(key_globals, 1))
-                rows = {p: e[:, 0] for p, e in parts.bounds[0].noise(key_rows, sizes, 1).items()}
+            def at(noise: Any, rows: Rows) -> Array:
                 z = family.draw(psi, noise)
                 return parts.bounds[0].value({**theta, **private}, eta, z, centre, rows, data)
 
+            def some(s: Array) -> Array:
+                noise, rows = self._noise(jax.random.fold_in(key, s), sizes, together)
+                return jax.vmap(at, (0, 1))(noise, rows)
+
             draws = self.settings.evidence_draws
-            return jax.lax.map(at, jnp.arange(draws), batch_size=min(draws, 8)).mean()
+            together = next(n for n in range(min(draws, 8), 0, -1) if draws % n == 0)
+            return jax.lax.map(some, jnp.arange(draws // together)).mean()
 
         expected = exact if parts.conjugate else sampled
         log_lik, gradient = jax.value_and_grad(expected)(theta) if theta else (expected(theta), {})
@@ -191,16 +194,12 @@ class Silo(Role):
         own = {"private": state.params["private"], "guide": eta}
 
         def noise(key: Array, particles: int, batch: int | None) -> Noise:
-            key_globals, key_rows, key_index = jax.random.split(key, 3)
-            sizes = {p: batch or len(part["loc"]) for p, part in eta.items()}
             index = None
             if batch:
+                key, key_index = jax.random.split(key)
                 index = jax.random.randint(key_index, (batch,), 0, self._real_rows(data))
-            return Noise(
-                family.noise(key_globals, particles),
-                parts.bounds[0].noise(key_rows, sizes, particles),
-                index,
-            )
+            sizes = {p: batch or len(part["loc"]) for p, part in eta.items()}
+            return Noise(*self._noise(key, sizes, particles), index)
 
         def log_lik(psi: Any, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
             here, local, scale = data, own["guide"], jnp.ones(())
@@ -240,6 +239,15 @@ class Silo(Role):
 
         divergence = parts.divergence
         return Problem(family, cavity, start, own, noise, log_lik, likelihood, num_rows, divergence)
+
+    def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Any, Rows]:
+        """The noise of so many draws of the globals, and of the rows for each."""
+        family, shapes = self.family, self.parts.bounds[0].shapes(sizes, draws)
+        if family.from_normals is None:
+            key, key_globals = jax.random.split(key)
+            return family.noise(key_globals, draws), normals(key, 0, shapes)[1]
+        ahead, rows = normals(key, draws * family.dim, shapes)
+        return family.from_normals(ahead.reshape(draws, family.dim)), rows
 
     def _real_rows(self, data: SiloData) -> Array | int:
         """How many rows a silo has, padded ones left out."""
