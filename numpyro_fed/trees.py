@@ -12,7 +12,7 @@ from jax import Array
 
 def all_finite(tree: Any) -> Array:
     """Whether every number of a tree is finite."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+    return jnp.concatenate([jnp.isfinite(leaf).ravel() for leaf in jax.tree.leaves(tree)]).all()
 
 
 def strong(tree: Any) -> Any:

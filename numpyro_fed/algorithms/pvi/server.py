@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -171,8 +170,11 @@ class Server(Role):
 
     def _progress(self, before: Progress, old: Natural, new: Natural, own: Array) -> Progress:
         """How far the posterior has come since the round began."""
-        both = jax.tree.map(lambda *pair: jnp.stack(pair), old, new)
-        means, log_scales = jax.vmap(partial(location_and_log_scale, self.family))(both)
+        means, log_scales = zip(
+            location_and_log_scale(self.family, old),
+            location_and_log_scale(self.family, new),
+            strict=True,
+        )
         begins = before.steps % self.settings.steps == 0
         mean = jnp.where(begins, jnp.nan_to_num(means[0]), before.mean)
         log_scale = jnp.where(begins, jnp.nan_to_num(log_scales[0]), before.log_scale)
