@@ -169,7 +169,7 @@ def _same_program(name: str, fits: dict[str, Any]) -> Any:
     if name == "PVI factor" and "PVI" in fits:
         return fits["PVI"] if fits["PVI"]._fit.factors.globals.prior_outside is None else None
     if name == "PVI Optax" and "PVI factor" in fits:
-        chosen = fits["PVI factor"]._fit.settings["local"]
+        chosen = fits["PVI factor"].plan.chosen["local"]
         return fits["PVI factor"] if chosen.startswith("Optax") else None
     return None
 

@@ -158,7 +158,7 @@ def fixed_noise(monkeypatch, points=32):
         nodes = (nodes - nodes.mean(0)) @ jnp.linalg.inv(jnp.linalg.cholesky(jnp.cov(nodes.T)).T)
         names = list(chosen.family.fit(lambda z: z.sum()))
         assert names == ["gaussian"]
-        family = chosen.family._replace(noise=lambda key, n: {"gaussian": nodes})
+        family = chosen.family._replace(noise=lambda key, n: {"gaussian": nodes}, from_normals=None)
         return chosen._replace(family=family)
 
     monkeypatch.setattr(module, "globals_of", globals_of)

@@ -266,6 +266,22 @@ def test_dual_gradient_is_the_gradient_in_the_mean_parameters(name):
     check(*both(eta, mu), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_move_is_that_of_the_natural_gradient_step(name):
+    family, psi = FAMILIES[name], parameters(name)
+    eta = family.natural(psi)
+    step = family.dual_gradient(scalar, eta)
+    h = 1e-6
+
+    def spread(h):
+        return family.spread(family.ordinary(jax.tree.map(lambda a, b: a + h * b, eta, step)))
+
+    (mean, sd), (before, sd_before) = jax.jit(spread)(h), jax.jit(spread)(-h)
+    expected = [(mean - before) / (sd + sd_before), jnp.log(sd / sd_before) / 2]
+    found = jax.jit(family.move)(psi, jax.grad(scalar)(psi))
+    check(found, jnp.concatenate(expected) / h, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("family", "eta"),
     [
