@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -124,23 +123,26 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
         members = _members(sites, kinds, covariance)
         family, places = expfam.product(members), Places(points, _around(members, reach))
-        eta, affine = _fitted(every, family, places)
+        [(eta, affine)] = _fitted([Density(every, family, places)])
         outside: list[str] = []
         if not affine:
-            look = partial(_kind, covariance=covariance, fm=fm, theta=theta, prior=prior)
-            kinds = {s.name: look(s, chosen.get(s.name), points, reach) for s in sites}
+            found = _kinds(sites, chosen, places, covariance=covariance, fm=fm, theta=theta)
+            if prior == "exact" and (none := [s for s in sites if s.name not in found]):
+                raise _outside(none[0], covariance)
+            kinds = {s.name: found.get(s.name, kinds[s.name]) for s in sites}
             members = _members(sites, kinds, covariance)
             family, places = expfam.product(members), Places(points, _around(members, reach))
             by_site = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
 
-            def fitted(names: Sequence[str]) -> tuple[Natural, bool]:
-                return _fitted(_terms(fm, theta, by_site, family, names), family, places)
+            def of(names: Sequence[str]) -> Density:
+                return Density(_terms(fm, theta, by_site, family, names), family, places)
 
             names = list(fm.prior_terms(theta, jnp.zeros(fm.dim)))
-            outside = [n for n in names if not fitted([n])[1]]
+            each = _fitted([of([name]) for name in names])
+            outside = [name for name, (_, affine) in zip(names, each, strict=True) if not affine]
             if outside and prior == "exact":
                 raise _coupled(outside[0], covariance)
-            eta = fitted([n for n in names if n not in outside])[0]
+            [(eta, _)] = _fitted([of([n for n in names if n not in outside])])
     learned = bool(fm.named("param")) and not outside
     fixed = jax.tree.map(np.asarray, eta)
 
@@ -243,13 +245,24 @@ def general(fm: FederatedModel) -> dict[str, Any]:
     )
 
 
-def _fitted(
-    terms: Callable[[Array], Array], family: Family, places: Places
-) -> tuple[Natural, bool]:
-    """Natural parameters of the density whose logarithm is a sum of terms; whether it is theirs."""
+class Density(NamedTuple):
+    """A density whose logarithm is a sum of terms, and the family that it may be in."""
+
+    terms: Callable[[Array], Array]
+    family: Family
+    places: Places
+
+
+def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
+    """For each density natural parameters, and whether it is theirs; in one program."""
 
     @jit_once
-    def found(points: Array) -> tuple[Natural, Array]:
+    def found(points: list[Array]) -> list[tuple[Natural, Array]]:
+        return [one(*each) for each in zip(densities, points, strict=True)]
+
+    def one(density: Density, points: Array) -> tuple[Natural, Array]:
+        terms, family, places = density
+
         def over(z: Array) -> Array:
             return jnp.append(terms(z), -family.log_base(z))
 
@@ -257,8 +270,7 @@ def _fitted(
         centre, near = places.around(eta, 16)
         return eta, affine_at(over, family, eta, centre, jnp.concatenate([points, near]))
 
-    eta, affine = found(places.points)
-    return eta, bool(affine)
+    return [(eta, bool(affine)) for eta, affine in found([d.places.points for d in densities])]
 
 
 def _candidates(site: Site) -> list[str]:
@@ -286,31 +298,36 @@ def _asked(site: Site, asked: str | None) -> str | None:
     return asked
 
 
-def _kind(
-    site: Site,
-    asked: str | None,
-    points: np.ndarray,
-    reach: np.ndarray,
+def _kinds(
+    sites: Sequence[Site],
+    chosen: Mapping[str, str],
+    places: Places,
     *,
     covariance: str,
     fm: FederatedModel,
     theta: dict[str, Any],
-    prior: str,
-) -> str:
-    """The first family that the site's prior is in; if none is and none need be, the Gaussian."""
-    rest, own = jax.random.normal(jax.random.key(2), (fm.dim,)), slice(site.start, site.stop)
+) -> dict[str, str]:
+    """For each site the first family that its prior is in, if there is one."""
+    rest, reach = np.random.default_rng(2).normal(size=fm.dim), _reach(fm)
 
-    def term(z: Array) -> Array:
-        return fm.prior_terms(theta, rest.at[own].set(z))[site.name][None]
+    def density(site: Site, kind: str) -> Density:
+        own = slice(site.start, site.stop)
 
-    for kind in [asked] if asked else _candidates(site):
+        def term(z: Array) -> Array:
+            return fm.prior_terms(theta, jnp.asarray(rest).at[own].set(z))[site.name][None]
+
         members = {kind: (np.arange(site.stop - site.start), _member(site, kind, covariance))}
-        places = Places(points[:, own], _around(members, reach[own]))
-        if _fitted(term, expfam.product(members), places)[1]:
-            return kind
-    if prior == "factor":
-        return asked or GAUSSIAN
-    raise _outside(site, covariance)
+        own_places = Places(places.points[:, own], _around(members, reach[own]))
+        return Density(term, expfam.product(members), own_places)
+
+    candidates = {s: [chosen[s.name]] if s.name in chosen else _candidates(s) for s in sites}
+    asked = [(s, kind) for s, kinds in candidates.items() for kind in kinds]
+    fits = _fitted([density(s, kind) for s, kind in asked])
+    found: dict[str, str] = {}
+    for (site, kind), (_, affine) in zip(asked, fits, strict=True):
+        if affine:
+            found.setdefault(site.name, kind)
+    return found
 
 
 def _outside(site: Site, covariance: str) -> ModelError:
