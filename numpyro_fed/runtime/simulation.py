@@ -81,11 +81,12 @@ def single(exchange: Exchange) -> Single:
     ) -> tuple[Any, tuple[Any, ...], Info, Array]:
         noise = _noise_of((exchange,), key, jnp.zeros(1, jnp.int32), silos, batches)
         noise = jax.tree.map(lambda a: a[0], noise)
-        who, ask = jnp.arange(_count(batches)), _ask_everyone(batches, None)
+        who, order = jnp.arange(_count(batches)), in_order(batches)
+        ask = _ask_everyone(batches, order, None)
         server, silos, info, good, _ = step(
             (exchange,), ask, noise, server, silos, who, server_data
         )
-        return server, silos, info, good
+        return server, silos, info, good[order]
 
     return run
 
@@ -96,14 +97,13 @@ def _noise_of(
     """All noise of some steps, along the first axis: for each exchange the server's, and that of
     each bucket. Steps and silos are one axis where it is drawn, which is compiled sooner than two.
     """
-    steps, ends = len(numbers), np.cumsum([len(b.silos) for b in batches])[:-1]
+    ends = np.cumsum([len(b.silos) for b in batches])[:-1]
     everyone, drawn = jnp.concatenate([b.silos for b in batches]), []
 
     def bucket(exchange: Exchange, keys: Array, states: Any) -> Any:
-        n = keys.shape[1]
-        each = jax.tree.map(lambda a: a[jnp.tile(jnp.arange(n), steps)], states)
-        noise = jax.vmap(exchange.silo_noise)(keys.reshape(-1), each)
-        return jax.tree.map(lambda a: a.reshape(steps, n, *a.shape[1:]), noise)
+        some = jax.tree.map(lambda a: a[0], states)
+        noise = jax.vmap(exchange.silo_noise, (0, None))(keys.reshape(-1), some)
+        return jax.tree.map(lambda a: a.reshape(*keys.shape, *a.shape[1:]), noise)
 
     for e, exchange in enumerate(exchanges):
         mine = jax.vmap(lambda i, e=e: exchange_key(key, i, e, len(exchanges)))(numbers)
@@ -114,9 +114,12 @@ def _noise_of(
     return drawn
 
 
-def _ask_everyone(batches: tuple[Batch, ...], watch: Watch | None) -> Ask:
-    """All silos of a bucket side by side, bucket after bucket."""
-    order = in_order(batches)
+def _ask_everyone(batches: tuple[Batch, ...], order: Array, watch: Watch | None) -> Ask:
+    """All silos of a bucket side by side, bucket after bucket.
+
+    ``order`` is that of the silos' numbers, sorted out once and not in each round; which replies
+    were good is told bucket after bucket.
+    """
 
     def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
         replies, after = [], []
@@ -128,7 +131,7 @@ def _ask_everyone(batches: tuple[Batch, ...], watch: Watch | None) -> Ask:
             after.append(states)
         watched = [jax.vmap(watch)(states) for states in after] if watch else [()]
         seen = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *watched)
-        good = jnp.concatenate([reply.ok for reply in replies])[order]
+        good = jnp.concatenate([reply.ok for reply in replies])
         return Answers(combine(exchange.combine, replies, order), good, tuple(after), seen)
 
     return ask
@@ -140,9 +143,13 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
 
     @partial(jax.jit, inline=True)  # traced once, though it is also asked for its shapes
     def one_round(
-        noise: list[Noise], state: State, batches: tuple[Batch, ...], server_data: Any
+        noise: list[Noise],
+        state: State,
+        batches: tuple[Batch, ...],
+        order: Array,
+        server_data: Any,
     ) -> tuple[State, Info, Array, Any]:
-        who, ask = jnp.arange(_count(batches)), _ask_everyone(batches, watch)
+        who, ask = jnp.arange(_count(batches)), _ask_everyone(batches, order, watch)
         server, silos, info, good, seen = step(
             exchanges, ask, noise, state.server, state.silos, who, server_data
         )
@@ -158,7 +165,9 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
         one = jax.eval_shape(noise_of, state.round[None], state.silos)
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one)
         block = max(1, min(BLOCK, NOISE // max(_size(shapes), 1)))
-        _, info, good, seen = jax.eval_shape(one_round, shapes, state, batches, server_data)
+        order = in_order(batches)
+        inputs = (shapes, state, batches, order, server_data)
+        _, info, good, seen = jax.eval_shape(one_round, *inputs)
         log = _log(chunk, 1, info, seen)
 
         def go_on(carry: tuple) -> Array:
@@ -176,7 +185,7 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
             def body(carry: tuple) -> tuple:
                 i, state, log, _ = carry
                 here = jax.tree.map(lambda a: a[i - first], noise)
-                state, info, good, seen = one_round(here, state, batches, server_data)
+                state, info, good, seen = one_round(here, state, batches, order, server_data)
                 return i + 1, state, _write(log, i, 0, info, seen), Ended(info.ok, good)
 
             return jax.lax.while_loop(go_on_here, body, carry)
@@ -184,7 +193,7 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
         ended = Ended(jnp.array(True), jnp.ones(good.shape, bool))
         start = (jnp.zeros((), jnp.int32), state, log, ended)
         _, state, log, ended = jax.lax.while_loop(go_on, one_block, start)
-        return state, log, ended
+        return state, log, ended._replace(replies=ended.replies[order])
 
     return advance
 

@@ -19,7 +19,7 @@ class Answers(NamedTuple):
     replies : Replies
         Put together as the exchange asks.
     ok : (k,) bool
-        Whether each participant's reply was good, in the order of ``who``.
+        Whether each participant's reply was good, in the order in which ``ask`` keeps silos.
     silos : Any
         The silos' states afterwards, in whatever form ``ask`` keeps them.
     seen : pytree, leaves (k, ...)
@@ -64,7 +64,8 @@ def step(
     -------
     server, silos, Info, (k,) bool, seen
         States afterwards, what the exchanges report together (:func:`fold`), which of the
-        participants' replies were good in all of them, and what was watched after the last.
+        participants' replies were good in all of them, as ``ask`` tells it, and what was watched
+        after the last.
     """
     infos, good, seen = [], jnp.ones(jnp.shape(who), bool), ()
     for exchange, drawn in zip(exchanges, noise, strict=True):
