@@ -103,15 +103,17 @@ class SiloBound(NamedTuple):
 
 
 def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Array, Rows]:
-    """Standard normals: ``number`` of them, and arrays whose last rows may be padded ones.
+    """Standard normals: ``number`` of them, and for each plate an array, rows first.
 
-    Those of the first plate are the same draw's, since each draw costs a program of its own.
+    Each draw is a program to compile, and so the first plate shares one with the ``number``: what
+    it has of padded rows comes last there, and shifts nothing. Other plates have their own.
     """
+    keys = jax.random.split(key, len(shapes)) if len(shapes) > 1 else [key]
     sizes = [math.prod(shape) for shape in shapes.values()]
-    together = jax.random.normal(key, (number + sum(sizes[:1]),))
+    together = jax.random.normal(keys[0], (number + sum(sizes[:1]),))
     rows = {}
     for i, (plate, shape) in enumerate(shapes.items()):
-        own = jax.random.normal(jax.random.fold_in(key, i), shape) if i else together[number:]
+        own = jax.random.normal(keys[i], shape) if i else together[number:]
         rows[plate] = own.reshape(shape)
     return together[:number], rows
 

@@ -12,7 +12,8 @@ from jax import Array
 
 def all_finite(tree: Any) -> Array:
     """Whether every number of a tree is finite."""
-    return jnp.concatenate([jnp.isfinite(leaf).ravel() for leaf in jax.tree.leaves(tree)]).all()
+    leaves = [jnp.isfinite(leaf).ravel() for leaf in jax.tree.leaves(tree)]
+    return jnp.concatenate([jnp.ones(1, bool), *leaves]).all()
 
 
 def strong(tree: Any) -> Any:

@@ -15,7 +15,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine
 from numpyro_fed.algorithms.sfvi import ServerState
 from numpyro_fed.model.padding import bucket
-from numpyro_fed.objectives import silo_bound
+from numpyro_fed.objectives import normals, silo_bound
 from numpyro_fed.runtime.combine import combine
 
 KEY = jax.random.key(0)
@@ -648,3 +648,18 @@ def test_a_bucket_of_ragged_silos_sums_as_its_silos_do_one_by_one(x64, objective
             close, (jax.tree.map(lambda a, j=j: a[j], reply.up), real), (one.up, mine.params)
         )
         jax.tree.map(np.testing.assert_array_equal, rest, before)
+
+
+def test_padded_rows_shift_nobodys_noise():
+    """More rows, at the first plate or at the second, leave the numbers of all others alone."""
+
+    def drawn(first, second):
+        return normals(KEY, 3, {"a": (first, 2, 1), "b": (second, 2, 2)})
+
+    ahead, rows = drawn(4, 5)
+    for padded in (drawn(7, 5), drawn(4, 9)):
+        np.testing.assert_array_equal(padded[0], ahead)
+        for plate, noise in rows.items():
+            np.testing.assert_array_equal(padded[1][plate][: len(noise)], noise)
+    numbers = np.concatenate([ahead, *(noise.ravel() for noise in rows.values())])
+    assert len(np.unique(numbers)) == len(numbers)

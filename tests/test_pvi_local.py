@@ -14,6 +14,9 @@ from scipy import optimize
 import numpyro_fed as nf
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.states import Status
+from numpyro_fed.model.data import read
+from numpyro_fed.model.split import split
+from numpyro_fed.model.verdicts import checks
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -151,6 +154,27 @@ def test_minibatches_of_a_model_that_sums_up_its_rows_are_refused():
     pvi = nf.PVI(model, local=nf.local.Optax(batch_size=4))
     with pytest.raises(nf.GuideError, match="a minibatch is another model"):
         pvi.run(KEY, 1, silos, **QUIET)
+
+
+def test_minibatches_of_rows_that_read_a_mean_are_refused_where_there_are_many():
+    def centred(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(mu + b - b.mean(), 0.5), obs=y)
+
+    def plain(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(mu + b, 0.5), obs=y)
+
+    silos = read([{"y": np.zeros(20_001)}])
+    stack = jax.tree.map(lambda a: a[None], silos[0])
+    found = [
+        checks(split(model, silos)).minibatch("row", ("y",), stack) for model in (centred, plain)
+    ]
+    assert [bool(same) for same in found] == [False, True]
 
 
 def test_minibatches_of_rows_that_share_a_covariance_are_refused():

@@ -21,6 +21,7 @@ from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import (
     exchange_key,
     init_keys,
+    participant_keys,
     schedule_key,
     server_key,
     silo_key,
@@ -342,6 +343,13 @@ def test_no_two_silos_rounds_or_exchanges_share_a_key():
     keys += [schedule_key(KEY), server, silos, *(jax.random.fold_in(silos, j) for j in range(10))]
     bits = {tuple(np.asarray(jax.random.key_data(k)).tolist()) for k in keys}
     assert len(bits) == len(keys)
+
+
+def test_keys_made_together_are_those_of_each_participant():
+    server, silos = participant_keys(KEY, jnp.array([4, 0, 7]))
+    each = jnp.stack([server_key(KEY), *(silo_key(KEY, j) for j in (4, 0, 7))])
+    together = jnp.concatenate([server[None], silos])
+    assert identical(jax.random.key_data(together), jax.random.key_data(each))
 
 
 def test_the_key_of_a_round_with_one_exchange_is_fold_in_of_its_number():

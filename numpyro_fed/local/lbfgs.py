@@ -54,14 +54,15 @@ class LBFGS:
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Search until the gradient vanishes; see the class."""
-        noise = standardised(problem.noise(key, self.num_particles, None))
+        key_fit, key_judge = jax.random.split(key)
+        noise = standardised(problem.noise(key_fit, self.num_particles, None))
 
         def loss(params: tuple[Ordinary, Any]) -> Array:
             return -free_energy(problem, *params, noise, plain=True)[0]
 
         start = (problem.start, problem.own)
         (psi, own), value, _ = minimise(loss, start, self.steps, self.tolerance)
-        converged = maximised(problem, psi, own, jax.random.fold_in(key, 1), AT_REST)
+        converged = maximised(problem, psi, own, key_judge, AT_REST)
         return Solution(problem.family.natural(psi), own, converged, jnp.isfinite(value))
 
 

@@ -132,7 +132,8 @@ class FixedPoint:
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Run the steps; see the class."""
         family = problem.family
-        noise = standardised(problem.noise(key, self.num_particles, None))
+        key_fit, key_judge = jax.random.split(key)
+        noise = standardised(problem.noise(key_fit, self.num_particles, None))
 
         def value(eta: Natural) -> Array:
             return free_energy(problem, family.ordinary(eta), problem.own, noise, plain=True)[0]
@@ -165,7 +166,7 @@ class FixedPoint:
         none = jnp.zeros((), jnp.int32)
         carry = jax.lax.while_loop(go_on, move, (none, start, first, far, jnp.ones_like(far)))
         psi = family.ordinary(carry[1])
-        converged = maximised(problem, psi, problem.own, jax.random.fold_in(key, 1), AT_REST)
+        converged = maximised(problem, psi, problem.own, key_judge, AT_REST)
         return Solution(carry[1], problem.own, converged, jnp.isfinite(carry[2]))
 
 

@@ -43,7 +43,7 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class AtRest:
-    """Whether a full natural-gradient step from ``eta`` would move ``q`` by next to nothing.
+    """Whether a full natural-gradient step from where a visit ended would move ``q`` by nothing.
 
     Attributes
     ----------

@@ -100,7 +100,7 @@ def _finite(server: Any, silos: tuple[Any, ...], numbers: tuple[Array, ...]) -> 
         return jnp.stack([jnp.ones(size, bool), *leaves]).all(0)
 
     stacks = tuple(each(stack, n) for stack, n in zip(silos, numbers, strict=True))
-    return _Finite(all_finite((0.0, server)), stacks)
+    return _Finite(all_finite(server), stacks)
 
 
 def _all_finite(state: State, batches: tuple[Batch, ...]) -> bool:

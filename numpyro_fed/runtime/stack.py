@@ -127,7 +127,8 @@ class Runtime(NamedTuple):
 
 def on_device(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:
     """Put buckets on the device."""
-    return tuple(Batch(*jax.device_put((np.asarray(b.silos, np.int32), b.data))) for b in buckets)
+    host = [(np.asarray(b.silos, np.int32), b.data) for b in buckets]
+    return tuple(Batch(*batch) for batch in jax.device_put(host, may_alias=False))
 
 
 def chunk_of(schedule: Schedule | None) -> int:

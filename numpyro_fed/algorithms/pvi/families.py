@@ -126,7 +126,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         [(eta, affine)] = _fitted([Density(every, family, places)])
         outside: list[str] = []
         if not affine:
-            found = _kinds(sites, chosen, places, covariance=covariance, fm=fm, theta=theta)
+            found = _kinds(sites, chosen, points, reach, covariance=covariance, fm=fm, theta=theta)
             if prior == "exact" and (none := [s for s in sites if s.name not in found]):
                 raise _outside(none[0], covariance)
             kinds = {s.name: found.get(s.name, kinds[s.name]) for s in sites}
@@ -301,14 +301,15 @@ def _asked(site: Site, asked: str | None) -> str | None:
 def _kinds(
     sites: Sequence[Site],
     chosen: Mapping[str, str],
-    places: Places,
+    points: np.ndarray,
+    reach: np.ndarray,
     *,
     covariance: str,
     fm: FederatedModel,
     theta: dict[str, Any],
 ) -> dict[str, str]:
     """For each site the first family that its prior is in, if there is one."""
-    rest, reach = np.random.default_rng(2).normal(size=fm.dim), _reach(fm)
+    rest = np.random.default_rng(2).normal(size=fm.dim)
 
     def density(site: Site, kind: str) -> Density:
         own = slice(site.start, site.stop)
@@ -317,14 +318,14 @@ def _kinds(
             return fm.prior_terms(theta, jnp.asarray(rest).at[own].set(z))[site.name][None]
 
         members = {kind: (np.arange(site.stop - site.start), _member(site, kind, covariance))}
-        own_places = Places(places.points[:, own], _around(members, reach[own]))
-        return Density(term, expfam.product(members), own_places)
+        places = Places(points[:, own], _around(members, reach[own]))
+        return Density(term, expfam.product(members), places)
 
     candidates = {s: [chosen[s.name]] if s.name in chosen else _candidates(s) for s in sites}
-    asked = [(s, kind) for s, kinds in candidates.items() for kind in kinds]
-    fits = _fitted([density(s, kind) for s, kind in asked])
+    pairs = [(s, kind) for s, kinds in candidates.items() for kind in kinds]
+    fits = _fitted([density(s, kind) for s, kind in pairs])
     found: dict[str, str] = {}
-    for (site, kind), (_, affine) in zip(asked, fits, strict=True):
+    for (site, kind), (_, affine) in zip(pairs, fits, strict=True):
         if affine:
             found.setdefault(site.name, kind)
     return found

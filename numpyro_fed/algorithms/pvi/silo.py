@@ -32,6 +32,7 @@ from numpyro_fed.model.split import Rows
 from numpyro_fed.objectives import normals
 from numpyro_fed.trees import all_finite
 
+TOGETHER = 8  # draws of the expected log likelihood, at most, side by side
 ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood of few rows
 
 
@@ -169,13 +170,15 @@ class Silo(Role):
                 z = family.draw(psi, noise)
                 return parts.bounds[0].value({**theta, **private}, eta, z, centre, rows, data)
 
-            def some(s: Array) -> Array:
-                noise, rows = self._noise(jax.random.fold_in(key, s), sizes, together)
+            draws = self.settings.evidence_draws
+            times = -(-draws // TOGETHER)
+            together = -(-draws // times)
+
+            def some(i: Array) -> Array:
+                noise, rows = self._noise(jax.random.fold_in(key, i), sizes, together)
                 return jax.vmap(at, (0, 1))(noise, rows)
 
-            draws = self.settings.evidence_draws
-            together = next(n for n in range(min(draws, 8), 0, -1) if draws % n == 0)
-            return jax.lax.map(some, jnp.arange(draws // together)).mean()
+            return jax.lax.map(some, jnp.arange(times)).ravel()[:draws].mean()
 
         expected = exact if parts.conjugate else sampled
         log_lik, gradient = jax.value_and_grad(expected)(theta) if theta else (expected(theta), {})
