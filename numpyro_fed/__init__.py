@@ -10,6 +10,7 @@ from numpyro_fed.errors import (
     SavedStateError,
 )
 from numpyro_fed.methods import schedules
+from numpyro_fed.methods.mode import Mode, find_mode
 from numpyro_fed.methods.node import ServerNode
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.pvi_family import (
@@ -53,6 +54,7 @@ __all__ = [
     "GuideError",
     "LocallyEnhanced",
     "MissingExtraError",
+    "Mode",
     "ModelError",
     "NonFiniteError",
     "NutsResult",
@@ -70,6 +72,7 @@ __all__ = [
     "describe",
     "divergences",
     "expfam",
+    "find_mode",
     "guides",
     "handlers",
     "importance_correct",

@@ -206,6 +206,8 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     private : silo_state -> Private
     watch : silo_state -> pytree of scalars, optional
         Logged for each visit of a silo, for the user of a simulation; not a message.
+    done : server_state -> () bool, optional
+        Whether it has come to its end by itself; no round is begun after that.
     """
 
     init_server: Callable[[Array], Server]
@@ -214,3 +216,4 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     shared: Callable[[Server], Shared]
     private: Callable[[Silo], Private]
     watch: Callable[[Silo], Any] | None = None
+    done: Callable[[Server], Array] | None = None

@@ -86,6 +86,8 @@ class Structure(NamedTuple):
         The support of each global latent and the constraint of each ``numpyro.param``.
     masked : dict
         The latents that are masked, ``{name: whether everywhere}``.
+    improper : tuple of str
+        The latents whose prior is ``ImproperUniform``.
     """
 
     sites: tuple[Site, ...]
@@ -93,6 +95,7 @@ class Structure(NamedTuple):
     nested: bool
     supports: dict[str, Any]
     masked: dict[str, bool]
+    improper: tuple[str, ...] = ()
 
 
 def structures(model: Callable, silos: Sequence[SiloData]) -> list[Structure]:
@@ -109,7 +112,7 @@ def structure(model: Callable, data: SiloData, j: int) -> Structure:
     found: list[Structure] = []
 
     def run(key: Array, data: SiloData) -> None:
-        with _proper():
+        with feasible():
             trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
         found.append(_read_trace(trace))
 
@@ -152,8 +155,12 @@ def held(data: SiloData) -> dict[str, Any]:
     return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
 
 
-class _proper(Messenger):
-    """Refuse latents without a prior to draw from, and parameters that nobody can set."""
+class feasible(Messenger):
+    """Let a model run whose flat priors (ImproperUniform) cannot be drawn from.
+
+    Such latents stand where unconstrained space has its zero. Refuses parameters and flat priors
+    that nobody can set: those in the body of a scan.
+    """
 
     def __init__(self, fn: Callable | None = None, *, scanned: bool = False):
         self.scanned = scanned
@@ -161,7 +168,7 @@ class _proper(Messenger):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         scanned = self.scanned or is_scan(msg)
-        if inside_control_flow(msg, lambda body: _proper(body, scanned=scanned)):
+        if inside_control_flow(msg, lambda body: feasible(body, scanned=scanned)):
             return
         if msg["type"] == "param" and scanned:
             raise ModelError(
@@ -170,11 +177,17 @@ class _proper(Messenger):
             )
         if msg["type"] != "sample" or msg["is_observed"]:
             return
-        if isinstance(_base(msg["fn"]), dist.ImproperUniform):
-            raise ModelError(
-                f"the prior of the latent site '{msg['name']}' is flat (ImproperUniform), and so "
-                "improper. Give it a proper prior, however wide, such as dist.Normal(0, 100)."
-            )
+        if isinstance(_base(msg["fn"]), dist.ImproperUniform) and msg["value"] is None:
+            if scanned:
+                raise ModelError(
+                    f"the prior of the latent site '{msg['name']}' is flat (ImproperUniform) and "
+                    "stands in the body of a scan, where it has no value to begin with. Give it a "
+                    "proper prior, however wide, such as dist.Normal(0, 100)."
+                )
+            fn = msg["fn"]
+            bijection = biject_to(fn.support)
+            shape = bijection.inverse_shape(fn.shape(msg["kwargs"]["sample_shape"]))
+            msg["value"] = bijection(jnp.zeros(shape))
 
 
 def _read_trace(trace: dict[str, Any]) -> Structure:
@@ -194,6 +207,7 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
     places: dict[str | None, int] = {}
     supports: dict[str, Any] = {}
     masked: dict[str, bool] = {}
+    improper: list[str] = []
     nested = False
     for site in trace.values():
         plate = silo_plate_of(site)
@@ -208,6 +222,8 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
                 if plate is None:
                     supports[entry.name] = site["fn"].support
                 masked |= _masked(entry.name, site["fn"])
+                if isinstance(_base(site["fn"]), dist.ImproperUniform):
+                    improper.append(entry.name)
             sites.append(entry)
         elif site["type"] == "param":
             support = site["kwargs"].get("constraint", constraints.real)
@@ -225,7 +241,7 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
                 f"site '{site['name']}' is mutable state (numpyro_mutable, batch norm), which has "
                 "no meaning in a log density. Use numpyro.param for what is learned."
             )
-    return Structure(tuple(sites), sizes, nested, supports, masked)
+    return Structure(tuple(sites), sizes, nested, supports, masked, tuple(improper))
 
 
 def _sizes(trace: dict[str, Any]) -> Sizes:

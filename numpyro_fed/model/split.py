@@ -37,6 +37,7 @@ from numpyro_fed.model.sites import (
     Site,
     Structure,
     check_same_sites,
+    feasible,
     held,
     structure,
     structures,
@@ -94,7 +95,7 @@ class FederatedModel(NamedTuple):
     flat : tuple of str
         The latents without a proper prior.
     local_prior : LocalPrior or None
-        None where a local latent is masked, so that it has none.
+        None where a local latent has none, or is masked.
     """
 
     text: Callable
@@ -227,6 +228,8 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
     plates = tuple(
         Plate(p, max([s.stop for s in latents if s.plate == p], default=0), False) for p in at.sizes
     )
+    without = {*at.masked, *at.improper}
+    no_prior = any(s.name in without for s in latents if s.plate is not None)
     # The global functions run the text on placeholders for data and local latents, inside jit so
     # that they stay abstract. None of them reaches the result: _check_reaches has made sure.
     template = jax.tree.map(np.zeros_like, silo)
@@ -275,7 +278,8 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         names = [s.name for s in at.sites if s.kind == "param" and (s.plate is not None) == local]
         if not names:
             return {}
-        trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
+        with feasible():
+            trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
         return {n: biject_to(at.supports[n]).inv(trace[n]["value"]) for n in names}
 
     def start(
@@ -329,8 +333,8 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         init_local=init_local,
         sizes=sizes,
         supports=at.supports,
-        flat=tuple(name for name, everywhere in at.masked.items() if everywhere),
-        local_prior=None if at.masked else local_prior(model, at.sites),
+        flat=(*(name for name, everywhere in at.masked.items() if everywhere), *at.improper),
+        local_prior=None if no_prior else local_prior(model, at.sites),
     )
 
 
@@ -352,7 +356,8 @@ def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str
 
     def initial(data: dict[str, Array]) -> Theta:
         at = replace(silo, arrays=data)
-        trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(**at.kwargs)
+        with feasible():
+            trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(**at.kwargs)
         return {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "param"}
 
     key = jax.random.key(0)

@@ -66,8 +66,11 @@ def drive(
                 failure = Failure(int(after.round) - 1, bad)
                 n = failure.round - int(state.round)
                 after, _, ended = runtime.advance(key, state, batches, n, server_data)
+            asked, n = n, int(after.round) - int(state.round)
             logs.append(jax.tree.map(partial(_first, n), log))
             state, done = after, done + n
+            if n < asked:  # the algorithm has come to its end
+                break
             if progress_bar and n:
                 bar.update(n)
                 bar.set_postfix_str(f"bound: {-logs[-1].losses.mean():.4f}", refresh=False)

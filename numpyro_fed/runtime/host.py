@@ -52,7 +52,8 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
     exchanges = tuple(map(compiled, algorithm.exchanges))
-    advance = rounds(exchanges, schedule, len, partial(_ask, watch=watch))
+    asking = partial(_ask, watch=watch)
+    advance = rounds(exchanges, schedule, len, asking, done=algorithm.done)
     return Runtime(init, advance, single, chunk_of(schedule))
 
 
@@ -61,6 +62,7 @@ def rounds(
     schedule: Schedule | None,
     num_silos: Callable[[tuple[Batch, ...]], int],
     ask_of: Callable[[tuple[Batch, ...]], Ask],
+    done: Callable[[Any], Array] | None = None,
 ) -> Advance:
     """A plain loop over rounds and their steps, whoever asks the silos."""
     who_when = jax.jit(partial(visits, schedule)) if schedule else None
@@ -95,7 +97,7 @@ def rounds(
         losses: list[float] = []
         logged: list[Any] = []
         ended = Ended(True, np.ones(num_silos(batches), bool))
-        while len(logged) < n and ended.ok:
+        while len(logged) < n and ended.ok and not (done and done(state.server)):
             state, loss, ended, row = one_round(key, state, batches, server_data)
             losses.append(loss)
             logged.append(row)

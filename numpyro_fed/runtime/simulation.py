@@ -171,8 +171,8 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
         log = _log(chunk, 1, info, seen)
 
         def go_on(carry: tuple) -> Array:
-            i, _, _, ended = carry
-            return (i < n) & ended.ok
+            i, state, _, ended = carry
+            return (i < n) & _goes_on(algorithm, state.server, ended)
 
         def one_block(carry: tuple) -> tuple:
             first, state, _, _ = carry
@@ -229,8 +229,8 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         places, every = _places(batches), jnp.ones(_count(batches), bool)
 
         def go_on(carry: tuple) -> Array:
-            i, _, _, ended = carry
-            return (i < n) & ended.ok
+            i, (_, server, *_), _, ended = carry
+            return (i < n) & _goes_on(algorithm, server, ended)
 
         def one_round(carry: tuple) -> tuple:
             i, (round_, server, silos, (_, change)), log, _ = carry
@@ -267,6 +267,11 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         return state, log, ended
 
     return advance
+
+
+def _goes_on(algorithm: FederatedAlgorithm, server: Any, ended: Ended) -> Array:
+    """Whether there is another round: the last one may be kept, and it was not the end."""
+    return ended.ok & ~algorithm.done(server) if algorithm.done else ended.ok
 
 
 def _ask_some(batches: tuple[Batch, ...], places: Places, watch: Watch | None) -> Ask:

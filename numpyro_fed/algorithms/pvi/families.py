@@ -100,7 +100,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         )
     if flat := [s.name for s in sites if s.name in fm.flat]:
         raise ModelError(
-            f"the prior of the global site '{flat[0]}' is flat (its mask is False everywhere), and "
+            f"the prior of the global site '{flat[0]}' is flat (ImproperUniform, or masked), and "
             "so improper: there is no posterior before the first visit. Give it a proper prior, "
             "however wide, such as dist.Normal(0, 100); or use SFVI."
         )

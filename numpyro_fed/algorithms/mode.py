@@ -1,0 +1,234 @@
+r"""The mode of the joint density, by a damped Newton method over silos.
+
+Each exchange the server sends a place ``z_G``; silo ``j`` answers with its log likelihood there,
+its own latents integrated by Laplace's method, with gradient and Hessian; the sum of the answers
+and of the server's log prior make
+
+.. math::
+    \ell(z_G) = \log p(z_G) + \sum_j \log p(y_j \mid z_G), \qquad A = -\nabla^2 \ell,
+
+and the next place is :math:`z_G + D^{-1/2} V (|\Lambda| + \lambda)^{-1} V' D^{-1/2} \nabla \ell`
+with :math:`D^{-1/2} A D^{-1/2} = V \Lambda V'` and :math:`D` the largest curvature met so far of
+each coordinate, so that no coordinate's unit matters (Levenberg 1944; Marquardt 1963; More 1978;
+absolute eigenvalues lead away from saddles: Dauphin et al. 2014). :math:`\lambda` shrinks with
+steps that keep their promise and grows with those that do not.
+
+Several starts run side by side, each as if alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from numpyro_fed.algorithms.base import (
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Private,
+    Replies,
+    Reply,
+    Shared,
+)
+from numpyro_fed.algorithms.laplace import Laplace
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.trees import all_finite
+
+DAMPING = 1e-2  # at the start; of curvatures scaled to one
+STUCK = 1e8  # damping from which on no step is worth trying
+GAIN = 1e-4  # nats that a step promises, at most, where the search ends
+ROUNDINGS = 8  # within which two numbers are alike
+TOGETHER = 16  # columns of a Hessian that are computed side by side
+
+
+class Place(NamedTuple):
+    """The value of a function at a place (n,), its gradient and its negative Hessian."""
+
+    x: Array
+    value: Array
+    gradient: Array
+    curvature: Array
+
+
+class Search(NamedTuple):
+    """Where a search is.
+
+    ``best`` is the best place so far, if any is ``known`` where all numbers are finite; ``trial``
+    the next one to be tried, which promises to gain ``promise`` nats; ``scale`` the largest
+    curvature of each coordinate so far; ``done`` whether the search has ended, ``rests`` whether
+    it did so at a mode.
+    """
+
+    best: Place
+    known: Array
+    trial: Array
+    promise: Array
+    scale: Array
+    damping: Array
+    done: Array
+    rests: Array
+    tried: Array
+
+
+class SiloState(NamedTuple):
+    """The modes of a silo's locals where they were looked for last, for each start."""
+
+    z_L: Rows
+
+
+class Up(NamedTuple):
+    """A silo's log likelihood, its gradient and its negative Hessian, for each start."""
+
+    value: Array
+    gradient: Array
+    curvature: Array
+
+
+def mode(fm: FederatedModel, starts: Array) -> FederatedAlgorithm:
+    """Build the algorithm.
+
+    Parameters
+    ----------
+    fm : FederatedModel
+        Without parameters inside silo plates.
+    starts : (starts, n) array
+        Where to begin: shared parameters and globals as one vector (:func:`unraveller`).
+    """
+    laplace, unravel = Laplace(fm), unraveller(fm)
+    n = starts.shape[1]
+
+    def log_prior(x: Array) -> Array:
+        return fm.log_prior(*unravel(x))
+
+    def init_server(key: Array) -> Search:
+        def begin(x: Array) -> Search:
+            nothing = Place(x, jnp.zeros(()), jnp.zeros(n), jnp.eye(n))
+            no, never = jnp.array(False), jnp.zeros((), jnp.int32)
+            damping = jnp.array(DAMPING)
+            return Search(nothing, no, x, jnp.ones(()), jnp.zeros(n), damping, no, no, never)
+
+        return jax.vmap(begin)(starts)
+
+    def init_silo(key: Array, data: SiloData) -> SiloState:
+        return SiloState(jax.vmap(lambda _: laplace.start(data))(starts))
+
+    def broadcast(
+        noise: Any, state: Search, who: Array, server_data: Any
+    ) -> tuple[Array, tuple[()]]:
+        return state.trial, ()
+
+    def silo(
+        noise: Any, down: Array, state: SiloState, data: SiloData
+    ) -> tuple[Reply[Up], SiloState]:
+        def at(x: Array, z_L: Rows) -> tuple[Up, Rows]:
+            def value(x: Array) -> tuple[Array, Rows]:
+                theta, z_G = unravel(x)
+                return laplace.log_likelihood(theta, z_G, data, z_L)
+
+            place, modes = derivatives(value, x)
+            found = Up(*place[1:])
+            fine = all_finite((found, modes))
+            found = jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan), found)
+            return found, jax.tree.map(partial(jnp.where, fine), modes, z_L)
+
+        up, modes = jax.vmap(at)(down, state.z_L)
+        # A place that is too far for a silo is a step that fails, not a reply that does.
+        return Reply(jax.tree.map(_far, up), jnp.array(True)), SiloState(modes)
+
+    def server(
+        state: Search, memo: Any, replies: Replies[Up], server_data: Any
+    ) -> tuple[Search, Info]:
+        def one(search: Search, up: Up) -> Search:
+            prior, _ = derivatives(lambda x: (log_prior(x), ()), search.trial)
+            here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
+            return _judged(search, Place(search.trial, *here))
+
+        after = jax.vmap(one)(state, replies.up)
+        return after, Info(-after.best.value[_highest(after)], jnp.array(True))
+
+    def shared(state: Search) -> Shared:
+        theta, z_G = unravel(state.best.x[_highest(state)])
+        return Shared(theta, {"loc": z_G})
+
+    def private(state: SiloState) -> Private:
+        return Private({}, {})
+
+    return FederatedAlgorithm(
+        init_server,
+        init_silo,
+        (Exchange(broadcast, silo, server, name="mode"),),
+        shared,
+        private,
+        done=lambda state: state.done.all(),
+    )
+
+
+def unraveller(fm: FederatedModel) -> Any:
+    """From one vector to shared parameters and globals."""
+    theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (theta, jnp.zeros(fm.dim)))
+    return ravel_pytree(zeros)[1]
+
+
+def derivatives(f: Any, x: Array) -> tuple[Place, Any]:
+    """A function ``x -> (value, more)`` at a place: with its gradient and negative Hessian."""
+    gradient = jax.value_and_grad(f, has_aux=True)
+    (value, more), g = gradient(x)
+
+    def column(e: Array) -> Array:
+        return jax.jvp(lambda x: gradient(x)[1], (x,), (e,))[1]
+
+    H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(TOGETHER, max(len(x), 1)))
+    return Place(x, value, g, -0.5 * (H + H.T)), more
+
+
+def _far(a: Array) -> Array:
+    """NaN in place of infinity: neither is a number to climb to, and sums keep a NaN."""
+    return jnp.where(jnp.isfinite(a), a, jnp.nan)
+
+
+def _highest(state: Search) -> Array:
+    """The start that has come highest."""
+    return jnp.argmax(jnp.where(state.known, state.best.value, -jnp.inf))
+
+
+def _judged(search: Search, here: Place) -> Search:
+    """Keep what was tried if it is better, and choose what to try next."""
+    best, known = search.best, search.known
+    near = ROUNDINGS * jnp.finfo(here.value.dtype).eps * jnp.abs(best.value)
+    fine = all_finite(here[1:])
+    better = fine & (~known | (here.value >= best.value - near))
+    ratio = (here.value - best.value + near) / search.promise
+    kept = jnp.where(ratio > 0.75, search.damping / 10, search.damping)
+    kept = jnp.where(ratio < 0.25, 4 * search.damping, kept)
+    kept = jnp.where(known, kept, search.damping)
+    damping = jnp.where(better, kept, 10 * search.damping)
+    at = jax.tree.map(lambda new, old: jnp.where(better, new, old), here, best)
+    curvature = jnp.abs(jnp.diagonal(at.curvature))
+    scale = jnp.where(better, jnp.maximum(search.scale, curvature), search.scale)
+    step, promise, gain = _climb(at, scale, damping)
+    rests = better & (gain <= jnp.maximum(GAIN, near))
+    done = rests | (damping > STUCK)
+    # From a start at which something is not finite, halfway back to zero.
+    trial = jnp.where(known | fine, at.x + step, 0.5 * search.trial)
+    after = Search(at, known | fine, trial, promise, scale, damping, done, rests, search.tried + 1)
+    return jax.tree.map(lambda new, old: jnp.where(search.done, old, new), after, search)
+
+
+def _climb(at: Place, scale: Array, damping: Array) -> tuple[Array, Array, Array]:
+    """A damped step, what it promises, and what an undamped one would: much, at a saddle."""
+    unit = jnp.sqrt(jnp.where(scale > 0, scale, 1.0))
+    values, V = jnp.linalg.eigh(at.curvature / unit / unit[:, None])
+    slope = V.T @ (at.gradient / unit)
+    flat = ROUNDINGS * len(scale) * jnp.finfo(scale.dtype).eps
+    size = jnp.maximum(jnp.abs(values), flat)
+    u = slope / (size + damping)
+    promise = slope @ u - 0.5 * (values * u**2).sum()
+    gain = jnp.where((values > -flat).all(), 0.5 * (slope**2 / size).sum(), jnp.inf)
+    return V @ u / unit, promise, gain

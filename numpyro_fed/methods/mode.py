@@ -1,0 +1,178 @@
+"""The mode of the posterior, found over silos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.mode import mode, unraveller
+from numpyro_fed.errors import ModelError, NonFiniteError, positive_int
+from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.runtime.drive import drive
+from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.runtime.stack import on_device
+
+
+@dataclass(frozen=True)
+class Mode:
+    r"""The highest point of the posterior density that was found, unconstrained.
+
+    Attributes
+    ----------
+    sites : dict
+        Global latents and deterministic sites there, on their own supports.
+    theta : dict
+        Shared parameters there.
+    z_G : (dim,) array
+        The globals, unconstrained; the mode is that of their density in this space.
+    curvature : (n, n) array
+        The negative Hessian of the log density there, of shared parameters and then ``z_G``.
+    log_evidence : float
+        Laplace's approximation, :math:`\ell(\hat z) + \tfrac n2 \log 2\pi - \tfrac12 \log\det A`.
+    num_exchanges : int
+        Messages that each silo sent.
+    converged : bool
+        Whether another step of Newton's method would gain next to nothing, from a place at which
+        the density falls in every direction.
+    values : (starts,) array
+        The log density at the best place of each start.
+    """
+
+    sites: dict[str, np.ndarray]
+    theta: dict[str, Any]
+    z_G: np.ndarray = field(repr=False)
+    curvature: np.ndarray = field(repr=False)
+    log_evidence: float
+    num_exchanges: int
+    converged: bool
+    values: np.ndarray = field(repr=False)
+
+    @cached_property
+    def covariance(self) -> np.ndarray:
+        """The inverse of :attr:`curvature` (n, n)."""
+        return np.linalg.inv(self.curvature)
+
+
+def find_mode(
+    key: Array,
+    model: Callable,
+    silos: Sequence[Mapping[str, Any]],
+    *,
+    starts: int = 1,
+    max_exchanges: int = 200,
+    progress_bar: bool = False,
+) -> Mode:
+    r"""Find the mode of the globals' posterior density, each silo's own latents integrated out.
+
+    By a damped Newton method: each silo sends its log likelihood with gradient and Hessian, its
+    latents integrated by Laplace's method, and the server adds them up. Nothing has to be scaled.
+
+    Parameters
+    ----------
+    key : jax.Array
+        For the places where further starts begin.
+    model, silos
+        As for :class:`numpyro_fed.SFVI`.
+    starts : int
+        Searches side by side, in one program: the first from zero in unconstrained space, the
+        others from draws of the prior, or standard normals where it cannot be drawn from.
+    max_exchanges : int
+        Exchanges, at most.
+    progress_bar : bool
+
+    Returns
+    -------
+    Mode
+
+    Raises
+    ------
+    ModelError
+        For a model with parameters inside silo plates, or without anything that silos share.
+    NonFiniteError
+        If no place was found at which density, gradient and Hessian are finite.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 1000))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 5), obs=y)
+    >>> silos = [dict(y=np.array([990.0, 1000.0])), dict(y=np.array([1010.0, 1020.0]))]
+    >>> found = nf.find_mode(jax.random.key(0), model, silos)
+    >>> round(float(found.sites["mu"])), found.converged
+    (1005, True)
+    """
+    positive_int("starts", starts)
+    positive_int("max_exchanges", max_exchanges)
+    layout, buckets = lay_out(model, silo_data.read(silos))
+    fm, batches = layout.model, on_device(buckets)
+    _check(fm)
+    algorithm = mode(fm, _starts(key, fm, starts))
+    runtime = simulation(algorithm)
+    state = runtime.init(key, batches)
+    run = drive(runtime, key, state, batches, max_exchanges, progress_bar)
+    search = jax.tree.map(np.asarray, run.state.server)
+    if not search.known.any():
+        raise NonFiniteError(
+            "no place was found at which the log density, its gradient and its Hessian are finite, "
+            f"from {starts} starts in {int(run.state.round)} exchanges. In double precision "
+            "(jax.config.update('jax_enable_x64', True)) they may be; or look at the data and the "
+            "supports of the sites.",
+            result=None,
+            round=int(run.state.round),
+            silos=(),
+        )
+    return _mode(fm, search, int(run.state.round))
+
+
+def _check(fm: FederatedModel) -> None:
+    if private := [s.name for s in fm.sites if s.kind == "param" and s.plate is not None]:
+        raise ModelError(
+            f"the parameter '{private[0]}' is inside a silo_plate: it has no mode that silos "
+            "share. Put it outside, or give it a prior by numpyro.sample."
+        )
+    if not fm.dim and not fm.named("param"):
+        raise ModelError(
+            "the model has neither global latents nor shared parameters, so that there is nothing "
+            "to search over. Move what silos share out of the silo_plate."
+        )
+
+
+def _starts(key: Array, fm: FederatedModel, number: int) -> Array:
+    """Where to begin, (number, n)."""
+    theta = fm.init_theta(key)
+    own = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
+    drawn = fm.draw_prior(key, number) if fm.dim and number > 1 else None
+    if drawn is None:
+        drawn = jax.random.normal(key, (number, fm.dim))
+    z_G = jnp.nan_to_num(drawn).at[0].set(0.0)
+    return jnp.concatenate([jnp.broadcast_to(own, (number, len(own))), z_G], 1)
+
+
+def _mode(fm: FederatedModel, search: Any, num_exchanges: int) -> Mode:
+    values = np.where(search.known, search.best.value, -np.inf)
+    i = int(values.argmax())
+    theta, z_G = unraveller(fm)(search.best.x[i])
+    curvature = np.asarray(search.best.curvature[i], float)
+    _, log_det = np.linalg.slogdet(curvature)
+    sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
+    return Mode(
+        sites=sites,
+        theta=jax.tree.map(np.asarray, fm.constrain_theta(theta)),
+        z_G=np.asarray(z_G),
+        curvature=curvature,
+        log_evidence=float(values[i] + 0.5 * (len(curvature) * np.log(2 * np.pi) - log_det)),
+        num_exchanges=num_exchanges,
+        converged=bool(search.rests[i]),
+        values=values,
+    )

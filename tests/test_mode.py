@@ -1,0 +1,282 @@
+"""The mode of the posterior over silos, locals integrated by Laplace's method."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from problems import cut
+from scipy import optimize, stats
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.laplace import Laplace
+from numpyro_fed.model.data import read
+from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.split import split
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+
+
+def regression(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 100).expand([x.shape[1]]).to_event(1))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, 2.0), obs=y)
+
+
+def raw_rows(n=60):
+    """An IQ near 100, an income, and an intercept."""
+    r = np.random.default_rng(1)
+    x = np.stack([np.ones(n), r.normal(100, 15, n), np.exp(r.normal(10, 1, n))], 1)
+    return {"x": x, "y": x @ [20.0, 0.5, 1e-3] + 2 * r.normal(size=n)}
+
+
+def test_a_conjugate_model_takes_a_step_and_its_confirmation(double):
+    rows = raw_rows()
+    found = nf.find_mode(KEY, regression, cut(rows, (30, 10, 20)))
+    precision = rows["x"].T @ rows["x"] / 4 + np.eye(3) / 1e4
+    exact = np.linalg.solve(precision, rows["x"].T @ rows["y"] / 4)
+    assert found.converged
+    assert found.num_exchanges <= 8
+    sd = np.sqrt(np.diag(np.linalg.inv(precision)))
+    assert (np.abs(found.sites["beta"] - exact) < 0.02 * sd).all()
+    np.testing.assert_allclose(found.curvature, precision, rtol=1e-8, atol=1e-8)
+
+
+def test_the_evidence_of_a_conjugate_model_is_exact(double):
+    rows = gaussian_rows(30)
+    found = nf.find_mode(KEY, regression, cut(rows, (20, 10)))
+    covariance = rows["x"] @ rows["x"].T * 1e4 + 4 * np.eye(30)
+    evidence = stats.multivariate_normal(np.zeros(30), covariance).logpdf(rows["y"])
+    np.testing.assert_allclose(found.log_evidence, evidence, rtol=1e-8)
+
+
+def scaled(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 1000).expand([x.shape[1]]).to_event(1))
+    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+
+
+def test_raw_columns_in_single_precision_against_scipy():
+    rows = raw_rows(200)
+    found = nf.find_mode(KEY, scaled, cut(rows, (120, 30, 50)))
+
+    def loss(z):
+        noise = stats.norm(rows["x"] @ (z[:3] / rows["x"].std(0).clip(1)), np.exp(z[3]))
+        prior = stats.norm(0, 1000).logpdf(z[:3] / rows["x"].std(0).clip(1)).sum()
+        prior += stats.halfcauchy(scale=2.5).logpdf(np.exp(z[3])) + z[3]
+        return -(noise.logpdf(rows["y"]).sum() + prior)
+
+    exact = optimize.minimize(loss, [0, 0, 0, np.log(20)], method="BFGS", options={"gtol": 1e-4}).x
+    exact[:3] /= rows["x"].std(0).clip(1)
+    sd = np.sqrt(np.diag(found.covariance))
+    assert found.converged
+    assert found.num_exchanges <= 40
+    assert (np.abs(found.z_G - exact) < 0.05 * sd).all()
+    np.testing.assert_allclose(found.sites["sigma"], np.exp(exact[3]), rtol=0.01)
+
+
+def mixed(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 3).expand([2]).to_event(1))
+    tau = numpyro.sample("tau", dist.LogNormal(0, 0.5))
+    with nf.silo_plate("row", x.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, tau).expand([2]).to_event(1))
+        loc = x @ beta + b[:, 0] + b[:, 1] * x[:, 1]
+        numpyro.sample("y", dist.Normal(loc, 0.5), obs=y)
+
+
+def gaussian_rows(n=13):
+    x = np.stack([np.ones(n), RNG.normal(size=n)], 1)
+    return {"x": x, "y": x @ [1.0, -0.5] + 0.7 * RNG.normal(size=n)}
+
+
+def exact_marginal(z, x, y):
+    """Of the model ``mixed``, at unconstrained globals."""
+    variance = jnp.exp(2 * z[2]) * (1 + x[:, 1] ** 2) + 0.25
+    return dist.Normal(x @ z[:2], jnp.sqrt(variance)).log_prob(y).sum()
+
+
+def hospitals(h, n_hospitals, x, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 3))
+    tau = numpyro.sample("tau", dist.LogNormal(0, 0.5))
+    with nf.silo_plate("hospital", n_hospitals):
+        u = numpyro.sample("u", dist.Normal(mu, tau))
+    with nf.silo_plate("patient", x.shape[0]):
+        b = numpyro.sample("b", dist.Normal(u[h] * x, 0.8))
+        numpyro.sample("y", dist.Normal(b + u[h], 0.5), obs=y)
+
+
+def hospital_silo(sizes, seed=0):
+    r = np.random.default_rng(seed)
+    h = np.repeat(np.arange(len(sizes)), sizes)
+    x = r.normal(size=len(h))
+    return {"h": h, "n_hospitals": len(sizes), "x": x, "y": r.normal(size=len(h))}
+
+
+def exact_hospitals(z, silo):
+    """The latents of hospitals and patients integrated by hand: all is one Gaussian."""
+    h, x = silo["h"], jnp.asarray(silo["x"])
+    member = jnp.asarray(h[:, None] == np.arange(silo["n_hospitals"]), float)
+    loading = member * (1 + x)[:, None]
+    covariance = jnp.exp(2 * z[1]) * loading @ loading.T + (0.64 + 0.25) * jnp.eye(len(h))
+    mean = z[0] * loading.sum(1)
+    return dist.MultivariateNormal(mean, covariance).log_prob(jnp.asarray(silo["y"]))
+
+
+def derivatives(f, z):
+    return [np.asarray(d) for d in (f(z), jax.grad(f)(z), jax.hessian(f)(z))]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gaussian_locals_are_integrated_exactly_with_two_derivatives(padded, double):
+    rows = gaussian_rows()
+    silos = cut(rows, (9, 4))
+    fm, z = split(mixed, read(silos)), jnp.array([0.3, -0.2, 0.4])
+    laplace, (_, buckets) = Laplace(fm), lay_out(mixed, read(silos))
+    assert len(buckets) == 1
+    data = jax.tree.map(lambda a: jnp.asarray(a)[1], buckets[0].data) if padded else read(silos)[1]
+    assert bool(data.masks) == padded
+
+    def ours(z):
+        return laplace.log_likelihood({}, z, data, laplace.start(data))[0]
+
+    x, y = rows["x"][9:], rows["y"][9:]
+    for found, exact in zip(
+        derivatives(jax.jit(ours), z),
+        derivatives(lambda z: exact_marginal(z, x, y), z),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, exact, rtol=1e-8, atol=1e-10)
+
+
+def test_latents_above_others_are_integrated_with_them(double):
+    silo = hospital_silo((3, 1, 4))
+    (data,) = read([silo])
+    laplace, z = Laplace(split(hospitals, [data])), jnp.array([0.3, -0.2])
+
+    def ours(z):
+        return laplace.log_likelihood({}, z, data, laplace.start(data))[0]
+
+    for found, exact in zip(
+        derivatives(jax.jit(ours), z),
+        derivatives(lambda z: exact_hospitals(z, silo), z),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, exact, rtol=1e-8, atol=1e-10)
+
+
+def glmm(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([2]).to_event(1))
+    omega = numpyro.sample("omega", dist.Normal(0, 10))
+    with nf.silo_plate("child", x.shape[0], dim=-2):
+        b = numpyro.sample("b", dist.Normal(0, jnp.exp(-omega)))
+        with numpyro.plate("visit", x.shape[1], dim=-1):
+            numpyro.sample("y", dist.Poisson(jnp.exp(x @ beta + b)), obs=y)
+
+
+def glmm_rows(n=40):
+    r = np.random.default_rng(2)
+    x = np.stack([np.ones((n, 4)), r.normal(size=(n, 4))], -1)
+    return {"x": x, "y": r.poisson(np.exp(x @ [0.5, 0.3] + 0.7 * r.normal(size=(n, 1))))}
+
+
+def test_derivatives_through_the_modes_are_those_of_the_value(double):
+    (data,) = read([glmm_rows(7)])
+    laplace = Laplace(split(glmm, [data]))
+    f = jax.jit(lambda z: laplace.log_likelihood({}, z, data, laplace.start(data))[0])
+    z, h = np.array([0.2, 0.1, 0.4]), 1e-4
+    g, H = jax.grad(f)(z), jax.hessian(f)(z)
+    steps = h * np.eye(3)
+    slopes = [(f(z + e) - f(z - e)) / (2 * h) for e in steps]
+    curves = [(jax.grad(f)(z + e) - jax.grad(f)(z - e)) / (2 * h) for e in steps]
+    np.testing.assert_allclose(g, slopes, rtol=1e-6)
+    np.testing.assert_allclose(H, np.stack(curves), rtol=1e-5, atol=1e-6)
+
+
+def test_no_partition_matters():
+    rows = glmm_rows()
+    one, two, many = (
+        nf.find_mode(KEY, glmm, cut(rows, sizes)) for sizes in ((40,), (31, 9), (1, 2, 30, 3, 4))
+    )
+    assert one.converged
+    assert one.num_exchanges <= 30
+    for other in (two, many):
+        np.testing.assert_allclose(other.z_G, one.z_G, atol=1e-3)
+        np.testing.assert_allclose(other.log_evidence, one.log_evidence, rtol=1e-4)
+
+
+def test_no_unit_matters(double):
+    """An invertible linear map of the columns moves the coefficients, and nothing else."""
+    rows = raw_rows(200)
+
+    def model(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 1e6).expand([3]).to_event(1))
+        sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.StudentT(5, x @ beta, sigma), obs=y)
+
+    r = np.random.default_rng(3)
+    A = np.linalg.qr(r.normal(size=(3, 3)))[0] * 10.0 ** r.uniform(-4, 4, 3)
+    mapped = {"x": rows["x"] @ A, "y": rows["y"]}
+    plain, other = (nf.find_mode(KEY, model, cut(d, (120, 80))) for d in (rows, mapped))
+    predicted = rows["x"] @ plain.sites["beta"]
+    spread = np.sqrt(np.einsum("ni,ij,nj->n", rows["x"], plain.covariance[:3, :3], rows["x"]))
+    assert plain.converged
+    assert other.converged
+    assert (np.abs(mapped["x"] @ other.sites["beta"] - predicted) < 0.05 * spread).all()
+
+
+def test_several_starts_show_several_modes():
+    def model(y):
+        m = numpyro.sample("m", dist.Normal(0, 4))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal((m - 0.5) ** 2, 1), obs=y)
+
+    silos = [{"y": np.full(3, 9.0)}, {"y": np.full(4, 9.0)}]
+    found = nf.find_mode(KEY, model, silos, starts=8)
+    assert found.converged
+    assert found.values.shape == (8,)
+    np.testing.assert_allclose(found.sites["m"], -2.5, atol=0.05)
+
+
+def test_what_has_no_mode_is_refused_by_name():
+    def private(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            s = numpyro.param("s", 1.0, constraint=dist.constraints.positive)
+            numpyro.sample("y", dist.Normal(mu, s), obs=y)
+
+    def nothing(y):
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    silos = [{"y": np.ones(3)}]
+    with pytest.raises(nf.ModelError, match="'s' is inside a silo_plate"):
+        nf.find_mode(KEY, private, silos)
+    with pytest.raises(nf.ModelError, match="nothing to search over"):
+        nf.find_mode(KEY, nothing, silos)
+
+
+def flat(x, y):
+    real = dist.constraints.real_vector
+    beta = numpyro.sample("beta", dist.ImproperUniform(real, (), (x.shape[1],)))
+    sigma = numpyro.sample("sigma", dist.ImproperUniform(dist.constraints.positive, (), ()))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+
+
+def test_flat_priors(double):
+    """The mode of the least squares; of log sigma, which adds one to the degrees of freedom."""
+    rows = gaussian_rows(30)
+    silos = cut(rows, (17, 13))
+    found = nf.find_mode(KEY, flat, silos)
+    beta, (squares,) = np.linalg.lstsq(rows["x"], rows["y"])[:2]
+    np.testing.assert_allclose(found.sites["beta"], beta, rtol=1e-3)
+    np.testing.assert_allclose(found.sites["sigma"], np.sqrt(squares / 29), rtol=1e-2)
+    nuts = nf.run_nuts(KEY, flat, silos, num_samples=300, num_warmup=300, progress_bar=False)
+    sd = np.sqrt(np.diag(found.covariance))
+    assert (np.abs(nuts.globals["beta"].reshape(-1, 2).mean(0) - beta) < 0.3 * sd[:2]).all()
+    with pytest.raises(nf.ModelError, match=r"'beta' is flat \(ImproperUniform"):
+        nf.PVI(flat).run(KEY, 1, silos, progress_bar=False)
