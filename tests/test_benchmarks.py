@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-def run_quickly(script: str, tmp_path: Path) -> dict:
+def run_quickly(script: str, tmp_path: Path, *options: str) -> dict:
     report = tmp_path / "report.json"
-    command = [sys.executable, str(BENCHMARKS / script), "--quick", "--json", str(report)]
+    options = options or ("--quick",)
+    command = [sys.executable, str(BENCHMARKS / script), *options, "--json", str(report)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2_000:]
     return json.loads(report.read_text())
@@ -56,3 +59,23 @@ def test_many_globals(tmp_path):
     assert [fit["globals"] for fit in report["fits"]] == [4, 4, 4]
     for fit in report["fits"]:
         assert {"fit", "seconds", "mean_error_sd", "sd_ratio", "nuts_ess"} <= set(fit)
+
+
+def test_posteriordb(tmp_path):
+    """On data of the same names, whose reference is the exact posterior of many rows."""
+    r, n = np.random.default_rng(0), 400
+    iq = r.normal(100, 15, n)
+    score = 25 + 0.6 * iq + r.normal(0, 18, n)
+    x = np.stack([np.ones(n), iq], 1)
+    beta, (squares,) = np.linalg.lstsq(x, score)[:2]
+    sigma = np.sqrt(squares / n)
+    sd = [*(sigma * np.sqrt(np.diag(np.linalg.inv(x.T @ x)))), sigma / np.sqrt(2 * n)]
+    held = {"kidiq__kid_score": score, "kidiq__mom_iq": iq, "kidiq__mom_hs": np.ones(n)}
+    name = "kidscore_momiq"
+    held |= {f"reference__{name}__mean": [*beta, sigma], f"reference__{name}__sd": sd}
+    np.savez(tmp_path / "data.npz", **held)
+    options = ("--data", str(tmp_path / "data.npz"), "--posteriors", name)
+    report = run_quickly("posteriordb.py", tmp_path, *options)[name]
+    assert report["converged"]
+    assert report["exchanges"] < 40
+    assert report["mean_error_sd"] < 0.3

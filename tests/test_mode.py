@@ -280,3 +280,12 @@ def test_flat_priors(double):
     assert (np.abs(nuts.globals["beta"].reshape(-1, 2).mean(0) - beta) < 0.3 * sd[:2]).all()
     with pytest.raises(nf.ModelError, match=r"'beta' is flat \(ImproperUniform"):
         nf.PVI(flat).run(KEY, 1, silos, progress_bar=False)
+
+
+def test_a_direction_that_is_open_is_named(double):
+    rows = gaussian_rows(30)
+    rows["x"] = np.column_stack([rows["x"], 1000 * rows["x"][:, 1]])
+    with pytest.warns(UserWarning, match=r"does not fall along .*0.71 beta\[1\] .*0.71 beta\[2\]"):
+        found = nf.find_mode(KEY, flat, cut(rows, (17, 13)))
+    assert len(found.flat) == 1
+    assert "sigma" not in found.flat[0]

@@ -8,10 +8,10 @@ and of the server's log prior make
     \ell(z_G) = \log p(z_G) + \sum_j \log p(y_j \mid z_G), \qquad A = -\nabla^2 \ell,
 
 and the next place is :math:`z_G + D^{-1/2} V (|\Lambda| + \lambda)^{-1} V' D^{-1/2} \nabla \ell`
-with :math:`D^{-1/2} A D^{-1/2} = V \Lambda V'` and :math:`D` the largest curvature met so far of
-each coordinate, so that no coordinate's unit matters (Levenberg 1944; Marquardt 1963; More 1978;
-absolute eigenvalues lead away from saddles: Dauphin et al. 2014). :math:`\lambda` shrinks with
-steps that keep their promise and grows with those that do not.
+with :math:`D^{-1/2} A D^{-1/2} = V \Lambda V'` and :math:`D` the curvature of each coordinate,
+which shrinks by at most ten in a step: no coordinate's unit matters (Levenberg 1944; Marquardt
+1963; absolute eigenvalues lead away from saddles: Dauphin et al. 2014). :math:`\lambda` shrinks
+with steps that keep their promise and grows with those that do not.
 
 Several starts run side by side, each as if alone.
 """
@@ -41,6 +41,7 @@ from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.trees import all_finite
 
 DAMPING = 1e-2  # at the start; of curvatures scaled to one
+FORGET = 0.1  # of a coordinate's scale is left where its curvature has become smaller
 STUCK = 1e8  # damping from which on no step is worth trying
 GAIN = 1e-4  # nats that a step promises, at most, where the search ends
 ROUNDINGS = 8  # within which two numbers are alike
@@ -60,8 +61,8 @@ class Search(NamedTuple):
     """Where a search is.
 
     ``best`` is the best place so far, if any is ``known`` where all numbers are finite; ``trial``
-    the next one to be tried, which promises to gain ``promise`` nats; ``scale`` the largest
-    curvature of each coordinate so far; ``done`` whether the search has ended, ``rests`` whether
+    the next one to be tried, which promises to gain ``promise`` nats; ``scale`` the
+    curvature of each coordinate; ``done`` whether the search has ended, ``rests`` whether
     it did so at a mode.
     """
 
@@ -211,7 +212,7 @@ def _judged(search: Search, here: Place) -> Search:
     damping = jnp.where(better, kept, 10 * search.damping)
     at = jax.tree.map(lambda new, old: jnp.where(better, new, old), here, best)
     curvature = jnp.abs(jnp.diagonal(at.curvature))
-    scale = jnp.where(better, jnp.maximum(search.scale, curvature), search.scale)
+    scale = jnp.where(better, jnp.maximum(curvature, FORGET * search.scale), search.scale)
     step, promise, gain = _climb(at, scale, damping)
     rests = better & (gain <= jnp.maximum(GAIN, near))
     done = rests | (damping > STUCK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.mode import mode, unraveller
+from numpyro_fed.algorithms.mode import ROUNDINGS, mode, unraveller
 from numpyro_fed.errors import ModelError, NonFiniteError, positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.layout import lay_out
@@ -45,6 +46,8 @@ class Mode:
         the density falls in every direction.
     values : (starts,) array
         The log density at the best place of each start.
+    names : tuple of str
+        Of the ``n`` coordinates, such as ``"beta[1]"``.
     """
 
     sites: dict[str, np.ndarray]
@@ -55,6 +58,27 @@ class Mode:
     num_exchanges: int
     converged: bool
     values: np.ndarray = field(repr=False)
+    names: tuple[str, ...] = field(repr=False)
+
+    @cached_property
+    def flat(self) -> tuple[str, ...]:
+        """Directions in which the density does not fall, as combinations of coordinates.
+
+        Such as ``"+0.71 beta[0] -0.71 beta[1]"``, each coordinate in units of its own curvature.
+        """
+        unit = np.sqrt(np.abs(np.diagonal(self.curvature)))
+        unit = np.where(unit > 0, unit, 1.0)
+        values, vectors = np.linalg.eigh(self.curvature / unit / unit[:, None])
+        threshold = ROUNDINGS * len(values) * np.finfo(self.z_G.dtype).eps
+        return tuple(
+            " ".join(
+                f"{weight:+.2f} {name}"
+                for weight, name in zip(vector, self.names, strict=True)
+                if abs(weight) > 0.2
+            )
+            for value, vector in zip(values, vectors.T, strict=True)
+            if value <= threshold
+        )
 
     @cached_property
     def covariance(self) -> np.ndarray:
@@ -132,7 +156,9 @@ def find_mode(
             round=int(run.state.round),
             silos=(),
         )
-    return _mode(fm, search, int(run.state.round))
+    found = _mode(fm, search, int(run.state.round))
+    _warn(found)
+    return found
 
 
 def _check(fm: FederatedModel) -> None:
@@ -175,4 +201,34 @@ def _mode(fm: FederatedModel, search: Any, num_exchanges: int) -> Mode:
         num_exchanges=num_exchanges,
         converged=bool(search.rests[i]),
         values=values,
+        names=_names(fm),
     )
+
+
+def _names(fm: FederatedModel) -> tuple[str, ...]:
+    """Of the coordinates of the search: shared parameters, then globals."""
+
+    def each(name: str, shape: tuple[int, ...]) -> list[str]:
+        places = np.ndindex(shape)
+        return [name + (f"[{', '.join(map(str, place))}]" if place else "") for place in places]
+
+    theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
+    params = [n for name in sorted(theta) for n in each(name, theta[name].shape)]
+    return (*params, *(n for site in fm.named("latent") for n in each(site.name, site.shape)))
+
+
+def _warn(found: Mode) -> None:
+    if found.flat:
+        warnings.warn(
+            f"the log density does not fall along {' and '.join(found.flat)} (unconstrained, each "
+            "in units of its own curvature): the data and the prior leave it open there, or single "
+            "precision does. Give it a proper prior, leave out a column that others add up to, or "
+            "run in double precision (jax.config.update('jax_enable_x64', True)).",
+            stacklevel=3,
+        )
+    elif not found.converged:
+        warnings.warn(
+            f"the search had not come to a mode in {found.num_exchanges} exchanges: allow more by "
+            "max_exchanges, try several starts, or run in double precision.",
+            stacklevel=3,
+        )

@@ -1,0 +1,160 @@
+"""Posteriors of posteriordb, nothing scaled: what the mode and its curvature make of them.
+
+Three data sets and, for fourteen posteriors, means and sds of Stan's gold-standard draws. Rows are
+sorted by the first column after the ones and cut at 50 and 80 %, so that the three silos are
+unlike. Each posterior is the normal distribution at the mode with the inverse of the curvature
+there, in unconstrained space; errors are of the mean, in the reference's sds, and ratios of sds,
+the worst over all globals.
+
+    python benchmarks/posteriordb.py --data posteriordb_some.npz --json posteriordb.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+import numpyro_fed as nf
+
+DRAWS = 100_000
+Columns = Mapping[str, np.ndarray]
+
+
+def model(x: Any, y: Any = None, *, half_cauchy: bool) -> None:
+    """A regression; the coefficients are flat, and so is sigma where it is not half-Cauchy."""
+    real, positive = dist.constraints.real_vector, dist.constraints.positive
+    beta = numpyro.sample("beta", dist.ImproperUniform(real, (), (x.shape[-1],)))
+    flat = dist.ImproperUniform(positive, (), ())
+    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5) if half_cauchy else flat)
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+
+
+def interaction(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
+    return [a, b, a * b]
+
+
+def centred(x: np.ndarray) -> np.ndarray:
+    return x - x.mean()
+
+
+def standardised(x: np.ndarray) -> np.ndarray:
+    return centred(x) / (2 * x.std(ddof=1))
+
+
+def logs(d: Columns) -> list[np.ndarray]:
+    names = ("diam1", "diam2", "canopy_height", "total_height", "density")
+    return [*(np.log(d[name]) for name in names), d["group"]]
+
+
+def volume(d: Columns) -> np.ndarray:
+    return np.log(d["diam1"] * d["diam2"] * d["canopy_height"])
+
+
+def area(d: Columns) -> np.ndarray:
+    return np.log(d["diam1"] * d["diam2"])
+
+
+def shape(d: Columns) -> np.ndarray:
+    return np.log(d["diam1"] / d["diam2"])
+
+
+KIDS: dict[str, Callable[[Columns], list[np.ndarray]]] = {
+    "kidscore_momhs": lambda d: [d["mom_hs"]],
+    "kidscore_momiq": lambda d: [d["mom_iq"]],
+    "kidscore_momhsiq": lambda d: [d["mom_hs"], d["mom_iq"]],
+    "kidscore_interaction": lambda d: interaction(d["mom_hs"], d["mom_iq"]),
+    "kidscore_interaction_c": lambda d: interaction(centred(d["mom_hs"]), centred(d["mom_iq"])),
+    "kidscore_interaction_c2": lambda d: interaction(d["mom_hs"] - 0.5, d["mom_iq"] - 100),
+    "kidscore_interaction_z": lambda d: interaction(
+        standardised(d["mom_hs"]), standardised(d["mom_iq"])
+    ),
+    "kidscore_mom_work": lambda d: [d["mom_work"] == k for k in (2, 3, 4)],
+}
+SHRUBS: dict[str, Callable[[Columns], list[np.ndarray]]] = {
+    "mesquite": lambda d: [
+        d[name] for name in ("diam1", "diam2", "canopy_height", "total_height", "density", "group")
+    ],
+    "logmesquite": logs,
+    "logmesquite_logvolume": lambda d: [volume(d)],
+    "logmesquite_logva": lambda d: [volume(d), area(d), d["group"]],
+    "logmesquite_logvas": lambda d: [
+        *(volume(d), area(d), shape(d)),
+        *(np.log(d["total_height"]), np.log(d["density"]), d["group"]),
+    ],
+    "logmesquite_logvash": lambda d: [
+        *(volume(d), area(d), shape(d)),
+        *(np.log(d["total_height"]), d["group"]),
+    ],
+}
+HALF_CAUCHY = ("kidscore_momhs", "kidscore_momiq", "kidscore_momhsiq", "kidscore_interaction")
+
+
+def silos_of(data: Mapping[str, np.ndarray], name: str) -> list[dict[str, Any]]:
+    """Three unlike silos."""
+    of_kids = name in KIDS
+    table = "mesquite" if not of_kids else "kidiq"
+    table += "_with_mom_work" if name == "kidscore_mom_work" else ""
+    start = f"{table}__"
+    d = {k.removeprefix(start): data[k].astype(float) for k in data if k.startswith(start)}
+    y = d["kid_score"] if of_kids else d["weight"] if name == "mesquite" else np.log(d["weight"])
+    columns = (KIDS if of_kids else SHRUBS)[name](d)
+    x = np.column_stack([np.ones(len(y)), *columns]).astype(float)
+    order, n = np.argsort(x[:, 1], kind="stable"), len(y)
+    parts = np.split(order, [round(0.5 * n), round(0.8 * n)])
+    return [dict(x=x[i], y=y[i], half_cauchy=name in HALF_CAUCHY) for i in parts]
+
+
+def against(data: Mapping[str, np.ndarray], name: str, draws: np.ndarray) -> dict[str, Any]:
+    """Worst error of a mean, and the range of the ratios of sds."""
+    mean, sd = (data[f"reference__{name}__{k}"] for k in ("mean", "sd"))
+    ratio = draws.std(0) / sd
+    return dict(
+        mean_error_sd=float(np.abs((draws.mean(0) - mean) / sd).max()),
+        sd_ratio=[float(ratio.min()), float(ratio.max())],
+    )
+
+
+def by_mode(data: Mapping[str, np.ndarray], name: str) -> dict[str, Any]:
+    began = time.perf_counter()
+    found = nf.find_mode(jax.random.key(0), model, silos_of(data, name))
+    seconds = time.perf_counter() - began
+    z = np.random.default_rng(0).multivariate_normal(found.z_G, found.covariance, DRAWS)
+    draws = np.column_stack([z[:, :-1], np.exp(z[:, -1])])
+    what = dict(exchanges=found.num_exchanges, converged=found.converged, seconds=seconds)
+    return what | against(data, name, draws)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="posteriordb_some.npz")
+    parser.add_argument("--posteriors", help="some of them, with commas between; else all")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    args = parser.parse_args()
+    data = dict(np.load(args.data))
+    report = {}
+    print(f"{'posterior':24} exchanges  error (sd)  sd ratios     seconds")
+    names = args.posteriors.split(",") if args.posteriors else [*KIDS, *SHRUBS]
+    for name in names:
+        report[name] = r = by_mode(data, name)
+        low, high = r["sd_ratio"]
+        mark = "" if r["converged"] else "  not converged"
+        print(
+            f"{name:24} {r['exchanges']:9}  {r['mean_error_sd']:10.3f}  {low:.3f} {high:.3f}"
+            f"  {r['seconds']:8.1f}{mark}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
