@@ -39,7 +39,8 @@ class NonFiniteError(FloatingPointError):
     Attributes
     ----------
     result : Result
-        The fit at the last good round; nothing that was computed is lost.
+        The fit at the last good round, so that nothing that was computed is lost; None where there
+        is none.
     round : int
         The round that failed, counted from the first round of the state.
     silos : tuple[int, ...]

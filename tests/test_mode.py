@@ -289,3 +289,13 @@ def test_a_direction_that_is_open_is_named(double):
         found = nf.find_mode(KEY, flat, cut(rows, (17, 13)))
     assert len(found.flat) == 1
     assert "sigma" not in found.flat[0]
+
+
+def test_a_density_that_is_finite_nowhere_is_an_error():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Poisson(jnp.exp(mu + 1e4)), obs=y)
+
+    with pytest.raises(nf.NonFiniteError, match="no place was found"):
+        nf.find_mode(KEY, model, [{"y": np.ones(3)}, {"y": np.ones(2)}])
