@@ -299,3 +299,20 @@ def test_a_density_that_is_finite_nowhere_is_an_error():
 
     with pytest.raises(nf.NonFiniteError, match="no place was found"):
         nf.find_mode(KEY, model, [{"y": np.ones(3)}, {"y": np.ones(2)}])
+
+
+def separable(x, y):
+    real = dist.constraints.real_vector
+    b = numpyro.sample("b", dist.ImproperUniform(real, (), (2,)))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ b), obs=y)
+
+
+def test_a_direction_that_runs_away_is_named():
+    """Far out a separable logistic regression is flat, and every step promises little."""
+    x = np.stack([np.ones(20), np.linspace(-2, 2, 20)], 1)
+    silos = cut({"x": x, "y": (x[:, 1] > 0).astype(float)}, (7, 13))
+    with pytest.warns(UserWarning, match=r"does not fall along .*\+0.71 b\[1\]"):
+        found = nf.find_mode(KEY, separable, silos)
+    assert not found.converged
+    assert found.log_evidence is None

@@ -170,6 +170,49 @@ def mode(fm: FederatedModel, starts: Array) -> FederatedAlgorithm:
     )
 
 
+class Around(NamedTuple):
+    """Places (k, n) at which the density is looked at, and the start whose locals are near."""
+
+    places: Array
+    start: Array
+
+
+def around(fm: FederatedModel) -> Exchange:
+    """Build the exchange from :class:`Around` to the log density at each place (k,).
+
+    It shows whether the density falls as the curvature at a mode says. A parabola is all that a
+    search sees: where a likelihood levels off, as that of a separable logistic regression does far
+    out, each step promises little, too.
+    """
+    laplace, unravel = Laplace(fm), unraveller(fm)
+
+    def broadcast(
+        noise: Any, state: Around, who: Array, server_data: Any
+    ) -> tuple[Around, tuple[()]]:
+        return state, ()
+
+    def silo(
+        noise: Any, down: Around, state: SiloState, data: SiloData
+    ) -> tuple[Reply[Array], SiloState]:
+        near = jax.tree.map(lambda a: a[down.start], state.z_L)
+
+        def value(x: Array) -> Array:
+            theta, z_G = unravel(x)
+            return laplace.log_likelihood(theta, z_G, data, near)[0]
+
+        size = min(TOGETHER, len(down.places))
+        values = jax.lax.map(value, down.places, batch_size=size)
+        return Reply(_far(values), jnp.array(True)), state
+
+    def server(
+        state: Around, memo: Any, replies: Replies[Array], server_data: Any
+    ) -> tuple[Array, Info]:
+        prior = jax.vmap(lambda x: fm.log_prior(*unravel(x)))(state.places)
+        return prior + replies.up, Info(jnp.zeros(()), jnp.array(True))
+
+    return Exchange(broadcast, silo, server, name="around the mode")
+
+
 def unraveller(fm: FederatedModel) -> Any:
     """From one vector to shared parameters and globals."""
     theta = jax.eval_shape(fm.init_theta, jax.random.key(0))

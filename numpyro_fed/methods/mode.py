@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.mode import ROUNDINGS, mode, unraveller
+from numpyro_fed.algorithms.mode import ROUNDINGS, Around, around, mode, unraveller
 from numpyro_fed.errors import ModelError, NonFiniteError, positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.layout import lay_out
@@ -21,6 +21,9 @@ from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import on_device
+
+FAR = 3.0  # standard deviations, by the curvature, at which a density is looked at
+FALL = 0.1  # nats: a normal density has fallen by 4.5 there
 
 
 @dataclass(frozen=True)
@@ -37,48 +40,34 @@ class Mode:
         The globals, unconstrained; the mode is that of their density in this space.
     curvature : (n, n) array
         The negative Hessian of the log density there, of shared parameters and then ``z_G``.
-    log_evidence : float
-        Laplace's approximation, :math:`\ell(\hat z) + \tfrac n2 \log 2\pi - \tfrac12 \log\det A`.
+    log_evidence : float or None
+        Laplace's approximation, :math:`\ell(\hat z) + \tfrac n2 \log 2\pi - \tfrac12 \log\det A`;
+        None where a direction is open.
     num_exchanges : int
         Messages that each silo sent.
     converged : bool
-        Whether another step of Newton's method would gain next to nothing, from a place at which
-        the density falls in every direction.
+        Whether another step of Newton's method would gain next to nothing, from a place from which
+        the density falls in every direction, as one more exchange has seen.
     values : (starts,) array
         The log density at the best place of each start.
     names : tuple of str
         Of the ``n`` coordinates, such as ``"beta[1]"``.
+    flat : tuple of str
+        Directions in which the density does not fall: where there is no curvature, or where the
+        density has hardly fallen three standard deviations away. Combinations of coordinates, such
+        as ``"+0.71 beta[0] -0.71 beta[1]"``, each in units of its own curvature.
     """
 
     sites: dict[str, np.ndarray]
     theta: dict[str, Any]
     z_G: np.ndarray = field(repr=False)
     curvature: np.ndarray = field(repr=False)
-    log_evidence: float
+    log_evidence: float | None
     num_exchanges: int
     converged: bool
     values: np.ndarray = field(repr=False)
     names: tuple[str, ...] = field(repr=False)
-
-    @cached_property
-    def flat(self) -> tuple[str, ...]:
-        """Directions in which the density does not fall, as combinations of coordinates.
-
-        Such as ``"+0.71 beta[0] -0.71 beta[1]"``, each coordinate in units of its own curvature.
-        """
-        unit = np.sqrt(np.abs(np.diagonal(self.curvature)))
-        unit = np.where(unit > 0, unit, 1.0)
-        values, vectors = np.linalg.eigh(self.curvature / unit / unit[:, None])
-        threshold = ROUNDINGS * len(values) * np.finfo(self.z_G.dtype).eps
-        return tuple(
-            " ".join(
-                f"{weight:+.2f} {name}"
-                for weight, name in zip(vector, self.names, strict=True)
-                if abs(weight) > 0.2
-            )
-            for value, vector in zip(values, vectors.T, strict=True)
-            if value <= threshold
-        )
+    flat: tuple[str, ...] = field(repr=False)
 
     @cached_property
     def covariance(self) -> np.ndarray:
@@ -156,7 +145,11 @@ def find_mode(
             round=int(run.state.round),
             silos=(),
         )
-    found = _mode(fm, search, int(run.state.round))
+    shape = _Shape.of(search)
+    places = jnp.asarray(shape.places, run.state.server.trial.dtype)
+    there = Around(places, jnp.asarray(shape.start))
+    values, *_ = runtime.single(around(fm))(key, there, run.state.silos, batches)
+    found = _mode(fm, search, shape, np.asarray(values), int(run.state.round) + 1)
     _warn(found)
     return found
 
@@ -185,23 +178,64 @@ def _starts(key: Array, fm: FederatedModel, number: int) -> Array:
     return jnp.concatenate([jnp.broadcast_to(own, (number, len(own))), z_G], 1)
 
 
-def _mode(fm: FederatedModel, search: Any, num_exchanges: int) -> Mode:
-    values = np.where(search.known, search.best.value, -np.inf)
-    i = int(values.argmax())
+class _Shape(NamedTuple):
+    """The parabola at the highest place: its axes (n, n) in units of each coordinate's own
+    curvature, its curvature along them, and places on both sides of each, (2 n, n).
+    """
+
+    start: int
+    axes: np.ndarray
+    values: np.ndarray
+    threshold: float
+    places: np.ndarray
+
+    @classmethod
+    def of(cls, search: Any) -> _Shape:
+        start = int(np.where(search.known, search.best.value, -np.inf).argmax())
+        x, curvature = search.best.x[start], np.asarray(search.best.curvature[start], float)
+        unit = np.sqrt(np.abs(np.diagonal(curvature)))
+        unit = np.where(unit > 0, unit, 1.0)
+        values, axes = np.linalg.eigh(curvature / unit / unit[:, None])
+        threshold = float(ROUNDINGS * len(values) * np.finfo(x.dtype).eps)
+        away = FAR * axes / np.sqrt(np.maximum(values, threshold)) / unit[:, None]
+        return cls(start, axes, values, threshold, x + np.concatenate([away.T, -away.T]))
+
+    def open(self, falls: np.ndarray, names: Sequence[str]) -> tuple[str, ...]:
+        """The directions in which a density is open that falls so much at the places (2 n,)."""
+        hardly = (falls < FALL).reshape(2, -1)
+        found = []
+        for k, axis in enumerate(self.axes.T):
+            if self.values[k] <= self.threshold or hardly[:, k].any():
+                signed = -axis if hardly[1, k] and not hardly[0, k] else axis
+                parts = zip(signed, names, strict=True)
+                found.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
+        return tuple(found)
+
+
+def _mode(
+    fm: FederatedModel, search: Any, shape: _Shape, around: np.ndarray, num_exchanges: int
+) -> Mode:
+    """``around`` are the log densities at the places on both sides of each axis."""
+    i, names = shape.start, _names(fm)
     theta, z_G = unraveller(fm)(search.best.x[i])
     curvature = np.asarray(search.best.curvature[i], float)
     _, log_det = np.linalg.slogdet(curvature)
+    value = float(search.best.value[i])
+    falls = np.where(np.isfinite(around), value - around, np.inf)
+    flat = shape.open(falls, names)
+    evidence = value + 0.5 * (len(curvature) * np.log(2 * np.pi) - log_det)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
     return Mode(
         sites=sites,
         theta=jax.tree.map(np.asarray, fm.constrain_theta(theta)),
         z_G=np.asarray(z_G),
         curvature=curvature,
-        log_evidence=float(values[i] + 0.5 * (len(curvature) * np.log(2 * np.pi) - log_det)),
+        log_evidence=None if flat else float(evidence),
         num_exchanges=num_exchanges,
-        converged=bool(search.rests[i]),
-        values=values,
-        names=_names(fm),
+        converged=bool(search.rests[i]) and not flat,
+        values=np.where(search.known, search.best.value, -np.inf),
+        names=names,
+        flat=flat,
     )
 
 
@@ -221,8 +255,9 @@ def _warn(found: Mode) -> None:
     if found.flat:
         warnings.warn(
             f"the log density does not fall along {' and '.join(found.flat)} (unconstrained, each "
-            "in units of its own curvature): the data and the prior leave it open there, or single "
-            "precision does. Give it a proper prior, leave out a column that others add up to, or "
+            "in units of its own curvature): data and prior leave it open there, as where two "
+            "classes can be told apart without error, or single precision does. Give it a proper "
+            "prior, leave out a column that others add up to, or "
             "run in double precision (jax.config.update('jax_enable_x64', True)).",
             stacklevel=3,
         )
