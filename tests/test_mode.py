@@ -316,3 +316,40 @@ def test_a_direction_that_runs_away_is_named():
         found = nf.find_mode(KEY, separable, silos)
     assert not found.converged
     assert found.log_evidence is None
+
+
+def test_a_variance_that_runs_to_zero_is_named():
+    """Groups no more unlike than noise, and a flat log scale of theirs: no mode, no posterior."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        t = numpyro.sample("t", dist.ImproperUniform(dist.constraints.real, (), ()))
+        with nf.silo_plate("group", y.shape[0], dim=-2):
+            u = numpyro.sample("u", dist.Normal(0, jnp.exp(t)))
+            with numpyro.plate("row", y.shape[1], dim=-1):
+                numpyro.sample("y", dist.Normal(mu + u, 1), obs=y)
+
+    y = np.random.default_rng(4).normal(size=(12, 5))
+    y -= 0.95 * y.mean(1, keepdims=True)
+    with pytest.warns(UserWarning, match=r"does not fall along .*1.00 t"):
+        found = nf.find_mode(KEY, model, cut({"y": y}, (8, 4)))
+    assert not found.converged
+
+
+def test_many_rows_in_single_precision_are_not_taken_for_a_mode_too_soon():
+    """Rounding of a large density hides gains of a nat: the gradient has to tell."""
+    r, n = np.random.default_rng(5), 300_000
+    x = np.stack([np.ones(n), r.normal(100, 15, n)], 1)
+    y = x @ [500.0, 3.0] + 1000 * r.normal(size=n)
+
+    def model(x, y):
+        beta = numpyro.sample("beta", dist.Normal(0, 1e4).expand([2]).to_event(1))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ beta, 1000), obs=y)
+
+    found = nf.find_mode(KEY, model, cut({"x": x, "y": y}, (200_000, 100_000)))
+    precision = x.T @ x / 1e6 + np.eye(2) / 1e8
+    exact = np.linalg.solve(precision, x.T @ y / 1e6)
+    sd = np.sqrt(np.diag(np.linalg.inv(precision)))
+    near = (np.abs(found.sites["beta"] - exact) < 0.15 * sd).all()
+    assert near or not found.converged

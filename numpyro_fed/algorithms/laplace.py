@@ -28,6 +28,7 @@ from numpyro_fed.model.split import FederatedModel, Rows, Theta
 
 STEPS = 50  # of Newton's method, at most
 SHARES = tuple(2.0**-i for i in range(10))  # of a step that are tried
+AT_MODE = 1e-2  # nats that a step promises, at most, where Laplace's method may be used
 PROMISED = 1e-6  # nats that a step promises, at most, where the search ends
 FLAT = 1e-6  # of the largest curvature of a block: with less, a direction counts as flat
 LOG_2PI = math.log(2 * math.pi)
@@ -76,7 +77,9 @@ class Laplace:
         for _ in range(2):
             step, _ = _newton(self._arrow(theta, z_G, z, data), z)
             z = jax.tree.map(jnp.add, z, step)
-        _, log_det = _newton(self._arrow(theta, z_G, z, data), z)
+        arrow = self._arrow(theta, z_G, z, data)
+        step, log_det = _newton(arrow, z)
+        log_det = jnp.where(_promised(arrow, step, self._outer) < AT_MODE, log_det, jnp.nan)
         number = sum(jnp.sum(self._real(p, z, data)) * z[p].shape[1] for p in z)
         value = self._total(theta, z_G, z, data) + 0.5 * (number * LOG_2PI - log_det)
         return value, jax.lax.stop_gradient(z)
@@ -89,11 +92,8 @@ class Laplace:
             arrow = self._arrow(theta, z_G, z, data)
             uphill = arrow._replace(rows={p: _positive(A) for p, A in arrow.rows.items()})
             direction, _ = _newton(uphill, z, positive=True)
-            rows = [jnp.sum(g * direction[p], -1) for p, g in arrow.g_rows.items()]
-            above = [direction[p].ravel() for p in self._outer]
-            rows.append(jnp.atleast_1d(arrow.g_outer @ jnp.concatenate([jnp.zeros(0), *above])))
             after = self._searched(theta, z_G, z, direction, data)
-            return i + 1, after, jnp.concatenate(rows).max()
+            return i + 1, after, _promised(arrow, direction, self._outer)
 
         def go_on(carry: tuple[Array, Rows, Array]) -> Array:
             i, _, promised = carry
@@ -192,6 +192,13 @@ def _newton(arrow: Arrow, z: Rows, *, positive: bool = False) -> tuple[Rows, Arr
     return {**step, **_unpacked(above, z, outer)}, log_det + 2 * jnp.log(jnp.diagonal(L)).sum()
 
 
+def _promised(arrow: Arrow, step: Rows, outer: tuple[str, ...]) -> Array:
+    """What a step promises to gain, twice, in the row where that is most."""
+    rows = [jnp.sum(g * step[p], -1) for p, g in arrow.g_rows.items()]
+    above = jnp.concatenate([jnp.zeros(0), *(step[p].ravel() for p in outer)])
+    return jnp.concatenate([*rows, jnp.atleast_1d(arrow.g_outer @ above)]).max()
+
+
 def _solved(L: Array, right: Array) -> Array:
     """``(L L')^{-1} right``, block by block."""
     half = solve_triangular(L, right, lower=True)
@@ -210,7 +217,8 @@ def _unpacked(vector: Array, z: Rows, plates: tuple[str, ...] | list[str]) -> Ro
 def _positive(A: Array) -> Array:
     """Symmetric blocks with the absolute values of their eigenvalues, none of them next to zero."""
     if A.shape[-1] == 1:
-        return jnp.maximum(jnp.abs(A), FLAT)
+        size = jnp.where(jnp.isfinite(A), jnp.abs(A), 0.0)
+        return jnp.maximum(size, jnp.maximum(FLAT * size.max(), jnp.finfo(A.dtype).tiny))
     A = jnp.where(jnp.isfinite(A), A, 0.0)
     values, vectors = jnp.linalg.eigh(0.5 * (A + jnp.swapaxes(A, -1, -2)))
     size = jnp.abs(values)

@@ -43,7 +43,9 @@ from numpyro_fed.trees import all_finite
 DAMPING = 1e-2  # at the start; of curvatures scaled to one
 FORGET = 0.1  # of a coordinate's scale is left where its curvature has become smaller
 STUCK = 1e8  # damping from which on no step is worth trying
-GAIN = 1e-4  # nats that a step promises, at most, where the search ends
+GAIN = 1e-4  # nats that an undamped step promises, at most, at a mode
+IDLE = 5  # steps in a row without a gain beyond rounding, after which a search gives up
+HALVINGS = 30  # of a start at which something is not finite
 ROUNDINGS = 8  # within which two numbers are alike
 TOGETHER = 16  # columns of a Hessian that are computed side by side
 
@@ -62,8 +64,8 @@ class Search(NamedTuple):
 
     ``best`` is the best place so far, if any is ``known`` where all numbers are finite; ``trial``
     the next one to be tried, which promises to gain ``promise`` nats; ``scale`` the
-    curvature of each coordinate; ``done`` whether the search has ended, ``rests`` whether
-    it did so at a mode.
+    curvature of each coordinate; ``idle`` counts steps without a gain; ``done`` says whether the
+    search has ended, ``rests`` whether it did so at a mode.
     """
 
     best: Place
@@ -72,6 +74,7 @@ class Search(NamedTuple):
     promise: Array
     scale: Array
     damping: Array
+    idle: Array
     done: Array
     rests: Array
     tried: Array
@@ -112,7 +115,7 @@ def mode(fm: FederatedModel, starts: Array) -> FederatedAlgorithm:
             nothing = Place(x, jnp.zeros(()), jnp.zeros(n), jnp.eye(n))
             no, never = jnp.array(False), jnp.zeros((), jnp.int32)
             damping = jnp.array(DAMPING)
-            return Search(nothing, no, x, jnp.ones(()), jnp.zeros(n), damping, no, no, never)
+            return Search(nothing, no, x, jnp.ones(()), jnp.zeros(n), damping, never, no, no, never)
 
         return jax.vmap(begin)(starts)
 
@@ -202,7 +205,7 @@ def around(fm: FederatedModel) -> Exchange:
 
         size = min(TOGETHER, len(down.places))
         values = jax.lax.map(value, down.places, batch_size=size)
-        return Reply(_far(values), jnp.array(True)), state
+        return Reply(values, jnp.array(True)), state
 
     def server(
         state: Around, memo: Any, replies: Replies[Array], server_data: Any
@@ -252,16 +255,21 @@ def _judged(search: Search, here: Place) -> Search:
     kept = jnp.where(ratio > 0.75, search.damping / 10, search.damping)
     kept = jnp.where(ratio < 0.25, 4 * search.damping, kept)
     kept = jnp.where(known, kept, search.damping)
-    damping = jnp.where(better, kept, 10 * search.damping)
+    damping = jnp.where(better, kept, jnp.where(known, 10, 1) * search.damping)
+    gained = better & (~known | (here.value > best.value + near))
+    idle = jnp.where(gained, 0, search.idle + better)
     at = jax.tree.map(lambda new, old: jnp.where(better, new, old), here, best)
     curvature = jnp.abs(jnp.diagonal(at.curvature))
     scale = jnp.where(better, jnp.maximum(curvature, FORGET * search.scale), search.scale)
     step, promise, gain = _climb(at, scale, damping)
-    rests = better & (gain <= jnp.maximum(GAIN, near))
-    done = rests | (damping > STUCK)
+    rests = better & (gain <= GAIN)
+    lost = ~known & ~fine & ((search.tried >= HALVINGS) | (search.trial == 0).all())
+    done = rests | (damping > STUCK) | (idle >= IDLE) | lost
     # From a start at which something is not finite, halfway back to zero.
     trial = jnp.where(known | fine, at.x + step, 0.5 * search.trial)
-    after = Search(at, known | fine, trial, promise, scale, damping, done, rests, search.tried + 1)
+    after = Search(
+        at, known | fine, trial, promise, scale, damping, idle, done, rests, search.tried + 1
+    )
     return jax.tree.map(lambda new, old: jnp.where(search.done, old, new), after, search)
 
 

@@ -139,8 +139,8 @@ def find_mode(
         raise NonFiniteError(
             "no place was found at which the log density, its gradient and its Hessian are finite, "
             f"from {starts} starts in {int(run.state.round)} exchanges. In double precision "
-            "(jax.config.update('jax_enable_x64', True)) they may be; or look at the data and the "
-            "supports of the sites.",
+            "(jax.config.update('jax_enable_x64', True)) they may be, or from more starts "
+            "(starts=8); or look at the data and the supports of the sites.",
             result=None,
             round=int(run.state.round),
             silos=(),
@@ -175,12 +175,15 @@ def _starts(key: Array, fm: FederatedModel, number: int) -> Array:
     if drawn is None:
         drawn = jax.random.normal(key, (number, fm.dim))
     z_G = jnp.nan_to_num(drawn).at[0].set(0.0)
-    return jnp.concatenate([jnp.broadcast_to(own, (number, len(own))), z_G], 1)
+    moved = jax.random.normal(jax.random.fold_in(key, 1), (number, len(own))).at[0].set(0.0)
+    return jnp.concatenate([own + moved, z_G], 1)
 
 
 class _Shape(NamedTuple):
-    """The parabola at the highest place: its axes (n, n) in units of each coordinate's own
-    curvature, its curvature along them, and places on both sides of each, (2 n, n).
+    """The parabola at the highest place.
+
+    Its axes and the coordinates' own (n, 2 n), in units of each coordinate's own curvature, the
+    curvature along them, and places on both sides of each, far and near (8 n, n).
     """
 
     start: int
@@ -197,12 +200,19 @@ class _Shape(NamedTuple):
         unit = np.where(unit > 0, unit, 1.0)
         values, axes = np.linalg.eigh(curvature / unit / unit[:, None])
         threshold = float(ROUNDINGS * len(values) * np.finfo(x.dtype).eps)
-        away = FAR * axes / np.sqrt(np.maximum(values, threshold)) / unit[:, None]
-        return cls(start, axes, values, threshold, x + np.concatenate([away.T, -away.T]))
+        axes = np.concatenate([axes, np.eye(len(x))], 1)
+        values = np.concatenate([values, np.ones(len(x))])
+        away = (axes / np.sqrt(np.maximum(values, threshold)) / unit[:, None]).T
+        places = x + np.concatenate([FAR * away, -FAR * away, away, -away])
+        return cls(start, axes, values, threshold, places)
 
-    def open(self, falls: np.ndarray, names: Sequence[str]) -> tuple[str, ...]:
-        """The directions in which a density is open that falls so much at the places (2 n,)."""
-        hardly = (falls < FALL).reshape(2, -1)
+    def open(self, falls: np.ndarray, least: float, names: Sequence[str]) -> tuple[str, ...]:
+        """The directions in which a density is open that falls so much at the places (8 n,).
+
+        Where it is NaN far out, it is looked at nearer.
+        """
+        far, near = falls.reshape(2, 2, -1)
+        hardly = np.where(np.isnan(far), ~(near >= least / FAR**2), far < least)
         found = []
         for k, axis in enumerate(self.axes.T):
             if self.values[k] <= self.threshold or hardly[:, k].any():
@@ -221,8 +231,8 @@ def _mode(
     curvature = np.asarray(search.best.curvature[i], float)
     _, log_det = np.linalg.slogdet(curvature)
     value = float(search.best.value[i])
-    falls = np.where(np.isfinite(around), value - around, np.inf)
-    flat = shape.open(falls, names)
+    rounding = ROUNDINGS * np.finfo(around.dtype).eps * abs(value)
+    flat = shape.open(value - around, max(FALL, rounding), names)
     evidence = value + 0.5 * (len(curvature) * np.log(2 * np.pi) - log_det)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
     return Mode(
@@ -263,7 +273,8 @@ def _warn(found: Mode) -> None:
         )
     elif not found.converged:
         warnings.warn(
-            f"the search had not come to a mode in {found.num_exchanges} exchanges: allow more by "
-            "max_exchanges, try several starts, or run in double precision.",
+            f"the search had not come to a mode in {found.num_exchanges} exchanges: run in double "
+            "precision (jax.config.update('jax_enable_x64', True)), in which smaller gains can be "
+            "told from rounding; try several starts; or allow more by max_exchanges.",
             stacklevel=3,
         )
