@@ -93,9 +93,10 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
         return jnp.concatenate(list(both))
 
     def from_normals(normals: Array) -> Tree:
+        stops = np.cumsum([family.dim for family in families.values()])
         return {
-            name: family.from_normals(normals[:, members[name][0]])
-            for name, family in families.items()
+            name: family.from_normals(normals[:, stop - family.dim : stop])
+            for (name, family), stop in zip(families.items(), stops, strict=True)
             if family.from_normals
         }
 
