@@ -142,8 +142,8 @@ def mode(fm: FederatedModel, starts: Array) -> FederatedAlgorithm:
             return found, jax.tree.map(partial(jnp.where, fine), modes, z_L)
 
         up, modes = jax.vmap(at)(down, state.z_L)
-        # A place that is too far for a silo is a step that fails, not a reply that does.
-        return Reply(jax.tree.map(_far, up), jnp.array(True)), SiloState(modes)
+        # A place that is too far for a silo is a step that fails, not a reply that does: NaN.
+        return Reply(up, jnp.array(True)), SiloState(modes)
 
     def server(
         state: Search, memo: Any, replies: Replies[Up], server_data: Any
@@ -233,11 +233,6 @@ def derivatives(f: Any, x: Array) -> tuple[Place, Any]:
 
     H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(TOGETHER, max(len(x), 1)))
     return Place(x, value, g, -0.5 * (H + H.T)), more
-
-
-def _far(a: Array) -> Array:
-    """NaN in place of infinity: neither is a number to climb to, and sums keep a NaN."""
-    return jnp.where(jnp.isfinite(a), a, jnp.nan)
 
 
 def _highest(state: Search) -> Array:
