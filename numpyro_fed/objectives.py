@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
-from numpyro_fed.guides.structured import Guide
+from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.split import FederatedModel, Rows, Theta
 
@@ -86,10 +86,10 @@ class SiloBound(NamedTuple):
     ----------
     shapes : (sizes, particles) -> {plate: (rows, particles, K_outer, K, dim)}
         Of the noise of one evaluation, standard normals.
-    value : (theta, eta, z_G, centre, noise, data) -> ()
+    value : (theta, eta, z_G, origin, noise, data) -> ()
         The bound at one ``z_G``; ``noise`` is that of one particle, (rows, K_outer, K, dim).
         ``jax.grad`` of it is the estimator that the objective stands for.
-    sample : (key, theta, eta, z_G, centre, data) -> z_L
+    sample : (key, theta, eta, z_G, origin, data) -> z_L
         One draw of the locals, {plate: (rows, dim)}, resampled by its weight where ``K > 1``.
     """
 
@@ -162,7 +162,7 @@ class _At(NamedTuple):
 
     theta: Theta
     eta: dict[str, Any]  # of the silo's guide
-    centre: Array
+    origin: Origin
     z_G: Array
     z_outer: Rows
     data: SiloData
@@ -194,7 +194,7 @@ def silo_bound(
         }
 
     def above(plate: str, at: _At) -> Array:
-        return guide.above(plate, at.eta, at.z_G, at.centre, at.z_outer, at.data)
+        return guide.above(plate, at.eta, at.z_G, at.origin, at.z_outer, at.data)
 
     def draw(plate: str, at: _At, eps: Array) -> Array:
         return guide.locals[plate].draw(at.eta[plate], above(plate, at), eps)
@@ -252,9 +252,9 @@ def silo_bound(
         return {_OUTER: each}
 
     def value(
-        theta: Theta, eta: dict, z_G: Array, centre: Array, noise: Rows, data: SiloData
+        theta: Theta, eta: dict, z_G: Array, origin: Origin, noise: Rows, data: SiloData
     ) -> Array:
-        at = _At(theta, eta, centre, z_G, {}, data)
+        at = _At(theta, eta, origin, z_G, {}, data)
         eps = {p: noise[p] for p in guide.rows}
         if k_outer == 1:
             z_outer = {p: draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
@@ -268,14 +268,14 @@ def silo_bound(
         return _doubly_reparametrised(outer_weights, outer_count, own, (moved, at, eps))[_OUTER]
 
     def sample(
-        key: Array, theta: Theta, eta: dict, z_G: Array, centre: Array, data: SiloData
+        key: Array, theta: Theta, eta: dict, z_G: Array, origin: Origin, data: SiloData
     ) -> Rows:
         if not guide.locals:
             return {}
         key_noise, key_rows, key_outer = jax.random.split(key, 3)
         sizes = {p: len(eta[p]["loc"]) for p in guide.locals}
         eps = {p: e[:, 0] for p, e in normals(key_noise, 0, shapes(sizes, 1))[1].items()}
-        at = _At(theta, eta, centre, z_G, {}, data)
+        at = _At(theta, eta, origin, z_G, {}, data)
 
         def one(eps: Rows) -> tuple[Array, Rows]:
             """The silo's log weight, and rows resampled by theirs, at one outer draw."""
@@ -303,7 +303,7 @@ _OUTER = "outer plates"
 
 def _stop(at: _At) -> _At:
     """The same place with the guide's parameters stopped; ``z_G`` and the draws stay live."""
-    return at._replace(eta=stop_gradient(at.eta), centre=stop_gradient(at.centre))
+    return at._replace(eta=stop_gradient(at.eta), origin=stop_gradient(at.origin))
 
 
 def _total(rows: Rows) -> Array:

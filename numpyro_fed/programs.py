@@ -24,7 +24,8 @@ def jit_once(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
     @wraps(f)
     def call(*args: Any) -> Any:
-        return compiled()(*args)
+        within = any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(args))
+        return f(*args) if within else compiled()(*args)  # options are for whole programs
 
     return call
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed.guides.structured import Origin
 from numpyro_fed.model.data import SiloData
 
 Server = TypeVar("Server")
@@ -184,12 +185,17 @@ class Shared(NamedTuple):
 
 class Private(NamedTuple):
     """Of a silo's state what never leaves: parameters, its local guide, and from where that
-    measures the globals, if not from the centre of theirs.
+    measures the globals, if not from the centre of theirs, and in which units.
     """
 
     theta: dict[str, Any]
     guide: dict[str, Any]
     centre: Array | None = None
+    whitener: Array | None = None
+
+    def origin(self, centre: Array) -> Origin:
+        """From where the local guide measures the globals, ``centre`` being that of theirs."""
+        return Origin(centre if self.centre is None else self.centre, self.whitener)
 
 
 class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):

@@ -26,6 +26,7 @@ from jax.scipy.linalg import solve_triangular
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows, Theta
 
+NEAR = 1e-2  # where the search for the first modes begins
 STEPS = 50  # of Newton's method, at most
 SHARES = tuple(2.0**-i for i in range(10))  # of a step that are tried
 AT_MODE = 1e-2  # nats that a step promises, at most, where Laplace's method may be used
@@ -59,9 +60,10 @@ class Laplace:
     model: FederatedModel
 
     def start(self, data: SiloData) -> Rows:
-        """Locals at zero, {plate: (rows, dim)}."""
+        """Locals next to zero, {plate: (rows, dim)}: at it some densities have a kink."""
         sizes = self.model.sizes(data)
-        return {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.model.plates if p.dim}
+        shapes = {p.name: (sizes[p.name], p.dim) for p in self.model.plates if p.dim}
+        return {name: jnp.full(shape, NEAR) for name, shape in shapes.items()}
 
     def log_likelihood(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
@@ -73,7 +75,7 @@ class Laplace:
         """
         if not start:
             return self._total(theta, z_G, start, data), start
-        z = jax.lax.stop_gradient(self._modes(theta, z_G, data, start))
+        z = jax.lax.stop_gradient(self.modes(theta, z_G, data, start))
         for _ in range(2):
             step, _ = _newton(self._arrow(theta, z_G, z, data), z)
             z = jax.tree.map(jnp.add, z, step)
@@ -84,7 +86,35 @@ class Laplace:
         value = self._total(theta, z_G, z, data) + 0.5 * (number * LOG_2PI - log_det)
         return value, jax.lax.stop_gradient(z)
 
-    def _modes(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> Rows:
+    def outer_given(
+        self, theta: Theta, z_G: Array, z: Rows, data: SiloData
+    ) -> dict[str, tuple[Array, Array]]:
+        """Mode and covariance of each outer plate's latents, {plate: (n, d), (n d, n d)}.
+
+        ``z`` are the modes at a place nearby. With one derivative, as all modes here.
+        """
+        step, _ = _newton(self._arrow(theta, z_G, z, data), z)
+        z = jax.tree.map(jnp.add, z, step)
+        covariance = jnp.linalg.inv(_corner(self._arrow(theta, z_G, z, data)))
+        found, start = {}, 0
+        for p in self._outer:
+            own = slice(start, start := start + z[p].size)
+            found[p] = z[p], covariance[own, own]
+        return found
+
+    def rows_given(
+        self, theta: Theta, z_G: Array, outer: Array, z: Rows, data: SiloData
+    ) -> dict[str, tuple[Array, Array]]:
+        """Modes (n, d) and precisions (n, d, d) of the rows, given all latents of outer plates."""
+        z = {**z, **_unpacked(outer, z, self._outer)}
+        arrow = self._arrow(theta, z_G, z, data)
+        for p, A in arrow.rows.items():
+            L = jnp.linalg.cholesky(A)
+            z = {**z, p: z[p] + _solved(L, arrow.g_rows[p][..., None])[..., 0]}
+        arrow = self._arrow(theta, z_G, z, data)
+        return {p: (z[p], A) for p, A in arrow.rows.items()}
+
+    def modes(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> Rows:
         """By steps of Newton's method, of which no row takes one that leads down."""
 
         def step(carry: tuple[Array, Rows, Array]) -> tuple[Array, Rows, Array]:
@@ -167,6 +197,15 @@ class Laplace:
             jnp.concatenate([g[p].ravel() for p in outer]),
             corner + jnp.diag(jnp.where(jnp.concatenate(real), 0.0, 1.0)),
         )
+
+
+def _corner(arrow: Arrow) -> Array:
+    """The precision of the latents of outer plates, those of the rows integrated out."""
+    corner = arrow.outer
+    for p, A in arrow.rows.items():
+        inverse = _solved(jnp.linalg.cholesky(A), arrow.border[p])
+        corner = corner - jnp.einsum("ndo,ndq->oq", arrow.border[p], inverse)
+    return corner
 
 
 def _newton(arrow: Arrow, z: Rows, *, positive: bool = False) -> tuple[Rows, Array]:

@@ -18,6 +18,8 @@ Several starts run side by side, each as if alone.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,6 +46,7 @@ DAMPING = 1e-2  # at the start; of curvatures scaled to one
 FORGET = 0.1  # of a coordinate's scale is left where its curvature has become smaller
 STUCK = 1e8  # damping from which on no step is worth trying
 GAIN = 1e-4  # nats that an undamped step promises, at most, at a mode
+NUDGE = 1e-2  # from zero, where some densities have a kink: NumPyro's Bernoulli at a logit of 0
 IDLE = 5  # steps in a row without a gain beyond rounding, after which a search gives up
 HALVINGS = 30  # of a start at which something is not finite
 ROUNDINGS = 8  # within which two numbers are alike
@@ -65,7 +68,8 @@ class Search(NamedTuple):
     ``best`` is the best place so far, if any is ``known`` where all numbers are finite; ``trial``
     the next one to be tried, which promises to gain ``promise`` nats; ``scale`` the
     curvature of each coordinate; ``idle`` counts steps without a gain; ``done`` says whether the
-    search has ended, ``rests`` whether it did so at a mode.
+    search has ended, ``rests`` whether it did so at a mode, ``left`` whether every silo has been at
+    the best place last.
     """
 
     best: Place
@@ -77,13 +81,8 @@ class Search(NamedTuple):
     idle: Array
     done: Array
     rests: Array
+    left: Array
     tried: Array
-
-
-class SiloState(NamedTuple):
-    """The modes of a silo's locals where they were looked for last, for each start."""
-
-    z_L: Rows
 
 
 class Up(NamedTuple):
@@ -94,18 +93,43 @@ class Up(NamedTuple):
     curvature: Array
 
 
-def mode(fm: FederatedModel, starts: Array) -> FederatedAlgorithm:
+class SiloState(NamedTuple):
+    """The modes of a silo's locals where they were looked for last, and what it said of the place
+    that it has been to last, for each start; and its private parameters, which stay as they are.
+    """
+
+    z_L: Rows
+    place: Up
+    private: dict[str, Any]
+
+
+def mode(
+    fm: FederatedModel, number: int = 1, init_loc_fn: Callable | None = None
+) -> FederatedAlgorithm:
     """Build the algorithm.
 
     Parameters
     ----------
     fm : FederatedModel
-        Without parameters inside silo plates.
-    starts : (starts, n) array
-        Where to begin: shared parameters and globals as one vector (:func:`unraveller`).
+        Its parameters inside silo plates stay where they begin.
+    number : int
+        Searches side by side: the first from ``init_loc_fn``, or zero in unconstrained space, the
+        others from draws of the prior, or standard normals where it cannot be drawn from.
     """
     laplace, unravel = Laplace(fm), unraveller(fm)
-    n = starts.shape[1]
+    n = unravelled(fm)
+
+    def starts(key: Array) -> Array:
+        """Where to begin (number, n): shared parameters and globals as one vector."""
+        theta = fm.init_theta(key)
+        own = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
+        drawn = fm.draw_prior(key, number) if fm.dim and number > 1 else None
+        if drawn is None:
+            drawn = jax.random.normal(key, (number, fm.dim))
+        here = fm.init_global(key, init_loc_fn) + NUDGE * jax.random.normal(key, (fm.dim,))
+        z_G = jnp.nan_to_num(drawn).at[0].set(here)
+        moved = jax.random.normal(jax.random.fold_in(key, 1), (number, len(own))).at[0].set(0.0)
+        return jnp.concatenate([own + moved, z_G], 1)
 
     def log_prior(x: Array) -> Array:
         return fm.log_prior(*unravel(x))
@@ -115,12 +139,15 @@ def mode(fm: FederatedModel, starts: Array) -> FederatedAlgorithm:
             nothing = Place(x, jnp.zeros(()), jnp.zeros(n), jnp.eye(n))
             no, never = jnp.array(False), jnp.zeros((), jnp.int32)
             damping = jnp.array(DAMPING)
-            return Search(nothing, no, x, jnp.ones(()), jnp.zeros(n), damping, never, no, no, never)
+            one, none = jnp.ones(()), jnp.zeros(n)
+            return Search(nothing, no, x, one, none, damping, never, no, no, no, never)
 
-        return jax.vmap(begin)(starts)
+        return jax.vmap(begin)(starts(key))
 
     def init_silo(key: Array, data: SiloData) -> SiloState:
-        return SiloState(jax.vmap(lambda _: laplace.start(data))(starts))
+        nothing = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n, n)))
+        z_L = jax.vmap(lambda _: laplace.start(data))(jnp.arange(number))
+        return SiloState(z_L, nothing, fm.init_private(key, data))
 
     def broadcast(
         noise: Any, state: Search, who: Array, server_data: Any
@@ -130,20 +157,20 @@ def mode(fm: FederatedModel, starts: Array) -> FederatedAlgorithm:
     def silo(
         noise: Any, down: Array, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        def at(x: Array, z_L: Rows) -> tuple[Up, Rows]:
+        def at(x: Array, z_L: Rows, before: Up) -> tuple[Up, tuple[Rows, Up]]:
             def value(x: Array) -> tuple[Array, Rows]:
                 theta, z_G = unravel(x)
-                return laplace.log_likelihood(theta, z_G, data, z_L)
+                return laplace.log_likelihood({**theta, **state.private}, z_G, data, z_L)
 
             place, modes = derivatives(value, x)
             found = Up(*place[1:])
             fine = all_finite((found, modes))
-            found = jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan), found)
-            return found, jax.tree.map(partial(jnp.where, fine), modes, z_L)
+            told = jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan), found)
+            return told, _where(fine, (modes, found), (z_L, before))
 
-        up, modes = jax.vmap(at)(down, state.z_L)
+        up, (modes, place) = jax.vmap(at)(down, state.z_L, state.place)
         # A place that is too far for a silo is a step that fails, not a reply that does: NaN.
-        return Reply(up, jnp.array(True)), SiloState(modes)
+        return Reply(up, jnp.array(True)), SiloState(modes, place, state.private)
 
     def server(
         state: Search, memo: Any, replies: Replies[Up], server_data: Any
@@ -154,10 +181,10 @@ def mode(fm: FederatedModel, starts: Array) -> FederatedAlgorithm:
             return _judged(search, Place(search.trial, *here))
 
         after = jax.vmap(one)(state, replies.up)
-        return after, Info(-after.best.value[_highest(after)], jnp.array(True))
+        return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
     def shared(state: Search) -> Shared:
-        theta, z_G = unravel(state.best.x[_highest(state)])
+        theta, z_G = unravel(state.best.x[highest(state)])
         return Shared(theta, {"loc": z_G})
 
     def private(state: SiloState) -> Private:
@@ -169,7 +196,7 @@ def mode(fm: FederatedModel, starts: Array) -> FederatedAlgorithm:
         (Exchange(broadcast, silo, server, name="mode"),),
         shared,
         private,
-        done=lambda state: state.done.all(),
+        done=lambda state: state.left.all(),
     )
 
 
@@ -201,7 +228,7 @@ def around(fm: FederatedModel) -> Exchange:
 
         def value(x: Array) -> Array:
             theta, z_G = unravel(x)
-            return laplace.log_likelihood(theta, z_G, data, near)[0]
+            return laplace.log_likelihood({**theta, **state.private}, z_G, data, near)[0]
 
         size = min(TOGETHER, len(down.places))
         values = jax.lax.map(value, down.places, batch_size=size)
@@ -223,6 +250,12 @@ def unraveller(fm: FederatedModel) -> Any:
     return ravel_pytree(zeros)[1]
 
 
+def unravelled(fm: FederatedModel) -> int:
+    """How many numbers shared parameters and globals are."""
+    theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
+    return sum(math.prod(a.shape) for a in jax.tree.leaves(theta)) + fm.dim
+
+
 def derivatives(f: Any, x: Array) -> tuple[Place, Any]:
     """A function ``x -> (value, more)`` at a place: with its gradient and negative Hessian."""
     gradient = jax.value_and_grad(f, has_aux=True)
@@ -235,9 +268,13 @@ def derivatives(f: Any, x: Array) -> tuple[Place, Any]:
     return Place(x, value, g, -0.5 * (H + H.T)), more
 
 
-def _highest(state: Search) -> Array:
+def highest(state: Search) -> Array:
     """The start that has come highest."""
     return jnp.argmax(jnp.where(state.known, state.best.value, -jnp.inf))
+
+
+def _where(fine: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(partial(jnp.where, fine), new, old)
 
 
 def _judged(search: Search, here: Place) -> Search:
@@ -262,10 +299,13 @@ def _judged(search: Search, here: Place) -> Search:
     done = rests | (damping > STUCK) | (idle >= IDLE) | lost
     # From a start at which something is not finite, halfway back to zero.
     trial = jnp.where(known | fine, at.x + step, 0.5 * search.trial)
+    trial = jnp.where(done, at.x, trial)
+    no, tried = search.left, search.tried + 1
     after = Search(
-        at, known | fine, trial, promise, scale, damping, idle, done, rests, search.tried + 1
+        at, known | fine, trial, promise, scale, damping, idle, done, rests, no, tried
     )
-    return jax.tree.map(lambda new, old: jnp.where(search.done, old, new), after, search)
+    over = search._replace(left=jnp.array(True))
+    return jax.tree.map(lambda new, old: jnp.where(search.done, old, new), after, over)
 
 
 def _climb(at: Place, scale: Array, damping: Array) -> tuple[Array, Array, Array]:

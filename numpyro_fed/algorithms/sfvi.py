@@ -29,25 +29,46 @@ from numpyro_fed.algorithms.base import (
     Reply,
     Shared,
 )
-from numpyro_fed.guides.structured import Guide
+from numpyro_fed.algorithms.begin import BEGIN, Frame, frame_at, local_guides, somewhere
+from numpyro_fed.algorithms.mode import Search
+from numpyro_fed.algorithms.mode import SiloState as Looked
+from numpyro_fed.guides.gaussian import GuideParams
+from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.trees import all_finite
 
 
+class Reference(NamedTuple):
+    """Where shared parameters and guide began; what is optimised are steps from there, in units in
+    which the posterior is about standard. ``unit`` are standard deviations of the parameters.
+    """
+
+    theta: dict[str, Any]
+    unit: dict[str, Any]
+    guide: GuideParams
+
+
 class ServerState(NamedTuple):
-    """``params`` is ``{"theta", "guide"}``: shared parameters and those of the globals' guide."""
+    """``params`` is ``{"theta", "guide"}``: shared parameters and those of the globals' guide,
+    or steps from a ``reference``.
+    """
 
     params: dict[str, Any]
     opt_state: Any
+    reference: Reference | tuple[()] = ()
 
 
 class SiloState(NamedTuple):
-    """``params`` is ``{"private", "guide"}``: private parameters and those of the local guide."""
+    """``params`` is ``{"private", "guide"}``: private parameters and those of the local guide, or
+    steps of that from a ``reference``. ``whitener`` says in which units it measures the globals.
+    """
 
     params: dict[str, Any]
     opt_state: Any
+    reference: dict[str, GuideParams] | tuple[()] = ()
+    whitener: Array | None = None
 
 
 class Down(NamedTuple):
@@ -71,17 +92,43 @@ def sfvi(
     bound: SiloBound,
     optim: optax.GradientTransformation,
     num_particles: int,
+    *,
+    from_mode: bool = False,
 ) -> FederatedAlgorithm:
-    """Build the algorithm; the server and every silo use ``optim``, each with its own state."""
+    """Build the algorithm; the server and every silo use ``optim``, each with its own state.
 
-    def draw(params: dict[str, Any], eps: Any) -> tuple[Down, Array]:
+    ``from_mode`` says that states come from :func:`sfvi_from_mode`.
+    """
+
+    def placed(params: dict[str, Any], reference: Reference | tuple[()]) -> Shared:
+        """Shared parameters and the globals' guide."""
+        if not reference:
+            return Shared(params["theta"], params["guide"])
+        theta = jax.tree.map(
+            lambda at, unit, step: at + unit * step,
+            reference.theta,
+            reference.unit,
+            params["theta"],
+        )
+        return Shared(theta, guide.globals.moved(reference.guide, params["guide"]))
+
+    def draw(params: dict[str, Any], reference: Any, eps: Any) -> tuple[Down, Array]:
         """What is sent, and the server's own term of the bound."""
-        z_G, log_q = jax.vmap(guide.globals.draw, (None, 0))(params["guide"], eps)
-        down = Down(params["theta"], z_G, guide.globals.centre(params["guide"]))
-        log_prior = jax.vmap(fm.log_prior, (None, 0))(params["theta"], z_G)
+        theta, eta = placed(params, reference)
+        z_G, log_q = jax.vmap(guide.globals.draw, (None, 0))(eta, eps)
+        down = Down(theta, z_G, guide.globals.centre(eta))
+        log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
         return down, jnp.mean(log_prior - log_q)
 
+    def local(params: dict[str, Any], reference: Any) -> dict[str, GuideParams]:
+        """A silo's local guides."""
+        if not reference:
+            return params["guide"]
+        return {p: g.moved(reference[p], params["guide"][p]) for p, g in guide.locals.items()}
+
     def init_server(key: Array) -> ServerState:
+        if from_mode:
+            return server_from(fm, guide, optim, key, somewhere(fm, fm.init_theta(key)))
         key_theta, key_guide = jax.random.split(key)
         params = {"theta": fm.init_theta(key_theta), "guide": guide.init_global(key_guide)}
         return ServerState(params, optim.init(params))
@@ -92,6 +139,8 @@ def sfvi(
             "private": fm.init_private(key_private, data),
             "guide": guide.init_local(key_guide, data),
         }
+        if from_mode:
+            return silo_from(optim, params["private"], params["guide"], jnp.eye(fm.dim))
         return SiloState(params, optim.init(params))
 
     def server_noise(key: Array) -> Any:
@@ -102,24 +151,27 @@ def sfvi(
         return bound.noise(key, sizes, num_particles)
 
     def broadcast(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Down, Any]:
-        (down, value), pull = jax.vjp(lambda params: draw(params, noise), state.params)
+        (down, value), pull = jax.vjp(
+            lambda params: draw(params, state.reference, noise), state.params
+        )
         return down, (value, pull)
 
     def silo(
         noise: Rows, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         def term(down: Down, params: dict[str, Any]) -> Array:
-            theta = {**down.theta, **params["private"]}
+            theta, eta = {**down.theta, **params["private"]}, local(params, state.reference)
+            origin = Origin(down.centre, state.whitener)
 
             def at(z_G: Array, eps: Rows) -> Array:
-                return bound.value(theta, params["guide"], z_G, down.centre, eps, data)
+                return bound.value(theta, eta, z_G, origin, eps, data)
 
             return jax.vmap(at, (0, 1))(down.z_G, noise).mean()
 
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)
         params, opt_state = _ascend(optim, g_params, state.opt_state, state.params)
         reply = Reply(Up(value, g_down), all_finite((value, g_down)))
-        return reply, SiloState(params, opt_state)
+        return reply, state._replace(params=params, opt_state=opt_state)
 
     def server(
         state: ServerState, memo: Any, replies: Replies[Up], server_data: Any
@@ -128,20 +180,71 @@ def sfvi(
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))
         params, opt_state = _ascend(optim, gradient, state.opt_state, state.params)
         total = value + up.bound
-        return ServerState(params, opt_state), Info(
-            -total, replies.ok & all_finite((total, gradient))
-        )
+        after = state._replace(params=params, opt_state=opt_state)
+        return after, Info(-total, replies.ok & all_finite((total, gradient)))
 
     def shared(state: ServerState) -> Shared:
-        return Shared(state.params["theta"], state.params["guide"])
+        return placed(state.params, state.reference)
 
     def private(state: SiloState) -> Private:
-        return Private(state.params["private"], state.params["guide"])
+        eta = local(state.params, state.reference)
+        return Private(state.params["private"], eta, whitener=state.whitener)
 
     exchange = Exchange(
         broadcast, silo, server, name="sfvi", server_noise=server_noise, silo_noise=silo_noise
     )
     return FederatedAlgorithm(init_server, init_silo, (exchange,), shared, private)
+
+
+def server_from(
+    fm: FederatedModel, guide: Guide, optim: Any, key: Array, frame: Frame
+) -> ServerState:
+    """The server's state at a frame: no step from there."""
+    eta = guide.globals.around(key, frame.centre, frame.root)
+    params = jax.tree.map(jnp.zeros_like, {"theta": frame.theta, "guide": eta})
+    return ServerState(params, optim.init(params), Reference(frame.theta, frame.unit, eta))
+
+
+def silo_from(
+    optim: Any, private: dict[str, Any], eta: dict[str, GuideParams], whitener: Array
+) -> SiloState:
+    """A silo's state with local guides ``eta``: no step from there."""
+    params = {"private": private, "guide": jax.tree.map(jnp.zeros_like, eta)}
+    return SiloState(params, optim.init(params), eta, whitener)
+
+
+def sfvi_from_mode(
+    fm: FederatedModel, guide: Guide, optim: optax.GradientTransformation
+) -> Exchange:
+    """Build the exchange from the states of a search for the mode to those of SFVI.
+
+    The server sends the frame; silos answer with nothing.
+    """
+
+    def broadcast(
+        noise: Array, state: Search, who: Array, server_data: Any
+    ) -> tuple[Frame, tuple[Array, Frame]]:
+        frame = frame_at(fm, state)
+        return frame, (noise, frame)
+
+    def silo(
+        noise: Any, down: Frame, state: Looked, data: SiloData
+    ) -> tuple[Reply[tuple[()]], SiloState]:
+        z_L = jax.tree.map(lambda a: a[0], state.z_L)
+        eta = local_guides(fm, guide, {**down.theta, **state.private}, down, z_L, data)
+        return Reply((), all_finite(eta)), silo_from(optim, state.private, eta, down.whitener)
+
+    def server(
+        state: Search, memo: tuple[Array, Frame], replies: Replies, server_data: Any
+    ) -> tuple[ServerState, Info]:
+        key, frame = memo
+        after = server_from(fm, guide, optim, key, frame)
+        return after, Info(jnp.zeros(()), replies.ok & all_finite(after))
+
+    def own_key(key: Array) -> Array:
+        return key
+
+    return Exchange(broadcast, silo, server, name=BEGIN, server_noise=own_key)
 
 
 def _ascend(optim: Any, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.flatten_util import ravel_pytree
 from numpyro.distributions import Distribution
 
 Natural = Any  # eta: a tree of natural parameters, or of statistics, whose inner product counts
@@ -71,6 +72,17 @@ class Family(NamedTuple):
     kl : (eta_q, eta_p) -> ()
     marginal : (eta, index, shape, event_dim) -> Distribution
         Of the coordinates ``z[index]``, which are one site: see :func:`marginal`.
+    around : (z, gradient, curvature) -> eta
+        Natural parameters of a function with this gradient (dim,) and negative Hessian (dim, dim)
+        at ``z``; with its diagonal, or what comes near it, where the family has no more.
+    standard : psi -> psi
+        The member itself in its own coordinates: a standard normal distribution for Gaussians.
+        Other families have no coordinates but ``z``, and these four functions leave them alone.
+    moved : (psi, step) -> psi
+        The member that is ``step`` in the coordinates of ``psi``.
+    into, out_of : (psi, eta) -> eta
+        Natural parameters in the coordinates of ``psi``, from those in ``z``, and back. Linear in
+        ``eta``.
     """
 
     name: str
@@ -96,6 +108,27 @@ class Family(NamedTuple):
     log_density: Callable[[Tree, Array], Array]
     kl: Callable[[Tree, Tree], Array]
     marginal: Callable[[Tree, Index, tuple[int, ...], int], Distribution]
+    around: Callable[[Array, Array, Array], Tree]
+    standard: Callable[[Tree], Tree] = lambda psi: psi
+    moved: Callable[[Tree, Tree], Tree] = lambda psi, step: step
+    into: Callable[[Tree, Tree], Tree] = lambda psi, eta: eta
+    out_of: Callable[[Tree, Tree], Tree] = lambda psi, eta: eta
+
+
+def around(
+    statistics: Callable[[Array], Tree], z: Array, gradient: Array, curvature: Array
+) -> Tree:
+    """Natural parameters by least squares, for gradient and diagonal of the negative Hessian."""
+    T, unravel = ravel_pytree(statistics(z))
+
+    def flat(z: Array) -> Array:
+        return ravel_pytree(statistics(z))[0]
+
+    slopes = jax.jacfwd(flat)(z)  # (statistics, dim)
+    bends = jnp.diagonal(jax.jacfwd(jax.jacfwd(flat))(z), axis1=1, axis2=2)
+    wanted = jnp.concatenate([gradient, -jnp.diagonal(curvature)])
+    found, *_ = jnp.linalg.lstsq(jnp.concatenate([slopes, bends], 1).T, wanted)
+    return unravel(found.astype(T.dtype))
 
 
 def usable(mean: Array, sd: Array) -> Array:

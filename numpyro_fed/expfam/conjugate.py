@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.nn import log_sigmoid, logsumexp, one_hot
 from jax.scipy.special import digamma, gammaln, polygamma
 
-from numpyro_fed.expfam.base import Family, Index, Tree, inner, move_along
+from numpyro_fed.expfam.base import Family, Index, Tree, around, inner, move_along
 from numpyro_fed.trees import all_finite
 
 _FAR = 8.0  # fits look at sigmoid(+-8), at exp(+-8)
@@ -402,6 +402,7 @@ def _with_keys(
         kl=lambda q, p: dist.kl_divergence(of(q), of(p)).sum(),
         marginal=marginal,
         move=move,
+        around=partial(around, statistics),
         **functions,
     )
     return family

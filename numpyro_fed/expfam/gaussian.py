@@ -151,6 +151,20 @@ def _diagonal(dim: int) -> Family:
         by_mean = gradient["loc"] * jnp.exp(psi["log_scale"])
         return jnp.concatenate([by_mean, 0.5 * gradient["log_scale"]])
 
+    def moved(psi: Tree, step: Tree) -> Tree:
+        loc = psi["loc"] + jnp.exp(psi["log_scale"]) * step["loc"]
+        return {"loc": loc, "log_scale": psi["log_scale"] + step["log_scale"]}
+
+    def into(psi: Tree, eta: Tree) -> Tree:
+        scale = jnp.exp(psi["log_scale"])
+        slope = eta["first"] + 2 * eta["second"] * psi["loc"]
+        return {"first": scale * slope, "second": scale**2 * eta["second"]}
+
+    def out_of(psi: Tree, eta: Tree) -> Tree:
+        scale = jnp.exp(psi["log_scale"])
+        second = eta["second"] / scale**2
+        return {"first": eta["first"] / scale - 2 * second * psi["loc"], "second": second}
+
     def marginal(eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int) -> dist.Normal:
         q = normal({name: leaf[index].reshape(shape) for name, leaf in eta.items()})
         return q.to_event(event_dim)
@@ -179,6 +193,14 @@ def _diagonal(dim: int) -> Family:
         log_density=lambda eta, z: normal(eta).log_prob(z).sum(),
         kl=lambda q, p: dist.kl_divergence(normal(q), normal(p)).sum(),
         marginal=marginal,
+        around=lambda z, gradient, curvature: {
+            "first": gradient + jnp.diagonal(curvature) * z,
+            "second": -0.5 * jnp.diagonal(curvature),
+        },
+        standard=lambda psi: jax.tree.map(jnp.zeros_like, psi),
+        moved=moved,
+        into=into,
+        out_of=out_of,
     )
 
 
@@ -200,7 +222,7 @@ def _full(dim: int) -> Family:
     def kl(eta_q: Tree, eta_p: Tree) -> Array:
         R, w = root(eta_p)
         psi = ordinary(eta_q)
-        spread, shift = _dot(R.T, _lower(psi, dim)), _dot(psi["loc"], R) - w
+        spread, shift = _dot(R.T, cholesky_factor(psi, dim)), _dot(psi["loc"], R) - w
         log_ratio = -(jnp.log(jnp.diagonal(R)) + psi["log_scale"])
         diagonal = jnp.diagonal(spread) ** 2
         off = jnp.sum(spread**2) - jnp.sum(diagonal)
@@ -208,17 +230,17 @@ def _full(dim: int) -> Family:
 
     def ordinary(eta: Tree) -> Tree:
         L = cholesky_of_inverse(_precision(eta))
-        return {"loc": _dot(L, _dot(eta["first"], L)), **_parts(L)}
+        return {"loc": _dot(L, _dot(eta["first"], L)), **cholesky_parts(L)}
 
     def natural(psi: Tree) -> Tree:
-        return _from_factor(psi["loc"], _lower(psi, dim))
+        return _from_factor(psi["loc"], cholesky_factor(psi, dim))
 
     def moments(psi: Tree) -> Tree:
-        L = _lower(psi, dim)
+        L = cholesky_factor(psi, dim)
         return {"first": psi["loc"], "second": _dot(L, L.T) + jnp.outer(psi["loc"], psi["loc"])}
 
     def spread(psi: Tree) -> tuple[Array, Array]:
-        return psi["loc"], jnp.linalg.norm(_lower(psi, dim), axis=-1)
+        return psi["loc"], jnp.linalg.norm(cholesky_factor(psi, dim), axis=-1)
 
     def proper(eta: Tree) -> Array:
         factor = jnp.linalg.cholesky(_precision(eta))
@@ -241,23 +263,34 @@ def _full(dim: int) -> Family:
 
     def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
         psi = ordinary(eta)
-        g, L = jax.grad(f)(psi), _lower(psi, dim)
+        g, L = jax.grad(f)(psi), cholesky_factor(psi, dim)
         half = solve_triangular(L.T, _by_covariance(L, _by_factor(psi, g, dim)), lower=False)
         by_covariance = _symmetric(solve_triangular(L.T, half.T, lower=False))
         return {"first": g["loc"] - 2 * _dot(by_covariance, psi["loc"]), "second": by_covariance}
 
     def move(psi: Tree, gradient: Tree) -> Array:
-        L, G = _lower(psi, dim), _by_factor(psi, gradient, dim)
+        L, G = cholesky_factor(psi, dim), _by_factor(psi, gradient, dim)
         variance = jnp.sum(L**2, -1)
         mean = _dot(L, _dot(gradient["loc"], L))
         widened = jnp.sum(_dot(L, _by_covariance(L, G)) * L, -1)
         return jnp.concatenate([mean / jnp.sqrt(variance), widened / variance])
 
+    def into(psi: Tree, eta: Tree) -> Tree:
+        L, second = cholesky_factor(psi, dim), _symmetric(eta["second"])
+        slope = eta["first"] + 2 * _dot(second, psi["loc"])
+        return {"first": _dot(slope, L), "second": _symmetric(_dot(L.T, _dot(second, L)))}
+
+    def out_of(psi: Tree, eta: Tree) -> Tree:
+        L = cholesky_factor(psi, dim)
+        K = solve_triangular(L, jnp.eye(dim), lower=True)
+        second = _symmetric(_dot(K.T, _dot(eta["second"], K)))
+        return {"first": _dot(eta["first"], K) - 2 * _dot(second, psi["loc"]), "second": second}
+
     def marginal(
         eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int
     ) -> dist.Distribution:
         psi = ordinary(eta)
-        loc, rows = psi["loc"][index].reshape(shape), _lower(psi, dim)[index]
+        loc, rows = psi["loc"][index].reshape(shape), cholesky_factor(psi, dim)[index]
         if event_dim == 0:
             return dist.Normal(loc, jnp.linalg.norm(rows, axis=-1).reshape(shape))
         blocks = rows.reshape(*shape, dim)
@@ -278,7 +311,7 @@ def _full(dim: int) -> Family:
         entropy=lambda psi: _entropy(psi, dim),
         noise=lambda key, n: jax.random.normal(key, (n, dim)),
         from_normals=lambda normals: normals,
-        draw=lambda psi, noise: psi["loc"] + _dot(_lower(psi, dim), noise),
+        draw=lambda psi, noise: psi["loc"] + _dot(cholesky_factor(psi, dim), noise),
         centre=lambda psi: psi["loc"],
         spread=spread,
         proper=proper,
@@ -288,7 +321,23 @@ def _full(dim: int) -> Family:
         log_density=log_density,
         kl=kl,
         marginal=marginal,
+        around=lambda z, gradient, curvature: {
+            "first": gradient + _dot(_symmetric(curvature), z),
+            "second": -0.5 * _symmetric(curvature),
+        },
+        standard=lambda psi: jax.tree.map(jnp.zeros_like, psi),
+        moved=moved_full,
+        into=into,
+        out_of=out_of,
     )
+
+
+def moved_full(psi: Tree, step: Tree) -> Tree:
+    """The mean ``m + L d`` and the root ``L L_d``; of many Gaussians at once (..., dim)."""
+    dim = psi["loc"].shape[-1]
+    L, L_step = cholesky_factor(psi, dim), cholesky_factor(step, dim)
+    loc = psi["loc"] + jnp.einsum("...ij,...j->...i", L, step["loc"], precision="highest")
+    return {"loc": loc, **cholesky_parts(_dot(L, L_step))}
 
 
 def _entropy(psi: Tree, dim: int) -> Array:
@@ -303,14 +352,17 @@ def _precision(eta: Tree) -> Array:
     return -2 * _symmetric(eta["second"])
 
 
-def _lower(psi: Tree, dim: int) -> Array:
-    return unit_lower(psi["below"], dim) * jnp.exp(psi["log_scale"])
+def cholesky_factor(psi: Tree, dim: int) -> Array:
+    """``L`` of the covariance, from its parameters."""
+    scale = jnp.exp(psi["log_scale"])
+    return unit_lower(psi["below"], dim) * scale[..., None, :]
 
 
-def _parts(L: Array) -> Tree:
-    """The parameters of a Cholesky factor: :func:`unit_lower` the other way round."""
-    scale, dim = jnp.diagonal(L), len(L)
-    below = (L / scale)[np.tril_indices(dim, -1)] * math.sqrt(max(dim - 1, 1))
+def cholesky_parts(L: Array) -> Tree:
+    """The parameters of Cholesky factors (..., dim, dim)."""
+    scale, dim = jnp.diagonal(L, axis1=-2, axis2=-1), L.shape[-1]
+    rows, columns = np.tril_indices(dim, -1)
+    below = (L / scale[..., None, :])[..., rows, columns] * math.sqrt(max(dim - 1, 1))
     return {"log_scale": jnp.log(scale), "below": below}
 
 
@@ -326,7 +378,7 @@ def _by_factor(psi: Tree, gradient: Tree, dim: int) -> Array:
     if dim < 2:
         return jnp.diag(gradient["log_scale"] / scale)
     below = vec_to_tril_matrix(gradient["below"], diagonal=-1) * math.sqrt(dim - 1) / scale
-    own = gradient["log_scale"] - jnp.sum(below * _lower(psi, dim), 0)
+    own = gradient["log_scale"] - jnp.sum(below * cholesky_factor(psi, dim), 0)
     return below + jnp.diag(own / scale)
 
 

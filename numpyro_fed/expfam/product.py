@@ -119,6 +119,16 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
             for name, family in families.items()
         }
 
+    def around(z: Array, gradient: Array, curvature: Array) -> Tree:
+        return {
+            name: family.around(
+                part(z, name),
+                part(gradient, name),
+                curvature[np.ix_(places[name], places[name])],
+            )
+            for name, family in families.items()
+        }
+
     def marginal(eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int) -> Distribution:
         wanted = np.arange(dim)[index]
         for name, family in families.items():
@@ -152,4 +162,9 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
         log_density=lambda eta, z: total("log_density")(eta, cut(z)),
         kl=total("kl"),
         marginal=marginal,
+        around=around,
+        standard=each("standard"),
+        moved=each("moved"),
+        into=each("into"),
+        out_of=each("out_of"),
     )

@@ -15,8 +15,15 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
 from jax.lax import stop_gradient
+from jax.scipy.linalg import solve_triangular
+from numpyro.distributions.util import cholesky_of_inverse
 
-from numpyro_fed.expfam.gaussian import solve_unit, unit_lower
+from numpyro_fed.expfam.gaussian import (
+    cholesky_parts,
+    moved_full,
+    solve_unit,
+    unit_lower,
+)
 
 GuideParams = dict[str, Any]
 _LOG_2PI = 1.8378770664093453
@@ -38,6 +45,12 @@ class GlobalGuide(NamedTuple):
         alone.
     centre : eta -> (dim,)
         Where the guide is centred; local guides measure ``z_G`` from there.
+    around : (key, loc, root) -> eta
+        The normal distribution with this mean and Cholesky factor of the covariance, or what comes
+        near it.
+    moved : (eta, step) -> eta
+        The guide after a step in coordinates in which it is about standard: ``step`` has the
+        structure of ``eta``, and is zero for no move.
     log_density : (eta, z_G) -> (), optional
         At any point; None where it is known at the guide's own draws alone, as of most flows.
     """
@@ -46,6 +59,8 @@ class GlobalGuide(NamedTuple):
     init: Callable[[Array, Array], GuideParams]
     draw: Callable[[GuideParams, Any], tuple[Array, Array]]
     centre: Callable[[GuideParams], Array]
+    around: Callable[[Array, Array, Array], GuideParams]
+    moved: Callable[[GuideParams, GuideParams], GuideParams]
     log_density: Callable[[GuideParams, Array], Array] | None = None
 
 
@@ -68,6 +83,11 @@ class LocalGuide(NamedTuple):
         Log density, one number a row.
     recentre : (eta, a) -> eta
         The parameters of the same guide when what stands above is measured from ``a``.
+    around : (mode, precision) -> eta
+        The normal distribution with this mode (rows, dim) and precision: a matrix for each row
+        (rows, dim, dim), or one for all where the guide is joint. Without couplings.
+    moved : (eta, step) -> eta
+        The guide after a step in coordinates in which it is about standard.
     joint : bool
         Whether a row's density is given the rows before it, not on its own.
     """
@@ -76,6 +96,8 @@ class LocalGuide(NamedTuple):
     draw: Callable[[GuideParams, Array, Array], Array]
     log_q: Callable[[GuideParams, Array, Array], Array]
     recentre: Callable[[GuideParams, Array], GuideParams]
+    around: Callable[[Array, Array], GuideParams]
+    moved: Callable[[GuideParams, GuideParams], GuideParams]
     joint: bool = False
 
 
@@ -97,7 +119,14 @@ def diagonal(dim: int, init_scale: float) -> GlobalGuide:
         standard = (z - eta["loc"]) / jnp.exp(eta["log_scale"])
         return _standard_normal(standard).sum() - eta["log_scale"].sum()
 
-    return _sticking(dim, init, place, log_density)
+    def around(key: Array, loc: Array, root: Array) -> GuideParams:
+        return {"loc": loc, "log_scale": _conditional_log_scale(root)}
+
+    def moved(eta: GuideParams, step: GuideParams) -> GuideParams:
+        loc = eta["loc"] + jnp.exp(eta["log_scale"]) * step["loc"]
+        return {"loc": loc, "log_scale": eta["log_scale"] + step["log_scale"]}
+
+    return _sticking(dim, init, place, log_density, around, moved)
 
 
 def full(dim: int, init_scale: float) -> GlobalGuide:
@@ -115,7 +144,10 @@ def full(dim: int, init_scale: float) -> GlobalGuide:
         standard = scaled / jnp.exp(eta["log_scale"])
         return _standard_normal(standard).sum() - eta["log_scale"].sum()
 
-    return _sticking(dim, init, place, log_density)
+    def around(key: Array, loc: Array, root: Array) -> GuideParams:
+        return {"loc": loc, **cholesky_parts(root)}
+
+    return _sticking(dim, init, place, log_density, around, moved_full)
 
 
 def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
@@ -133,7 +165,26 @@ def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
         variance = jnp.exp(2 * eta["log_scale"])
         return dist.LowRankMultivariateNormal(eta["loc"], eta["factor"], variance).log_prob(z)
 
-    return _sticking(dim + rank, init, place, log_density)
+    def around(key: Array, loc: Array, root: Array) -> GuideParams:
+        log_scale = _conditional_log_scale(root)
+        factor = 0.1 * jnp.exp(log_scale)[:, None] * jax.random.normal(key, (dim, rank))
+        return {"loc": loc, "log_scale": log_scale, "factor": factor}
+
+    def moved(eta: GuideParams, step: GuideParams) -> GuideParams:
+        scale = jnp.exp(eta["log_scale"])
+        return {
+            "loc": eta["loc"] + scale * step["loc"],
+            "log_scale": eta["log_scale"] + step["log_scale"],
+            "factor": eta["factor"] + scale[:, None] * step["factor"],
+        }
+
+    return _sticking(dim + rank, init, place, log_density, around, moved)
+
+
+def _conditional_log_scale(root: Array) -> Array:
+    """Of each number given all others, from a Cholesky factor of the covariance."""
+    inverse = solve_triangular(root, jnp.eye(len(root)), lower=True)
+    return -0.5 * jnp.log((inverse**2).sum(0))
 
 
 def _sticking(
@@ -141,6 +192,8 @@ def _sticking(
     init: Callable[[Array, Array], GuideParams],
     place: Callable[[GuideParams, Array], Array],
     log_density: Callable[[GuideParams, Array], Array],
+    around: Callable[[Array, Array, Array], GuideParams],
+    moved: Callable[[GuideParams, GuideParams], GuideParams],
 ) -> GlobalGuide:
     """A Gaussian guide whose draws take ``numbers`` normals and are put in ``place``."""
 
@@ -149,7 +202,7 @@ def _sticking(
         return z, log_density(stop_gradient(eta), z)
 
     noise = standard_normals(numbers)
-    return GlobalGuide(noise, init, draw, lambda eta: eta["loc"], log_density)
+    return GlobalGuide(noise, init, draw, lambda eta: eta["loc"], around, moved, log_density)
 
 
 def local(
@@ -214,7 +267,49 @@ def local(
     def recentre(eta: GuideParams, above: Array) -> GuideParams:
         return {**eta, "loc": mean(eta, above), "log_scale": log_scale(eta, above)}
 
-    return LocalGuide(init, draw, log_q, recentre, covariance == "joint")
+    def factor(eta: GuideParams) -> Array:
+        """Cholesky factors of the covariance, (rows, dim, dim) or (rows dim, rows dim)."""
+        T, scale = lower(eta), jnp.exp(eta["log_scale"])
+        if T is None:
+            return scale[..., None] * jnp.eye(dim)
+        return T * scale.reshape(*T.shape[:-2], 1, T.shape[-1])
+
+    def of_factor(loc: Array, L: Array) -> GuideParams:
+        scale = jnp.diagonal(L, axis1=-2, axis2=-1)
+        eta: GuideParams = {"loc": loc, "log_scale": jnp.log(scale).reshape(loc.shape)}
+        if covariance == "joint":
+            eta["below"] = jnp.tril(L / scale, -1).reshape(*loc.shape, *loc.shape)
+        elif covariance == "full" and dim > 1:
+            eta["below"] = cholesky_parts(L)["below"]
+        return eta
+
+    def around(mode: Array, precision: Array) -> GuideParams:
+        if covariance != "diagonal":
+            return of_factor(mode, cholesky_of_inverse(precision))
+        return {"loc": mode, "log_scale": -0.5 * jnp.log(jnp.diagonal(precision, 0, -2, -1))}
+
+    def moved(eta: GuideParams, step: GuideParams) -> GuideParams:
+        independent = lower(eta) is None
+
+        def scaled(change: Array) -> Array:
+            """A change (rows, dim, k) in units of the guide's own spread, in the latents' own."""
+            if independent:
+                return jnp.exp(eta["log_scale"])[..., None] * change
+            L = factor(eta)
+            return (L @ change.reshape(*L.shape[:-1], -1)).reshape(change.shape)
+
+        loc = eta["loc"] + scaled(step["loc"][..., None])[..., 0]
+        if independent:
+            after: GuideParams = {"loc": loc, "log_scale": eta["log_scale"] + step["log_scale"]}
+        else:
+            after = of_factor(loc, factor(eta) @ factor(step))
+        if couple_mean:
+            after["mean_coupling"] = eta["mean_coupling"] + scaled(step["mean_coupling"])
+        if couple_scale:
+            after["scale_coupling"] = eta["scale_coupling"] + step["scale_coupling"]
+        return after
+
+    return LocalGuide(init, draw, log_q, recentre, around, moved, covariance == "joint")
 
 
 def _standard_normal(x: Array) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
@@ -21,6 +22,7 @@ from numpyro.infer.autoguide import (
 from numpyro.infer.initialization import init_to_value
 
 from numpyro_fed.errors import GuideError
+from numpyro_fed.expfam.gaussian import cholesky_factor, cholesky_parts
 from numpyro_fed.guides.gaussian import (
     GlobalGuide,
     GuideParams,
@@ -28,6 +30,8 @@ from numpyro_fed.guides.gaussian import (
     low_rank,
     standard_normals,
 )
+
+FRAME = "frame"  # of a flow that begins around a mode: the mean and the root that it acts within
 
 
 def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
@@ -88,15 +92,27 @@ def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
         sites = parameters(prototype(loc), key)
         return {name: bijections[name].inv(site["value"]) for name, site in sites.items()}
 
+    def around(key: Array, loc: Array, root: Array) -> GuideParams:
+        return {**init(key, jnp.zeros(dim)), FRAME: {"loc": loc, **cholesky_parts(root)}}
+
+    def moved(eta: GuideParams, step: GuideParams) -> GuideParams:
+        after = jax.tree.map(jnp.add, eta, step)
+        return {**after, FRAME: eta[FRAME]} if FRAME in eta else after
+
     def draw(eta: GuideParams, noise: Array) -> tuple[Array, Array]:
-        transform = auto.get_transform({k: bijections[k](v) for k, v in eta.items()})
+        transform = auto.get_transform({k: f(eta[k]) for k, f in bijections.items()})
         z = transform(noise)
-        return z, base.log_prob(noise) - transform.log_abs_det_jacobian(noise, z)
+        log_q = base.log_prob(noise) - transform.log_abs_det_jacobian(noise, z)
+        if FRAME not in eta:
+            return z, log_q
+        frame = eta[FRAME]
+        placed = frame["loc"] + cholesky_factor(frame, dim) @ z
+        return placed, log_q - frame["log_scale"].sum()
 
     def centre(eta: GuideParams) -> Array:
         return draw(eta, jnp.zeros(dim))[0]
 
-    return GlobalGuide(standard_normals(dim), init, draw, centre)
+    return GlobalGuide(standard_normals(dim), init, draw, centre, around, moved)
 
 
 def _refused(kind: str) -> GuideError:

@@ -102,6 +102,26 @@ def MeanField(*, init_loc_fn: Callable | None = None, init_scale: float = 0.1) -
     )
 
 
+class Origin(NamedTuple):
+    """From where local guides measure the globals, and in which units.
+
+    Attributes
+    ----------
+    centre : (dim,) array
+    whitener : (dim, dim) array or None
+        What turns a difference into units of about one posterior standard deviation; None leaves
+        it as it is.
+    """
+
+    centre: Array
+    whitener: Array | None = None
+
+    def away(self, z_G: Array) -> Array:
+        """How far the globals are from here."""
+        away = z_G - self.centre
+        return away if self.whitener is None else self.whitener @ away
+
+
 class Guide(NamedTuple):
     """A guide fitted to a model's sizes, as pure functions.
 
@@ -114,10 +134,10 @@ class Guide(NamedTuple):
         Which of those plates stand above rows of another one, and which do not.
     init_global : key -> eta
     init_local : (key, data) -> {plate: eta}
-    above : (plate, eta, z_G, centre, z_outer, data) -> (width,)
+    above : (plate, eta, z_G, origin, z_outer, data) -> (width,)
         What the rows of a plate are coupled to, measured from the centres of the guides.
-    recentre : ({plate: eta}, old, new, data) -> {plate: eta}
-        The same local guides when the centre of the globals' guide moves from ``old`` to ``new``.
+    recentre : ({plate: eta}, origin, centre, data) -> {plate: eta}
+        The same local guides when the globals are measured from ``centre``, in the same units.
     """
 
     globals: GlobalGuide
@@ -126,8 +146,8 @@ class Guide(NamedTuple):
     rows: tuple[str, ...]
     init_global: Callable[[Array], GuideParams]
     init_local: Callable[[Array, SiloData], dict[str, GuideParams]]
-    above: Callable[[str, dict[str, GuideParams], Array, Array, Rows, SiloData], Array]
-    recentre: Callable[[dict[str, GuideParams], Array, Array, SiloData], dict[str, GuideParams]]
+    above: Callable[[str, dict[str, GuideParams], Array, Origin, Rows, SiloData], Array]
+    recentre: Callable[[dict[str, GuideParams], Origin, Array, SiloData], dict[str, GuideParams]]
 
 
 class PlateGuide(NamedTuple):
@@ -226,27 +246,32 @@ def build_resolved(
         plate: str,
         eta: dict[str, GuideParams],
         z_G: Array,
-        centre: Array,
+        origin: Origin,
         z_outer: Rows,
         data: SiloData,
     ) -> Array:
         if plate in outer or not outer:
-            return z_G - centre
+            return origin.away(z_G)
         offsets = [data.keep(p, z_outer[p] - eta[p]["loc"]).ravel() for p in outer]
-        return jnp.concatenate([z_G - centre, *offsets])
+        return jnp.concatenate([origin.away(z_G), *offsets])
 
     def recentre(
-        eta: dict[str, GuideParams], old: Array, new: Array, data: SiloData
+        eta: dict[str, GuideParams], origin: Origin, centre: Array, data: SiloData
     ) -> dict[str, GuideParams]:
         moved: dict[str, GuideParams] = {}
         for p in (*outer, *rows):
             z_outer = {q: moved[q]["loc"] for q in outer if q in moved}
-            at = above(p, eta, new, old, z_outer, data)
+            at = above(p, eta, centre, origin, z_outer, data)
             moved[p] = locals_[p].recentre(eta[p], at)
         return moved
 
     global_ = _global_guide(spec, resolved, fm.dim)
     return Guide(global_, locals_, outer, rows, init_global, init_local, above, recentre)
+
+
+def init_loc_fn_of(spec: Structured | AutoGuide | None) -> Callable | None:
+    """Where a guide begins, if it was asked for."""
+    return _structured(spec).init_loc_fn
 
 
 def _structured(spec: Structured | AutoGuide | None) -> Structured:

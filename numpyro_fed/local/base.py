@@ -49,6 +49,10 @@ class Problem(NamedTuple):
         How many rows the silo has.
     divergence : (eta_q, eta_cavity) -> () or None
         In place of KL.
+    own_moved : (own, step) -> own
+        The silo's own part after a step in coordinates in which it is about standard.
+    near : bool
+        Whether ``start`` is near the optimum, and steps are in its own coordinates.
     """
 
     family: Family
@@ -60,6 +64,37 @@ class Problem(NamedTuple):
     likelihood: Callable[[], tuple[Natural, Callable[[Ordinary], Array]]]
     rows: int
     divergence: Callable[[Natural, Natural], Array] | None
+    own_moved: Callable[[Any, Any], Any] = lambda own, step: jax.tree.map(jnp.add, own, step)
+    near: bool = False
+
+    def standardised(self) -> tuple[Problem, Callable[[Solution], Solution]]:
+        """The same problem in coordinates in which its start is standard, and the way back."""
+        family, frame, own = self.family, self.start, self.own
+
+        def log_lik(
+            psi: Ordinary, step: Any, noise: Noise, plain: bool
+        ) -> tuple[Array, Array]:
+            moved = self.own_moved(own, step)
+            _, values = self.log_lik(family.moved(frame, psi), moved, noise, plain)
+            return jax.vmap(family.draw, (None, 0))(psi, noise.globals), values
+
+        def divergence(eta: Natural, cavity: Natural) -> Array:
+            back = (family.out_of(frame, eta), family.out_of(frame, cavity))
+            return self.divergence(*back) if self.divergence else jnp.zeros(())
+
+        def back(found: Solution) -> Solution:
+            eta = family.out_of(frame, found.eta)
+            return found._replace(eta=eta, own=self.own_moved(own, found.own))
+
+        inside = self._replace(
+            cavity=family.into(frame, self.cavity),
+            start=family.standard(frame),
+            own=jax.tree.map(jnp.zeros_like, own),
+            log_lik=log_lik,
+            divergence=self.divergence and divergence,
+            near=True,
+        )
+        return inside, back
 
 
 class Solution(NamedTuple):
@@ -101,6 +136,11 @@ class Local(Protocol):
     @property
     def any_divergence(self) -> bool:
         """Whether it can take a divergence to the cavity other than KL."""
+        ...
+
+    @property
+    def standardises(self) -> bool:
+        """Whether it works in coordinates in which a good start is standard."""
         ...
 
     def solve(self, problem: Problem, key: Array) -> Solution:

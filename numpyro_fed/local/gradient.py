@@ -18,6 +18,8 @@ from numpyro_fed.local.base import AT_REST, Noise, Problem, Solution, free_energ
 from numpyro_fed.local.verdict import PARTICLES, AtRest, Tally, maximised
 from numpyro_fed.trees import strong
 
+STEP, SETTLES, DECAY = 0.05, 20, 0.7  # of Adam: its first step, and how that becomes smaller
+CHECK = 100  # steps, after which one near its optimum is looked at
 BLOCK = 64  # steps, at most, for which noise is drawn at once
 NOISE = 2**20  # numbers, about, that are drawn at once
 
@@ -34,10 +36,12 @@ class Optax:
     Parameters
     ----------
     optim : optax.GradientTransformation, optional
-        By default Adam from ``0.05`` with cosine decay to a hundredth over the steps. It starts
-        anew at each visit; the parameters start where they are.
+        By default Adam from ``0.05``, with cosine decay to a hundredth over the steps, or, where a
+        run started at the mode, decay from the first steps on. It starts anew at each visit; the
+        parameters start where they are.
     steps : int
-        Steps at each visit.
+        Steps at each visit, at most: a run that started at the mode looks after each hundred of
+        them whether it has arrived (``tolerance``), and then ends the visit.
     num_particles : int
         Draws of the globals in each step.
     batch_size : int, optional
@@ -75,6 +79,11 @@ class Optax:
     patience: int | None = None
     tolerance: float = AT_REST
     closed_form = False
+
+    @property
+    def standardises(self) -> bool:
+        """Natural parameters are those of ``z``."""
+        return self.space == "ordinary"
 
     @property
     def any_divergence(self) -> bool:
@@ -149,8 +158,11 @@ class _Ascent:
 
     @cached_property
     def optim(self) -> optax.GradientTransformation:
-        cosine = optax.cosine_decay_schedule(0.05, self.settings.steps, 0.01)
-        return self.settings.optim or optax.adam(cosine)
+        if self.settings.optim is not None:
+            return self.settings.optim
+        if self.problem.near:
+            return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
+        return optax.adam(optax.cosine_decay_schedule(STEP, self.settings.steps, 0.01))
 
     @property
     def judges_itself(self) -> bool:
@@ -232,17 +244,36 @@ class _Ascent:
         (value, log_lik), gradient = jax.value_and_grad(loss, has_aux=True)(walk.params)
 
         def move(walk: Walk) -> Walk:
+            seen = self.judge(walk, gradient[0]) if self.looks else walk
             updates, opt_state = self.optim.update(gradient, walk.opt_state, walk.params)
             params = optax.apply_updates(walk.params, updates)
-            walk = walk._replace(i=walk.i + 1, params=params, opt_state=opt_state, value=value)
+            walk = seen._replace(i=walk.i + 1, params=params, opt_state=opt_state, value=value)
+            if self.looks:
+                walk = self.look(walk)
             return walk if settings.patience is None else self.stop_early(walk, log_lik)
 
         def judge(walk: Walk) -> Walk:
-            return self.judge(walk._replace(i=walk.i + 1), gradient[0])
+            return self.judge(walk, gradient[0])._replace(i=walk.i + 1)
 
         if not self.judges_itself:
             return move(walk)
         return jax.lax.cond(walk.i < settings.steps, move, judge, walk)
+
+    @property
+    def looks(self) -> bool:
+        """Whether it may end before its time."""
+        return self.judges_itself and self.problem.near and self.settings.patience is None
+
+    def look(self, walk: Walk) -> Walk:
+        """After each ``CHECK`` steps, end if their gradients say that it has arrived."""
+        full = (walk.i % CHECK == 0) & (walk.i < self.settings.steps)
+        arrived = full & self.rest.arrived(walk.tally)
+        begun = jax.tree.map(
+            lambda a, b: jnp.where(full & ~arrived, a, b), self.rest.begin(), walk.tally
+        )
+        last = walk.i == self.settings.steps
+        begun = jax.tree.map(lambda a, b: jnp.where(last, a, b), self.rest.begin(), begun)
+        return walk._replace(i=jnp.where(arrived, self.settings.steps, walk.i), tally=begun)
 
     @property
     def window(self) -> int:
@@ -280,7 +311,7 @@ class _Ascent:
             return walk._replace(estimate=none, tally=tally)
 
         walk = walk._replace(estimate=estimate)
-        done = (walk.i - self.settings.steps) % each == 0
+        done = (walk.i + 1 - self.settings.steps) % each == 0
         return jax.lax.cond(done, full, lambda walk: walk, walk)
 
     def of_psi(self, walk: Walk, gradient: Any) -> Ordinary:

@@ -47,6 +47,7 @@ class LBFGS:
     share = 1.0
     closed_form = False
     any_divergence = True
+    standardises = True
 
     def __post_init__(self) -> None:
         positive_int("steps", self.steps)

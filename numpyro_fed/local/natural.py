@@ -74,6 +74,11 @@ class NaturalGradient:
         return self.expectation == "closed_form"
 
     @property
+    def standardises(self) -> bool:
+        """The closed form is that of ``z``."""
+        return not self.closed_form
+
+    @property
     def share(self) -> float:
         """A single step goes as far as its rate."""
         return self.rate if self.steps == 1 else 1.0
@@ -128,6 +133,7 @@ class FixedPoint:
     share = 1.0
     closed_form = False
     any_divergence = False
+    standardises = True
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Run the steps; see the class."""
@@ -186,6 +192,7 @@ class ClosedForm:
     share = 1.0
     closed_form = True
     any_divergence = False
+    standardises = False
 
     def solve(self, problem: Problem, key: Array) -> Solution:
         """Add the likelihood's natural parameters to the cavity's."""
@@ -236,6 +243,7 @@ class PowerEP:
     batch_size: None = None
     closed_form = False
     any_divergence = False
+    standardises = True
 
     @property
     def share(self) -> float:

@@ -76,6 +76,11 @@ class AtRest:
         close = (tally.error <= self.tolerance / 4).all()
         return (tally.number < FEW) | ((tally.number < self.most) & ~far & ~close)
 
+    def arrived(self, tally: Tally) -> Array:
+        """Whether steps on the way may end: four times as strict as the verdict."""
+        close = jnp.abs(tally.mean) + tally.error <= self.tolerance / 2
+        return (tally.number >= FEW) & close.all()
+
     def holds(self, tally: Tally) -> Array:
         """The verdict."""
         near = jnp.abs(tally.mean) <= self.tolerance + 2 * tally.error

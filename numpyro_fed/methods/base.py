@@ -17,7 +17,9 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
+from numpyro_fed.algorithms.mode import unravelled
 from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
+from numpyro_fed.methods.mode import Mode, begin
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
@@ -33,6 +35,7 @@ from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import State, on_device
 
+SEARCHED_UP_TO = 300  # shared parameters and globals
 RUNTIMES = {"simulation": simulation, "host": host}
 
 
@@ -98,16 +101,16 @@ class Method(ABC):
         positive_int("num_rounds", num_rounds)
         fit, held = self._prepare(silos, runtime)
         if init_state is None:
-            state = fit.runtime.init(key, held.batches)
+            state, start = begin(fit, key, held.batches, RUNTIMES[runtime])
         else:
-            state = fit.check_state(init_state, held)
+            state, start = fit.check_state(init_state, held), None
         self._check_rounds(state, num_rounds)
         run = drive(fit.runtime, key, state, held.batches, num_rounds, progress_bar, server_data)
-        return self._finish(run, fit, held)
+        return self._finish(run, fit, held, start)
 
-    def _finish(self, run: Run, fit: Fit, held: Silos | None) -> Any:
+    def _finish(self, run: Run, fit: Fit, held: Silos | None, start: Mode | None) -> Any:
         """The result of a run, unless it failed."""
-        result = self._result(run, fit, held)
+        result = replace(self._result(run, fit, held), start=start)
         if run.failure is not None:
             raise _non_finite(result, run.failure)
         return result
@@ -199,7 +202,7 @@ class Method(ABC):
 
     def exchange(self, built: Built, name: str) -> Exchange:
         """An exchange by name: the algorithm's own, the evaluation, the importance correction."""
-        known = {x.name: x for x in built.algorithm.exchanges}
+        known = {x.name: x for x in (*built.opening, *built.algorithm.exchanges)}
         if built.factors is not None:
             known[built.factors.evaluation.name] = built.factors.evaluation
         return known[name] if name in known else weighing(built, name)[0]
@@ -251,6 +254,11 @@ class Method(ABC):
         if runtime == "host":
             buckets = one_by_one(read, layout.sizes)
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
+
+
+def start_of(asked: str | None, fm: FederatedModel) -> str | None:
+    """Where a run begins: at the mode, if there is something to search over and not too much."""
+    return asked if 0 < unravelled(fm) <= SEARCHED_UP_TO else None
 
 
 def check_memory(algorithm: FederatedAlgorithm, buckets: Sequence[Bucket]) -> None:

@@ -18,11 +18,16 @@ from numpyro_fed.errors import ModelError, NonFiniteError, positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.results.base import Fit
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import on_device
+from numpyro_fed.runtime.stack import Batch, Runtime, State, init_schedule, on_device
+from numpyro_fed.trees import strong
 
 FAR = 3.0  # standard deviations, by the curvature, at which a density is looked at
+MOST = 100  # exchanges of a start
+SEARCH = "search"  # under which a fit keeps its runtime
+OPENING = 2**31 - 1  # in the place of a round's number, in keys
 FALL = 0.1  # nats: a normal density has fallen by 4.5 there
 
 
@@ -130,28 +135,97 @@ def find_mode(
     layout, buckets = lay_out(model, silo_data.read(silos))
     fm, batches = layout.model, on_device(buckets)
     _check(fm)
-    algorithm = mode(fm, _starts(key, fm, starts))
+    algorithm = mode(fm, starts)
     runtime = simulation(algorithm)
     state = runtime.init(key, batches)
     run = drive(runtime, key, state, batches, max_exchanges, progress_bar)
     search = jax.tree.map(np.asarray, run.state.server)
     if not search.known.any():
-        raise NonFiniteError(
-            "no place was found at which the log density, its gradient and its Hessian are finite, "
-            f"from {starts} starts in {int(run.state.round)} exchanges. In double precision "
-            "(jax.config.update('jax_enable_x64', True)) they may be, or from more starts "
-            "(starts=8); or look at the data and the supports of the sites.",
-            result=None,
-            round=int(run.state.round),
-            silos=(),
-        )
+        raise _not_found(int(run.state.round), starts)
     shape = _Shape.of(search)
-    places = jnp.asarray(shape.places, run.state.server.trial.dtype)
-    there = Around(places, jnp.asarray(shape.start))
-    values, *_ = runtime.single(around(fm))(key, there, run.state.silos, batches)
-    found = _mode(fm, search, shape, np.asarray(values), int(run.state.round) + 1)
+    values = _looked_around(runtime, fm, shape, run.state, key, batches)
+    found = _mode(fm, search, shape, values, int(run.state.round) + 1)
     _warn(found)
     return found
+
+
+def begin(
+    fit: Fit, key: Array, batches: tuple[Batch, ...], runtime_of: Callable[..., Runtime]
+) -> tuple[State, Mode | None]:
+    """The first state of a run that starts at the mode, and the mode.
+
+    Where nothing is finite, the algorithm's own first state, with a warning.
+
+    Raises
+    ------
+    ModelError
+        Naming the directions in which the posterior is improper, where a prior is flat.
+    """
+    if fit.built.start is None:
+        return fit.runtime.init(key, batches), None
+    fm, start = fit.model, fit.built.start
+    if SEARCH not in fit.compiled:
+        fit.compiled[SEARCH] = runtime_of(start.search)
+    runtime = fit.compiled[SEARCH]
+    key_search, key_begin = jax.random.split(jax.random.fold_in(key, OPENING))
+    state = runtime.init(key_search, batches)
+    run = drive(runtime, key_search, state, batches, MOST, False)
+    search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
+    first = None
+    if search.known.any():
+        shape = _Shape.of(search)
+        found = _mode(fm, search, shape, None, exchanges)
+        if fm.flat:
+            falls = _looked_around(runtime, fm, shape, run.state, key, batches)
+            found = _mode(fm, search, shape, falls, exchanges + 1)
+            if found.flat:
+                raise _improper(fm, found.flat)
+        begun = fit.single(start.begin.name, start.begin)
+        server, silos, info, _ = begun(key_begin, run.state.server, run.state.silos, batches)
+        if info.ok:
+            carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
+            zero = jnp.zeros((), jnp.int32)
+            first = strong(State(zero, server, silos, carry))
+    if first is None:
+        if fm.flat:
+            raise _not_found(exchanges, 1)
+        warnings.warn(
+            "no mode to start from was found, where log density, gradient and Hessian are finite: "
+            "the run starts at zero in unconstrained space, as start=None does. Double precision "
+            "(jax.config.update('jax_enable_x64', True)) may help.",
+            stacklevel=4,
+        )
+        return fit.runtime.init(key, batches), None
+    return first, found
+
+
+def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:
+    return ModelError(
+        f"the posterior is improper: it does not fall along {' and '.join(open)} (unconstrained, "
+        f"each in units of its own curvature), where the prior of '{fm.flat[0]}' is flat. Give it "
+        "a proper prior, or leave out a column that others add up to."
+    )
+
+
+def _looked_around(
+    runtime: Runtime, fm: FederatedModel, shape: _Shape, state: State, key: Array, batches: Any
+) -> np.ndarray:
+    """The log densities at the places around the highest point."""
+    places = jnp.asarray(shape.places, state.server.trial.dtype)
+    there = Around(places, jnp.asarray(shape.start))
+    return np.asarray(runtime.single(around(fm))(key, there, state.silos, batches)[0])
+
+
+def _not_found(exchanges: int, starts: int) -> NonFiniteError:
+    return NonFiniteError(
+        "no place was found at which the log density, its gradient and its Hessian are finite, "
+        f"from {starts} starts in {exchanges} exchanges. In double precision "
+        "(jax.config.update('jax_enable_x64', True)) they may be, or from more starts "
+        "(starts=8); or look at the data and the supports of the sites.",
+        result=None,
+        round=exchanges,
+        silos=(),
+    )
 
 
 def _check(fm: FederatedModel) -> None:
@@ -165,18 +239,6 @@ def _check(fm: FederatedModel) -> None:
             "the model has neither global latents nor shared parameters, so that there is nothing "
             "to search over. Move what silos share out of the silo_plate."
         )
-
-
-def _starts(key: Array, fm: FederatedModel, number: int) -> Array:
-    """Where to begin, (number, n)."""
-    theta = fm.init_theta(key)
-    own = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
-    drawn = fm.draw_prior(key, number) if fm.dim and number > 1 else None
-    if drawn is None:
-        drawn = jax.random.normal(key, (number, fm.dim))
-    z_G = jnp.nan_to_num(drawn).at[0].set(0.0)
-    moved = jax.random.normal(jax.random.fold_in(key, 1), (number, len(own))).at[0].set(0.0)
-    return jnp.concatenate([own + moved, z_G], 1)
 
 
 class _Shape(NamedTuple):
@@ -223,16 +285,17 @@ class _Shape(NamedTuple):
 
 
 def _mode(
-    fm: FederatedModel, search: Any, shape: _Shape, around: np.ndarray, num_exchanges: int
+    fm: FederatedModel, search: Any, shape: _Shape, around: np.ndarray | None, num_exchanges: int
 ) -> Mode:
-    """``around`` are the log densities at the places on both sides of each axis."""
+    """``around`` are the log densities at the places on both sides of each axis, if known."""
     i, names = shape.start, _names(fm)
     theta, z_G = unraveller(fm)(search.best.x[i])
     curvature = np.asarray(search.best.curvature[i], float)
     _, log_det = np.linalg.slogdet(curvature)
     value = float(search.best.value[i])
-    rounding = ROUNDINGS * np.finfo(around.dtype).eps * abs(value)
-    flat = shape.open(value - around, max(FALL, rounding), names)
+    rounding = ROUNDINGS * np.finfo(search.best.x.dtype).eps * abs(value)
+    falls = np.full(len(shape.places), np.inf) if around is None else value - around
+    flat = shape.open(falls, max(FALL, rounding), names)
     evidence = value + 0.5 * (len(curvature) * np.log(2 * np.pi) - log_det)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
     return Mode(

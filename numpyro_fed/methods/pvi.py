@@ -15,22 +15,31 @@ import optax
 from jax import Array
 
 from numpyro_fed import expfam
+from numpyro_fed.algorithms.mode import mode
 from numpyro_fed.algorithms.pvi.algorithm import pvi
+from numpyro_fed.algorithms.pvi.begin import pvi_from_mode
 from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
 from numpyro_fed.algorithms.pvi.evaluate import evaluation
 from numpyro_fed.algorithms.pvi.families import Globals, globals_of
 from numpyro_fed.algorithms.pvi.posterior import aggregate
 from numpyro_fed.algorithms.pvi.states import Parts, Settings, Status
 from numpyro_fed.divergences import KL
-from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
+from numpyro_fed.errors import GuideError, ModelError, NonFiniteError, positive_int
 from numpyro_fed.expfam import Family
 from numpyro_fed.guides.gaussian import GlobalGuide
-from numpyro_fed.guides.structured import Guide, Resolved, Structured, build_resolved, resolve
+from numpyro_fed.guides.structured import (
+    Guide,
+    Resolved,
+    Structured,
+    build_resolved,
+    init_loc_fn_of,
+    resolve,
+)
 from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
-from numpyro_fed.methods.base import Method
+from numpyro_fed.methods.base import Method, start_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
@@ -38,7 +47,7 @@ from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.results.base import Built, Factors, Fit, Silos
+from numpyro_fed.results.base import Built, Factors, Fit, Silos, Start
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.runtime.drive import Run
@@ -156,11 +165,12 @@ class PVI(Method):
     schedule: str | Spec = field(default="sequential", kw_only=True)
     damping: str | float | Adaptive = field(default="auto", kw_only=True)
     family: str | Mapping[str, str] = field(default="auto", kw_only=True)
-    prior: str = field(default="exact", kw_only=True)
+    prior: str = field(default="auto", kw_only=True)
     local: Local | None = field(default=None, kw_only=True)
     guide: Structured | None = field(default=None, kw_only=True)
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
     theta_optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
+    start: str | None = field(default="mode", kw_only=True)
     start_scale: float | None = field(default=0.1, kw_only=True)
     evidence_draws: int = field(default=32, kw_only=True)
     loss: Callable | None = field(default=None, kw_only=True)
@@ -184,8 +194,10 @@ class PVI(Method):
             raise ValueError(f"deletion={self.deletion!r}: expected one of {DELETIONS}.")
         if self.prior_share not in ("whole", "split"):
             raise ValueError(f"prior_share={self.prior_share!r}: expected 'whole' or 'split'.")
-        if self.prior not in ("exact", "factor"):
-            raise ValueError(f"prior={self.prior!r}: expected 'exact' or 'factor'.")
+        if self.prior not in ("auto", "exact", "factor"):
+            raise ValueError(f"prior={self.prior!r}: expected 'auto', 'exact' or 'factor'.")
+        if self.start not in ("mode", None):
+            raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
         if self.prior == "factor" and self.deletion not in ("own", "none"):
             raise ValueError(
                 f"prior='factor' cannot go with deletion={self.deletion!r}, which takes the "
@@ -215,8 +227,20 @@ class PVI(Method):
 
     def _shaped(self, fm: FederatedModel) -> tuple[Globals, Callable[[Sequence[SiloData]], bool]]:
         """The family of the globals, and the question whether the likelihood is conjugate to it."""
-        chosen = globals_of(fm, self.family, self.prior)
+        chosen = globals_of(fm, self.family, self._prior)
         return chosen, conjugacy(fm, chosen)
+
+    @property
+    def _prior(self) -> str:
+        """A factor for what is outside of the family, unless all factors are taken out at once."""
+        if self.prior != "auto":
+            return self.prior
+        return "factor" if self.deletion in ("own", "none") else "exact"
+
+    def _start(self, fm: FederatedModel, plan: Plan) -> str | None:
+        """At the mode, where silos keep a factor and one visit each is not exact in any case."""
+        needed = self.deletion == "own" and (fm.flat or not self._local(plan).closed_form)
+        return start_of(self.start, fm) if needed else None
 
     def _verdicts(
         self, layout: Layout, shaped: Any, stacks: Sequence[SiloData]
@@ -238,6 +262,7 @@ class PVI(Method):
             "method": "PVI",
             **{name: _described(getattr(self, name)) for name in SAVED},
             "local": _described(self._local(plan)),
+            "start": self._start(fm, plan),
             "objective": _described(self.objective),
             "guide": resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
             "conjugate": plan.facts.verdict("conjugate"),
@@ -284,7 +309,10 @@ class PVI(Method):
             evidence_draws=self.evidence_draws,
             share=local.share,
             exact=self._exact(fm, chosen, local),
+            from_mode=resolved["start"] == "mode",
         )
+        if fm.flat and not settings.from_mode:
+            raise _flat(fm)
         factors = Factors(
             chosen,
             settings,
@@ -293,8 +321,12 @@ class PVI(Method):
             divergence=not all(isinstance(d, KL) for d in (self.divergence, self.prior_divergence)),
             evaluation=evaluation(parts, settings),
         )
-        algorithm = pvi(parts, settings)
-        return Built(fm, guide, bounds[0], algorithm, schedule, draws, importance_correct, factors)
+        algorithm, start = pvi(parts, settings), None
+        if settings.from_mode:
+            search = mode(fm, 1, init_loc_fn_of(self.guide))
+            start = Start(search, pvi_from_mode(parts, settings))
+        certify = importance_correct
+        return Built(fm, guide, bounds[0], algorithm, schedule, draws, certify, factors, start)
 
     def _exact(self, fm: FederatedModel, chosen: Globals, local: Local) -> bool:
         """Whether a silo's factor depends on nothing but its own data."""
@@ -337,6 +369,15 @@ class PVI(Method):
         return result
 
 
+def _flat(fm: FederatedModel) -> ModelError:
+    return ModelError(
+        f"the prior of the global site '{fm.flat[0]}' is flat (ImproperUniform, or masked), and so "
+        "improper: without a start at the mode there is no posterior before the first visit. Use "
+        "start='mode', which takes up to 300 globals and deletion='own'; or give it a proper "
+        "prior, however wide, such as dist.Normal(0, 100)."
+    )
+
+
 def _for_the_prior(family: Family) -> FixedPoint:
     """The server's optimiser, with enough draws for a full covariance of all globals."""
     z = jax.ShapeDtypeStruct((family.dim,), np.float32)
@@ -362,13 +403,15 @@ def _global_guide(chosen: Globals) -> GlobalGuide:
         z = family.draw(family.ordinary(eta), noise)
         return z, expfam.log_density(family, eta, z)
 
-    def init(key: Array, loc: Array) -> Any:
-        raise TypeError("the factors' family starts at the prior")
+    def init(*args: Any) -> Any:
+        raise TypeError("natural parameters are no guide's to begin or to move")
 
     def centre(eta: Any) -> Array:
         return family.centre(family.ordinary(eta))
 
-    return GlobalGuide(family.noise, init, draw, centre, partial(expfam.log_density, family))
+    return GlobalGuide(
+        family.noise, init, draw, centre, init, init, partial(expfam.log_density, family)
+    )
 
 
 def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:

@@ -12,18 +12,31 @@ import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.sfvi import sfvi
+from numpyro_fed.algorithms.mode import mode
+from numpyro_fed.algorithms.sfvi import sfvi, sfvi_from_mode
 from numpyro_fed.errors import positive_int
-from numpyro_fed.guides.structured import Resolved, Structured, build_resolved, resolve
-from numpyro_fed.methods.base import Method
+from numpyro_fed.guides.structured import (
+    Resolved,
+    Structured,
+    build_resolved,
+    init_loc_fn_of,
+    resolve,
+)
+from numpyro_fed.methods.base import Method, start_of
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.results.base import Built, Fit, Result, Silos
+from numpyro_fed.results.base import Built, Fit, Result, Silos, Start
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.runtime.drive import Run
 
+STEP, SETTLES, DECAY = 0.03, 100, 0.7  # of Adam: its first step, and how that becomes smaller
 ENOUGH = 200  # rounds, to tell whether a bound has settled
+
+
+def default_optimiser() -> optax.GradientTransformation:
+    """Adam for coordinates in which the posterior is about standard, with steps that decay."""
+    return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
 
 
 @dataclass(frozen=True)
@@ -79,14 +92,20 @@ class SFVI(Method):
     """
 
     model: Callable
-    optim: optax.GradientTransformation = field(kw_only=True)
+    optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
     num_particles: int = field(default=1, kw_only=True)
+    start: str | None = field(default="mode", kw_only=True)
     _layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.start not in ("mode", None):
+            raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
+        positive_int("num_particles", self.num_particles)
+        if self.optim is None:
+            return
         if not isinstance(self.optim, optax.GradientTransformation):
             raise TypeError(
                 f"optim must be an Optax optimiser such as optax.adam(1e-2), got "
@@ -100,7 +119,6 @@ class SFVI(Method):
                 "optim must take a step from a gradient alone; optimisers that need the value of "
                 f"the loss or search along a line, as optax.lbfgs does, cannot be used ({error})."
             ) from error
-        positive_int("num_particles", self.num_particles)
 
     def _result(self, run: Run, fit: Fit, held: Silos | None) -> Result:
         result = Result(run.losses, run.state, fit, held)
@@ -118,6 +136,7 @@ class SFVI(Method):
         return {
             "method": "SFVI",
             "num_particles": self.num_particles,
+            "start": start_of(self.start, fm),
             "guide": resolve(self.guide, fm, largest, total),
             "objective": repr(self.objective),
         }
@@ -126,12 +145,12 @@ class SFVI(Method):
         guide = build_resolved(self.guide, Resolved.of(plan.chosen["guide"]), fm)
         draws = draws_by_plate(self.objective, guide)
         bound = silo_bound(fm, guide, draws)
-        return Built(
-            fm,
-            guide,
-            bound,
-            sfvi(fm, guide, bound, self.optim, self.num_particles),
-            None,
-            draws,
-            importance_correct,
-        )
+        from_mode = plan.chosen["start"] == "mode"
+        optim = self.optim or default_optimiser()
+        algorithm = sfvi(fm, guide, bound, optim, self.num_particles, from_mode=from_mode)
+        start = None
+        if from_mode:
+            search = mode(fm, 1, init_loc_fn_of(self.guide))
+            start = Start(search, sfvi_from_mode(fm, guide, optim))
+        certify = importance_correct
+        return Built(fm, guide, bound, algorithm, None, draws, certify, start=start)

@@ -63,6 +63,13 @@ class Factors(NamedTuple):
     evaluation: Exchange
 
 
+class Start(NamedTuple):
+    """How a run begins: a search for the mode, and the exchange from there to the first state."""
+
+    search: FederatedAlgorithm
+    begin: Exchange
+
+
 class Built(NamedTuple):
     """What a method makes of a text and a plan: pure functions, and nobody's data.
 
@@ -74,6 +81,8 @@ class Built(NamedTuple):
         ``K`` for each silo plate that has latents.
     certify : (key, result) -> importance correction
     factors : Factors or None
+    start : Start or None
+        None where a run begins at ``algorithm``'s own first state.
     """
 
     model: FederatedModel
@@ -84,6 +93,18 @@ class Built(NamedTuple):
     draws: dict[str, int]
     certify: Callable[..., Any]
     factors: Factors | None = None
+    start: Start | None = None
+
+    def sender(self, exchange: Exchange) -> FederatedAlgorithm:
+        """The algorithm from whose states an exchange starts."""
+        if self.start is None or exchange.name not in {x.name for x in self.opening}:
+            return self.algorithm
+        return self.start.search
+
+    @property
+    def opening(self) -> tuple[Exchange, ...]:
+        """The exchanges before the first round."""
+        return () if self.start is None else (*self.start.search.exchanges, self.start.begin)
 
 
 class Fit(NamedTuple):
@@ -181,12 +202,15 @@ class Result:
         Minus the bound, one number for each round of this run.
     state : State
         Everything that a run needs to go on: ``run(..., init_state=result.state)``.
+    start : Mode or None
+        The mode at which the run began, if it did.
     """
 
     losses: np.ndarray
     state: State
     _fit: Fit = field(repr=False)
     _silos: Silos | None = field(default=None, repr=False)  # of a run in one process
+    start: Any = field(default=None, repr=False, kw_only=True)
 
     @property
     def num_silos(self) -> int:
@@ -321,11 +345,10 @@ class Result:
         b, i = self._held(silo).place(silo)
         shared, private = self.shared, self._private(silo)
         padded = jax.tree.map(lambda a: a[i], self._held(silo).batches[b].data)
-        theta, centre = {**shared.theta, **private.theta}, private.centre
-        if centre is None:
-            centre = self._fit.guide.globals.centre(shared.guide)
+        theta = {**shared.theta, **private.theta}
+        origin = private.origin(self._fit.guide.globals.centre(shared.guide))
         key = jax.random.fold_in(key, silo)
-        z_L = posterior.draw_locals(key, theta, private.guide, z_G, centre, padded)
+        z_L = posterior.draw_locals(key, theta, private.guide, z_G, origin, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
         theta = {**shared.theta, **self._real_private(silo, private.theta)}
         data = self._held(silo).data[silo]

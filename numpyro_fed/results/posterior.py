@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.guides.structured import Guide
+from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.objectives import SiloBound
@@ -24,7 +24,7 @@ class Posterior(NamedTuple):
     draw_globals : (key, params, n) -> (z_G, log_q)
         (n, dim) and (n,), from the server's parameters.
     constrain_globals : (theta, z_G) -> {site: value}
-    draw_locals : (key, theta, eta, z_G, centre, data) -> z_L
+    draw_locals : (key, theta, eta, z_G, origin, data) -> z_L
         One draw of a silo's locals, {plate: (n, rows, dim)}, for each draw of the globals.
     constrain_locals : (theta, z_G, z_L, data) -> {site: value}
     """
@@ -49,11 +49,11 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
 
     @jax.jit
     def draw_locals(
-        key: Array, theta: dict, eta: dict, z_G: Array, centre: Array, data: SiloData
+        key: Array, theta: dict, eta: dict, z_G: Array, origin: Origin, data: SiloData
     ) -> Rows:
         def one(i_z: tuple[Array, Array]) -> Rows:
             i, z = i_z
-            return bound.sample(jax.random.fold_in(key, i), theta, eta, z, centre, data)
+            return bound.sample(jax.random.fold_in(key, i), theta, eta, z, origin, data)
 
         return jax.lax.map(one, (jnp.arange(len(z_G)), z_G), batch_size=64)
 

@@ -68,12 +68,12 @@ def importance(
     def silo(noise: Array, down: Down, state: Any, data: SiloData) -> tuple[Reply[Array], Any]:
         own = fitted.private(state)
         theta = {**down.theta, **own.theta}
-        centre = down.centre if own.centre is None else own.centre
+        origin = own.origin(down.centre)
 
         def estimate(draw: tuple[Array, Array]) -> Array:
             s, z_G = draw
             mine = jax.random.fold_in(noise, s)
-            return likelihood.log_estimate(mine, theta, own.guide, z_G, centre, data)
+            return likelihood.log_estimate(mine, theta, own.guide, z_G, origin, data)
 
         draws = (jnp.arange(num_draws), down.z_G)
         values = usable(jax.lax.map(estimate, draws, batch_size=batch_size))

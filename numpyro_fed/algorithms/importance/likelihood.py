@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.guides.structured import Guide
+from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.model.binding import LocalPrior, Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
@@ -47,10 +47,10 @@ class SiloLikelihood:
     draws: Mapping[str, int]
 
     def log_estimate(
-        self, key: Array, theta: Theta, eta: dict, z_G: Array, centre: Array, data: SiloData
+        self, key: Array, theta: Theta, eta: dict, z_G: Array, origin: Origin, data: SiloData
     ) -> Array:
         """The log of the estimate at one ``z_G``; ``eta`` are the local guides' parameters."""
-        at = _At(self, theta, eta, z_G, centre, data)
+        at = _At(self, theta, eta, z_G, origin, data)
         key_outer, key_rows = jax.random.split(key)
         if not self.guide.outer:
             return at.rows({}, key_rows)
@@ -69,7 +69,7 @@ class _At:
     theta: Theta
     eta: dict[str, Any]
     z_G: Array
-    centre: Array
+    origin: Origin
     data: SiloData
 
     def rows(self, z_outer: Rows, key: Array) -> Array:
@@ -132,7 +132,7 @@ class _At:
 
     def _above(self, plate: str, z_outer: Rows) -> Array:
         guide = self.of.guide
-        return guide.above(plate, self.eta, self.z_G, self.centre, z_outer, self.data)
+        return guide.above(plate, self.eta, self.z_G, self.origin, z_outer, self.data)
 
     def _guided(self, plates: tuple[str, ...], z_outer: Rows, key: Array) -> Rows:
         drawn = {}

@@ -98,12 +98,6 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
             "the model has no global latents, so that silos share nothing to infer. Use SFVI, "
             "which also learns parameters, or move what is shared out of the silo_plate."
         )
-    if flat := [s.name for s in sites if s.name in fm.flat]:
-        raise ModelError(
-            f"the prior of the global site '{flat[0]}' is flat (ImproperUniform, or masked), and "
-            "so improper: there is no posterior before the first visit. Give it a proper prior, "
-            "however wide, such as dist.Normal(0, 100); or use SFVI."
-        )
     if covariance not in ("auto", "full", "diagonal"):
         raise ValueError(f"family={covariance!r}: expected 'auto', 'full' or 'diagonal'.")
     if unknown := set(chosen) - {s.name for s in sites}:

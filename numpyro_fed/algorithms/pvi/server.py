@@ -37,7 +37,8 @@ class Server(Role):
         theta = self.model.init_theta(key)
         prior = self.prior(theta)
         server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
-        if (outside := self.parts.globals.prior_outside) is not None:
+        outside = self.parts.globals.prior_outside
+        if outside is not None and not self.settings.from_mode:
             start = jax.tree.map(
                 lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(self.family.ordinary, prior)
             )
@@ -101,7 +102,7 @@ class Server(Role):
     def kl_to_prior(self, key: Array, theta: dict, eta: Natural) -> Array:
         """KL between the posterior and the prior, by draws where that is outside the family."""
         family = self.family
-        if self.parts.globals.prior_outside is None:
+        if self.parts.globals.prior_outside is None and not self.model.flat:
             return expfam.kl(family, eta, self.prior(theta))
         psi, noise = family.ordinary(eta), family.noise(key, PRIOR_DRAWS)
 
@@ -213,7 +214,11 @@ class Server(Role):
             raise TypeError("a prior outside of the family has no closed form")
 
         problem = Problem(family, cavity, start, (), noise, log_lik, likelihood, 0, None)
-        found = self.parts.prior_local.solve(problem, key)
+        if self.settings.from_mode:
+            inside, back = problem.standardised()
+            found = back(self.parts.prior_local.solve(inside, key))
+        else:
+            found = self.parts.prior_local.solve(problem, key)
         factor = jax.tree.map(jnp.subtract, found.eta, cavity)
         fine = family.proper(found.eta) & all_finite(factor)
         factor = jax.tree.map(lambda a, b: jnp.where(fine, a, b), factor, before)

@@ -52,7 +52,8 @@ class Silo(Role):
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         none = jnp.zeros((), jnp.int32)
         stale = (zeros, zeros) if self.settings.asynchronous else ()
-        return SiloState(params, zeros, zeros, none, none, stale)
+        whitener = jnp.eye(self.model.dim) if self.settings.from_mode else None
+        return SiloState(params, zeros, zeros, none, none, stale, whitener)
 
     def noise(self, key: Array, state: SiloState) -> Array:
         """Local optimisers draw as they go."""
@@ -70,7 +71,7 @@ class Silo(Role):
         cavity, begin = self._working_from(now, down, state)
         log_lik, g_theta = self.expected_log_lik(key_evidence, down.theta, posterior, state, data)
         problem = self._problem(down.theta, cavity, self._start(begin, state.visits), state, data)
-        found = self.parts.local.solve(problem, key_local)
+        found = self._solved(problem, key_local)
         proposal = self._factor(found.eta, cavity)
         change = jax.tree.map(
             jnp.subtract, proposal, factor if self.settings.deletion == "prior" else removed
@@ -88,6 +89,7 @@ class Silo(Role):
             state.visits + 1,
             status,
             now if self.settings.asynchronous else (),
+            state.whitener,
         )
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
 
@@ -97,7 +99,18 @@ class Silo(Role):
 
     def view(self, state: SiloState) -> Private:
         """Private parameters, the local guide and its centre."""
-        return Private(state.params["private"], state.params["guide"], state.params["centre"])
+        params = state.params
+        return Private(params["private"], params["guide"], params["centre"], state.whitener)
+
+    def _solved(self, problem: Problem, key: Array) -> Solution:
+        """What the local optimiser makes of the problem; of one near its optimum in coordinates in
+        which the posterior is standard.
+        """
+        local = self.parts.local
+        if not (self.settings.from_mode and local.standardises):
+            return local.solve(problem, key)
+        inside, back = problem.standardised()
+        return back(local.solve(inside, key))
 
     def _removed(self, factor: Natural, total: Natural) -> Natural:
         """What is taken out of the posterior to make the cavity."""
@@ -120,17 +133,19 @@ class Silo(Role):
         if not self.settings.asynchronous:
             return now
         prior = self.prior(down.theta)
-        at_first = (prior, prior) if self.parts.globals.prior_outside is None else now
+        from_prior = self.parts.globals.prior_outside is None and not self.settings.from_mode
+        at_first = (prior, prior) if from_prior else now
         return _where(state.visits > 0, state.stale, at_first)
 
     def _start(self, posterior: Natural, visits: Array) -> Ordinary:
         """Where a visit starts: at the posterior, and at the first visit no wider than asked."""
         psi = self.family.ordinary(posterior)
-        if self.settings.start_scale is None or GAUSSIAN not in psi:
+        narrow = self.settings.start_scale is not None and not self.settings.from_mode
+        if not narrow or GAUSSIAN not in psi:
             return psi
         widest = jnp.where(visits == 0, np.log(self.settings.start_scale), jnp.inf)
-        narrow = {"log_scale": jnp.minimum(psi[GAUSSIAN]["log_scale"], widest)}
-        return {**psi, GAUSSIAN: {**psi[GAUSSIAN], **narrow}}
+        log_scale = jnp.minimum(psi[GAUSSIAN]["log_scale"], widest)
+        return {**psi, GAUSSIAN: {**psi[GAUSSIAN], "log_scale": log_scale}}
 
     def _factor(self, eta: Natural, cavity: Natural) -> Natural:
         """The factor that makes ``eta`` of the cavity: the gradient of their divergence."""
@@ -163,12 +178,13 @@ class Silo(Role):
         def sampled(theta: dict) -> Array:
             psi = family.ordinary(posterior)
             centre = family.centre(psi)
-            eta = parts.guide.recentre(state.params["guide"], state.params["centre"], centre, data)
+            eta = parts.guide.recentre(state.params["guide"], state.origin, centre, data)
+            origin = state.origin._replace(centre=centre)
             sizes = {p: len(part["loc"]) for p, part in eta.items()}
 
             def at(noise: Any, rows: Rows) -> Array:
                 z = family.draw(psi, noise)
-                return parts.bounds[0].value({**theta, **private}, eta, z, centre, rows, data)
+                return parts.bounds[0].value({**theta, **private}, eta, z, origin, rows, data)
 
             draws = self.settings.evidence_draws
             times = -(-draws // TOGETHER)
@@ -193,7 +209,7 @@ class Silo(Role):
     ) -> Problem:
         parts, fm, family, guide = self.parts, self.model, self.family, self.parts.guide
         centre = family.centre(start)
-        eta = guide.recentre(state.params["guide"], state.params["centre"], centre, data)
+        eta = guide.recentre(state.params["guide"], state.origin, centre, data)
         own = {"private": state.params["private"], "guide": eta}
 
         def noise(key: Array, particles: int, batch: int | None) -> Noise:
@@ -209,12 +225,13 @@ class Silo(Role):
             if noise.which is not None:
                 here, local = self._minibatch(data, own["guide"], noise.which)
                 scale = jnp.asarray(self._real_rows(data) / len(noise.which))
-            shared, centre = {**theta, **own["private"]}, family.centre(psi)
+            shared = {**theta, **own["private"]}
+            origin = state.origin._replace(centre=family.centre(psi))
             bound = parts.bounds[1 if plain else 0]
 
             def at(noise_globals: Any, noise_rows: Rows) -> tuple[Array, Array]:
                 z = family.draw(psi, noise_globals)
-                return z, scale * bound.value(shared, local, z, centre, noise_rows, here)
+                return z, scale * bound.value(shared, local, z, origin, noise_rows, here)
 
             return jax.vmap(at, (0, 1))(noise.globals, noise.rows)
 
@@ -240,8 +257,23 @@ class Silo(Role):
 
             return eta, misfit
 
-        divergence = parts.divergence
-        return Problem(family, cavity, start, own, noise, log_lik, likelihood, num_rows, divergence)
+        def own_moved(own: Any, step: Any) -> Any:
+            moved = {p: g.moved(own["guide"][p], step["guide"][p]) for p, g in guide.locals.items()}
+            private = jax.tree.map(jnp.add, own["private"], step["private"])
+            return {"private": private, "guide": moved}
+
+        return Problem(
+            family,
+            cavity,
+            start,
+            own,
+            noise,
+            log_lik,
+            likelihood,
+            num_rows,
+            parts.divergence,
+            own_moved,
+        )
 
     def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Any, Rows]:
         """The noise of so many draws of the globals, and of the rows for each."""

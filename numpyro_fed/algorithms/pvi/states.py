@@ -14,7 +14,7 @@ from jax import Array
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
-from numpyro_fed.guides.structured import Guide
+from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.local.base import Local
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
@@ -69,7 +69,7 @@ class SiloState(NamedTuple):
 
     ``factor`` has been taken by the server, ``pending`` was sent and waits to hear. ``status`` says
     how the last visit ended. ``stale`` is the cavity and the posterior that an asynchronous silo is
-    at work from.
+    at work from. ``whitener`` says in which units the local guide measures the globals.
     """
 
     params: dict[str, Any]
@@ -78,6 +78,12 @@ class SiloState(NamedTuple):
     visits: Array
     status: Array
     stale: Any
+    whitener: Array | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """From where the local guide measures the globals."""
+        return Origin(self.params["centre"], self.whitener)
 
     def effective_factor(self, taken: Array) -> Natural:
         """The silo's factor, what is pending included: these sum to the server's ``total``."""
@@ -145,6 +151,8 @@ class Settings(NamedTuple):
         How much of the way to its optimum a visit goes; 0 where that is not known.
     exact : bool
         Whether a silo's proposal depends on nothing but its own data.
+    from_mode : bool
+        Whether a run begins at the mode, and a visit near its optimum.
     """
 
     num_silos: int
@@ -159,6 +167,7 @@ class Settings(NamedTuple):
     evidence_draws: int = 32
     share: float = 1.0
     exact: bool = False
+    from_mode: bool = False
 
 
 class Parts(NamedTuple):

@@ -1,0 +1,168 @@
+r"""From a mode to where an algorithm begins: the globals' frame, the silos' local guides.
+
+The frame is the normal distribution at the mode :math:`m` of the globals, with the root :math:`L`
+of the inverse curvature there. In its coordinates, :math:`z_G = m + L u`, the posterior is about
+standard, whatever the units of the data. A silo's local guides begin at the modes of its latents
+given :math:`z_G = m`, with the curvature there as precision, and with the derivatives of both with
+respect to :math:`u` (and to the latents of outer plates) as couplings.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.scipy.linalg import solve_triangular
+
+from numpyro_fed.algorithms.laplace import Laplace
+from numpyro_fed.algorithms.mode import Search, highest, unraveller
+from numpyro_fed.guides.gaussian import GuideParams
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.split import FederatedModel, Rows, Theta
+
+FLAT = 1e-6  # of the largest scaled curvature: no direction counts as flatter than that
+BEGIN = "from the mode"  # the name of the exchange
+UNSURE = 0.1  # standard deviation of a row whose mode was not found
+
+
+class Frame(NamedTuple):
+    """Where the search has ended.
+
+    Attributes
+    ----------
+    theta, unit : dict
+        Shared parameters, unconstrained, and their standard deviations.
+    centre, root : (dim,), (dim, dim)
+        The globals, and a Cholesky factor of their covariance given ``theta``.
+    """
+
+    theta: Theta
+    unit: Theta
+    centre: Array
+    root: Array
+
+    @property
+    def whitener(self) -> Array:
+        """The inverse of ``root``."""
+        return solve_triangular(self.root, jnp.eye(len(self.root)), lower=True)
+
+
+def somewhere(fm: FederatedModel, theta: Theta) -> Frame:
+    """A frame around zero, for the shapes of what begins there."""
+    unit = jax.tree.map(jnp.ones_like, theta)
+    return Frame(theta, unit, jnp.zeros(fm.dim), jnp.eye(fm.dim))
+
+
+def frame_at(fm: FederatedModel, search: Search) -> Frame:
+    """The frame of the highest place that was found."""
+    i, unravel = highest(search), unraveller(fm)
+    x, curvature = search.best.x[i], search.best.curvature[i]
+    theta, centre = unravel(x)
+    own = len(x) - fm.dim
+    root = covariance_root(curvature)
+    unit, _ = unravel(jnp.linalg.norm(root, axis=1))
+    return Frame(theta, unit, centre, root if not own else covariance_root(curvature[own:, own:]))
+
+
+def covariance_root(precision: Array) -> Array:
+    """A Cholesky factor of the inverse, the absolute eigenvalues taken, and none of them zero.
+
+    Coordinates are scaled by their own curvature first: no unit matters.
+    """
+    if not len(precision):
+        return precision
+    diagonal = jnp.abs(jnp.diagonal(precision))
+    unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
+    values, V = jnp.linalg.eigh(precision / unit / unit[:, None])
+    size = jnp.abs(values)
+    size = jnp.maximum(size, FLAT * jnp.maximum(size.max(), FLAT))
+    R = jnp.linalg.qr((V / jnp.sqrt(size)).T / unit, mode="r")
+    return R.T * jnp.sign(jnp.diagonal(R))
+
+
+def local_guides(
+    fm: FederatedModel, guide: Guide, theta: Theta, frame: Frame, z_L: Rows, data: SiloData
+) -> dict[str, GuideParams]:
+    """A silo's local guides at the modes of its latents, which are near ``z_L``."""
+    if not guide.locals:
+        return {}
+    laplace = Laplace(fm)
+    z = laplace.modes(theta, frame.centre, data, z_L)
+    outer = jnp.concatenate([jnp.zeros(0), *(z[p].ravel() for p in guide.outer)])
+
+    def around_outer(u: Array) -> dict[str, GuideParams]:
+        z_G = frame.centre + frame.root @ u
+        found = laplace.outer_given(theta, z_G, z, data)
+        return {p: guide.locals[p].around(*_of(guide, p, *found[p])) for p in guide.outer}
+
+    def around_rows(above: Array) -> dict[str, GuideParams]:
+        z_G = frame.centre + frame.root @ above[: fm.dim]
+        found = laplace.rows_given(theta, z_G, outer + above[fm.dim :], z, data)
+        return {p: guide.locals[p].around(*found[p]) for p in guide.rows}
+
+    nowhere, width = jnp.zeros(fm.dim), jnp.zeros(fm.dim + len(outer))
+    like = _at_zero(guide, z, fm.dim, len(outer))
+    begun = {
+        **_coupled(around_outer, nowhere, {p: like[p] for p in guide.outer}),
+        **_coupled(around_rows, width, {p: like[p] for p in guide.rows}),
+    }
+    return {p: _sound(begun[p], like[p]) for p in guide.locals}
+
+
+def _at_zero(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuideParams]:
+    """Guides at zero, with all their couplings."""
+    return {
+        p: local.init(jnp.zeros_like(z[p]), dim if p in guide.outer else dim + outer)
+        for p, local in guide.locals.items()
+    }
+
+
+def _of(guide: Guide, plate: str, mode: Array, covariance: Array) -> tuple[Array, Array]:
+    """A mode, and the precision that the guide of an outer plate takes."""
+    n, d = mode.shape
+    if guide.locals[plate].joint:
+        return mode, jnp.linalg.inv(covariance)
+    rows = jnp.arange(n)
+    blocks = covariance.reshape(n, d, n, d)[rows, :, rows]
+    return mode, jnp.linalg.inv(blocks)
+
+
+def _coupled(f: Any, at: Array, like: dict[str, GuideParams]) -> dict[str, GuideParams]:
+    """Guides ``f(at)``, with the derivatives of ``f`` as couplings where ``like`` has them."""
+    if not like:
+        return {}
+    begun = f(at)
+    if not any("mean_coupling" in eta or "scale_coupling" in eta for eta in like.values()):
+        return begun
+
+    def moving(at: Array) -> Any:
+        return {p: (eta["loc"], eta["log_scale"]) for p, eta in f(at).items()}
+
+    def column(e: Array) -> Any:
+        return jax.jvp(moving, (at,), (e,))[1]
+
+    columns = jax.lax.map(column, jnp.eye(len(at)), batch_size=min(16, len(at)))
+    for p, parts in columns.items():
+        for name, part in zip(("mean_coupling", "scale_coupling"), parts, strict=True):
+            if name in like[p]:
+                begun[p] = {**begun[p], name: jnp.moveaxis(part, 0, -1)}
+    return begun
+
+
+def _sound(eta: GuideParams, like: GuideParams) -> GuideParams:
+    """Rows whose mode was not found begin at zero, without couplings."""
+    if eta.get("below", jnp.zeros(0)).ndim == 4:
+        fine = jnp.stack([jnp.isfinite(a).all() for a in eta.values()]).all()
+        fine = jnp.broadcast_to(fine, len(eta["loc"]))
+    else:
+        fine = jnp.stack(
+            [jnp.isfinite(a).reshape(len(a), -1).all(1) for a in eta.values()]
+        ).all(0)
+    like = {**like, "log_scale": jnp.full_like(like["log_scale"], jnp.log(UNSURE))}
+    return {
+        name: jnp.where(fine.reshape(-1, *[1] * (a.ndim - 1)), a, like[name])
+        for name, a in eta.items()
+    }
