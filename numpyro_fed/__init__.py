@@ -2,6 +2,7 @@
 
 from numpyro_fed import divergences, expfam, guides, local, losses, testing
 from numpyro_fed.errors import (
+    CallbackError,
     DataError,
     GuideError,
     MissingExtraError,
@@ -10,6 +11,7 @@ from numpyro_fed.errors import (
     SavedStateError,
 )
 from numpyro_fed.methods import schedules
+from numpyro_fed.methods.fit import Fitted, fit
 from numpyro_fed.methods.mode import Mode, find_mode
 from numpyro_fed.methods.node import ServerNode
 from numpyro_fed.methods.pvi import PVI
@@ -45,11 +47,13 @@ __all__ = [
     "SFVI",
     "VCL",
     "AlphaEP",
+    "CallbackError",
     "Comparison",
     "Corrected",
     "DataError",
     "Facts",
     "FedGVI",
+    "Fitted",
     "GlobalVI",
     "GuideError",
     "LocallyEnhanced",
@@ -73,6 +77,7 @@ __all__ = [
     "divergences",
     "expfam",
     "find_mode",
+    "fit",
     "guides",
     "handlers",
     "importance_correct",

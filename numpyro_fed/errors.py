@@ -57,3 +57,11 @@ def positive_int(name: str, value: Any) -> None:
     """Refuse what is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+
+
+class CallbackError(Exception):
+    """A callback raised; ``result`` is what it was shown."""
+
+    def __init__(self, message: str, *, result: Any):
+        super().__init__(message)
+        self.result = result

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import (
     Exchange,
     FederatedAlgorithm,
@@ -32,6 +33,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.begin import BEGIN, Frame, frame_at, local_guides, somewhere
 from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
+from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.guides.gaussian import GuideParams
 from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.model.data import SiloData
@@ -57,6 +59,7 @@ class ServerState(NamedTuple):
 
     params: dict[str, Any]
     opt_state: Any
+    course: Course
     reference: Reference | tuple[()] = ()
 
 
@@ -131,7 +134,7 @@ def sfvi(
             return server_from(fm, guide, optim, key, somewhere(fm, fm.init_theta(key)))
         key_theta, key_guide = jax.random.split(key)
         params = {"theta": fm.init_theta(key_theta), "guide": guide.init_global(key_guide)}
-        return ServerState(params, optim.init(params))
+        return ServerState(params, optim.init(params), settling.begin(()))
 
     def init_silo(key: Array, data: SiloData) -> SiloState:
         key_private, key_guide = jax.random.split(key)
@@ -180,7 +183,9 @@ def sfvi(
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))
         params, opt_state = _ascend(optim, gradient, state.opt_state, state.params)
         total = value + up.bound
-        after = state._replace(params=params, opt_state=opt_state)
+        watched = params if state.reference else ()
+        course = settling.follow(state.course, -total, watched)
+        after = state._replace(params=params, opt_state=opt_state, course=course)
         return after, Info(-total, replies.ok & all_finite((total, gradient)))
 
     def shared(state: ServerState) -> Shared:
@@ -193,7 +198,14 @@ def sfvi(
     exchange = Exchange(
         broadcast, silo, server, name="sfvi", server_noise=server_noise, silo_noise=silo_noise
     )
-    return FederatedAlgorithm(init_server, init_silo, (exchange,), shared, private)
+    return FederatedAlgorithm(
+        init_server,
+        init_silo,
+        (exchange,),
+        shared,
+        private,
+        done=lambda state: settling.settled(state.course),
+    )
 
 
 def server_from(
@@ -202,7 +214,8 @@ def server_from(
     """The server's state at a frame: no step from there."""
     eta = guide.globals.around(key, frame.centre, frame.root)
     params = jax.tree.map(jnp.zeros_like, {"theta": frame.theta, "guide": eta})
-    return ServerState(params, optim.init(params), Reference(frame.theta, frame.unit, eta))
+    reference = Reference(frame.theta, frame.unit, eta)
+    return ServerState(params, optim.init(params), settling.begin(params), reference)
 
 
 def silo_from(

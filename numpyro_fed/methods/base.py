@@ -18,7 +18,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.algorithms.mode import unravelled
-from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
+from numpyro_fed.errors import CallbackError, GuideError, NonFiniteError, positive_int
 from numpyro_fed.methods.mode import Mode, begin
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, signature
@@ -30,7 +30,7 @@ from numpyro_fed.model.verdicts import check_rows_apart, checks
 from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.saving import load_state
-from numpyro_fed.runtime.drive import Failure, Run, drive
+from numpyro_fed.runtime.drive import Failure, Run, Watcher, drive
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import State, on_device
@@ -59,6 +59,9 @@ class Method(ABC):
         progress_bar: bool = True,
         runtime: str = "simulation",
         server_data: Any = None,
+        stop: str | None = None,
+        callback: Callable[[Any], Any] | None = None,
+        every: int = 100,
     ) -> Any:
         """Fit the model.
 
@@ -68,8 +71,8 @@ class Method(ABC):
             From ``jax.random.key`` (or the older ``PRNGKey``). Round ``r`` uses
             ``fold_in(key, r)``.
         num_rounds : int
-            Rounds to run. For SFVI a round is one step of the optimiser; for PVI it visits every
-            participant once.
+            Rounds to run, or with ``stop`` or a ``callback`` the most. For SFVI a round is one step
+            of the optimiser; for PVI it visits every participant once.
         silos : list of dict
             What each silo holds: keyword arguments of the model, arrays or trees (dicts, lists,
             tuples) of them. Arrays may differ in size; those that differ beyond the first axis are
@@ -84,6 +87,15 @@ class Method(ABC):
             same up to rounding.
         server_data : pytree, optional
             What the server itself holds, for algorithms that use it; it is never saved.
+        stop : {None, "converged"}
+            ``"converged"`` ends the run where it has come to rest: for SFVI when neither bound nor
+            posterior differ between windows of rounds by more than their noise, for PVI when a
+            round moves no mean by a tenth of a standard deviation, and no log standard deviation.
+            ``result.ended`` says why a run ended.
+        callback : callable, optional
+            Called with a result after each ``every`` rounds; True ends the run.
+        every : int
+            Rounds between calls.
 
         Returns
         -------
@@ -96,21 +108,41 @@ class Method(ABC):
             Before anything is compiled, for input that cannot work.
         NonFiniteError
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
+        CallbackError
+            If the callback raised; the error's ``result`` is what it was shown.
         """
         key = _one_key(key)
         positive_int("num_rounds", num_rounds)
+        positive_int("every", every)
+        if stop not in (None, "converged"):
+            raise ValueError(f"stop={stop!r}: expected 'converged' or None.")
         fit, held = self._prepare(silos, runtime)
         if init_state is None:
             state, start = begin(fit, key, held.batches, RUNTIMES[runtime])
         else:
             state, start = fit.check_state(init_state, held), None
         self._check_rounds(state, num_rounds)
-        run = drive(fit.runtime, key, state, held.batches, num_rounds, progress_bar, server_data)
+
+        def look(run: Run) -> Any:
+            shown = replace(self._result(run, fit, held, quiet=True), start=start)
+            return _called(callback, shown)
+
+        run = drive(
+            fit.runtime,
+            key,
+            state,
+            held.batches,
+            num_rounds,
+            progress_bar,
+            server_data,
+            stop=stop is not None,
+            watcher=None if callback is None else Watcher(look, every),
+        )
         return self._finish(run, fit, held, start)
 
     def _finish(self, run: Run, fit: Fit, held: Silos | None, start: Mode | None) -> Any:
         """The result of a run, unless it failed."""
-        result = replace(self._result(run, fit, held), start=start)
+        result = replace(self._result(run, fit, held), start=start, ended=run.ended)
         if run.failure is not None:
             raise _non_finite(result, run.failure)
         return result
@@ -142,8 +174,11 @@ class Method(ABC):
         losses, state = load_state(path, fit.description(), fit.initial_state(held))
         return self._result(Run(state, losses, None, None), fit, held)
 
-    def _result(self, run: Run, fit: Fit, held: Silos | None) -> Any:
-        """The result of a run; ``run.log`` is None for what was loaded."""
+    def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Any:
+        """The result of a run; ``run.log`` is None for what was loaded.
+
+        ``quiet`` is about one that goes on.
+        """
         return Result(run.losses, run.state, fit, held)
 
     def _check_rounds(self, state: State, num_rounds: int) -> None:  # noqa: B027
@@ -300,6 +335,19 @@ def _non_finite(result: Result, failure: Failure) -> NonFiniteError:
         round=failure.round,
         silos=failure.silos,
     )
+
+
+def _called(callback: Callable[[Any], Any] | None, result: Any) -> bool:
+    """What a callback says: whether the run should end."""
+    try:
+        return bool(callback and callback(result))
+    except Exception as error:
+        rounds = int(result.state.round)
+        raise CallbackError(
+            f"the callback raised {type(error).__name__} after round {rounds}: {error}. What it "
+            "was shown is in the error's .result; run(..., init_state=error.result.state) goes on.",
+            result=result,
+        ) from error
 
 
 def _one_key(key: Any) -> Array:

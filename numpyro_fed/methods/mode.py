@@ -138,7 +138,7 @@ def find_mode(
     algorithm = mode(fm, starts)
     runtime = simulation(algorithm)
     state = runtime.init(key, batches)
-    run = drive(runtime, key, state, batches, max_exchanges, progress_bar)
+    run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True)
     search = jax.tree.map(np.asarray, run.state.server)
     if not search.known.any():
         raise _not_found(int(run.state.round), starts)
@@ -169,7 +169,7 @@ def begin(
     runtime = fit.compiled[SEARCH]
     key_search, key_begin = jax.random.split(jax.random.fold_in(key, OPENING))
     state = runtime.init(key_search, batches)
-    run = drive(runtime, key_search, state, batches, MOST, False)
+    run = drive(runtime, key_search, state, batches, MOST, False, stop=True)
     search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
     first = None
     if search.known.any():

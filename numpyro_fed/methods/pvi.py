@@ -333,7 +333,9 @@ class PVI(Method):
         inside = chosen.prior_outside is None and not fm.named("param") and self.deletion == "own"
         return inside and isinstance(local, ClosedForm) and isinstance(self.prior_divergence, KL)
 
-    def _result(self, run: Run, fit: Fit, held: Silos | None) -> PVIResult:
+    def _result(
+        self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False
+    ) -> PVIResult:
         if run.log is None:
             return PVIResult(run.losses, run.state, fit, held)
         rounds, visits = len(run.losses), np.asarray(run.log.visits)
@@ -356,6 +358,8 @@ class PVI(Method):
             status=status,
             own=np.asarray(run.log.reports.own),
         )
+        if quiet:
+            return result
         if run.failure is None and result.nothing_accepted:
             raise NonFiniteError(
                 f"no update of the {rounds} rounds could be taken, and what the silos know counts "

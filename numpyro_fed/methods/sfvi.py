@@ -120,8 +120,12 @@ class SFVI(Method):
                 f"the loss or search along a line, as optax.lbfgs does, cannot be used ({error})."
             ) from error
 
-    def _result(self, run: Run, fit: Fit, held: Silos | None) -> Result:
+    def _result(
+        self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False
+    ) -> Result:
         result = Result(run.losses, run.state, fit, held)
+        if quiet or run.ended == "converged":
+            return result
         if len(run.losses) >= ENOUGH and run.log is not None and not result.settled:
             warnings.warn(
                 f"the bound was still rising at the end of these {len(run.losses)} rounds: run for "

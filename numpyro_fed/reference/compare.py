@@ -37,8 +37,9 @@ def compare(
 
     Parameters
     ----------
-    result : Result, Corrected or NutsResult
-        A fit, its importance correction, or another run of NUTS (at one silo alone, say).
+    result : Result, Corrected, Fitted or NutsResult
+        A fit, its importance correction, what :func:`numpyro_fed.fit` returned, or another run of
+        NUTS (at one silo alone, say).
     reference : NutsResult
         From :func:`numpyro_fed.run_nuts`.
     key : jax.Array, optional
@@ -73,6 +74,7 @@ def compare(
     True
     """
     key = jax.random.key(0) if key is None else key
+    result = getattr(result, "best", result)
     key_draws, key_weights = jax.random.split(key)
     draws, weights = _draws_and_weights(result, key_draws, num_draws)
     nuts = _joined(reference)

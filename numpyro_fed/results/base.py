@@ -204,6 +204,8 @@ class Result:
         Everything that a run needs to go on: ``run(..., init_state=result.state)``.
     start : Mode or None
         The mode at which the run began, if it did.
+    ended : {"rounds", "converged", "callback", "failure"}
+        Why there are no more rounds.
     """
 
     losses: np.ndarray
@@ -211,6 +213,7 @@ class Result:
     _fit: Fit = field(repr=False)
     _silos: Silos | None = field(default=None, repr=False)  # of a run in one process
     start: Any = field(default=None, repr=False, kw_only=True)
+    ended: str = field(default="rounds", kw_only=True)
 
     @property
     def num_silos(self) -> int:
@@ -399,13 +402,11 @@ class Result:
         self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
     ) -> Any:
         """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
-        try:
-            import arviz
-        except ImportError as error:
-            raise MissingExtraError("arviz", "examples") from error
-        key = jax.random.key(0) if key is None else key
-        draws = self.sample_posterior(key, num_samples, silo=silo)
-        return arviz.from_dict(posterior={k: np.asarray(v)[None] for k, v in draws.items()})
+
+        def draw(key: Array, n: int) -> dict[str, Array]:
+            return self.sample_posterior(key, n, silo=silo)
+
+        return to_arviz(draw, key, num_samples)
 
     def save(self, path: str | Path) -> None:
         """Write the state to ``path.npz`` and a description to ``path.json``; no data, no pickle.
@@ -413,3 +414,13 @@ class Result:
         Read it back with :meth:`numpyro_fed.SFVI.load`.
         """
         save_state(path, self._fit.description(), self.losses, self.state)
+
+
+def to_arviz(draw: Callable[[Array, int], dict[str, Array]], key: Array | None, n: int) -> Any:
+    """Draws ``draw(key, n)`` as ArviZ ``InferenceData``."""
+    try:
+        import arviz
+    except ImportError as error:
+        raise MissingExtraError("arviz", "examples") from error
+    draws = draw(jax.random.key(0) if key is None else key, n)
+    return arviz.from_dict(posterior={k: np.asarray(v)[None] for k, v in draws.items()})

@@ -28,6 +28,7 @@ from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Single
 
+AT_ONCE = 4_000  # draws in an exchange
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
 CLOSE = 0.1  # sds
@@ -64,7 +65,8 @@ def importance_correct(
     result : Result
         A fit, under any bound.
     num_draws : int
-        Draws of the globals.
+        Draws of the globals, four thousand in an exchange at most; their number is rounded up to a
+        multiple of that.
     inner_draws : int or dict of str to int
         Draws of the locals for each of them: an int for the plates of rows, or, where there are
         outer plates, for these, with the square root of it for the rows below; or a dict by plate.
@@ -110,30 +112,39 @@ def importance_correct(
     draws = _inner_draws(fit.guide, inner_draws)
     if silos is not None and fit.checks is not None:
         check_rows_apart(fit.model, fit.checks, draws, silos.buckets)
-    weigh, sampler, proposed = _compiled(fit, draws, num_draws, wider)
-    weighed, states, info, good = weigh(key, state.server, state.silos, batches)
-    if not bool(info.ok):
-        bad = failed_silos(good, states, batches)
-        where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
-        raise NonFiniteError(
-            f"the importance weights are NaN, or all zero, because of {where}. Fit for more "
-            "rounds, or look at the data and the supports of the sites there.",
-            result=result,
-            round=int(state.round),
-            silos=bad,
-        )
-    pareto_k, weights = _weights(weighed.log_weights)
+    size = min(num_draws, AT_ONCE)
+    weigh, sampler, proposed = _compiled(fit, draws, size, wider)
+    parts, evidence = [], []
+    for i in range(-(-num_draws // size)):
+        mine = jax.random.fold_in(key, i) if i else key
+        weighed, states, info, good = weigh(mine, state.server, state.silos, batches)
+        if not bool(info.ok):
+            bad = failed_silos(good, states, batches)
+            where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
+            raise NonFiniteError(
+                f"the importance weights are NaN, or all zero, because of {where}. Fit for more "
+                "rounds, or look at the data and the supports of the sites there.",
+                result=result,
+                round=int(state.round),
+                silos=bad,
+            )
+        parts.append(weighed)
+        evidence.append(-float(info.loss))
+    z_G, log_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
+    own = np.tile(np.arange(size) < proposed.own, len(parts))
+    pareto_k, weights = _weights(log_weights)
     ess = float(1 / (weights**2).sum())
-    z_G = _without_the_weightless(weighed.z_G, weights)
+    z_G = _without_the_weightless(z_G, weights)
+    log_evidence = float(np.logaddexp.reduce(evidence) - np.log(len(evidence)))
     return Corrected(
-        log_evidence=None if fit.factors and fit.factors.loss else -float(info.loss),
+        log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
         ess=ess,
         pareto_k=pareto_k,
         weights=weights,
         result=result,
         _key=jax.random.fold_in(key, 1),
         _z_G=z_G,
-        _moments=moments(np.asarray(z_G), weights, proposed.own),
+        _moments=moments(np.asarray(z_G), weights, own),
         _posterior=sampler,
     )
 

@@ -34,11 +34,12 @@ class Moments(NamedTuple):
     shift_error: np.ndarray
 
 
-def moments(z: np.ndarray, weights: np.ndarray, own: int) -> Moments:
-    """Weighted moments of draws (n, dim) of which the first ``own`` are the fit's."""
+def moments(z: np.ndarray, weights: np.ndarray, own: np.ndarray) -> Moments:
+    """Weighted moments of draws (n, dim); ``own`` (n,) says which of them are the fit's."""
     z = np.asarray(z, np.float64)
-    z = z - z[:own].mean(0)
-    fit = np.where(np.arange(len(z)) < own, 1 / own, 0.0)
+    centre = z[own].mean(0)
+    z = z - centre
+    fit = own / own.sum()
     mean = weights @ z
     sd = np.sqrt(weights @ (z - mean) ** 2)
     scale = np.where(sd > 0, sd, 1.0)
@@ -50,4 +51,4 @@ def moments(z: np.ndarray, weights: np.ndarray, own: int) -> Moments:
 
     fit_sd = np.sqrt(fit @ (z - fit @ z) ** 2)
     shift = np.stack([(fit @ z - mean) / scale, (fit_sd - sd) / scale])
-    return Moments(mean, sd, error(weights), shift, error(fit - weights))
+    return Moments(mean + centre, sd, error(weights), shift, error(fit - weights))

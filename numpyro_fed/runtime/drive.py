@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,13 +30,22 @@ class Failure(NamedTuple):
 class Run(NamedTuple):
     """The last good state, the losses of the rounds that led there, and what stopped the run.
 
-    ``log`` is all that these rounds report, as NumPy arrays; None where it was not kept.
+    ``log`` is all that these rounds report, as NumPy arrays; None where it was not kept. ``ended``
+    says why there are no more: ``"rounds"``, ``"converged"``, ``"callback"`` or ``"failure"``.
     """
 
     state: State
     losses: np.ndarray
     failure: Failure | None
     log: Log | None
+    ended: str = "rounds"
+
+
+class Watcher(NamedTuple):
+    """Somebody who looks at a run after each so many rounds, and may end it by saying True."""
+
+    look: Callable[[Run], Any]
+    every: int
 
 
 def drive(
@@ -46,30 +56,44 @@ def drive(
     num_rounds: int,
     progress_bar: bool,
     server_data: Any = None,
+    *,
+    stop: bool = False,
+    watcher: Watcher | None = None,
 ) -> Run:
-    """Run ``num_rounds`` rounds from ``state``.
+    """Run ``num_rounds`` rounds from ``state``; with ``stop``, until the algorithm is done.
 
     Rounds are run in chunks of one compiled program. Since a round is a function of the key, its
     number and the state, a chunk that fails is simply run again up to the round before. A step can
     also spoil parameters while its bound is still finite, so the state is looked at as well.
     """
     logs: list[Log] = []
-    done, failure = 0, None
+    done, failure, ended = 0, None, "rounds"
+
+    def so_far() -> Run:
+        log = jax.tree.map(lambda *parts: np.concatenate(parts), *logs)
+        return Run(state, log.losses, failure, log, ended)
+
     n = 1 if progress_bar else runtime.chunk
     with tqdm(total=num_rounds, disable=not progress_bar) as bar:
         while done < num_rounds and failure is None:
             n = min(n, runtime.chunk, num_rounds - done)
+            if watcher is not None:
+                n = min(n, watcher.every - done % watcher.every)
             began = time.perf_counter()
-            after, log, ended = runtime.advance(key, state, batches, n, server_data)
-            while n and not (ended.ok and _all_finite(after, batches)):
-                bad = failed_silos(ended.replies, after.silos, batches)
-                failure = Failure(int(after.round) - 1, bad)
+            after, log, last = runtime.advance(key, state, batches, n, server_data, stop)
+            while n and not (last.ok and _all_finite(after, batches)):
+                bad = failed_silos(last.replies, after.silos, batches)
+                failure, ended = Failure(int(after.round) - 1, bad), "failure"
                 n = failure.round - int(state.round)
-                after, _, ended = runtime.advance(key, state, batches, n, server_data)
+                after, _, last = runtime.advance(key, state, batches, n, server_data, stop)
             asked, n = n, int(after.round) - int(state.round)
             logs.append(jax.tree.map(partial(_first, n), log))
             state, done = after, done + n
-            if n < asked:  # the algorithm has come to its end
+            if n < asked:
+                ended = "converged"
+                break
+            if watcher is not None and n and done % watcher.every == 0 and watcher.look(so_far()):
+                ended = "callback"
                 break
             if progress_bar and n:
                 bar.update(n)
@@ -80,8 +104,7 @@ def drive(
                     if seconds < REFRESH
                     else max(1, int(n * REFRESH / seconds))
                 )
-    log = jax.tree.map(lambda *parts: np.concatenate(parts), *logs)
-    return Run(state, log.losses, failure, log)
+    return so_far()
 
 
 def _first(n: int, a: Any) -> np.ndarray:

@@ -92,12 +92,17 @@ def rounds(
         return State(state.round + 1, server, silos, carry), loss, Ended(ok, good), stacked(rows)
 
     def advance(
-        key: Array, state: State, batches: tuple[Batch, ...], n: int, server_data: Any = None
+        key: Array,
+        state: State,
+        batches: tuple[Batch, ...],
+        n: int,
+        server_data: Any = None,
+        stop: bool = False,
     ) -> tuple[State, Log, Ended]:
         losses: list[float] = []
         logged: list[Any] = []
         ended = Ended(True, np.ones(num_silos(batches), bool))
-        while len(logged) < n and ended.ok and not (done and done(state.server)):
+        while len(logged) < n and ended.ok and not (stop and done and done(state.server)):
             state, loss, ended, row = one_round(key, state, batches, server_data)
             losses.append(loss)
             logged.append(row)

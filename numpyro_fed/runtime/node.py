@@ -220,4 +220,5 @@ def remote(
 
     exchanges = tuple(compiled(x, silo=False) for x in algorithm.exchanges)
     # One round a call: what silos have done cannot be taken back, as a longer call might want to.
-    return Runtime(init, rounds(exchanges, schedule, num_silos, ask_of), single, chunk=1)
+    advance = rounds(exchanges, schedule, num_silos, ask_of, algorithm.done)
+    return Runtime(init, advance, single, chunk=1)

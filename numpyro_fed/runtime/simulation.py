@@ -157,7 +157,12 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
 
     @jax.jit
     def advance(
-        key: Array, state: State, batches: tuple[Batch, ...], n: int, server_data: Any = None
+        key: Array,
+        state: State,
+        batches: tuple[Batch, ...],
+        n: int,
+        server_data: Any = None,
+        stop: bool = False,
     ) -> tuple[State, Log, Ended]:
         def noise_of(numbers: Array, silos: Any) -> list[Noise]:
             return _noise_of(exchanges, key, numbers, silos, batches)
@@ -172,7 +177,7 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
 
         def go_on(carry: tuple) -> Array:
             i, state, _, ended = carry
-            return (i < n) & _goes_on(algorithm, state.server, ended)
+            return (i < n) & _goes_on(algorithm, state.server, ended, stop)
 
         def one_block(carry: tuple) -> tuple:
             first, state, _, _ = carry
@@ -224,13 +229,18 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
 
     @jax.jit
     def advance(
-        key: Array, state: State, batches: tuple[Batch, ...], n: int, server_data: Any = None
+        key: Array,
+        state: State,
+        batches: tuple[Batch, ...],
+        n: int,
+        server_data: Any = None,
+        stop: bool = False,
     ) -> tuple[State, Log, Ended]:
         places, every = _places(batches), jnp.ones(_count(batches), bool)
 
         def go_on(carry: tuple) -> Array:
             i, (_, server, *_), _, ended = carry
-            return (i < n) & _goes_on(algorithm, server, ended)
+            return (i < n) & _goes_on(algorithm, server, ended, stop)
 
         def one_round(carry: tuple) -> tuple:
             i, (round_, server, silos, (_, change)), log, _ = carry
@@ -269,9 +279,9 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
     return advance
 
 
-def _goes_on(algorithm: FederatedAlgorithm, server: Any, ended: Ended) -> Array:
+def _goes_on(algorithm: FederatedAlgorithm, server: Any, ended: Ended, stop: Any) -> Array:
     """Whether there is another round: the last one may be kept, and it was not the end."""
-    return ended.ok & ~algorithm.done(server) if algorithm.done else ended.ok
+    return ended.ok & ~(stop & algorithm.done(server)) if algorithm.done else ended.ok
 
 
 def _ask_some(batches: tuple[Batch, ...], places: Places, watch: Watch | None) -> Ask:

@@ -82,10 +82,18 @@ class Ended(NamedTuple):
 
 
 class Advance(Protocol):
-    """Run up to ``n`` rounds; stops after the first one that is not ok."""
+    """Run up to ``n`` rounds; stops after the first one that is not ok, and with ``stop`` where the
+    algorithm is done.
+    """
 
     def __call__(
-        self, key: Array, state: State, batches: tuple[Batch, ...], n: int, server_data: Any = None
+        self,
+        key: Array,
+        state: State,
+        batches: tuple[Batch, ...],
+        n: int,
+        server_data: Any = None,
+        stop: bool = False,
     ) -> tuple[State, Log, Ended]:
         """The last state, what the rounds report, and how they ended."""
         ...

@@ -46,4 +46,5 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
         server.view,
         silo.view,
         watch=lambda state: state.status,
+        done=server.done,
     )

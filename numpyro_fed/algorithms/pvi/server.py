@@ -26,6 +26,7 @@ from numpyro_fed.local.base import Noise, Problem, proper_step
 from numpyro_fed.trees import all_finite
 
 PRIOR_DRAWS = 256
+ARRIVED = 0.1  # standard deviations, about, that further rounds would move the posterior
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,14 @@ class Server(Role):
     def view(self, state: ServerState) -> Shared:
         """Shared parameters and the posterior."""
         return Shared(state.params["theta"], state.params["guide"])
+
+    def done(self, state: ServerState) -> Array:
+        """Whether the last round has moved the posterior by next to nothing."""
+        progress, settings = state.progress, self.settings
+        ends = (progress.steps > 0) & (progress.steps % settings.steps == 0)
+        used = jnp.where(state.taken > 0, state.taken, 1.0).min()
+        pace = used * settings.share * settings.visits / settings.num_silos
+        return ends & (progress.moved <= ARRIVED * pace) & (state.taken > 0).all()
 
     def kl_to_prior(self, key: Array, theta: dict, eta: Natural) -> Array:
         """KL between the posterior and the prior, by draws where that is outside the family."""

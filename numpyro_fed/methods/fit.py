@@ -1,0 +1,306 @@
+"""One call: from a model and what silos hold to a posterior, with a verdict in words."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from tqdm.auto import tqdm
+
+from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
+from numpyro_fed.methods.base import SEARCHED_UP_TO, _one_key
+from numpyro_fed.methods.mode import Mode
+from numpyro_fed.methods.pvi import PVI
+from numpyro_fed.methods.sfvi import SFVI
+from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.split import FederatedModel, split
+from numpyro_fed.objectives import ELBO, LocallyEnhanced
+from numpyro_fed.results.base import Result, to_arviz
+from numpyro_fed.results.importance import AT_ONCE, ERROR, Corrected, importance_correct
+from numpyro_fed.results.pvi import PVIResult
+from numpyro_fed.results.rematch import rematched
+
+ROUNDS, STEPS = 10, 3_000  # of PVI, of SFVI, at most
+INNER = (30, 120)  # draws of each row's latents in the correction: at first, and where that is poor
+DRAWS = 64_000  # of the globals in the correction, at most
+AGAIN = 3  # times that a proposal is matched to the weighted draws
+ROWS = 20  # draws of each row's latents in the bound
+
+
+class Stage(NamedTuple):
+    """A step that was taken: its name, what came of it in words, and its result."""
+
+    name: str
+    words: str
+    result: Any
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What :func:`numpyro_fed.fit` returns.
+
+    Attributes
+    ----------
+    best : Corrected or Result
+        The best that was reached: the correction where there is one that can be trusted more.
+    stages : tuple of Stage
+        All steps that were taken, with their results.
+    num_exchanges : int
+        Messages that each silo sent, about.
+    """
+
+    best: Corrected | Result
+    stages: tuple[Stage, ...] = field(repr=False)
+    num_exchanges: int
+
+    @property
+    def mode(self) -> Mode | None:
+        """Where the search began to sample, if it did at a mode."""
+        fits = [s.result for s in self.stages if isinstance(s.result, Result)]
+        return fits[0].start if fits else None
+
+    @property
+    def corrected(self) -> Corrected | None:
+        """The importance correction, if there is one."""
+        return self.best if isinstance(self.best, Corrected) else None
+
+    @property
+    def trusted(self) -> bool:
+        """Whether means and sds of the globals are right to a tenth of a posterior sd."""
+        return self.corrected is not None and self.corrected.trusted
+
+    @property
+    def log_evidence(self) -> float | None:
+        """Estimate of ``log p(y)``; None where no correction gives one."""
+        return None if self.corrected is None else self.corrected.log_evidence
+
+    @property
+    def verdict(self) -> str:
+        """In words: whether to trust the posterior, what error is left, what was done."""
+        return f"{self._judgement()} {self._account()}"
+
+    def _judgement(self) -> str:
+        found = self.corrected
+        if found is None:
+            return "Do not trust this posterior: it could not be checked."
+        known = (
+            f"{found.ess:,.0f} effective draws, Pareto k-hat {found.pareto_k:.2f}, Monte Carlo "
+            f"error of means and sds at most {found.monte_carlo_error:.2g} sd"
+        )
+        if self.trusted:
+            return f"The posterior of the globals can be trusted ({known})."
+        if found.reliable:
+            return f"Do not rely on the posterior's details: too few draws count ({known})."
+        return f"Do not trust this posterior: a few draws carry the weight ({known})."
+
+    def _account(self) -> str:
+        taken = "; ".join(f"{stage.name}: {stage.words}" for stage in self.stages)
+        return f"{self.num_exchanges} exchanges. {taken}."
+
+    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
+        """Draw from the best posterior that was reached; see :meth:`Result.sample_posterior`."""
+        return self.best.sample_posterior(key, n, silo=silo)
+
+    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
+        """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
+        return to_arviz(self.sample_posterior, key, num_samples)
+
+    def __str__(self) -> str:
+        return self.verdict
+
+
+def fit(
+    key: Array,
+    model: Callable,
+    silos: Sequence[Mapping[str, Any]],
+    *,
+    budget: int = 10_000,
+    progress_bar: bool = True,
+) -> Fitted:
+    """Fit a model over silos, check the posterior, and say whether it can be trusted.
+
+    Nothing has to be scaled, tuned or counted: the search for the mode, :class:`PVI` from there
+    (:class:`SFVI` where the globals are too many or have no family), the importance correction,
+    and where its verdict is not good what may help: more draws, a proposal matched to the weighted
+    draws, more draws of the rows' latents, SFVI.
+
+    Parameters
+    ----------
+    key : jax.Array
+    model : callable
+        A NumPyro model with :class:`~numpyro_fed.silo_plate`.
+    silos : list of dict
+        What each silo holds, as for :meth:`SFVI.run`.
+    budget : int
+        Messages that each silo sends, at most, about.
+    progress_bar : bool
+
+    Returns
+    -------
+    Fitted
+        With ``.sample_posterior``, ``.verdict``, ``.trusted`` and the results of all ``.stages``.
+
+    Raises
+    ------
+    ModelError, DataError
+        For input that cannot work, and an improper posterior.
+    NonFiniteError
+        Where neither method comes to a finite posterior.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 1000))
+    ...     sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, sigma), obs=y)
+    >>> rng = np.random.default_rng(0)
+    >>> silos = [dict(y=rng.normal(1000, 30, n)) for n in (40, 60)]
+    >>> fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
+    >>> fitted.trusted
+    True
+    >>> print(fitted.verdict.split(" (")[0])
+    The posterior of the globals can be trusted
+    """
+    positive_int("budget", budget)
+    fm = split(model, silo_data.read(silos))
+    with tqdm(total=3, disable=not progress_bar) as bar:
+        return _Fitting(_one_key(key), model, silos, fm, budget, bar).run()
+
+
+class _Fitting:
+    """The steps of one call, and what they have led to."""
+
+    def __init__(
+        self, key: Array, model: Callable, silos: Any, fm: FederatedModel, budget: int, bar: tqdm
+    ):
+        self.key, self.model, self.silos, self.fm = key, model, silos, fm
+        self.left, self.bar = budget, bar
+        self.stages: list[Stage] = []
+        self.spent = 0
+
+    def run(self) -> Fitted:
+        """Fit, correct, and go on while that may help and the budget lasts."""
+        result = self.by_pvi() if self.suits_pvi() else None
+        result = self.by_sfvi() if result is None else result
+        best = self.corrected(result)
+        if best is not None and not best.trusted:
+            best = self.improved(best)
+        if (best is None or not best.trusted) and isinstance(result, PVIResult) and self.left > 100:
+            other = self.by_sfvi()
+            best = self.better(best, self.improved(self.corrected(other)))
+            result = other if best is None else result
+        self.bar.set_postfix_str("")
+        return Fitted(result if best is None else best, tuple(self.stages), self.spent)
+
+    def suits_pvi(self) -> bool:
+        """Whether there are globals, and not too many for a full covariance."""
+        return 0 < self.fm.dim <= SEARCHED_UP_TO and not self.fm.named("param")
+
+    @property
+    def objective(self) -> ELBO | LocallyEnhanced:
+        """The locally enhanced bound where rows have latents of their own."""
+        rows = [p for p in self.fm.plates if p.dim and not p.outer]
+        return LocallyEnhanced(draws=ROWS) if rows else ELBO()
+
+    def by_pvi(self) -> Result | None:
+        """PVI, or None where it cannot be had."""
+        method = PVI(self.model, objective=self.objective)
+        try:
+            with self.stage("PVI"):
+                rounds = min(ROUNDS, max(self.left, 1))
+                result = method.run(
+                    self.key, rounds, self.silos, stop="converged", progress_bar=False
+                )
+        except (GuideError, NonFiniteError) as error:
+            self.tell("PVI", f"not possible ({error})", None)
+            return None
+        self.spend(len(result.losses) + _opening(result))
+        at_rest = "come to rest" if result.settled else "not come to rest"
+        self.tell("PVI", f"{len(result.losses)} rounds, {at_rest}", result)
+        return result
+
+    def by_sfvi(self) -> Result:
+        """SFVI."""
+        with self.stage("SFVI"):
+            rounds = min(STEPS, max(self.left, 1))
+            method = SFVI(self.model, objective=self.objective)
+            result = method.run(self.key, rounds, self.silos, stop="converged", progress_bar=False)
+        self.spend(len(result.losses) + _opening(result))
+        self.tell("SFVI", f"{len(result.losses)} rounds", result)
+        return result
+
+    def corrected(
+        self, result: Result, name: str = "correction", draws: int = AT_ONCE, inner: int = INNER[0]
+    ) -> Corrected | None:
+        """The importance correction, or None where there is none."""
+        key = jax.random.fold_in(self.key, len(self.stages))
+        try:
+            with self.stage(name):
+                found = importance_correct(key, result, draws, inner)
+        except (ValueError, NonFiniteError) as error:
+            self.tell(name, f"not possible ({error})", None)
+            return None
+        self.spend(math.ceil(draws / AT_ONCE))
+        share = f"{found.ess:,.0f} of {len(found.weights):,} draws count"
+        self.tell(name, f"k-hat {found.pareto_k:.2f}, {share}", found)
+        return found
+
+    def improved(self, found: Corrected | None) -> Corrected | None:
+        """What more draws make of a correction that is not good enough."""
+        best, inner = found, INNER[0]
+        if best is None:
+            return None
+        for _ in range(AGAIN):
+            if best.trusted or self.left <= 0 or best.reliable:
+                break
+            proposal = rematched(best)
+            if proposal is None:
+                break
+            again = self.corrected(proposal, "matched to the weighted draws", 2 * AT_ONCE)
+            best = self.better(best, again) or best
+        if not best.trusted and not best.reliable and any(p.dim for p in self.fm.plates):
+            inner = INNER[1]
+            again = self.corrected(best.result, "more draws of the rows' latents", inner=inner)
+            best = self.better(best, again) or best
+        if best.reliable and not best.trusted:
+            needed = 1.3 * len(best.weights) * (best.monte_carlo_error / ERROR) ** 2
+            draws = min(DRAWS, math.ceil(needed / AT_ONCE) * AT_ONCE, self.left * AT_ONCE)
+            if draws > len(best.weights):
+                best = self.better(best, self.corrected(best.result, "more draws", draws, inner))
+        return best
+
+    def better(self, one: Corrected | None, other: Corrected | None) -> Corrected | None:
+        """The one that can be trusted more."""
+        known = [c for c in (one, other) if c is not None]
+        rank = lambda c: (c.trusted, c.reliable, -c.monte_carlo_error)  # noqa: E731
+        return max(known, key=rank) if known else None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Show it; its warnings are for the verdict to say."""
+        self.bar.set_description(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+
+    def tell(self, name: str, words: str, result: Any) -> None:
+        """Note what came of a step."""
+        self.stages.append(Stage(name, words, result))
+        self.bar.total = max(self.bar.total, len(self.stages))
+        self.bar.update()
+
+    def spend(self, exchanges: int) -> None:
+        self.left -= exchanges
+        self.spent += exchanges
+
+
+def _opening(result: Result) -> int:
+    return 0 if result.start is None else result.start.num_exchanges
