@@ -248,7 +248,8 @@ def one(name: str, warmup: int, samples: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     began = time.perf_counter()
     settings = dict(num_warmup=warmup, num_samples=samples, progress_bar=False)
-    nuts = nf.run_nuts(jax.random.key(2), model, silos, target_accept_prob=0.95, **settings)
+    settings |= dict(target_accept_prob=0.95, start=fitted.mode)
+    nuts = nf.run_nuts(jax.random.key(2), model, silos, **settings)
     table = nf.compare(fitted, nuts).to_dict()["sites"]
     known = {k: v for k, v in table.items() if k in fitted.sample_posterior(jax.random.key(3), 2)}
     errors = np.concatenate([np.ravel(v["mean_error_sd"]) for v in known.values()])

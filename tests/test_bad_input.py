@@ -126,7 +126,7 @@ def subsampled(y):
 )
 def test_a_model_that_cannot_be_split_is_refused(model, where, remedy):
     with pytest.raises(nf.ModelError) as caught:
-        nf.SFVI(model, optim=ADAM).run(KEY, 5, [rows(3), rows(2)])
+        nf.SFVI(model, optim=ADAM, start=None).run(KEY, 5, [rows(3), rows(2)])
     assert where in str(caught.value)
     assert remedy in str(caught.value)
 
@@ -134,8 +134,10 @@ def test_a_model_that_cannot_be_split_is_refused(model, where, remedy):
 @pytest.mark.parametrize("prior", ["exact", "factor"])
 @pytest.mark.filterwarnings("ignore:the prior of the latent site 'mu' is flat")
 def test_a_flat_prior_is_refused_where_the_posterior_starts_from_it(prior):
-    with pytest.raises(nf.ModelError, match=r"global site 'mu' is flat.*Give it a proper prior"):
-        nf.PVI(flat, prior=prior).run(KEY, 1, [rows(), rows()], **quiet)
+    with pytest.raises(
+        nf.ModelError, match=r"site 'mu' is flat.*start='mode'.*proper prior"
+    ):
+        nf.PVI(flat, prior=prior, start=None).run(KEY, 1, [rows(), rows()], **quiet)
 
 
 # --- silos that do not fit -------------------------------------------------------------------
@@ -171,7 +173,7 @@ def test_silos_that_do_not_fit_are_refused_before_the_model_is_called(silos, whe
         good(y)
 
     with pytest.raises(nf.DataError) as caught:
-        nf.SFVI(model, optim=ADAM).run(KEY, 5, silos)
+        nf.SFVI(model, optim=ADAM, start=None).run(KEY, 5, silos)
     assert where in str(caught.value)
     assert remedy in str(caught.value)
     # Only the model itself can say that a silo has no rows.
@@ -193,7 +195,7 @@ def test_silos_that_do_not_fit_are_refused_before_the_model_is_called(silos, whe
 )
 def test_a_guide_that_does_not_fit_is_refused(guide, where, remedy):
     with pytest.raises(nf.GuideError) as caught:
-        nf.SFVI(good, optim=ADAM, guide=guide).run(KEY, 5, [rows()])
+        nf.SFVI(good, optim=ADAM, guide=guide, start=None).run(KEY, 5, [rows()])
     assert where in str(caught.value)
     assert remedy in str(caught.value)
 
@@ -215,7 +217,7 @@ def two_levels(y):
     ids=["globals", "couplings", "rows"],
 )
 def test_a_guide_that_is_too_large_for_the_memory_is_refused(monkeypatch, guide, n):
-    fit = nf.SFVI(two_levels, optim=ADAM, guide=guide)
+    fit = nf.SFVI(two_levels, optim=ADAM, guide=guide, start=None)
     monkeypatch.setattr("numpyro_fed.methods.base._memory", lambda: 6e5)
     with pytest.raises(nf.GuideError, match=re.escape("this machine has 0.0 GiB")) as caught:
         fit.run(KEY, 5, [rows(n)])
@@ -225,7 +227,9 @@ def test_a_guide_that_is_too_large_for_the_memory_is_refused(monkeypatch, guide,
 
 def test_a_guide_that_fits_into_the_memory_is_not_refused(monkeypatch):
     monkeypatch.setattr("numpyro_fed.methods.base._memory", lambda: 6e5)
-    nf.SFVI(two_levels, optim=ADAM, guide=nf.guides.MeanField()).run(KEY, 1, [rows(3)], **quiet)
+    nf.SFVI(two_levels, optim=ADAM, guide=nf.guides.MeanField(), start=None).run(
+        KEY, 1, [rows(3)], **quiet
+    )
 
 
 # --- arguments -------------------------------------------------------------------------------
@@ -240,19 +244,19 @@ def test_numbers_of_rounds_and_particles_must_be_positive_integers(value):
     with pytest.raises(
         ValueError, match=re.escape(f"num_rounds must be a positive integer, got {value!r}")
     ):
-        nf.SFVI(never, optim=ADAM).run(KEY, value, [rows()])
+        nf.SFVI(never, optim=ADAM, start=None).run(KEY, value, [rows()])
     with pytest.raises(
         ValueError, match=re.escape(f"num_particles must be a positive integer, got {value!r}")
     ):
-        nf.SFVI(never, optim=ADAM, num_particles=value)
+        nf.SFVI(never, optim=ADAM, num_particles=value, start=None)
 
 
-@pytest.mark.parametrize("optim", [numpyro.optim.Adam(1e-2), "adam", optax.adam, None])
+@pytest.mark.parametrize("optim", [numpyro.optim.Adam(1e-2), "adam", optax.adam])
 def test_an_optimiser_that_is_not_of_optax_is_refused(optim):
     with pytest.raises(
         TypeError, match=re.escape("Optax optimiser such as optax.adam(1e-2)")
     ) as caught:
-        nf.SFVI(never, optim=optim)
+        nf.SFVI(never, optim=optim, start=None)
     assert type(optim).__name__ in str(caught.value)
 
 
@@ -261,11 +265,11 @@ def test_an_optimiser_that_is_not_of_optax_is_refused(optim):
 )
 def test_a_key_must_be_one_jax_key(key):
     with pytest.raises(TypeError, match=re.escape("such as jax.random.key(0)")):
-        nf.SFVI(never, optim=ADAM).run(key, 5, [rows()])
+        nf.SFVI(never, optim=ADAM, start=None).run(key, 5, [rows()])
 
 
 def test_an_older_key_is_the_same_key():
-    fit = nf.SFVI(good, optim=ADAM)
+    fit = nf.SFVI(good, optim=ADAM, start=None)
     a = fit.run(jax.random.PRNGKey(3), 2, [rows()], **quiet)
     b = fit.run(jax.random.key(3), 2, [rows()], **quiet)
     np.testing.assert_array_equal(a.losses, b.losses)
@@ -273,12 +277,12 @@ def test_an_older_key_is_the_same_key():
 
 def test_an_unknown_runtime_is_refused():
     with pytest.raises(ValueError, match=r"runtime='cloud'.*\['host', 'simulation'\]"):
-        nf.SFVI(never, optim=ADAM).run(KEY, 5, [rows()], runtime="cloud")
+        nf.SFVI(never, optim=ADAM, start=None).run(KEY, 5, [rows()], runtime="cloud")
 
 
 def test_an_objective_that_is_none_of_ours_is_refused():
     with pytest.raises(TypeError, match=r"objective.*LocallyEnhanced.*'elbo'"):
-        nf.SFVI(good, optim=ADAM, objective="elbo").run(KEY, 5, [rows()])
+        nf.SFVI(good, optim=ADAM, objective="elbo", start=None).run(KEY, 5, [rows()])
 
 
 @pytest.mark.parametrize(
@@ -286,7 +290,7 @@ def test_an_objective_that_is_none_of_ours_is_refused():
     [(0, "'row' must be a positive int"), ({"column": 3}, r"draws names 'column'.*\['row'\]")],
 )
 def test_numbers_of_draws_must_fit_the_silo_plates(draws, message):
-    fit = nf.SFVI(good, optim=ADAM, objective=nf.LocallyEnhanced(draws=draws))
+    fit = nf.SFVI(good, optim=ADAM, objective=nf.LocallyEnhanced(draws=draws), start=None)
     with pytest.raises(ValueError, match=message):
         fit.run(KEY, 5, [rows()])
 
@@ -299,12 +303,16 @@ def wider(y):
 @pytest.mark.parametrize(
     ("other", "silos", "runtime"),
     [
-        (nf.SFVI(wider, optim=ADAM), [rows(3), rows(3)], "simulation"),
-        (nf.SFVI(good, optim=ADAM, guide=nf.guides.MeanField()), [rows(3), rows(3)], "simulation"),
-        (nf.SFVI(good, optim=optax.sgd(1e-2)), [rows(3), rows(3)], "simulation"),
-        (nf.SFVI(good, optim=ADAM), [rows(3)], "simulation"),
-        (nf.SFVI(good, optim=ADAM), [rows(3), rows(4)], "simulation"),
-        (nf.SFVI(good, optim=ADAM), [rows(3), rows(3)], "host"),
+        (nf.SFVI(wider, optim=ADAM, start=None), [rows(3), rows(3)], "simulation"),
+        (
+            nf.SFVI(good, optim=ADAM, guide=nf.guides.MeanField(), start=None),
+            [rows(3), rows(3)],
+            "simulation",
+        ),
+        (nf.SFVI(good, optim=optax.sgd(1e-2), start=None), [rows(3), rows(3)], "simulation"),
+        (nf.SFVI(good, optim=ADAM, start=None), [rows(3)], "simulation"),
+        (nf.SFVI(good, optim=ADAM, start=None), [rows(3), rows(4)], "simulation"),
+        (nf.SFVI(good, optim=ADAM, start=None), [rows(3), rows(3)], "host"),
     ],
     ids=["model", "guide", "optimiser", "number of silos", "sizes of silos", "runtime"],
 )
@@ -313,13 +321,13 @@ def test_a_state_of_another_fit_is_refused(other, silos, runtime):
     with pytest.raises(
         nf.SavedStateError, match=r"another model, guide.*Pass the \.state of a run"
     ):
-        nf.SFVI(good, optim=ADAM).run(
+        nf.SFVI(good, optim=ADAM, start=None).run(
             KEY, 1, [rows(3), rows(3)], init_state=fit.initial_state(held), **quiet
         )
 
 
 def test_a_result_is_not_a_state():
-    fit = nf.SFVI(good, optim=ADAM)
+    fit = nf.SFVI(good, optim=ADAM, start=None)
     result = fit.run(KEY, 1, [rows()], **quiet)
     with pytest.raises(TypeError, match=r"must be a result's \.state, got Result"):
         fit.run(KEY, 1, [rows()], init_state=result, **quiet)
@@ -378,7 +386,7 @@ def holds_the_last_good_state(error, fit, silos, **kwargs):
     ids=["one shape", "padded", "two buckets", "another bucket"],
 )
 def test_the_silo_that_fails_is_named_and_nothing_is_lost(runtime, silos, model, expected):
-    fit = nf.SFVI(model, optim=optax.adam(0.1), guide=nf.guides.MeanField())
+    fit = nf.SFVI(model, optim=optax.adam(0.1), guide=nf.guides.MeanField(), start=None)
     error = stopped(fit, silos, runtime=runtime)
     assert error.silos == expected
     assert 5 < error.round < 100
@@ -398,7 +406,7 @@ def local_wall(y, wall):
 
 def test_a_silo_whose_own_latents_fail_is_named():
     silos = walls(50.0, 3.0, sizes=(2, 3))
-    fit = nf.SFVI(local_wall, optim=optax.adam(0.1))
+    fit = nf.SFVI(local_wall, optim=optax.adam(0.1), start=None)
     error = stopped(fit, silos)
     assert error.silos == (1,)
     holds_the_last_good_state(error, fit, silos)
@@ -415,7 +423,7 @@ def server_wall(y):
 @pytest.mark.parametrize("runtime", ["simulation", "host"])
 def test_no_silo_is_blamed_for_the_server(runtime):
     silos = [{"y": np.full(4, 10.0, np.float32)}] * 2
-    fit = nf.SFVI(server_wall, optim=optax.adam(0.1), guide=nf.guides.MeanField())
+    fit = nf.SFVI(server_wall, optim=optax.adam(0.1), guide=nf.guides.MeanField(), start=None)
     error = stopped(fit, silos, runtime=runtime)
     assert error.silos == ()
     assert 5 < error.round < 100
@@ -427,7 +435,7 @@ def test_no_silo_is_blamed_for_the_server(runtime):
 def test_a_step_that_is_far_too_large_stops_at_the_last_finite_state(num_rounds):
     """Parameters overflow in a step whose own bound is still finite."""
     silos = [{"y": np.full(4, 10.0, np.float32)}] * 2
-    fit = nf.SFVI(good, optim=optax.sgd(1e38))
+    fit = nf.SFVI(good, optim=optax.sgd(1e38), start=None)
     error = stopped(fit, silos, num_rounds)
     holds = jax.tree.map(lambda a: np.isfinite(a).all(), error.result.state)
     assert jax.tree.all(holds)
@@ -436,7 +444,7 @@ def test_a_step_that_is_far_too_large_stops_at_the_last_finite_state(num_rounds)
 
 def test_a_run_can_fail_after_more_rounds_than_one_program_reports():
     silos = walls(50.0, 3.0)
-    fit = nf.SFVI(walled, optim=optax.sgd(5e-5), guide=nf.guides.MeanField())
+    fit = nf.SFVI(walled, optim=optax.sgd(5e-5), guide=nf.guides.MeanField(), start=None)
     error = stopped(fit, silos, 5_000)
     assert error.round > 1024
     assert error.silos == (1,)
@@ -445,7 +453,7 @@ def test_a_run_can_fail_after_more_rounds_than_one_program_reports():
 
 def test_a_run_that_goes_on_counts_rounds_from_the_first_one():
     silos = walls(50.0, 3.0)
-    fit = nf.SFVI(walled, optim=optax.adam(0.1), guide=nf.guides.MeanField())
+    fit = nf.SFVI(walled, optim=optax.adam(0.1), guide=nf.guides.MeanField(), start=None)
     whole = stopped(fit, silos)
     first = fit.run(KEY, 4, silos, **quiet)
     rest = stopped(fit, silos, init_state=first.state)
@@ -457,12 +465,12 @@ def test_a_run_that_goes_on_counts_rounds_from_the_first_one():
 @pytest.mark.parametrize("optim", [optax.lbfgs(), optax.contrib.reduce_on_plateau()])
 def test_an_optimiser_that_needs_more_than_a_gradient_is_refused(optim):
     with pytest.raises(TypeError, match="gradient alone"):
-        nf.SFVI(never, optim=optim)
+        nf.SFVI(never, optim=optim, start=None)
 
 
 def test_an_accumulating_optimiser_says_how_to_pass_it():
     with pytest.raises(TypeError, match=r"gradient_transformation"):
-        nf.SFVI(never, optim=optax.MultiSteps(ADAM, 2))
+        nf.SFVI(never, optim=optax.MultiSteps(ADAM, 2), start=None)
 
 
 def test_draws_that_change_nothing_are_warned_about():
@@ -473,6 +481,6 @@ def test_draws_that_change_nothing_are_warned_about():
             numpyro.sample("y", dist.Normal(b[child], 1), obs=y)
 
     silo = {"child": np.array([0, 1, 2, 2]), "y": np.zeros(4)}
-    fit = nf.SFVI(long_format, optim=ADAM, objective=nf.LocallyEnhanced(5))
+    fit = nf.SFVI(long_format, optim=ADAM, objective=nf.LocallyEnhanced(5), start=None)
     with pytest.warns(UserWarning, match=r"changes nothing.*draws=\{'child': 5\}"):
         fit.run(KEY, 1, [silo], **quiet)

@@ -200,7 +200,7 @@ def means(y):
 @cache
 def fitted():
     optim = optax.adam(optax.exponential_decay(0.1, 300, 0.05))
-    sfvi = nf.SFVI(means, optim=optim)
+    sfvi = nf.SFVI(means, optim=optim, start=None)
     return sfvi.run(KEY, 600, cut({"y": Y}, (4, 2)), progress_bar=False)
 
 

@@ -235,7 +235,7 @@ def test_trees_ragged_visits_and_what_one_silo_lacks_give_the_exact_posterior():
     assert [b.silos for b in buckets] == [(0, 2), (1,), (3,)]
     assert padded(buckets)
     check_decomposition(visits, held, num_points=1)
-    fit = nf.PVI(visits).run(jax.random.key(0), 1, held, progress_bar=False)
+    fit = nf.PVI(visits, start=None).run(jax.random.key(0), 1, held, progress_bar=False)
     rest = [
         (p["y"][0] - p["age"][:, None] - (0 if p["offset"] is None else p["offset"][:, None]))
         for p in (s["patients"] for s in held)

@@ -17,6 +17,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.exchange import importance
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import proposal
+from numpyro_fed.guides.structured import Origin
 from numpyro_fed.results import importance as correction
 from numpyro_fed.results.importance import _inner_draws, _systematic
 
@@ -47,7 +48,7 @@ def result_at(model, silos, loc, scale, local, runtime="simulation"):
 
     ``local`` gives the guide's parameters of a stack of silos from their data.
     """
-    fit, held = nf.SFVI(model, optim=optax.sgd(0.1))._prepare(silos, runtime)
+    fit, held = nf.SFVI(model, optim=optax.sgd(0.1), start=None)._prepare(silos, runtime)
     state = fit.initial_state(held)
 
     def put(old, new):
@@ -306,7 +307,7 @@ def test_locals_are_integrated_where_the_guide_does_not_reach():
     @jax.jit
     def estimate(key, z_G):
         eta = state.params["guide"]
-        return likelihood.log_estimate(key, {}, eta, z_G, jnp.zeros(1), data)
+        return likelihood.log_estimate(key, {}, eta, z_G, Origin(jnp.zeros(1)), data)
 
     # Next to nothing depends on the guide's draws at the first; four standard errors elsewhere.
     for z, error in ((-8.0, 0.02), (-3.0, 0.65), (0.5, 0.65)):
@@ -357,7 +358,9 @@ def rows_alone(y):
 
 
 def generalised(**settings):
-    method = nf.FedGVI(rows_alone, local=nf.local.LBFGS(steps=3), evidence_draws=1, **settings)
+    method = nf.FedGVI(
+        rows_alone, local=nf.local.LBFGS(steps=3), evidence_draws=1, **settings, start=None
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return method.run(KEY, 1, cut({"y": Y}, (3, 7)), progress_bar=False)

@@ -259,7 +259,9 @@ def centred_silos():
 @cache
 def centred_fit():
     """A result whose parameters are no initial values, theta and each row's own among them."""
-    fit, held = nf.SFVI(centred, optim=optax.sgd(0.1))._prepare(centred_silos(), "simulation")
+    fit, held = nf.SFVI(centred, optim=optax.sgd(0.1), start=None)._prepare(
+        centred_silos(), "simulation"
+    )
     start = fit.initial_state(held)
     server, silos = jitter((start.server.params, [s.params for s in start.silos]), scale=2.0)
     moved = start._replace(

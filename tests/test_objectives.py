@@ -12,8 +12,10 @@ import pytest
 from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Combine
 from numpyro_fed.algorithms.sfvi import ServerState
+from numpyro_fed.guides.structured import Origin
 from numpyro_fed.model.padding import bucket
 from numpyro_fed.objectives import normals, silo_bound
 from numpyro_fed.runtime.combine import combine
@@ -48,7 +50,8 @@ def counts(y):
         numpyro.sample("y", dist.Poisson(jnp.exp(b)), obs=y)
 
 
-def counts_bound(theta, eta, z_G, centre, noise, data):
+def counts_bound(theta, eta, z_G, origin, noise, data):
+    centre = origin.centre
     """The bound written out; ``noise`` is (rows, K). Differentiated in full, nothing stopped."""
     eta = eta["row"]
     mean = eta["loc"] + eta["mean_coupling"] @ (z_G - centre)
@@ -62,7 +65,7 @@ def counts_case(objective, y=(0, 3)):
     p = parts(counts, [{"y": np.array(y)}], objective=objective)
     eta = jitter(p.guide.init_local(KEY, p.silos[0]))
     theta = p.model.init_theta(KEY)
-    return p, (theta, eta, jnp.array([0.5]), jnp.array([0.2]))
+    return p, (theta, eta, jnp.array([0.5]), Origin(jnp.array([0.2])))
 
 
 @pytest.mark.parametrize("K", [1, 2, 5])
@@ -106,7 +109,7 @@ def test_the_gradient_of_rows_that_share_a_covariance_is_unbiased_by_quadrature(
     eta = jitter(p.guide.init_local(KEY, p.silos[0]))
     eta["row"]["log_scale"] += 2.0
     eta["row"]["below"] = 0.8 * jnp.eye(2)[::-1].reshape(2, 1, 2, 1)
-    at = (p.model.init_theta(KEY), eta, jnp.array([0.5]), jnp.array([0.2]))
+    at = (p.model.init_theta(KEY), eta, jnp.array([0.5]), Origin(jnp.array([0.2])))
     grid, weights = gauss_hermite(20, 4)
 
     def value(*at):
@@ -150,7 +153,8 @@ def wards(ward, size, y):
         numpyro.sample("y", dist.Poisson(jnp.exp(0.5 * u[ward] + b)), obs=y)
 
 
-def wards_bound(theta, eta, z_G, centre, noise, data):
+def wards_bound(theta, eta, z_G, origin, noise, data):
+    centre = origin.centre
     """``noise`` is {"ward": (wards, K_outer), "row": (rows, K_outer, K)}."""
     offset, index = z_G - centre, data.arrays["ward"]
     outer, row = eta["ward"], eta["row"]
@@ -182,7 +186,7 @@ def wards_case(draws, ward=(0,), y=(2,)):
     silo = {"ward": ward, "size": np.zeros(ward.max() + 1), "y": np.array(y)}
     p = parts(wards, [silo], objective=nf.LocallyEnhanced(draws=draws))
     eta = jitter(p.guide.init_local(KEY, p.silos[0]))
-    return p, (p.model.init_theta(KEY), eta, jnp.array([0.5]), jnp.array([0.2]))
+    return p, (p.model.init_theta(KEY), eta, jnp.array([0.5]), Origin(jnp.array([0.2])))
 
 
 @pytest.mark.parametrize("draws", [{}, {"row": 3}, {"ward": 4}, {"ward": 3, "row": 2}])
@@ -275,7 +279,7 @@ def test_each_plate_of_rows_has_its_own_number_of_draws(x64, draws):
             total += log_mean_exp(log_p - normal(z, mean, scale), 1).sum()
         return total
 
-    value = jax.jit(p.bound.value)({}, eta, z_G, centre, noise, p.silos[0])
+    value = jax.jit(p.bound.value)({}, eta, z_G, Origin(centre), noise, p.silos[0])
     np.testing.assert_allclose(value, jax.jit(expected_bound)(eta), rtol=1e-12)
 
 
@@ -288,7 +292,7 @@ def test_one_draw_is_the_elbo_in_value_and_gradient(x64, guide):
     elbo = parts(wards, silos, guide=guide, objective=nf.ELBO())
     one = parts(wards, silos, guide=guide, objective=nf.LocallyEnhanced(draws=1))
     eta = jitter(elbo.guide.init_local(KEY, elbo.silos[0]))
-    at = (elbo.model.init_theta(KEY), eta, jnp.array([0.5]), jnp.array([0.2]))
+    at = (elbo.model.init_theta(KEY), eta, jnp.array([0.5]), Origin(jnp.array([0.2])))
     noise = [p.bound.noise(KEY, p.sizes[0], 1) for p in (elbo, one)]
     jax.tree.map(np.testing.assert_array_equal, *noise)
     noise = {k: e[:, 0] for k, e in noise[0].items()}
@@ -357,7 +361,7 @@ def test_exact_rows_give_the_marginal_likelihood_and_no_noise(x64, draws):
     grad = jax.jit(jax.value_and_grad(p.bound.value, (1, 2, 3)))
     for seed in range(4):
         noise = {"row": p.bound.noise(jax.random.key(seed), p.sizes[0], 1)["row"][:, 0]}
-        value, (g_eta, g_z, g_centre) = grad({}, eta, z_G, centre, noise, p.silos[0])
+        value, (g_eta, g_z, g_centre) = grad({}, eta, z_G, Origin(centre), noise, p.silos[0])
         np.testing.assert_allclose(value, normal(y, 0.7, width).sum(), rtol=1e-12)
         np.testing.assert_allclose(g_z, [((y - 0.7) / width**2).sum()], rtol=1e-11)
         for leaf in jax.tree.leaves((g_eta, g_centre)):
@@ -397,7 +401,7 @@ def test_the_bound_tends_to_the_marginal_likelihood(x64):
         @jax.jit
         @partial(jax.vmap, in_axes=1)
         def at(noise, p=p, eta=eta):
-            return p.bound.value({}, eta, z_G, z_G, {"row": noise}, p.silos[0])
+            return p.bound.value({}, eta, z_G, Origin(z_G), {"row": noise}, p.silos[0])
 
         values = at(noise)
         gaps.append(float(exact - values.mean()))
@@ -416,7 +420,7 @@ def test_samples_of_rows_are_resampled_by_their_weights(x64):
 
     def draw(p, eta):
         def one(key):
-            return p.bound.sample(key, {}, eta, z_G, z_G, p.silos[0])["row"][0, 0]
+            return p.bound.sample(key, {}, eta, z_G, Origin(z_G), p.silos[0])["row"][0, 0]
 
         return (jax.jit(jax.vmap(one))(keys) - mean) / sd
 
@@ -457,7 +461,7 @@ def test_samples_of_an_outer_plate_are_resampled_by_the_weight_of_the_silo(x64):
         "row": {"loc": jnp.zeros((2, 1)), "log_scale": jnp.full((2, 1), np.log(SIGMA))},
     }
     z_G, n = jnp.array([0.7]), 4_000
-    draw = jax.jit(jax.vmap(lambda k: p.bound.sample(k, {}, eta, z_G, z_G, p.silos[0])))
+    draw = jax.jit(jax.vmap(lambda k: p.bound.sample(k, {}, eta, z_G, Origin(z_G), p.silos[0])))
     z = draw(jax.random.split(KEY, n))
     u = (z["ward"][:, 0, 0] - mean) / sd
     # As for rows: raw draws have a mean of 0.6 and a variance of 2.56.
@@ -490,7 +494,7 @@ class Pooled:
         p = parts(glmm, glmm_silos([ROWS]), **self.settings)
         server = p.algorithm.init_server(KEY)
         params = {**server.params, "guide": jitter(server.params["guide"], 0.1)}
-        self.server = ServerState(params, optim.init(params))
+        self.server = ServerState(params, optim.init(params), settling.begin(()))
         silo = p.algorithm.init_silo(KEY, p.silos[0])
         self.locals = {"private": {}, "guide": jitter(silo.params["guide"], 0.1, 1)}
         self.noise_of = jax.jit(lambda k: p.algorithm.exchanges[0].silo_noise(k, silo))

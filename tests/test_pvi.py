@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("double")
 )
 def test_one_pass_is_exact_on_conjugate_models(problem, sizes):
     model, rows, exact = problem()
-    result = nf.PVI(model).run(KEY, 1, cut(rows, sizes), **QUIET)
+    result = nf.PVI(model, start=None).run(KEY, 1, cut(rows, sizes), **QUIET)
     assert_exact(result, exact)
     assert result.communications == len(sizes)
 
@@ -53,13 +53,13 @@ def test_one_pass_is_exact_on_conjugate_models(problem, sizes):
 @pytest.mark.parametrize("problem", [mean, gamma_poisson])
 def test_one_undamped_synchronous_round_is_exact_on_conjugate_models(problem):
     model, rows, exact = problem()
-    pvi = nf.PVI(model, schedule="synchronous", damping=1.0)
+    pvi = nf.PVI(model, schedule="synchronous", damping=1.0, start=None)
     assert_exact(pvi.run(KEY, 1, cut(rows, (5, 3, 4)), **QUIET), exact)
 
 
 def test_the_evidence_of_a_conjugate_model_is_exact():
     model, rows, _ = mean()
-    result = nf.PVI(model).run(KEY, 2, cut(rows, (5, 7)), **QUIET)
+    result = nf.PVI(model, start=None).run(KEY, 2, cut(rows, (5, 7)), **QUIET)
     y = rows["y"]
     covariance = 4.0 * np.ones((12, 12)) + 0.25 * np.eye(12)
     exact = dist.MultivariateNormal(np.ones(12), covariance).log_prob(y)
@@ -76,7 +76,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_posterior_is_the_prior_plus_all_factors_at_every_round(name):
-    pvi = nf.PVI(logistic, schedule=SCHEDULES[name], local=QUICK)
+    pvi = nf.PVI(logistic, schedule=SCHEDULES[name], local=QUICK, start=None)
 
     @settings(max_examples=4, deadline=None)
     @given(seed=st.integers(0, 2**31 - 1))
@@ -95,7 +95,9 @@ def test_the_posterior_is_the_prior_plus_all_factors_at_every_round(name):
 
 def test_what_a_silo_sends_depends_neither_on_its_rows_nor_on_its_data():
     fits = [
-        nf.PVI(glmm_inside, local=nf.local.Optax(steps=2))._prepare(glmm_silos((n, n)), "host")
+        nf.PVI(glmm_inside, local=nf.local.Optax(steps=2), start=None)._prepare(
+            glmm_silos((n, n)), "host"
+        )
         for n in (3, 7)
     ]
     sent = []
@@ -128,9 +130,9 @@ def test_the_fixed_point_depends_on_no_partition_and_no_order(monkeypatch):
     """Property 2.2(b): it is the optimum of the global free energy, that is of one silo alone."""
     fixed_noise(monkeypatch)
     rows = logistic_rows()
-    pooled = nf.PVI(logistic, local=EXACT).run(KEY, 1, [rows], **QUIET)
+    pooled = nf.PVI(logistic, local=EXACT, start=None).run(KEY, 1, [rows], **QUIET)
     for schedule, sizes in (("fixed", (10, 8, 6)), ([1, 0], (4, 20))):
-        pvi = nf.PVI(logistic, local=EXACT, schedule=nf.schedules.Sequential(schedule))
+        pvi = nf.PVI(logistic, local=EXACT, schedule=nf.schedules.Sequential(schedule), start=None)
         result = pvi.run(KEY, 12, cut(rows, sizes), **QUIET)
         assert_close(eta_of(result), eta_of(pooled), rtol=1e-5, atol=1e-5)
         early = pvi.run(KEY, 1, cut(rows, sizes), **QUIET)
@@ -139,7 +141,7 @@ def test_the_fixed_point_depends_on_no_partition_and_no_order(monkeypatch):
 
 def test_local_free_energies_sum_to_the_global_one():
     """Property 2.2(a), with normalised factors: at any posterior that the sum rule holds for."""
-    pvi = nf.PVI(logistic, local=QUICK, evidence_draws=200_000)
+    pvi = nf.PVI(logistic, local=QUICK, evidence_draws=200_000, start=None)
     result = pvi.run(KEY, 1, cut(logistic_rows(), (8, 8, 8)), **QUIET)
     chosen = result._fit.factors.globals
     family, q = chosen.family, result.natural_parameters()
@@ -159,7 +161,7 @@ def test_local_free_energies_sum_to_the_global_one():
 def test_stale_posteriors_lead_to_the_exact_one():
     model, rows, exact = mean()
     schedule = nf.schedules.Asynchronous([1.0, 1.0, 4.0])
-    pvi = nf.PVI(model, schedule=schedule, damping=0.8)
+    pvi = nf.PVI(model, schedule=schedule, damping=0.8, start=None)
     result = pvi.run(KEY, 60, cut(rows, (5, 3, 4)), **QUIET)
     assert_exact(result, exact)
     assert result.visits.shape == (60, 3, 1)
@@ -185,7 +187,7 @@ def learned_prior(y):
 def test_parameters_are_learned_to_the_maximum_of_the_evidence(model):
     y = 2 + 0.7 * np.random.default_rng(6).normal(size=12)
     silos = cut(dict(y=y), (5, 7))
-    pvi = nf.PVI(model, theta_optim=optax.adam(0.05))
+    pvi = nf.PVI(model, theta_optim=optax.adam(0.05), start=None)
     result = pvi.run(KEY, 300, silos, **QUIET)
     s = float(result.params["s"])
 
@@ -209,8 +211,8 @@ def test_a_prior_outside_of_the_family_gets_a_factor_of_the_servers():
 
     silos = cut(dict(y=np.array([1.0, 2.0, 3.0, 2.5])), (1, 3))
     with pytest.raises(nf.ModelError, match=r"'m'.*prior='factor'"):
-        nf.PVI(model).run(KEY, 1, silos, **QUIET)
-    q = nf.PVI(model, prior="factor").run(KEY, 3, silos, **QUIET).posterior()
+        nf.PVI(model, start=None).run(KEY, 1, silos, **QUIET)
+    q = nf.PVI(model, prior="factor", start=None).run(KEY, 3, silos, **QUIET).posterior()
     covariance = np.linalg.inv(np.array([[2.0, -1], [-1, 1 + 4]]))
     expected = covariance @ np.array([0, 8.5])
     np.testing.assert_allclose([q["a"].mean, q["m"].mean], expected, rtol=0.03)
@@ -225,6 +227,7 @@ def test_local_latents_stay_at_their_silos_and_both_runtimes_agree():
         objective=nf.LocallyEnhanced(draws=3),
         local=nf.local.Optax(steps=5, num_particles=2, tolerance=np.inf),
         evidence_draws=2,
+        start=None,
     )
     together = pvi.run(KEY, 2, silos, **QUIET)
     apart = pvi.run(KEY, 2, silos, runtime="host", **QUIET)
@@ -237,7 +240,9 @@ def test_local_latents_stay_at_their_silos_and_both_runtimes_agree():
 
 def test_a_run_goes_on_bit_for_bit_and_compiles_once(tmp_path):
     silos = cut(logistic_rows(), (8, 8, 8))
-    pvi = nf.PVI(logistic, schedule=nf.schedules.Sequential("largest_change"), local=QUICK)
+    pvi = nf.PVI(
+        logistic, schedule=nf.schedules.Sequential("largest_change"), local=QUICK, start=None
+    )
     whole = pvi.run(KEY, 3, silos, **QUIET)
     part = pvi.run(KEY, 1, silos, **QUIET)
     part.save(tmp_path / "part")
@@ -267,7 +272,7 @@ def test_some_silos_of_several_buckets_with_latents_and_parameters_of_their_own(
         for n, w in ((4, 1), (12, 3), (11, 3))
     ]
     local = nf.local.Optax(steps=3, num_particles=2, tolerance=np.inf)
-    pvi = nf.PVI(wards, schedule=SCHEDULES[schedule], local=local, evidence_draws=2)
+    pvi = nf.PVI(wards, schedule=SCHEDULES[schedule], local=local, evidence_draws=2, start=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # three steps do not converge
         whole = pvi.run(KEY, 3, silos, **QUIET)

@@ -49,14 +49,14 @@ def test_one_local_step_of_every_silo_is_a_step_of_global_inference(gradient, mo
     fixed_noise(monkeypatch)
     rows, rate = logistic_rows(), 0.01
     chosen = dict(rate=rate, gradient=gradient, family="diagonal")
-    pvi = nf.GlobalVI(logistic, **chosen)
+    pvi = nf.GlobalVI(logistic, **chosen, start=None)
     silos, before = cut(rows, (8, 8, 8)), None
     for _ in range(2):
         result = pvi.run(KEY, 1, silos, init_state=before and before.state, **QUIET)
         start = before.natural_parameters() if before else None
         if before is None:
             start = result._fit.factors.globals.prior({})
-        value, family = global_free_energy(nf.GlobalVI(logistic, **chosen), rows)
+        value, family = global_free_energy(nf.GlobalVI(logistic, **chosen, start=None), rows)
         step = jax.grad(value)(start)
         if gradient == "natural":
             fisher = jax.hessian(family.log_partition)(start)["gaussian"]
@@ -97,10 +97,10 @@ def test_stochastic_power_ep_has_mini_batch_global_inference_as_its_limit(monkey
 def test_members_of_the_family_are_settings_of_pvi():
     silos = cut(logistic_rows(), (8, 8, 8))
     fixed = dict(local=QUICK)
-    passes = nf.PVI(logistic, **fixed).run(KEY, 1, silos, **QUIET)
+    passes = nf.PVI(logistic, **fixed, start=None).run(KEY, 1, silos, **QUIET)
     vcl = nf.VCL(logistic, **fixed).run(KEY, 1, silos, **QUIET)
     assert_close(eta_of(vcl), eta_of(passes), rtol=1e-12)
-    together = nf.PVI(logistic, schedule="synchronous", damping=1.0, **fixed)
+    together = nf.PVI(logistic, schedule="synchronous", damping=1.0, **fixed, start=None)
     bcm = nf.BCM(logistic, **fixed).run(KEY, 1, silos, **QUIET)
     assert_close(eta_of(bcm), eta_of(together.run(KEY, 1, silos, **QUIET)), rtol=1e-12)
     with pytest.raises(ValueError, match="1 round"):
@@ -120,8 +120,8 @@ def test_committee_machines_are_exact_on_conjugate_models_and_streaming_counts_t
 def test_fedgvi_with_kl_and_the_log_loss_is_pvi():
     silos = cut(logistic_rows(), (8, 8, 8))
     local = nf.local.LBFGS(steps=30, num_particles=8)
-    a = nf.PVI(logistic, local=local).run(KEY, 1, silos, **QUIET)
-    fed = nf.FedGVI(logistic, loss=nf.losses.log_loss, local=local, divergence=plain_kl)
+    a = nf.PVI(logistic, local=local, start=None).run(KEY, 1, silos, **QUIET)
+    fed = nf.FedGVI(logistic, loss=nf.losses.log_loss, local=local, divergence=plain_kl, start=None)
     b = fed.run(KEY, 1, silos, **QUIET)
     assert_close(eta_of(a), eta_of(b), rtol=1e-3, atol=1e-3)
     with pytest.raises(ValueError, match="no evidence"):
@@ -138,7 +138,7 @@ def test_a_weight_on_both_divergences_is_a_power_of_the_likelihood():
     model, rows, _ = mean()
     w = nf.divergences.WeightedKL(2.0)
     local = nf.local.LBFGS(tolerance=1e-9)
-    pvi = nf.FedGVI(model, divergence=w, prior_divergence=w, local=local)
+    pvi = nf.FedGVI(model, divergence=w, prior_divergence=w, local=local, start=None)
     q = pvi.run(KEY, 1, cut(rows, (5, 7)), **QUIET).posterior()["m"]
     precision = 1 / 4 + 12 * 4 / 2
     np.testing.assert_allclose(q.variance, 1 / precision, rtol=1e-5)
@@ -150,7 +150,7 @@ def test_the_cavity_is_found_from_the_coefficients_alone():
     model, rows, _ = mean()
     renyi = nf.divergences.AlphaRenyi(0.5)
     local = nf.local.LBFGS(tolerance=1e-9)
-    pvi = nf.FedGVI(model, divergence=renyi, prior_divergence=renyi, local=local)
+    pvi = nf.FedGVI(model, divergence=renyi, prior_divergence=renyi, local=local, start=None)
     result = pvi.run(KEY, 1, [rows], **QUIET)
     family = result._fit.factors.globals.family
     prior = result._fit.factors.globals.prior({})

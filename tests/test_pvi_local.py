@@ -44,7 +44,7 @@ def test_every_local_optimiser_finds_the_tilted_distribution_if_it_is_in_the_fam
 
     local, rtol = SOLVERS[name]
     silos = [dict(y=np.array([2.0, 3.0, 2.5, 2.2]))]
-    pvi = nf.PVI(model, local=local, start_scale=None)
+    pvi = nf.PVI(model, local=local, start_scale=None, start=None)
     q = pvi.run(KEY, 1, silos, **QUIET).posterior()["m"]
     precision = 1.0 + 4
     np.testing.assert_allclose(q.mean, (0.5 + 9.7) / precision, rtol=rtol)
@@ -100,7 +100,7 @@ def test_globals_other_than_gaussian_meet_likelihoods_they_are_not_conjugate_to(
             numpyro.sample("y", likelihood(z), obs=y)
 
     silos = cut(dict(y=np.array(rows)), (4, 2, 2))
-    result = nf.PVI(model).run(KEY, 4, silos, **QUIET)
+    result = nf.PVI(model, start=None).run(KEY, 4, silos, **QUIET)
     assert not result._fit.factors.conjugate
     q, best = result.posterior()["z"], nearest(prior, likelihood, rows)
     np.testing.assert_allclose(q.mean, best.mean, rtol=0.03)
@@ -123,7 +123,7 @@ def test_no_local_optimiser_takes_a_likelihood_that_is_nan(local):
 
     good, bad = (dict(y=np.ones(1), bad=np.array([sign])) for sign in (1.0, -1.0))
     with pytest.warns(UserWarning, match="1 non finite"):
-        result = nf.PVI(model, local=local).run(KEY, 1, [good, bad], **QUIET)
+        result = nf.PVI(model, local=local, start=None).run(KEY, 1, [good, bad], **QUIET)
     assert result.status[0, 1, 0] == Status.NON_FINITE
     assert float(expfam.inner(*[result.factor(1)] * 2)) == 0
 
@@ -136,9 +136,9 @@ def test_a_model_that_is_conjugate_at_some_silos_alone_is_not_taken_for_conjugat
             numpyro.sample("y", dist.Poisson(rate * jnp.exp(b * x)), obs=y)
 
     zero, one = (dict(x=np.full(2, x), y=np.array([2.0, 3.0])) for x in (0.0, 1.0))
-    pvi = nf.PVI(model)
+    pvi = nf.PVI(model, start=None)
     assert not pvi._prepare([zero, one], "simulation")[0].factors.conjugate
-    other = nf.PVI(model)
+    other = nf.PVI(model, start=None)
     other.run(KEY, 1, [zero, zero], **QUIET)
     assert not other._prepare([zero, one], "simulation")[0].factors.conjugate
 
@@ -151,7 +151,7 @@ def test_minibatches_of_a_model_that_sums_up_its_rows_are_refused():
 
     rows = logistic_rows()
     silos = cut(dict(x=rows["x"][:, 0], y=rows["y"]), (12, 12))
-    pvi = nf.PVI(model, local=nf.local.Optax(batch_size=4))
+    pvi = nf.PVI(model, local=nf.local.Optax(batch_size=4), start=None)
     with pytest.raises(nf.GuideError, match="a minibatch is another model"):
         pvi.run(KEY, 1, silos, **QUIET)
 
@@ -179,7 +179,7 @@ def test_minibatches_of_rows_that_read_a_mean_are_refused_where_there_are_many()
 
 def test_minibatches_of_rows_that_share_a_covariance_are_refused():
     guide = nf.guides.Structured(locals="joint")
-    pvi = nf.PVI(glmm_inside, guide=guide, local=nf.local.Optax(batch_size=4))
+    pvi = nf.PVI(glmm_inside, guide=guide, local=nf.local.Optax(batch_size=4), start=None)
     with pytest.raises(nf.GuideError, match=r"locals='joint' for silo_plate 'child'"):
         pvi.run(KEY, 1, glmm_silos((8, 8)), **QUIET)
 
@@ -191,6 +191,7 @@ def test_minibatches_with_local_latents_come_near_the_posterior_of_all_rows():
             glmm_inside,
             local=nf.local.Optax(steps=600, batch_size=batch, num_particles=2),
             evidence_draws=1,
+            start=None,
         ).run(KEY, 2, silos, **QUIET)
         for batch in (None, 10)
     ]
@@ -201,7 +202,7 @@ def test_minibatches_with_local_latents_come_near_the_posterior_of_all_rows():
 
 
 def test_a_visit_that_has_not_converged_is_reported():
-    pvi = nf.PVI(logistic, local=nf.local.LBFGS(steps=1, tolerance=1e-9))
+    pvi = nf.PVI(logistic, local=nf.local.LBFGS(steps=1, tolerance=1e-9), start=None)
     with pytest.warns(UserWarning, match="2 not converged"):
         result = pvi.run(KEY, 1, cut(logistic_rows(), (10, 14)), **QUIET)
     assert (result.status == Status.NOT_CONVERGED).all()

@@ -22,7 +22,7 @@ def with_scale(y, s):
 
 def test_silos_that_have_not_been_visited_are_named():
     model, rows, _ = mean()
-    pvi = nf.PVI(model, schedule=nf.schedules.Random(1))
+    pvi = nf.PVI(model, schedule=nf.schedules.Random(1), start=None)
     with pytest.warns(UserWarning, match="2 never visited"):
         result = pvi.run(KEY, 1, cut(rows, (4, 4, 4)), **QUIET)
     assert len(result.never_visited) == 2
@@ -33,7 +33,7 @@ def test_silos_that_have_not_been_visited_are_named():
 def test_a_silo_whose_reply_is_not_finite_counts_for_nothing_and_is_reported(schedule):
     good = [dict(y=np.array([y]), s=np.ones(1)) for y in (1.0, 2.5)]
     bad = dict(y=np.array([3.0]), s=np.zeros(1))
-    pvi = nf.PVI(with_scale, schedule=schedule, damping=1.0)
+    pvi = nf.PVI(with_scale, schedule=schedule, damping=1.0, start=None)
     with pytest.warns(UserWarning, match="2 non finite"):
         result = pvi.run(KEY, 2, [good[0], bad, good[1]], **QUIET)
     precision = 1 / 4 + 2
@@ -54,7 +54,7 @@ def test_a_prior_at_which_the_data_are_impossible_is_no_obstacle():
             numpyro.sample("y", dist.Poisson(jnp.exp(m)), obs=y)
 
     silos = [dict(y=np.array([3.0, 5.0])), dict(y=np.array([4.0, 4.0]))]
-    pvi = nf.PVI(model, local=nf.local.LBFGS(tolerance=1e-6))
+    pvi = nf.PVI(model, local=nf.local.LBFGS(tolerance=1e-6), start=None)
     result = pvi.run(KEY, 2, silos, **QUIET)
     assert result.losses[0] == np.inf
     np.testing.assert_allclose(result.posterior()["m"].mean, np.log(4.0), atol=0.1)
@@ -71,7 +71,7 @@ def two_sided(x, y):
 def test_an_improper_update_is_rejected_or_damped_and_the_damping_recovers():
     silos = [dict(x=np.array([c]), y=np.array([0.3])) for c in (0.5, -0.9, -0.9, 0.2)]
     everyone = nf.schedules.Synchronous()
-    fixed = nf.PVI(two_sided, schedule=everyone, damping=1.0)
+    fixed = nf.PVI(two_sided, schedule=everyone, damping=1.0, start=None)
     with pytest.raises(nf.NonFiniteError, match="no update of the 2 rounds") as error:
         fixed.run(KEY, 2, silos, **QUIET)
     result = error.value.result
@@ -79,7 +79,7 @@ def test_an_improper_update_is_rejected_or_damped_and_the_damping_recovers():
     assert_sum_rule(result)
     np.testing.assert_allclose(result.posterior()["m"].variance, 1.0)
     assert "rejected" in result.report(certificate=False)
-    damped = nf.PVI(two_sided, schedule=everyone, damping=nf.schedules.Adaptive(1.0))
+    damped = nf.PVI(two_sided, schedule=everyone, damping=nf.schedules.Adaptive(1.0), start=None)
     result = damped.run(KEY, 1, silos, **QUIET)
     assert result.damping[0, 0] == 0.5
     assert result.state.server.damping == 1
@@ -90,7 +90,7 @@ def test_an_improper_update_is_rejected_or_damped_and_the_damping_recovers():
 def test_an_improper_proposal_counts_for_nothing_and_is_reported():
     silos = [dict(x=np.array([c]), y=np.array([0.3])) for c in (0.5, -2.0)]
     with pytest.warns(UserWarning, match="1 improper"):
-        result = nf.PVI(two_sided).run(KEY, 1, silos, **QUIET)
+        result = nf.PVI(two_sided, start=None).run(KEY, 1, silos, **QUIET)
     np.testing.assert_allclose(result.posterior()["m"].variance, 1 / 1.5)
     assert "silo 1: its proposal was improper" in result.report(certificate=False)
 
@@ -99,7 +99,12 @@ def test_one_class_at_each_silo_runs_to_the_end():
     rows = logistic_rows(40)
     order = np.argsort(rows["y"], kind="stable")
     silos = cut({k: v[order] for k, v in rows.items()}, (2,) * 20)
-    pvi = nf.PVI(logistic, schedule="synchronous", local=nf.local.LBFGS(steps=10, num_particles=8))
+    pvi = nf.PVI(
+        logistic,
+        schedule="synchronous",
+        local=nf.local.LBFGS(steps=10, num_particles=8),
+        start=None,
+    )
     result = pvi.run(KEY, 5, silos, **QUIET)
     assert np.isfinite(result.losses).all()
     assert all(np.isfinite(q.variance).all() for q in result.posterior().values())
@@ -111,17 +116,17 @@ def test_a_bad_setting_is_refused_by_name():
     silos = cut(rows, (5, 7))
     for wrong in (0.0, 1.5, "half"):
         with pytest.raises(ValueError, match="damping"):
-            nf.PVI(model, damping=wrong)
+            nf.PVI(model, damping=wrong, start=None)
     with pytest.raises(ValueError, match="schedule"):
-        nf.PVI(model, schedule="sometimes")
+        nf.PVI(model, schedule="sometimes", start=None)
     with pytest.raises(ValueError, match="3"):
-        nf.PVI(model, schedule=nf.schedules.Random(3)).run(KEY, 1, silos, **QUIET)
+        nf.PVI(model, schedule=nf.schedules.Random(3), start=None).run(KEY, 1, silos, **QUIET)
     with pytest.raises(ValueError, match="1"):
-        nf.PVI(model, schedule=nf.schedules.Sequential([0])).run(KEY, 1, silos, **QUIET)
-    pvi = nf.PVI(logistic, local=nf.local.ClosedForm())
+        nf.PVI(model, schedule=nf.schedules.Sequential([0]), start=None).run(KEY, 1, silos, **QUIET)
+    pvi = nf.PVI(logistic, local=nf.local.ClosedForm(), start=None)
     with pytest.raises(nf.GuideError, match="conjugate"):
         pvi.run(KEY, 1, cut(logistic_rows(), (24,)), **QUIET)
     with pytest.raises(ValueError, match="deletion"):
-        nf.PVI(model, deletion="all")
+        nf.PVI(model, deletion="all", start=None)
     with pytest.raises(TypeError, match="local"):
-        nf.PVI(model, local=optax.adam(0.1))
+        nf.PVI(model, local=optax.adam(0.1), start=None)

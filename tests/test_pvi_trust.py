@@ -134,7 +134,7 @@ def test_the_closed_form_is_guarded_in_nats_where_it_leads(monkeypatch):
     r = np.random.default_rng(0)
     x = np.column_stack([np.ones(40), r.normal(size=40)])
     rows = dict(x=x, y=x @ [50.0, 5.0] + r.laplace(size=40))
-    pvi = nf.PVI(regression(lambda m: dist.Laplace(m, 1.0), 100.0))
+    pvi = nf.PVI(regression(lambda m: dist.Laplace(m, 1.0), 100.0), start=None)
     with pytest.raises(nf.NonFiniteError, match="not conjugate around where the visit led") as e:
         pvi.run(KEY, 1, cut(rows, (20, 20)), **QUIET)
     np.testing.assert_allclose(e.value.result.posterior()["b"].variance, 1e4, rtol=1e-5)
@@ -142,7 +142,7 @@ def test_the_closed_form_is_guarded_in_nats_where_it_leads(monkeypatch):
 
 def test_the_guard_takes_no_rounding_in_single_precision_for_a_misfit():
     y = (3e4 + np.random.default_rng(0).normal(size=2_000)).astype(np.float32)
-    pvi = nf.PVI(location(dist.Normal(0, 1e5), lambda m: dist.Normal(m, 1.0)))
+    pvi = nf.PVI(location(dist.Normal(0, 1e5), lambda m: dist.Normal(m, 1.0)), start=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = pvi.run(KEY, 1, cut(dict(y=y), (1_500, 500)), **QUIET)
@@ -153,7 +153,7 @@ def test_a_visit_that_stops_far_from_its_optimum_has_not_converged():
     """Adam at 0.05 cannot travel a thousand, and its steps end all the same."""
     y = 1000 + 50 * np.random.default_rng(0).standard_t(3, 10)
     model = location(dist.Normal(0, 1000), lambda m: dist.StudentT(3, m, 50.0))
-    pvi = nf.PVI(model, local=nf.local.Optax(steps=200))
+    pvi = nf.PVI(model, local=nf.local.Optax(steps=200), start=None)
     with pytest.warns(UserWarning, match="last visit had not converged at silos? 0"):
         result = pvi.run(KEY, 1, cut(dict(y=y), (5, 5)), **QUIET)
     assert result.status[0, 0] == Status.NOT_CONVERGED
@@ -162,7 +162,7 @@ def test_a_visit_that_stops_far_from_its_optimum_has_not_converged():
 
 
 def test_a_run_says_whether_its_rounds_have_come_to_rest():
-    pvi = nf.PVI(logistic, local=LBFGS(num_particles=256))
+    pvi = nf.PVI(logistic, local=LBFGS(num_particles=256), start=None)
     silos = cut(logistic_rows(), (12, 12))
     with pytest.warns(UserWarning, match="the last round still moved the posterior"):
         first = pvi.run(KEY, 1, silos, **QUIET)
@@ -178,28 +178,28 @@ def test_conjugate_rounds_are_exact_at_once_unless_they_are_damped():
     silos = cut(rows, (5, 7))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert nf.PVI(model).run(KEY, 1, silos, **QUIET).settled
+        assert nf.PVI(model, start=None).run(KEY, 1, silos, **QUIET).settled
     with pytest.warns(UserWarning, match="still moved"):
-        damped = nf.PVI(model, damping=0.5).run(KEY, 1, silos, **QUIET)
+        damped = nf.PVI(model, damping=0.5, start=None).run(KEY, 1, silos, **QUIET)
     assert "with about" in damped.report(certificate=False)
 
 
 def test_one_silo_that_was_visited_is_at_its_fixed_point():
-    pvi = nf.PVI(logistic, local=LBFGS(num_particles=256))
+    pvi = nf.PVI(logistic, local=LBFGS(num_particles=256), start=None)
     assert pvi.run(KEY, 1, [logistic_rows()], **QUIET).settled
 
 
 def test_rounding_that_moves_the_posterior_is_said():
     """In single precision natural parameters hold no mean a million deviations from zero."""
     y = 1e6 + np.random.default_rng(0).normal(size=400)
-    pvi = nf.PVI(location(dist.Normal(0, 1e7), lambda m: dist.Normal(m, 1.0)))
+    pvi = nf.PVI(location(dist.Normal(0, 1e7), lambda m: dist.Normal(m, 1.0)), start=None)
     with pytest.warns(UserWarning, match="rounding alone moves the posterior"):
         assert not pvi.run(KEY, 1, cut(dict(y=y), (300, 100)), **QUIET).settled
 
 
 def test_a_run_that_overflows_ends_in_an_error_that_says_so():
     """The prior's precision is zero in single precision."""
-    pvi = nf.PVI(location(dist.Normal(0, 1e23), normal, unit=1e-26))
+    pvi = nf.PVI(location(dist.Normal(0, 1e23), normal, unit=1e-26), start=None)
     with pytest.raises(nf.NonFiniteError, match="no update of the 1 rounds"):
         pvi.run(KEY, 1, [dict(y=np.ones(2))], **QUIET)
 
@@ -269,7 +269,9 @@ def test_a_factor_of_the_servers_that_has_not_converged_is_reported(monkeypatch)
     monkeypatch.setattr(module, "_for_the_prior", lambda family: LBFGS(steps=1))
     model = location(dist.StudentT(3.0, 0.0, 1.0), normal)
     with pytest.warns(UserWarning, match="server's own factor"):
-        result = nf.PVI(model, prior="factor").run(KEY, 1, [dict(y=np.full(3, 9.0))], **QUIET)
+        result = nf.PVI(model, prior="factor", start=None).run(
+            KEY, 1, [dict(y=np.full(3, 9.0))], **QUIET
+        )
     assert result.rejections["server_not_converged"] == 1
     assert not result.settled
     assert "server: its own factor" in result.report(certificate=False)
@@ -280,7 +282,7 @@ def test_a_raw_regression_is_not_taken_for_one_that_is_not_conjugate():
     r = np.random.default_rng(0)
     x = np.stack([np.ones(20_000), r.normal(50, 10, 20_000)], 1)
     rows = dict(x=x, y=x @ [100.0, 3.0] + r.normal(0, 5, 20_000))
-    pvi = nf.PVI(regression(lambda m: dist.Normal(m, 5.0), 1e3))
+    pvi = nf.PVI(regression(lambda m: dist.Normal(m, 5.0), 1e3), start=None)
     with pytest.warns(UserWarning, match="rounding alone moves the posterior"):
         result = pvi.run(KEY, 2, cut(rows, (10_000, 10_000)), **QUIET)
     assert (result.status == Status.CONVERGED).all()
@@ -288,7 +290,7 @@ def test_a_raw_regression_is_not_taken_for_one_that_is_not_conjugate():
 
 @pytest.mark.parametrize("prior", ["exact", "factor"])
 def test_a_second_run_compiles_nothing_at_all(prior, compiled):
-    pvi = nf.PVI(logistic, prior=prior, local=LBFGS(steps=3, num_particles=4))
+    pvi = nf.PVI(logistic, prior=prior, local=LBFGS(steps=3, num_particles=4), start=None)
     silos = cut(logistic_rows(), (12, 12))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

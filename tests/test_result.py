@@ -56,12 +56,14 @@ SILOS = make_silos()
 @pytest.fixture(scope="module")
 def result():
     optim = optax.adam(optax.exponential_decay(0.3, 600, 0.03))
-    return nf.SFVI(model, optim=optim).run(KEY, 600, SILOS, **quiet)
+    return nf.SFVI(model, optim=optim, start=None).run(KEY, 600, SILOS, **quiet)
 
 
 def unfitted(**settings):
     """A result before its first round."""
-    fit, held = nf.SFVI(model, optim=optax.sgd(0.1), **settings)._prepare(SILOS, "simulation")
+    fit, held = nf.SFVI(model, optim=optax.sgd(0.1), **settings, start=None)._prepare(
+        SILOS, "simulation"
+    )
     return nf.Result(np.zeros(0), fit.initial_state(held), fit, held)
 
 
@@ -296,7 +298,7 @@ def test_noise_is_not_taken_for_a_gain():
 
 
 def test_a_run_whose_bound_still_rises_warns():
-    sfvi = nf.SFVI(alone, optim=optax.adam(1e-2))
+    sfvi = nf.SFVI(alone, optim=optax.adam(1e-2), start=None)
     with pytest.warns(UserWarning, match=r"still rising at the end of these 200 rounds"):
         far = sfvi.run(KEY, 200, [{"y": np.full(9, 50.0)}], **quiet)
     assert not far.trusted
@@ -304,7 +306,7 @@ def test_a_run_whose_bound_still_rises_warns():
 
 
 def test_a_good_fit_is_trusted():
-    sfvi = nf.SFVI(alone, optim=optax.adam(optax.cosine_decay_schedule(0.1, 400)))
+    sfvi = nf.SFVI(alone, optim=optax.adam(optax.cosine_decay_schedule(0.1, 400)), start=None)
     fit = sfvi.run(KEY, 400, [{"y": np.array([0.3, 1.2, -0.4])}], **quiet)
     assert fit.trusted
     assert "The globals of the fit can be trusted as well" in fit.report()

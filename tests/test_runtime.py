@@ -68,8 +68,8 @@ def robust_silos(sizes=(2, 3)):
     return [{"y": r.normal(size=n)} for n in sizes]
 
 
-MIXED = nf.SFVI(mixed, optim=optax.sgd(5e-3), num_particles=2)
-ROBUST = nf.SFVI(robust, optim=optax.adam(1e-2))
+MIXED = nf.SFVI(mixed, optim=optax.sgd(5e-3), num_particles=2, start=None)
+ROBUST = nf.SFVI(robust, optim=optax.adam(1e-2), start=None)
 
 
 def identical(a, b):
@@ -89,7 +89,7 @@ def rows(tree, n):
     "fit",
     [
         MIXED,
-        nf.SFVI(mixed, optim=optax.sgd(5e-3), objective=nf.LocallyEnhanced(draws=3)),
+        nf.SFVI(mixed, optim=optax.sgd(5e-3), objective=nf.LocallyEnhanced(draws=3), start=None),
     ],
     ids=["elbo", "locally enhanced"],
 )
@@ -146,7 +146,7 @@ def test_rounds_that_draw_much_noise_are_the_same_numbers(monkeypatch):
     silos = robust_silos()
     usual = ROBUST.run(KEY, 20, silos, **quiet)
     monkeypatch.setattr("numpyro_fed.runtime.simulation.NOISE", 7)
-    small = nf.SFVI(robust, optim=optax.adam(1e-2)).run(KEY, 20, silos, **quiet)
+    small = nf.SFVI(robust, optim=optax.adam(1e-2), start=None).run(KEY, 20, silos, **quiet)
     np.testing.assert_allclose(small.losses, usual.losses, rtol=1e-6)
 
 
@@ -181,11 +181,11 @@ def test_whether_padding_is_harmless_is_asked_of_each_runs_data(tmp_path):
     def run(method, values, **kwargs):
         return method.run(KEY, 3, silos_of(values, 3, 5, 7), **quiet, **kwargs)
 
-    method = nf.SFVI(summarising, optim=optax.adam(1e-2))
+    method = nf.SFVI(summarising, optim=optax.adam(1e-2), start=None)
     padded = run(method, constant)
     for values in (varying, varying_at_the_second):
         again = run(method, values)
-        fresh = run(nf.SFVI(summarising, optim=optax.adam(1e-2)), values)
+        fresh = run(nf.SFVI(summarising, optim=optax.adam(1e-2), start=None), values)
         np.testing.assert_array_equal(again.losses, fresh.losses)
     np.testing.assert_array_equal(run(method, constant).losses, padded.losses)
     assert len(padded.state.silos) == 1
@@ -197,7 +197,7 @@ def test_whether_padding_is_harmless_is_asked_of_each_runs_data(tmp_path):
 
 
 def test_whether_minibatches_are_harmless_is_asked_of_each_runs_data():
-    method = nf.PVI(summarising, local=nf.local.NaturalGradient(steps=1, batch_size=2))
+    method = nf.PVI(summarising, local=nf.local.NaturalGradient(steps=1, batch_size=2), start=None)
     method._prepare(silos_of(constant, 4, 4), "simulation")
     for values in (varying, varying_at_the_second):
         with pytest.raises(nf.GuideError, match="a minibatch is another model"):
@@ -210,7 +210,7 @@ def test_whether_a_model_is_conjugate_is_asked_of_each_runs_data():
         with nf.silo_plate("row", y.shape[0]):
             numpyro.sample("y", dist.Normal(mu + x * mu**2, 1), obs=y)
 
-    method = nf.PVI(model)
+    method = nf.PVI(model, start=None)
     found = [
         method._prepare([{"x": np.full(3, x), "y": np.ones(3)}] * 2, "simulation")[0]
         for x in (0.0, 1.0, 0.0)
@@ -235,10 +235,12 @@ def test_rows_that_read_each_other_are_refused_where_each_is_weighed():
     )
     several = {"objective": nf.LocallyEnhanced(draws=3)}
     with refused:
-        nf.SFVI(neighbours, optim=optax.sgd(1e-2), **several).run(KEY, 1, silos, **quiet)
+        nf.SFVI(neighbours, optim=optax.sgd(1e-2), **several, start=None).run(
+            KEY, 1, silos, **quiet
+        )
     with refused:
-        nf.PVI(neighbours, **several).run(KEY, 1, silos, **quiet)
-    fit = nf.SFVI(neighbours, optim=optax.sgd(1e-2)).run(KEY, 1, silos, **quiet)
+        nf.PVI(neighbours, **several, start=None).run(KEY, 1, silos, **quiet)
+    fit = nf.SFVI(neighbours, optim=optax.sgd(1e-2), start=None).run(KEY, 1, silos, **quiet)
     with refused:
         nf.importance_correct(KEY, fit, 10, 2)
     assert np.isfinite(nf.importance_correct(KEY, fit, 10, 1).log_evidence)
@@ -254,7 +256,9 @@ def test_whether_rows_read_each_other_is_asked_of_each_runs_data(compiled):
     def silos(last):
         return [{"y": np.ones(4), "of": np.array([0, 1, 2, k])} for k in (3, last)]
 
-    method = nf.SFVI(model, optim=optax.sgd(1e-2), objective=nf.LocallyEnhanced(draws=2))
+    method = nf.SFVI(
+        model, optim=optax.sgd(1e-2), objective=nf.LocallyEnhanced(draws=2), start=None
+    )
     first = method.run(KEY, 1, silos(3), **quiet)
     compiled.clear()
     with pytest.raises(nf.ModelError, match="silo 1, silo_plate 'row'"):
@@ -275,7 +279,7 @@ def test_a_second_run_traces_and_compiles_nothing(runtime, compiled, capfd):
         calls.append(1)
         mixed(x, device, y)
 
-    fit = nf.SFVI(model, optim=optax.adam(1e-2))
+    fit = nf.SFVI(model, optim=optax.adam(1e-2), start=None)
     first = fit.run(KEY, 3, mixed_silos(), runtime=runtime, **quiet)
     assert calls
     assert compiled
@@ -318,7 +322,7 @@ def is_jaxpr(value):
 
 def test_the_program_does_not_grow_with_the_number_of_silos():
     def size(silos):
-        fit, held = nf.SFVI(mixed, optim=optax.adam(1e-2))._prepare(silos, "simulation")
+        fit, held = nf.SFVI(mixed, optim=optax.adam(1e-2), start=None)._prepare(silos, "simulation")
         state = fit.initial_state(held)
         made = jax.make_jaxpr(fit.runtime.advance)(KEY, state, held.batches, 5)
         return equations(made.jaxpr)

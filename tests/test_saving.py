@@ -36,7 +36,7 @@ def silos(sizes=(3, 2)):
 
 
 def method(**kwargs):
-    return nf.SFVI(kwargs.pop("model", model), **{"optim": optax.adam(1e-2), **kwargs})
+    return nf.SFVI(kwargs.pop("model", model), **{"optim": optax.adam(1e-2), **kwargs}, start=None)
 
 
 METHOD = method()

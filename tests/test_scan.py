@@ -170,8 +170,13 @@ def test_a_sequence_of_globals_may_be_observed_row_by_row_in_the_same_scan():
 @pytest.mark.parametrize(
     "fit",
     [
-        nf.SFVI(state_space("around"), optim=optax.adam(1e-2)),
-        nf.PVI(state_space("inside"), local=nf.local.Optax(steps=1), guide=nf.guides.MeanField()),
+        nf.SFVI(state_space("around"), optim=optax.adam(1e-2), start=None),
+        nf.PVI(
+            state_space("inside"),
+            local=nf.local.Optax(steps=1),
+            guide=nf.guides.MeanField(),
+            start=None,
+        ),
     ],
     ids=["SFVI", "PVI"],
 )

@@ -24,7 +24,7 @@ def fit(model, silos, rounds=1_500, rate=0.1, **settings):
     Where guide and target agree the gradient has no noise, so that the end is exact.
     """
     schedule = optax.exponential_decay(rate, rounds, 1e-4)
-    method = nf.SFVI(model, optim=optax.adam(schedule), **settings)
+    method = nf.SFVI(model, optim=optax.adam(schedule), **settings, start=None)
     return method.run(KEY, rounds, silos, progress_bar=False)
 
 
@@ -327,6 +327,6 @@ def test_a_silo_whose_bound_is_not_finite_sends_zeros_and_says_so(objective):
 def test_a_run_with_a_bad_silo_stops_and_names_it():
     silos = [{"y": np.array([1.0, 2.0])}, {"y": np.array([1.0, -1.0])}]
     with pytest.raises(NonFiniteError, match="silo 1") as caught:
-        nf.SFVI(roots, optim=optax.adam(0.1)).run(KEY, 5, silos, progress_bar=False)
+        nf.SFVI(roots, optim=optax.adam(0.1), start=None).run(KEY, 5, silos, progress_bar=False)
     assert caught.value.silos == (1,)
     assert caught.value.result.losses.shape == (0,)

@@ -28,7 +28,9 @@ TRANSFORMS = {
 
 def run(transform, schedule, make, rounds=2):
     """States after a few rounds, and the fit; with and without the transform."""
-    pvi = nf.PVI(logistic, schedule=schedule, local=nf.local.LBFGS(steps=20, num_particles=16))
+    pvi = nf.PVI(
+        logistic, schedule=schedule, local=nf.local.LBFGS(steps=20, num_particles=16), start=None
+    )
     fit, held = pvi._prepare(cut(logistic_rows(), (8, 10, 6)), make.__name__)
     algorithm = fit.algorithm if transform is None else transformed(fit.algorithm, transform)
     runtime = make(algorithm, fit.built.schedule)

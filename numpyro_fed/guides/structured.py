@@ -21,7 +21,7 @@ from numpyro_fed.model.split import FederatedModel, Rows
 
 FULL_UP_TO = 300
 LOW_RANK_UP_TO = 20_000
-FULL_ROW_UP_TO = 8
+FULL_ROW_UP_TO = 30
 JOINT_UP_TO = 32
 COUPLINGS_UP_TO = 10_000_000
 
@@ -45,7 +45,7 @@ class Structured:
         Rank for ``"low_rank"``; by default the square root of the dimension, 20 at most.
     locals : {"auto", "diagonal", "full", "joint"} or dict
         Covariance of a row's latents; ``"full"`` within each row, ``"joint"`` over all rows of
-        the plate at a silo; or a dict by plate. ``"auto"`` is full up to 8 latents a row and
+        the plate at a silo; or a dict by plate. ``"auto"`` is full up to 30 latents a row and
         diagonal above; an outer plate is joint while a silo has at most 32 latents there.
     couple_mean, couple_scale : bool, optional
         Whether the mean (``C_i``) and the log-scale (``D_i``) of a row's guide are affine in what

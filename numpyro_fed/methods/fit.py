@@ -30,7 +30,8 @@ ROUNDS, STEPS = 10, 3_000  # of PVI, of SFVI, at most
 INNER = (30, 120)  # draws of each row's latents in the correction: at first, and where that is poor
 DRAWS = 64_000  # of the globals in the correction, at most
 AGAIN = 3  # times that a proposal is matched to the weighted draws
-ROWS = 20  # draws of each row's latents in the bound
+ROWS, OUTER = 20, 5  # draws of each row's latents in the bound; of outer plates' above such rows
+ENOUGH = 0.3  # of the draws count: a better proposal would help less than more of them
 
 
 class Stage(NamedTuple):
@@ -206,9 +207,13 @@ class _Fitting:
 
     @property
     def objective(self) -> ELBO | LocallyEnhanced:
-        """The locally enhanced bound where rows have latents of their own."""
-        rows = [p for p in self.fm.plates if p.dim and not p.outer]
-        return LocallyEnhanced(draws=ROWS) if rows else ELBO()
+        """The locally enhanced bound where silos have latents of their own."""
+        plates = [p for p in self.fm.plates if p.dim]
+        if not plates:
+            return ELBO()
+        below = any(not p.outer for p in plates)
+        outer = OUTER if below else ROWS
+        return LocallyEnhanced(draws={p.name: outer if p.outer else ROWS for p in plates})
 
     def by_pvi(self) -> Result | None:
         """PVI, or None where it cannot be had."""
@@ -259,7 +264,9 @@ class _Fitting:
         if best is None:
             return None
         for _ in range(AGAIN):
-            if best.trusted or self.left <= 0 or best.reliable:
+            if best.trusted or self.left <= 0:
+                break
+            if best.reliable and best.ess > ENOUGH * len(best.weights):
                 break
             proposal = rematched(best)
             if proposal is None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import blackjax
 import jax
@@ -122,6 +122,17 @@ class NutsResult:
             return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
 
 
+class Place(Protocol):
+    """Where globals may start: a :class:`numpyro_fed.Mode`."""
+
+    z_G: np.ndarray
+
+    @property
+    def covariance(self) -> np.ndarray:
+        """Of shared parameters and globals."""
+        ...
+
+
 def run_nuts(
     key: Array,
     model: Callable,
@@ -132,6 +143,7 @@ def run_nuts(
     num_chains: int = 1,
     backend: str = "numpyro",
     params: Result | None = None,
+    start: Place | None = None,
     target_accept_prob: float = 0.8,
     progress_bar: bool = True,
 ) -> NutsResult:
@@ -155,6 +167,10 @@ def run_nuts(
     params : Result, optional
         Hold every ``numpyro.param`` at what this fit learned; at its initial value otherwise,
         as NumPyro does.
+    start : Mode, optional
+        From :func:`numpyro_fed.find_mode`: the globals start at draws from the normal distribution
+        there, and NUTS moves in coordinates in which that is standard. On raw data its own starts,
+        in (-2, 2) unconstrained, may be hopeless, and so may its diagonal mass matrix.
     target_accept_prob : float
     progress_bar : bool
         NumPyro's progress bar.
@@ -202,17 +218,22 @@ def run_nuts(
         "z_G": (num_chains, fm.dim),
         "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
     }
-    start = _uniform(key_init, shapes)
-    if num_chains > 1:
-        start = _some_from_prior(key_init, fm, log_density, start)
-    if not bool(jnp.isfinite(jax.jit(jax.vmap(log_density))(start)).all()):
+    begin = _uniform(key_init, shapes)
+    place = _identity
+    if start is not None:
+        begin["z_G"] = jax.random.normal(key_init, begin["z_G"].shape)
+        place, log_density = _within(start, fm.dim, log_density)
+    elif num_chains > 1:
+        begin = _some_from_prior(key_init, fm, log_density, begin)
+    if not bool(jnp.isfinite(jax.jit(jax.vmap(log_density))(begin)).all()):
         raise ValueError(
             "the joint log density is not finite at a random start in unconstrained space. Look at "
             "the data and the supports of the sites."
         )
     draws, divergences = _BACKENDS[backend](
-        key_run, log_density, start, num_warmup, num_samples, target_accept_prob, progress_bar
+        key_run, log_density, begin, num_warmup, num_samples, target_accept_prob, progress_bar
     )
+    draws = {**draws, "z_G": place(draws["z_G"])}
     constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_global, (None, 0)), (None, 0)))
     globals_ = {k: np.asarray(v) for k, v in constrain(shared, draws["z_G"]).items()}
 
@@ -224,6 +245,23 @@ def run_nuts(
     if num_samples >= ENOUGH and not result.accurate:
         warnings.warn(f"NUTS: {result.report()}", stacklevel=2)
     return result
+
+
+def _identity(z_G: Array) -> Array:
+    return z_G
+
+
+def _within(
+    start: Place, dim: int, log_density: Callable[[Position], Array]
+) -> tuple[Callable[[Array], Array], Callable[[Position], Array]]:
+    """From coordinates ``u`` to ``z_G = m + L u``, and the density of these, up to a constant."""
+    L = jnp.asarray(np.linalg.cholesky(start.covariance[-dim:, -dim:]))
+    centre = jnp.asarray(start.z_G)
+
+    def place(u: Array) -> Array:
+        return centre + u @ L.T
+
+    return place, lambda position: log_density({**position, "z_G": place(position["z_G"])})
 
 
 def _uniform(key: Array, shapes: Any) -> Any:
