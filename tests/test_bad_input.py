@@ -134,9 +134,7 @@ def test_a_model_that_cannot_be_split_is_refused(model, where, remedy):
 @pytest.mark.parametrize("prior", ["exact", "factor"])
 @pytest.mark.filterwarnings("ignore:the prior of the latent site 'mu' is flat")
 def test_a_flat_prior_is_refused_where_the_posterior_starts_from_it(prior):
-    with pytest.raises(
-        nf.ModelError, match=r"site 'mu' is flat.*start='mode'.*proper prior"
-    ):
+    with pytest.raises(nf.ModelError, match=r"site 'mu' is flat.*start='mode'.*proper prior"):
         nf.PVI(flat, prior=prior, start=None).run(KEY, 1, [rows(), rows()], **quiet)
 
 

@@ -158,9 +158,7 @@ def _sound(eta: GuideParams, like: GuideParams) -> GuideParams:
         fine = jnp.stack([jnp.isfinite(a).all() for a in eta.values()]).all()
         fine = jnp.broadcast_to(fine, len(eta["loc"]))
     else:
-        fine = jnp.stack(
-            [jnp.isfinite(a).reshape(len(a), -1).all(1) for a in eta.values()]
-        ).all(0)
+        fine = jnp.stack([jnp.isfinite(a).reshape(len(a), -1).all(1) for a in eta.values()]).all(0)
     like = {**like, "log_scale": jnp.full_like(like["log_scale"], jnp.log(UNSURE))}
     return {
         name: jnp.where(fine.reshape(-1, *[1] * (a.ndim - 1)), a, like[name])

@@ -42,6 +42,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.trees import all_finite
 
+FAR = 3.0  # standard deviations, by the curvature, at which a density is looked at
 DAMPING = 1e-2  # at the start; of curvatures scaled to one
 FORGET = 0.1  # of a coordinate's scale is left where its curvature has become smaller
 STUCK = 1e8  # damping from which on no step is worth trying
@@ -207,8 +208,38 @@ class Around(NamedTuple):
     start: Array
 
 
+class Shape(NamedTuple):
+    """The parabola at the highest place.
+
+    Its axes and the coordinates' own (n, 2 n), in units of each coordinate's own curvature; the
+    curvature along them (2 n,), flat from ``threshold`` on down; and the log densities at places on
+    both sides of each, far and near (8 n,).
+    """
+
+    axes: Array
+    values: Array
+    threshold: Array
+    densities: Array
+
+
+def parabola(search: Search) -> tuple[Shape, Around]:
+    """The parabola, densities unknown, and the places at which to look at them."""
+    i = highest(search)
+    x, curvature = search.best.x[i], search.best.curvature[i]
+    diagonal = jnp.abs(jnp.diagonal(curvature))
+    unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
+    values, axes = jnp.linalg.eigh(curvature / unit / unit[:, None])
+    threshold = ROUNDINGS * len(x) * jnp.finfo(x.dtype).eps
+    axes = jnp.concatenate([axes, jnp.eye(len(x))], 1)
+    values = jnp.concatenate([values, jnp.ones(len(x))])
+    away = (axes / jnp.sqrt(jnp.maximum(values, threshold)) / unit[:, None]).T
+    places = x + jnp.concatenate([FAR * away, -FAR * away, away, -away])
+    shape = Shape(axes, values, jnp.asarray(threshold), jnp.full(len(places), jnp.nan))
+    return shape, Around(places, i)
+
+
 def around(fm: FederatedModel) -> Exchange:
-    """Build the exchange from :class:`Around` to the log density at each place (k,).
+    """Build the exchange from a search that has ended to the :class:`Shape` of what it found.
 
     It shows whether the density falls as the curvature at a mode says. A parabola is all that a
     search sees: where a likelihood levels off, as that of a separable logistic regression does far
@@ -217,9 +248,10 @@ def around(fm: FederatedModel) -> Exchange:
     laplace, unravel = Laplace(fm), unraveller(fm)
 
     def broadcast(
-        noise: Any, state: Around, who: Array, server_data: Any
-    ) -> tuple[Around, tuple[()]]:
-        return state, ()
+        noise: Any, state: Search, who: Array, server_data: Any
+    ) -> tuple[Around, tuple[Shape, Array]]:
+        shape, there = parabola(state)
+        return there, (shape, there.places)
 
     def silo(
         noise: Any, down: Around, state: SiloState, data: SiloData
@@ -235,10 +267,12 @@ def around(fm: FederatedModel) -> Exchange:
         return Reply(values, jnp.array(True)), state
 
     def server(
-        state: Around, memo: Any, replies: Replies[Array], server_data: Any
-    ) -> tuple[Array, Info]:
-        prior = jax.vmap(lambda x: fm.log_prior(*unravel(x)))(state.places)
-        return prior + replies.up, Info(jnp.zeros(()), jnp.array(True))
+        state: Search, memo: tuple[Shape, Array], replies: Replies[Array], server_data: Any
+    ) -> tuple[Shape, Info]:
+        shape, places = memo
+        prior = jax.vmap(lambda x: fm.log_prior(*unravel(x)))(places)
+        seen = shape._replace(densities=prior + replies.up)
+        return seen, Info(jnp.zeros(()), jnp.array(True))
 
     return Exchange(broadcast, silo, server, name="around the mode")
 
@@ -301,9 +335,7 @@ def _judged(search: Search, here: Place) -> Search:
     trial = jnp.where(known | fine, at.x + step, 0.5 * search.trial)
     trial = jnp.where(done, at.x, trial)
     no, tried = search.left, search.tried + 1
-    after = Search(
-        at, known | fine, trial, promise, scale, damping, idle, done, rests, no, tried
-    )
+    after = Search(at, known | fine, trial, promise, scale, damping, idle, done, rests, no, tried)
     over = search._replace(left=jnp.array(True))
     return jax.tree.map(lambda new, old: jnp.where(search.done, old, new), after, over)
 

@@ -71,9 +71,7 @@ class Problem(NamedTuple):
         """The same problem in coordinates in which its start is standard, and the way back."""
         family, frame, own = self.family, self.start, self.own
 
-        def log_lik(
-            psi: Ordinary, step: Any, noise: Noise, plain: bool
-        ) -> tuple[Array, Array]:
+        def log_lik(psi: Ordinary, step: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
             moved = self.own_moved(own, step)
             _, values = self.log_lik(family.moved(frame, psi), moved, noise, plain)
             return jax.vmap(family.draw, (None, 0))(psi, noise.globals), values

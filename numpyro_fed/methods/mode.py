@@ -6,14 +6,25 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.mode import ROUNDINGS, Around, around, mode, unraveller
+from numpyro_fed.algorithms.base import Exchange
+from numpyro_fed.algorithms.mode import (
+    FAR,
+    ROUNDINGS,
+    Search,
+    Shape,
+    around,
+    highest,
+    mode,
+    parabola,
+    unraveller,
+)
 from numpyro_fed.errors import ModelError, NonFiniteError, positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.layout import lay_out
@@ -21,10 +32,9 @@ from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.results.base import Fit
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import Batch, Runtime, State, init_schedule, on_device
+from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule, on_device
 from numpyro_fed.trees import strong
 
-FAR = 3.0  # standard deviations, by the curvature, at which a density is looked at
 MOST = 100  # exchanges of a start
 SEARCH = "search"  # under which a fit keeps its runtime
 OPENING = 2**31 - 1  # in the place of a round's number, in keys
@@ -142,9 +152,8 @@ def find_mode(
     search = jax.tree.map(np.asarray, run.state.server)
     if not search.known.any():
         raise _not_found(int(run.state.round), starts)
-    shape = _Shape.of(search)
-    values = _looked_around(runtime, fm, shape, run.state, key, batches)
-    found = _mode(fm, search, shape, values, int(run.state.round) + 1)
+    shape, *_ = runtime.single(around(fm))(key, run.state.server, run.state.silos, batches)
+    found = _mode(fm, search, jax.tree.map(np.asarray, shape), int(run.state.round) + 1)
     _warn(found)
     return found
 
@@ -173,14 +182,14 @@ def begin(
     search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
     first = None
     if search.known.any():
-        shape = _Shape.of(search)
-        found = _mode(fm, search, shape, None, exchanges)
+        found = _mode(fm, search, jax.tree.map(np.asarray, parabola(search)[0]), exchanges)
         if fm.flat:
-            falls = _looked_around(runtime, fm, shape, run.state, key, batches)
-            found = _mode(fm, search, shape, falls, exchanges + 1)
+            looked = _single(fit, runtime, start.around)
+            shape, *_ = looked(key_begin, run.state.server, run.state.silos, batches)
+            found = _mode(fm, search, jax.tree.map(np.asarray, shape), exchanges + 1)
             if found.flat:
                 raise _improper(fm, found.flat)
-        begun = fit.single(start.begin.name, start.begin)
+        begun = _single(fit, runtime, start.begin)
         server, silos, info, _ = begun(key_begin, run.state.server, run.state.silos, batches)
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
@@ -199,21 +208,19 @@ def begin(
     return first, found
 
 
+def _single(fit: Fit, runtime: Runtime, exchange: Exchange) -> Single:
+    """An exchange of the search's runtime, compiled once a fit."""
+    if exchange.name not in fit.compiled:
+        fit.compiled[exchange.name] = runtime.single(exchange)
+    return fit.compiled[exchange.name]
+
+
 def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:
     return ModelError(
         f"the posterior is improper: it does not fall along {' and '.join(open)} (unconstrained, "
         f"each in units of its own curvature), where the prior of '{fm.flat[0]}' is flat. Give it "
         "a proper prior, or leave out a column that others add up to."
     )
-
-
-def _looked_around(
-    runtime: Runtime, fm: FederatedModel, shape: _Shape, state: State, key: Array, batches: Any
-) -> np.ndarray:
-    """The log densities at the places around the highest point."""
-    places = jnp.asarray(shape.places, state.server.trial.dtype)
-    there = Around(places, jnp.asarray(shape.start))
-    return np.asarray(runtime.single(around(fm))(key, there, state.silos, batches)[0])
 
 
 def _not_found(exchanges: int, starts: int) -> NonFiniteError:
@@ -241,61 +248,33 @@ def _check(fm: FederatedModel) -> None:
         )
 
 
-class _Shape(NamedTuple):
-    """The parabola at the highest place.
+def _open(shape: Shape, falls: np.ndarray, least: float, names: Sequence[str]) -> tuple[str, ...]:
+    """The directions in which a density is open that falls so much at the places (8 n,).
 
-    Its axes and the coordinates' own (n, 2 n), in units of each coordinate's own curvature, the
-    curvature along them, and places on both sides of each, far and near (8 n, n).
+    Where it is NaN far out, it is looked at nearer.
     """
-
-    start: int
-    axes: np.ndarray
-    values: np.ndarray
-    threshold: float
-    places: np.ndarray
-
-    @classmethod
-    def of(cls, search: Any) -> _Shape:
-        start = int(np.where(search.known, search.best.value, -np.inf).argmax())
-        x, curvature = search.best.x[start], np.asarray(search.best.curvature[start], float)
-        unit = np.sqrt(np.abs(np.diagonal(curvature)))
-        unit = np.where(unit > 0, unit, 1.0)
-        values, axes = np.linalg.eigh(curvature / unit / unit[:, None])
-        threshold = float(ROUNDINGS * len(values) * np.finfo(x.dtype).eps)
-        axes = np.concatenate([axes, np.eye(len(x))], 1)
-        values = np.concatenate([values, np.ones(len(x))])
-        away = (axes / np.sqrt(np.maximum(values, threshold)) / unit[:, None]).T
-        places = x + np.concatenate([FAR * away, -FAR * away, away, -away])
-        return cls(start, axes, values, threshold, places)
-
-    def open(self, falls: np.ndarray, least: float, names: Sequence[str]) -> tuple[str, ...]:
-        """The directions in which a density is open that falls so much at the places (8 n,).
-
-        Where it is NaN far out, it is looked at nearer.
-        """
-        far, near = falls.reshape(2, 2, -1)
-        hardly = np.where(np.isnan(far), ~(near >= least / FAR**2), far < least)
-        found = []
-        for k, axis in enumerate(self.axes.T):
-            if self.values[k] <= self.threshold or hardly[:, k].any():
-                signed = -axis if hardly[1, k] and not hardly[0, k] else axis
-                parts = zip(signed, names, strict=True)
-                found.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
-        return tuple(found)
+    far, near = falls.reshape(2, 2, -1)
+    hardly = np.where(np.isnan(far), ~(near >= least / FAR**2), far < least)
+    found = []
+    for k, axis in enumerate(shape.axes.T):
+        if shape.values[k] <= shape.threshold or hardly[:, k].any():
+            signed = -axis if hardly[1, k] and not hardly[0, k] else axis
+            parts = zip(signed, names, strict=True)
+            found.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
+    return tuple(found)
 
 
-def _mode(
-    fm: FederatedModel, search: Any, shape: _Shape, around: np.ndarray | None, num_exchanges: int
-) -> Mode:
-    """``around`` are the log densities at the places on both sides of each axis, if known."""
-    i, names = shape.start, _names(fm)
+def _mode(fm: FederatedModel, search: Search, shape: Shape, num_exchanges: int) -> Mode:
+    """The densities of ``shape`` may be unknown, all NaN."""
+    i, names = int(highest(search)), _names(fm)
     theta, z_G = unraveller(fm)(search.best.x[i])
     curvature = np.asarray(search.best.curvature[i], float)
     _, log_det = np.linalg.slogdet(curvature)
     value = float(search.best.value[i])
     rounding = ROUNDINGS * np.finfo(search.best.x.dtype).eps * abs(value)
-    falls = np.full(len(shape.places), np.inf) if around is None else value - around
-    flat = shape.open(falls, max(FALL, rounding), names)
+    unknown = np.isnan(shape.densities).all()
+    falls = np.full_like(shape.densities, np.inf) if unknown else value - shape.densities
+    flat = _open(shape, falls, max(FALL, rounding), names)
     evidence = value + 0.5 * (len(curvature) * np.log(2 * np.pi) - log_det)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
     return Mode(

@@ -8,10 +8,11 @@ from typing import Any
 from jax import Array
 
 from numpyro_fed.methods.base import Method
+from numpyro_fed.methods.mode import begin
 from numpyro_fed.model.facts import Facts
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.runtime.drive import drive
-from numpyro_fed.runtime.node import Send, remote
+from numpyro_fed.runtime.node import Line, Send, remote
 
 
 class ServerNode:
@@ -50,6 +51,7 @@ class ServerNode:
         *,
         server_data: Any = None,
         progress_bar: bool = False,
+        stop: str | None = None,
     ) -> Result:
         """Run rounds; ``send(silo, message) -> reply`` carries bytes.
 
@@ -57,8 +59,10 @@ class ServerNode:
         :func:`numpyro_fed.importance_correct` (which asks the silos once more). A silo's latents
         stay there.
         """
-        runtime = remote(self._built.algorithm, self._built.schedule, self._plan, send)
-        fit = Fit.of(self._plan, self._built, runtime)
-        state = runtime.init(key, ())
-        run = drive(runtime, key, state, (), num_rounds, progress_bar, server_data)
-        return self._method._finish(run, fit, None)
+        built, plan, line = self._built, self._plan, Line(send, self._plan.num_silos)
+        runtime = remote(built.algorithm, built.schedule, plan, line)
+        fit = Fit.of(plan, built, runtime)
+        state, start = begin(fit, key, (), lambda search: remote(search, None, plan, line))
+        stops = stop is not None
+        run = drive(runtime, key, state, (), num_rounds, progress_bar, server_data, stop=stops)
+        return self._method._finish(run, fit, None, start)

@@ -15,7 +15,7 @@ import optax
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.mode import mode
+from numpyro_fed.algorithms.mode import around, mode
 from numpyro_fed.algorithms.pvi.algorithm import pvi
 from numpyro_fed.algorithms.pvi.begin import pvi_from_mode
 from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
@@ -324,7 +324,7 @@ class PVI(Method):
         algorithm, start = pvi(parts, settings), None
         if settings.from_mode:
             search = mode(fm, 1, init_loc_fn_of(self.guide))
-            start = Start(search, pvi_from_mode(parts, settings))
+            start = Start(search, around(fm), pvi_from_mode(parts, settings))
         certify = importance_correct
         return Built(fm, guide, bounds[0], algorithm, schedule, draws, certify, factors, start)
 
@@ -333,9 +333,7 @@ class PVI(Method):
         inside = chosen.prior_outside is None and not fm.named("param") and self.deletion == "own"
         return inside and isinstance(local, ClosedForm) and isinstance(self.prior_divergence, KL)
 
-    def _result(
-        self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False
-    ) -> PVIResult:
+    def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> PVIResult:
         if run.log is None:
             return PVIResult(run.losses, run.state, fit, held)
         rounds, visits = len(run.losses), np.asarray(run.log.visits)

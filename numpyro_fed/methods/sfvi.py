@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.mode import mode
+from numpyro_fed.algorithms.mode import around, mode
 from numpyro_fed.algorithms.sfvi import sfvi, sfvi_from_mode
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import (
@@ -120,9 +120,7 @@ class SFVI(Method):
                 f"the loss or search along a line, as optax.lbfgs does, cannot be used ({error})."
             ) from error
 
-    def _result(
-        self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False
-    ) -> Result:
+    def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
         result = Result(run.losses, run.state, fit, held)
         if quiet or run.ended == "converged":
             return result
@@ -155,6 +153,6 @@ class SFVI(Method):
         start = None
         if from_mode:
             search = mode(fm, 1, init_loc_fn_of(self.guide))
-            start = Start(search, sfvi_from_mode(fm, guide, optim))
+            start = Start(search, around(fm), sfvi_from_mode(fm, guide, optim))
         certify = importance_correct
         return Built(fm, guide, bound, algorithm, None, draws, certify, start=start)

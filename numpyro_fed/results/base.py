@@ -64,9 +64,12 @@ class Factors(NamedTuple):
 
 
 class Start(NamedTuple):
-    """How a run begins: a search for the mode, and the exchange from there to the first state."""
+    """How a run begins: a search for the mode, a look around where a prior is flat, and the
+    exchange from there to the first state.
+    """
 
     search: FederatedAlgorithm
+    around: Exchange
     begin: Exchange
 
 
@@ -95,16 +98,28 @@ class Built(NamedTuple):
     factors: Factors | None = None
     start: Start | None = None
 
+    @property
+    def first(self) -> FederatedAlgorithm:
+        """The algorithm whose states come first."""
+        return self.algorithm if self.start is None else self.start.search
+
     def sender(self, exchange: Exchange) -> FederatedAlgorithm:
         """The algorithm from whose states an exchange starts."""
-        if self.start is None or exchange.name not in {x.name for x in self.opening}:
-            return self.algorithm
-        return self.start.search
+        opening = exchange.name in {x.name for x in self.opening}
+        return self.first if opening else self.algorithm
 
     @property
     def opening(self) -> tuple[Exchange, ...]:
         """The exchanges before the first round."""
-        return () if self.start is None else (*self.start.search.exchanges, self.start.begin)
+        return (
+            ()
+            if self.start is None
+            else (
+                *self.start.search.exchanges,
+                self.start.around,
+                self.start.begin,
+            )
+        )
 
 
 class Fit(NamedTuple):

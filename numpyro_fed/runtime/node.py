@@ -108,7 +108,7 @@ class SiloNode:
     def accept(self, plan: str, number: int) -> None:
         """Build the silo's half from the agreed plan, as silo ``number`` of all."""
         self._built, self._number = self._method.build(Plan.from_json(plan)), number
-        self._init = jax.jit(self._built.algorithm.init_silo)
+        self._init = jax.jit(self._built.first.init_silo)
         self._exchanges: dict[str, tuple[Exchange, Any]] = {}
         self._state, self._run = None, np.zeros(0)
 
@@ -147,7 +147,8 @@ class SiloNode:
         if name not in self._exchanges:
             self._method.admit(self._built, name, self._number, self._data)
             exchange = self._method.exchange(self._built, name)
-            self._exchanges[name] = compiled(exchange), down_like(self._built.algorithm, exchange)
+            like = down_like(self._built.sender(exchange), exchange)
+            self._exchanges[name] = compiled(exchange), like
         return self._exchanges[name]
 
 
@@ -174,28 +175,40 @@ def reply_like(algorithm: FederatedAlgorithm, exchange: Exchange, template: Silo
     return jax.eval_shape(answer, jax.random.key(0), template)
 
 
+class Line:
+    """The server's line to the silos: ``send(silo, message) -> reply``, and the run that is on."""
+
+    def __init__(self, send: Send, num_silos: int):
+        self._send, self.num_silos, self._run = send, num_silos, np.zeros(0)
+
+    def begin(self, key: Array) -> None:
+        """Tell every silo to begin a new run."""
+        self._run = np.frombuffer(uuid.uuid4().bytes, np.uint32)
+        for j in range(self.num_silos):
+            self.send(j, BEGIN, key, {})
+
+    def send(self, silo: int, name: str, key: Array, arrays: Mapping[str, Any]) -> bytes:
+        """Send what an exchange takes, and get the reply."""
+        bits = jax.random.key_data(key)
+        head = {"exchange": np.array(name), "run": self._run, "key": bits}
+        return self._send(silo, write({**head, **arrays}))
+
+
 def remote(
-    algorithm: FederatedAlgorithm, schedule: Schedule | None, plan: Plan, send: Send
+    algorithm: FederatedAlgorithm, schedule: Schedule | None, plan: Plan, line: Line
 ) -> Runtime:
-    """The server's side: a runtime whose silos are asked by ``send(silo, message) -> reply``."""
+    """The server's side: a runtime whose silos are asked over a line."""
     init_server, template = jax.jit(algorithm.init_server), plan.template()
 
     likes: dict[str, Reply] = {}
-    run = np.zeros(0)
 
     def init(key: Array, batches: tuple[Batch, ...]) -> State:
-        nonlocal run
         key_server, key_silos = init_keys(key)
-        run = np.frombuffer(uuid.uuid4().bytes, np.uint32)
         server = init_server(key_server)
         carry = init_schedule(schedule, key, plan.num_silos)
-        for j in range(plan.num_silos):
-            send(j, write(head(BEGIN, key_silos)))
+        line.begin(key_silos)
         server, carry = strong((server, carry))
         return State(jnp.zeros((), jnp.int32), server, (), carry)
-
-    def head(name: str, key: Array) -> dict[str, Any]:
-        return {"exchange": np.array(name), "run": run, "key": jax.random.key_data(key)}
 
     def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
         if exchange.name not in likes:
@@ -203,7 +216,7 @@ def remote(
         replies = []
         for i, j in enumerate(np.asarray(who).tolist()):
             sent = pack("down", strong(slices(exchange.scatter, down, i)))
-            answer = read(send(j, write({**head(exchange.name, noise), **sent})))
+            answer = read(line.send(j, exchange.name, noise, sent))
             reply = unpack("reply", likes[exchange.name], answer)
             replies.append(jax.tree.map(lambda a: a[None], reply))
         ok = jnp.concatenate([reply.ok for reply in replies])

@@ -1,0 +1,260 @@
+"""Runs that start at the mode: exact where Laplace's method is, and whatever the units."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from problems import cut
+from pvi_problems import assert_sum_rule
+from scipy import stats
+
+import numpyro_fed as nf
+from numpyro_fed import expfam
+
+KEY = jax.random.key(0)
+QUIET = {"progress_bar": False}
+
+
+def regression(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 100).expand([x.shape[1]]).to_event(1))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, 2.0), obs=y)
+
+
+def raw_rows(n=60):
+    """An intercept, an IQ near 100, an income."""
+    r = np.random.default_rng(1)
+    x = np.stack([np.ones(n), r.normal(100, 15, n), np.exp(r.normal(10, 1, n))], 1)
+    return {"x": x, "y": x @ [20.0, 0.5, 1e-3] + 2 * r.normal(size=n)}
+
+
+def evidence(rows):
+    covariance = 1e4 * rows["x"] @ rows["x"].T + 4 * np.eye(len(rows["y"]))
+    return stats.multivariate_normal(np.zeros(len(rows["y"])), covariance).logpdf(rows["y"])
+
+
+def test_sfvi_begins_at_the_posterior_where_that_is_gaussian(double):
+    """Every draw then has the same weight: the bound is the log evidence, without noise."""
+    rows = raw_rows()
+    result = nf.SFVI(regression).run(KEY, 3, cut(rows, (30, 10, 20)), **QUIET)
+    np.testing.assert_allclose(-result.losses, evidence(rows), rtol=1e-6)
+
+
+def nested(y):
+    mu = numpyro.sample("mu", dist.Normal(500, 300))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(mu, 40).expand([2]).to_event(1))
+        numpyro.sample("y", dist.Normal(b.sum(-1), 30), obs=y)
+
+
+def test_local_guides_begin_at_the_conditional_posterior(double):
+    y = np.random.default_rng(2).normal(1000, 60, 9)
+    exact = stats.multivariate_normal(
+        np.full(9, 1000.0), 4 * 300.0**2 * np.ones((9, 9)) + (2 * 40**2 + 30**2) * np.eye(9)
+    ).logpdf(y)
+    silos = cut({"y": y}, (4, 5))
+    result = nf.SFVI(nested).run(KEY, 2, silos, **QUIET)
+    np.testing.assert_allclose(-result.losses, exact, rtol=1e-7)
+    local = nf.local.Optax(steps=2, tolerance=np.inf)
+    pvi = nf.PVI(nested, local=local).run(KEY, 1, silos, **QUIET)
+    np.testing.assert_allclose(-pvi.losses, exact, rtol=1e-7)
+
+
+def hospitals(hospital, n_hospitals, y):
+    mu = numpyro.sample("mu", dist.Normal(100, 30))
+    with nf.silo_plate("hospital", n_hospitals):
+        u = numpyro.sample("u", dist.Normal(mu, 9))
+    with nf.silo_plate("patient", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(u[hospital], 5))
+        numpyro.sample("y", dist.Normal(b, 2), obs=y)
+
+
+@pytest.mark.parametrize("locals_", ["auto", "diagonal"])
+def test_outer_plates_begin_at_theirs(locals_, double):
+    """Patients depend on their hospital; without couplings among hospitals nothing is lost."""
+    r = np.random.default_rng(3)
+    index = [np.array([0, 0, 1]), np.array([0, 1, 1, 1])]
+    silos = [{"hospital": i, "n_hospitals": 2, "y": r.normal(100, 10, len(i))} for i in index]
+    y = np.concatenate([s["y"] for s in silos])
+    of = np.concatenate([index[0], 2 + index[1]])
+    covariance = 900.0 + 81.0 * (of[:, None] == of) + 29.0 * np.eye(7)
+    exact = stats.multivariate_normal(np.full(7, 100.0), covariance).logpdf(y)
+    guide = nf.guides.Structured(locals=locals_)
+    result = nf.SFVI(hospitals, guide=guide).run(KEY, 2, silos, **QUIET)
+    np.testing.assert_allclose(-result.losses, exact, rtol=1e-7)
+
+
+def logistic(x, y):
+    real = dist.constraints.real_vector
+    beta = numpyro.sample("beta", dist.ImproperUniform(real, (), (x.shape[1],)))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+
+def logistic_rows(n=120):
+    r = np.random.default_rng(4)
+    x = np.stack([np.ones(n), r.normal(size=n)], 1)
+    return {"x": x, "y": (r.uniform(size=n) < 1 / (1 + np.exp(-x @ [0.3, 1.0]))) * 1.0}
+
+
+def test_the_factors_add_up_to_the_posterior_from_the_start(double):
+    local = nf.local.Optax(steps=5, tolerance=np.inf)
+    pvi = nf.PVI(logistic, schedule="synchronous", local=local)
+    assert_sum_rule(pvi.run(KEY, 2, cut(logistic_rows(), (60, 20, 40)), **QUIET))
+
+
+def exact_flat(x, y):
+    real = dist.constraints.real_vector
+    beta = numpyro.sample("beta", dist.ImproperUniform(real, (), (x.shape[1],)))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, 2.0), obs=y)
+
+
+def test_pvi_with_a_flat_prior_is_least_squares(double):
+    rows = raw_rows()
+    result = nf.PVI(exact_flat).run(KEY, 1, cut(rows, (1, 39, 20)), **QUIET)
+    posterior, (x, y) = result.posterior()["beta"], (rows["x"], rows["y"])
+    np.testing.assert_allclose(posterior.mean, np.linalg.lstsq(x, y)[0], rtol=1e-5)
+    np.testing.assert_allclose(posterior.covariance_matrix, 4 * np.linalg.inv(x.T @ x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", [nf.SFVI, nf.PVI])
+def test_an_improper_posterior_is_refused_and_its_direction_named(method, double):
+    rows = logistic_rows()
+    rows["y"] = (rows["x"][:, 1] > 0) * 1.0
+    with pytest.raises(nf.ModelError, match=r"improper: it does not fall along .*beta\[1\]"):
+        method(logistic).run(KEY, 3, cut(rows, (60, 60)), **QUIET)
+
+
+def test_any_partition_begins_and_goes_on_alike(double):
+    rows = logistic_rows()
+    sfvi = nf.SFVI(logistic, num_particles=2)
+    one, three = (sfvi.run(KEY, 20, cut(rows, s), **QUIET) for s in ((120,), (60, 20, 40)))
+    np.testing.assert_allclose(one.losses, three.losses, rtol=1e-8)
+
+
+SFVI_, PVI_ = nf.SFVI(logistic), nf.PVI(logistic)
+
+
+def predictor(method, rounds, rows):
+    """Mean and sd of the predictor at each row, from the same noise."""
+    result = method.run(KEY, rounds, cut(rows, (60, 20, 40)), **QUIET)
+    eta = rows["x"] @ np.asarray(result.sample_posterior(KEY, 4_000)["beta"], float).T
+    return eta.mean(1), eta.std(1)
+
+
+@pytest.mark.parametrize(("method", "rounds"), [(SFVI_, 400), (PVI_, 2)], ids=["sfvi", "pvi"])
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_units_of_the_covariates_do_not_matter(method, rounds, data):
+    """In single precision: scales from 1e-4 to 1e4, mixed, and the intercept moved."""
+    rows = logistic_rows()
+    scale = 10.0 ** data.draw(st.floats(-4, 4))
+    shift, mix = data.draw(st.floats(-3, 3)), data.draw(st.floats(-2, 2))
+    A = np.array([[1.0, shift * scale], [0.0, scale]]) @ np.array([[1.0, 0.0], [mix / scale, 1.0]])
+    mean, sd = predictor(method, rounds, rows)
+    other, width = predictor(method, rounds, {**rows, "x": rows["x"] @ A})
+    assert (np.abs(other - mean) < 0.05 * sd).all()
+    assert (np.abs(width / sd - 1) < 0.05).all()
+
+
+def test_a_run_ends_where_it_has_settled_or_when_it_is_told():
+    silos = cut(logistic_rows(), (60, 60))
+    sfvi = nf.SFVI(logistic)
+    ended = sfvi.run(KEY, 3_000, silos, stop="converged", **QUIET)
+    assert ended.ended == "converged"
+    assert len(ended.losses) % 50 == 0
+    assert len(ended.losses) < 3_000
+    seen = []
+
+    def look(result):
+        seen.append(int(result.state.round))
+        return len(seen) == 3
+
+    told = sfvi.run(KEY, 100, silos, callback=look, every=20, **QUIET)
+    assert (told.ended, seen, len(told.losses)) == ("callback", [20, 40, 60], 60)
+    np.testing.assert_array_equal(told.losses, ended.losses[:60])
+    pvi = nf.PVI(logistic).run(KEY, 20, silos, stop="converged", **QUIET)
+    assert pvi.ended == "converged"
+    assert len(pvi.losses) < 10
+
+
+def test_a_callback_that_raises_keeps_the_state():
+    silos, sfvi = cut(logistic_rows(), (60, 60)), nf.SFVI(logistic)
+
+    def fails(result):
+        raise RuntimeError("no space left")
+
+    with pytest.raises(nf.CallbackError, match="RuntimeError after round 10: no space") as caught:
+        sfvi.run(KEY, 30, silos, callback=fails, every=10, **QUIET)
+    rest = sfvi.run(KEY, 20, silos, init_state=caught.value.result.state, **QUIET)
+    whole = sfvi.run(KEY, 30, silos, **QUIET)
+    np.testing.assert_array_equal(rest.losses, whole.losses[10:])
+
+
+def test_a_second_run_of_the_same_shapes_compiles_nothing():
+    silos, sfvi = cut(logistic_rows(), (60, 60)), nf.SFVI(logistic)
+    sfvi.run(KEY, 3, silos, **QUIET)
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        compiled = []
+        patch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: compiled.append(a))
+        sfvi.run(jax.random.key(1), 3, silos, **QUIET)
+    assert not compiled
+
+
+FAMILIES = {
+    "diagonal": expfam.gaussian(2, "diagonal"),
+    "full": expfam.gaussian(2, "full"),
+    "product": expfam.product(
+        {"a": (np.array([1, 2]), expfam.gaussian(2, "full")), "b": (np.array([0]), expfam.gamma())}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_coordinates_of_a_member_change_no_density(name, double):
+    family, r = FAMILIES[name], np.random.default_rng(5)
+
+    def member():
+        zeros = jax.eval_shape(lambda: family.ordinary(family.fit(lambda z: -0.5 * z @ z)))
+        return jax.tree.map(lambda a: jnp.asarray(0.5 * r.normal(size=a.shape)), zeros)
+
+    psi, step, eta = member(), member(), family.natural(member())
+    moved = family.natural(family.moved(psi, step))
+    inside = family.into(psi, moved)
+    np.testing.assert_allclose(
+        *(
+            jnp.concatenate([a.ravel() for a in jax.tree.leaves(x)])
+            for x in (inside, family.natural(step))
+        ),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+    back = family.out_of(psi, family.into(psi, eta))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), back, eta)
+    own = family.moved(psi, family.standard(psi))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), own, psi)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [expfam.gaussian(2, "full"), expfam.gamma((2,)), expfam.beta((2,))],
+    ids=lambda f: f.name,
+)
+def test_natural_parameters_around_a_place(family, double):
+    """They have the gradient and the curvature that were asked for."""
+    z, gradient = jnp.array([0.3, -0.7]), jnp.array([1.5, -0.4])
+    curvature = jnp.diag(jnp.array([2.0, 0.7]))
+    if family.name == "gaussian":
+        curvature += 0.3 * jnp.ones((2, 2))
+    eta = family.around(z, gradient, curvature)
+
+    def f(z):
+        return expfam.inner(eta, family.statistics(z))
+
+    np.testing.assert_allclose(jax.grad(f)(z), gradient, rtol=1e-8)
+    np.testing.assert_allclose(-jax.hessian(f)(z), curvature, rtol=1e-8, atol=1e-10)
