@@ -96,7 +96,9 @@ def local_guides(
     def around_outer(u: Array) -> dict[str, GuideParams]:
         z_G = frame.centre + frame.root @ u
         found = laplace.outer_given(theta, z_G, z, data)
-        return {p: guide.locals[p].around(*_of(guide, p, *found[p])) for p in guide.outer}
+        return {
+            p: guide.locals[p].around(*outer_precision(guide, p, *found[p])) for p in guide.outer
+        }
 
     def around_rows(above: Array) -> dict[str, GuideParams]:
         z_G = frame.centre + frame.root @ above[: fm.dim]
@@ -120,7 +122,9 @@ def _at_zero(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuidePara
     }
 
 
-def _of(guide: Guide, plate: str, mode: Array, covariance: Array) -> tuple[Array, Array]:
+def outer_precision(
+    guide: Guide, plate: str, mode: Array, covariance: Array
+) -> tuple[Array, Array]:
     """A mode, and the precision that the guide of an outer plate takes."""
     n, d = mode.shape
     if guide.locals[plate].joint:
@@ -154,13 +158,16 @@ def _coupled(f: Any, at: Array, like: dict[str, GuideParams]) -> dict[str, Guide
 
 def _sound(eta: GuideParams, like: GuideParams) -> GuideParams:
     """Rows whose mode was not found begin at zero, without couplings."""
-    if eta.get("below", jnp.zeros(0)).ndim == 4:
-        fine = jnp.stack([jnp.isfinite(a).all() for a in eta.values()]).all()
-        fine = jnp.broadcast_to(fine, len(eta["loc"]))
-    else:
-        fine = jnp.stack([jnp.isfinite(a).reshape(len(a), -1).all(1) for a in eta.values()]).all(0)
-    like = {**like, "log_scale": jnp.full_like(like["log_scale"], jnp.log(UNSURE))}
+    unsure = jnp.full_like(like["log_scale"], jnp.log(UNSURE))
+    return where_finite(eta, {**like, "log_scale": unsure})
+
+
+def where_finite(eta: GuideParams, other: GuideParams) -> GuideParams:
+    """``eta``, and ``other`` for rows at which it is not finite; for all, if they are one."""
+    joint = eta.get("below", jnp.zeros(0)).ndim == 4
+    fine = jnp.stack([jnp.isfinite(a).reshape(len(a), -1).all(1) for a in eta.values()]).all(0)
+    fine = jnp.broadcast_to(fine.all(), fine.shape) if joint else fine
     return {
-        name: jnp.where(fine.reshape(-1, *[1] * (a.ndim - 1)), a, like[name])
+        name: jnp.where(fine.reshape(-1, *[1] * (a.ndim - 1)), a, other[name])
         for name, a in eta.items()
     }

@@ -86,6 +86,11 @@ class Laplace:
         value = self._total(theta, z_G, z, data) + 0.5 * (number * LOG_2PI - log_det)
         return value, jax.lax.stop_gradient(z)
 
+    def stepped(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
+        """The locals after a plain step of Newton's method."""
+        step, _ = _newton(self._arrow(theta, z_G, z, data), z)
+        return jax.tree.map(jnp.add, z, step)
+
     def outer_given(
         self, theta: Theta, z_G: Array, z: Rows, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
@@ -93,8 +98,7 @@ class Laplace:
 
         ``z`` are the modes at a place nearby. With one derivative, as all modes here.
         """
-        step, _ = _newton(self._arrow(theta, z_G, z, data), z)
-        z = jax.tree.map(jnp.add, z, step)
+        z = self.stepped(theta, z_G, z, data)
         covariance = jnp.linalg.inv(_corner(self._arrow(theta, z_G, z, data)))
         found, start = {}, 0
         for p in self._outer:

@@ -27,7 +27,7 @@ from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
 
 ROUNDS, STEPS = 10, 3_000  # of PVI, of SFVI, at most
-INNER = (30, 120)  # draws of each row's latents in the correction: at first, and where that is poor
+INNER = (12, 60)  # draws of each row's latents in the correction: at first, and where that is poor
 DRAWS = 64_000  # of the globals in the correction, at most
 AGAIN = 3  # times that a proposal is matched to the weighted draws
 ROWS, OUTER = 20, 5  # draws of each row's latents in the bound; of outer plates' above such rows

@@ -7,12 +7,14 @@ from typing import Any
 
 from jax import Array
 
+from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.mode import begin
 from numpyro_fed.model.facts import Facts
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.runtime.drive import drive
-from numpyro_fed.runtime.node import Line, Send, remote
+from numpyro_fed.runtime.node import SEARCH, Line, Send, remote
+from numpyro_fed.runtime.stack import Runtime
 
 
 class ServerNode:
@@ -62,7 +64,11 @@ class ServerNode:
         built, plan, line = self._built, self._plan, Line(send, self._plan.num_silos)
         runtime = remote(built.algorithm, built.schedule, plan, line)
         fit = Fit.of(plan, built, runtime)
-        state, start = begin(fit, key, (), lambda search: remote(search, None, plan, line))
+
+        def runtime_of(search: FederatedAlgorithm) -> Runtime:
+            return remote(search, None, plan, line, begin=SEARCH)
+
+        state, start = begin(fit, key, (), runtime_of)
         stops = stop is not None
         run = drive(runtime, key, state, (), num_rounds, progress_bar, server_data, stop=stops)
         return self._method._finish(run, fit, None, start)

@@ -32,7 +32,8 @@ from numpyro_fed.runtime.step import Answers, Ask
 from numpyro_fed.trees import strong
 
 Send = Callable[[int, bytes], bytes]
-BEGIN = "begin"  # the message with which a run starts
+BEGIN = "begin"  # the message with which a run starts at the algorithm's own first state
+SEARCH = "begin the search"  # and the one with which it starts by a search for the mode
 
 
 class Party(Protocol):
@@ -108,7 +109,10 @@ class SiloNode:
     def accept(self, plan: str, number: int) -> None:
         """Build the silo's half from the agreed plan, as silo ``number`` of all."""
         self._built, self._number = self._method.build(Plan.from_json(plan)), number
-        self._init = jax.jit(self._built.first.init_silo)
+        self._init = {
+            BEGIN: jax.jit(self._built.algorithm.init_silo),
+            SEARCH: jax.jit(self._built.first.init_silo),
+        }
         self._exchanges: dict[str, tuple[Exchange, Any]] = {}
         self._state, self._run = None, np.zeros(0)
 
@@ -118,9 +122,9 @@ class SiloNode:
             raise ModelError("this silo has not accepted a plan: call accept(plan, ...) first.")
         arrays = read(message)
         name, key = str(arrays["exchange"]), self._key(arrays["key"])
-        if name == BEGIN:
-            self._run = arrays["run"]
-            self._state = strong(self._init(jax.random.fold_in(key, self._number), self._data))
+        if name in self._init:
+            self._run, mine = arrays["run"], jax.random.fold_in(key, self._number)
+            self._state = strong(self._init[name](mine, self._data))
             return write({})
         if not np.array_equal(arrays["run"], self._run):
             raise ModelError(
@@ -181,11 +185,11 @@ class Line:
     def __init__(self, send: Send, num_silos: int):
         self._send, self.num_silos, self._run = send, num_silos, np.zeros(0)
 
-    def begin(self, key: Array) -> None:
+    def begin(self, name: str, key: Array) -> None:
         """Tell every silo to begin a new run."""
         self._run = np.frombuffer(uuid.uuid4().bytes, np.uint32)
         for j in range(self.num_silos):
-            self.send(j, BEGIN, key, {})
+            self.send(j, name, key, {})
 
     def send(self, silo: int, name: str, key: Array, arrays: Mapping[str, Any]) -> bytes:
         """Send what an exchange takes, and get the reply."""
@@ -195,7 +199,12 @@ class Line:
 
 
 def remote(
-    algorithm: FederatedAlgorithm, schedule: Schedule | None, plan: Plan, line: Line
+    algorithm: FederatedAlgorithm,
+    schedule: Schedule | None,
+    plan: Plan,
+    line: Line,
+    *,
+    begin: str = BEGIN,
 ) -> Runtime:
     """The server's side: a runtime whose silos are asked over a line."""
     init_server, template = jax.jit(algorithm.init_server), plan.template()
@@ -206,7 +215,7 @@ def remote(
         key_server, key_silos = init_keys(key)
         server = init_server(key_server)
         carry = init_schedule(schedule, key, plan.num_silos)
-        line.begin(key_silos)
+        line.begin(begin, key_silos)
         server, carry = strong((server, carry))
         return State(jnp.zeros((), jnp.int32), server, (), carry)
 
