@@ -460,8 +460,8 @@ def test_couplings_are_left_out_above_their_budget(rows, coupled):
     assert ("mean_coupling" in eta, "scale_coupling" in eta) == (True, False)
 
 
-@pytest.mark.parametrize(("dim", "names"), [(1, set()), (8, {"below"}), (9, set())])
-def test_the_default_guide_of_a_row_is_full_up_to_eight_latents(dim, names):
+@pytest.mark.parametrize(("dim", "names"), [(1, set()), (30, {"below"}), (31, set())])
+def test_the_default_guide_of_a_row_is_full_up_to_thirty_latents(dim, names):
     def model(y):
         with nf.silo_plate("row", y.shape[0]):
             b = numpyro.sample("b", dist.Normal(0, 1).expand([dim]).to_event(1))

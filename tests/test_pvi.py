@@ -211,8 +211,8 @@ def test_a_prior_outside_of_the_family_gets_a_factor_of_the_servers():
 
     silos = cut(dict(y=np.array([1.0, 2.0, 3.0, 2.5])), (1, 3))
     with pytest.raises(nf.ModelError, match=r"'m'.*prior='factor'"):
-        nf.PVI(model, start=None).run(KEY, 1, silos, **QUIET)
-    q = nf.PVI(model, prior="factor", start=None).run(KEY, 3, silos, **QUIET).posterior()
+        nf.PVI(model, prior="exact", start=None).run(KEY, 1, silos, **QUIET)
+    q = nf.PVI(model, start=None).run(KEY, 3, silos, **QUIET).posterior()
     covariance = np.linalg.inv(np.array([[2.0, -1], [-1, 1 + 4]]))
     expected = covariance @ np.array([0, 8.5])
     np.testing.assert_allclose([q["a"].mean, q["m"].mean], expected, rtol=0.03)
