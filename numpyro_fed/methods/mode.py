@@ -274,7 +274,7 @@ def _mode(fm: FederatedModel, search: Search, shape: Shape, num_exchanges: int) 
     rounding = ROUNDINGS * np.finfo(search.best.x.dtype).eps * abs(value)
     unknown = np.isnan(shape.densities).all()
     falls = np.full_like(shape.densities, np.inf) if unknown else value - shape.densities
-    flat = _open(shape, falls, max(FALL, rounding), names)
+    flat = _open(shape, np.asarray(falls), max(FALL, rounding), names)
     evidence = value + 0.5 * (len(curvature) * np.log(2 * np.pi) - log_det)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
     return Mode(

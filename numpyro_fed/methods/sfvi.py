@@ -104,7 +104,7 @@ class SFVI(Method):
         if self.start not in ("mode", None):
             raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
         positive_int("num_particles", self.num_particles)
-        if self.optim is None:
+        if (optim := self.optim) is None:
             return
         if not isinstance(self.optim, optax.GradientTransformation):
             raise TypeError(
@@ -113,7 +113,7 @@ class SFVI(Method):
                 "pass its .gradient_transformation()."
             )
         try:
-            jax.eval_shape(lambda x: self.optim.update(x, self.optim.init(x), x), jnp.zeros(2))
+            jax.eval_shape(lambda x: optim.update(x, optim.init(x), x), jnp.zeros(2))
         except Exception as error:
             raise TypeError(
                 "optim must take a step from a gradient alone; optimisers that need the value of "

@@ -219,7 +219,7 @@ def run_nuts(
         "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
     }
     begin = _uniform(key_init, shapes)
-    place = _identity
+    place: Callable[[Array], Array] = _identity
     if start is not None:
         begin["z_G"] = jax.random.normal(key_init, begin["z_G"].shape)
         place, log_density = _within(start, fm.dim, log_density)

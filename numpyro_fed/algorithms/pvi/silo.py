@@ -140,10 +140,10 @@ class Silo(Role):
     def _start(self, posterior: Natural, visits: Array) -> Ordinary:
         """Where a visit starts: at the posterior, and at the first visit no wider than asked."""
         psi = self.family.ordinary(posterior)
-        narrow = self.settings.start_scale is not None and not self.settings.from_mode
-        if not narrow or GAUSSIAN not in psi:
+        scale = None if self.settings.from_mode else self.settings.start_scale
+        if scale is None or GAUSSIAN not in psi:
             return psi
-        widest = jnp.where(visits == 0, np.log(self.settings.start_scale), jnp.inf)
+        widest = jnp.where(visits == 0, np.log(scale), jnp.inf)
         log_scale = jnp.minimum(psi[GAUSSIAN]["log_scale"], widest)
         return {**psi, GAUSSIAN: {**psi[GAUSSIAN], "log_scale": log_scale}}
 
