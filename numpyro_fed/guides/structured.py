@@ -55,7 +55,7 @@ class Structured:
         Where the guide starts: one of NumPyro's ``init_to_...`` functions. By default at zero in
         unconstrained space, which is ``init_to_feasible`` and depends on no key.
     init_scale : float
-        Standard deviation at the start.
+        Standard deviation at the start, of a run that does not start at the mode.
 
     Notes
     -----

@@ -90,14 +90,14 @@ class PVI(Method):
     parameters. A few rounds are enough, where :class:`SFVI` takes thousands.
 
     Hyperparameters with a prior are globals like any other and have factors of their own (equations
-    7 and 8 of the paper); where they stand in the prior of another site, say ``prior="factor"``.
+    7 and 8 of the paper).
 
     Parameters
     ----------
     model : callable
-        A NumPyro model with :class:`~numpyro_fed.silo_plate`, whose global sites have priors in the
-        family: Normal (also correlated, or linear in each other), LogNormal and whatever else is
-        Gaussian in unconstrained space; Gamma, Beta, Dirichlet.
+        A NumPyro model with :class:`~numpyro_fed.silo_plate`. Priors of global sites in the family
+        count as they are: Normal (also correlated, or linear in each other), LogNormal and whatever
+        else is Gaussian in unconstrained space, flat ones; Gamma, Beta, Dirichlet.
     schedule : str or one of numpyro_fed.schedules
         ``"sequential"``, ``"synchronous"``, ``"asynchronous"``, or ``schedules.Random(size)`` and
         the others with settings. A round visits every participant once.
@@ -109,10 +109,11 @@ class PVI(Method):
     family : {"auto", "full", "diagonal"} or dict
         Covariance of the Gaussian over the global sites that take one; full up to 300 dimensions.
         Other sites get the family of their prior. A dict names families by site.
-    prior : {"exact", "factor"}
+    prior : {"auto", "exact", "factor"}
         What to do with a prior outside of the family, such as a HalfNormal, or a site whose scale
-        is another site: refuse it by name, or approximate it by one more factor, which the server
-        keeps and renews at each of its updates as a silo does.
+        is another site: ``"factor"`` approximates it by one more factor, which the server keeps and
+        renews at each of its updates as a silo does; ``"exact"`` refuses it by name. ``"auto"`` is
+        the first, but where ``deletion`` takes all factors out at once.
     local : one of numpyro_fed.local, optional
         The local optimiser. By default the closed form where the model is conjugate, and
         ``local.Optax()`` elsewhere.
@@ -124,8 +125,15 @@ class PVI(Method):
         For parameters without a prior (``numpyro.param``), which take one step on the free energy
         at each update of the server (Appendices A and C); by default Adam at 0.02. They need many
         more rounds than latents do.
+    start : {"mode", None}
+        ``"mode"``: some 15 exchanges find the mode of the globals' posterior, and each silo's factor
+        begins as the parabola of its own likelihood there, so that the posterior begins as
+        Laplace's approximation, and flat priors are allowed. Visits work in coordinates in which
+        the posterior is standard. Up to 300 globals, for ``deletion="own"``, and not where one pass
+        in closed form is exact; else as None: at the prior.
     start_scale : float or None
-        A silo's first visit starts no wider than this; None starts at the prior.
+        Without a start at the mode, a silo's first visit starts no wider than this; None starts at
+        the prior.
     evidence_draws : int
         Draws for the estimate of the log evidence.
     loss : callable, optional

@@ -56,9 +56,11 @@ class SFVI(Method):
     ----------
     model : callable
         A NumPyro model with :class:`~numpyro_fed.silo_plate`.
-    optim : optax.GradientTransformation
+    optim : optax.GradientTransformation, optional
         Used by the server for the globals and by each silo for its own parameters, every one
-        with its own state.
+        with its own state. By default Adam, whose step decays from 0.03 after the first hundred
+        rounds or so. A run that starts at the mode takes steps in coordinates in which the
+        posterior is about standard: choose them for that, whatever the units of the data.
     guide : Structured or AutoGuide, optional
         :class:`numpyro_fed.guides.Structured` chooses by the model's sizes when left out. A NumPyro
         autoguide is used for the globals.
@@ -66,6 +68,11 @@ class SFVI(Method):
         The bound. ``LocallyEnhanced(draws=20)`` is worth its price where rows have latents.
     num_particles : int
         Draws of the globals in each round.
+    start : {"mode", None}
+        ``"mode"``: some 15 exchanges find the mode of the globals' posterior and its curvature
+        (:func:`numpyro_fed.find_mode`), and the guides begin there, the silos' own at the modes of
+        their latents given the globals, with curvature and derivatives (up to 300 globals and
+        shared parameters; beyond, as None). None: at zero in unconstrained space.
 
     References
     ----------
