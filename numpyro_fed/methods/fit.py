@@ -31,6 +31,7 @@ INNER = (12, 60)  # draws of each row's latents in the correction: at first, and
 DRAWS = 64_000  # of the globals in the correction, at most
 AGAIN = 3  # times that a proposal is matched to the weighted draws
 ROWS, OUTER = 20, 5  # draws of each row's latents in the bound; of outer plates' above such rows
+KNOWN = 3  # effective draws for each global, from which on their covariance is worth something
 ENOUGH = 0.3  # of the draws count: a better proposal would help less than more of them
 
 
@@ -49,7 +50,9 @@ class Fitted:
     Attributes
     ----------
     best : Corrected or Result
-        The best that was reached: the correction where there is one that can be trusted more.
+        The best that was reached: the correction, if its weights are reliable, else the fit.
+    corrected : Corrected or None
+        The correction by which the fit is judged, if there is one.
     stages : tuple of Stage
         All steps that were taken, with their results.
     num_exchanges : int
@@ -57,6 +60,7 @@ class Fitted:
     """
 
     best: Corrected | Result
+    corrected: Corrected | None = field(repr=False)
     stages: tuple[Stage, ...] = field(repr=False)
     num_exchanges: int
 
@@ -65,11 +69,6 @@ class Fitted:
         """Where the search began to sample, if it did at a mode."""
         fits = [s.result for s in self.stages if isinstance(s.result, Result)]
         return fits[0].start if fits else None
-
-    @property
-    def corrected(self) -> Corrected | None:
-        """The importance correction, if there is one."""
-        return self.best if isinstance(self.best, Corrected) else None
 
     @property
     def trusted(self) -> bool:
@@ -196,10 +195,11 @@ class _Fitting:
             best = self.improved(best)
         if (best is None or not best.trusted) and isinstance(result, PVIResult) and self.left > 100:
             other = self.by_sfvi()
-            best = self.better(best, self.improved(self.corrected(other)))
-            result = other if best is None else result
-        self.bar.set_postfix_str("")
-        return Fitted(result if best is None else best, tuple(self.stages), self.spent)
+            again = self.improved(self.corrected(other))
+            best = self.better(best, again)
+            result = other if again is not None and best is again else result
+        reached = result if best is None or not best.reliable else best
+        return Fitted(reached, best, tuple(self.stages), self.spent)
 
     def suits_pvi(self) -> bool:
         """Whether there are globals, and not too many for a full covariance."""
@@ -268,7 +268,7 @@ class _Fitting:
                 break
             if best.reliable and best.ess > ENOUGH * len(best.weights):
                 break
-            proposal = rematched(best)
+            proposal = rematched(best) if best.ess > KNOWN * self.fm.dim else None
             if proposal is None:
                 break
             again = self.corrected(proposal, "matched to the weighted draws", 2 * AT_ONCE)

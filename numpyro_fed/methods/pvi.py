@@ -126,7 +126,7 @@ class PVI(Method):
         at each update of the server (Appendices A and C); by default Adam at 0.02. They need many
         more rounds than latents do.
     start : {"mode", None}
-        ``"mode"``: some 15 exchanges find the mode of the globals' posterior, and each silo's factor
+        ``"mode"``: some 15 exchanges find the mode of the globals' posterior, and a silo's factor
         begins as the parabola of its own likelihood there, so that the posterior begins as
         Laplace's approximation, and flat priors are allowed. Visits work in coordinates in which
         the posterior is standard. Up to 300 globals, for ``deletion="own"``, and not where one pass
