@@ -40,9 +40,9 @@ def measure(dim: int, n: int, rounds: int, draws: int) -> list[dict[str, Any]]:
     silos, quiet = made_up(n, dim, 10), dict(progress_bar=False)
     optim = optax.adam(optax.cosine_decay_schedule(1e-2, rounds, 0.01))
     methods = {
-        f"SFVI, {rounds:,} rounds": (nf.SFVI(logistic, optim=optim), rounds),
-        "PVI, 1 round": (nf.PVI(logistic), 1),
-        "PVI, 3 rounds": (nf.PVI(logistic), 3),
+        f"SFVI, {rounds:,} rounds": (nf.SFVI(logistic, optim=optim, start=None), rounds),
+        "PVI, 1 round": (nf.PVI(logistic, start=None), 1),
+        "PVI, 3 rounds": (nf.PVI(logistic, start=None), 3),
     }
     began = time.perf_counter()
     nuts = nf.run_nuts(KEY, logistic, silos, num_samples=draws, **quiet)

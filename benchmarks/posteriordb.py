@@ -154,7 +154,7 @@ def _of(result: nf.Result, rounds: int) -> tuple[np.ndarray, dict[str, Any]]:
 def by_fit(silos: list[dict[str, Any]]) -> tuple[np.ndarray, dict[str, Any]]:
     fitted = nf.fit(jax.random.key(0), model, silos, progress_bar=False)
     draws = of_sites(fitted.sample_posterior(jax.random.key(1), DRAWS))
-    error = fitted.best.monte_carlo_error
+    error = fitted.corrected.monte_carlo_error
     what = dict(exchanges=fitted.num_exchanges, trusted=fitted.trusted, monte_carlo_error=error)
     return draws, what | dict(verdict=fitted.verdict)
 

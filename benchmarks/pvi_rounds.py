@@ -31,7 +31,7 @@ KEY = jax.random.key(0)
 def rounds_of(silos: list[dict[str, Any]], schedule: Any, steps: int, n: int) -> Callable[[], Any]:
     """``n`` rounds over some silos."""
     local = nf.local.Optax(optim=optax.adam(1e-2), steps=steps)
-    pvi = nf.PVI(logistic, schedule=schedule, local=local, evidence_draws=4)
+    pvi = nf.PVI(logistic, schedule=schedule, local=local, evidence_draws=4, start=None)
     fit, held = pvi._prepare(silos, "simulation")
     state = fit.runtime.init(KEY, held.batches)
     return lambda: fit.runtime.advance(KEY, state, held.batches, n)

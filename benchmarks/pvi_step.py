@@ -133,6 +133,7 @@ def ours(model: Callable, silos: list, steps: int, batch: int, samples: int) -> 
             optim=optax.adam(1e-2), steps=steps, batch_size=batch, num_particles=samples
         ),
         evidence_draws=1,
+        start=None,
     )
     fit, held = pvi._prepare(silos, "simulation")
     state = fit.runtime.init(KEY, held.batches)

@@ -69,7 +69,7 @@ def main() -> None:
     imported = peak_gib()
     data = simulate(silos, rows)
     with_data = peak_gib()
-    sfvi = nf.SFVI(model, optim=optax.adam(0.02))
+    sfvi = nf.SFVI(model, optim=optax.adam(0.02), start=None)
     began = time.perf_counter()
     first = sfvi.run(jax.random.key(0), 1, data, progress_bar=False)
     first_call = time.perf_counter() - began

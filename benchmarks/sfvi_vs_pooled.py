@@ -75,7 +75,11 @@ def federated(
 ) -> tuple[Callable[[int], Any], Callable[[int], Any]]:
     """SFVI's compiled loop: how to compile it, and how to run it for some iterations."""
     sfvi = nf.SFVI(
-        model, optim=optax.adam(1e-2), guide=nf.guides.MeanField(), num_particles=particles
+        model,
+        optim=optax.adam(1e-2),
+        guide=nf.guides.MeanField(),
+        num_particles=particles,
+        start=None,
     )
     fit, held = sfvi._prepare(silos, "simulation")
     state = fit.runtime.init(KEY, held.batches)

@@ -135,6 +135,7 @@ def fit(model, silos, split, method, test, seed):
         local=local,
         start_scale=START_SCALE,
         evidence_draws=1,
+        start=None,
     )
     key, state, sent, wrong = jax.random.key(seed), None, 0, Counter()
     history = {m: [] for m in ("communications", "error", "log_likelihood", "pruned", "damping")}

@@ -54,10 +54,12 @@ def methods(steps):
     entropy, power = nf.losses.generalised_cross_entropy(0.5), nf.losses.beta_loss(1.5)
     renyi = nf.divergences.AlphaRenyi(0.5)
     return {
-        "PVI": nf.PVI(model, **same),
-        "FedGVI, cross entropy": nf.FedGVI(model, loss=entropy, **same),
-        "FedGVI, density power": nf.FedGVI(model, loss=power, **same),
-        "FedGVI, cross entropy, Renyi": nf.FedGVI(model, loss=entropy, divergence=renyi, **same),
+        "PVI": nf.PVI(model, **same, start=None),
+        "FedGVI, cross entropy": nf.FedGVI(model, loss=entropy, **same, start=None),
+        "FedGVI, density power": nf.FedGVI(model, loss=power, **same, start=None),
+        "FedGVI, cross entropy, Renyi": nf.FedGVI(
+            model, loss=entropy, divergence=renyi, **same, start=None
+        ),
     }
 
 

@@ -73,9 +73,9 @@ def methods(rounds, quick):
     every, more = range(1, rounds + 1), range(1, 3 * rounds + 1)
     spaced = np.unique(np.geomspace(1, 100 * rounds, 25).astype(int))
     return {
-        "sequential": (nf.PVI(model, **common), every),
-        "synchronous": (nf.PVI(model, schedule="synchronous", **common), more),
-        "global_vi": (nf.PVI(model, schedule="synchronous", **gradient), spaced),
+        "sequential": (nf.PVI(model, **common, start=None), every),
+        "synchronous": (nf.PVI(model, schedule="synchronous", **common, start=None), more),
+        "global_vi": (nf.PVI(model, schedule="synchronous", **gradient, start=None), spaced),
         "bcm_same": (nf.BCM(model, **common), [1]),
         "bcm_split": (nf.BCM(model, split=True, **common), [1]),
         "vcl": (nf.VCL(model, **common), [1]),
