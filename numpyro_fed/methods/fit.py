@@ -287,8 +287,7 @@ class _Fitting:
     def better(self, one: Corrected | None, other: Corrected | None) -> Corrected | None:
         """The one that can be trusted more."""
         known = [c for c in (one, other) if c is not None]
-        rank = lambda c: (c.trusted, c.reliable, -c.monte_carlo_error)  # noqa: E731
-        return max(known, key=rank) if known else None
+        return max(known, key=_rank, default=None)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -307,6 +306,10 @@ class _Fitting:
     def spend(self, exchanges: int) -> None:
         self.left -= exchanges
         self.spent += exchanges
+
+
+def _rank(found: Corrected) -> tuple[bool, bool, float]:
+    return found.trusted, found.reliable, -found.monte_carlo_error
 
 
 def _opening(result: Result) -> int:
