@@ -87,3 +87,16 @@ def gauss_hermite(points: int, dim: int):
     grid = np.stack([a.ravel() for a in np.meshgrid(*[nodes] * dim, indexing="ij")], -1)
     grids = np.meshgrid(*[weights] * dim, indexing="ij")
     return jnp.asarray(grid), jnp.asarray(np.prod([a.ravel() for a in grids], axis=0))
+
+
+def regression(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 100).expand([x.shape[1]]).to_event(1))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, 2.0), obs=y)
+
+
+def raw_rows(n=60):
+    """An IQ near 100, an income, and an intercept."""
+    r = np.random.default_rng(1)
+    x = np.stack([np.ones(n), r.normal(100, 15, n), np.exp(r.normal(10, 1, n))], 1)
+    return {"x": x, "y": x @ [20.0, 0.5, 1e-3] + 2 * r.normal(size=n)}

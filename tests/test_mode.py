@@ -6,7 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from problems import cut
+from problems import cut, raw_rows, regression
 from scipy import optimize, stats
 
 import numpyro_fed as nf
@@ -17,19 +17,6 @@ from numpyro_fed.model.split import split
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
-
-
-def regression(x, y):
-    beta = numpyro.sample("beta", dist.Normal(0, 100).expand([x.shape[1]]).to_event(1))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, 2.0), obs=y)
-
-
-def raw_rows(n=60):
-    """An IQ near 100, an income, and an intercept."""
-    r = np.random.default_rng(1)
-    x = np.stack([np.ones(n), r.normal(100, 15, n), np.exp(r.normal(10, 1, n))], 1)
-    return {"x": x, "y": x @ [20.0, 0.5, 1e-3] + 2 * r.normal(size=n)}
 
 
 def test_a_conjugate_model_takes_a_step_and_its_confirmation(double):

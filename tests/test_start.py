@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from problems import cut
+from problems import cut, raw_rows, regression
 from pvi_problems import assert_sum_rule
 from scipy import stats
 
@@ -18,19 +18,6 @@ from numpyro_fed import expfam
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
 NATS = 0.05  # three times what one draw of many may differ by, where a step would gain 1e-4
-
-
-def regression(x, y):
-    beta = numpyro.sample("beta", dist.Normal(0, 100).expand([x.shape[1]]).to_event(1))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, 2.0), obs=y)
-
-
-def raw_rows(n=60):
-    """An intercept, an IQ near 100, an income."""
-    r = np.random.default_rng(1)
-    x = np.stack([np.ones(n), r.normal(100, 15, n), np.exp(r.normal(10, 1, n))], 1)
-    return {"x": x, "y": x @ [20.0, 0.5, 1e-3] + 2 * r.normal(size=n)}
 
 
 def evidence(rows):

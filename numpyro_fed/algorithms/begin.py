@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy.linalg import solve_triangular
 
+from numpyro_fed.algorithms.base import Broadcast
 from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.algorithms.mode import Search, highest, unraveller
 from numpyro_fed.guides.gaussian import GuideParams
@@ -65,6 +66,18 @@ def frame_at(fm: FederatedModel, search: Search) -> Frame:
     root = covariance_root(curvature)
     unit, _ = unravel(jnp.linalg.norm(root, axis=1))
     return Frame(theta, unit, centre, root if not own else covariance_root(curvature[own:, own:]))
+
+
+def sending_frame(fm: FederatedModel) -> Broadcast:
+    """What an exchange sends that begins at a mode; the server keeps it, and its key, in mind."""
+
+    def broadcast(
+        noise: Array, state: Search, who: Array, server_data: Any
+    ) -> tuple[Frame, tuple[Array, Frame]]:
+        frame = frame_at(fm, state)
+        return frame, (noise, frame)
+
+    return broadcast
 
 
 def covariance_root(precision: Array) -> Array:

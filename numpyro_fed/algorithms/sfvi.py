@@ -30,7 +30,7 @@ from numpyro_fed.algorithms.base import (
     Reply,
     Shared,
 )
-from numpyro_fed.algorithms.begin import BEGIN, Frame, frame_at, local_guides, somewhere
+from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_frame, somewhere
 from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
@@ -234,12 +234,6 @@ def sfvi_from_mode(
     The server sends the frame; silos answer with nothing.
     """
 
-    def broadcast(
-        noise: Array, state: Search, who: Array, server_data: Any
-    ) -> tuple[Frame, tuple[Array, Frame]]:
-        frame = frame_at(fm, state)
-        return frame, (noise, frame)
-
     def silo(
         noise: Any, down: Frame, state: Looked, data: SiloData
     ) -> tuple[Reply[tuple[()]], SiloState]:
@@ -257,7 +251,7 @@ def sfvi_from_mode(
     def own_key(key: Array) -> Array:
         return key
 
-    return Exchange(broadcast, silo, server, name=BEGIN, server_noise=own_key)
+    return Exchange(sending_frame(fm), silo, server, name=BEGIN, server_noise=own_key)
 
 
 def _ascend(optim: Any, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:

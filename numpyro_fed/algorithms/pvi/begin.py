@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply
-from numpyro_fed.algorithms.begin import BEGIN, Frame, frame_at, local_guides
+from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_frame
 from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.pvi.server import Server
@@ -41,12 +41,6 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Exchange:
     """Build the exchange from the states of a search for the mode to those of PVI."""
     server_role, silo_role = Server(parts, settings), Silo(parts, settings)
     fm, family = parts.model, silo_role.family
-
-    def broadcast(
-        noise: Array, state: Search, who: Array, server_data: Any
-    ) -> tuple[Frame, tuple[Array, Frame]]:
-        frame = frame_at(fm, state)
-        return frame, (noise, frame)
 
     def silo(
         noise: Array, down: Frame, state: Looked, data: SiloData
@@ -99,7 +93,7 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Exchange:
         return key
 
     return Exchange(
-        broadcast,
+        sending_frame(fm),
         silo,
         server,
         name=BEGIN,
