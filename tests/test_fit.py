@@ -55,6 +55,12 @@ def test_the_verdict_states_the_error_that_is_left(fitted):
     assert fitted.mode.converged
 
 
+def test_a_second_call_compiles_nothing(fitted, compiled):
+    again = nf.fit(jax.random.key(5), raw, raw_silos(), progress_bar=False)
+    assert [s.name for s in again.stages] == [s.name for s in fitted.stages]
+    assert compiled == []
+
+
 def test_comparison_with_nuts_takes_it(fitted):
     nuts = nf.run_nuts(
         KEY, raw, raw_silos(), start=fitted.mode, num_samples=2_000, progress_bar=False

@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from tqdm.auto import tqdm
 
@@ -19,6 +21,7 @@ from numpyro_fed.methods.mode import Mode
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.results.base import Result, to_arviz
@@ -31,6 +34,7 @@ INNER = (12, 60)  # draws of each row's latents in the correction: at first, and
 DRAWS = 64_000  # of the globals in the correction, at most
 AGAIN = 3  # times that a proposal is matched to the weighted draws
 ROWS, OUTER = 20, 5  # draws of each row's latents in the bound; of outer plates' above such rows
+KEPT = 8  # models whose compiled programs are kept for the next call
 KNOWN = 3  # effective draws for each global, from which on their covariance is worth something
 ENOUGH = 0.3  # of the draws count: a better proposal would help less than more of them
 
@@ -125,7 +129,8 @@ def fit(
 ) -> Fitted:
     """Fit a model over silos, check the posterior, and say whether it can be trusted.
 
-    Nothing has to be scaled, tuned or counted: the search for the mode, :class:`PVI` from there
+    A second call with the same model and silos of the same shapes compiles nothing. Nothing has to
+    be scaled, tuned or counted: the search for the mode, :class:`PVI` from there
     (:class:`SFVI` where the globals are too many or have no family), the importance correction,
     and where its verdict is not good what may help: more draws, a proposal matched to the weighted
     draws, more draws of the rows' latents, SFVI.
@@ -170,9 +175,30 @@ def fit(
     The posterior of the globals can be trusted
     """
     positive_int("budget", budget)
-    fm = split(model, silo_data.read(silos))
+    fm = _split(model, silo_data.read(silos))
     with tqdm(total=3, disable=not progress_bar) as bar:
         return _Fitting(_one_key(key), model, silos, fm, budget, bar).run()
+
+
+_splits: dict[Any, FederatedModel] = {}
+
+
+def _split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
+    """The split text, the same for silos of the same shapes in the next call."""
+    key = (model, str(jnp.result_type(float)), tuple(map(signature, silos)))
+    if key not in _splits:
+        while len(_splits) >= KEPT:
+            _splits.pop(next(iter(_splits)))
+        _splits[key] = split(model, silos)
+    return _splits[key]
+
+
+@lru_cache(maxsize=KEPT)
+def _kept(
+    kind: type[PVI] | type[SFVI], model: Callable, draws: tuple[tuple[str, int], ...]
+) -> PVI | SFVI:
+    """The same object in the next call, with all that it has compiled."""
+    return kind(model, objective=LocallyEnhanced(draws=dict(draws)) if draws else ELBO())
 
 
 class _Fitting:
@@ -205,19 +231,16 @@ class _Fitting:
         """Whether there are globals, and not too many for a full covariance."""
         return 0 < self.fm.dim <= SEARCHED_UP_TO and not self.fm.named("param")
 
-    @property
-    def objective(self) -> ELBO | LocallyEnhanced:
-        """The locally enhanced bound where silos have latents of their own."""
+    def method(self, kind: type[PVI] | type[SFVI]) -> PVI | SFVI:
+        """A method under the locally enhanced bound, where silos have latents of their own."""
         plates = [p for p in self.fm.plates if p.dim]
-        if not plates:
-            return ELBO()
         below = any(not p.outer for p in plates)
         outer = OUTER if below else ROWS
-        return LocallyEnhanced(draws={p.name: outer if p.outer else ROWS for p in plates})
+        return _kept(kind, self.model, tuple((p.name, outer if p.outer else ROWS) for p in plates))
 
     def by_pvi(self) -> Result | None:
         """PVI, or None where it cannot be had."""
-        method = PVI(self.model, objective=self.objective)
+        method = self.method(PVI)
         try:
             with self.stage("PVI"):
                 rounds = min(ROUNDS, max(self.left, 1))
@@ -236,7 +259,7 @@ class _Fitting:
         """SFVI."""
         with self.stage("SFVI"):
             rounds = min(STEPS, max(self.left, 1))
-            method = SFVI(self.model, objective=self.objective)
+            method = self.method(SFVI)
             result = method.run(self.key, rounds, self.silos, stop="converged", progress_bar=False)
         self.spend(len(result.losses) + _opening(result))
         self.tell("SFVI", f"{len(result.losses)} rounds", result)
