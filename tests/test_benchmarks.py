@@ -76,6 +76,13 @@ def test_posteriordb(tmp_path):
     np.savez(tmp_path / "data.npz", **held)
     options = ("--data", str(tmp_path / "data.npz"), "--posteriors", name)
     report = run_quickly("posteriordb.py", tmp_path, *options)[name]
-    assert report["converged"]
+    assert report["trusted"]
     assert report["exchanges"] < 40
     assert report["mean_error_sd"] < 0.3
+
+
+def test_user_models(tmp_path):
+    report = run_quickly("user_models.py", tmp_path, "--quick", "--models", "poisson")["poisson"]
+    assert report["trusted"]
+    assert report["verdict"].startswith("The posterior of the globals can be trusted")
+    assert report["mean_error_sd"] < 0.6

@@ -30,7 +30,7 @@ from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
 
 ROUNDS, STEPS = 10, 3_000  # of PVI, of SFVI, at most
-INNER = (12, 60)  # draws of each row's latents in the correction: at first, and where that is poor
+INNER, ROWS_EACH = (20, 200), 4  # draws of a row's latents in the correction: one for each few rows
 DRAWS = 64_000  # of the globals in the correction, at most
 AGAIN = 3  # times that a proposal is matched to the weighted draws
 ROWS, OUTER = 20, 5  # draws of each row's latents in the bound; of outer plates' above such rows
@@ -238,6 +238,14 @@ class _Fitting:
         outer = OUTER if below else ROWS
         return _kept(kind, self.model, tuple((p.name, outer if p.outer else ROWS) for p in plates))
 
+    @property
+    def inner(self) -> int:
+        """Draws of each row's latents in the correction: the noise of all rows adds up."""
+        rows = [p.name for p in self.fm.plates if p.dim and not p.outer]
+        sizes = [self.fm.sizes(silo) for silo in silo_data.read(self.silos)]
+        most = max((sum(size[p] for size in sizes) for p in rows), default=0)
+        return int(min(max(most / ROWS_EACH, INNER[0]), INNER[1]))
+
     def by_pvi(self) -> Result | None:
         """PVI, or None where it cannot be had."""
         method = self.method(PVI)
@@ -266,13 +274,17 @@ class _Fitting:
         return result
 
     def corrected(
-        self, result: Result, name: str = "correction", draws: int = AT_ONCE, inner: int = INNER[0]
+        self,
+        result: Result,
+        name: str = "correction",
+        draws: int = AT_ONCE,
+        inner: int | None = None,
     ) -> Corrected | None:
         """The importance correction, or None where there is none."""
         key = jax.random.fold_in(self.key, len(self.stages))
         try:
             with self.stage(name):
-                found = importance_correct(key, result, draws, inner)
+                found = importance_correct(key, result, draws, inner or self.inner)
         except (ValueError, NonFiniteError) as error:
             self.tell(name, f"not possible ({error})", None)
             return None
@@ -283,9 +295,13 @@ class _Fitting:
 
     def improved(self, found: Corrected | None) -> Corrected | None:
         """What more draws make of a correction that is not good enough."""
-        best, inner = found, INNER[0]
+        best, inner = found, self.inner
         if best is None:
             return None
+        if not best.reliable and any(p.dim for p in self.fm.plates):
+            inner = 4 * self.inner
+            again = self.corrected(best.result, "more draws of the rows' latents", inner=inner)
+            best = self.better(best, again) or best
         for _ in range(AGAIN):
             if best.trusted or self.left <= 0:
                 break
@@ -294,11 +310,8 @@ class _Fitting:
             proposal = rematched(best) if best.ess > KNOWN * self.fm.dim else None
             if proposal is None:
                 break
-            again = self.corrected(proposal, "matched to the weighted draws", 2 * AT_ONCE)
-            best = self.better(best, again) or best
-        if not best.trusted and not best.reliable and any(p.dim for p in self.fm.plates):
-            inner = INNER[1]
-            again = self.corrected(best.result, "more draws of the rows' latents", inner=inner)
+            name = "matched to the weighted draws"
+            again = self.corrected(proposal, name, 2 * AT_ONCE, inner)
             best = self.better(best, again) or best
         if best.reliable and not best.trusted:
             needed = 1.3 * len(best.weights) * (best.monte_carlo_error / ERROR) ** 2
