@@ -20,6 +20,7 @@ from numpyro_fed.algorithms.importance.proposals import proposal
 from numpyro_fed.guides.structured import Origin
 from numpyro_fed.results import importance as correction
 from numpyro_fed.results.importance import _inner_draws, _systematic
+from numpyro_fed.results.moments import moments
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
@@ -600,3 +601,11 @@ def test_a_heavy_tail_of_weights_of_which_most_count_is_not_called_concentrated(
     heavy = replace(good, pareto_k=0.9, ess=149.0)
     assert "Most draws count" in heavy.report()
     assert "few draws carry" not in heavy.report()
+
+
+def test_moments_that_are_not_finite_have_an_infinite_error():
+    z, weights = np.array([[0.0, 1.0], [1.0, np.inf], [2.0, 3.0]]), np.full(3, 1 / 3)
+    with np.errstate(invalid="ignore"):
+        found = moments(z, weights, np.ones(3, bool))
+    assert np.isfinite(found.error[:, 0]).all()
+    assert np.isinf(found.error[:, 1]).all()

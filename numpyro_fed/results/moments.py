@@ -47,7 +47,9 @@ def moments(z: np.ndarray, weights: np.ndarray, own: np.ndarray) -> Moments:
     first, second = standard, (standard**2 - (sd > 0)) / 2
 
     def error(w: np.ndarray) -> np.ndarray:
-        return np.sqrt(np.stack([w**2 @ first**2, w**2 @ second**2]))
+        """Infinite where a mean or an sd is not finite: nothing is known there."""
+        found = np.sqrt(np.stack([w**2 @ first**2, w**2 @ second**2]))
+        return np.where(np.isfinite(mean) & np.isfinite(sd), found, np.inf)
 
     fit_sd = np.sqrt(fit @ (z - fit @ z) ** 2)
     shift = np.stack([(fit @ z - mean) / scale, (fit_sd - sd) / scale])
