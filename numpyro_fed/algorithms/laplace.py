@@ -77,8 +77,7 @@ class Laplace:
             return self._total(theta, z_G, start, data), start
         z = jax.lax.stop_gradient(self.modes(theta, z_G, data, start))
         for _ in range(2):
-            step, _ = _newton(self._arrow(theta, z_G, z, data), z)
-            z = jax.tree.map(jnp.add, z, step)
+            z = self.stepped(theta, z_G, z, data)
         arrow = self._arrow(theta, z_G, z, data)
         step, log_det = _newton(arrow, z)
         log_det = jnp.where(_promised(arrow, step, self._outer) < AT_MODE, log_det, jnp.nan)
