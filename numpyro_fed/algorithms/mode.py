@@ -55,7 +55,9 @@ TOGETHER = 16  # columns of a Hessian that are computed side by side
 
 
 class Place(NamedTuple):
-    """The value of a function at a place (n,), its gradient and its negative Hessian."""
+    """The value of a function at a place (n,), its gradient and its negative Hessian, or of that
+    an estimate of the diagonal.
+    """
 
     x: Array
     value: Array
@@ -117,23 +119,10 @@ def mode(
         Searches side by side: the first from ``init_loc_fn``, or zero in unconstrained space, the
         others from draws of the prior, or standard normals where it cannot be drawn from.
     """
-    laplace, unravel = Laplace(fm), unraveller(fm)
-    n = unravelled(fm)
+    unravel, n = unraveller(fm), unravelled(fm)
 
-    def starts(key: Array) -> Array:
-        """Where to begin (number, n): shared parameters and globals as one vector."""
-        theta = fm.init_theta(key)
-        own = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
-        drawn = fm.draw_prior(key, number) if fm.dim and number > 1 else None
-        if drawn is None:
-            drawn = jax.random.normal(key, (number, fm.dim))
-        here = fm.init_global(key, init_loc_fn) + NUDGE * jax.random.normal(key, (fm.dim,))
-        z_G = jnp.nan_to_num(drawn).at[0].set(here)
-        moved = jax.random.normal(jax.random.fold_in(key, 1), (number, len(own))).at[0].set(0.0)
-        return jnp.concatenate([own + moved, z_G], 1)
-
-    def log_prior(x: Array) -> Array:
-        return fm.log_prior(*unravel(x))
+    def log_prior(x: Array) -> tuple[Array, tuple[()]]:
+        return fm.log_prior(*unravel(x)), ()
 
     def init_server(key: Array) -> Search:
         def begin(x: Array) -> Search:
@@ -143,12 +132,11 @@ def mode(
             one, none = jnp.ones(()), jnp.zeros(n)
             return Search(nothing, no, x, one, none, damping, never, no, no, no, never)
 
-        return jax.vmap(begin)(starts(key))
+        return jax.vmap(begin)(starting_places(fm, key, number, init_loc_fn))
 
     def init_silo(key: Array, data: SiloData) -> SiloState:
         nothing = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n, n)))
-        z_L = jax.vmap(lambda _: laplace.start(data))(jnp.arange(number))
-        return SiloState(z_L, nothing, fm.init_private(key, data))
+        return nowhere(fm, key, data, nothing)
 
     def broadcast(
         noise: Any, state: Search, who: Array, server_data: Any
@@ -158,26 +146,13 @@ def mode(
     def silo(
         noise: Any, down: Array, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        def at(x: Array, z_L: Rows, before: Up) -> tuple[Up, tuple[Rows, Up]]:
-            def value(x: Array) -> tuple[Array, Rows]:
-                theta, z_G = unravel(x)
-                return laplace.log_likelihood({**theta, **state.private}, z_G, data, z_L)
-
-            place, modes = derivatives(value, x)
-            found = Up(*place[1:])
-            fine = all_finite((found, modes))
-            told = jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan), found)
-            return told, _where(fine, (modes, found), (z_L, before))
-
-        up, (modes, place) = jax.vmap(at)(down, state.z_L, state.place)
-        # A place that is too far for a silo is a step that fails, not a reply that does: NaN.
-        return Reply(up, jnp.array(True)), SiloState(modes, place, state.private)
+        return asked(fm, derivatives, down, state, data)
 
     def server(
         state: Search, memo: Any, replies: Replies[Up], server_data: Any
     ) -> tuple[Search, Info]:
         def one(search: Search, up: Up) -> Search:
-            prior, _ = derivatives(lambda x: (log_prior(x), ()), search.trial)
+            prior, _ = derivatives(log_prior, search.trial)
             here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
             return _judged(search, Place(search.trial, *here))
 
@@ -188,17 +163,65 @@ def mode(
         theta, z_G = unravel(state.best.x[highest(state)])
         return Shared(theta, {"loc": z_G})
 
-    def private(state: SiloState) -> Private:
-        return Private({}, {})
-
     return FederatedAlgorithm(
         init_server,
         init_silo,
         (Exchange(broadcast, silo, server, name="mode"),),
         shared,
-        private,
+        nothing_private,
         done=lambda state: state.left.all(),
     )
+
+
+def starting_places(
+    fm: FederatedModel, key: Array, number: int, init_loc_fn: Callable | None
+) -> Array:
+    """Where to begin (number, n): shared parameters and globals as one vector."""
+    theta = fm.init_theta(key)
+    own = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
+    drawn = fm.draw_prior(key, number) if fm.dim and number > 1 else None
+    if drawn is None:
+        drawn = jax.random.normal(key, (number, fm.dim))
+    here = fm.init_global(key, init_loc_fn) + NUDGE * jax.random.normal(key, (fm.dim,))
+    z_G = jnp.nan_to_num(drawn).at[0].set(here)
+    moved = jax.random.normal(jax.random.fold_in(key, 1), (number, len(own))).at[0].set(0.0)
+    return jnp.concatenate([own + moved, z_G], 1)
+
+
+def nowhere(fm: FederatedModel, key: Array, data: SiloData, nothing: Up) -> SiloState:
+    """A silo that has been to no place yet; ``nothing`` has the shapes of what it will say."""
+    number = jnp.arange(len(nothing.value))
+    z_L = jax.vmap(lambda _: Laplace(fm).start(data))(number)
+    return SiloState(z_L, nothing, fm.init_private(key, data))
+
+
+def asked(
+    fm: FederatedModel, derive: Callable, places: Array, state: SiloState, data: SiloData
+) -> tuple[Reply[Up], SiloState]:
+    """What a silo says of a place (n,) for each start: ``derive(f, place)`` of its ``f``.
+
+    A place that is too far for a silo is a step that fails, not a reply that does: NaN.
+    """
+    laplace, unravel = Laplace(fm), unraveller(fm)
+
+    def at(x: Array, z_L: Rows, before: Up) -> tuple[Up, tuple[Rows, Up]]:
+        def value(x: Array) -> tuple[Array, Rows]:
+            theta, z_G = unravel(x)
+            return laplace.log_likelihood({**theta, **state.private}, z_G, data, z_L)
+
+        place, modes = derive(value, x)
+        found = Up(*place[1:])
+        fine = all_finite((found, modes))
+        told = jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan), found)
+        return told, chosen(fine, (modes, found), (z_L, before))
+
+    up, (modes, place) = jax.vmap(at)(places, state.z_L, state.place)
+    return Reply(up, jnp.array(True)), SiloState(modes, place, state.private)
+
+
+def nothing_private(state: SiloState) -> Private:
+    """What a silo keeps to itself after a search, as every algorithm says it."""
+    return Private({}, {})
 
 
 class Around(NamedTuple):
@@ -307,8 +330,9 @@ def highest(state: Search) -> Array:
     return jnp.argmax(jnp.where(state.known, state.best.value, -jnp.inf))
 
 
-def _where(fine: Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(partial(jnp.where, fine), new, old)
+def chosen(which: Array, one: Any, other: Any) -> Any:
+    """One of two trees."""
+    return jax.tree.map(partial(jnp.where, which), one, other)
 
 
 def _judged(search: Search, here: Place) -> Search:
@@ -324,7 +348,7 @@ def _judged(search: Search, here: Place) -> Search:
     damping = jnp.where(better, kept, jnp.where(known, 10, 1) * search.damping)
     gained = better & (~known | (here.value > best.value + near))
     idle = jnp.where(gained, 0, search.idle + better)
-    at = jax.tree.map(lambda new, old: jnp.where(better, new, old), here, best)
+    at = chosen(better, here, best)
     curvature = jnp.abs(jnp.diagonal(at.curvature))
     scale = jnp.where(better, jnp.maximum(curvature, FORGET * search.scale), search.scale)
     step, promise, gain = _climb(at, scale, damping)
@@ -337,7 +361,7 @@ def _judged(search: Search, here: Place) -> Search:
     no, tried = search.left, search.tried + 1
     after = Search(at, known | fine, trial, promise, scale, damping, idle, done, rests, no, tried)
     over = search._replace(left=jnp.array(True))
-    return jax.tree.map(lambda new, old: jnp.where(search.done, old, new), after, over)
+    return chosen(search.done, over, after)
 
 
 def _climb(at: Place, scale: Array, damping: Array) -> tuple[Array, Array, Array]:

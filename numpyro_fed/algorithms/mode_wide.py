@@ -1,15 +1,12 @@
 r"""The mode of the joint density where the globals are many: L-BFGS over silos.
 
-Each exchange the server sends a place and a few vectors of signs ``v``; silo ``j`` answers with its
-log likelihood there, the gradient, and an estimate of the negative Hessian's diagonal,
+Each exchange the server sends a place; silo ``j`` answers with its log likelihood there, its own
+latents integrated by Laplace's method, with the gradient and, where it is asked to look closer, the
+diagonal :math:`d_j` of its negative Hessian. Steps are those of Optax's L-BFGS in the coordinates
+that :math:`\sqrt{d}` scales, so that units do not matter; each is shortened until the density rises
+by a share of what its slope promises (Armijo).
 
-.. math::
-    \mathrm{diag}(A_j) \approx \tfrac1P \sum_p (A_j v_p) / v_p, \qquad
-    v_p = r_p / \sqrt{d}, \quad r_p \in \{-1, 1\}^n,
-
-(Bekas, Kokiopoulou and Saad 2007) whose noise does not depend on units once ``d`` is near the
-diagonal itself: the first exchanges stay where they are and settle it. Steps are those of Optax's
-L-BFGS in the coordinates that ``d`` scales, shortened until the density rises as promised (Armijo).
+The diagonal is looked at where the search begins, after 8, 16, 32, ... steps, and at its end.
 """
 
 from __future__ import annotations
@@ -24,14 +21,14 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply, Shared
 from numpyro_fed.algorithms.mode import (
-    FORGET,
     HALVINGS,
-    IDLE,
     ROUNDINGS,
+    TOGETHER,
     Place,
     SiloState,
     Up,
     asked,
+    chosen,
     highest,
     nothing_private,
     nowhere,
@@ -43,22 +40,28 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.trees import all_finite
 
-PROBES = 4  # vectors of signs in each exchange
-SETTLING = 8  # exchanges at the start, for the diagonal
-KEEP = 0.8  # of an estimate of the diagonal, when the next one comes
-MEMORY = 20  # pairs of L-BFGS
-AFRESH = 16  # steps after which the memory begins anew with the present diagonal; then 32, 64, ...
+MEMORY = 30  # pairs of L-BFGS
+AFRESH = 8  # steps after which the diagonal is looked at again; then 16, 32, ...
 RISE = 1e-4  # of what the slope promises is asked for
 SHORTER = 0.25
 SHORTEST = 1e-6  # share of a step
-GAIN_EACH = 1e-3  # nats for each coordinate that a step promises, at most, at a mode
+IDLE = 10  # such steps in a row
+GAIN = 1e-3  # nats that a step gains, at most, at a mode
+
+
+class Down(NamedTuple):
+    """A place (n,) for each start, and whether to look at the diagonal there."""
+
+    place: Array
+    closer: Array
 
 
 class Climb(NamedTuple):
     """Where a search is; see :class:`numpyro_fed.algorithms.mode.Search`.
 
     The next place is ``best.x + share * direction``, where the density rises by ``slope`` a unit
-    of ``share``; ``scale`` is the diagonal whose coordinates ``memory`` is in, for ``steps`` so far.
+    of ``share``; ``best.curvature`` is the diagonal as it was seen last, ``memory`` that of L-BFGS
+    in the coordinates that it scales; ``closer`` asks to see it at the next place.
     """
 
     best: Place
@@ -67,8 +70,8 @@ class Climb(NamedTuple):
     direction: Array
     slope: Array
     share: Array
-    scale: Array
     memory: Any
+    closer: Array
     steps: Array
     idle: Array
     done: Array
@@ -89,11 +92,9 @@ def wide_mode(
     def init_server(key: Array) -> Climb:
         def begin(x: Array) -> Climb:
             zero, none, no = jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.array(False)
-            nothing, ones = Place(x, zero, jnp.zeros(n), jnp.ones(n)), jnp.ones(n)
-            memory, one = _lbfgs().init(x), jnp.ones(())
-            return Climb(
-                nothing, no, x, 0 * x, zero, one, ones, memory, none, none, no, no, no, none
-            )
+            here, still = Place(x, zero, jnp.zeros(n), jnp.ones(n)), jnp.zeros(n)
+            one, yes, memory = jnp.ones(()), jnp.array(True), _lbfgs().init(x)
+            return Climb(here, no, x, still, zero, one, memory, yes, none, none, no, no, no, none)
 
         return jax.vmap(begin)(starting_places(fm, key, number, init_loc_fn))
 
@@ -101,29 +102,27 @@ def wide_mode(
         nothing = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n)))
         return nowhere(fm, key, data, nothing)
 
-    def server_noise(key: Array) -> Array:
-        return jax.random.rademacher(key, (number, PROBES, n), jnp.result_type(float))
-
-    def broadcast(
-        noise: Array, state: Climb, who: Array, server_data: Any
-    ) -> tuple[tuple[Array, Array], Array]:
-        probes = noise / jnp.sqrt(state.scale)[:, None]
-        return (state.trial, probes), probes
+    def broadcast(noise: Any, state: Climb, who: Array, server_data: Any) -> tuple[Down, Array]:
+        closer = state.closer.any()
+        return Down(state.trial, closer), closer
 
     def silo(
-        noise: Any, down: tuple[Array, Array], state: SiloState, data: SiloData
+        noise: Any, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        return asked(fm, probed, down, state, data)
+        def derive(f: Any, x: Array) -> tuple[Place, Any]:
+            return sloped(f, x, down.closer)
+
+        return asked(fm, derive, down.place, state, data)
 
     def server(
-        state: Climb, probes: Array, replies: Replies[Up], server_data: Any
+        state: Climb, closer: Array, replies: Replies[Up], server_data: Any
     ) -> tuple[Climb, Info]:
-        def one(climb: Climb, probes: Array, up: Up) -> Climb:
-            prior, _ = probed(log_prior, climb.trial, probes)
+        def one(climb: Climb, up: Up) -> Climb:
+            prior, _ = sloped(log_prior, climb.trial, closer)
             here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
             return _judged(climb, Place(climb.trial, *here))
 
-        after = jax.vmap(one)(state, probes, replies.up)
+        after = jax.vmap(one)(state, replies.up)
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
     def shared(state: Climb) -> Shared:
@@ -133,24 +132,28 @@ def wide_mode(
     return FederatedAlgorithm(
         init_server,
         init_silo,
-        (Exchange(broadcast, silo, server, name="mode", server_noise=server_noise),),
+        (Exchange(broadcast, silo, server, name="mode"),),
         shared,
         nothing_private,
         done=lambda state: state.left.all(),
     )
 
 
-def probed(f: Any, x: Array, probes: Array) -> tuple[Place, Any]:
-    """A function ``x -> (value, more)`` at a place: with its gradient and, by ``probes`` (P, n), an
-    estimate of the diagonal of its negative Hessian.
+def sloped(f: Any, x: Array, closer: Array) -> tuple[Place, Any]:
+    """A function ``x -> (value, more)`` at a place: with its gradient and, where one should look
+    ``closer``, the diagonal of its negative Hessian; else zeros.
     """
     gradient = jax.value_and_grad(f, has_aux=True)
     (value, more), g = gradient(x)
 
-    def along(v: Array) -> Array:
-        return -jax.jvp(lambda x: gradient(x)[1], (x,), (v,))[1] / v
+    def own(i: Array) -> Array:
+        e = jnp.zeros_like(x).at[i].set(1.0)
+        return -jax.jvp(lambda x: gradient(x)[1], (x,), (e,))[1][i]
 
-    return Place(x, value, g, jax.lax.map(along, probes).mean(0)), more
+    def diagonal() -> Array:
+        return jax.lax.map(own, jnp.arange(len(x)), batch_size=min(TOGETHER, len(x)))
+
+    return Place(x, value, g, jax.lax.cond(closer, diagonal, lambda: jnp.zeros_like(x))), more
 
 
 def _lbfgs() -> optax.GradientTransformation:
@@ -159,70 +162,72 @@ def _lbfgs() -> optax.GradientTransformation:
 
 def _judged(climb: Climb, here: Place) -> Climb:
     """Keep what was tried if it is better, and choose what to try next."""
-    best, known, settling = climb.best, climb.known, climb.tried < SETTLING
+    best, known, looked = climb.best, climb.known, climb.closer
     near = ROUNDINGS * jnp.finfo(here.value.dtype).eps * jnp.abs(best.value)
     fine = all_finite(here[1:])
     asked_for = best.value + RISE * climb.share * climb.slope - near
-    better = fine & (~known | settling | (here.value >= asked_for))
-    gained = better & (~known | (here.value > best.value + near))
-    idle = jnp.where(gained | settling, 0, climb.idle + better)
-    settled = jnp.maximum(jnp.abs(here.curvature), FORGET * climb.scale)
-    mean = KEEP * best.curvature + (1 - KEEP) * here.curvature
-    seen = jnp.where(settling, jnp.where(fine, settled, climb.scale), mean)
-    curvature = jnp.where(fine, seen, best.curvature)
-    at = jax.tree.map(lambda new, old: jnp.where(better, new, old), here, best)
-    at = at._replace(curvature=curvature)
-
-    steps = climb.steps + (better & ~settling)
-    fresh = settling | (better & (steps >= AFRESH) & (jnp.bitwise_count(steps) == 1))
-    scale = jnp.where(fresh, _positive(curvature), climb.scale)
-    failing = ~better & known & (climb.share <= SHORTEST)
-    anew = fresh | failing
-    memory = jax.tree.map(
-        lambda new, old: jnp.where(anew, new, old), _lbfgs().init(at.x), climb.memory
+    better = fine & (~known | looked | (here.value >= asked_for))
+    at = chosen(better, here, best)
+    at = at._replace(curvature=jnp.where(fine & looked, here.curvature, best.curvature))
+    stepped = better & known & ~looked
+    gain = here.value - best.value
+    idle = jnp.where(
+        stepped, jnp.where(gain <= jnp.maximum(GAIN, near), climb.idle + 1, 0), climb.idle
     )
-    unit = jnp.sqrt(scale)
-    downhill, after = _lbfgs().update(-at.gradient / unit, memory, at.x * unit)
-    ahead = -downhill / unit
-    slope = at.gradient @ ahead
-    uphill = all_finite(ahead) & (slope > 0)
-    plain = at.gradient / scale
-    ahead = jnp.where(uphill, ahead, plain / jnp.maximum(jnp.linalg.norm(plain * unit), 1.0))
-    moved = better | failing
-    direction = jnp.where(moved, ahead, climb.direction)
-    slope = jnp.where(moved, at.gradient @ ahead, climb.slope)
-    memory = jax.tree.map(lambda new, old: jnp.where(moved, new, old), after, memory)
+    steps = climb.steps + stepped
 
-    share = jnp.where(moved, 1.0, SHORTER * climb.share)
-    gain = 0.5 * jnp.minimum(at.gradient**2 / scale, jnp.inf).sum()
-    rests = better & ~settling & (gain <= GAIN_EACH * len(scale))
-    stuck = failing & (climb.steps == climb.memory.count)
+    failed = known & ~better & (climb.share <= SHORTEST)
+    unit = jnp.sqrt(positive(at.curvature))
+    memory = chosen(looked | failed, _lbfgs().init(at.x), climb.memory)
+    ahead, slope, after = _ahead(at, unit, memory)
+    turned = better | failed
+    direction, slope = chosen(turned, (ahead, slope), (climb.direction, climb.slope))
+    share = jnp.where(turned, 1.0, SHORTER * climb.share)
+
+    stuck = failed & (climb.memory.count <= 1)
     lost = ~known & ~fine & ((climb.tried >= HALVINGS) | (climb.trial == 0).all())
-    done = rests | stuck | (idle >= IDLE) | lost
+    done = (idle >= IDLE) | stuck | lost
+    afresh = stepped & (steps >= AFRESH) & (jnp.bitwise_count(steps) == 1)
+    found = known | fine
+    closer = ~found | done | afresh
     # From a start at which something is not finite, halfway back to zero.
-    trial = jnp.where(known | fine, at.x + share * direction, 0.5 * climb.trial)
-    trial = jnp.where(done | (climb.tried + 1 < SETTLING) & (known | fine), at.x, trial)
+    trial = jnp.where(found, at.x + share * direction, 0.5 * climb.trial)
+    trial = jnp.where(found & closer, at.x, trial)
+    memory = chosen(turned, after, memory)
+    rests, no, tried = idle >= IDLE, climb.left, climb.tried + 1
     after = Climb(
         at,
-        known | fine,
+        found,
         trial,
         direction,
         slope,
         share,
-        scale,
         memory,
+        closer,
         steps,
         idle,
         done,
         rests,
-        climb.left,
-        climb.tried + 1,
+        no,
+        tried,
     )
-    over = climb._replace(left=jnp.array(True))
-    return jax.tree.map(lambda new, old: jnp.where(climb.done, old, new), after, over)
+    curvature = jnp.where(fine, here.curvature, best.curvature)
+    over = climb._replace(best=best._replace(curvature=curvature), left=jnp.array(True))
+    return chosen(climb.done, chosen(climb.left, climb, over), after)
 
 
-def _positive(diagonal: Array) -> Array:
+def _ahead(at: Place, unit: Array, memory: Any) -> tuple[Array, Array, Any]:
+    """The direction to go on in, the slope along it, and L-BFGS's memory after it."""
+    downhill, after = _lbfgs().update(-at.gradient / unit, memory, at.x * unit)
+    ahead = -downhill / unit
+    plain = at.gradient / unit
+    plain = plain / jnp.maximum(jnp.linalg.norm(plain), 1.0) / unit
+    uphill = all_finite(ahead) & (at.gradient @ ahead > 0)
+    ahead = jnp.where(uphill, ahead, plain)
+    return ahead, at.gradient @ ahead, after
+
+
+def positive(diagonal: Array) -> Array:
     """Curvatures of coordinates, none of them zero."""
     size = jnp.abs(diagonal)
     return jnp.where(size > 0, size, 1.0)
