@@ -18,13 +18,15 @@ from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed.algorithms.base import Broadcast
 from numpyro_fed.algorithms.laplace import Laplace
-from numpyro_fed.algorithms.mode import Search, highest, unraveller
+from numpyro_fed.algorithms.mode import Searching, highest, unraveller
+from numpyro_fed.algorithms.mode_wide import positive
 from numpyro_fed.guides.gaussian import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows, Theta
 
 FLAT = 1e-6  # of the largest scaled curvature: no direction counts as flatter than that
+UNLIKE = 0.05  # the same away from a mode, where the posterior is not like the parabola
 BEGIN = "from the mode"  # the name of the exchange
 UNSURE = 0.1  # standard deviation of a row whose mode was not found
 
@@ -36,43 +38,57 @@ class Frame(NamedTuple):
     ----------
     theta, unit : dict
         Shared parameters, unconstrained, and their standard deviations.
-    centre, root : (dim,), (dim, dim)
-        The globals, and a Cholesky factor of their covariance given ``theta``.
+    centre, root : (dim,), (dim, dim) or (dim,)
+        The globals, and a Cholesky factor of their covariance given ``theta``; where they are many,
+        standard deviations, each given all others.
+    start : () int
+        Which of the searches has come highest.
     """
 
     theta: Theta
     unit: Theta
     centre: Array
     root: Array
+    start: Array
 
     @property
     def whitener(self) -> Array:
         """The inverse of ``root``."""
+        if self.root.ndim == 1:
+            return 1 / self.root
         return solve_triangular(self.root, jnp.eye(len(self.root)), lower=True)
 
+    def place(self, u: Array) -> Array:
+        """The globals at coordinates ``u``."""
+        return self.centre + (self.root * u if self.root.ndim == 1 else self.root @ u)
 
-def somewhere(fm: FederatedModel, theta: Theta) -> Frame:
+
+def somewhere(fm: FederatedModel, theta: Theta, *, wide: bool) -> Frame:
     """A frame around zero, for the shapes of what begins there."""
     unit = jax.tree.map(jnp.ones_like, theta)
-    return Frame(theta, unit, jnp.zeros(fm.dim), jnp.eye(fm.dim))
+    root = jnp.ones(fm.dim) if wide else jnp.eye(fm.dim)
+    return Frame(theta, unit, jnp.zeros(fm.dim), root, jnp.zeros((), jnp.int32))
 
 
-def frame_at(fm: FederatedModel, search: Search) -> Frame:
+def frame_at(fm: FederatedModel, search: Searching) -> Frame:
     """The frame of the highest place that was found."""
     i, unravel = highest(search), unraveller(fm)
     x, curvature = search.best.x[i], search.best.curvature[i]
     theta, centre = unravel(x)
     own = len(x) - fm.dim
-    root = covariance_root(curvature)
-    unit, _ = unravel(jnp.linalg.norm(root, axis=1))
-    return Frame(theta, unit, centre, root if not own else covariance_root(curvature[own:, own:]))
+    if curvature.ndim == 1:
+        sd = 1 / jnp.sqrt(positive(curvature))
+        return Frame(theta, unravel(sd)[0], centre, sd[own:], i)
+    least = jnp.where(search.rests[i], FLAT, UNLIKE)
+    unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
+    return Frame(theta, unit, centre, covariance_root(curvature[own:, own:], least), i)
 
 
 def sending_frame(fm: FederatedModel) -> Broadcast:
     """What an exchange sends that begins at a mode; the server keeps it, and its key, in mind."""
 
     def broadcast(
-        noise: Array, state: Search, who: Array, server_data: Any
+        noise: Array, state: Searching, who: Array, server_data: Any
     ) -> tuple[Frame, tuple[Array, Frame]]:
         frame = frame_at(fm, state)
         return frame, (noise, frame)
@@ -80,8 +96,9 @@ def sending_frame(fm: FederatedModel) -> Broadcast:
     return broadcast
 
 
-def covariance_root(precision: Array) -> Array:
-    """A Cholesky factor of the inverse, the absolute eigenvalues taken, and none of them zero.
+def covariance_root(precision: Array, least: Array | float = FLAT) -> Array:
+    """A Cholesky factor of the inverse, the absolute eigenvalues taken, and none of them less than
+    so much of the largest.
 
     Coordinates are scaled by their own curvature first: no unit matters.
     """
@@ -91,7 +108,7 @@ def covariance_root(precision: Array) -> Array:
     unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
     values, V = jnp.linalg.eigh(precision / unit / unit[:, None])
     size = jnp.abs(values)
-    size = jnp.maximum(size, FLAT * jnp.maximum(size.max(), FLAT))
+    size = jnp.maximum(size, least * jnp.maximum(size.max(), FLAT))
     R = jnp.linalg.qr((V / jnp.sqrt(size)).T / unit, mode="r")
     return R.T * jnp.sign(jnp.diagonal(R))
 
@@ -107,22 +124,23 @@ def local_guides(
     outer = jnp.concatenate([jnp.zeros(0), *(z[p].ravel() for p in guide.outer)])
 
     def around_outer(u: Array) -> dict[str, GuideParams]:
-        z_G = frame.centre + frame.root @ u
+        z_G = frame.place(u)
         found = laplace.outer_given(theta, z_G, z, data)
         return {
             p: guide.locals[p].around(*outer_precision(guide, p, *found[p])) for p in guide.outer
         }
 
     def around_rows(above: Array) -> dict[str, GuideParams]:
-        z_G = frame.centre + frame.root @ above[: fm.dim]
+        z_G = frame.place(above[: fm.dim])
         found = laplace.rows_given(theta, z_G, outer + above[fm.dim :], z, data)
-        return {p: guide.locals[p].around(*found[p]) for p in guide.rows}
+        return {p: guide.locals[p].around(*row_precision(guide, p, *found[p])) for p in guide.rows}
 
     nowhere, width = jnp.zeros(fm.dim), jnp.zeros(fm.dim + len(outer))
     like = _at_zero(guide, z, fm.dim, len(outer))
+    wide = frame.root.ndim == 1
     begun = {
-        **_coupled(around_outer, nowhere, {p: like[p] for p in guide.outer}),
-        **_coupled(around_rows, width, {p: like[p] for p in guide.rows}),
+        **_coupled(around_outer, nowhere, {p: like[p] for p in guide.outer}, wide),
+        **_coupled(around_rows, width, {p: like[p] for p in guide.rows}, wide),
     }
     return {p: _sound(begun[p], like[p]) for p in guide.locals}
 
@@ -147,12 +165,23 @@ def outer_precision(
     return mode, jnp.linalg.inv(blocks)
 
 
-def _coupled(f: Any, at: Array, like: dict[str, GuideParams]) -> dict[str, GuideParams]:
-    """Guides ``f(at)``, with the derivatives of ``f`` as couplings where ``like`` has them."""
+def row_precision(guide: Guide, plate: str, mode: Array, precision: Array) -> tuple[Array, Array]:
+    """Modes, and the precisions (n, d, d) as the guide of a plate of rows takes them."""
+    if not guide.locals[plate].joint:
+        return mode, precision
+    n, d = mode.shape
+    blocks = jnp.einsum("nij,nm->nimj", precision, jnp.eye(n))
+    return mode, blocks.reshape(n * d, n * d)
+
+
+def _coupled(f: Any, at: Array, like: dict[str, GuideParams], wide: bool) -> dict[str, GuideParams]:
+    """Guides ``f(at)``, with the derivatives of ``f`` as couplings where ``like`` has them; zeros
+    where there is too much to derive by.
+    """
     if not like:
         return {}
-    begun = f(at)
-    if not any("mean_coupling" in eta or "scale_coupling" in eta for eta in like.values()):
+    begun = {p: {**like[p], **eta} for p, eta in f(at).items()}
+    if wide or not any("mean_coupling" in eta or "scale_coupling" in eta for eta in like.values()):
         return begun
 
     def moving(at: Array) -> Any:

@@ -21,10 +21,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
@@ -37,14 +38,16 @@ from numpyro_fed.algorithms.base import (
     Reply,
     Shared,
 )
-from numpyro_fed.algorithms.laplace import Laplace
+from numpyro_fed.algorithms.laplace import LOG_2PI, Laplace
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import all_finite
 
-FAR = 3.0  # standard deviations, by the curvature, at which a density is looked at
+AWAY = (30.0, 3.0, 1.0)  # standard deviations, by the curvature, at which a density is looked at
 DAMPING = 1e-2  # at the start; of curvatures scaled to one
 FORGET = 0.1  # of a coordinate's scale is left where its curvature has become smaller
+LEAST = 1e-8  # damping
 STUCK = 1e8  # damping from which on no step is worth trying
 GAIN = 1e-4  # nats that an undamped step promises, at most, at a mode
 NUDGE = 1e-2  # from zero, where some densities have a kink: NumPyro's Bernoulli at a logit of 0
@@ -68,7 +71,8 @@ class Place(NamedTuple):
 class Search(NamedTuple):
     """Where a search is.
 
-    ``best`` is the best place so far, if any is ``known`` where all numbers are finite; ``trial``
+    ``best`` is the best place so far, if any is ``known`` where all numbers are finite, and
+    ``likelihood`` the silos' negative Hessian there among the effects (c, c); ``trial`` is
     the next one to be tried, which promises to gain ``promise`` nats; ``scale`` the
     curvature of each coordinate; ``idle`` counts steps without a gain; ``done`` says whether the
     search has ended, ``rests`` whether it did so at a mode, ``left`` whether every silo has been at
@@ -76,6 +80,7 @@ class Search(NamedTuple):
     """
 
     best: Place
+    likelihood: Array
     known: Array
     trial: Array
     promise: Array
@@ -107,7 +112,11 @@ class SiloState(NamedTuple):
 
 
 def mode(
-    fm: FederatedModel, number: int = 1, init_loc_fn: Callable | None = None
+    fm: FederatedModel,
+    number: int = 1,
+    init_loc_fn: Callable | None = None,
+    *,
+    most: int | None = None,
 ) -> FederatedAlgorithm:
     """Build the algorithm.
 
@@ -118,11 +127,13 @@ def mode(
     number : int
         Searches side by side: the first from ``init_loc_fn``, or zero in unconstrained space, the
         others from draws of the prior, or standard normals where it cannot be drawn from.
+    most : int, optional
+        Places that are tried, at most; one more exchange goes to the best of them.
     """
     unravel, n = unraveller(fm), unravelled(fm)
+    effects = effects_of(fm)
 
-    def log_prior(x: Array) -> tuple[Array, tuple[()]]:
-        return fm.log_prior(*unravel(x)), ()
+    log_prior = prior_of(fm)
 
     def init_server(key: Array) -> Search:
         def begin(x: Array) -> Search:
@@ -130,7 +141,8 @@ def mode(
             no, never = jnp.array(False), jnp.zeros((), jnp.int32)
             damping = jnp.array(DAMPING)
             one, none = jnp.ones(()), jnp.zeros(n)
-            return Search(nothing, no, x, one, none, damping, never, no, no, no, never)
+            own = jnp.zeros((len(effects), len(effects)))
+            return Search(nothing, own, no, x, one, none, damping, never, no, no, no, never)
 
         return jax.vmap(begin)(starting_places(fm, key, number, init_loc_fn))
 
@@ -152,9 +164,10 @@ def mode(
         state: Search, memo: Any, replies: Replies[Up], server_data: Any
     ) -> tuple[Search, Info]:
         def one(search: Search, up: Up) -> Search:
-            prior, _ = derivatives(log_prior, search.trial)
+            own = up.curvature[effects[:, None], effects]
+            prior, _ = derivatives(partial(log_prior, own), search.trial)
             here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
-            return _judged(search, Place(search.trial, *here))
+            return _judged(search, Place(search.trial, *here), own, most)
 
         after = jax.vmap(one)(state, replies.up)
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
@@ -171,6 +184,53 @@ def mode(
         nothing_private,
         done=lambda state: state.left.all(),
     )
+
+
+def effects_of(fm: FederatedModel) -> np.ndarray:
+    """Which coordinates are of global latents whose prior depends on other globals, or parameters.
+
+    Of such an effect and its scale together the density rises without end where the scale goes to
+    zero.
+    """
+    latents, unravel, n = fm.named("latent"), unraveller(fm), unravelled(fm)
+    own = n - fm.dim
+
+    def terms(x: Array) -> Array:
+        found = fm.prior_terms(*unravel(x))
+        return jnp.stack([found[s.name] for s in latents])
+
+    if not latents:
+        return np.zeros(0, int)
+    somewhere = NUDGE * (1.0 + np.arange(n) % 7)
+    reach = np.asarray(jit_once(jax.jacrev(terms))(jnp.asarray(somewhere))) != 0
+    depends = [
+        reach[i].sum() > reach[i, own + s.start : own + s.stop].sum() for i, s in enumerate(latents)
+    ]
+    found = [np.arange(s.start, s.stop) for s, d in zip(latents, depends, strict=True) if d]
+    return own + np.concatenate([np.zeros(0, int), *found])
+
+
+def prior_of(fm: FederatedModel) -> Callable[[Array, Array], tuple[Array, tuple[()]]]:
+    r"""The log prior (own, x) -> (value, ()), its effects integrated out by Laplace's method.
+
+    With the silos' negative Hessian ``own`` among the ``c`` effects ``b``, taken as given,
+
+    .. math::
+        \log p(z_G) + \tfrac c2 \log 2\pi - \tfrac12 \log\det(-\nabla_b^2 \log p(z_G) + A_b).
+    """
+    unravel, effects = unraveller(fm), effects_of(fm)
+
+    def joint(x: Array) -> Array:
+        return fm.log_prior(*unravel(x))
+
+    def value(own: Array, x: Array) -> tuple[Array, tuple[()]]:
+        if not len(effects):
+            return joint(x), ()
+        precision = own - jax.hessian(lambda b: joint(x.at[effects].set(b)))(x[effects])
+        log_det = 2 * jnp.log(jnp.diagonal(jnp.linalg.cholesky(precision))).sum()
+        return joint(x) + 0.5 * (len(effects) * LOG_2PI - log_det), ()
+
+    return value
 
 
 def starting_places(
@@ -235,8 +295,8 @@ class Shape(NamedTuple):
     """The parabola at the highest place.
 
     Its axes and the coordinates' own (n, 2 n), in units of each coordinate's own curvature; the
-    curvature along them (2 n,), flat from ``threshold`` on down; and the log densities at places on
-    both sides of each, far and near (8 n,).
+    curvature along them (2 n,), unsure from ``threshold`` on down; and the log densities at places
+    on both sides of each, farther, far and near (12 n,).
     """
 
     axes: Array
@@ -256,7 +316,7 @@ def parabola(search: Search) -> tuple[Shape, Around]:
     axes = jnp.concatenate([axes, jnp.eye(len(x))], 1)
     values = jnp.concatenate([values, jnp.ones(len(x))])
     away = (axes / jnp.sqrt(jnp.maximum(values, threshold)) / unit[:, None]).T
-    places = x + jnp.concatenate([FAR * away, -FAR * away, away, -away])
+    places = x + jnp.concatenate([share * away for far in AWAY for share in (far, -far)])
     shape = Shape(axes, values, jnp.asarray(threshold), jnp.full(len(places), jnp.nan))
     return shape, Around(places, i)
 
@@ -268,13 +328,13 @@ def around(fm: FederatedModel) -> Exchange:
     search sees: where a likelihood levels off, as that of a separable logistic regression does far
     out, each step promises little, too.
     """
-    laplace, unravel = Laplace(fm), unraveller(fm)
+    laplace, unravel, log_prior = Laplace(fm), unraveller(fm), prior_of(fm)
 
     def broadcast(
         noise: Any, state: Search, who: Array, server_data: Any
-    ) -> tuple[Around, tuple[Shape, Array]]:
+    ) -> tuple[Around, tuple[Shape, Array, Array]]:
         shape, there = parabola(state)
-        return there, (shape, there.places)
+        return there, (shape, there.places, state.likelihood[there.start])
 
     def silo(
         noise: Any, down: Around, state: SiloState, data: SiloData
@@ -290,10 +350,10 @@ def around(fm: FederatedModel) -> Exchange:
         return Reply(values, jnp.array(True)), state
 
     def server(
-        state: Search, memo: tuple[Shape, Array], replies: Replies[Array], server_data: Any
+        state: Search, memo: tuple[Shape, Array, Array], replies: Replies[Array], server_data: Any
     ) -> tuple[Shape, Info]:
-        shape, places = memo
-        prior = jax.vmap(lambda x: fm.log_prior(*unravel(x)))(places)
+        shape, places, own = memo
+        prior = jax.lax.map(lambda x: log_prior(own, x)[0], places, batch_size=len(shape.values))
         seen = shape._replace(densities=prior + replies.up)
         return seen, Info(jnp.zeros(()), jnp.array(True))
 
@@ -325,7 +385,20 @@ def derivatives(f: Any, x: Array) -> tuple[Place, Any]:
     return Place(x, value, g, -0.5 * (H + H.T)), more
 
 
-def highest(state: Search) -> Array:
+class Searching(Protocol):
+    """What the states of searches have in common."""
+
+    @property
+    def best(self) -> Place: ...
+
+    @property
+    def known(self) -> Array: ...
+
+    @property
+    def rests(self) -> Array: ...
+
+
+def highest(state: Searching) -> Array:
     """The start that has come highest."""
     return jnp.argmax(jnp.where(state.known, state.best.value, -jnp.inf))
 
@@ -335,7 +408,7 @@ def chosen(which: Array, one: Any, other: Any) -> Any:
     return jax.tree.map(partial(jnp.where, which), one, other)
 
 
-def _judged(search: Search, here: Place) -> Search:
+def _judged(search: Search, here: Place, own: Array, most: int | None) -> Search:
     """Keep what was tried if it is better, and choose what to try next."""
     best, known = search.best, search.known
     near = ROUNDINGS * jnp.finfo(here.value.dtype).eps * jnp.abs(best.value)
@@ -346,6 +419,7 @@ def _judged(search: Search, here: Place) -> Search:
     kept = jnp.where(ratio < 0.25, 4 * search.damping, kept)
     kept = jnp.where(known, kept, search.damping)
     damping = jnp.where(better, kept, jnp.where(known, 10, 1) * search.damping)
+    damping = jnp.maximum(damping, LEAST)
     gained = better & (~known | (here.value > best.value + near))
     idle = jnp.where(gained, 0, search.idle + better)
     at = chosen(better, here, best)
@@ -355,11 +429,26 @@ def _judged(search: Search, here: Place) -> Search:
     rests = better & (gain <= GAIN)
     lost = ~known & ~fine & ((search.tried >= HALVINGS) | (search.trial == 0).all())
     done = rests | (damping > STUCK) | (idle >= IDLE) | lost
+    if most is not None:
+        done |= search.tried + 1 >= most
     # From a start at which something is not finite, halfway back to zero.
     trial = jnp.where(known | fine, at.x + step, 0.5 * search.trial)
     trial = jnp.where(done, at.x, trial)
     no, tried = search.left, search.tried + 1
-    after = Search(at, known | fine, trial, promise, scale, damping, idle, done, rests, no, tried)
+    after = Search(
+        at,
+        jnp.where(better, own, search.likelihood),
+        known | fine,
+        trial,
+        promise,
+        scale,
+        damping,
+        idle,
+        done,
+        rests,
+        no,
+        tried,
+    )
     over = search._replace(left=jnp.array(True))
     return chosen(search.done, over, after)
 

@@ -81,7 +81,11 @@ class Climb(NamedTuple):
 
 
 def wide_mode(
-    fm: FederatedModel, number: int = 1, init_loc_fn: Callable | None = None
+    fm: FederatedModel,
+    number: int = 1,
+    init_loc_fn: Callable | None = None,
+    *,
+    most: int | None = None,
 ) -> FederatedAlgorithm:
     """Build the algorithm; arguments as for :func:`numpyro_fed.algorithms.mode.mode`."""
     unravel, n = unraveller(fm), unravelled(fm)
@@ -115,12 +119,12 @@ def wide_mode(
         return asked(fm, derive, down.place, state, data)
 
     def server(
-        state: Climb, closer: Array, replies: Replies[Up], server_data: Any
+        state: Climb, memo: Array, replies: Replies[Up], server_data: Any
     ) -> tuple[Climb, Info]:
         def one(climb: Climb, up: Up) -> Climb:
-            prior, _ = sloped(log_prior, climb.trial, closer)
+            prior, _ = sloped(log_prior, climb.trial, memo)
             here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
-            return _judged(climb, Place(climb.trial, *here))
+            return _judged(climb, Place(climb.trial, *here), most)
 
         after = jax.vmap(one)(state, replies.up)
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
@@ -160,7 +164,7 @@ def _lbfgs() -> optax.GradientTransformation:
     return optax.scale_by_lbfgs(MEMORY)
 
 
-def _judged(climb: Climb, here: Place) -> Climb:
+def _judged(climb: Climb, here: Place, most: int | None) -> Climb:
     """Keep what was tried if it is better, and choose what to try next."""
     best, known, looked = climb.best, climb.known, climb.closer
     near = ROUNDINGS * jnp.finfo(here.value.dtype).eps * jnp.abs(best.value)
@@ -187,6 +191,8 @@ def _judged(climb: Climb, here: Place) -> Climb:
     stuck = failed & (climb.memory.count <= 1)
     lost = ~known & ~fine & ((climb.tried >= HALVINGS) | (climb.trial == 0).all())
     done = (idle >= IDLE) | stuck | lost
+    if most is not None:
+        done |= climb.tried + 1 >= most
     afresh = stepped & (steps >= AFRESH) & (jnp.bitwise_count(steps) == 1)
     found = known | fine
     closer = ~found | done | afresh

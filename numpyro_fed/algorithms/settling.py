@@ -2,10 +2,14 @@ r"""Whether stochastic steps have come to rest: windows of rounds, compared with
 
 A single bound is too noisy to tell, and so are parameters after a single step. Means over windows
 of rounds are not (Dhaka et al. 2020; Welandawe et al. 2022, RABVI, section 4): a run has settled
-when, ``CALM`` times in a row, the bound has not risen by more than twice the standard error of its
-change, and no parameter's mean has moved by ``STILL``, in coordinates in which the posterior is
-about standard. Steps that have become small do not look like rest: at most a few hundredths of what
-they could move in a window is allowed.
+when, ``CALM`` times in a row,
+
+- the bound has not risen by more than twice the standard error of its change,
+- parameters do not travel: with :math:`\bar x_w` the mean of a parameter over window ``w`` and
+  :math:`\ell_w` the length of its path there, :math:`(\bar x_w - \bar x_{w-1}) / \ell_w`, averaged
+  over the last windows, is near one where every step leads the same way, however small the steps
+  are, and near zero where they only shake,
+- and, in coordinates in which the posterior is about standard, no mean has moved by ``STILL``.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ from jax import Array
 
 WINDOW = 50  # rounds
 CALM = 2
+LEAST = 4  # windows, before travel can be told from shaking
+MEMORY = 0.7  # of earlier windows' travel, when the next one comes
+TRAVEL, FARTHEST = 0.5, 0.9  # on average over parameters, and of any
 STILL = 0.03  # standard deviations, and relative changes of them
 GAIN = 0.02  # nats of the bound that do not matter
 
@@ -25,13 +32,17 @@ GAIN = 0.02  # nats of the bound that do not matter
 class Course(NamedTuple):
     """Sums over the window so far, means of the one before, quiet windows in a row.
 
-    ``params`` are those that should rest; empty where only the bound is looked at.
+    ``last`` are the parameters after the last round, ``path`` how far they have gone in this
+    window, and ``travel`` averages what share of that led anywhere, over windows.
     """
 
     rounds: Array
     loss: Array
     squares: Array
     params: Any
+    last: Any
+    path: Any
+    travel: Any
     mean_before: Array
     error_before: Array
     params_before: Any
@@ -41,41 +52,63 @@ class Course(NamedTuple):
 def begin(params: Any) -> Course:
     """Nothing seen yet."""
     zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
-    still = jax.tree.map(jnp.zeros_like, params)
-    return Course(none, zero, zero, still, jnp.array(jnp.finfo(zero.dtype).max), zero, still, none)
+    still, far = jax.tree.map(jnp.zeros_like, params), jnp.array(jnp.finfo(zero.dtype).max)
+    return Course(none, zero, zero, still, params, still, still, far, zero, still, none)
 
 
-def follow(course: Course, loss: Array, params: Any) -> Course:
-    """One more round."""
+def follow(course: Course, loss: Array, params: Any, *, standard: bool) -> Course:
+    """One more round; ``standard`` says in which coordinates the parameters are."""
     # Losses are summed from that of the first round in the window: large ones would cancel.
     first = course.rounds % WINDOW == 0
-    params = jax.tree.map(lambda a, b: jnp.where(first, 0.0, a) + b / WINDOW, course.params, params)
+    mean = jax.tree.map(lambda a, b: jnp.where(first, 0.0, a) + b / WINDOW, course.params, params)
+    path = jax.tree.map(
+        lambda a, b, c: jnp.where(first, 0.0, a) + jnp.abs(b - c), course.path, params, course.last
+    )
     number = (course.rounds % WINDOW + 1).astype(loss.dtype)
-    mean = jnp.where(first, 0.0, course.loss)
-    off = loss - mean
-    mean = mean + off / number
-    squares = jnp.where(first, 0.0, course.squares) + off * (loss - mean)
-    now = course._replace(rounds=course.rounds + 1, loss=mean, squares=squares, params=params)
-    ends = now.rounds % WINDOW == 0
-    return jax.tree.map(lambda a, b: jnp.where(ends, a, b), _closed(now), now)
+    loss_mean = jnp.where(first, 0.0, course.loss)
+    off = loss - loss_mean
+    loss_mean = loss_mean + off / number
+    now = course._replace(
+        rounds=course.rounds + 1,
+        loss=loss_mean,
+        squares=jnp.where(first, 0.0, course.squares) + off * (loss - loss_mean),
+        params=mean,
+        last=params,
+        path=path,
+    )
+    return jax.lax.cond(now.rounds % WINDOW == 0, lambda c: _closed(c, standard), lambda c: c, now)
 
 
-def _closed(course: Course) -> Course:
+def _closed(course: Course, standard: bool) -> Course:
     """The end of a window."""
     error = jnp.sqrt(course.squares / (WINDOW - 1) / WINDOW)
     gain = course.mean_before - course.loss
     noise = 2 * jnp.hypot(error, course.error_before)
-    moves = jax.tree.map(
-        lambda a, b: jnp.abs(a - b).max(initial=0.0), course.params, course.params_before
-    )
-    moved = jnp.stack([jnp.zeros(()), *jax.tree.leaves(moves)]).max()
-    quiet = (gain <= jnp.maximum(GAIN, noise)) & (moved <= STILL)
+    moves = jax.tree.map(jnp.subtract, course.params, course.params_before)
+    travel = jax.tree.map(_averaged, course.travel, moves, course.path)
+    windows = course.rounds // WINDOW - 1  # with one before
+    share = jnp.abs(_flat(travel)) / (1 - MEMORY**windows)
+    still = (share.mean() <= TRAVEL) & (share.max() <= FARTHEST) & (windows >= LEAST)
+    if standard:
+        still &= jnp.abs(_flat(moves)).max() <= STILL
+    quiet = (gain <= jnp.maximum(GAIN, noise)) & still
     return course._replace(
+        travel=jax.tree.map(lambda a: jnp.where(windows > 0, a, 0.0), travel),
         mean_before=course.loss,
         error_before=error,
         params_before=course.params,
         calm=jnp.where(quiet, course.calm + 1, 0),
     )
+
+
+def _averaged(travel: Array, move: Array, path: Array) -> Array:
+    share = move / jnp.where(path > 0, path, 1.0)
+    return MEMORY * travel + (1 - MEMORY) * jnp.where(path > 0, share, 0.0)
+
+
+def _flat(tree: Any) -> Array:
+    """All numbers of a tree, and a zero."""
+    return jnp.concatenate([jnp.zeros(1), *(jnp.ravel(a) for a in jax.tree.leaves(tree))])
 
 
 def settled(course: Course) -> Array:

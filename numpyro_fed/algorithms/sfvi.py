@@ -31,7 +31,6 @@ from numpyro_fed.algorithms.base import (
     Shared,
 )
 from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_frame, somewhere
-from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.guides.gaussian import GuideParams
@@ -97,10 +96,12 @@ def sfvi(
     num_particles: int,
     *,
     from_mode: bool = False,
+    wide: bool = False,
 ) -> FederatedAlgorithm:
     """Build the algorithm; the server and every silo use ``optim``, each with its own state.
 
-    ``from_mode`` says that states come from :func:`sfvi_from_mode`.
+    ``from_mode`` says that states come from :func:`sfvi_from_mode`, ``wide`` that the search there
+    is for many globals.
     """
 
     def placed(params: dict[str, Any], reference: Reference | tuple[()]) -> Shared:
@@ -131,10 +132,10 @@ def sfvi(
 
     def init_server(key: Array) -> ServerState:
         if from_mode:
-            return server_from(fm, guide, optim, key, somewhere(fm, fm.init_theta(key)))
+            return server_from(fm, guide, optim, key, somewhere(fm, fm.init_theta(key), wide=wide))
         key_theta, key_guide = jax.random.split(key)
         params = {"theta": fm.init_theta(key_theta), "guide": guide.init_global(key_guide)}
-        return ServerState(params, optim.init(params), settling.begin(()))
+        return ServerState(params, optim.init(params), settling.begin(params))
 
     def init_silo(key: Array, data: SiloData) -> SiloState:
         key_private, key_guide = jax.random.split(key)
@@ -143,7 +144,8 @@ def sfvi(
             "guide": guide.init_local(key_guide, data),
         }
         if from_mode:
-            return silo_from(optim, params["private"], params["guide"], jnp.eye(fm.dim))
+            whitener = jnp.ones(fm.dim) if wide else jnp.eye(fm.dim)
+            return silo_from(optim, params["private"], params["guide"], whitener)
         return SiloState(params, optim.init(params))
 
     def server_noise(key: Array) -> Any:
@@ -183,8 +185,8 @@ def sfvi(
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))
         params, opt_state = _ascend(optim, gradient, state.opt_state, state.params)
         total = value + up.bound
-        watched = params if state.reference else ()
-        course = settling.follow(state.course, -total, watched)
+        standard = bool(state.reference)
+        course = settling.follow(state.course, -total, params, standard=standard)
         after = state._replace(params=params, opt_state=opt_state, course=course)
         return after, Info(-total, replies.ok & all_finite((total, gradient)))
 
@@ -237,12 +239,12 @@ def sfvi_from_mode(
     def silo(
         noise: Any, down: Frame, state: Looked, data: SiloData
     ) -> tuple[Reply[tuple[()]], SiloState]:
-        z_L = jax.tree.map(lambda a: a[0], state.z_L)
+        z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
         eta = local_guides(fm, guide, {**down.theta, **state.private}, down, z_L, data)
         return Reply((), all_finite(eta)), silo_from(optim, state.private, eta, down.whitener)
 
     def server(
-        state: Search, memo: tuple[Array, Frame], replies: Replies, server_data: Any
+        state: Any, memo: tuple[Array, Frame], replies: Replies, server_data: Any
     ) -> tuple[ServerState, Info]:
         key, frame = memo
         after = server_from(fm, guide, optim, key, frame)

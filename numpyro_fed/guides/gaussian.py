@@ -46,8 +46,8 @@ class GlobalGuide(NamedTuple):
     centre : eta -> (dim,)
         Where the guide is centred; local guides measure ``z_G`` from there.
     around : (key, loc, root) -> eta
-        The normal distribution with this mean and Cholesky factor of the covariance, or what comes
-        near it.
+        The normal distribution with this mean and Cholesky factor of the covariance (dim, dim), or
+        standard deviations (dim,), or what comes near it.
     moved : (eta, step) -> eta
         The guide after a step in coordinates in which it is about standard: ``step`` has the
         structure of ``eta``, and is zero for no move.
@@ -145,7 +145,7 @@ def full(dim: int, init_scale: float) -> GlobalGuide:
         return _standard_normal(standard).sum() - eta["log_scale"].sum()
 
     def around(key: Array, loc: Array, root: Array) -> GuideParams:
-        return {"loc": loc, **cholesky_parts(root)}
+        return {"loc": loc, **cholesky_parts(as_matrix(root))}
 
     return _sticking(dim, init, place, log_density, around, moved_full)
 
@@ -181,8 +181,15 @@ def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
     return _sticking(dim + rank, init, place, log_density, around, moved)
 
 
+def as_matrix(root: Array) -> Array:
+    """A Cholesky factor, from one or from standard deviations."""
+    return jnp.diag(root) if root.ndim == 1 else root
+
+
 def _conditional_log_scale(root: Array) -> Array:
-    """Of each number given all others, from a Cholesky factor of the covariance."""
+    """Of each number given all others, from a Cholesky factor of the covariance, or from them."""
+    if root.ndim == 1:
+        return jnp.log(root)
     inverse = solve_triangular(root, jnp.eye(len(root)), lower=True)
     return -0.5 * jnp.log((inverse**2).sum(0))
 

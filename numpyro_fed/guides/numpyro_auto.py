@@ -26,6 +26,7 @@ from numpyro_fed.expfam.gaussian import cholesky_factor, cholesky_parts
 from numpyro_fed.guides.gaussian import (
     GlobalGuide,
     GuideParams,
+    as_matrix,
     diagonal,
     low_rank,
     standard_normals,
@@ -93,7 +94,7 @@ def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
         return {name: bijections[name].inv(site["value"]) for name, site in sites.items()}
 
     def around(key: Array, loc: Array, root: Array) -> GuideParams:
-        return {**init(key, jnp.zeros(dim)), FRAME: {"loc": loc, **cholesky_parts(root)}}
+        return {**init(key, jnp.zeros(dim)), FRAME: {"loc": loc, **cholesky_parts(as_matrix(root))}}
 
     def moved(eta: GuideParams, step: GuideParams) -> GuideParams:
         after = jax.tree.map(jnp.add, eta, step)

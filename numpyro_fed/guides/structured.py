@@ -108,9 +108,9 @@ class Origin(NamedTuple):
     Attributes
     ----------
     centre : (dim,) array
-    whitener : (dim, dim) array or None
-        What turns a difference into units of about one posterior standard deviation; None leaves
-        it as it is.
+    whitener : (dim, dim) or (dim,) array, or None
+        What turns a difference into units of about one posterior standard deviation, all together
+        or each on its own; None leaves it as it is.
     """
 
     centre: Array
@@ -119,7 +119,9 @@ class Origin(NamedTuple):
     def away(self, z_G: Array) -> Array:
         """How far the globals are from here."""
         away = z_G - self.centre
-        return away if self.whitener is None else self.whitener @ away
+        if self.whitener is None:
+            return away
+        return self.whitener * away if self.whitener.ndim == 1 else self.whitener @ away
 
 
 class Guide(NamedTuple):

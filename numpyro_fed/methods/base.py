@@ -18,8 +18,14 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.algorithms.mode import unravelled
-from numpyro_fed.errors import CallbackError, GuideError, NonFiniteError, positive_int
-from numpyro_fed.methods.mode import Mode, begin
+from numpyro_fed.errors import (
+    CallbackError,
+    GuideError,
+    ModelError,
+    NonFiniteError,
+    positive_int,
+)
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode, begin, why_coupled
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
@@ -35,7 +41,7 @@ from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import State, on_device
 
-SEARCHED_UP_TO = 300  # shared parameters and globals
+WIDE_UP_TO = 10_000  # by L-BFGS
 RUNTIMES = {"simulation": simulation, "host": host}
 
 
@@ -118,7 +124,7 @@ class Method(ABC):
             raise ValueError(f"stop={stop!r}: expected 'converged' or None.")
         fit, held = self._prepare(silos, runtime)
         if init_state is None:
-            state, start = begin(fit, key, held.batches, RUNTIMES[runtime])
+            state, start = begin(fit, key, held.batches, RUNTIMES[runtime], held.buckets)
         else:
             state, start = fit.check_state(init_state, held), None
         self._check_rounds(state, num_rounds)
@@ -243,11 +249,14 @@ class Method(ABC):
         return known[name] if name in known else weighing(built, name)[0]
 
     def admit(self, built: Built, name: str, number: int, data: SiloData) -> None:
-        """Refuse an exchange that weighs each row's own draws where a silo's rows are coupled."""
+        """Refuse an exchange that treats rows one by one where a silo's rows are coupled."""
         draws = json.loads(name)["inner_draws"] if name.startswith("{") else built.draws
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
-        alone = Bucket((number,), ({},), stack)
-        check_rows_apart(built.model, checks(built.model), draws, [alone])
+        alone, asks = [Bucket((number,), ({},), stack)], checks(built.model)
+        check_rows_apart(built.model, asks, draws, alone)
+        opening = name in {x.name for x in built.opening}
+        if opening and (coupled := why_coupled(built.model, asks, alone)) is not None:
+            raise ModelError(f"{coupled}. Use start=None.")
 
     def _planned(self, fm: FederatedModel, plan: Plan) -> Plan:
         return replace(plan, settings=json.dumps(self._resolved(fm, plan), sort_keys=True))
@@ -291,9 +300,17 @@ class Method(ABC):
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
 
 
-def start_of(asked: str | None, fm: FederatedModel) -> str | None:
-    """Where a run begins: at the mode, if there is something to search over and not too much."""
-    return asked if 0 < unravelled(fm) <= SEARCHED_UP_TO else None
+def start_of(asked: str | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
+    """Where a run begins: at the mode, if there is something to search over and not too much.
+
+    ``"wide"`` is a search by L-BFGS, for those who can begin there.
+    """
+    number = unravelled(fm)
+    if asked is None or not number:
+        return None
+    if number <= SEARCHED_UP_TO:
+        return asked
+    return "wide" if wide and number <= WIDE_UP_TO else None
 
 
 def check_memory(algorithm: FederatedAlgorithm, buckets: Sequence[Bucket]) -> None:

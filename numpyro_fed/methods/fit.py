@@ -16,8 +16,8 @@ from jax import Array
 from tqdm.auto import tqdm
 
 from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
-from numpyro_fed.methods.base import SEARCHED_UP_TO, _one_key
-from numpyro_fed.methods.mode import Mode
+from numpyro_fed.methods.base import _one_key
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model import data as silo_data

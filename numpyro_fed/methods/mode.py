@@ -13,29 +13,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.algorithms.mode import (
-    FAR,
+    AWAY,
     ROUNDINGS,
     Search,
     Shape,
     around,
+    effects_of,
     highest,
     mode,
-    parabola,
+    unravelled,
     unraveller,
 )
+from numpyro_fed.algorithms.mode_wide import Climb, wide_mode
 from numpyro_fed.errors import ModelError, NonFiniteError, positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.verdicts import Checks, coupled_rows
 from numpyro_fed.results.base import Fit
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule, on_device
 from numpyro_fed.trees import strong
 
-MOST = 100  # exchanges of a start
+MOST = {"mode": 100, "wide": 300}  # places that a start tries
+SEARCHED_UP_TO = 300  # shared parameters and globals, by Newton's method
 SEARCH = "search"  # under which a fit keeps its runtime
 OPENING = 2**31 - 1  # in the place of a round's number, in keys
 FALL = 0.1  # nats: a normal density has fallen by 4.5 there
@@ -45,6 +50,10 @@ FALL = 0.1  # nats: a normal density has fallen by 4.5 there
 class Mode:
     r"""The highest point of the posterior density that was found, unconstrained.
 
+    The density is that of the globals whose prior depends on no other; effects whose prior does (as
+    ``b ~ Normal(mu, tau)`` outside of silo plates) are at their own mode given those, and
+    integrated out by Laplace's method: of an effect and its scale together there may be no mode.
+
     Attributes
     ----------
     sites : dict
@@ -53,11 +62,13 @@ class Mode:
         Shared parameters there.
     z_G : (dim,) array
         The globals, unconstrained; the mode is that of their density in this space.
-    curvature : (n, n) array
-        The negative Hessian of the log density there, of shared parameters and then ``z_G``.
+    curvature : (n, n) or (n,) array
+        The negative Hessian of the log density there, of shared parameters and then ``z_G``; its
+        diagonal alone above 300 of them.
     log_evidence : float or None
-        Laplace's approximation, :math:`\ell(\hat z) + \tfrac n2 \log 2\pi - \tfrac12 \log\det A`;
-        None where a direction is open.
+        Laplace's approximation, :math:`\ell(\hat z) + \tfrac d2 \log 2\pi - \tfrac12 \log\det A`,
+        of ``d`` globals with the negative Hessian ``A`` of their log density :math:`\ell`, shared
+        parameters as they are; None where a direction is open, or only a diagonal is known.
     num_exchanges : int
         Messages that each silo sent.
     converged : bool
@@ -86,8 +97,8 @@ class Mode:
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        """The inverse of :attr:`curvature` (n, n)."""
-        return np.linalg.inv(self.curvature)
+        """The inverse of :attr:`curvature` (n, n); (n,) where that is a diagonal."""
+        return 1 / self.curvature if self.curvature.ndim == 1 else np.linalg.inv(self.curvature)
 
 
 def find_mode(
@@ -103,6 +114,8 @@ def find_mode(
 
     By a damped Newton method: each silo sends its log likelihood with gradient and Hessian, its
     latents integrated by Laplace's method, and the server adds them up. Nothing has to be scaled.
+    Above 300 shared parameters and globals silos send gradients, and the server takes steps of
+    L-BFGS in coordinates that the Hessian's diagonal scales, which takes hundreds of exchanges.
 
     Parameters
     ----------
@@ -145,45 +158,58 @@ def find_mode(
     layout, buckets = lay_out(model, silo_data.read(silos))
     fm, batches = layout.model, on_device(buckets)
     _check(fm)
-    algorithm = mode(fm, starts)
-    runtime = simulation(algorithm)
+    if (coupled := why_coupled(fm, layout.checks, buckets)) is not None:
+        raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
+    wide = unravelled(fm) > SEARCHED_UP_TO
+    runtime = simulation(wide_mode(fm, starts) if wide else mode(fm, starts))
     state = runtime.init(key, batches)
     run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True)
     search = jax.tree.map(np.asarray, run.state.server)
     if not search.known.any():
         raise _not_found(int(run.state.round), starts)
-    shape, *_ = runtime.single(around(fm))(key, run.state.server, run.state.silos, batches)
-    found = _mode(fm, search, jax.tree.map(np.asarray, shape), int(run.state.round) + 1)
+    shape, exchanges = None, int(run.state.round)
+    if not wide:
+        shape, *_ = runtime.single(around(fm))(key, run.state.server, run.state.silos, batches)
+        shape, exchanges = jax.tree.map(np.asarray, shape), exchanges + 1
+    found = _mode(fm, search, shape, exchanges)
     _warn(found)
     return found
 
 
 def begin(
-    fit: Fit, key: Array, batches: tuple[Batch, ...], runtime_of: Callable[..., Runtime]
+    fit: Fit,
+    key: Array,
+    batches: tuple[Batch, ...],
+    runtime_of: Callable[..., Runtime],
+    buckets: Sequence[Bucket] = (),
 ) -> tuple[State, Mode | None]:
     """The first state of a run that starts at the mode, and the mode.
 
-    Where nothing is finite, the algorithm's own first state, with a warning.
+    Where nothing is finite, or rows read each other's latents, the algorithm's own first state,
+    with a warning.
 
     Raises
     ------
     ModelError
         Naming the directions in which the posterior is improper, where a prior is flat.
     """
-    if fit.built.start is None:
-        return fit.runtime.init(key, batches), None
     fm, start = fit.model, fit.built.start
+    if start is None:
+        return fit.runtime.init(key, batches), None
+    if (coupled := why_coupled(fm, fit.checks, buckets)) is not None:
+        warnings.warn(f"{coupled}: the run starts at zero, as start=None does.", stacklevel=4)
+        return fit.runtime.init(key, batches), None
     if SEARCH not in fit.compiled:
         fit.compiled[SEARCH] = runtime_of(start.search)
     runtime = fit.compiled[SEARCH]
     key_search, key_begin = jax.random.split(jax.random.fold_in(key, OPENING))
     state = runtime.init(key_search, batches)
-    run = drive(runtime, key_search, state, batches, MOST, False, stop=True)
+    run = drive(runtime, key_search, state, batches, max(MOST.values()) + 2, False, stop=True)
     search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
     first = None
     if search.known.any():
-        found = _mode(fm, search, jax.tree.map(np.asarray, parabola(search)[0]), exchanges)
-        if fm.flat:
+        found = _mode(fm, search, None, exchanges)
+        if fm.flat and start.around is not None and found.converged:
             looked = _single(fit, runtime, start.around)
             shape, *_ = looked(key_begin, run.state.server, run.state.silos, batches)
             found = _mode(fm, search, jax.tree.map(np.asarray, shape), exchanges + 1)
@@ -219,7 +245,8 @@ def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:
     return ModelError(
         f"the posterior is improper: it does not fall along {' and '.join(open)} (unconstrained, "
         f"each in units of its own curvature), where the prior of '{fm.flat[0]}' is flat. Give it "
-        "a proper prior, or leave out a column that others add up to."
+        "a proper prior, or leave out a column that others add up to. Where columns are merely "
+        "alike, double precision (jax.config.update('jax_enable_x64', True)) tells them apart."
     )
 
 
@@ -249,45 +276,79 @@ def _check(fm: FederatedModel) -> None:
 
 
 def _open(shape: Shape, falls: np.ndarray, least: float, names: Sequence[str]) -> tuple[str, ...]:
-    """The directions in which a density is open that falls so much at the places (8 n,).
+    """The directions in which a density is open that falls so much at the places (12 n,).
 
-    Where it is NaN far out, it is looked at nearer.
+    Where it is NaN, it is looked at nearer. What falls farther out alone is not open: where the
+    curvature is below what this precision can tell, the look is not far enough.
     """
-    far, near = falls.reshape(2, 2, -1)
-    hardly = np.where(np.isnan(far), ~(near >= least / FAR**2), far < least)
+    farther, far, near = falls.reshape(len(AWAY), 2, -1)
+    hardly = np.where(np.isnan(far), ~(near >= least * (AWAY[2] / AWAY[1]) ** 2), far < least)
+    hardly &= ~((farther >= least) & (shape.values <= shape.threshold))
     found = []
     for k, axis in enumerate(shape.axes.T):
-        if shape.values[k] <= shape.threshold or hardly[:, k].any():
+        if hardly[:, k].any():
             signed = -axis if hardly[1, k] and not hardly[0, k] else axis
             parts = zip(signed, names, strict=True)
             found.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
     return tuple(found)
 
 
-def _mode(fm: FederatedModel, search: Search, shape: Shape, num_exchanges: int) -> Mode:
-    """The densities of ``shape`` may be unknown, all NaN."""
+def _mode(
+    fm: FederatedModel, search: Search | Climb, shape: Shape | None, num_exchanges: int
+) -> Mode:
+    """``shape`` is None where nobody has looked around."""
     i, names = int(highest(search)), _names(fm)
     theta, z_G = unraveller(fm)(search.best.x[i])
     curvature = np.asarray(search.best.curvature[i], float)
-    _, log_det = np.linalg.slogdet(curvature)
-    value = float(search.best.value[i])
-    rounding = ROUNDINGS * np.finfo(search.best.x.dtype).eps * abs(value)
-    unknown = np.isnan(shape.densities).all()
-    falls = np.full_like(shape.densities, np.inf) if unknown else value - shape.densities
-    flat = _open(shape, np.asarray(falls), max(FALL, rounding), names)
-    evidence = value + 0.5 * (len(curvature) * np.log(2 * np.pi) - log_det)
+    value, flat = float(search.best.value[i]), tuple[str, ...]()
+    if shape is not None:
+        rounding = ROUNDINGS * np.finfo(search.best.x.dtype).eps * abs(value)
+        flat = _open(shape, value - np.asarray(shape.densities), max(FALL, rounding), names)
+    evidence = None if flat else _log_evidence(fm, value, curvature)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
     return Mode(
         sites=sites,
         theta=jax.tree.map(np.asarray, fm.constrain_theta(theta)),
         z_G=np.asarray(z_G),
         curvature=curvature,
-        log_evidence=None if flat else float(evidence),
+        log_evidence=evidence,
         num_exchanges=num_exchanges,
         converged=bool(search.rests[i]) and not flat,
         values=np.where(search.known, search.best.value, -np.inf),
         names=names,
         flat=flat,
+    )
+
+
+def _log_evidence(fm: FederatedModel, value: float, curvature: np.ndarray) -> float | None:
+    """By Laplace's method over the globals that ``value`` is a density of; None for a diagonal."""
+    if curvature.ndim == 1:
+        return None
+    own, effects = len(curvature) - fm.dim, effects_of(fm)
+    number = fm.dim - len(effects)
+    log_det = np.linalg.slogdet(curvature[own:, own:])[1]
+    log_det -= np.linalg.slogdet(curvature[np.ix_(effects, effects)])[1]
+    return float(value + 0.5 * (number * np.log(2 * np.pi) - log_det))
+
+
+def search_of(
+    kind: str, fm: FederatedModel, starts: int, init_loc_fn: Callable | None
+) -> FederatedAlgorithm:
+    """The search with which a run starts."""
+    if kind == "wide":
+        return wide_mode(fm, starts, init_loc_fn, most=MOST[kind])
+    return mode(fm, starts, init_loc_fn, most=MOST[kind])
+
+
+def why_coupled(fm: FederatedModel, asks: Checks | None, buckets: Sequence[Bucket]) -> str | None:
+    """Why Laplace's method cannot be used row by row, if it cannot."""
+    found = None if asks is None else coupled_rows(fm, asks, buckets)
+    if found is None:
+        return None
+    silo, plate = found
+    return (
+        f"silo {silo}, silo_plate '{plate}': the term of a row reads latents of other rows, so "
+        "that the silo's latents cannot be integrated row by row in a search for the mode"
     )
 
 

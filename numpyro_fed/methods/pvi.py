@@ -15,7 +15,7 @@ import optax
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.mode import around, mode
+from numpyro_fed.algorithms.mode import around
 from numpyro_fed.algorithms.pvi.algorithm import pvi
 from numpyro_fed.algorithms.pvi.begin import pvi_from_mode
 from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
@@ -40,6 +40,7 @@ from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.base import Method, start_of
+from numpyro_fed.methods.mode import search_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
@@ -131,6 +132,8 @@ class PVI(Method):
         Laplace's approximation, and flat priors are allowed. Visits work in coordinates in which
         the posterior is standard. Up to 300 globals, for ``deletion="own"``, and not where one pass
         in closed form is exact; else as None: at the prior.
+    starts : int
+        Searches for the mode, side by side in one program; the highest is where the run starts.
     start_scale : float or None
         Without a start at the mode, a silo's first visit starts no wider than this; None starts at
         the prior.
@@ -179,6 +182,7 @@ class PVI(Method):
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
     theta_optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     start: str | None = field(default="mode", kw_only=True)
+    starts: int = field(default=1, kw_only=True)
     start_scale: float | None = field(default=0.1, kw_only=True)
     evidence_draws: int = field(default=32, kw_only=True)
     loss: Callable | None = field(default=None, kw_only=True)
@@ -212,6 +216,7 @@ class PVI(Method):
                 "server's own factor out as well. Use a prior in the family."
             )
         positive_int("evidence_draws", self.evidence_draws)
+        positive_int("starts", self.starts)
         if self.local is not None and not hasattr(self.local, "solve"):
             raise TypeError(
                 f"local must be one of numpyro_fed.local, such as local.Optax(steps=500), got "
@@ -271,6 +276,7 @@ class PVI(Method):
             **{name: _described(getattr(self, name)) for name in SAVED},
             "local": _described(self._local(plan)),
             "start": self._start(fm, plan),
+            "starts": self.starts,
             "objective": _described(self.objective),
             "guide": resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
             "conjugate": plan.facts.verdict("conjugate"),
@@ -331,7 +337,7 @@ class PVI(Method):
         )
         algorithm, start = pvi(parts, settings), None
         if settings.from_mode:
-            search = mode(fm, 1, init_loc_fn_of(self.guide))
+            search = search_of("mode", fm, self.starts, init_loc_fn_of(self.guide))
             start = Start(search, around(fm), pvi_from_mode(parts, settings))
         certify = importance_correct
         return Built(fm, guide, bounds[0], algorithm, schedule, draws, certify, factors, start)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.mode import around, mode
+from numpyro_fed.algorithms.mode import around
 from numpyro_fed.algorithms.sfvi import sfvi, sfvi_from_mode
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import (
@@ -23,6 +23,7 @@ from numpyro_fed.guides.structured import (
     resolve,
 )
 from numpyro_fed.methods.base import Method, start_of
+from numpyro_fed.methods.mode import search_of
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
@@ -71,8 +72,11 @@ class SFVI(Method):
     start : {"mode", None}
         ``"mode"``: some 15 exchanges find the mode of the globals' posterior and its curvature
         (:func:`numpyro_fed.find_mode`), and the guides begin there, the silos' own at the modes of
-        their latents given the globals, with curvature and derivatives (up to 300 globals and
-        shared parameters; beyond, as None). None: at zero in unconstrained space.
+        their latents given the globals, with curvature and derivatives. Above 300 globals and
+        shared parameters it takes some hundred exchanges, and of the curvature the diagonal; above
+        10,000 it is as None. None: at zero in unconstrained space.
+    starts : int
+        Searches for the mode, side by side in one program; the highest is where the run starts.
 
     References
     ----------
@@ -104,6 +108,7 @@ class SFVI(Method):
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
     num_particles: int = field(default=1, kw_only=True)
     start: str | None = field(default="mode", kw_only=True)
+    starts: int = field(default=1, kw_only=True)
     _layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -111,6 +116,7 @@ class SFVI(Method):
         if self.start not in ("mode", None):
             raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
         positive_int("num_particles", self.num_particles)
+        positive_int("starts", self.starts)
         if (optim := self.optim) is None:
             return
         if not isinstance(self.optim, optax.GradientTransformation):
@@ -145,7 +151,8 @@ class SFVI(Method):
         return {
             "method": "SFVI",
             "num_particles": self.num_particles,
-            "start": start_of(self.start, fm),
+            "start": start_of(self.start, fm, wide=True),
+            "starts": self.starts,
             "guide": resolve(self.guide, fm, largest, total),
             "objective": repr(self.objective),
         }
@@ -154,12 +161,20 @@ class SFVI(Method):
         guide = build_resolved(self.guide, Resolved.of(plan.chosen["guide"]), fm)
         draws = draws_by_plate(self.objective, guide)
         bound = silo_bound(fm, guide, draws)
-        from_mode = plan.chosen["start"] == "mode"
-        optim = self.optim or default_optimiser()
-        algorithm = sfvi(fm, guide, bound, optim, self.num_particles, from_mode=from_mode)
+        kind, optim = plan.chosen["start"], self.optim or default_optimiser()
+        algorithm = sfvi(
+            fm,
+            guide,
+            bound,
+            optim,
+            self.num_particles,
+            from_mode=kind is not None,
+            wide=kind == "wide",
+        )
         start = None
-        if from_mode:
-            search = mode(fm, 1, init_loc_fn_of(self.guide))
-            start = Start(search, around(fm), sfvi_from_mode(fm, guide, optim))
+        if kind is not None:
+            search = search_of(kind, fm, self.starts, init_loc_fn_of(self.guide))
+            look = around(fm) if kind == "mode" else None
+            start = Start(search, look, sfvi_from_mode(fm, guide, optim))
         certify = importance_correct
         return Built(fm, guide, bound, algorithm, None, draws, certify, start=start)

@@ -202,6 +202,18 @@ def check_rows_apart(
                 )
 
 
+def coupled_rows(
+    fm: FederatedModel, asks: Checks, buckets: Sequence[Bucket]
+) -> tuple[int, str] | None:
+    """A silo, and a plate of it where rows read each other's latents."""
+    for plate in (p.name for p in fm.plates if p.dim and not p.outer):
+        for b in buckets:
+            coupled = np.asarray(asks.coupled(plate, b.data))
+            if coupled.any():
+                return b.silos[int(coupled.argmax())], plate
+    return None
+
+
 def _scrambled(i: int, n: int) -> Array:
     """The ``i``-th sequence of whole numbers (n,) below 2**23 that are as good as random.
 

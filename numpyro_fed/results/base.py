@@ -64,12 +64,20 @@ class Factors(NamedTuple):
 
 
 class Start(NamedTuple):
-    """How a run begins: a search for the mode, a look around where a prior is flat, and the
-    exchange from there to the first state.
+    """How a run begins.
+
+    Attributes
+    ----------
+    search : FederatedAlgorithm
+        For the mode.
+    around : Exchange or None
+        A look around, where a prior is flat; None where globals are too many for it.
+    begin : Exchange
+        From the search's states to the first ones.
     """
 
     search: FederatedAlgorithm
-    around: Exchange
+    around: Exchange | None
     begin: Exchange
 
 
@@ -111,15 +119,10 @@ class Built(NamedTuple):
     @property
     def opening(self) -> tuple[Exchange, ...]:
         """The exchanges before the first round."""
-        return (
-            ()
-            if self.start is None
-            else (
-                *self.start.search.exchanges,
-                self.start.around,
-                self.start.begin,
-            )
-        )
+        if self.start is None:
+            return ()
+        looks = () if self.start.around is None else (self.start.around,)
+        return (*self.start.search.exchanges, *looks, self.start.begin)
 
 
 class Fit(NamedTuple):

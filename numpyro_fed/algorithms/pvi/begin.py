@@ -45,7 +45,7 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Exchange:
     def silo(
         noise: Array, down: Frame, state: Looked, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        z_L, place = jax.tree.map(lambda a: a[0], (state.z_L, state.place))
+        z_L, place = jax.tree.map(lambda a: a[down.start], (state.z_L, state.place))
         own = len(place.gradient) - fm.dim
         factor = family.around(down.centre, place.gradient[own:], place.curvature[own:, own:])
         factor = jax.tree.map(lambda a: jnp.where(all_finite(factor), a, 0.0), factor)
