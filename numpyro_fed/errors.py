@@ -11,6 +11,10 @@ class ModelError(ValueError):
     """The model text cannot be split into a global and a local part."""
 
 
+class CoupledRowsError(ModelError):
+    """Rows of a silo plate read each other's latents, where each is to be weighed on its own."""
+
+
 class DataError(ValueError):
     """What a silo holds does not fit the model or the other silos."""
 

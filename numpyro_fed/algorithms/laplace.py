@@ -75,7 +75,7 @@ class Laplace:
         """
         if not start:
             return self._total(theta, z_G, start, data), start
-        z = jax.lax.stop_gradient(self.modes(theta, z_G, data, start))
+        z = self.modes(*jax.lax.stop_gradient((theta, z_G)), data, start)
         for _ in range(2):
             z = self.stepped(theta, z_G, z, data)
         arrow = self._arrow(theta, z_G, z, data)

@@ -47,7 +47,7 @@ from numpyro_fed.trees import all_finite
 AWAY = (30.0, 3.0, 1.0)  # standard deviations, by the curvature, at which a density is looked at
 DAMPING = 1e-2  # at the start; of curvatures scaled to one
 FORGET = 0.1  # of a coordinate's scale is left where its curvature has become smaller
-LEAST = 1e-8  # damping
+LEAST = 1e-30  # damping: none would never grow again
 STUCK = 1e8  # damping from which on no step is worth trying
 GAIN = 1e-4  # nats that an undamped step promises, at most, at a mode
 NUDGE = 1e-2  # from zero, where some densities have a kink: NumPyro's Bernoulli at a logit of 0
@@ -116,6 +116,7 @@ def mode(
     number: int = 1,
     init_loc_fn: Callable | None = None,
     *,
+    effects: np.ndarray,
     most: int | None = None,
 ) -> FederatedAlgorithm:
     """Build the algorithm.
@@ -127,13 +128,14 @@ def mode(
     number : int
         Searches side by side: the first from ``init_loc_fn``, or zero in unconstrained space, the
         others from draws of the prior, or standard normals where it cannot be drawn from.
+    effects : (c,) int array
+        :func:`effects_of` the model.
     most : int, optional
         Places that are tried, at most; one more exchange goes to the best of them.
     """
     unravel, n = unraveller(fm), unravelled(fm)
-    effects = effects_of(fm)
 
-    log_prior = prior_of(fm)
+    log_prior = prior_of(fm, effects)
 
     def init_server(key: Array) -> Search:
         def begin(x: Array) -> Search:
@@ -210,7 +212,9 @@ def effects_of(fm: FederatedModel) -> np.ndarray:
     return own + np.concatenate([np.zeros(0, int), *found])
 
 
-def prior_of(fm: FederatedModel) -> Callable[[Array, Array], tuple[Array, tuple[()]]]:
+def prior_of(
+    fm: FederatedModel, effects: np.ndarray
+) -> Callable[[Array, Array], tuple[Array, tuple[()]]]:
     r"""The log prior (own, x) -> (value, ()), its effects integrated out by Laplace's method.
 
     With the silos' negative Hessian ``own`` among the ``c`` effects ``b``, taken as given,
@@ -218,7 +222,7 @@ def prior_of(fm: FederatedModel) -> Callable[[Array, Array], tuple[Array, tuple[
     .. math::
         \log p(z_G) + \tfrac c2 \log 2\pi - \tfrac12 \log\det(-\nabla_b^2 \log p(z_G) + A_b).
     """
-    unravel, effects = unraveller(fm), effects_of(fm)
+    unravel = unraveller(fm)
 
     def joint(x: Array) -> Array:
         return fm.log_prior(*unravel(x))
@@ -321,14 +325,14 @@ def parabola(search: Search) -> tuple[Shape, Around]:
     return shape, Around(places, i)
 
 
-def around(fm: FederatedModel) -> Exchange:
+def around(fm: FederatedModel, effects: np.ndarray) -> Exchange:
     """Build the exchange from a search that has ended to the :class:`Shape` of what it found.
 
     It shows whether the density falls as the curvature at a mode says. A parabola is all that a
     search sees: where a likelihood levels off, as that of a separable logistic regression does far
     out, each step promises little, too.
     """
-    laplace, unravel, log_prior = Laplace(fm), unraveller(fm), prior_of(fm)
+    laplace, unravel, log_prior = Laplace(fm), unraveller(fm), prior_of(fm, effects)
 
     def broadcast(
         noise: Any, state: Search, who: Array, server_data: Any
@@ -375,12 +379,12 @@ def unravelled(fm: FederatedModel) -> int:
 
 def derivatives(f: Any, x: Array) -> tuple[Place, Any]:
     """A function ``x -> (value, more)`` at a place: with its gradient and negative Hessian."""
-    gradient = jax.value_and_grad(f, has_aux=True)
-    (value, more), g = gradient(x)
 
-    def column(e: Array) -> Array:
-        return jax.jvp(lambda x: gradient(x)[1], (x,), (e,))[1]
+    def gradient(x: Array) -> tuple[Array, tuple[Array, Any]]:
+        (value, more), g = jax.value_and_grad(f, has_aux=True)(x)
+        return g, (value, more)
 
+    g, column, (value, more) = jax.linearize(gradient, x, has_aux=True)
     H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(TOGETHER, max(len(x), 1)))
     return Place(x, value, g, -0.5 * (H + H.T)), more
 

@@ -147,14 +147,14 @@ def sloped(f: Any, x: Array, closer: Array) -> tuple[Place, Any]:
     """A function ``x -> (value, more)`` at a place: with its gradient and, where one should look
     ``closer``, the diagonal of its negative Hessian; else zeros.
     """
-    gradient = jax.value_and_grad(f, has_aux=True)
-    (value, more), g = gradient(x)
-
-    def own(i: Array) -> Array:
-        e = jnp.zeros_like(x).at[i].set(1.0)
-        return -jax.jvp(lambda x: gradient(x)[1], (x,), (e,))[1][i]
+    (value, more), g = jax.value_and_grad(f, has_aux=True)(x)
 
     def diagonal() -> Array:
+        _, column = jax.linearize(jax.grad(lambda x: f(x)[0]), x)
+
+        def own(i: Array) -> Array:
+            return -column(jnp.zeros_like(x).at[i].set(1.0))[i]
+
         return jax.lax.map(own, jnp.arange(len(x)), batch_size=min(TOGETHER, len(x)))
 
     return Place(x, value, g, jax.lax.cond(closer, diagonal, lambda: jnp.zeros_like(x))), more

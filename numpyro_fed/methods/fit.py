@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_fed.errors import GuideError, NonFiniteError, positive_int
+from numpyro_fed.errors import CoupledRowsError, GuideError, NonFiniteError, positive_int
 from numpyro_fed.methods.base import _one_key
-from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode
+from numpyro_fed.methods.mode import APART, SEARCHED_UP_TO, Mode, Peak, distance
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model import data as silo_data
-from numpyro_fed.model.data import SiloData, signature
+from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.results.base import Result, to_arviz
@@ -29,13 +28,17 @@ from numpyro_fed.results.importance import AT_ONCE, ERROR, Corrected, importance
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
 
+STARTS = 4  # searches for the mode, side by side
 ROUNDS, STEPS = 10, 3_000  # of PVI, of SFVI, at most
+ENOUGH_FOR_SFVI = 100  # messages
 INNER, ROWS_EACH = (20, 200), 4  # draws of a row's latents in the correction: one for each few rows
 DRAWS = 64_000  # of the globals in the correction, at most
 AGAIN = 3  # times that a proposal is matched to the weighted draws
 ROWS, OUTER = 20, 5  # draws of each row's latents in the bound; of outer plates' above such rows
 KEPT = 8  # models whose compiled programs are kept for the next call
 KNOWN = 3  # effective draws for each global, from which on their covariance is worth something
+RARE = 0.02  # of the mass: a mode with less may be missed
+SAID = ("no mode", "silo")  # how warnings begin that a verdict should repeat
 ENOUGH = 0.3  # of the draws count: a better proposal would help less than more of them
 
 
@@ -61,12 +64,16 @@ class Fitted:
         All steps that were taken, with their results.
     num_exchanges : int
         Messages that each silo sent, about.
+    missed : tuple of Peak
+        Other modes that the search has found, of about as much mass as the one at which the
+        posterior was sought, and that its draws do not reach.
     """
 
     best: Corrected | Result
     corrected: Corrected | None = field(repr=False)
     stages: tuple[Stage, ...] = field(repr=False)
     num_exchanges: int
+    missed: tuple[Peak, ...] = field(default=(), repr=False)
 
     @property
     def mode(self) -> Mode | None:
@@ -77,7 +84,7 @@ class Fitted:
     @property
     def trusted(self) -> bool:
         """Whether means and sds of the globals are right to a tenth of a posterior sd."""
-        return self.corrected is not None and self.corrected.trusted
+        return self.corrected is not None and self.corrected.trusted and not self.missed
 
     @property
     def log_evidence(self) -> float | None:
@@ -97,6 +104,12 @@ class Fitted:
             f"{found.ess:,.0f} effective draws, Pareto k-hat {found.pareto_k:.2f}, Monte Carlo "
             f"error of means and sds at most {found.monte_carlo_error:.2g} sd"
         )
+        if self.missed:
+            return (
+                "Do not trust this posterior: it is that around one of "
+                f"{1 + len(self.missed)} modes"
+                f" that the search has found, and others hold about as much of the mass ({known})."
+            )
         if self.trusted:
             return f"The posterior of the globals can be trusted ({known})."
         if found.reliable:
@@ -127,13 +140,20 @@ def fit(
     budget: int = 10_000,
     progress_bar: bool = True,
 ) -> Fitted:
-    """Fit a model over silos, check the posterior, and say whether it can be trusted.
+    r"""Fit a model over silos, check the posterior, and say whether it can be trusted.
 
     A second call with the same model and silos of the same shapes compiles nothing. Nothing has to
-    be scaled, tuned or counted: the search for the mode, :class:`PVI` from there
-    (:class:`SFVI` where the globals are too many or have no family), the importance correction,
-    and where its verdict is not good what may help: more draws, a proposal matched to the weighted
-    draws, more draws of the rows' latents, SFVI.
+    be scaled, tuned or counted: searches for the mode from several places, :class:`PVI` from the
+    best of them (:class:`SFVI` where the globals are too many or have no family), the importance
+    correction, and where its verdict is not good what may help: more draws of the rows' latents, a
+    proposal matched to the weighted draws, more draws, more rounds, SFVI. What was chosen among
+    several corrections is judged by draws of its own.
+
+    The draws are weighed by the joint density of all silos, so that under the conditions that the
+    verdict states they are from :math:`p(z_G \mid y)` itself:
+
+    .. math::
+        \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
 
     Parameters
     ----------
@@ -143,13 +163,15 @@ def fit(
     silos : list of dict
         What each silo holds, as for :meth:`SFVI.run`.
     budget : int
-        Messages that each silo sends, at most, about.
+        Messages that each silo sends, at most, about; a search, one round and one correction are
+        made in any case.
     progress_bar : bool
 
     Returns
     -------
     Fitted
-        With ``.sample_posterior``, ``.verdict``, ``.trusted`` and the results of all ``.stages``.
+        With ``.sample_posterior(key, n)`` (each site (n, *shape)), ``.verdict``, ``.trusted`` and
+        the results of all ``.stages``.
 
     Raises
     ------
@@ -157,6 +179,11 @@ def fit(
         For input that cannot work, and an improper posterior.
     NonFiniteError
         Where neither method comes to a finite posterior.
+
+    References
+    ----------
+    Ashman et al. (2022), arXiv 2202.12275 (PVI); Vehtari et al. (2024), Pareto smoothed importance
+    sampling. Starts, ladder and verdict are this package's own.
 
     Examples
     --------
@@ -175,116 +202,136 @@ def fit(
     The posterior of the globals can be trusted
     """
     positive_int("budget", budget)
-    fm = _split(model, silo_data.read(silos))
+    read = silo_data.read(silos)
+    fm = split(model, read)
     with tqdm(total=3, disable=not progress_bar) as bar:
-        return _Fitting(_one_key(key), model, silos, fm, budget, bar).run()
+        methods = _Methods(model, fingerprint(fm, read))
+        return _Fitting(_one_key(key), silos, fm, methods, budget, bar).run()
 
 
-_splits: dict[Any, FederatedModel] = {}
+_kept: dict[Any, PVI | SFVI] = {}
 
 
-def _split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
-    """The split text, the same for silos of the same shapes in the next call."""
-    key = (model, str(jnp.result_type(float)), tuple(map(signature, silos)))
-    if key not in _splits:
-        while len(_splits) >= KEPT:
-            _splits.pop(next(iter(_splits)))
-        _splits[key] = split(model, silos)
-    return _splits[key]
+class _Methods(NamedTuple):
+    """Methods for a model that says what it said in an earlier call, with all that was compiled."""
 
+    model: Callable
+    said: str
 
-@lru_cache(maxsize=KEPT)
-def _kept(
-    kind: type[PVI] | type[SFVI], model: Callable, draws: tuple[tuple[str, int], ...]
-) -> PVI | SFVI:
-    """The same object in the next call, with all that it has compiled."""
-    return kind(model, objective=LocallyEnhanced(draws=dict(draws)) if draws else ELBO())
+    def get(self, kind: type[PVI] | type[SFVI], draws: tuple[tuple[str, int], ...]) -> Any:
+        """The same object as in the call before, if there was one."""
+        who = self.model if isinstance(self.model, Hashable) else id(self.model)
+        key = (kind, who, self.said, draws)
+        if key not in _kept:
+            while len(_kept) >= KEPT:
+                _kept.pop(next(iter(_kept)))
+            objective = LocallyEnhanced(draws=dict(draws)) if draws else ELBO()
+            _kept[key] = kind(self.model, objective=objective, starts=STARTS)
+        return _kept[key]
 
 
 class _Fitting:
     """The steps of one call, and what they have led to."""
 
     def __init__(
-        self, key: Array, model: Callable, silos: Any, fm: FederatedModel, budget: int, bar: tqdm
+        self, key: Array, silos: Any, fm: FederatedModel, methods: _Methods, budget: int, bar: tqdm
     ):
-        self.key, self.model, self.silos, self.fm = key, model, silos, fm
+        self.key, self.silos, self.fm, self.methods = key, silos, fm, methods
         self.left, self.bar = budget, bar
+        self.coupled = self.many = False
+        self.inner = self.draws_of_rows()
         self.stages: list[Stage] = []
+        self.warned: list[str] = []
         self.spent = 0
 
     def run(self) -> Fitted:
         """Fit, correct, and go on while that may help and the budget lasts."""
-        result = self.by_pvi() if self.suits_pvi() else None
-        result = self.by_sfvi() if result is None else result
-        best = self.corrected(result)
-        if best is not None and not best.trusted:
-            best = self.improved(best)
-        if (best is None or not best.trusted) and isinstance(result, PVIResult) and self.left > 100:
-            other = self.by_sfvi()
-            again = self.improved(self.corrected(other))
-            best = self.better(best, again)
-            result = other if again is not None and best is again else result
+        by_pvi = self.by_pvi() if self.suits_pvi() else None
+        result = self.by_sfvi() if by_pvi is None else by_pvi
+        best = self.improved(self.corrected(result))
+        if isinstance(result, PVIResult) and not _trusted(best) and self.left > 0:
+            more = self.by_pvi(result) if result.ended == "rounds" else None
+            if more is not None:
+                best = self.better(best, self.improved(self.corrected(more)))
+        if isinstance(result, PVIResult) and not _trusted(best) and self.left > ENOUGH_FOR_SFVI:
+            try:
+                other = self.by_sfvi()
+            except NonFiniteError as error:
+                self.tell("SFVI", f"not possible ({error})", None)
+            else:
+                again = self.improved(self.corrected(other))
+                best = self.better(best, again)
+                result = other if again is not None and best is again else result
+        best = self.confirmed(best)
         reached = result if best is None or not best.reliable else best
-        return Fitted(reached, best, tuple(self.stages), self.spent)
+        return Fitted(reached, best, tuple(self.stages), self.spent, self.missed(best))
 
     def suits_pvi(self) -> bool:
         """Whether there are globals, and not too many for a full covariance."""
         return 0 < self.fm.dim <= SEARCHED_UP_TO and not self.fm.named("param")
 
-    def method(self, kind: type[PVI] | type[SFVI]) -> PVI | SFVI:
+    def method(self, kind: type[PVI] | type[SFVI]) -> Any:
         """A method under the locally enhanced bound, where silos have latents of their own."""
-        plates = [p for p in self.fm.plates if p.dim]
+        plates = [p for p in self.fm.plates if p.dim and not self.coupled]
         below = any(not p.outer for p in plates)
         outer = OUTER if below else ROWS
-        return _kept(kind, self.model, tuple((p.name, outer if p.outer else ROWS) for p in plates))
+        return self.methods.get(kind, tuple((p.name, outer if p.outer else ROWS) for p in plates))
 
-    @property
-    def inner(self) -> int:
+    def ran(self, kind: type[PVI] | type[SFVI], name: str, rounds: int, **options: Any) -> Result:
+        """A run, under the plain bound where rows read each other's latents."""
+        rounds = min(rounds, max(self.left, 1))
+        key = self.new_key()
+        with self.stage(name):
+            try:
+                return self.method(kind).run(
+                    key, rounds, self.silos, stop="converged", progress_bar=False, **options
+                )
+            except CoupledRowsError:
+                self.coupled, self.inner = True, 1
+                return self.method(kind).run(
+                    key, rounds, self.silos, stop="converged", progress_bar=False, **options
+                )
+
+    def new_key(self) -> Array:
+        """One for each step."""
+        self.key, key = jax.random.split(self.key)
+        return key
+
+    def draws_of_rows(self) -> int:
         """Draws of each row's latents in the correction: the noise of all rows adds up."""
         rows = [p.name for p in self.fm.plates if p.dim and not p.outer]
         sizes = [self.fm.sizes(silo) for silo in silo_data.read(self.silos)]
         most = max((sum(size[p] for size in sizes) for p in rows), default=0)
         return int(min(max(most / ROWS_EACH, INNER[0]), INNER[1]))
 
-    def by_pvi(self) -> Result | None:
-        """PVI, or None where it cannot be had."""
-        method = self.method(PVI)
+    def by_pvi(self, before: Result | None = None) -> Result | None:
+        """PVI, or more rounds of it; None where it cannot be had."""
+        name = "PVI" if before is None else "more rounds of PVI"
+        options = {} if before is None else {"init_state": before.state}
         try:
-            with self.stage("PVI"):
-                rounds = min(ROUNDS, max(self.left, 1))
-                result = method.run(
-                    self.key, rounds, self.silos, stop="converged", progress_bar=False
-                )
+            result = self.ran(PVI, name, ROUNDS, **options)
         except (GuideError, NonFiniteError) as error:
-            self.tell("PVI", f"not possible ({error})", None)
+            self.tell(name, f"not possible ({error})", None)
             return None
         self.spend(len(result.losses) + _opening(result))
         at_rest = "come to rest" if result.settled else "not come to rest"
-        self.tell("PVI", f"{len(result.losses)} rounds, {at_rest}", result)
+        self.tell(name, f"{len(result.losses)} rounds, {at_rest}", result)
         return result
 
     def by_sfvi(self) -> Result:
         """SFVI."""
-        with self.stage("SFVI"):
-            rounds = min(STEPS, max(self.left, 1))
-            method = self.method(SFVI)
-            result = method.run(self.key, rounds, self.silos, stop="converged", progress_bar=False)
+        result = self.ran(SFVI, "SFVI", STEPS)
         self.spend(len(result.losses) + _opening(result))
         self.tell("SFVI", f"{len(result.losses)} rounds", result)
         return result
 
     def corrected(
-        self,
-        result: Result,
-        name: str = "correction",
-        draws: int = AT_ONCE,
-        inner: int | None = None,
+        self, result: Result, name: str = "correction", draws: int = AT_ONCE
     ) -> Corrected | None:
         """The importance correction, or None where there is none."""
-        key = jax.random.fold_in(self.key, len(self.stages))
         try:
             with self.stage(name):
-                found = importance_correct(key, result, draws, inner or self.inner)
+                found = importance_correct(self.new_key(), result, draws, self.inner)
         except (ValueError, NonFiniteError) as error:
             self.tell(name, f"not possible ({error})", None)
             return None
@@ -295,12 +342,13 @@ class _Fitting:
 
     def improved(self, found: Corrected | None) -> Corrected | None:
         """What more draws make of a correction that is not good enough."""
-        best, inner = found, self.inner
-        if best is None:
-            return None
-        if not best.reliable and any(p.dim for p in self.fm.plates):
-            inner = 4 * self.inner
-            again = self.corrected(best.result, "more draws of the rows' latents", inner=inner)
+        best = found
+        if best is None or best.trusted:
+            return best
+        rows = any(p.dim for p in self.fm.plates) and not (self.coupled or self.many)
+        if not best.reliable and rows and self.left > 0:
+            self.many, self.inner = True, 4 * self.inner
+            again = self.corrected(best.result, "more draws of the rows' latents")
             best = self.better(best, again) or best
         for _ in range(AGAIN):
             if best.trusted or self.left <= 0:
@@ -311,14 +359,41 @@ class _Fitting:
             if proposal is None:
                 break
             name = "matched to the weighted draws"
-            again = self.corrected(proposal, name, 2 * AT_ONCE, inner)
+            again = self.corrected(proposal, name, 2 * AT_ONCE)
             best = self.better(best, again) or best
-        if best.reliable and not best.trusted:
+        if best.reliable and not best.trusted and math.isfinite(best.monte_carlo_error):
             needed = 1.3 * len(best.weights) * (best.monte_carlo_error / ERROR) ** 2
             draws = min(DRAWS, math.ceil(needed / AT_ONCE) * AT_ONCE, self.left * AT_ONCE)
             if draws > len(best.weights):
-                best = self.better(best, self.corrected(best.result, "more draws", draws, inner))
+                best = self.better(best, self.corrected(best.result, "more draws", draws))
         return best
+
+    def confirmed(self, best: Corrected | None) -> Corrected | None:
+        """The best of several corrections, judged by draws by which it was not chosen."""
+        tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
+        if best is None or not best.trusted or tried <= 2 or self.left <= 0:
+            return best
+        again = self.corrected(best.result, "judged by new draws", len(best.weights))
+        return again if again is not None else best
+
+    def missed(self, best: Corrected | None) -> tuple[Peak, ...]:
+        """Other modes of about as much mass as the draws have found, which they do not reach."""
+        start = next((r.start for r in self.results() if r.start is not None), None)
+        if best is None or start is None or start.log_evidence is None:
+            return ()
+        evidence = np.array([start.log_evidence, *(p.log_evidence for p in start.others)])
+        share = np.exp(evidence - np.logaddexp.reduce(evidence))[1:]
+        z, w = np.asarray(best._z_G, float), best.weights
+        near = [w @ (distance(p, z) <= APART + math.sqrt(self.fm.dim)) for p in start.others]
+        return tuple(
+            p
+            for p, expected, there in zip(start.others, share, near, strict=True)
+            if expected > RARE and there < expected / 3
+        )
+
+    def results(self) -> list[Result]:
+        """The fits so far."""
+        return [stage.result for stage in self.stages if isinstance(stage.result, Result)]
 
     def better(self, one: Corrected | None, other: Corrected | None) -> Corrected | None:
         """The one that can be trusted more."""
@@ -329,19 +404,27 @@ class _Fitting:
     def stage(self, name: str) -> Iterator[None]:
         """Show it; its warnings are for the verdict to say."""
         self.bar.set_description(name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             yield
+        said = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+        told = [text for stage in self.stages for text in said if text in stage.words]
+        self.warned = [text for text in said if text.startswith(SAID) and text not in told]
 
     def tell(self, name: str, words: str, result: Any) -> None:
         """Note what came of a step."""
-        self.stages.append(Stage(name, words, result))
+        self.stages.append(Stage(name, " ".join([words, *map("({})".format, self.warned)]), result))
+        self.warned = []
         self.bar.total = max(self.bar.total, len(self.stages))
         self.bar.update()
 
     def spend(self, exchanges: int) -> None:
         self.left -= exchanges
         self.spent += exchanges
+
+
+def _trusted(found: Corrected | None) -> bool:
+    return found is not None and found.trusted
 
 
 def _rank(found: Corrected) -> tuple[bool, bool, float]:

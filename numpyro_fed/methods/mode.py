@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
+from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.algorithms.mode import (
     AWAY,
     ROUNDINGS,
@@ -33,7 +33,7 @@ from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks, coupled_rows
-from numpyro_fed.results.base import Fit
+from numpyro_fed.results.base import Fit, Start
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule, on_device
@@ -43,7 +43,16 @@ MOST = {"mode": 100, "wide": 300}  # places that a start tries
 SEARCHED_UP_TO = 300  # shared parameters and globals, by Newton's method
 SEARCH = "search"  # under which a fit keeps its runtime
 OPENING = 2**31 - 1  # in the place of a round's number, in keys
+APART = 3.0  # standard deviations, from which on two modes are two
 FALL = 0.1  # nats: a normal density has fallen by 4.5 there
+
+
+class Peak(NamedTuple):
+    """One of several modes: where, with the negative Hessian there, and Laplace's evidence."""
+
+    z_G: np.ndarray
+    curvature: np.ndarray
+    log_evidence: float
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,9 @@ class Mode:
         Directions in which the density does not fall: where there is no curvature, or where the
         density has hardly fallen three standard deviations away. Combinations of coordinates, such
         as ``"+0.71 beta[0] -0.71 beta[1]"``, each in units of its own curvature.
+    others : tuple of Peak
+        Other modes at which some of the starts came to rest, three standard deviations and more
+        from here, by Laplace's evidence.
     """
 
     sites: dict[str, np.ndarray]
@@ -94,6 +106,7 @@ class Mode:
     values: np.ndarray = field(repr=False)
     names: tuple[str, ...] = field(repr=False)
     flat: tuple[str, ...] = field(repr=False)
+    others: tuple[Peak, ...] = field(default=(), repr=False)
 
     @cached_property
     def covariance(self) -> np.ndarray:
@@ -161,7 +174,8 @@ def find_mode(
     if (coupled := why_coupled(fm, layout.checks, buckets)) is not None:
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
     wide = unravelled(fm) > SEARCHED_UP_TO
-    runtime = simulation(wide_mode(fm, starts) if wide else mode(fm, starts))
+    effects = np.zeros(0, int) if wide else effects_of(fm)
+    runtime = simulation(wide_mode(fm, starts) if wide else mode(fm, starts, effects=effects))
     state = runtime.init(key, batches)
     run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True)
     search = jax.tree.map(np.asarray, run.state.server)
@@ -169,9 +183,10 @@ def find_mode(
         raise _not_found(int(run.state.round), starts)
     shape, exchanges = None, int(run.state.round)
     if not wide:
-        shape, *_ = runtime.single(around(fm))(key, run.state.server, run.state.silos, batches)
+        looked = runtime.single(around(fm, effects))
+        shape, *_ = looked(key, run.state.server, run.state.silos, batches)
         shape, exchanges = jax.tree.map(np.asarray, shape), exchanges + 1
-    found = _mode(fm, search, shape, exchanges)
+    found = _mode(fm, search, shape, exchanges, effects)
     _warn(found)
     return found
 
@@ -208,11 +223,12 @@ def begin(
     search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
     first = None
     if search.known.any():
-        found = _mode(fm, search, None, exchanges)
+        found = _mode(fm, search, None, exchanges, start.effects)
         if fm.flat and start.around is not None and found.converged:
             looked = _single(fit, runtime, start.around)
             shape, *_ = looked(key_begin, run.state.server, run.state.silos, batches)
-            found = _mode(fm, search, jax.tree.map(np.asarray, shape), exchanges + 1)
+            shape = jax.tree.map(np.asarray, shape)
+            found = _mode(fm, search, shape, exchanges + 1, start.effects)
             if found.flat:
                 raise _improper(fm, found.flat)
         begun = _single(fit, runtime, start.begin)
@@ -294,7 +310,11 @@ def _open(shape: Shape, falls: np.ndarray, least: float, names: Sequence[str]) -
 
 
 def _mode(
-    fm: FederatedModel, search: Search | Climb, shape: Shape | None, num_exchanges: int
+    fm: FederatedModel,
+    search: Search | Climb,
+    shape: Shape | None,
+    num_exchanges: int,
+    effects: np.ndarray,
 ) -> Mode:
     """``shape`` is None where nobody has looked around."""
     i, names = int(highest(search)), _names(fm)
@@ -304,7 +324,7 @@ def _mode(
     if shape is not None:
         rounding = ROUNDINGS * np.finfo(search.best.x.dtype).eps * abs(value)
         flat = _open(shape, value - np.asarray(shape.densities), max(FALL, rounding), names)
-    evidence = None if flat else _log_evidence(fm, value, curvature)
+    evidence = None if flat else _log_evidence(fm, value, curvature, effects)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
     return Mode(
         sites=sites,
@@ -317,27 +337,62 @@ def _mode(
         values=np.where(search.known, search.best.value, -np.inf),
         names=names,
         flat=flat,
+        others=_others(fm, search, i, effects),
     )
 
 
-def _log_evidence(fm: FederatedModel, value: float, curvature: np.ndarray) -> float | None:
+def _others(
+    fm: FederatedModel, search: Search | Climb, best: int, effects: np.ndarray
+) -> tuple[Peak, ...]:
+    """Modes of other starts than the best, each once, the most evident first."""
+    own = search.best.x.shape[1] - fm.dim
+
+    def peak(i: int) -> Peak | None:
+        curvature = np.asarray(search.best.curvature[i], float)
+        value = float(search.best.value[i])
+        evidence = _log_evidence(fm, value, curvature, effects)
+        if evidence is None:
+            return None
+        return Peak(np.asarray(search.best.x[i][own:]), curvature[own:, own:], evidence)
+
+    at_rest = np.flatnonzero(search.known & search.rests)
+    peaks = [p for i in (best, *at_rest) if (p := peak(int(i))) is not None]
+    apart = peaks[:1]
+    for p in sorted(peaks[1:], key=lambda p: -p.log_evidence):
+        if all(distance(q, p.z_G[None])[0] > APART for q in apart):
+            apart.append(p)
+    return tuple(apart[1:])
+
+
+def distance(peak: Peak, z_G: np.ndarray) -> np.ndarray:
+    """How far draws (n, dim) are from a peak, in its standard deviations."""
+    away = np.asarray(z_G, float) - peak.z_G
+    return np.sqrt(np.maximum(np.einsum("ni,ij,nj->n", away, peak.curvature, away), 0.0))
+
+
+def _log_evidence(
+    fm: FederatedModel, value: float, curvature: np.ndarray, effects: np.ndarray
+) -> float | None:
     """By Laplace's method over the globals that ``value`` is a density of; None for a diagonal."""
     if curvature.ndim == 1:
         return None
-    own, effects = len(curvature) - fm.dim, effects_of(fm)
+    own = len(curvature) - fm.dim
     number = fm.dim - len(effects)
     log_det = np.linalg.slogdet(curvature[own:, own:])[1]
     log_det -= np.linalg.slogdet(curvature[np.ix_(effects, effects)])[1]
     return float(value + 0.5 * (number * np.log(2 * np.pi) - log_det))
 
 
-def search_of(
-    kind: str, fm: FederatedModel, starts: int, init_loc_fn: Callable | None
-) -> FederatedAlgorithm:
-    """The search with which a run starts."""
+def start_at(
+    kind: str, fm: FederatedModel, starts: int, init_loc_fn: Callable | None, begin: Exchange
+) -> Start:
+    """How a run starts that begins at the mode by an exchange."""
     if kind == "wide":
-        return wide_mode(fm, starts, init_loc_fn, most=MOST[kind])
-    return mode(fm, starts, init_loc_fn, most=MOST[kind])
+        none = np.zeros(0, int)
+        return Start(wide_mode(fm, starts, init_loc_fn, most=MOST[kind]), None, begin, none)
+    effects = effects_of(fm)
+    search = mode(fm, starts, init_loc_fn, effects=effects, most=MOST[kind])
+    return Start(search, around(fm, effects), begin, effects)
 
 
 def why_coupled(fm: FederatedModel, asks: Checks | None, buckets: Sequence[Bucket]) -> str | None:

@@ -15,7 +15,6 @@ import optax
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.mode import around
 from numpyro_fed.algorithms.pvi.algorithm import pvi
 from numpyro_fed.algorithms.pvi.begin import pvi_from_mode
 from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
@@ -40,7 +39,7 @@ from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.base import Method, start_of
-from numpyro_fed.methods.mode import search_of
+from numpyro_fed.methods.mode import start_at
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
@@ -48,7 +47,7 @@ from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.results.base import Built, Factors, Fit, Silos, Start
+from numpyro_fed.results.base import Built, Factors, Fit, Silos
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.runtime.drive import Run
@@ -337,8 +336,8 @@ class PVI(Method):
         )
         algorithm, start = pvi(parts, settings), None
         if settings.from_mode:
-            search = search_of("mode", fm, self.starts, init_loc_fn_of(self.guide))
-            start = Start(search, around(fm), pvi_from_mode(parts, settings))
+            begin = pvi_from_mode(parts, settings)
+            start = start_at("mode", fm, self.starts, init_loc_fn_of(self.guide), begin)
         certify = importance_correct
         return Built(fm, guide, bounds[0], algorithm, schedule, draws, certify, factors, start)
 
@@ -375,7 +374,8 @@ class PVI(Method):
         if run.failure is None and result.nothing_accepted:
             raise NonFiniteError(
                 f"no update of the {rounds} rounds could be taken, and what the silos know counts "
-                f"for nothing:\n{result.report()}\nThe prior is in the error's .result. {REMEDY}",
+                f"for nothing:\n{result.report()}\nWhat it began with is in the error's "
+                f".result. {REMEDY}",
                 result=result,
                 round=int(run.state.round) - 1,
                 silos=tuple(np.unique(visits[status >= Status.NON_FINITE]).tolist()),

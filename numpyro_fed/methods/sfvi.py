@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.mode import around
 from numpyro_fed.algorithms.sfvi import sfvi, sfvi_from_mode
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import (
@@ -23,11 +22,11 @@ from numpyro_fed.guides.structured import (
     resolve,
 )
 from numpyro_fed.methods.base import Method, start_of
-from numpyro_fed.methods.mode import search_of
+from numpyro_fed.methods.mode import start_at
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.results.base import Built, Fit, Result, Silos, Start
+from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.runtime.drive import Run
 
@@ -173,8 +172,7 @@ class SFVI(Method):
         )
         start = None
         if kind is not None:
-            search = search_of(kind, fm, self.starts, init_loc_fn_of(self.guide))
-            look = around(fm) if kind == "mode" else None
-            start = Start(search, look, sfvi_from_mode(fm, guide, optim))
+            begin = sfvi_from_mode(fm, guide, optim)
+            start = start_at(kind, fm, self.starts, init_loc_fn_of(self.guide), begin)
         certify = importance_correct
         return Built(fm, guide, bound, algorithm, None, draws, certify, start=start)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.special import ndtri
 
-from numpyro_fed.errors import ModelError
+from numpyro_fed.errors import CoupledRowsError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel, Rows
@@ -192,7 +192,7 @@ def check_rows_apart(
         for b in buckets:
             coupled = np.asarray(asks.coupled(plate, b.data))
             if coupled.any():
-                raise ModelError(
+                raise CoupledRowsError(
                     f"silo {b.silos[int(coupled.argmax())]}, silo_plate '{plate}': the term of a "
                     "row reads latents of other rows (as b - b.mean() does), so that its own "
                     f"{draws[plate]} weighted draws cannot be told from theirs. Use ELBO(), or "

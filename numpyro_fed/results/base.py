@@ -74,11 +74,14 @@ class Start(NamedTuple):
         A look around, where a prior is flat; None where globals are too many for it.
     begin : Exchange
         From the search's states to the first ones.
+    effects : (c,) int array
+        Coordinates that the search integrates out.
     """
 
     search: FederatedAlgorithm
     around: Exchange | None
     begin: Exchange
+    effects: np.ndarray
 
 
 class Built(NamedTuple):

@@ -128,9 +128,13 @@ class PVIResult(Result):
     def nothing_accepted(self) -> bool:
         """Whether no visit of this run, nor of those before it, has changed the posterior."""
         taken = (self.status < Status.NON_FINITE) & (self.damping[..., None] > 0)
+        if not len(taken) or taken.any():
+            return False
+        if self._factors.settings.from_mode:  # factors begin as parabolas
+            return int(self.state.round) == len(self.losses)
         factors = (self.state.server.total, self.state.server.server_factor)
         theirs = jax.tree.map(lambda a, b: np.any(np.asarray(a) != np.asarray(b)), *factors)
-        return bool(len(taken)) and not taken.any() and not any(jax.tree.leaves(theirs))
+        return not any(jax.tree.leaves(theirs))
 
     def _of_silos(self, name: str) -> np.ndarray:
         """One number of each silo's state, in the order of the silos."""

@@ -19,6 +19,7 @@ from numpyro_fed.algorithms.pvi.states import (
     Report,
     Role,
     ServerState,
+    Status,
     Up,
 )
 from numpyro_fed.expfam.base import Natural, Ordinary, location_and_log_scale
@@ -48,7 +49,9 @@ class Server(Role):
             )
         guide = self.parts.aggregate(prior, server_factor)
         none = jnp.zeros(self.model.dim)
-        progress = Progress(none, none, jnp.zeros((), jnp.int32), jnp.zeros(()), converged)
+        progress = Progress(
+            none, none, jnp.zeros((), jnp.int32), jnp.zeros(()), converged, jnp.zeros(())
+        )
         return ServerState(
             {"theta": theta, "guide": guide},
             server_factor,
@@ -80,7 +83,7 @@ class Server(Role):
         total, server_factor, converged = self._renewed(state, key, theta, total)
         theta, opt_state, guide = self._learned(state, key, total, up.theta)
         taken = state.taken.at[who].set(damping)
-        progress = self._progress(state.progress, old, guide, converged)
+        progress = self._progress(state.progress, old, guide, converged, up.statuses)
         after = ServerState(
             {"theta": theta, "guide": guide},
             total,
@@ -101,12 +104,13 @@ class Server(Role):
         return Shared(state.params["theta"], state.params["guide"])
 
     def done(self, state: ServerState) -> Array:
-        """Whether the last round has moved the posterior by next to nothing."""
+        """Whether the last round has moved the posterior by next to nothing, all visits used."""
         progress, settings = state.progress, self.settings
         ends = (progress.steps > 0) & (progress.steps % settings.steps == 0)
         used = jnp.where(state.taken > 0, state.taken, 1.0).min()
         pace = used * settings.share * settings.visits / settings.num_silos
-        return ends & (progress.moved <= ARRIVED * pace) & (state.taken > 0).all()
+        accepted = (state.taken > 0).all() & (progress.refused == 0) & progress.own
+        return ends & accepted & (progress.moved <= ARRIVED * pace)
 
     def kl_to_prior(self, key: Array, theta: dict, eta: Natural) -> Array:
         """KL between the posterior and the prior, by draws where that is outside the family."""
@@ -178,7 +182,9 @@ class Server(Role):
             (theta, state.opt_state, guide),
         )
 
-    def _progress(self, before: Progress, old: Natural, new: Natural, own: Array) -> Progress:
+    def _progress(
+        self, before: Progress, old: Natural, new: Natural, own: Array, statuses: Array
+    ) -> Progress:
         """How far the posterior has come since the round began."""
         means, log_scales = zip(
             location_and_log_scale(self.family, old),
@@ -193,7 +199,9 @@ class Server(Role):
             jnp.abs(log_scales[1] - log_scale),
         )
         moved = jnp.nan_to_num(jnp.concatenate(moves).max(initial=0.0))
-        return Progress(mean, log_scale, before.steps + 1, moved, own)
+        visits = statuses[Status.NON_FINITE :].sum().astype(moved.dtype)
+        refused = jnp.where(begins, 0.0, before.refused) + visits
+        return Progress(mean, log_scale, before.steps + 1, moved, own, refused)
 
     def _server_factor(
         self,

@@ -36,7 +36,8 @@ class Progress(NamedTuple):
 
     ``mean`` and ``log_scale`` (dim,) are those of the posterior when the round began, ``steps``
     the steps since then. ``moved`` is the largest move of a mean, in standard deviations, or of a
-    log standard deviation.
+    log standard deviation; ``refused`` counts visits since then whose change was zero because it
+    could not be used.
     """
 
     mean: Array
@@ -44,6 +45,7 @@ class Progress(NamedTuple):
     steps: Array
     moved: Array
     own: Array
+    refused: Array
 
 
 class ServerState(NamedTuple):
