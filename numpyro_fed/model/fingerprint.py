@@ -24,18 +24,17 @@ def fingerprint(fm: FederatedModel, silos: Sequence[SiloData]) -> str:
     Two calls of one function differ here when a variable that it reads has changed in between.
     """
     found = hashlib.sha256(repr((fm.sites, fm.plates, sorted(fm.supports))).encode())
-    theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
-    z_G = jax.ShapeDtypeStruct((fm.dim,), jnp.result_type(float))
+    key, z_G = jax.random.key(0), jax.ShapeDtypeStruct((fm.dim,), jnp.result_type(float))
+    theta = jax.eval_shape(fm.init_theta, key)
     programs = [
-        jax.make_jaxpr(
-            lambda theta, z_G: (fm.log_prior(theta, z_G), fm.constrain_global(theta, z_G))
-        )(theta, z_G),
-        jax.make_jaxpr(lambda: fm.init_theta(jax.random.key(0)))(),
+        jax.make_jaxpr(fm.init_theta)(key),
+        jax.make_jaxpr(fm.log_prior)(theta, z_G),
+        jax.make_jaxpr(fm.constrain_global)(theta, z_G),
     ]
     for silo in {signature(silo): silo for silo in silos}.values():
         sizes = fm.sizes(silo)
         z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
-        private = jax.eval_shape(lambda silo: fm.init_private(jax.random.key(0), silo), silo)
+        private = jax.eval_shape(fm.init_private, key, silo)
         programs.append(jax.make_jaxpr(fm.log_silo)({**theta, **private}, z_G, z_L, silo))
     for program in programs:
         found.update(ADDRESS.sub("", str(program.jaxpr)).encode())

@@ -282,6 +282,10 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
             trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
         return {n: biject_to(at.supports[n]).inv(trace[n]["value"]) for n in names}
 
+    def init_theta(key: Array) -> Theta:
+        shared = any(s.kind == "param" and s.plate is None for s in at.sites)
+        return jax.jit(partial(parameters, local=False))(key, template) if shared else {}
+
     def start(
         key: Array, data: SiloData, init_loc_fn: Callable, plate: str | None
     ) -> list[tuple[Site, Array]]:
@@ -327,7 +331,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         constrain_theta=lambda theta: {
             name: biject_to(at.supports[name])(value) for name, value in theta.items()
         },
-        init_theta=lambda key: jax.jit(partial(parameters, local=False))(key, template),
+        init_theta=init_theta,
         init_private=partial(parameters, local=True),
         init_global=lambda key, init_loc_fn=None: init_global(key, init_loc_fn, template),
         init_local=init_local,
@@ -361,7 +365,7 @@ def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str
         return {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "param"}
 
     key = jax.random.key(0)
-    theta = {**fm.init_theta(key), **jax.jit(fm.init_private)(key, silo)}
+    theta = jax.eval_shape(lambda key: {**fm.init_theta(key), **fm.init_private(key, silo)}, key)
     rows = {label: z_L[plate] for label, plate in labels.items()}
     found = provenance(run, data=silo.arrays, theta=theta, key=key, **rows)
     found |= provenance(initial, data=silo.arrays)
