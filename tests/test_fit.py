@@ -1,5 +1,6 @@
 """One call: a posterior, and a verdict that says what error is left."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,6 +11,9 @@ import pytest
 from problems import cut
 
 import numpyro_fed as nf
+from numpyro_fed.model.data import read
+from numpyro_fed.model.fingerprint import fingerprint
+from numpyro_fed.model.split import split
 
 KEY = jax.random.key(0)
 
@@ -95,3 +99,108 @@ def test_an_improper_posterior_is_an_error():
     x = np.stack([np.ones(40), np.linspace(-1, 1, 40)], 1)
     with pytest.raises(nf.ModelError, match=r"improper.*beta\[1\]"):
         nf.fit(KEY, model, cut({"x": x, "y": (x[:, 1] > 0) * 1.0}, (20, 20)), progress_bar=False)
+
+
+def test_what_a_text_reads_from_outside_counts(monkeypatch):
+    """The same function, after a variable that it reads has changed."""
+    silos = [{"y": np.full(3, 5.0)}, {"y": np.full(4, 5.0)}]
+
+    def mean(model):
+        fitted = nf.fit(KEY, model, silos, progress_bar=False)
+        return float(fitted.sample_posterior(jax.random.key(1), 4_000)["mu"].mean())
+
+    for scale in (0.1, 100.0):
+        monkeypatch.setattr("test_fit.SCALE", scale)
+        exact = 5.0 * 7 / (7 + scale**-2)
+        assert abs(mean(by_global) - exact) < 0.05
+
+
+SCALE = 1.0
+
+
+def by_global(y):
+    mu = numpyro.sample("mu", dist.Normal(0, SCALE))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+@dataclasses.dataclass
+class Unhashable:
+    """A model that cannot be hashed."""
+
+    scale: float
+
+    def __call__(self, y):
+        mu = numpyro.sample("mu", dist.Normal(0, self.scale))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+
+def test_fingerprints_tell_texts_apart():
+    rows = read([{"y": np.zeros(3)}])
+
+    def of(model):
+        return fingerprint(split(model, rows), rows)
+
+    assert of(Unhashable(1.0)) == of(Unhashable(1.0))
+    assert of(Unhashable(1.0)) != of(Unhashable(2.0))
+
+
+def test_a_budget_of_one_makes_a_round_and_a_correction():
+    fitted = nf.fit(KEY, by_global, [{"y": np.ones(3)}], budget=1, progress_bar=False)
+    assert fitted.num_exchanges <= 2
+    assert fitted.trusted
+
+
+def test_a_mode_that_the_draws_do_not_reach_is_said():
+    """y depends on the square of m: half of the mass is on the other side."""
+
+    def model(y):
+        m = numpyro.sample("m", dist.Normal(0, 200.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal((m - 0.5) ** 2, 1.0), obs=y)
+
+    silos = [{"y": np.full(3, 9.0)}, {"y": np.full(4, 9.0)}]
+    fitted = nf.fit(KEY, model, silos, progress_bar=False)
+    assert len(fitted.missed) == 1
+    (there,) = fitted.mode.z_G
+    assert sorted([round(float(there), 1), round(float(fitted.missed[0].z_G[0]), 1)]) == [-2.5, 3.5]
+    assert not fitted.trusted
+    assert "modes" in fitted.verdict
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows_that_read_each_other_are_fitted_under_the_plain_bound():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10.0))
+        with nf.silo_plate("row", y.shape[0]):
+            e = numpyro.sample("e", dist.Normal(0, 0.3))
+            numpyro.sample("y", dist.Normal(mu + e - e.mean(), 1.0), obs=y)
+
+    rows = [{"y": np.array([1.0, 2.0, 3.0])}, {"y": np.array([2.0, 3.0])}]
+    fitted = nf.fit(KEY, model, rows, budget=300, progress_bar=False)
+    assert "reads latents of other rows" in fitted.verdict
+    draws = np.asarray(fitted.stages[0].result.sample_posterior(KEY, 10_000)["mu"])
+    sd = (5 + 0.01) ** -0.5  # the rows' mean does not feel their effects
+    assert abs(draws.mean() - 11 / 5.01) < 0.1 * sd
+    assert 0.9 < draws.std() / sd < 1.1
+
+
+def grouped(g, y):
+    """Effects whose scale is a global, too: where that is small the posterior is not Gaussian."""
+    mu = numpyro.sample("mu", dist.Normal(0, 10.0))
+    tau = numpyro.sample("tau", dist.HalfNormal(5.0))
+    b = numpyro.sample("b", dist.Normal(mu, tau).expand([8]).to_event(1))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(b[g], 2.0), obs=y)
+
+
+def test_the_best_of_several_corrections_is_judged_by_new_draws():
+    r = np.random.default_rng(1)
+    b = 3 + np.array([-1.4, -1.0, -0.6, -0.2, 0.3, 0.7, 1.0, 1.3])
+    g = np.tile(np.arange(8), 8)
+    rows = {"g": g, "y": b[g] + 2 * r.normal(size=64)}
+    fitted = nf.fit(jax.random.key(1), grouped, cut(rows, (24, 40)), progress_bar=False)
+    tried = [s.name for s in fitted.stages if isinstance(s.result, nf.Corrected)]
+    assert len(tried) > 2
+    assert tried[-1] == "judged by new draws" or not fitted.trusted

@@ -338,3 +338,122 @@ def test_many_rows_in_single_precision_are_not_taken_for_a_mode_too_soon():
     sd = np.sqrt(np.diag(np.linalg.inv(precision)))
     near = (np.abs(found.sites["beta"] - exact) < 0.15 * sd).all()
     assert near or not found.converged
+
+
+def effects(g, y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10.0))
+    tau = numpyro.sample("tau", dist.HalfNormal(5.0))
+    b = numpyro.sample("b", dist.Normal(mu, tau).expand([4]).to_event(1))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(b[g], 2.0), obs=y)
+
+
+def effect_rows():
+    g = np.tile(np.arange(4), 10)
+    return {"g": g, "y": np.array([1.0, 2.5, 4.0, 6.5])[g] + 2 * RNG.normal(size=40)}
+
+
+def test_effects_are_integrated_out_where_their_scale_is_sought(double):
+    """Given tau all is Gaussian: the mode of (mu, log tau) by the marginal density, exactly."""
+    rows = effect_rows()
+    found = nf.find_mode(KEY, effects, cut(rows, (15, 25)))
+    x = np.eye(4)[rows["g"]]
+
+    def minus_log_density(z):
+        mu, tau = z[0], np.exp(z[1])
+        covariance = tau**2 * x @ x.T + 4 * np.eye(40)
+        log_lik = stats.multivariate_normal(np.full(40, mu), covariance).logpdf(rows["y"])
+        return -log_lik - stats.norm(0, 10).logpdf(mu) - stats.halfnorm(0, 5).logpdf(tau) - z[1]
+
+    exact = optimize.minimize(minus_log_density, [2.0, 0.0], tol=1e-10)
+    assert found.converged
+    np.testing.assert_allclose(found.z_G[:2], exact.x, atol=0.01)
+    np.testing.assert_allclose(found.values.max(), -exact.fun, atol=1e-3)
+    h = 1e-3 * np.eye(2)
+    hessian = [
+        [
+            sum(
+                s * t * minus_log_density(exact.x + s * a + t * b) for s in (1, -1) for t in (1, -1)
+            )
+            for b in h
+        ]
+        for a in h
+    ]
+    schur = np.linalg.inv(found.covariance[:2, :2])
+    np.testing.assert_allclose(schur, np.array(hessian) / 4e-6, rtol=0.02, atol=0.02)
+
+
+def test_a_parameter_of_scale_is_the_one_of_empirical_bayes(double):
+    """tau maximises the marginal likelihood; together with the effects it would go to zero."""
+
+    def model(g, y):
+        tau = numpyro.param("tau", 1.0, constraint=dist.constraints.positive)
+        b = numpyro.sample("b", dist.Normal(0, tau).expand([4]).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(b[g], 2.0), obs=y)
+
+    rows = effect_rows()
+    means = rows["y"].reshape(10, 4).mean(0)
+    found = nf.find_mode(KEY, model, cut(rows, (15, 25)))
+    np.testing.assert_allclose(found.theta["tau"] ** 2, (means**2).mean() - 0.4, rtol=0.01)
+
+
+def test_columns_that_are_hardly_apart_are_not_called_improper():
+    """A calendar year beside an intercept: single precision cannot tell the curvature, a look
+    along it can.
+    """
+
+    def model(x, y):
+        flat = dist.ImproperUniform(dist.constraints.real_vector, (), (2,))
+        beta, sigma = numpyro.sample("beta", flat), numpyro.sample("sigma", dist.HalfCauchy(5.0))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+
+    r = np.random.default_rng(0)
+    year = r.integers(2015, 2021, 120).astype(float)
+    x = np.stack([np.ones(120), year], 1)
+    rows = {"x": x, "y": 3 * (year - 2018) + 50 + 4 * r.normal(size=120)}
+    found = nf.find_mode(KEY, model, cut(rows, (50, 30, 40)))
+    exact, (squares,) = np.linalg.lstsq(x, rows["y"])[:2]
+    sd = np.sqrt(np.diag(np.linalg.inv(x.T @ x)) * squares / 117)
+    assert found.flat == ()
+    assert (np.abs(found.sites["beta"] - exact) < 0.3 * sd).all()
+
+
+def wide(x, y):
+    scale = numpyro.sample("scale", dist.HalfNormal(100.0))
+    with numpyro.plate("column", x.shape[1]):
+        beta = numpyro.sample("beta", dist.Normal(0, 1000.0))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, scale), obs=y)
+
+
+def wide_rows(n=900, p=310):
+    r = np.random.default_rng(0)
+    x = (r.normal(size=(n, p)) + r.uniform(-2, 2, p)) * 10 ** r.uniform(-2, 2, p)
+    return {"x": x, "y": x @ (r.normal(size=p) / x.std(0)) + 3 * r.normal(size=n)}
+
+
+def test_many_globals_are_found_by_gradients(double):
+    rows = wide_rows()
+    x, y = rows["x"], rows["y"]
+    found = nf.find_mode(KEY, wide, cut(rows, (500, 400)), max_exchanges=1_000)
+    sigma2 = float(found.sites["scale"]) ** 2
+    precision = x.T @ x / sigma2 + 1e-6 * np.eye(x.shape[1])
+    exact = np.linalg.solve(precision, x.T @ y / sigma2)
+    off = found.sites["beta"] - exact
+    assert found.converged
+    assert 0.5 * off @ precision @ off < 0.1  # nats
+    np.testing.assert_allclose(found.curvature[1:], np.diag(precision), rtol=1e-6)
+
+
+def test_several_modes_are_told(double):
+    def model(y):
+        m = numpyro.sample("m", dist.Normal(0, 5.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(m**2, 1.0), obs=y)
+
+    found = nf.find_mode(KEY, model, [{"y": np.full(9, 4.0)}, {"y": np.full(3, 4.0)}], starts=8)
+    (other,) = found.others
+    np.testing.assert_allclose(other.z_G, -found.z_G, atol=0.01)
+    np.testing.assert_allclose(other.log_evidence, found.log_evidence, atol=0.01)

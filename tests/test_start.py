@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -252,3 +253,61 @@ def test_natural_parameters_around_a_place(family, double):
 
     np.testing.assert_allclose(jax.grad(f)(z), gradient, rtol=1e-8)
     np.testing.assert_allclose(-jax.hessian(f)(z), curvature, rtol=1e-8, atol=1e-10)
+
+
+def test_rows_under_a_joint_guide_begin_where_independent_ones_do():
+    """Given the globals they are independent: nothing below the diagonal of their covariance."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10.0).expand([2]).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(mu, jnp.array([1.0, 3.0])).to_event(1))
+            numpyro.sample("y", dist.Normal(b, 2.0).to_event(1), obs=y)
+
+    rows = {"y": np.random.default_rng(0).normal(3, 2, (9, 2))}
+
+    def first_loss(locals):
+        guide = nf.guides.Structured(locals=locals)
+        return nf.SFVI(model, guide=guide).run(KEY, 1, cut(rows, (5, 4)), **QUIET).losses[0]
+
+    np.testing.assert_allclose(first_loss("joint"), first_loss("full"), rtol=1e-5)
+
+
+def test_a_run_of_visits_that_count_for_nothing_does_not_end_as_converged():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10.0))
+        scale = numpyro.sample("scale", dist.HalfCauchy(2.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.StudentT(4.0, mu, scale), obs=y)
+
+    r = np.random.default_rng(0)
+    silos = [{"y": r.normal(3, 2, 20)}, {"y": r.normal(3, 2, 30)}]
+    broken = nf.PVI(model, local=nf.local.Optax(optim=optax.sgd(1e30), steps=5))
+    with pytest.raises(nf.NonFiniteError, match="no update"):
+        broken.run(KEY, 3, silos, stop="converged", **QUIET)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_many_globals_begin_near_the_mode_in_their_own_units(double):
+    """The bound is as good at once as mean-field can be, up to some nats of the search."""
+    r = np.random.default_rng(0)
+    unit = 10 ** r.uniform(-2, 2, 310)
+    x = r.normal(size=(900, 310)) * unit
+    rows = {"x": x, "y": x @ (r.normal(size=310) / unit) + 3 * r.normal(size=900)}
+
+    def model(x, y):
+        with numpyro.plate("column", 310):
+            beta = numpyro.sample("beta", dist.Normal(0, 1000.0))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ beta, 3.0), obs=y)
+
+    guide = nf.guides.Structured(globals="diagonal")
+    result = nf.SFVI(model, guide=guide).run(KEY, 20, cut(rows, (500, 400)), **QUIET)
+    precision = x.T @ x / 9 + 1e-6 * np.eye(310)
+    exact = np.linalg.solve(precision, x.T @ rows["y"] / 9)
+    off = result.start.z_G - exact
+    assert 0.5 * off @ precision @ off < 1
+    log_det = 900 * np.log(2 * np.pi * 9) + np.linalg.slogdet(1e6 * precision)[1]
+    log_evidence = -0.5 * (log_det + rows["y"] @ (rows["y"] - x @ exact) / 9)
+    gap = 0.5 * (np.log(np.diagonal(precision)).sum() - np.linalg.slogdet(precision)[1])
+    assert -log_evidence < result.losses.mean() < -log_evidence + gap + 2

@@ -78,8 +78,8 @@ class Fitted:
     @property
     def mode(self) -> Mode | None:
         """Where the search began to sample, if it did at a mode."""
-        fits = [s.result for s in self.stages if isinstance(s.result, Result)]
-        return fits[0].start if fits else None
+        fits = (s.result for s in self.stages if isinstance(s.result, Result))
+        return next((fit.start for fit in fits if fit.start is not None), None)
 
     @property
     def trusted(self) -> bool:

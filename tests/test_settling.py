@@ -1,0 +1,69 @@
+"""Rest: told from slow travel, whatever the step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms import settling
+
+KEY = jax.random.key(0)
+QUIET = {"progress_bar": False}
+
+
+def settled_after(path, losses, *, standard=True):
+    """The round in which a path of parameters (rounds, dim) counts as settled."""
+
+    def one(course, seen):
+        course = settling.follow(course, seen[1], seen[0], standard=standard)
+        return course, settling.settled(course)
+
+    _, found = jax.lax.scan(one, settling.begin(path[0]), (path, losses))
+    return int(found.argmax()) if found.any() else None
+
+
+def noise(rounds, dim, scale=1.0, seed=0):
+    return scale * jax.random.normal(jax.random.key(seed), (rounds, dim))
+
+
+def test_shaking_is_rest():
+    rounds = 1_000
+    path = noise(rounds, 5, 0.01)
+    found = settled_after(path, 10 + noise(rounds, 1)[:, 0])
+    assert found is not None
+    assert found < 500
+
+
+@pytest.mark.parametrize("step", [1e-3, 1e-5])
+def test_travel_is_no_rest_however_slow(step):
+    """The bound's rise is far below its noise, and a window's move far below the tolerance."""
+    rounds = 4_000
+    path = step * jnp.arange(rounds)[:, None] + noise(rounds, 5, 0.1 * step)
+    path = jnp.concatenate([path[:, :1], noise(rounds, 20, 0.01)], 1)  # one of many
+    assert settled_after(path, 10 + noise(rounds, 1)[:, 0]) is None
+
+
+def test_a_rising_bound_is_no_rest():
+    rounds = 2_000
+    losses = 100 - 0.05 * jnp.arange(rounds) + noise(rounds, 1)[:, 0]
+    assert settled_after(noise(rounds, 5, 0.01), losses) is None
+
+
+def test_a_run_with_small_steps_does_not_end_on_its_way():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 100.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    silos = [{"y": np.full(30, 10.0)}, {"y": np.full(40, 10.0)}]
+    slow = nf.SFVI(model, optim=optax.adam(1e-3), start=None)
+    result = slow.run(KEY, 20_000, silos, stop="converged", **QUIET)
+    sd = 70**-0.5
+    assert abs(float(result.params["guide"]["loc"][0]) - 10) < 0.1 * sd
+    with pytest.warns(UserWarning, match="still rising"):
+        short = slow.run(KEY, 2_000, silos, stop="converged", **QUIET)
+    assert short.ended == "rounds"
