@@ -194,7 +194,10 @@ def test_rows_that_read_each_other_are_refused_at_their_silo():
     server, send = together(enhanced, rows)
     with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'.*reads latents of other rows"):
         server.run(KEY, 1, send)
-    server, send = together(nf.SFVI(coupled, optim=optax.sgd(1e-2)), rows)
+    server, send = together(nf.SFVI(coupled), rows)
+    with pytest.raises(ModelError, match=r"silo 0.*in a search for the mode. Use start=None"):
+        server.run(KEY, 1, send)
+    server, send = together(nf.SFVI(coupled, optim=optax.sgd(1e-2), start=None), rows)
     result = server.run(KEY, 1, send)
     with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'.*reads latents of other rows"):
         nf.importance_correct(KEY, result, 10, 2)

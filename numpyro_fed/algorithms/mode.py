@@ -13,6 +13,11 @@ which shrinks by at most ten in a step: no coordinate's unit matters (Levenberg 
 1963; absolute eigenvalues lead away from saddles: Dauphin et al. 2014). :math:`\lambda` shrinks
 with steps that keep their promise and grows with those that do not.
 
+Of effects and their scale together (``b ~ Normal(mu, tau)``, ``tau ~ HalfNormal(5)``) there is no
+mode: the density rises without end as ``tau`` goes to zero. Global latents whose prior depends on
+other globals are therefore integrated out as well, at the server, with the silos' Hessian taken as
+given (:func:`prior_of`); ``z_G`` holds their own mode given the others.
+
 Several starts run side by side, each as if alone.
 """
 

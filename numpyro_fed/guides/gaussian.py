@@ -8,10 +8,12 @@ parameters of ``T`` are scaled as in :mod:`numpyro_fed.expfam.gaussian`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from jax.lax import stop_gradient
@@ -148,6 +150,69 @@ def full(dim: int, init_scale: float) -> GlobalGuide:
         return {"loc": loc, **cholesky_parts(as_matrix(root))}
 
     return _sticking(dim, init, place, log_density, around, moved_full)
+
+
+def skewed(dim: int, order: np.ndarray, init_scale: float) -> GlobalGuide:
+    r"""A full covariance whose scales depend on the coordinates before them, in an ``order``.
+
+    With :math:`\varepsilon` standard normal and ``P`` the permutation to that order,
+
+    .. math::
+        P z = P m + T \big(e^{s + D \varepsilon / \sqrt{d - 1}} \odot \varepsilon\big),
+
+    ``T`` unit lower triangular and ``D`` strictly lower triangular: coefficients that spread as a
+    scale does, and effects under theirs. With ``D = 0`` it is :func:`full`.
+    """
+    back, share = np.argsort(order), max(dim - 1, 1) ** -0.5
+
+    def coupling(eta: GuideParams) -> Array:
+        return share * jnp.tril(eta["scale_coupling"], -1)
+
+    def init(key: Array, loc: Array) -> GuideParams:
+        below, D = jnp.zeros(dim * (dim - 1) // 2), jnp.zeros((dim, dim))
+        scale = jnp.full(dim, jnp.log(init_scale))
+        return {"loc": loc, "log_scale": scale, "below": below, "scale_coupling": D}
+
+    def place(eta: GuideParams, noise: Array) -> Array:
+        scale = jnp.exp(eta["log_scale"] + coupling(eta) @ noise)
+        return eta["loc"] + (unit_lower(eta["below"], dim) @ (scale * noise))[back]
+
+    def log_density(eta: GuideParams, z: Array) -> Array:
+        scaled = solve_unit(unit_lower(eta["below"], dim), (z - eta["loc"])[order])
+        D = coupling(eta)
+
+        def one(noise: Array, row: tuple[Array, ...]) -> tuple[Array, Array]:
+            i, x, s, D_i = row
+            log_scale = s + D_i @ noise
+            return noise.at[i].set(x * jnp.exp(-log_scale)), log_scale
+
+        rows = (jnp.arange(dim), scaled, eta["log_scale"], D)
+        noise, log_scales = jax.lax.scan(one, jnp.zeros_like(z), rows)
+        return _standard_normal(noise).sum() - log_scales.sum()
+
+    def around(key: Array, loc: Array, root: Array) -> GuideParams:
+        R = jnp.linalg.qr(as_matrix(root)[order].T, mode="r")
+        parts = cholesky_parts(R.T * jnp.sign(jnp.diagonal(R)))
+        return {"loc": loc, **parts, "scale_coupling": jnp.zeros((dim, dim))}
+
+    def moved(eta: GuideParams, step: GuideParams) -> GuideParams:
+        ordered = {**eta, "loc": eta["loc"][order]}
+        after = moved_full(ordered, {**step, "loc": step["loc"][order]})
+        D = eta["scale_coupling"] + step["scale_coupling"]
+        return {**after, "loc": after["loc"][back], "scale_coupling": D}
+
+    def draw(eta: GuideParams, noise: Array) -> tuple[Array, Array]:
+        """Sticking the landing: the noise as a function of ``z`` alone, by its derivative there."""
+        z, fixed = place(eta, noise), stop_gradient(eta)
+        D, T = coupling(fixed), unit_lower(fixed["below"], dim)
+        scale = jnp.exp(fixed["log_scale"] + D @ noise)
+        slope = T @ (scale[:, None] * (jnp.eye(dim) + noise[:, None] * D))
+        moved = solve_triangular(slope, (z - stop_gradient(z))[order], lower=True)
+        at = noise + moved
+        return z, _standard_normal(at).sum() - (fixed["log_scale"] + D @ at).sum()
+
+    centre = itemgetter("loc")
+    return GlobalGuide(standard_normals(dim), init, draw, centre, around, moved, log_density)
 
 
 def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.errors import GuideError
@@ -16,9 +18,10 @@ from numpyro_fed.guides import gaussian
 from numpyro_fed.guides.gaussian import GlobalGuide, GuideParams, LocalGuide
 from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.sites import Plate
+from numpyro_fed.model.sites import Plate, Site
 from numpyro_fed.model.split import FederatedModel, Rows
 
+SKEWED_UP_TO = 128
 FULL_UP_TO = 300
 LOW_RANK_UP_TO = 20_000
 FULL_ROW_UP_TO = 30
@@ -38,9 +41,12 @@ class Structured:
 
     Parameters
     ----------
-    globals : {"auto", "diagonal", "full", "low_rank"} or AutoGuide
+    globals : {"auto", "diagonal", "full", "skewed", "low_rank"} or AutoGuide
         Covariance of the globals, or a NumPyro autoguide (``AutoNormal``, ``AutoIAFNormal``, ...).
-        ``"auto"`` is full up to 300 dimensions, low rank up to 20,000, diagonal above.
+        ``"skewed"`` is a full one in which scales depend on what comes before, bounded sites
+        first: coefficients that spread as the noise does, effects under a scale.
+        ``"auto"`` is skewed up to 128 dimensions where there is a bounded site and another one,
+        else full up to 300, low rank up to 20,000, diagonal above.
     rank : int, optional
         Rank for ``"low_rank"``; by default the square root of the dimension, 20 at most.
     locals : {"auto", "diagonal", "full", "joint"} or dict
@@ -209,7 +215,7 @@ def resolve(
             couple if spec.couple_scale is None else spec.couple_scale,
         )
 
-    kind, rank = _global_kind(spec, fm.dim)
+    kind, rank = _global_kind(spec, fm)
     return Resolved(kind, rank, tuple(map(of, with_latents)))
 
 
@@ -267,7 +273,7 @@ def build_resolved(
             moved[p] = locals_[p].recentre(eta[p], at)
         return moved
 
-    global_ = _global_guide(spec, resolved, fm.dim)
+    global_ = _global_guide(spec, resolved, fm)
     return Guide(global_, locals_, outer, rows, init_global, init_local, above, recentre)
 
 
@@ -291,31 +297,49 @@ def _structured(spec: Structured | AutoGuide | None) -> Structured:
     return spec
 
 
-def _global_kind(spec: Structured, dim: int) -> tuple[str, int | None]:
+def _global_kind(spec: Structured, fm: FederatedModel) -> tuple[str, int | None]:
     """The covariance of the globals, and its rank if it has one."""
-    kind = spec.globals
+    kind, dim = spec.globals, fm.dim
     if isinstance(kind, AutoGuide):
         return type(kind).__name__, None
     if kind == "auto":
+        latents = fm.named("latent")
+        scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
         small, medium = dim <= FULL_UP_TO, dim <= LOW_RANK_UP_TO
         kind = "full" if small else "low_rank" if medium else "diagonal"
-    if kind not in ("diagonal", "full", "low_rank"):
+        kind = "skewed" if scales and dim <= SKEWED_UP_TO else kind
+    if kind not in ("diagonal", "full", "skewed", "low_rank"):
         raise GuideError(
-            f"globals={kind!r}: expected 'auto', 'diagonal', 'full', 'low_rank' or a NumPyro "
-            "autoguide."
+            f"globals={kind!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
+            "NumPyro autoguide."
         )
     rank = spec.rank or min(int(dim**0.5) + 1, 20)
     return kind, rank if kind == "low_rank" else None
 
 
-def _global_guide(spec: Structured, resolved: Resolved, dim: int) -> GlobalGuide:
+def _global_guide(spec: Structured, resolved: Resolved, fm: FederatedModel) -> GlobalGuide:
+    dim = fm.dim
     if isinstance(spec.globals, AutoGuide):
         return from_autoguide(spec.globals, dim)
     if resolved.globals == "diagonal":
         return gaussian.diagonal(dim, spec.init_scale)
     if resolved.globals == "full":
         return gaussian.full(dim, spec.init_scale)
+    if resolved.globals == "skewed":
+        return gaussian.skewed(dim, _order(fm), spec.init_scale)
     return gaussian.low_rank(dim, resolved.rank or 1, spec.init_scale)
+
+
+def _order(fm: FederatedModel) -> np.ndarray:
+    """The globals' coordinates, those of bounded sites first: scales before what they scale."""
+    sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
+    return np.concatenate([np.zeros(0, int), *(np.arange(s.start, s.stop) for s in sites)])
+
+
+def _unbounded(fm: FederatedModel, site: Site) -> bool:
+    support = fm.supports[site.name]
+    base = getattr(support, "base_constraint", support)
+    return base in (constraints.real, constraints.real_vector)
 
 
 def _local_covariance(spec: Structured, fm: FederatedModel, plate: str, dim: int, size: int) -> str:
