@@ -494,7 +494,7 @@ class Pooled:
         p = parts(glmm, glmm_silos([ROWS]), **self.settings)
         server = p.algorithm.init_server(KEY)
         params = {**server.params, "guide": jitter(server.params["guide"], 0.1)}
-        self.server = ServerState(params, optim.init(params), settling.begin(()))
+        self.server = ServerState(params, optim.init(params), settling.begin(params))
         silo = p.algorithm.init_silo(KEY, p.silos[0])
         self.locals = {"private": {}, "guide": jitter(silo.params["guide"], 0.1, 1)}
         self.noise_of = jax.jit(lambda k: p.algorithm.exchanges[0].silo_noise(k, silo))

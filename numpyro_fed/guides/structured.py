@@ -45,8 +45,8 @@ class Structured:
         Covariance of the globals, or a NumPyro autoguide (``AutoNormal``, ``AutoIAFNormal``, ...).
         ``"skewed"`` is a full one in which scales depend on what comes before, bounded sites
         first: coefficients that spread as the noise does, effects under a scale.
-        ``"auto"`` is skewed up to 128 dimensions where there is a bounded site and another one,
-        else full up to 300, low rank up to 20,000, diagonal above.
+        ``"auto"`` is skewed up to 128 dimensions where a run starts at the mode and there is a
+        bounded site and another one, else full up to 300, low rank up to 20,000, diagonal above.
     rank : int, optional
         Rank for ``"low_rank"``; by default the square root of the dimension, 20 at most.
     locals : {"auto", "diagonal", "full", "joint"} or dict
@@ -186,6 +186,8 @@ def resolve(
     fm: FederatedModel,
     largest: Mapping[str, int],
     total: Mapping[str, int],
+    *,
+    at_mode: bool = False,
 ) -> Resolved:
     """Settle what a guide leaves to be chosen.
 
@@ -195,6 +197,8 @@ def resolve(
     fm : FederatedModel
     largest, total : dict of str to int
         Rows of each silo plate at the largest silo, and at all together; up to powers of two.
+    at_mode : bool
+        Whether a run begins at the mode, where steps are in coordinates of the posterior.
 
     Raises
     ------
@@ -215,7 +219,7 @@ def resolve(
             couple if spec.couple_scale is None else spec.couple_scale,
         )
 
-    kind, rank = _global_kind(spec, fm)
+    kind, rank = _global_kind(spec, fm, at_mode)
     return Resolved(kind, rank, tuple(map(of, with_latents)))
 
 
@@ -297,7 +301,7 @@ def _structured(spec: Structured | AutoGuide | None) -> Structured:
     return spec
 
 
-def _global_kind(spec: Structured, fm: FederatedModel) -> tuple[str, int | None]:
+def _global_kind(spec: Structured, fm: FederatedModel, at_mode: bool) -> tuple[str, int | None]:
     """The covariance of the globals, and its rank if it has one."""
     kind, dim = spec.globals, fm.dim
     if isinstance(kind, AutoGuide):
@@ -307,7 +311,7 @@ def _global_kind(spec: Structured, fm: FederatedModel) -> tuple[str, int | None]
         scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
         small, medium = dim <= FULL_UP_TO, dim <= LOW_RANK_UP_TO
         kind = "full" if small else "low_rank" if medium else "diagonal"
-        kind = "skewed" if scales and dim <= SKEWED_UP_TO else kind
+        kind = "skewed" if at_mode and scales and dim <= SKEWED_UP_TO else kind
     if kind not in ("diagonal", "full", "skewed", "low_rank"):
         raise GuideError(
             f"globals={kind!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "

@@ -147,12 +147,13 @@ class SFVI(Method):
 
     def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         largest, total = dict(plan.largest), dict(plan.total)
+        start = start_of(self.start, fm, wide=True)
         return {
             "method": "SFVI",
             "num_particles": self.num_particles,
-            "start": start_of(self.start, fm, wide=True),
+            "start": start,
             "starts": self.starts,
-            "guide": resolve(self.guide, fm, largest, total),
+            "guide": resolve(self.guide, fm, largest, total, at_mode=start == "mode"),
             "objective": repr(self.objective),
         }
 
