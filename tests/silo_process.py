@@ -25,11 +25,15 @@ METHODS = {
 }
 
 
-def serve(name, rows, number, pipe):
-    """Answer until the pipe closes: first with facts, then plan and messages as they come."""
+def serve(rows, number, pipe):
+    """Take part in one federation after the other, each named by its method.
+
+    First with facts, then plan and messages as they come, until an empty one; an empty name ends.
+    """
     jax.config.update("jax_enable_x64", True)
-    node = nf.SiloNode(METHODS[name](), rows)
-    pipe.send_bytes(node.facts().encode())
-    node.accept(pipe.recv_bytes().decode(), number)
-    while message := pipe.recv_bytes():
-        pipe.send_bytes(node.handle(message))
+    while name := pipe.recv_bytes().decode():
+        node = nf.SiloNode(METHODS[name](), rows)
+        pipe.send_bytes(node.facts().encode())
+        node.accept(pipe.recv_bytes().decode(), number)
+        while message := pipe.recv_bytes():
+            pipe.send_bytes(node.handle(message))

@@ -23,7 +23,6 @@ GLOBALS = {
     "diagonal": lambda dim: gaussian.diagonal(dim, 0.5),
     "full": lambda dim: gaussian.full(dim, 0.5),
     "low_rank": lambda dim: gaussian.low_rank(dim, 1, 0.5),
-    "skewed": lambda dim: gaussian.skewed(dim, np.arange(dim)[::-1], 0.5),
 }
 
 

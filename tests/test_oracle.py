@@ -177,7 +177,7 @@ def test_outcomes():
     assert oracle._exception(TypeError("no such 'y'"), spec()) == "crashed"
 
 
-FIXED = [(5, 0, ("SFVI", "SFVI corrected")), (2, 4, ("PVI", "PVI corrected"))]
+FIXED = [(5, 0, ("SFVI", "SFVI corrected")), (2, 4, ("PVI factor", "PVI corrected"))]
 
 
 @pytest.mark.parametrize(("number", "dataset", "names"), FIXED)

@@ -31,19 +31,30 @@ def silos():
     return cut({"x": x, "y": y}, SIZES)
 
 
-class Federation:
-    """Three silos in spawned processes, each given its own rows and nothing else."""
+@pytest.fixture(scope="module")
+def pipes():
+    """To three silos in spawned processes, each given its own rows and nothing else."""
+    spawn = multiprocessing.get_context("spawn")
+    found, processes = [], []
+    for number, rows in enumerate(silos()):
+        here, there = spawn.Pipe()
+        processes.append(spawn.Process(target=serve, args=(rows, number, there), daemon=True))
+        processes[-1].start()
+        found.append(here)
+    yield found
+    for pipe, process in zip(found, processes, strict=True):
+        pipe.send_bytes(b"")
+        process.join(20)
 
-    def __init__(self, name):
-        spawn = multiprocessing.get_context("spawn")
-        self.pipes, self.processes = [], []
-        for number, rows in enumerate(silos()):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(name, rows, number, there), daemon=True)
-            process.start()
-            self.pipes.append(here)
-            self.processes.append(process)
-        self.facts = [pipe.recv_bytes().decode() for pipe in self.pipes]
+
+class Federation:
+    """A server, and silos in processes of their own."""
+
+    def __init__(self, name, pipes):
+        self.pipes = pipes
+        for pipe in pipes:
+            pipe.send_bytes(name.encode())
+        self.facts = [pipe.recv_bytes().decode() for pipe in pipes]
         self.server = nf.ServerNode(METHODS[name](), self.facts)
         for pipe in self.pipes:
             pipe.send_bytes(self.server.plan.encode())
@@ -53,14 +64,13 @@ class Federation:
         return self.pipes[silo].recv_bytes()
 
     def close(self):
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
+        for pipe in self.pipes:
             pipe.send_bytes(b"")
-            process.join(20)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_silos_in_processes_of_their_own_give_the_numbers_of_one_process(name, double):
-    apart, close = Federation(name), {"rtol": 1e-6, "atol": 1e-9}
+def test_silos_in_processes_of_their_own_give_the_numbers_of_one_process(name, pipes, double):
+    apart, close = Federation(name, pipes), {"rtol": 1e-6, "atol": 1e-9}
     try:
         result = apart.server.run(KEY, ROUNDS[name], apart.send)
         corrected = nf.importance_correct(KEY, result, 200, 10) if name == "sfvi" else None
@@ -161,7 +171,7 @@ def together(method, rows, **options):
 
 def test_a_second_run_begins_anew_and_a_result_of_the_first_is_refused():
     """Silos keep their states: another run must not go on from them, nor a correction use them."""
-    server, send = together(METHODS["sfvi"](), silos())
+    server, send = together(METHODS["sfvi"](), silos()[:2])
     first = server.run(KEY, 4, send)
     once = nf.importance_correct(jax.random.key(1), first, 50, 4)
     again = nf.importance_correct(jax.random.key(2), first, 50, 4)
@@ -174,8 +184,8 @@ def test_a_second_run_begins_anew_and_a_result_of_the_first_is_refused():
 
 
 def test_a_silo_with_a_secret_draws_what_the_server_cannot_know():
-    plain, send = together(METHODS["sfvi"](), silos())
-    hidden, ask = together(METHODS["sfvi"](), silos(), secret=jax.random.key(7))
+    plain, send = together(METHODS["sfvi"](), silos()[:2])
+    hidden, ask = together(METHODS["sfvi"](), silos()[:2], secret=jax.random.key(7))
     losses = [s.run(KEY, 4, f).losses for s, f in ((plain, send), (hidden, ask), (hidden, ask))]
     assert not np.allclose(losses[0], losses[1], rtol=1e-6)
     np.testing.assert_array_equal(losses[1], losses[2])
