@@ -138,8 +138,7 @@ def mode(
     most : int, optional
         Places that are tried, at most; one more exchange goes to the best of them.
     """
-    unravel, n = unraveller(fm), unravelled(fm)
-
+    n = unravelled(fm)
     log_prior = prior_of(fm, effects)
 
     def init_server(key: Array) -> Search:
@@ -179,18 +178,8 @@ def mode(
         after = jax.vmap(one)(state, replies.up)
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
-    def shared(state: Search) -> Shared:
-        theta, z_G = unravel(state.best.x[highest(state)])
-        return Shared(theta, {"loc": z_G})
-
-    return FederatedAlgorithm(
-        init_server,
-        init_silo,
-        (Exchange(broadcast, silo, server, name="mode"),),
-        shared,
-        nothing_private,
-        done=lambda state: state.left.all(),
-    )
+    exchange = Exchange(broadcast, silo, server, name="mode")
+    return searching(fm, init_server, init_silo, exchange)
 
 
 def effects_of(fm: FederatedModel) -> np.ndarray:
@@ -288,9 +277,23 @@ def asked(
     return Reply(up, jnp.array(True)), SiloState(modes, place, state.private)
 
 
-def nothing_private(state: SiloState) -> Private:
-    """What a silo keeps to itself after a search, as every algorithm says it."""
-    return Private({}, {})
+def searching(
+    fm: FederatedModel, init_server: Callable, init_silo: Callable, exchange: Exchange
+) -> FederatedAlgorithm:
+    """The algorithm of a search by one exchange; it ends where every silo has been at the best."""
+    unravel = unraveller(fm)
+
+    def shared(state: Searching) -> Shared:
+        theta, z_G = unravel(state.best.x[highest(state)])
+        return Shared(theta, {"loc": z_G})
+
+    def private(state: SiloState) -> Private:
+        return Private({}, {})
+
+    def done(state: Searching) -> Array:
+        return state.left.all()
+
+    return FederatedAlgorithm(init_server, init_silo, (exchange,), shared, private, done=done)
 
 
 class Around(NamedTuple):
@@ -405,6 +408,9 @@ class Searching(Protocol):
 
     @property
     def rests(self) -> Array: ...
+
+    @property
+    def left(self) -> Array: ...
 
 
 def highest(state: Searching) -> Array:

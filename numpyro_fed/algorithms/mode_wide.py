@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply, Shared
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply
 from numpyro_fed.algorithms.mode import (
     HALVINGS,
     ROUNDINGS,
@@ -30,8 +30,8 @@ from numpyro_fed.algorithms.mode import (
     asked,
     chosen,
     highest,
-    nothing_private,
     nowhere,
+    searching,
     starting_places,
     unravelled,
     unraveller,
@@ -129,18 +129,8 @@ def wide_mode(
         after = jax.vmap(one)(state, replies.up)
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
-    def shared(state: Climb) -> Shared:
-        theta, z_G = unravel(state.best.x[highest(state)])
-        return Shared(theta, {"loc": z_G})
-
-    return FederatedAlgorithm(
-        init_server,
-        init_silo,
-        (Exchange(broadcast, silo, server, name="mode"),),
-        shared,
-        nothing_private,
-        done=lambda state: state.left.all(),
-    )
+    exchange = Exchange(broadcast, silo, server, name="mode")
+    return searching(fm, init_server, init_silo, exchange)
 
 
 def sloped(f: Any, x: Array, closer: Array) -> tuple[Place, Any]:
