@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 WINDOW = 50  # rounds
+STRIDE = 5  # rounds between looks at the parameters
 CALM = 2
 LEAST = 4  # windows, before travel can be told from shaking
 MEMORY = 0.7  # of earlier windows' travel, when the next one comes
@@ -32,8 +33,8 @@ GAIN = 0.02  # nats of the bound that do not matter
 class Course(NamedTuple):
     """Sums over the window so far, means of the one before, quiet windows in a row.
 
-    ``last`` are the parameters after the last round, ``path`` how far they have gone in this
-    window, and ``travel`` averages what share of that led anywhere, over windows.
+    ``last`` are the parameters at the last look, ``path`` how far they have gone in this window,
+    and ``travel`` averages what share of that led anywhere, over windows.
     """
 
     rounds: Array
@@ -60,23 +61,30 @@ def follow(course: Course, loss: Array, params: Any, *, standard: bool) -> Cours
     """One more round; ``standard`` says in which coordinates the parameters are."""
     # Losses are summed from that of the first round in the window: large ones would cancel.
     first = course.rounds % WINDOW == 0
-    mean = jax.tree.map(lambda a, b: jnp.where(first, 0.0, a) + b / WINDOW, course.params, params)
+    number = (course.rounds % WINDOW + 1).astype(loss.dtype)
+    mean = jnp.where(first, 0.0, course.loss)
+    off = loss - mean
+    mean = mean + off / number
+    now = course._replace(
+        rounds=course.rounds + 1,
+        loss=mean,
+        squares=jnp.where(first, 0.0, course.squares) + off * (loss - mean),
+    )
+    looks = now.rounds % STRIDE == 0
+    return jax.lax.cond(looks, lambda c: _looked(c, params, standard), lambda c: c, now)
+
+
+def _looked(course: Course, params: Any, standard: bool) -> Course:
+    """Where the parameters are, every few rounds; and the end of a window, where it is one."""
+    first = (course.rounds - STRIDE) % WINDOW == 0
+    share = STRIDE / WINDOW
+    mean = jax.tree.map(lambda a, b: jnp.where(first, 0.0, a) + share * b, course.params, params)
     path = jax.tree.map(
         lambda a, b, c: jnp.where(first, 0.0, a) + jnp.abs(b - c), course.path, params, course.last
     )
-    number = (course.rounds % WINDOW + 1).astype(loss.dtype)
-    loss_mean = jnp.where(first, 0.0, course.loss)
-    off = loss - loss_mean
-    loss_mean = loss_mean + off / number
-    now = course._replace(
-        rounds=course.rounds + 1,
-        loss=loss_mean,
-        squares=jnp.where(first, 0.0, course.squares) + off * (loss - loss_mean),
-        params=mean,
-        last=params,
-        path=path,
-    )
-    return jax.lax.cond(now.rounds % WINDOW == 0, lambda c: _closed(c, standard), lambda c: c, now)
+    now = course._replace(params=mean, path=path, last=params)
+    ends = now.rounds % WINDOW == 0
+    return jax.lax.cond(ends, lambda c: _closed(c, standard), lambda c: c, now)
 
 
 def _closed(course: Course, standard: bool) -> Course:
