@@ -311,3 +311,26 @@ def test_many_globals_begin_near_the_mode_in_their_own_units(double):
     log_evidence = -0.5 * (log_det + rows["y"] @ (rows["y"] - x @ exact) / 9)
     gap = 0.5 * (np.log(np.diagonal(precision)).sum() - np.linalg.slogdet(precision)[1])
     assert -log_evidence < result.losses.mean() < -log_evidence + gap + 2
+
+
+def test_a_likelihood_with_a_kink_has_no_curvature_to_start_from():
+    """The posterior of a median, by quadrature."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Laplace(mu, 3.0), obs=y)
+
+    y = np.random.default_rng(0).laplace(4.0, 3.0, 20)
+    with pytest.warns(UserWarning, match="kink"):
+        result = nf.SFVI(model).run(KEY, 1_000, cut({"y": y}, (12, 8)), **QUIET)
+    mu = np.linspace(-5, 13, 20_001)
+    log_p = -(mu**2) / 200 - np.abs(y[:, None] - mu).sum(0) / 3
+    p = np.exp(log_p - log_p.max())
+    p /= p.sum()
+    mean = p @ mu
+    sd = np.sqrt(p @ (mu - mean) ** 2)
+    draws = np.asarray(result.sample_posterior(jax.random.key(1), 20_000)["mu"])
+    assert result.start is None
+    assert abs(draws.mean() - mean) < 0.1 * sd
+    assert 0.9 < draws.std() / sd < 1.1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from numpyro_fed.errors import (
     NonFiniteError,
     positive_int,
 )
-from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode, begin, why_coupled
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode, NoStartError, begin, why_coupled
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
@@ -123,10 +125,24 @@ class Method(ABC):
         if stop not in (None, "converged"):
             raise ValueError(f"stop={stop!r}: expected 'converged' or None.")
         fit, held = self._prepare(silos, runtime)
-        if init_state is None:
-            state, start = begin(fit, key, held.batches, RUNTIMES[runtime], held.buckets)
-        else:
-            state, start = fit.check_state(init_state, held), None
+        try:
+            if init_state is None:
+                state, start = begin(fit, key, held.batches, RUNTIMES[runtime], held.buckets)
+            else:
+                state, start = fit.check_state(init_state, held), None
+        except NoStartError as error:
+            warnings.warn(error.warning, stacklevel=2)
+            return self._from_zero.run(
+                key,
+                num_rounds,
+                silos,
+                progress_bar=progress_bar,
+                runtime=runtime,
+                server_data=server_data,
+                stop=stop,
+                callback=callback,
+                every=every,
+            )
         self._check_rounds(state, num_rounds)
 
         def look(run: Run) -> Any:
@@ -145,6 +161,12 @@ class Method(ABC):
             watcher=None if callback is None else Watcher(look, every),
         )
         return self._finish(run, fit, held, start)
+
+    @cached_property
+    def _from_zero(self) -> Any:
+        """The same method without a start at the mode."""
+        own: Any = self
+        return replace(own, start=None)
 
     def _finish(self, run: Run, fit: Fit, held: Silos | None, start: Mode | None) -> Any:
         """The result of a run, unless it failed."""

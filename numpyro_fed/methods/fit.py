@@ -250,7 +250,8 @@ class _Fitting:
         result = self.by_sfvi() if by_pvi is None else by_pvi
         best = self.improved(self.corrected(result))
         if isinstance(result, PVIResult) and not _trusted(best) and self.left > 0:
-            more = self.by_pvi(result) if result.ended == "rounds" else None
+            goes_on = result.ended == "rounds" and result.start is not None
+            more = self.by_pvi(result) if goes_on else None
             if more is not None:
                 best = self.better(best, self.improved(self.corrected(more)))
         if isinstance(result, PVIResult) and not _trusted(best) and self.left > ENOUGH_FOR_SFVI:

@@ -44,7 +44,17 @@ SEARCHED_UP_TO = 300  # shared parameters and globals, by Newton's method
 SEARCH = "search"  # under which a fit keeps its runtime
 OPENING = 2**31 - 1  # in the place of a round's number, in keys
 APART = 3.0  # standard deviations, from which on two modes are two
+ALMOST = 0.5  # nats for each coordinate, about which a place may be off a mode
 FALL = 0.1  # nats: a normal density has fallen by 4.5 there
+
+
+class NoStartError(Exception):
+    """Why a run cannot start at the mode."""
+
+    @property
+    def warning(self) -> str:
+        """In words, for who asked for the run."""
+        return f"{self}: the run starts at zero in unconstrained space, as start=None does."
 
 
 class Peak(NamedTuple):
@@ -200,11 +210,11 @@ def begin(
 ) -> tuple[State, Mode | None]:
     """The first state of a run that starts at the mode, and the mode.
 
-    Where nothing is finite, or rows read each other's latents, the algorithm's own first state,
-    with a warning.
-
     Raises
     ------
+    NoStartError
+        Where nothing is finite, no curvature tells how far the posterior reaches, or rows read each
+        other's latents.
     ModelError
         Naming the directions in which the posterior is improper, where a prior is flat.
     """
@@ -212,8 +222,7 @@ def begin(
     if start is None:
         return fit.runtime.init(key, batches), None
     if (coupled := why_coupled(fm, fit.checks, buckets)) is not None:
-        warnings.warn(f"{coupled}: the run starts at zero, as start=None does.", stacklevel=4)
-        return fit.runtime.init(key, batches), None
+        raise NoStartError(coupled)
     if SEARCH not in fit.compiled:
         fit.compiled[SEARCH] = runtime_of(start.search)
     runtime = fit.compiled[SEARCH]
@@ -221,7 +230,11 @@ def begin(
     state = runtime.init(key_search, batches)
     run = drive(runtime, key_search, state, batches, max(MOST.values()) + 2, False, stop=True)
     search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
-    first = None
+    if search.known.any() and not _usable(search):
+        raise NoStartError(
+            "no mode to start from was found at which curvature tells how far the posterior "
+            "reaches, as where a likelihood has a kink (Laplace)"
+        )
     if search.known.any():
         found = _mode(fm, search, None, exchanges, start.effects)
         if fm.flat and start.around is not None and found.converged:
@@ -236,18 +249,29 @@ def begin(
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
             zero = jnp.zeros((), jnp.int32)
-            first = strong(State(zero, server, silos, carry))
-    if first is None:
-        if fm.flat:
-            raise _not_found(exchanges, 1)
-        warnings.warn(
-            "no mode to start from was found, where log density, gradient and Hessian are finite: "
-            "the run starts at zero in unconstrained space, as start=None does. Double precision "
-            "(jax.config.update('jax_enable_x64', True)) may help.",
-            stacklevel=4,
-        )
-        return fit.runtime.init(key, batches), None
-    return first, found
+            return strong(State(zero, server, silos, carry)), found
+    if fm.flat:
+        raise _not_found(exchanges, 1)
+    raise NoStartError(
+        "no mode to start from was found where log density, gradient and Hessian are finite. "
+        "Double precision (jax.config.update('jax_enable_x64', True)) may help"
+    )
+
+
+def _usable(search: Search | Climb) -> bool:
+    """Whether the curvature at the best place is that of the posterior around there."""
+    i = int(highest(search))
+    x, value, g, A = (np.asarray(a[i], float) for a in search.best)
+    if search.rests[i] or A.ndim == 1:
+        return True
+    eps = ROUNDINGS * np.finfo(search.best.x.dtype).eps
+    diagonal = np.abs(np.diagonal(A))
+    unit = np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
+    values, V = np.linalg.eigh(A / unit / unit[:, None])
+    if values.min() <= eps * len(x):
+        return False
+    gain = 0.5 * ((V.T @ (g / unit)) ** 2 / values).sum()
+    return bool(gain <= max(ALMOST * len(x), 10 * eps * abs(value)))
 
 
 def _single(fit: Fit, runtime: Runtime, exchange: Exchange) -> Single:
