@@ -33,6 +33,7 @@ from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks, coupled_rows
+from numpyro_fed.programs import jit_once
 from numpyro_fed.results.base import Fit, Start
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.simulation import simulation
@@ -44,6 +45,7 @@ SEARCHED_UP_TO = 300  # shared parameters and globals, by Newton's method
 SEARCH = "search"  # under which a fit keeps its runtime
 OPENING = 2**31 - 1  # in the place of a round's number, in keys
 APART = 3.0  # standard deviations, from which on two modes are two
+UNFELT = 1e-5  # of a coordinate's curvature: a share of the silos that is none
 ALMOST = 0.5  # nats for each coordinate, about which a place may be off a mode
 FALL = 0.1  # nats: a normal density has fallen by 4.5 there
 
@@ -230,7 +232,7 @@ def begin(
     state = runtime.init(key_search, batches)
     run = drive(runtime, key_search, state, batches, max(MOST.values()) + 2, False, stop=True)
     search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
-    if search.known.any() and not _usable(search):
+    if search.known.any() and not _usable(fm, search):
         raise NoStartError(
             "no mode to start from was found at which curvature tells how far the posterior "
             "reaches, as where a likelihood has a kink (Laplace)"
@@ -258,14 +260,25 @@ def begin(
     )
 
 
-def _usable(search: Search | Climb) -> bool:
-    """Whether the curvature at the best place is that of the posterior around there."""
+def _usable(fm: FederatedModel, search: Search | Climb) -> bool:
+    """Whether the curvature at the best place is that of the posterior around there.
+
+    Where the search has not come to rest, the silos must have their share in it: of a likelihood
+    with a kink only the prior curves.
+    """
     i = int(highest(search))
     x, value, g, A = (np.asarray(a[i], float) for a in search.best)
-    if search.rests[i] or A.ndim == 1:
+    if A.ndim == 1:
         return True
-    eps = ROUNDINGS * np.finfo(search.best.x.dtype).eps
     diagonal = np.abs(np.diagonal(A))
+    if search.rests[i]:
+        return bool((diagonal > 0).all())
+    unravel = unraveller(fm)
+    of_prior = jit_once(jax.hessian(lambda x: fm.log_prior(*unravel(x))))(search.best.x[i])
+    of_silos = np.diagonal(A) + np.diagonal(np.asarray(of_prior, float))
+    if (np.abs(of_silos) <= UNFELT * diagonal).any():
+        return False
+    eps = ROUNDINGS * np.finfo(search.best.x.dtype).eps
     unit = np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
     values, V = np.linalg.eigh(A / unit / unit[:, None])
     if values.min() <= eps * len(x):
