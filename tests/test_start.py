@@ -334,3 +334,18 @@ def test_a_likelihood_with_a_kink_has_no_curvature_to_start_from():
     assert result.start is None
     assert abs(draws.mean() - mean) < 0.1 * sd
     assert 0.9 < draws.std() / sd < 1.1
+
+
+def test_many_effects_under_a_scale_have_no_mode_to_start_from():
+    def model(g, y):
+        tau = numpyro.sample("tau", dist.HalfNormal(5.0))
+        b = numpyro.sample("b", dist.Normal(0, tau).expand([310]).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(b[g], 1.0), obs=y)
+
+    g = np.arange(620) % 310
+    silos = cut({"g": g, "y": np.random.default_rng(0).normal(size=620)}, (310, 310))
+    with pytest.warns(UserWarning, match="effects are not integrated out"):
+        assert nf.SFVI(model).run(KEY, 2, silos, **QUIET).start is None
+    with pytest.raises(nf.ModelError, match="effects are not integrated out"):
+        nf.find_mode(KEY, model, silos)

@@ -50,6 +50,12 @@ ALMOST = 0.5  # nats for each coordinate, about which a place may be off a mode
 FALL = 0.1  # nats: a normal density has fallen by 4.5 there
 
 
+MANY_EFFECTS = (
+    f"above {SEARCHED_UP_TO} globals effects are not integrated out, and together with a scale "
+    "that is a global, too, they have no mode"
+)
+
+
 class NoStartError(Exception):
     """Why a run cannot start at the mode."""
 
@@ -186,7 +192,11 @@ def find_mode(
     if (coupled := why_coupled(fm, layout.checks, buckets)) is not None:
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
     wide = unravelled(fm) > SEARCHED_UP_TO
-    effects = np.zeros(0, int) if wide else effects_of(fm)
+    effects = effects_of(fm)
+    if wide and len(effects):
+        raise ModelError(
+            f"{MANY_EFFECTS}. Put the effects into a silo_plate, where they are local."
+        )
     runtime = simulation(wide_mode(fm, starts) if wide else mode(fm, starts, effects=effects))
     state = runtime.init(key, batches)
     run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True)
@@ -225,6 +235,8 @@ def begin(
         return fit.runtime.init(key, batches), None
     if (coupled := why_coupled(fm, fit.checks, buckets)) is not None:
         raise NoStartError(coupled)
+    if start.around is None and len(start.effects):
+        raise NoStartError(MANY_EFFECTS)
     if SEARCH not in fit.compiled:
         fit.compiled[SEARCH] = runtime_of(start.search)
     runtime = fit.compiled[SEARCH]
@@ -425,8 +437,8 @@ def start_at(
 ) -> Start:
     """How a run starts that begins at the mode by an exchange."""
     if kind == "wide":
-        none = np.zeros(0, int)
-        return Start(wide_mode(fm, starts, init_loc_fn, most=MOST[kind]), None, begin, none)
+        search = wide_mode(fm, starts, init_loc_fn, most=MOST[kind])
+        return Start(search, None, begin, effects_of(fm))
     effects = effects_of(fm)
     search = mode(fm, starts, init_loc_fn, effects=effects, most=MOST[kind])
     return Start(search, around(fm, effects), begin, effects)
