@@ -38,6 +38,19 @@ def glmm_silos(sizes, seed=0):
     return cut({"x": x, "y": y}, sizes)
 
 
+def grouped(number):
+    """Effects of groups and their scale, all of them globals: of both there is no joint mode."""
+
+    def model(g, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 10.0))
+        tau = numpyro.sample("tau", dist.HalfNormal(5.0))
+        b = numpyro.sample("b", dist.Normal(mu, tau).expand([number]).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(b[g], 2.0), obs=y)
+
+    return model
+
+
 def cut(rows, sizes):
     """Cut every array of a pytree along its first axis into consecutive pieces."""
     ends = list(itertools.accumulate(sizes))

@@ -8,7 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from problems import cut
+from problems import cut, grouped
 
 import numpyro_fed as nf
 from numpyro_fed.model.data import read
@@ -186,21 +186,12 @@ def test_rows_that_read_each_other_are_fitted_under_the_plain_bound():
     assert 0.9 < draws.std() / sd < 1.1
 
 
-def grouped(g, y):
-    """Effects whose scale is a global, too: where that is small the posterior is not Gaussian."""
-    mu = numpyro.sample("mu", dist.Normal(0, 10.0))
-    tau = numpyro.sample("tau", dist.HalfNormal(5.0))
-    b = numpyro.sample("b", dist.Normal(mu, tau).expand([8]).to_event(1))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(b[g], 2.0), obs=y)
-
-
 def test_the_best_of_several_corrections_is_judged_by_new_draws():
     r = np.random.default_rng(1)
     b = 3 + np.array([-1.4, -1.0, -0.6, -0.2, 0.3, 0.7, 1.0, 1.3])
     g = np.tile(np.arange(8), 8)
     rows = {"g": g, "y": b[g] + 2 * r.normal(size=64)}
-    fitted = nf.fit(jax.random.key(1), grouped, cut(rows, (24, 40)), progress_bar=False)
+    fitted = nf.fit(jax.random.key(1), grouped(8), cut(rows, (24, 40)), progress_bar=False)
     tried = [s.name for s in fitted.stages if isinstance(s.result, nf.Corrected)]
     assert len(tried) > 2
     assert tried[-1] == "judged by new draws" or not fitted.trusted

@@ -6,7 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from problems import cut, raw_rows, regression
+from problems import cut, grouped, raw_rows, regression
 from scipy import optimize, stats
 
 import numpyro_fed as nf
@@ -340,14 +340,6 @@ def test_many_rows_in_single_precision_are_not_taken_for_a_mode_too_soon():
     assert near or not found.converged
 
 
-def effects(g, y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10.0))
-    tau = numpyro.sample("tau", dist.HalfNormal(5.0))
-    b = numpyro.sample("b", dist.Normal(mu, tau).expand([4]).to_event(1))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(b[g], 2.0), obs=y)
-
-
 def effect_rows():
     g = np.tile(np.arange(4), 10)
     return {"g": g, "y": np.array([1.0, 2.5, 4.0, 6.5])[g] + 2 * RNG.normal(size=40)}
@@ -356,7 +348,7 @@ def effect_rows():
 def test_effects_are_integrated_out_where_their_scale_is_sought(double):
     """Given tau all is Gaussian: the mode of (mu, log tau) by the marginal density, exactly."""
     rows = effect_rows()
-    found = nf.find_mode(KEY, effects, cut(rows, (15, 25)))
+    found = nf.find_mode(KEY, grouped(4), cut(rows, (15, 25)))
     x = np.eye(4)[rows["g"]]
 
     def minus_log_density(z):

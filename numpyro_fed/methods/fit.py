@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -220,7 +220,11 @@ class _Methods(NamedTuple):
 
     def get(self, kind: type[PVI] | type[SFVI], draws: tuple[tuple[str, int], ...]) -> Any:
         """The same object as in the call before, if there was one."""
-        who = self.model if isinstance(self.model, Hashable) else id(self.model)
+        who: Any = self.model
+        try:
+            hash(who)
+        except TypeError:
+            who = id(who)  # kept alive by the method that is kept
         key = (kind, who, self.said, draws)
         if key not in _kept:
             while len(_kept) >= KEPT:
@@ -281,17 +285,14 @@ class _Fitting:
     def ran(self, kind: type[PVI] | type[SFVI], name: str, rounds: int, **options: Any) -> Result:
         """A run, under the plain bound where rows read each other's latents."""
         rounds = min(rounds, max(self.left, 1))
+        settings = dict(stop="converged", progress_bar=False, **options)
         key = self.new_key()
         with self.stage(name):
             try:
-                return self.method(kind).run(
-                    key, rounds, self.silos, stop="converged", progress_bar=False, **options
-                )
+                return self.method(kind).run(key, rounds, self.silos, **settings)
             except CoupledRowsError:
                 self.coupled, self.inner = True, 1
-                return self.method(kind).run(
-                    key, rounds, self.silos, stop="converged", progress_bar=False, **options
-                )
+                return self.method(kind).run(key, rounds, self.silos, **settings)
 
     def new_key(self) -> Array:
         """One for each step."""
