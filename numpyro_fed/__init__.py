@@ -26,7 +26,9 @@ from numpyro_fed.methods.pvi_family import (
     StreamingVB,
 )
 from numpyro_fed.methods.sfvi import SFVI
+from numpyro_fed.methods.vfl import VFL
 from numpyro_fed.model import handlers
+from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
@@ -35,6 +37,7 @@ from numpyro_fed.reference.nuts import NutsResult, run_nuts
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
+from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.runtime.node import SiloNode
 from numpyro_fed.testing.decomposition import check_decomposition
 
@@ -46,6 +49,7 @@ __all__ = [
     "PVI",
     "SFVI",
     "VCL",
+    "VFL",
     "AlphaEP",
     "CallbackError",
     "Comparison",
@@ -71,7 +75,9 @@ __all__ = [
     "SiloNode",
     "StochasticPowerEP",
     "StreamingVB",
+    "VerticalResult",
     "check_decomposition",
+    "client_sum",
     "compare",
     "describe",
     "divergences",

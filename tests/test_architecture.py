@@ -23,6 +23,7 @@ LAYERS = [
             "model.primitives",
             "model.dependence",
             "model.handlers",
+            "model.clients",
             "losses",
         ),
         *("expfam", "divergences", "barycenter"),

@@ -196,7 +196,8 @@ def test_nuts_reaches_the_exact_posterior_of_globals_and_of_every_row(backend):
         name: (1_400, n) for name, n in zip(rows, SIZES, strict=True)
     }
     np.testing.assert_array_equal(nuts.samples["mu"], nuts.globals["mu"].ravel())
-    assert not np.isin(nuts.globals["mu"][0], nuts.globals["mu"][1]).any()
+    # Chains of their own: a number may occur in both by chance, in single precision.
+    assert np.isin(nuts.globals["mu"][0], nuts.globals["mu"][1]).mean() < 0.01
     assert nuts.divergences == 0
     ess = effective_sample_size(nuts.globals["mu"])
     np.testing.assert_allclose(nuts.ess()["mu"], ess, rtol=1e-6)

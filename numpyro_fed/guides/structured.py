@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -167,6 +167,29 @@ class PlateGuide(NamedTuple):
     couple_scale: bool
 
 
+class Latents(Protocol):
+    """What a guide's settings are resolved for: the latents of a split model, or of one party."""
+
+    @property
+    def dim(self) -> int:
+        """Length of the flat vector of globals."""
+        ...
+
+    @property
+    def supports(self) -> dict[str, Any]:
+        """The support of each of them."""
+        ...
+
+    @property
+    def plates(self) -> tuple[Plate, ...]:
+        """The silo plates."""
+        ...
+
+    def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
+        """The sites of one kind at one level."""
+        ...
+
+
 class Resolved(NamedTuple):
     """A guide's settings with nothing left open, for a model and the sizes of its silo plates."""
 
@@ -183,7 +206,7 @@ class Resolved(NamedTuple):
 
 def resolve(
     spec: Structured | AutoGuide | None,
-    fm: FederatedModel,
+    fm: Latents,
     largest: Mapping[str, int],
     total: Mapping[str, int],
     *,
@@ -301,7 +324,7 @@ def _structured(spec: Structured | AutoGuide | None) -> Structured:
     return spec
 
 
-def _global_kind(spec: Structured, fm: FederatedModel, at_mode: bool) -> tuple[str, int | None]:
+def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int | None]:
     """The covariance of the globals, and its rank if it has one."""
     kind, dim = spec.globals, fm.dim
     if isinstance(kind, AutoGuide):
@@ -340,13 +363,13 @@ def _order(fm: FederatedModel) -> np.ndarray:
     return np.concatenate([np.zeros(0, int), *(np.arange(s.start, s.stop) for s in sites)])
 
 
-def _unbounded(fm: FederatedModel, site: Site) -> bool:
+def _unbounded(fm: Latents, site: Site) -> bool:
     support = fm.supports[site.name]
     base = getattr(support, "base_constraint", support)
     return base in (constraints.real, constraints.real_vector)
 
 
-def _local_covariance(spec: Structured, fm: FederatedModel, plate: str, dim: int, size: int) -> str:
+def _local_covariance(spec: Structured, fm: Latents, plate: str, dim: int, size: int) -> str:
     kind = spec.locals
     if isinstance(kind, Mapping):
         if plate not in kind:

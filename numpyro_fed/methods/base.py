@@ -41,7 +41,7 @@ from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.drive import Failure, Run, Watcher, drive
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import State, on_device
+from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
 
 WIDE_UP_TO = 10_000  # by L-BFGS
 RUNTIMES = {"simulation": simulation, "host": host}
@@ -119,11 +119,8 @@ class Method(ABC):
         CallbackError
             If the callback raised; the error's ``result`` is what it was shown.
         """
-        key = _one_key(key)
-        positive_int("num_rounds", num_rounds)
-        positive_int("every", every)
-        if stop not in (None, "converged"):
-            raise ValueError(f"stop={stop!r}: expected 'converged' or None.")
+        key = one_key(key)
+        check_course(num_rounds, every, stop)
         fit, held = self._prepare(silos, runtime)
         try:
             if init_state is None:
@@ -145,22 +142,21 @@ class Method(ABC):
             )
         self._check_rounds(state, num_rounds)
 
-        def look(run: Run) -> Any:
-            shown = replace(self._result(run, fit, held, quiet=True), start=start)
-            return _called(callback, shown)
-
-        run = drive(
+        return driven(
             fit.runtime,
             key,
             state,
             held.batches,
             num_rounds,
-            progress_bar,
-            server_data,
-            stop=stop is not None,
-            watcher=None if callback is None else Watcher(look, every),
+            lambda run, quiet: replace(
+                self._result(run, fit, held, quiet=quiet), start=start, ended=run.ended
+            ),
+            server_data=server_data,
+            progress_bar=progress_bar,
+            stop=stop,
+            callback=callback,
+            every=every,
         )
-        return self._finish(run, fit, held, start)
 
     @cached_property
     def _from_zero(self) -> Any:
@@ -171,9 +167,7 @@ class Method(ABC):
     def _finish(self, run: Run, fit: Fit, held: Silos | None, start: Mode | None) -> Any:
         """The result of a run, unless it failed."""
         result = replace(self._result(run, fit, held), start=start, ended=run.ended)
-        if run.failure is not None:
-            raise _non_finite(result, run.failure)
-        return result
+        return unless_failed(result, run)
 
     def load(
         self,
@@ -322,6 +316,57 @@ class Method(ABC):
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
 
 
+def check_course(num_rounds: int, every: int, stop: str | None) -> None:
+    """Refuse what says nothing about how long to run."""
+    positive_int("num_rounds", num_rounds)
+    positive_int("every", every)
+    if stop not in (None, "converged"):
+        raise ValueError(f"stop={stop!r}: expected 'converged' or None.")
+
+
+def driven(
+    runtime: Runtime,
+    key: Array,
+    state: State,
+    batches: tuple[Batch, ...],
+    num_rounds: int,
+    result_of: Callable[[Run, bool], Any],
+    *,
+    server_data: Any,
+    progress_bar: bool,
+    stop: str | None,
+    callback: Callable[[Any], Any] | None,
+    every: int,
+) -> Any:
+    """Run rounds and return their result, or raise with it.
+
+    ``result_of(run, quiet)`` makes a result of a run; ``quiet`` says that it goes on.
+    """
+
+    def look(run: Run) -> bool:
+        return _called(callback, result_of(run, True))
+
+    run = drive(
+        runtime,
+        key,
+        state,
+        batches,
+        num_rounds,
+        progress_bar,
+        server_data,
+        stop=stop is not None,
+        watcher=None if callback is None else Watcher(look, every),
+    )
+    return unless_failed(result_of(run, False), run)
+
+
+def unless_failed(result: Any, run: Run) -> Any:
+    """The result, or an error that carries it."""
+    if run.failure is not None:
+        raise _non_finite(result, run.failure)
+    return result
+
+
 def start_of(asked: str | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
     """Where a run begins: at the mode, if there is something to search over and not too much.
 
@@ -363,7 +408,7 @@ def _memory() -> float:
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _non_finite(result: Result, failure: Failure) -> NonFiniteError:
+def _non_finite(result: Any, failure: Failure) -> NonFiniteError:
     where = f"at silo {', '.join(map(str, failure.silos))}" if failure.silos else "at the server"
     return NonFiniteError(
         f"the bound turned NaN or infinite in round {failure.round}, {where}. The last good state "
@@ -389,7 +434,7 @@ def _called(callback: Callable[[Any], Any] | None, result: Any) -> bool:
         ) from error
 
 
-def _one_key(key: Any) -> Array:
+def one_key(key: Any) -> Array:
     """A typed key; what ``jax.random.PRNGKey`` makes is turned into one."""
     if isinstance(key, Array):
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:

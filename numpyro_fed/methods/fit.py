@@ -15,7 +15,7 @@ from jax import Array
 from tqdm.auto import tqdm
 
 from numpyro_fed.errors import CoupledRowsError, GuideError, NonFiniteError, positive_int
-from numpyro_fed.methods.base import _one_key
+from numpyro_fed.methods.base import one_key
 from numpyro_fed.methods.mode import APART, SEARCHED_UP_TO, Mode, Peak, distance
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
@@ -206,7 +206,7 @@ def fit(
     fm = split(model, read)
     with tqdm(total=3, disable=not progress_bar) as bar:
         methods = _Methods(model, fingerprint(fm, read))
-        return _Fitting(_one_key(key), silos, fm, methods, budget, bar).run()
+        return _Fitting(one_key(key), silos, fm, methods, budget, bar).run()
 
 
 _kept: dict[Any, PVI | SFVI] = {}

@@ -381,7 +381,7 @@ class PVI(Method):
                 silos=tuple(np.unique(visits[status >= Status.NON_FINITE]).tolist()),
             )
         if warning := result.warning():
-            warnings.warn(warning, stacklevel=4)
+            warnings.warn(warning, stacklevel=5)
         return result
 
 

@@ -141,7 +141,7 @@ class SFVI(Method):
                 f"the bound was still rising at the end of these {len(run.losses)} rounds: run for "
                 "more of them (init_state=result.state goes on), or take larger steps. "
                 "result.report() says how far the fit can be trusted.",
-                stacklevel=4,
+                stacklevel=5,
             )
         return result
 

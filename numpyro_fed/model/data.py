@@ -85,19 +85,20 @@ def read(silos: Sequence[Mapping[str, Any]]) -> list[SiloData]:
         )
     if not silos:
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
-    read_silos = [_read_one(j, silo) for j, silo in enumerate(silos)]
+    read_silos = [read_one(f"silo {j}", silo) for j, silo in enumerate(silos)]
     _check_alike(read_silos)
     return read_silos
 
 
-def _read_one(j: int, silo: Mapping[str, Any]) -> SiloData:
-    if not isinstance(silo, Mapping):
-        raise DataError(f"silo {j} must be a dict of keyword arguments, got {type(silo).__name__}.")
-    paths, tree = tree_flatten_with_path(dict(silo), is_leaf=_is_leaf)
+def read_one(owner: str, held: Mapping[str, Any]) -> SiloData:
+    """Check what one party holds; ``owner`` is its name in errors."""
+    if not isinstance(held, Mapping):
+        raise DataError(f"{owner} must be a dict of keyword arguments, got {type(held).__name__}.")
+    paths, tree = tree_flatten_with_path(dict(held), is_leaf=_is_leaf)
     names = tuple(keystr(path, simple=True, separator=".") for path, _ in paths)
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise DataError(f"silo {j}: {twice} name two values each. Rename one of them.")
+        raise DataError(f"{owner}: {twice} name two values each. Rename one of them.")
     arrays: dict[str, np.ndarray] = {}
     static: list[tuple[str, Any]] = []
     for name, (_, value) in zip(names, paths, strict=True):
@@ -106,8 +107,8 @@ def _read_one(j: int, silo: Mapping[str, Any]) -> SiloData:
         if value is None or isinstance(value, bool | int | str):
             static.append((name, value))
         else:
-            arrays[name] = _read_array(j, name, value)
-    nested = any(len(path) > 1 for path, _ in paths) or len(names) < len(silo)
+            arrays[name] = _read_array(owner, name, value)
+    nested = any(len(path) > 1 for path, _ in paths) or len(names) < len(held)
     return SiloData(arrays, {}, tuple(static), (tree, names) if nested else None)
 
 
@@ -122,24 +123,24 @@ def _all_numbers(value: Any) -> bool:
     return value is not None and not isinstance(value, dict) and getattr(value, "ndim", 0) == 0
 
 
-def _read_array(j: int, name: str, value: Any) -> np.ndarray:
+def _read_array(owner: str, name: str, value: Any) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype.kind not in "fiub":
         raise DataError(
-            f"silo {j}, '{name}': expected an array of numbers, got {type(value).__name__} "
+            f"{owner}, '{name}': expected an array of numbers, got {type(value).__name__} "
             f"with dtype {array.dtype}. Convert it to a numeric array first."
         )
     original, array = array, array.astype(canonicalize_dtype(array.dtype), copy=False)
     if array.dtype.kind in "iu" and not np.array_equal(original, array):
         raise DataError(
-            f"silo {j}, '{name}': whole numbers beyond the range of {array.dtype}. Make them "
+            f"{owner}, '{name}': whole numbers beyond the range of {array.dtype}. Make them "
             "smaller (an index from 0, say), or enable double precision by "
             "jax.config.update('jax_enable_x64', True)."
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         bad = int((~np.isfinite(array)).sum())
         raise DataError(
-            f"silo {j}, '{name}': {bad} of {array.size} values are NaN or infinite. Mark "
+            f"{owner}, '{name}': {bad} of {array.size} values are NaN or infinite. Mark "
             "missing rows by a mask array in the data and numpyro.handlers.mask around the "
             "site, and put any finite number in their place."
         )

@@ -187,7 +187,7 @@ def describe(model: Callable, silo: Mapping[str, Any]) -> Facts:
     """
     (data,) = read([silo])
     fm = split(model, [data])
-    sizes = structure(fm.text, data, 0).sizes
+    sizes = structure(fm.text, data, "silo 0").sizes
     return with_globals(facts_of(fm, data, sizes), fm, data, sizes)
 
 

@@ -15,6 +15,8 @@ from numpyro.distributions.distribution import Unit
 from numpyro.primitives import Messenger
 
 from numpyro_fed.errors import ModelError
+from numpyro_fed.model.clients import augment as augment
+from numpyro_fed.model.clients import power_likelihood as power_likelihood
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
 

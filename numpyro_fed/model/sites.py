@@ -103,30 +103,33 @@ def structures(model: Callable, silos: Sequence[SiloData]) -> list[Structure]:
     known: dict[tuple, Structure] = {}
     for j, data in enumerate(silos):
         if signature(data) not in known:
-            known[signature(data)] = structure(model, data, j)
+            known[signature(data)] = structure(model, data, f"silo {j}")
     return [known[signature(data)] for data in silos]
 
 
-def structure(model: Callable, data: SiloData, j: int) -> Structure:
-    """Trace the model abstractly at silo ``j``'s shapes and read its sites."""
+def structure(model: Callable, data: SiloData, owner: str, *, split: bool = True) -> Structure:
+    """Trace a text abstractly at the shapes of what ``owner`` holds, and read its sites.
+
+    ``split`` says that there must be a silo plate.
+    """
     found: list[Structure] = []
 
     def run(key: Array, data: SiloData) -> None:
         with feasible():
             trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
-        found.append(_read_trace(trace))
+        found.append(_read_trace(trace, split))
 
     try:
         jax.eval_shape(run, jax.random.key(0), data)
     except (ModelError, DataError) as error:
-        raise type(error)(f"silo {j}: {error}") from error
+        raise type(error)(f"{owner}: {error}") from error
     except ImportError as error:
         if "equinox" in str(error):
             raise MissingExtraError("equinox", "nn") from error
         raise
     except _NEEDS_VALUES as error:
         raise ModelError(
-            f"the model asks for the values of its data or latents at silo {j}, which holds "
+            f"the model asks for the values of its data or latents at {owner}, which holds "
             f"{held(data)}, but it is compiled once for all values and sees shapes alone "
             "(np.unique(h), y[h == 0], int(h.max()) and `if y.sum() > 0` ask for values). Make it "
             "data: compute it before the run and pass it as an array, a plain int or a mask "
@@ -135,8 +138,7 @@ def structure(model: Callable, data: SiloData, j: int) -> Structure:
         ) from error
     except Exception as error:
         raise ModelError(
-            f"the model raised {type(error).__name__} at silo {j}, which holds {held(data)}: "
-            f"{error}"
+            f"the model raised {type(error).__name__} at {owner}, which holds {held(data)}: {error}"
         ) from error
     return found[0]
 
@@ -190,7 +192,7 @@ class feasible(Messenger):
             msg["value"] = bijection(jnp.zeros(shape))
 
 
-def _read_trace(trace: dict[str, Any]) -> Structure:
+def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
     sizes = _sizes(trace)
     lost = [s["name"] for s in trace.values() if silo_plate_of(s) not in (None, *sizes)]
     if lost:
@@ -198,7 +200,7 @@ def _read_trace(trace: dict[str, Any]) -> Structure:
             f"a handler such as numpyro.handlers.scope renames the silo_plate around '{lost[0]}', "
             "whose rows can then not be told apart. Put the silo_plate outside of that handler."
         )
-    if not sizes:
+    if split and not sizes:
         raise ModelError(
             "the model has no silo_plate, so nothing says which rows belong to a silo. Replace "
             "the numpyro.plate over rows by numpyro_fed.silo_plate."

@@ -304,7 +304,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         return jnp.concatenate([jnp.zeros(0), *values])
 
     def sizes(data: SiloData) -> Sizes:
-        return structure(model, data, 0).sizes
+        return structure(model, data, "silo 0").sizes
 
     def init_local(key: Array, data: SiloData, init_loc_fn: Callable | None = None) -> Rows:
         size = sizes(data)

@@ -201,16 +201,7 @@ class Fit(NamedTuple):
 
     def check_state(self, state: Any, silos: Silos) -> State:
         """``state`` itself, if it is one of this fit."""
-        if not isinstance(state, State):
-            raise TypeError(f"init_state must be a result's .state, got {type(state).__name__}.")
-        expected = jax.eval_shape(lambda: self.initial_state(silos))
-        shapes = [jax.tree.map(lambda a: (a.shape, a.dtype), x) for x in (state, expected)]
-        if shapes[0] != shapes[1]:
-            raise SavedStateError(
-                "init_state comes from another model, guide, optimiser, runtime or layout of "
-                "silos. Pass the .state of a run with the same settings and silos."
-            )
-        return state
+        return check_state(state, jax.eval_shape(lambda: self.initial_state(silos)))
 
 
 @dataclass(frozen=True)
@@ -263,14 +254,7 @@ class Result:
         three standard errors, from means of batches of rounds. Too few rounds to tell are not
         settled.
         """
-        quarter = len(self.losses) // 4
-        if quarter < 2 * BATCHES:
-            return False
-        size = quarter // BATCHES
-        last = np.asarray(self.losses, np.float64)[-2 * BATCHES * size :]
-        before, after = last.reshape(2, BATCHES, size).mean(2)
-        error = np.sqrt((before.var(ddof=1) + after.var(ddof=1)) / BATCHES)
-        return bool(before.mean() - after.mean() <= max(0.1, 3 * error))
+        return bound_settled(self.losses)
 
     @cached_property
     def certificate(self) -> Any:
@@ -435,6 +419,33 @@ class Result:
         Read it back with :meth:`numpyro_fed.SFVI.load`.
         """
         save_state(path, self._fit.description(), self.losses, self.state)
+
+
+def bound_settled(losses: Any) -> bool:
+    """Whether the last quarter of a course gains nothing on the quarter before; see
+    :attr:`Result.settled`.
+    """
+    quarter = len(losses) // 4
+    if quarter < 2 * BATCHES:
+        return False
+    size = quarter // BATCHES
+    last = np.asarray(losses, np.float64)[-2 * BATCHES * size :]
+    before, after = last.reshape(2, BATCHES, size).mean(2)
+    error = np.sqrt((before.var(ddof=1) + after.var(ddof=1)) / BATCHES)
+    return bool(before.mean() - after.mean() <= max(0.1, 3 * error))
+
+
+def check_state(state: Any, expected: State) -> State:
+    """``state`` itself, if it has the structure of the expected one."""
+    if not isinstance(state, State):
+        raise TypeError(f"init_state must be a result's .state, got {type(state).__name__}.")
+    shapes = [jax.tree.map(lambda a: (a.shape, a.dtype), x) for x in (state, expected)]
+    if shapes[0] != shapes[1]:
+        raise SavedStateError(
+            "init_state comes from another model, guide, optimiser, runtime or layout of silos. "
+            "Pass the .state of a run with the same settings and silos."
+        )
+    return state
 
 
 def to_arviz(draw: Callable[[Array, int], dict[str, Array]], key: Array | None, n: int) -> Any:

@@ -1,0 +1,1 @@
+"""Vertical models: each client holds some columns of every row."""

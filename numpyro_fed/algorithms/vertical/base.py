@@ -1,0 +1,254 @@
+"""What the vertical algorithms share: the parties' states, and a client's draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from numpyro_fed.algorithms import settling
+from numpyro_fed.algorithms.base import Private, Shared
+from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.guides.auxiliary import AuxiliaryGuide, normal_log_density
+from numpyro_fed.guides.structured import Resolved, build_resolved
+from numpyro_fed.model.data import SiloData, signature
+from numpyro_fed.model.vertical import Half, VerticalModel
+
+
+class ServerState(NamedTuple):
+    """``params`` is ``{"theta", "guide"}``; ``sent`` is what clients wait for: the gradient with
+    respect to the sum, or the sum itself, (particles, rows, ...). ``own`` is the clients' own terms
+    of the bound.
+    """
+
+    params: dict[str, Any]
+    opt_state: Any
+    course: Course
+    noise: Any
+    sent: Array
+    own: Array
+
+
+class ClientState(NamedTuple):
+    """``params`` is ``{"own": {"private", "guide"}, "auxiliary"}``; of the draw that is on its way,
+    the noise and the rows, and what the client keeps of its likelihood.
+    """
+
+    params: dict[str, Any]
+    opt_state: dict[str, Any]
+    noise: Any
+    rows: Any
+    slope: Any = ()
+
+
+class Drawn(NamedTuple):
+    """Of one client, a draw each: its predictor and what it adds to the sum (particles, rows, ...),
+    and its own term of the bound, their mean.
+    """
+
+    g: Array
+    z: Array
+    own: Array
+
+
+class Kind(NamedTuple):
+    """Clients of one shape: their half of the text, and how their guide was resolved."""
+
+    half: Half
+    resolved: Resolved
+
+
+@dataclass(frozen=True)
+class Vertical:
+    """A vertical model and how it is approximated, as pure functions for all parties.
+
+    Attributes
+    ----------
+    model : VerticalModel
+    server : Kind
+    kinds : dict
+        By the signature of what a client holds.
+    spec : Structured or AutoGuide or None
+        The clients' guide, as asked for; ``server_spec`` that of the server's latents.
+    rho : float or None
+        Standard deviation of the auxiliary variables; None for none.
+    auxiliary : AuxiliaryGuide or None
+    optim : optax.GradientTransformation
+    num_particles : int
+    batch_size : int or None
+        Rows in a round.
+    """
+
+    model: VerticalModel
+    server: Kind
+    kinds: Mapping[Any, Kind]
+    spec: Any
+    server_spec: Any
+    rho: float | None
+    auxiliary: AuxiliaryGuide | None
+    optim: optax.GradientTransformation
+    num_particles: int = 1
+    batch_size: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """In a round."""
+        return self.batch_size or self.model.rows
+
+    @property
+    def share(self) -> float:
+        """By how much terms of rows count."""
+        return self.model.rows / self.rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what crosses: a number for each particle, row and column of the sum."""
+        return (self.num_particles, self.rows, *self.model.shape[1:])
+
+    def kind(self, data: SiloData) -> Kind:
+        """What client holds data of this shape."""
+        return self.kinds[signature(data)]
+
+    def guide(self, kind: Kind, data: SiloData | None = None) -> Any:
+        """The guide of a party's latents; its start may look at the party's data."""
+        spec = self.server_spec if kind is self.server else self.spec
+        of: Any = kind.half if data is None else kind.half.given(data)
+        return build_resolved(spec, kind.resolved, of)
+
+    def init_server(self, key: Array, data: SiloData) -> ServerState:
+        """The server's first state."""
+        key_theta, key_guide, key_noise = jax.random.split(key, 3)
+        given = jax.tree.map(jnp.zeros_like, data)
+        params = {
+            "theta": self.server.half.init_theta(key_theta, given),
+            "guide": self.guide(self.server, given).init_global(key_guide),
+        }
+        noise = self.server_noise(key_noise)
+        return ServerState(
+            params=params,
+            opt_state=self.optim.init(params),
+            course=settling.begin(params),
+            noise=noise,
+            sent=jnp.zeros(self.shape),
+            own=jnp.zeros(()),
+        )
+
+    def init_client(self, key: Array, data: SiloData) -> ClientState:
+        """A client's first state."""
+        key_theta, key_guide, key_aux, key_noise = jax.random.split(key, 4)
+        kind = self.kind(data)
+        own = {
+            "private": kind.half.init_theta(key_theta, data),
+            "guide": self.guide(kind, data).init_global(key_guide),
+        }
+        psi = {} if self.auxiliary is None else self.auxiliary.init(key_aux)
+        params = {"own": own, "auxiliary": psi}
+        opt_state = {part: self.optim.init(value) for part, value in params.items()}
+        rows = () if self.batch_size is None else jnp.zeros(self.rows, jnp.int32)
+        return ClientState(params, opt_state, self.client_noise(key_noise, kind), rows)
+
+    def server_noise(self, key: Array) -> Any:
+        """Of the draws of the server's latents, and which rows take part."""
+        key_draw, key_rows = jax.random.split(key)
+        eps = self.guide(self.server).globals.noise(key_draw, self.num_particles)
+        if self.batch_size is None:
+            return eps, ()
+        return eps, jax.random.randint(key_rows, (self.rows,), 0, self.model.rows)
+
+    def client_noise(self, key: Array, kind: Kind) -> Any:
+        """Of the draws of a client's latents and auxiliary variables."""
+        key_draw, key_z = jax.random.split(key)
+        eps = self.guide(kind).globals.noise(key_draw, self.num_particles)
+        if self.auxiliary is None:
+            return eps, ()
+        return eps, jax.random.normal(key_z, self.shape)
+
+    def noise_of(self, key: Array, state: ClientState) -> Any:
+        """New noise of the same kind as what a client's state holds."""
+
+        def shapes(kind: Kind) -> Any:
+            return jax.eval_shape(lambda: self.client_noise(jax.random.key(0), kind))
+
+        wanted = jax.tree.map(jnp.shape, state.noise)
+        alike = (k for k in self.kinds.values() if jax.tree.map(jnp.shape, shapes(k)) == wanted)
+        return self.client_noise(key, next(alike))
+
+    def some(self, data: SiloData, rows: Any) -> SiloData:
+        """The rows that take part."""
+        return data if self.batch_size is None else self.model.take(data, rows)
+
+    def draw(self, params: dict[str, Any], state: ClientState, data: SiloData) -> Drawn:
+        """What a client draws with its pending noise."""
+        kind, held = self.kind(data), self.some(data, state.rows)
+        guide = self.guide(kind).globals
+        psi, response = params["auxiliary"], self.response(held)
+        if self.auxiliary is not None and self.batch_size is not None:
+            psi = self.auxiliary.some(psi, state.rows)
+
+        def one(eps: Any, tau: Any) -> Drawn:
+            theta, log_q = guide.draw(params["own"]["guide"], eps)
+            g, own = self.model.predict(kind.half, params["own"]["private"], theta, held)
+            if self.auxiliary is None:
+                return Drawn(g, g, own - log_q)
+            z, log_q_z = self.auxiliary.draw(psi, g, response, tau)
+            return Drawn(g, z, own - log_q + self.share * (self.log_noise(z, g) - log_q_z))
+
+        g, z, own = jax.vmap(one)(*state.noise)
+        return Drawn(g, z, own.mean())
+
+    def at_fixed(
+        self, own: dict[str, Any], eps: Any, z: Array, state: ClientState, data: SiloData
+    ) -> Array:
+        """A client's own term where its auxiliary variables stay where they are."""
+        kind, held = self.kind(data), self.some(data, state.rows)
+        guide = self.guide(kind).globals
+
+        def one(eps: Any, z: Array) -> Array:
+            theta, log_q = guide.draw(own["guide"], eps)
+            g, prior = self.model.predict(kind.half, own["private"], theta, held)
+            return prior - log_q + self.share * self.log_noise(z, g)
+
+        return jax.vmap(one)(eps, z).mean()
+
+    def log_noise(self, z: Array, g: Array) -> Array:
+        """Log density of auxiliary variables given the predictor."""
+        return normal_log_density(z, g, jnp.log(jnp.asarray(self.rho, z.dtype)))
+
+    def response(self, data: SiloData) -> Array:
+        """What clients know of the response (rows, k), for guides."""
+        shared = data.kwargs.get("shared") or {}
+        known = [shared[n] for n in self.model.response if n in shared]
+        columns = [y.reshape(len(y), -1) for y in known if jnp.shape(y)[:1] == (self.rows,)]
+        return jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1)
+
+    def ascend(self, state: ClientState, part: str, gradient: Any) -> ClientState:
+        """One step of a client up its bound, on a part of its parameters."""
+        after, opt_state = ascend(self.optim, gradient, state.opt_state[part], state.params[part])
+        return state._replace(
+            params={**state.params, part: after}, opt_state={**state.opt_state, part: opt_state}
+        )
+
+    def shared(self, state: ServerState) -> Shared:
+        """The server's parameters and guide."""
+        return Shared(state.params["theta"], state.params["guide"])
+
+    def private(self, state: ClientState) -> Private:
+        """A client's."""
+        own = state.params["own"]
+        return Private(own["private"], {"latents": own["guide"], **_named(state.params)})
+
+
+def _named(params: dict[str, Any]) -> dict[str, Any]:
+    return {"auxiliary": params["auxiliary"]} if params["auxiliary"] else {}
+
+
+def ascend(optim: Any, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+    """One optimiser step up the bound; Optax steps down a loss."""
+    descent = jax.tree.map(jnp.negative, gradient)
+    updates, opt_state = optim.update(descent, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state

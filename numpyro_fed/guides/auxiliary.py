@@ -1,0 +1,140 @@
+"""Guides of a client's auxiliary variables, given its predictor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import stop_gradient
+
+from numpyro_fed.errors import GuideError, positive_int
+from numpyro_fed.guides.gaussian import GuideParams
+
+_LOG_2PI = 1.8378770664093453
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amortised:
+    r"""Auxiliary variables as one small function of the predictor, the same for all rows.
+
+    .. math::
+        q(z_{ij} \mid \theta_j)
+        = N\big(g_{ij} + \rho\, m(h_{ij}),\; \rho^2 e^{2 s(h_{ij})}\big)
+
+    with ``(m, s)`` a network of one hidden layer and :math:`h_{ij}` the predictor and, where
+    clients know the response, that: both on a scale on which large numbers stay small (asinh). At
+    the start ``m = s = 0``, the conditional prior. How many parameters there are does not depend on
+    the number of rows.
+
+    Parameters
+    ----------
+    hidden : int
+        Units of the hidden layer.
+
+    References
+    ----------
+    Hassan, Sutton, Mira, Mengersen (2024), arXiv 2405.04043, section 4.1, equation 9. The paper's
+    network gives mean and scale themselves; here they are measured from the conditional prior.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.guides.Amortised(hidden=8).hidden
+    8
+    """
+
+    hidden: int = 16
+
+    def __post_init__(self) -> None:
+        positive_int("hidden", self.hidden)
+
+
+class AuxiliaryGuide(NamedTuple):
+    """A guide of one client's auxiliary variables (rows, ...).
+
+    Attributes
+    ----------
+    init : key -> psi
+    some : (psi, rows) -> psi
+        The parameters of some rows.
+    draw : (psi, g, response, noise) -> (z, log_q)
+        One draw from standard normals of its shape, and its log density, which sticks the landing.
+        ``response`` (rows, k) has no columns where clients do not know it.
+    """
+
+    init: Callable[[Array], GuideParams]
+    some: Callable[[GuideParams, Array], GuideParams]
+    draw: Callable[[GuideParams, Array, Array, Array], tuple[Array, Array]]
+
+
+def auxiliary_guide(
+    spec: str | Amortised, shape: tuple[int, ...], rho: float, num_responses: int
+) -> AuxiliaryGuide:
+    """Build what was asked for: ``"mean_field"``, ``"amortised"`` or :class:`Amortised`."""
+    if spec == "mean_field":
+        return _mean_field(shape, rho)
+    if spec == "amortised":
+        spec = Amortised()
+    if not isinstance(spec, Amortised):
+        raise GuideError(
+            f"auxiliary={spec!r}: expected 'auto', 'mean_field', 'amortised' or "
+            "numpyro_fed.guides.Amortised(...)."
+        )
+    return _amortised(spec, shape, rho, num_responses)
+
+
+def normal_log_density(x: Array, loc: Array, log_scale: Array) -> Array:
+    """Log density of independent normals, summed."""
+    standard = (x - loc) * jnp.exp(-log_scale)
+    return (-0.5 * standard**2 - log_scale - 0.5 * _LOG_2PI).sum()
+
+
+def _mean_field(shape: tuple[int, ...], rho: float) -> AuxiliaryGuide:
+    def init(key: Array) -> GuideParams:
+        return {"loc": jnp.zeros(shape), "log_scale": jnp.full(shape, jnp.log(rho))}
+
+    def some(psi: GuideParams, rows: Array) -> GuideParams:
+        return jax.tree.map(lambda a: a[rows], psi)
+
+    def draw(psi: GuideParams, g: Array, response: Array, noise: Array) -> tuple[Array, Array]:
+        z = psi["loc"] + jnp.exp(psi["log_scale"]) * noise
+        fixed = stop_gradient(psi)
+        return z, normal_log_density(z, fixed["loc"], fixed["log_scale"])
+
+    return AuxiliaryGuide(init, some, draw)
+
+
+def _amortised(
+    spec: Amortised, shape: tuple[int, ...], rho: float, num_responses: int
+) -> AuxiliaryGuide:
+    width = 1
+    for n in shape[1:]:
+        width *= n
+    inputs = width + num_responses
+
+    def init(key: Array) -> GuideParams:
+        first = jax.random.normal(key, (inputs, spec.hidden)) * inputs**-0.5
+        return {
+            "first": first,
+            "bias": jnp.zeros(spec.hidden),
+            "second": jnp.zeros((spec.hidden, 2 * width)),
+            "offset": jnp.zeros(2 * width),
+        }
+
+    def place(psi: GuideParams, g: Array, response: Array) -> tuple[Array, Array]:
+        flat = g.reshape(len(g), width)
+        h = jnp.arcsinh(jnp.concatenate([flat, response], 1))
+        out = jnp.tanh(h @ psi["first"] + psi["bias"]) @ psi["second"] + psi["offset"]
+        shift, log_ratio = out[:, :width], out[:, width:]
+        return g + rho * shift.reshape(g.shape), jnp.log(rho) + log_ratio.reshape(g.shape)
+
+    def draw(psi: GuideParams, g: Array, response: Array, noise: Array) -> tuple[Array, Array]:
+        loc, log_scale = place(psi, g, response)
+        z = loc + jnp.exp(log_scale) * noise
+        return z, normal_log_density(z, *place(stop_gradient(psi), g, response))
+
+    return AuxiliaryGuide(init, lambda psi, rows: psi, draw)

@@ -1,0 +1,289 @@
+"""Vertical federated learning: the front door."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from jax import Array
+from numpyro.infer.autoguide import AutoGuide
+
+from numpyro_fed.algorithms.vertical.augmented import augmented
+from numpyro_fed.algorithms.vertical.base import Kind, Vertical
+from numpyro_fed.algorithms.vertical.power import power
+from numpyro_fed.errors import positive_int
+from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
+from numpyro_fed.guides.structured import Structured, resolve
+from numpyro_fed.methods.base import RUNTIMES, check_course, driven, one_key
+from numpyro_fed.model.clients import positive_rho
+from numpyro_fed.model.data import signature
+from numpyro_fed.model.padding import bucket, one_by_one
+from numpyro_fed.model.roles import Roles, check_batches, split_vertical
+from numpyro_fed.results.saving import load_state
+from numpyro_fed.results.vertical import VerticalFit, VerticalHeld, VerticalResult
+from numpyro_fed.runtime.stack import State, on_device
+
+MEAN_FIELD_UP_TO = 10_000  # rows
+
+
+@dataclass(frozen=True)
+class VFL:
+    r"""Structured federated variational inference for vertical models.
+
+    Each client holds some columns of every row and the parameters that belong to them; the server
+    holds the response and what is outside of the :func:`~numpyro_fed.client_sum`. Three models of
+    one text:
+
+    - ``rho=None``, the exact split: clients send their predictors :math:`g_j`, summed up, and the
+      server returns the gradient of the log likelihood with respect to the sum. The posterior is
+      that of the model as it is written.
+    - ``rho``, the augmented model: clients send :math:`z_j \sim N(g_j, \rho^2)` in the place of
+      :math:`g_j`; the posterior is that of :func:`~numpyro_fed.handlers.augment`.
+    - ``rho`` and ``likelihood="power"``: that of
+      :func:`~numpyro_fed.handlers.power_likelihood`; clients must know the response.
+
+    Parameters
+    ----------
+    model : callable
+        A NumPyro model with one :func:`~numpyro_fed.client_sum`.
+    rho : float, optional
+        Standard deviation of the auxiliary variables, in the units of the predictor.
+    likelihood : {"augmented", "power"}
+    optim : optax.GradientTransformation
+        Of every party, each with its own state.
+    guide, server_guide : Structured or AutoGuide, optional
+        Of each client's latents, and of the server's: the part that concerns globals.
+    auxiliary : {"auto", "mean_field", "amortised"} or Amortised
+        Guide of the auxiliary variables: one normal for each, or a small function of the predictor,
+        whose size does not grow with rows. ``"auto"`` is amortised with minibatches and above
+        10,000 rows.
+    share_response : bool
+        Whether clients know the response and what else the server holds.
+    num_particles : int
+        Draws in each round.
+    batch_size : int, optional
+        Rows in a round, drawn anew each time, the same at every party; all of them by default.
+    local_steps : int
+        Steps of each client in a round, all but the first with its auxiliary variables where they
+        are (section 5.3).
+
+    References
+    ----------
+    Hassan, Sutton, Mira, Mengersen (2024), arXiv 2405.04043, Algorithms 1 and 2. The exact split is
+    this package's own.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, optax
+    >>> import numpyro_fed as nf
+    >>> def predictor(x):
+    ...     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+    ...     return x @ beta
+    >>> def model(xs, y=None):
+    ...     eta = nf.client_sum("client", predictor, xs)
+    ...     with numpyro.plate("row", eta.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+    >>> rng = np.random.default_rng(0)
+    >>> xs = [rng.normal(size=(200, 1)), rng.normal(size=(200, 2))]
+    >>> y = 2 * xs[0][:, 0] + rng.normal(size=200)
+    >>> vfl = nf.VFL(model, optim=optax.adam(0.05))
+    >>> result = vfl.run(jax.random.key(0), 500, xs, y, progress_bar=False)
+    >>> draws = result.sample_posterior(jax.random.key(1), 1_000)
+    >>> bool(abs(draws["client_0/beta"].mean() - 2) < 0.2), draws["client_1/beta"].shape
+    (True, (1000, 2))
+    """
+
+    model: Callable
+    rho: float | None = field(default=None, kw_only=True)
+    likelihood: str = field(default="augmented", kw_only=True)
+    optim: optax.GradientTransformation = field(default=optax.adam(1e-2), kw_only=True)
+    guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
+    server_guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
+    auxiliary: str | Amortised = field(default="auto", kw_only=True)
+    share_response: bool = field(default=False, kw_only=True)
+    num_particles: int = field(default=1, kw_only=True)
+    batch_size: int | None = field(default=None, kw_only=True)
+    local_steps: int = field(default=1, kw_only=True)
+    _fits: dict[Any, VerticalFit] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        positive_int("num_particles", self.num_particles)
+        positive_int("local_steps", self.local_steps)
+        if self.batch_size is not None:
+            positive_int("batch_size", self.batch_size)
+        if self.rho is not None:
+            positive_rho(self.rho)
+        if self.likelihood not in ("augmented", "power"):
+            raise ValueError(f"likelihood={self.likelihood!r}: expected 'augmented' or 'power'.")
+        if self.rho is None and (self.likelihood == "power" or self.local_steps > 1):
+            raise ValueError(
+                "the power likelihood and further local steps need auxiliary variables: give rho, "
+                "their standard deviation in the units of the predictor."
+            )
+        if self.likelihood == "power" and not self.share_response:
+            raise ValueError(
+                "under the power likelihood every client evaluates the likelihood itself, for "
+                "which it must know the response: say share_response=True, or use the augmented "
+                "model."
+            )
+
+    def run(
+        self,
+        key: Array,
+        num_rounds: int,
+        *args: Any,
+        init_state: State | None = None,
+        progress_bar: bool = True,
+        runtime: str = "simulation",
+        stop: str | None = None,
+        callback: Callable[[Any], Any] | None = None,
+        every: int = 100,
+        **kwargs: Any,
+    ) -> VerticalResult:
+        """Fit the model to its arguments.
+
+        Parameters
+        ----------
+        key : jax.Array
+            Round ``r`` uses ``fold_in(key, r)``.
+        num_rounds : int
+            Steps of the optimiser.
+        *args, **kwargs
+            Of the model: clients' columns, the response, whatever it takes.
+        init_state, progress_bar, runtime, stop, callback, every
+            As for :meth:`SFVI.run`.
+
+        Raises
+        ------
+        ModelError, DataError, GuideError
+            Before anything is compiled, for input that cannot work.
+        NonFiniteError
+            If the bound turns NaN or infinite; the error's ``result`` is the last good state.
+        CallbackError
+            If the callback raised; the error's ``result`` is what it was shown.
+        """
+        key = one_key(key)
+        check_course(num_rounds, every, stop)
+        fit, held = self._prepare(args, kwargs, runtime)
+        if init_state is None:
+            state = fit.runtime.init(key, held.batches)
+        else:
+            state = fit.check_state(init_state, held)
+        return driven(
+            fit.runtime,
+            key,
+            state,
+            held.batches,
+            num_rounds,
+            lambda run, quiet: VerticalResult(run.losses, run.state, fit, held, ended=run.ended),
+            server_data=held.server,
+            progress_bar=progress_bar,
+            stop=stop,
+            callback=callback,
+            every=every,
+        )
+
+    def load(
+        self, path: str | Path, *args: Any, runtime: str = "simulation", **kwargs: Any
+    ) -> VerticalResult:
+        """Rebuild a fit from what :meth:`VerticalResult.save` wrote, and the model's arguments.
+
+        Raises
+        ------
+        SavedStateError
+            If the files belong to another model, guide or version.
+        """
+        fit, held = self._prepare(args, kwargs, runtime)
+        like = fit.runtime.init(jax.random.key(0), held.batches)
+        losses, state = load_state(path, fit.description, like)
+        return VerticalResult(losses, state, fit, held)
+
+    def _prepare(
+        self, args: tuple, kwargs: dict[str, Any], runtime: str
+    ) -> tuple[VerticalFit, VerticalHeld]:
+        if runtime not in RUNTIMES:
+            raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
+        roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
+        held = _held(roles, runtime)
+        known = (runtime, signature(roles.server), *map(signature, roles.clients))
+        if known not in self._fits:
+            self._fits[known] = self._build(roles, runtime)
+        return self._fits[known], held
+
+    def _build(self, roles: Roles, runtime: str) -> VerticalFit:
+        model, clients = roles.model, roles.clients
+        if self.batch_size is not None:
+            check_batches(roles, self.batch_size)
+        kinds = {
+            signature(data): Kind(half, resolve(self.guide, half, {}, {}))
+            for half, data in zip(model.clients, clients, strict=True)
+        }
+        spec = self._auxiliary(model.rows)
+        known = sum(
+            int(roles.server.arrays[n].size / model.rows) if self.share_response else 0
+            for n in model.response
+        )
+        vertical = Vertical(
+            model=model,
+            server=Kind(model.server, resolve(self.server_guide, model.server, {}, {})),
+            kinds=kinds,
+            spec=self.guide,
+            server_spec=self.server_guide,
+            rho=self.rho,
+            auxiliary=None
+            if self.rho is None
+            else auxiliary_guide(spec, model.shape, self.rho, known),
+            optim=self.optim,
+            num_particles=self.num_particles,
+            batch_size=self.batch_size,
+        )
+        like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
+        if self.likelihood == "power":
+            algorithm = power(vertical, len(clients), like, self.local_steps)
+        else:
+            algorithm = augmented(vertical, like, self.local_steps)
+        description = {
+            "settings": {
+                "method": "VFL",
+                "rho": self.rho,
+                "likelihood": self.likelihood,
+                "auxiliary": repr(spec) if self.rho is not None else None,
+                "num_particles": self.num_particles,
+                "batch_size": self.batch_size,
+                "local_steps": self.local_steps,
+                "guides": json.loads(
+                    json.dumps([vertical.server.resolved, *(k.resolved for k in kinds.values())])
+                ),
+            },
+            "sites": {
+                scoped: [s.kind, list(s.shape), s.support]
+                for j, half in enumerate(model.clients)
+                for s in half.sites
+                for scoped in model.scoped(j, {s.name: None})
+            }
+            | {s.name: [s.kind, list(s.shape), s.support] for s in model.server.sites},
+            "rows": model.rows,
+        }
+        return VerticalFit(vertical, algorithm, RUNTIMES[runtime](algorithm, None), description)
+
+    def _auxiliary(self, rows: int) -> str | Amortised:
+        if self.auxiliary != "auto":
+            return self.auxiliary
+        many = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
+        return "amortised" if many else "mean_field"
+
+
+def _held(roles: Roles, runtime: str) -> VerticalHeld:
+    sizes: list[dict[str, int]] = [{} for _ in roles.clients]
+    if runtime == "host":
+        buckets = one_by_one(roles.clients, sizes)
+    else:
+        buckets = bucket(roles.clients, sizes, may_pad=False)
+    return VerticalHeld(roles.clients, tuple(buckets), on_device(buckets), roles.server)

@@ -1,0 +1,404 @@
+"""A sum over clients, each of which holds some columns of every row, and two models made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+from numpyro import handlers
+from numpyro.infer.util import compute_log_probs
+from numpyro.primitives import Messenger, apply_stack
+
+from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.primitives import silo_plate_of
+
+AUXILIARY = "z"  # the name of a client's auxiliary variable, within the client
+
+
+class Clients(NamedTuple):
+    """What a ``client_sum`` was given: a predictor and columns for each client."""
+
+    name: str
+    predictors: tuple[Callable, ...]
+    columns: tuple[Any, ...]
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def scope(self, j: int) -> str:
+        """The prefix of a client's sites."""
+        return f"{self.name}_{j}"
+
+    def predict(self, j: int, columns: Any) -> Array:
+        """What client ``j`` adds to the sum, its sites scoped."""
+        with handlers.scope(prefix=self.scope(j)):
+            return jnp.asarray(self.predictors[j](columns))
+
+    def auxiliary(self, j: int, g: Array, rho: float) -> Array:
+        """Draw a client's auxiliary variable around its predictor."""
+        with handlers.scope(prefix=self.scope(j)):
+            return numpyro.sample(AUXILIARY, dist.Normal(g, rho).to_event(jnp.ndim(g)))
+
+
+def client_sum(name: str, predictor: Callable | Sequence[Callable], clients: Sequence[Any]) -> Any:
+    r"""The sum over clients of a predictor that runs at each client, on its own columns.
+
+    .. math::
+        \eta = \sum_{j=0}^{J-1} g_j(x_j, \theta_j)
+
+    Client ``j`` holds the columns :math:`x_j` of every row and its own :math:`\theta_j`: all sites
+    of the predictor, whose names become ``{name}_{j}/...``. What is outside belongs to the server.
+    Plain NumPyro runs the text as it stands, ``Predictive`` for new rows included.
+
+    Parameters
+    ----------
+    name : str
+        Prefix of the clients' sites.
+    predictor : callable or sequence of callable
+        ``predictor(columns)`` returns an array whose first axis runs over rows, of the same shape
+        at every client; one for all clients, or one for each.
+    clients : sequence
+        The columns of each client: an array, or a tree of arrays.
+
+    Returns
+    -------
+    array
+        The sum, with the shape of one predictor's result.
+
+    Raises
+    ------
+    DataError
+        For an empty list, or clients with different numbers of rows.
+    ModelError
+        For predictors that are not functions or not as many as clients, or whose results differ in
+        shape or in their number of rows from the columns.
+
+    References
+    ----------
+    Hassan, Sutton, Mira, Mengersen (2024), arXiv 2405.04043, equation 5.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def predictor(x):
+    ...     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+    ...     return x @ beta
+    >>> def model(xs, y=None):
+    ...     eta = nf.client_sum("client", predictor, xs)
+    ...     with numpyro.plate("row", eta.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+    >>> xs = [np.ones((5, 2)), np.ones((5, 3))]
+    >>> trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(xs)
+    >>> [name for name, site in trace.items() if site["type"] == "sample"]
+    ['client_0/beta', 'client_1/beta', 'y']
+    """
+    known = _read(name, predictor, clients)
+    msg = {
+        "type": "client_sum",
+        "fn": _plain_sum,
+        "args": (known,),
+        "kwargs": {},
+        "value": None,
+        "cond_indep_stack": [],
+    }
+    return apply_stack(msg)["value"]
+
+
+def _plain_sum(clients: Clients) -> Array:
+    return total(clients, [clients.predict(j, x) for j, x in enumerate(clients.columns)])
+
+
+def total(clients: Clients, predictions: Sequence[Array]) -> Array:
+    """The sum, once it is known that all predictions have one shape."""
+    for j, g in enumerate(predictions):
+        if jnp.shape(g) != jnp.shape(predictions[0]):
+            raise ModelError(
+                f"the predictor of client {j} in client_sum '{clients.name}' returned the shape "
+                f"{jnp.shape(g)}, that of client 0 {jnp.shape(predictions[0])}. All must return "
+                "the same: one row for each row of the columns."
+            )
+        if (rows := rows_of(clients.columns[j])) is not None and jnp.shape(g)[:1] != (rows,):
+            raise ModelError(
+                f"the predictor of client {j} in client_sum '{clients.name}' was given {rows} rows "
+                f"and returned the shape {jnp.shape(g)}. Its first axis must run over the rows."
+            )
+    return sum(predictions[1:], predictions[0])
+
+
+def rows_of(columns: Any) -> int | None:
+    """The number of rows of a client's columns, where all its arrays agree on it."""
+    lengths = {np.shape(a)[0] for a in jax.tree.leaves(columns) if np.ndim(a)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _read(name: str, predictor: Any, clients: Any) -> Clients:
+    if isinstance(clients, np.ndarray | Array) or not isinstance(clients, Sequence):
+        raise DataError(
+            f"client_sum '{name}': expected a list with the columns of each client, got "
+            f"{type(clients).__name__}. For a single client pass a list with one entry."
+        )
+    if not clients:
+        raise DataError(f"client_sum '{name}': there are no clients. Pass the columns of each.")
+    many = predictor if isinstance(predictor, list | tuple) else [predictor] * len(clients)
+    for one in many:
+        if not callable(one):
+            raise ModelError(
+                f"client_sum '{name}': a predictor must be a function of a client's columns, got "
+                f"{type(one).__name__}."
+            )
+    if len(many) != len(clients):
+        raise ModelError(
+            f"client_sum '{name}': {len(many)} predictors for {len(clients)} clients. Pass one for "
+            "all of them, or one for each."
+        )
+    rows = [rows_of(x) for x in clients]
+    for j, n in enumerate(rows):
+        if None not in (n, rows[0]) and n != rows[0]:
+            raise DataError(
+                f"client_sum '{name}': client {j} holds {n} rows, client 0 holds {rows[0]}. Every "
+                "client must hold the same rows, in the same order."
+            )
+    return Clients(name, tuple(many), tuple(clients))
+
+
+class at_client_sum(Messenger):
+    """Do something else where a ``client_sum`` stands, and note that there was one.
+
+    Parameters
+    ----------
+    fn : callable
+        A model.
+    put : callable
+        ``put(clients)`` returns what stands in the place of the sum.
+    """
+
+    def __init__(self, fn: Callable | None, put: Callable[[Clients], Any]):
+        self.put, self.found = put, list[Clients]()
+        self.inside = False
+        super().__init__(fn)
+
+    def __enter__(self) -> at_client_sum:
+        super().__enter__()
+        return self
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        if msg["type"] == "client_sum":
+            self.found.append(msg["args"][0])
+            msg["fn"] = self._put
+        elif silo_plate_of(msg) is not None:
+            raise ModelError(
+                f"silo_plate '{silo_plate_of(msg)}' stands in a model with a client_sum. Rows that "
+                "are split over silos and columns that are split over clients cannot be combined: "
+                "use numpyro.plate for the rows here."
+            )
+
+    def _put(self, clients: Clients) -> Any:
+        self.inside = True
+        try:
+            return self.put(clients)
+        finally:
+            self.inside = False
+
+    def one(self) -> Clients:
+        """The only ``client_sum`` that was met."""
+        if len(self.found) != 1:
+            names = ", ".join(f"'{c.name}'" for c in self.found)
+            raise ModelError(
+                "the model has no client_sum, so nothing says which columns belong to which "
+                "client. Write the part that reads them as nf.client_sum(name, predictor, clients)."
+                if not names
+                else f"the model has {len(self.found)} client_sums ({names}): one is supported. "
+                "Let one predictor return several columns, as jnp.stack([a, b], -1)."
+            )
+        return self.found[0]
+
+
+def positive_rho(rho: Any) -> float:
+    """A standard deviation, or an error that names the method without one."""
+    if isinstance(rho, bool) or not isinstance(rho, int | float | np.number) or not rho > 0:
+        raise ValueError(
+            f"rho={rho!r}: expected a positive number, the standard deviation of each client's "
+            "auxiliary variable. Without auxiliary variables the model as it is written is "
+            "fitted by numpyro_fed.VFL(model, rho=None), for clients that may share their "
+            "predictors."
+        )
+    return float(rho)
+
+
+def augment(model: Callable, rho: float) -> Callable:
+    r"""The model in which the likelihood sees noisy predictors.
+
+    .. math::
+        z_j \sim N\big(g_j(x_j, \theta_j), \rho^2\big), \qquad
+        y \sim p\Big(y \,\Big|\, \sum_j z_j\Big)
+
+    Parameters
+    ----------
+    model : callable
+        A model with one :func:`numpyro_fed.client_sum`.
+    rho : float
+        Standard deviation of the auxiliary variables, in the units of the predictor.
+
+    Returns
+    -------
+    callable
+        An ordinary NumPyro model of the same arguments, with the sites ``{name}_{j}/z`` besides.
+
+    References
+    ----------
+    Hassan, Sutton, Mira, Mengersen (2024), arXiv 2405.04043, section 3.2, equation 6.
+
+    Examples
+    --------
+    >>> import numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def predictor(x):
+    ...     return x * numpyro.sample("slope", dist.Normal(0, 1))
+    >>> def model(xs, y=None):
+    ...     eta = nf.client_sum("client", predictor, xs)
+    ...     with numpyro.plate("row", eta.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+    >>> noisy = nf.handlers.augment(model, rho=0.5)
+    >>> seeded = numpyro.handlers.seed(noisy, 0)
+    >>> trace = numpyro.handlers.trace(seeded).get_trace([np.ones(3), np.ones(3)], np.zeros(3))
+    >>> [name for name, site in trace.items() if site["type"] == "sample"]
+    ['client_0/slope', 'client_1/slope', 'client_0/z', 'client_1/z', 'y']
+    """
+    rho = positive_rho(rho)
+
+    def noisy_sum(clients: Clients) -> Array:
+        g = [clients.predict(j, x) for j, x in enumerate(clients.columns)]
+        total(clients, g)
+        z = [clients.auxiliary(j, g_j, rho) for j, g_j in enumerate(g)]
+        return sum(z[1:], z[0])
+
+    def augmented(*args: Any, **kwargs: Any) -> Any:
+        with at_client_sum(None, noisy_sum) as at:
+            out = model(*args, **kwargs)
+        at.one()
+        return out
+
+    return augmented
+
+
+class _Parts(NamedTuple):
+    """Predictors, auxiliary variables, and the values of all sites outside of the sum."""
+
+    g: list[Array]
+    z: list[Array]
+    values: dict[str, Any]
+
+
+def power_likelihood(model: Callable, rho: float) -> Callable:
+    r"""The model in which each client's likelihood sees its own predictor as it is.
+
+    .. math::
+        \prod_{j=0}^{J-1} p\Big(y \,\Big|\, g_j(x_j, \theta_j) + \sum_{k \ne j} z_k\Big)^{1/J},
+        \qquad z_j \sim N\big(g_j(x_j, \theta_j), \rho^2\big)
+
+    Every observed site becomes a ``numpyro.factor`` of the same name. The product is no normalised
+    density of ``y``: to predict or to check, run the model itself at draws of its parameters. Where
+    ``y`` is not given it is drawn from that model.
+
+    Parameters
+    ----------
+    model : callable
+        A model with one :func:`numpyro_fed.client_sum`.
+    rho : float
+        Standard deviation of the auxiliary variables, in the units of the predictor.
+
+    Returns
+    -------
+    callable
+        An ordinary NumPyro model of the same arguments, with the sites ``{name}_{j}/z`` besides.
+
+    Raises
+    ------
+    ModelError
+        When the model is run: for a latent whose distribution depends on the sum.
+
+    References
+    ----------
+    Hassan, Sutton, Mira, Mengersen (2024), arXiv 2405.04043, section 3.3, equation 7.
+
+    Examples
+    --------
+    >>> import numpy as np, numpyro, numpyro.distributions as dist
+    >>> from numpyro.infer.util import log_density
+    >>> import numpyro_fed as nf
+    >>> def predictor(x):
+    ...     return x * numpyro.sample("slope", dist.Normal(0, 1))
+    >>> def model(xs, y=None):
+    ...     eta = nf.client_sum("client", predictor, xs)
+    ...     with numpyro.plate("row", eta.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+    >>> power = nf.handlers.power_likelihood(model, rho=1.0)
+    >>> zero = {f"client_{j}/z": np.zeros(3) for j in (0, 1)}
+    >>> zero |= {f"client_{j}/slope": 0.0 for j in (0, 1)}
+    >>> data = [np.ones(3), np.ones(3)], np.zeros(3)
+    >>> round(float(log_density(power, data, {}, zero)[0]), 3)  # eleven standard normals at zero
+    -10.108
+    """
+    rho = positive_rho(rho)
+
+    def powered(*args: Any, **kwargs: Any) -> Any:
+        found: dict[str, list[Array]] = {"g": [], "z": []}
+
+        def true_sum(clients: Clients) -> Array:
+            g = [clients.predict(j, x) for j, x in enumerate(clients.columns)]
+            found["z"] = [clients.auxiliary(j, g_j, rho) for j, g_j in enumerate(g)]
+            found["g"] = g
+            return total(clients, g)
+
+        at = at_client_sum(None, true_sum)
+
+        def of_likelihood(msg: dict[str, Any]) -> bool:
+            return msg["type"] == "sample" and msg["is_observed"] and not at.inside
+
+        with handlers.block(hide_fn=of_likelihood), handlers.trace() as trace, at:
+            out = model(*args, **kwargs)
+        clients = at.one()
+        scopes = tuple(f"{clients.scope(j)}/" for j in range(len(clients)))
+        own = {n: s for n, s in trace.items() if not n.startswith(scopes)}
+        observed = [n for n, s in own.items() if s["type"] == "sample" and s["is_observed"]]
+        if not observed:
+            return out
+        values = {
+            n: s["value"]
+            for n, s in own.items()
+            if s["type"] in ("sample", "param") and n not in observed
+        }
+
+        def log_probs(eta: Array) -> dict[str, Array]:
+            with handlers.block(), at_client_sum(None, lambda clients: eta):
+                text = handlers.substitute(model, data=values)
+                return compute_log_probs(text, args, kwargs, {}, sum_log_prob=False)[0]
+
+        g, z = jnp.stack(found["g"]), jnp.stack(found["z"])
+        _check_latents(log_probs, g[0], observed)
+        powers = jax.vmap(log_probs)(g + z.sum(0) - z)
+        for name in observed:
+            numpyro.factor(name, powers[name].mean(0))
+        return out
+
+    return powered
+
+
+def _check_latents(log_probs: Callable, eta: Array, observed: Sequence[str]) -> None:
+    """Refuse latents whose distribution depends on the sum."""
+    reached = provenance(log_probs, eta=eta)
+    for name, labels in reached.items():
+        if labels and name not in observed:
+            raise ModelError(
+                f"the distribution of the latent site '{name}' depends on the client_sum. The "
+                "power likelihood has a sum for each client and so no one distribution for it: "
+                "use nf.handlers.augment, or let observed sites alone depend on the sum."
+            )

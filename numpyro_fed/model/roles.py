@@ -1,0 +1,384 @@
+"""Who holds what of a vertical model: its text split at the ``client_sum``, and its arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jax import Array
+from numpyro import handlers
+
+from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.model.binding import Theta, trace_at
+from numpyro_fed.model.clients import Clients, at_client_sum
+from numpyro_fed.model.data import SiloData, read_one
+from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.sites import feasible, structure
+from numpyro_fed.model.vertical import PREDICTOR, TOTAL, Half, VerticalModel
+
+LATENTS = "the server's latents"  # a label
+
+
+class Roles(NamedTuple):
+    """A split text, and what each party holds.
+
+    Attributes
+    ----------
+    model : VerticalModel
+    server : SiloData
+        Arrays by name; nothing that belongs to a client.
+    clients : tuple of SiloData
+        ``columns``, and what is shared of the server's.
+    """
+
+    model: VerticalModel
+    server: SiloData
+    clients: tuple[SiloData, ...]
+
+
+class _Reached(Exception):
+    """The text has come to its client_sum; there is nothing more to see."""
+
+
+class _Text(NamedTuple):
+    """A model with its arguments: arrays by name, and all else as it is."""
+
+    model: Callable
+    signature: inspect.Signature
+    data: SiloData
+
+    @classmethod
+    def of(cls, model: Callable, args: tuple, kwargs: dict[str, Any]) -> _Text:
+        signature = inspect.signature(model)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise DataError(f"the model does not take these arguments: {error}.") from error
+        return cls(model, signature, read_one("the model", dict(bound.arguments)))
+
+    def without_data(self) -> _Text:
+        """The text as it may be known everywhere: shapes in the place of arrays."""
+        shapes = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in self.data.arrays.items()}
+        return self._replace(data=replace(self.data, arrays=shapes))
+
+    def run(self, arrays: Mapping[str, Any]) -> Any:
+        """The text, with zeros for arrays that are not given."""
+        held = self.data.arrays
+        full = {
+            n: arrays[n] if n in arrays else jnp.zeros(a.shape, a.dtype) for n, a in held.items()
+        }
+        bound = inspect.BoundArguments(self.signature, replace(self.data, arrays=full).kwargs)
+        return self.model(*bound.args, **bound.kwargs)
+
+    def columns(self, arrays: Mapping[str, Any], key: Array) -> Clients:
+        """What the ``client_sum`` is given."""
+        found: list[Clients] = []
+
+        def reached(clients: Clients) -> Any:
+            found.append(clients)
+            raise _Reached
+
+        at = at_client_sum(None, reached)
+        try:
+            with handlers.block(), handlers.seed(rng_seed=key), feasible(), at:
+                self.run(arrays)
+        except _Reached:
+            pass
+        at.one()
+        return found[0]
+
+    def at_client(self, j: int, arrays: Mapping[str, Any] | None = None) -> Callable:
+        """The text of client ``j``: its columns are its own, the server's arrays are zero if they
+        are not given.
+        """
+
+        def text(columns: Any, predictor: int, shared: Any = None) -> None:
+            shown: list[Array] = []
+
+            def reached(clients: Clients) -> Any:
+                shown.append(jnp.asarray(clients.predictors[j](columns)))
+                raise _Reached
+
+            at = at_client_sum(None, reached)
+            try:
+                with handlers.block(hide_fn=lambda msg: not at.inside), feasible(), at:
+                    self.run(arrays or {})
+            except _Reached:
+                pass
+            numpyro.deterministic(PREDICTOR, shown[0])
+
+        return text
+
+    def at_server(self, rows: int) -> Callable:
+        """The text of the server, of its arrays by name and the sum."""
+
+        def text(**leaves: Any) -> None:
+            total = leaves.pop(TOTAL)
+            held = {n: a for n, a in leaves.items() if n in self.data.arrays}
+            hidden = {
+                n: jnp.zeros((len(total), *a.shape[1:]), a.dtype)
+                for n, a in self.data.arrays.items()
+                if n not in held and a.shape[:1] == (rows,)
+            }
+            with at_client_sum(None, lambda clients: total) as at:
+                self.run({**hidden, **held})
+            at.one()
+
+        return text
+
+
+def split_vertical(
+    model: Callable, args: tuple, kwargs: dict[str, Any], *, share_response: bool = False
+) -> Roles:
+    """Split a text at its ``client_sum``, and what it is given over the parties.
+
+    Raises
+    ------
+    ModelError
+        Without a ``client_sum``, with two, or with a silo plate; where the predictor of a client
+        reads what is the server's, or the server what is one client's; where columns depend on a
+        latent; and when the model itself raises.
+    DataError
+        For arguments that the model does not take, values that are not numbers, NaN; for a
+        response among the columns that is not to be shared.
+    """
+    whole_text = _Text.of(model, args, kwargs)
+    arrays, text = whole_text.data.arrays, whole_text.without_data()
+    found, columns, readers = _columns(text, arrays)
+    predictors = [found.predictors.index(p) for p in found.predictors]
+    clients = [
+        read_one(f"client {j}", {"columns": own, "predictor": predictors[j]})
+        for j, own in enumerate(columns)
+    ]
+    halves: dict[int, dict[Any, Half]] = {}
+    parts, shapes = [], []
+    for j, data in enumerate(clients):
+        half = _half(text.at_client(predictors[j]), data, f"client {j}")
+        known = halves.setdefault(predictors[j], {})
+        half = known.setdefault(half.found.sites, half)
+        parts.append(half)
+        shapes.append(_predicted(half, data, j))
+    _check_shapes(found, clients, shapes)
+    shape, dtype = shapes[0]
+    for j, half in enumerate(parts):
+        _check_client(text, arrays, half, clients[j], j)
+    server_text = text.at_server(shape[0])
+    everything = {**arrays, TOTAL: np.zeros(shape, dtype)}
+    server = _half(server_text, SiloData(everything, static=()), "the server")
+    reach = _server_reach(server, everything)
+    response = tuple(n for n in reach.response if n != TOTAL)
+    if set(reach.response) & set(readers) and not share_response:
+        names = sorted(set(reach.response) & set(readers))
+        raise DataError(
+            f"{names} is observed, and is among the columns of client "
+            f"{min(readers[names[0]])}. Leave it out there, or say share_response=True if clients "
+            "may know the response."
+        )
+    alone = [n for n, js in readers.items() if n in reach.density and len(js) == 1 < len(clients)]
+    alone = [n for n in alone if n not in response]
+    if alone:
+        raise ModelError(
+            f"the model reads '{alone[0]}' outside of the client_sum, but it holds columns of "
+            f"client {min(readers[alone[0]])}, which the server does not know. Move what reads it "
+            "into the predictor, or pass it as an argument of its own if everybody may know it."
+        )
+    own = {n: a for n, a in arrays.items() if n not in readers or n in reach.density}
+    if share_response:
+        shared = {n: own[n] for n in sorted(own)}
+        clients = [
+            read_one(
+                f"client {j}",
+                {"columns": columns[j], "predictor": predictors[j], "shared": shared},
+            )
+            for j in range(len(clients))
+        ]
+    else:
+        _check_not_given(arrays, response, clients)
+    split = VerticalModel(found.name, shape, dtype, server, tuple(parts), reach.by_row, response)
+    return Roles(split, SiloData(own), tuple(clients))
+
+
+def _columns(text: _Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], dict[str, set[int]]]:
+    """What each client is given, and which clients are given something of each array."""
+    found: list[Clients] = []
+
+    def arrays_of(arrays: dict[str, Any], key: Array) -> list[list[Any]]:
+        found.append(text.columns(arrays, key))
+        return [[a for a in jax.tree.leaves(x) if _is_array(a)] for x in found[-1].columns]
+
+    def labelled(**inputs: Any) -> Any:
+        key = inputs.pop(LATENTS)
+        return arrays_of(inputs, key)
+
+    key = jax.random.key(0)
+    labels = provenance(labelled, **arrays, **{LATENTS: key})
+    computed = jax.jit(lambda arrays: arrays_of(arrays, key))(arrays)
+    columns, readers = [], dict[str, set[int]]()
+    for j, (own, reached) in enumerate(zip(found[-1].columns, labels, strict=True)):
+        for label in frozenset[str]().union(*reached):
+            if label == LATENTS:
+                raise ModelError(
+                    f"the columns of client {j} depend on a latent. A client's columns are data: "
+                    "latents that belong to it are sampled in its predictor, others stay outside "
+                    "of the client_sum."
+                )
+            readers.setdefault(label, set()).add(j)
+        numbers = iter(map(np.asarray, computed[j]))
+        columns.append(jax.tree.map(lambda a, it=numbers: next(it) if _is_array(a) else a, own))
+    return found[-1], columns, readers
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype")
+
+
+def _half(text: Callable, data: SiloData, owner: str) -> Half:
+    found = structure(text, data, owner, split=False)
+    dim = max([s.stop for s in found.sites if s.kind == "latent"], default=0)
+    return Half(text, found, dim)
+
+
+def _predicted(half: Half, data: SiloData, j: int) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype of a client's predictor."""
+
+    def g(data: SiloData) -> Array:
+        theta = half.init_theta(jax.random.key(0), data)
+        return half.log_probs(theta, jnp.zeros(half.dim), data)[1][PREDICTOR]["value"]
+
+    out = jax.eval_shape(g, data)
+    return out.shape, str(out.dtype)
+
+
+def _check_shapes(
+    found: Clients, clients: Sequence[SiloData], shapes: Sequence[tuple[tuple[int, ...], str]]
+) -> None:
+    for j, (shape, dtype) in enumerate(shapes):
+        if not shape or (shape, dtype) != shapes[0]:
+            raise ModelError(
+                f"the predictor of client {j} in client_sum '{found.name}' returned the shape "
+                f"{shape} and dtype {dtype}, that of client 0 {shapes[0][0]} and {shapes[0][1]}. "
+                "All must return the same: one row for each row of the columns."
+            )
+        lengths = {np.shape(a)[0] for a in clients[j].arrays.values() if np.ndim(a)}
+        if lengths and shape[0] not in lengths:
+            raise ModelError(
+                f"the predictor of client {j} in client_sum '{found.name}' was given "
+                f"{sorted(lengths)} rows and returned the shape {shape}. Its first axis must run "
+                "over the rows."
+            )
+
+
+def _check_client(text: _Text, arrays: dict[str, Any], half: Half, data: SiloData, j: int) -> None:
+    """Refuse predictors that read what is the server's."""
+    theta = half.init_theta(jax.random.key(0), data)
+
+    def at(**inputs: Any) -> Any:
+        key, z = inputs.pop(LATENTS), inputs.pop("own")
+        own = text.at_client(j, inputs)
+        log_probs, trace = trace_at(own, half.sites, theta, z, {}, data, key)
+        return log_probs, trace[PREDICTOR]["value"]
+
+    key = jax.random.key(0)
+    labels = provenance(at, **arrays, **{LATENTS: key, "own": jnp.zeros(half.dim)})
+    for name in frozenset[str]().union(*jax.tree.leaves(labels)) - {"own"}:
+        what = "a latent of the server" if name == LATENTS else f"the argument '{name}'"
+        raise ModelError(
+            f"the predictor of client {j} reads {what} directly, which the client does not know. "
+            "Give the client what it may know as a part of its columns, and sample in the "
+            "predictor what belongs to it."
+        )
+
+
+class _Reach(NamedTuple):
+    """Of the server's text: arrays that its densities read, arrays that are observed, and the
+    observed sites that have a term for each row.
+    """
+
+    density: frozenset[str]
+    response: tuple[str, ...]
+    by_row: frozenset[str]
+
+
+def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
+    data = SiloData(arrays)
+    theta = half.init_theta(jax.random.key(0), data)
+    rows = np.shape(arrays[TOTAL])[0]
+    observed = [s.name for s in half.sites if s.kind in ("observed", "factor")]
+
+    def at(**arrays: Any) -> Any:
+        log_probs, trace = half.log_probs(theta, jnp.zeros(half.dim), SiloData(arrays))
+        values = {n: trace[n]["value"] for n in observed if trace[n]["value"] is not None}
+        return log_probs, values
+
+    densities, values = provenance(at, **arrays)
+    long = {n for n, a in arrays.items() if np.shape(a)[:1] == (rows,)}
+    by_row = frozenset(n for n in observed if densities[n] & long)
+    if not any(TOTAL in densities[n] for n in observed):
+        raise ModelError(
+            "no observed site depends on the client_sum, so that the data say nothing about the "
+            "clients' parameters. Use the sum in the distribution of an observed site (obs=)."
+        )
+    response = frozenset[str]().union(*jax.tree.leaves(values))
+    read = frozenset[str]().union(*densities.values())
+    return _Reach(read, tuple(sorted(response)), by_row)
+
+
+def _densities(half: Half, theta: Theta, data: SiloData, **arrays: Any) -> dict[str, Array]:
+    return half.log_probs(theta, jnp.zeros(half.dim), replace(data, arrays=arrays))[0]
+
+
+def check_batches(roles: Roles, batch_size: int) -> None:
+    """Refuse minibatches that are too large, or where rows do not stand alone."""
+    model = roles.model
+    if batch_size > model.rows:
+        raise ValueError(f"batch_size={batch_size} is more than the {model.rows} rows.")
+    for j, (half, data) in enumerate(zip(model.clients, roles.clients, strict=True)):
+        densities = partial(_densities, half, half.init_theta(jax.random.key(0), data), data)
+        long = {n for n, a in data.arrays.items() if np.shape(a)[:1] == (model.rows,)}
+        for name, labels in provenance(densities, **data.arrays).items():
+            if labels & long:
+                raise ModelError(
+                    f"the density of '{name}' in the predictor of client {j} depends on its rows, "
+                    "and nothing says how it grows with them. Leave batch_size out."
+                )
+    some = model.take(roles.server, jnp.arange(batch_size))
+    total = jnp.zeros((batch_size, *model.shape[1:]), model.dtype)
+
+    def at_some(data: SiloData) -> Any:
+        theta = model.server.init_theta(jax.random.key(0), model.with_total(data, total))
+        return model.log_server(theta, jnp.zeros(model.server.dim), total, data)
+
+    try:
+        jax.eval_shape(at_some, some)
+    except Exception as error:
+        raise ModelError(
+            f"the server's part of the model cannot be run with {batch_size} of {model.rows} rows "
+            f"({type(error).__name__}: {error}). Its latents must not be tied to the number of "
+            "rows, nor plates to anything but the sum; or leave batch_size out."
+        ) from error
+
+
+def _check_not_given(
+    arrays: dict[str, Any], response: Sequence[str], clients: Sequence[SiloData]
+) -> None:
+    """Refuse a response that is among a client's columns under another name."""
+    for name in response:
+        y = np.asarray(arrays[name], float)
+        if y.ndim == 0 or y.size < 3 or (y == y.flat[0]).all():
+            continue
+        for j, client in enumerate(clients):
+            for held, a in client.arrays.items():
+                columns = [a, *(np.moveaxis(a, -1, 0) if a.ndim > 1 else [])]
+                if any(c.shape == y.shape and np.array_equal(c, y) for c in columns):
+                    raise DataError(
+                        f"client {j}, '{held}' holds the numbers of the response '{name}', which "
+                        "clients are not to know. Leave that column out, or say "
+                        "share_response=True."
+                    )

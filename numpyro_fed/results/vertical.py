@@ -1,0 +1,175 @@
+"""What a vertical fit returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Shared
+from numpyro_fed.algorithms.vertical.base import Vertical
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.padding import Bucket
+from numpyro_fed.results.base import bound_settled, check_state, to_arviz
+from numpyro_fed.results.saving import save_state
+from numpyro_fed.runtime.stack import Batch, Runtime, State
+
+
+class VerticalHeld(NamedTuple):
+    """What the parties hold, in one process."""
+
+    clients: tuple[SiloData, ...]
+    buckets: tuple[Bucket, ...]
+    batches: tuple[Batch, ...]
+    server: SiloData
+
+    def place(self, client: int) -> tuple[int, int]:
+        """The bucket that holds a client, and its place there."""
+        for b, bucket in enumerate(self.buckets):
+            if client in bucket.silos:
+                return b, bucket.silos.index(client)
+        raise IndexError(
+            f"there is no client {client}: they are numbered 0 to {len(self.clients) - 1}."
+        )
+
+
+class VerticalFit(NamedTuple):
+    """What was built for arguments of these shapes, ready to run."""
+
+    vertical: Vertical
+    algorithm: FederatedAlgorithm
+    runtime: Runtime
+    description: dict[str, Any]
+
+    def check_state(self, state: Any, held: VerticalHeld) -> State:
+        """``state`` itself, if it is one of this fit."""
+        key = jax.random.key(0)
+        return check_state(state, jax.eval_shape(lambda: self.runtime.init(key, held.batches)))
+
+
+@dataclass(frozen=True)
+class VerticalResult:
+    """A vertical fit.
+
+    Attributes
+    ----------
+    losses : array (rounds,)
+        Minus the bound, one number for each round of this run.
+    state : State
+        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
+    ended : {"rounds", "converged", "callback", "failure"}
+        Why there are no more rounds.
+    """
+
+    losses: np.ndarray
+    state: State
+    _fit: VerticalFit = field(repr=False)
+    _held: VerticalHeld = field(repr=False)
+    ended: str = field(default="rounds", kw_only=True)
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients took part."""
+        return len(self._held.clients)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the bound had stopped rising by the end of this run; see
+        :attr:`Result.settled`.
+        """
+        return bound_settled(self.losses)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The server's parameters on their own supports; its latents' guide as ``"guide"``."""
+        theta, guide = self.shared
+        return {**self._fit.vertical.model.server.constrain_theta(theta), "guide": guide}
+
+    @property
+    def shared(self) -> Shared:
+        """The server's parameters, unconstrained, and guide."""
+        return self._fit.algorithm.shared(self.state.server)
+
+    def client_params(self, client: int) -> dict[str, Any]:
+        """Client ``j``'s parameters on their own supports, and its guides as ``"guide"``."""
+        theta, guide, *_ = self.private(client)
+        half = self._fit.vertical.model.clients[client]
+        return {**half.constrain_theta(theta), "guide": guide}
+
+    def private(self, client: int) -> Private:
+        """Client ``j``'s parameters, unconstrained, and guides."""
+        b, i = self._held.place(client)
+        return self._fit.algorithm.private(jax.tree.map(lambda a: a[i], self.state.silos[b]))
+
+    def draw(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...], Array]:
+        """Unconstrained draws of the server's latents (n, dim) and of each client's, and their log
+        density (n,) under the guides.
+        """
+        v = self._fit.vertical
+        z, log_q = _draw(
+            v.guide(v.server).globals, jax.random.fold_in(key, 0), self.shared.guide, n
+        )
+        own = []
+        for j, data in enumerate(self._held.clients):
+            guide, eta = v.guide(v.kind(data)).globals, self.private(j).guide["latents"]
+            z_j, log_q_j = _draw(guide, jax.random.fold_in(key, 1 + j), eta, n)
+            own.append(z_j)
+            log_q = log_q + log_q_j
+        return z, tuple(own), log_q
+
+    def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
+        """Draw from the fitted posterior.
+
+        Parameters
+        ----------
+        key : jax.Array
+        n : int
+            Number of draws, the leading axis of every site.
+
+        Returns
+        -------
+        dict of str to array
+            The latents of the server and of all clients on their own supports, under the names
+            that they have in the model. Auxiliary variables are left out: to predict, run the
+            model itself at these draws (``numpyro.infer.Predictive``).
+        """
+        z, own, _ = self.draw(key, n)
+        return self.sites_at(z, own)
+
+    def sites_at(self, z: Array, own: tuple[Array, ...]) -> dict[str, Array]:
+        """Latents on their own supports, at unconstrained draws of all parties."""
+        model, theta = self._fit.vertical.model, self.shared.theta
+        total = jnp.zeros(model.shape, model.dtype)
+        server = model.with_total(self._held.server, total)
+        sites = dict(_values(model.server.values, theta, z, server))
+        for j, data in enumerate(self._held.clients):
+            values = _values(model.clients[j].values, self.private(j).theta, own[j], data)
+            sites |= model.scoped(j, values)
+        return sites
+
+    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
+        """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
+        return to_arviz(self.sample_posterior, key, num_samples)
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to ``path.npz`` and a description to ``path.json``; no data, no pickle.
+
+        Read it back with :meth:`numpyro_fed.VFL.load`.
+        """
+        save_state(path, self._fit.description, self.losses, self.state)
+
+
+def _draw(guide: Any, key: Array, eta: Any, n: int) -> tuple[Array, Array]:
+    return jax.vmap(guide.draw, (None, 0))(eta, guide.noise(key, n))
+
+
+@partial(jax.jit, static_argnums=0)
+def _values(values: Callable, theta: Any, z: Array, data: SiloData) -> dict[str, Array]:
+    return jax.lax.map(lambda z: values(theta, z, data), z, batch_size=64)

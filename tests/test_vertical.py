@@ -1,0 +1,527 @@
+"""Vertical models: the text, its halves, and Algorithms 1 and 2 against pooled inference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer import Predictive
+from numpyro.infer.util import log_density
+
+import numpyro_fed as nf
+from numpyro_fed.expfam.gaussian import unit_lower
+from numpyro_fed.model.roles import split_vertical
+from numpyro_fed.runtime.combine import combine
+
+KEY = jax.random.key(0)
+
+
+def linear(x):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+    return x @ beta
+
+
+def scaled(x):
+    """With a bounded latent and a factor of its own."""
+    scale = numpyro.sample("scale", dist.HalfNormal(2.0))
+    numpyro.factor("shrink", -scale)
+    return scale * linear(x)
+
+
+def gaussian(xs, y=None, offset=0.0):
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+    eta = nf.client_sum("client", linear, xs)
+    with numpyro.plate("obs", eta.shape[0]):
+        numpyro.sample("y", dist.Normal(b + eta + offset, sigma), obs=y)
+
+
+def logistic(xs, y=None):
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    eta = nf.client_sum("client", [scaled, *([linear] * (len(xs) - 1))], xs)
+    with numpyro.plate("obs", eta.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=b + eta), obs=y)
+
+
+def data(n=12, widths=(2, 3, 3), seed=0):
+    r = np.random.default_rng(seed)
+    return [r.normal(size=(n, p)).astype(np.float32) for p in widths], r.integers(0, 2, n)
+
+
+def drawn(model, *args, **kwargs):
+    """Values of all latents, by NumPyro itself."""
+    trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 3)).get_trace(*args, **kwargs)
+    return {
+        name: site["value"]
+        for name, site in trace.items()
+        if site["type"] == "sample" and not site["is_observed"]
+    }
+
+
+def unconstrained(half, values):
+    at = {s.name: half.supports[s.name] for s in half.named("latent")}
+    parts = [
+        jnp.ravel(numpyro.distributions.biject_to(support).inv(values[name]))
+        for name, support in at.items()
+    ]
+    return jnp.concatenate([jnp.zeros(0), *parts])
+
+
+def log_det(half, z):
+    """Of the bijections, which the joint density of NumPyro's model does not have."""
+    total = 0.0
+    for s in half.named("latent"):
+        bijection = numpyro.distributions.biject_to(half.supports[s.name])
+        u = z[s.start : s.stop].reshape(s.shape)
+        total += bijection.log_abs_det_jacobian(u, bijection(u)).sum()
+    return total
+
+
+@pytest.mark.parametrize("model", [gaussian, logistic])
+def test_halves_add_up_to_the_joint_density(model):
+    xs, y = data()
+    model_, server, clients = split_vertical(model, (xs, y), {})
+    values = drawn(model, xs, y)
+    own, total = 0.0, 0.0
+    for j, (half, held) in enumerate(zip(model_.clients, clients, strict=True)):
+        mine = {n: values[f"client_{j}/{n}"] for n in (s.name for s in half.named("latent"))}
+        z = unconstrained(half, mine)
+        g, prior = model_.predict(half, {}, z, held)
+        total, own = total + g, own + prior - log_det(half, z)
+    z = unconstrained(model_.server, values)
+    prior, likelihood = model_.log_server({}, z, total, server)
+    found = own + prior + likelihood - log_det(model_.server, z)
+    expected = log_density(model, (xs, y), {}, values)[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_what_parties_hold():
+    xs, y = data()
+    model, server, clients = split_vertical(gaussian, (xs, y), dict(offset=np.ones(12)))
+    assert set(server.arrays) == {"y", "offset"}
+    assert [set(c.arrays) for c in clients] == [{"columns"}] * 3
+    assert (model.response, model.by_row, model.rows) == (("y",), {"y"}, 12)
+    _, _, clients = split_vertical(gaussian, (xs, y), {}, share_response=True)
+    assert set(clients[0].kwargs["shared"]) == {"y"}
+
+
+def test_predictive_for_new_rows():
+    xs, y = data()
+    draws = nf.VFL(gaussian).run(KEY, 5, xs, y, progress_bar=False).sample_posterior(KEY, 7)
+    new, _ = data(n=4, seed=1)
+    assert Predictive(gaussian, draws)(KEY, new)["y"].shape == (7, 4)
+
+
+# --- Algorithms 1 and 2 against one gradient of the pooled bound -------------------------------
+
+
+def bound_of(model, v, held, xs, y, server_noise, client_noises):
+    """The pooled bound as a function of all parties' parameters, from NumPyro's density."""
+
+    def normal(eta, eps):
+        """A full Gaussian draw, its density with parameters stopped."""
+        d = eta["loc"].shape[0]
+
+        def root(eta):
+            return unit_lower(eta["below"], d) * jnp.exp(eta["log_scale"])
+
+        z = eta["loc"] + root(eta) @ eps
+        fixed = jax.lax.stop_gradient(eta)
+        covariance = root(fixed) @ root(fixed).T
+        return z, dist.MultivariateNormal(fixed["loc"], covariance).log_prob(z)
+
+    def sites(half, z):
+        """Constrained values, and the log-determinant."""
+        values = {}
+        for s in half.named("latent"):
+            bijection = numpyro.distributions.biject_to(half.supports[s.name])
+            values[s.name] = bijection(z[s.start : s.stop].reshape(s.shape))
+        return values, log_det(half, z)
+
+    def bound(server, clients):
+        z, log_q = normal(server["guide"], server_noise[0][0])
+        values, extra = sites(v.model.server, z)
+        for j, (params, (eps, tau)) in enumerate(zip(clients, client_noises, strict=True)):
+            z, log_q_j = normal(params["own"]["guide"], eps[0])
+            own, extra_j = sites(v.model.clients[j], z)
+            log_q, extra = log_q + log_q_j, extra + extra_j
+            values |= {f"client_{j}/{n}": value for n, value in own.items()}
+            if v.rho is not None:
+                psi = params["auxiliary"]
+                z_j = psi["loc"] + jnp.exp(psi["log_scale"]) * tau[0]
+                fixed = jax.lax.stop_gradient(psi)
+                q = dist.Normal(fixed["loc"], jnp.exp(fixed["log_scale"]))
+                log_q = log_q + q.log_prob(z_j).sum()
+                values[f"client_{j}/z"] = z_j
+        return log_density(model, (xs, y), {}, values)[0] + extra - log_q
+
+    return bound
+
+
+def one_by_one(result, stacks):
+    """Silo states by client."""
+    return [
+        jax.tree.map(lambda a, i=i: a[i], stacks[b])
+        for b, i in (result._held.place(j) for j in range(result.num_clients))
+    ]
+
+
+CASES = {
+    "exact": (dict(), lambda model: model),
+    "augmented": (dict(rho=0.7), lambda model: nf.handlers.augment(model, 0.7)),
+    "power": (
+        dict(rho=0.7, likelihood="power", share_response=True),
+        lambda model: nf.handlers.power_likelihood(model, 0.7),
+    ),
+}
+
+
+@pytest.mark.parametrize("model", [gaussian, logistic])
+@pytest.mark.parametrize("case", CASES)
+def test_rounds_are_those_of_the_pooled_model(case, model):
+    """After two rounds, with the same noise: the exact split, Algorithm 1 and Algorithm 2."""
+    xs, y = data()
+    settings, handler = CASES[case]
+    optim = optax.adam(0.05)
+    vfl = nf.VFL(model, optim=optim, **settings)
+    run = [vfl.run(KEY, n, xs, y, progress_bar=False) for n in (1, 2)]
+    fit, held = vfl._prepare((xs, y), {}, "simulation")
+    state = fit.runtime.init(KEY, held.batches)
+    params = (state.server.params, [s.params for s in one_by_one(run[0], state.silos)])
+    opt_state = optim.init(params)  # Adam takes each number by itself
+    for result in run:
+        noises = [s.noise for s in one_by_one(result, result.state.silos)]
+        noise = result.state.server.noise
+        bound = bound_of(handler(model), fit.vertical, held, xs, y, noise, noises)
+        value, gradient = jax.value_and_grad(lambda p, bound=bound: bound(*p))(params)
+        np.testing.assert_allclose(-result.losses[-1], value, rtol=1e-5)
+        descent = jax.tree.map(jnp.negative, gradient)
+        updates, opt_state = optim.update(descent, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        found = (
+            result.state.server.params,
+            [s.params for s in one_by_one(result, result.state.silos)],
+        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, params)
+
+
+# --- closed forms ------------------------------------------------------------------------------
+
+
+def posterior_of(model, xs, y):
+    """Mean and covariance of (b, beta) under a Gaussian model, its auxiliary variables integrated
+    out, from the Hessian of its log density.
+    """
+    names = ["b", *(f"client_{j}/beta" for j in range(len(xs)))]
+    sizes = [(), *((x.shape[1],) for x in xs)]
+    rest = [f"client_{j}/z" for j in range(len(xs))]
+    auxiliary = "client_0/z" in drawn(model, xs, y)
+    names, sizes = names + rest * auxiliary, sizes + [y.shape] * (len(xs) * auxiliary)
+    ends = np.cumsum([int(np.prod(s)) for s in sizes])
+
+    def log_joint(flat):
+        parts = jnp.split(flat, ends[:-1])
+        values = {n: p.reshape(s) for n, p, s in zip(names, parts, sizes, strict=True)}
+        return log_density(model, (xs, y), {}, values)[0]
+
+    zero = jnp.zeros(ends[-1])
+    slope, curvature = jax.grad(log_joint)(zero), jax.hessian(log_joint)(zero)
+    covariance = jnp.linalg.inv(-curvature)
+    own = sum(x.shape[1] for x in xs) + 1
+    return (covariance @ slope)[:own], covariance[:own, :own]
+
+
+def known_noise(xs, y=None, sigma=0.7):
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    eta = nf.client_sum("client", linear, xs)
+    with numpyro.plate("obs", eta.shape[0]):
+        numpyro.sample("y", dist.Normal(b + eta, sigma), obs=y)
+
+
+def gaussian_data():
+    r = np.random.default_rng(1)
+    return [r.normal(size=(15, p)) for p in (2, 1, 2)], r.normal(size=15)
+
+
+def test_augmented_gaussian_has_the_noise_of_the_sum(double):
+    """``z_j`` add ``J rho^2`` to the variance of the response."""
+    (xs, y), rho = gaussian_data(), 0.6
+    mean, covariance = posterior_of(nf.handlers.augment(known_noise, rho), xs, y)
+
+    def wide(xs, y):
+        known_noise(xs, y, (0.7**2 + len(xs) * rho**2) ** 0.5)
+
+    expected = posterior_of(wide, xs, y)
+    np.testing.assert_allclose(mean, expected[0], atol=1e-8)
+    np.testing.assert_allclose(covariance, expected[1], atol=1e-8)
+
+
+@pytest.mark.parametrize("handler", [nf.handlers.augment, nf.handlers.power_likelihood])
+def test_models_approach_the_true_one_as_rho_squared(handler, double):
+    xs, y = gaussian_data()
+    mean, covariance = posterior_of(known_noise, xs, y)
+    errors = []
+    for rho in (0.08, 0.04, 0.02, 0.01):
+        m, c = posterior_of(handler(known_noise, rho), xs, y)
+        sd = jnp.sqrt(jnp.diagonal(covariance))
+        errors.append(
+            [jnp.abs((m - mean) / sd).max(), jnp.abs(jnp.diagonal(c) ** 0.5 / sd - 1).max()]
+        )
+    errors = np.array(errors)
+    orders = np.log2(errors[:-1] / errors[1:])
+    assert (abs(orders[-1] - 2) < 0.1).all(), orders
+    assert (errors[-1] < 2e-3).all(), errors
+
+
+# --- runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_host_and_compiled_rounds_agree_and_runs_go_on(case, batch_size, tmp_path):
+    xs, y = data()
+    vfl = nf.VFL(logistic, optim=optax.adam(0.05), batch_size=batch_size, **CASES[case][0])
+    whole = vfl.run(KEY, 6, xs, y, progress_bar=False)
+    plain = vfl.run(KEY, 6, xs, y, progress_bar=False, runtime="host")
+    np.testing.assert_allclose(whole.losses, plain.losses, rtol=2e-4)
+    first = vfl.run(KEY, 2, xs, y, progress_bar=False)
+    rest = vfl.run(KEY, 4, xs, y, progress_bar=False, init_state=first.state)
+    jax.tree.map(np.testing.assert_array_equal, rest.state, whole.state)
+    np.testing.assert_array_equal(np.concatenate([first.losses, rest.losses]), whole.losses)
+    whole.save(tmp_path / "fit")
+    again = vfl.load(tmp_path / "fit", xs, y)
+    jax.tree.map(np.testing.assert_array_equal, again.state, whole.state)
+    key = jax.random.key(5)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        again.sample_posterior(key, 3),
+        whole.sample_posterior(key, 3),
+    )
+
+
+@pytest.mark.parametrize("auxiliary", ["mean_field", "amortised"])
+@pytest.mark.parametrize("case", CASES)
+def test_minibatches_are_unbiased(case, auxiliary):
+    """One row at a time, over all rows: the mean of the gradients is that of all rows."""
+    xs, y = data(n=4)
+    settings = dict(auxiliary=auxiliary, optim=optax.sgd(1.0), **CASES[case][0])
+    alone = nf.VFL(logistic, batch_size=1, **settings)
+    every = nf.VFL(logistic, **settings)
+    fits = [vfl._prepare((xs, y), {}, "host") for vfl in (alone, every)]
+    (one, held), (all_, _) = fits
+    states = [fit.runtime.init(KEY, held.batches) for fit, _ in fits]
+
+    def stepped(fit, rows, picked):
+        """Parameters of all parties after a step with the given noise and rows."""
+        v, algorithm = fit.vertical, fit.algorithm
+        state = states[picked is None]
+        server, silos = state.server, one_by_one(_Held(held), state.silos)
+        full = states[1]
+        noise = full.server.noise[0], rows
+        noises = [s.noise for s in one_by_one(_Held(held), full.silos)]
+        for exchange in algorithm.exchanges:
+            server_noise = noise if exchange.name == "draw" else ()
+            down, memo = exchange.broadcast(server_noise, server, jnp.arange(3), held.server)
+            replies = []
+            for j, client in enumerate(held.clients):
+                eps, tau = noises[j]
+                if picked is not None and v.rho is not None:
+                    tau = tau[:, picked]
+                mine = (eps, tau) if exchange.name == "draw" else ()
+                reply, silos[j] = exchange.visit(mine, down, silos[j], client)
+                replies.append(jax.tree.map(lambda a: jnp.asarray(a)[None], reply))
+            server, _ = exchange.server(
+                server, memo, combine(exchange.combine, replies), held.server
+            )
+        return server.params, [s.params for s in silos]
+
+    whole = stepped(all_, (), None)
+    each = [stepped(one, jnp.array([i]), jnp.array([i])) for i in range(4)]
+    mean = jax.tree.map(lambda *a: sum(a) / 4, *each)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), mean, whole)
+
+
+class _Held:
+    """As a result, for ``one_by_one``."""
+
+    def __init__(self, held):
+        self._held, self.num_clients = held, len(held.clients)
+
+
+def test_a_second_run_of_the_same_shapes_builds_nothing():
+    xs, y = data()
+    vfl = nf.VFL(logistic)
+    fits = []
+    for seed in (0, 1):
+        xs, y = data(seed=seed)
+        vfl.run(KEY, 2, xs, y, progress_bar=False)
+        fits.append(vfl._prepare((xs, y), {}, "simulation")[0])
+    assert fits[0] is fits[1]
+
+
+def test_amortised_guides_do_not_grow_with_rows():
+    def size(n):
+        xs, y = data(n=n)
+        vfl = nf.VFL(logistic, rho=1.0, batch_size=4)
+        fit, held = vfl._prepare((xs, y), {}, "simulation")
+        state = jax.eval_shape(lambda: fit.runtime.init(KEY, held.batches))
+        return sum(a.size for a in jax.tree.leaves(state) if hasattr(a, "size"))
+
+    assert size(10) == size(1_000)
+
+
+def test_local_steps_lead_to_the_same_optimum():
+    """Mean field: with exact steps at fixed auxiliary variables the optimum is the same, sooner."""
+    (xs, y), rho = gaussian_data(), 0.5
+    xs, y = [x.astype(np.float32) for x in xs], y.astype(np.float32)
+    found = []
+    for local_steps in (1, 5):
+        vfl = nf.VFL(known_noise, rho=rho, local_steps=local_steps, optim=optax.adam(0.02))
+        result = vfl.run(KEY, 3_000, xs, y, progress_bar=False)
+        found.append(result.losses[-500:].mean())
+    error = np.std(result.losses[-500:]) / 500**0.5
+    assert abs(found[0] - found[1]) < 0.2 + 4 * error
+
+
+# --- bad input ---------------------------------------------------------------------------------
+
+
+def without(xs, y):
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+
+def unread(xs, y):
+    nf.client_sum("client", linear, xs)
+    without(xs, y)
+
+
+def two(xs, y):
+    eta = nf.client_sum("client", linear, xs) + nf.client_sum("other", linear, xs)
+    numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+
+def with_silos(xs, y):
+    eta = nf.client_sum("client", linear, xs)
+    with nf.silo_plate("row", eta.shape[0]):
+        numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+
+def reads_columns(xs, y):
+    eta = nf.client_sum("client", linear, xs)
+    numpyro.sample("y", dist.Normal(eta + xs[1][:, 0], 1), obs=y)
+
+
+def reads_latent(xs, y):
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    eta = nf.client_sum("client", lambda x: tau * linear(x), xs)
+    numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+
+def reads_response(xs, y):
+    eta = nf.client_sum("client", lambda x: linear(x) * y, xs)
+    numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+
+def columns_of_latents(xs, y):
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    eta = nf.client_sum("client", linear, [tau * x for x in xs])
+    numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+
+def summarised(xs, y):
+    eta = nf.client_sum("client", lambda x: linear(x)[:3], xs)
+    numpyro.sample("y", dist.Normal(eta.mean(), 1), obs=y)
+
+
+def response_as_column(xs, y):
+    eta = nf.client_sum("client", lambda c: linear(c[0]) + c[1], [(x, y) for x in xs])
+    numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (without, "no client_sum"),
+        (unread, "no observed site depends on the client_sum"),
+        (two, "2 client_sums"),
+        (with_silos, "silo_plate 'row'"),
+        (reads_columns, "reads 'xs.1' outside of the client_sum"),
+        (reads_latent, "reads a latent of the server directly"),
+        (reads_response, "reads the argument 'y' directly"),
+        (columns_of_latents, "columns of client 0 depend on a latent"),
+        (summarised, r"given \[12\] rows"),
+        (response_as_column, "is among the columns of client 0"),
+    ],
+)
+def test_texts_that_cannot_be_split(model, words):
+    xs, y = data()
+    with pytest.raises((nf.ModelError, nf.DataError), match=words):
+        nf.VFL(model).run(KEY, 1, xs, y.astype(np.float32), progress_bar=False)
+
+
+def test_arguments_that_do_not_fit():
+    xs, y = data()
+    run = nf.VFL(logistic).run
+    with pytest.raises(nf.DataError, match="client 1 holds 5 rows, client 0 holds 12"):
+        run(KEY, 1, [xs[0], xs[1][:5]], y)
+    with pytest.raises(nf.DataError, match=r"holds the numbers of the response 'y'"):
+        run(KEY, 1, [xs[0], np.column_stack([xs[1], y]).astype(np.float32)], y)
+    with pytest.raises(nf.DataError, match="does not take these arguments"):
+        run(KEY, 1, xs, y, z=3)
+    with pytest.raises(nf.DataError, match="NaN"):
+        run(KEY, 1, [xs[0] * np.nan], y)
+    with pytest.raises(nf.DataError, match="there are no clients"):
+        nf.client_sum("client", linear, [])
+    with pytest.raises(nf.DataError, match="a list with the columns of each client"):
+        nf.client_sum("client", linear, xs[0])
+    with pytest.raises(nf.ModelError, match="2 predictors for 3 clients"):
+        nf.client_sum("client", [linear, linear], xs)
+    with pytest.raises(nf.ModelError, match="must be a function"):
+        nf.client_sum("client", [linear, 3, linear], xs)
+
+
+@pytest.mark.parametrize("rho", [0, -1.0, "small", True])
+def test_rho_must_be_positive(rho):
+    for make in (nf.handlers.augment, nf.handlers.power_likelihood):
+        with pytest.raises(ValueError, match="rho=None"):
+            make(logistic, rho)
+    with pytest.raises(ValueError, match="rho=None"):
+        nf.VFL(logistic, rho=rho)
+
+
+def test_settings_that_do_not_fit():
+    for settings, words in (
+        (dict(likelihood="power"), "give rho"),
+        (dict(local_steps=2), "give rho"),
+        (dict(likelihood="power", rho=1.0), "share_response=True"),
+        (dict(likelihood="tempered", rho=1.0), "expected 'augmented' or 'power'"),
+        (dict(batch_size=0), "batch_size must be a positive integer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            nf.VFL(logistic, **settings)
+    xs, y = data()
+    with pytest.raises(nf.GuideError, match="auxiliary='full'"):
+        nf.VFL(logistic, rho=1.0, auxiliary="full").run(KEY, 1, xs, y)
+    with pytest.raises(ValueError, match="more than the 12 rows"):
+        nf.VFL(logistic, batch_size=13).run(KEY, 1, xs, y)
+
+
+def test_power_likelihood_refuses_latents_of_the_sum():
+    def model(xs, y):
+        eta = nf.client_sum("client", linear, xs)
+        with numpyro.plate("obs", len(y)):
+            u = numpyro.sample("u", dist.Normal(eta, 1))
+            numpyro.sample("y", dist.Normal(u, 1), obs=y)
+
+    xs, y = data()
+    with pytest.raises(nf.ModelError, match="latent site 'u' depends on the client_sum"):
+        drawn(nf.handlers.power_likelihood(model, 1.0), xs, y)
+
+
+def test_handlers_need_a_client_sum():
+    for handler in (nf.handlers.augment, nf.handlers.power_likelihood):
+        with pytest.raises(nf.ModelError, match="no client_sum"):
+            drawn(handler(without, 1.0), *data())
