@@ -19,8 +19,9 @@ from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import proposal
 from numpyro_fed.guides.structured import Origin
 from numpyro_fed.results import importance as correction
-from numpyro_fed.results.importance import _inner_draws, _systematic
+from numpyro_fed.results.importance import _inner_draws
 from numpyro_fed.results.moments import moments
+from numpyro_fed.results.weighted import systematic
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
@@ -407,7 +408,7 @@ def test_draws_are_resampled_as_often_as_their_weights_say():
     """Systematically: n w times, rounded up or down, and in random order."""
     weights = np.random.default_rng(0).dirichlet(np.full(20, 0.3))
     for n in (1, 7, 1_000):
-        chosen = np.asarray(_systematic(jax.random.key(n), jnp.asarray(weights), n))
+        chosen = np.asarray(systematic(jax.random.key(n), jnp.asarray(weights), n))
         count = np.bincount(chosen, minlength=20)
         assert count.sum() == n
         assert (np.abs(count - n * weights) < 1 + 1e-3).all()

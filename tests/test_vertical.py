@@ -11,6 +11,7 @@ from numpyro.infer import Predictive
 from numpyro.infer.util import log_density
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms.vertical.weigh import parts, weigh
 from numpyro_fed.expfam.gaussian import unit_lower
 from numpyro_fed.model.roles import split_vertical
 from numpyro_fed.runtime.combine import combine
@@ -525,3 +526,79 @@ def test_handlers_need_a_client_sum():
     for handler in (nf.handlers.augment, nf.handlers.power_likelihood):
         with pytest.raises(nf.ModelError, match="no client_sum"):
             drawn(handler(without, 1.0), *data())
+
+
+# --- the correction ----------------------------------------------------------------------------
+
+
+def test_weights_are_those_of_the_joint_density():
+    """Log weights by hand, from NumPyro's density of the text and the guides' densities."""
+    xs, y = data()
+    vfl = nf.VFL(logistic, rho=0.7)
+    fit = vfl.run(KEY, 20, xs, y, progress_bar=False)
+    v, held = fit._fit.vertical, fit._held
+    exchange = weigh(v, 40, 7)
+    run = fit._fit.runtime.single(exchange)
+    weighed, states, info, _ = run(
+        KEY, fit.state.server, fit.state.silos, held.batches, held.server
+    )
+    own = [states[b][i] for b, i in map(held.place, range(3))]
+    scales, of = parts(v, 40)
+    assert list(np.bincount(of)) == [32, 4, 4]
+    guides = [(v.guide(v.server).globals, fit.shared.guide)]
+    guides += [
+        (v.guide(v.kind(held.clients[j])).globals, fit.private(j).guide["latents"])
+        for j in range(3)
+    ]
+    for s in range(0, 40, 3):
+        values = {n: a[s] for n, a in fit.sites_at(weighed.z, tuple(own)).items()}
+        draws = [weighed.z[s], *(z[s] for z in own)]
+        halves = [v.model.server, *v.model.clients]
+        log_p = log_density(logistic, (xs, y), {}, values)[0]
+        log_p += sum(log_det(half, z) for half, z in zip(halves, draws, strict=True))
+        under = []
+        for scale in scales:
+            total = 0.0
+            for (guide, eta), z in zip(guides, draws, strict=True):
+                shrunk = eta["loc"] + (z - eta["loc"]) / scale
+                total += guide.log_density(eta, shrunk) - len(z) * np.log(scale)
+            under.append(total)
+        log_q = jax.nn.logsumexp(jnp.array(under), b=jnp.array([0.8, 0.1, 0.1]))
+        np.testing.assert_allclose(weighed.log_weights[s], log_p - log_q, rtol=1e-4, atol=1e-3)
+    evidence = jax.nn.logsumexp(weighed.log_weights) - np.log(40)
+    np.testing.assert_allclose(-info.loss, evidence, rtol=1e-5)
+
+
+def exact_of_known_noise(xs, y):
+    """Posterior of (b, beta), and the log evidence."""
+    x = np.concatenate([np.ones((len(y), 1)), *xs], 1)
+    precision = np.eye(x.shape[1]) + x.T @ x / 0.49
+    covariance = np.linalg.inv(precision)
+    marginal = 0.49 * np.eye(len(y)) + x @ x.T
+    evidence = -0.5 * (
+        y @ np.linalg.solve(marginal, y)
+        + np.linalg.slogdet(marginal)[1]
+        + len(y) * np.log(2 * np.pi)
+    )
+    return covariance @ (x.T @ y) / 0.49, np.sqrt(np.diag(covariance)), evidence
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(rho=0.3, auxiliary="amortised")])
+def test_a_corrected_fit_is_the_posterior_of_the_text(settings):
+    """Of the exact split, which leaves out correlations, and of the augmented model."""
+    xs, y = gaussian_data()
+    xs, y = [x.astype(np.float32) for x in xs], y.astype(np.float32)
+    mean, sd, evidence = exact_of_known_noise(xs, y)
+    optim = optax.adam(optax.cosine_decay_schedule(0.05, 1_000))
+    fit = nf.VFL(known_noise, optim=optim, **settings).run(KEY, 1_000, xs, y, progress_bar=False)
+    fixed = nf.importance_correct(KEY, fit, 20_000)
+    assert fixed.reliable
+    draws = fixed.sample_posterior(KEY, 20_000)
+    found = np.column_stack([draws["b"], *(draws[f"client_{j}/beta"] for j in range(3))])
+    error = fixed.monte_carlo_error + 20_000**-0.5
+    assert (abs(found.mean(0) - mean) / sd < 4 * error).all()
+    assert (abs(found.std(0) / sd - 1) < 4 * error).all()
+    assert abs(fixed.log_evidence - evidence) < 4 * error
+    assert "client" in fixed.report() or "'b'" in fixed.report()
+    if not settings:  # what is left out shows: the fit's sds are too small
+        assert not fixed.fit_trusted

@@ -24,9 +24,10 @@ from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.results.base import Result, to_arviz
-from numpyro_fed.results.importance import AT_ONCE, ERROR, Corrected, importance_correct
+from numpyro_fed.results.importance import AT_ONCE, Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
+from numpyro_fed.results.weighted import ERROR
 
 STARTS = 4  # searches for the mode, side by side
 ROUNDS, STEPS = 10, 3_000  # of PVI, of SFVI, at most

@@ -271,7 +271,7 @@ class VFL:
             | {s.name: [s.kind, list(s.shape), s.support] for s in model.server.sites},
             "rows": model.rows,
         }
-        return VerticalFit(vertical, algorithm, RUNTIMES[runtime](algorithm, None), description)
+        return VerticalFit(vertical, algorithm, RUNTIMES[runtime](algorithm, None), description, {})
 
     def _auxiliary(self, rows: int) -> str | Amortised:
         if self.auxiliary != "auto":

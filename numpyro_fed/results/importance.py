@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blackjax.diagnostics import psis_weights
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange
@@ -20,29 +20,46 @@ from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
 from numpyro_fed.errors import NonFiniteError, positive_int
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.sites import Site
 from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.results.base import Built, Fit, Result
-from numpyro_fed.results.moments import Moments, moments
+from numpyro_fed.results.moments import moments
 from numpyro_fed.results.posterior import Posterior, posterior
+from numpyro_fed.results.vertical import VerticalResult
+from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
+from numpyro_fed.results.weighted import Weighted, systematic, weights_of
 from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Single
 
 AT_ONCE = 4_000  # draws in an exchange
-FEW = 100  # draws: with fewer there is no tail to speak of
-ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
-CLOSE = 0.1  # sds
-NONE = -100.0  # log weight, less the largest, that counts as none
+
+
+@overload
+def importance_correct(
+    key: Array,
+    result: Result,
+    num_draws: int = ...,
+    inner_draws: int | Mapping[str, int] = ...,
+    *,
+    wider: float = ...,
+) -> Corrected: ...
+
+
+@overload
+def importance_correct(
+    key: Array, result: VerticalResult, num_draws: int = ...
+) -> VerticalCorrected: ...
 
 
 def importance_correct(
     key: Array,
-    result: Result,
+    result: Result | VerticalResult,
     num_draws: int = 4_000,
     inner_draws: int | Mapping[str, int] = 100,
     *,
     wider: float = SHARE,
-) -> Corrected:
+) -> Corrected | VerticalCorrected:
     r"""Weigh draws of the globals by the joint density of all silos, in one exchange.
 
     The server sends ``num_draws`` draws of ``z_G``; each silo integrates its own locals by
@@ -62,8 +79,10 @@ def importance_correct(
     Parameters
     ----------
     key : jax.Array
-    result : Result
-        A fit, under any bound.
+    result : Result or VerticalResult
+        A fit, under any bound. Of a vertical one the latents of all parties are weighed, towards
+        the model as it is written: clients send their predictors at ``num_draws`` draws, and
+        ``inner_draws`` and ``wider`` have no meaning there.
     num_draws : int
         Draws of the globals, four thousand in an exchange at most; their number is rounded up to a
         multiple of that.
@@ -75,7 +94,7 @@ def importance_correct(
 
     Returns
     -------
-    Corrected
+    Corrected or VerticalCorrected
 
     Raises
     ------
@@ -104,6 +123,8 @@ def importance_correct(
     (True, True)
     """
     positive_int("num_draws", num_draws)
+    if isinstance(result, VerticalResult):
+        return vertical_correct(key, result, num_draws)
     if not 0 <= wider < 1:
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
     fit, silos, state = result._fit, result._silos, result.state
@@ -132,7 +153,7 @@ def importance_correct(
         evidence.append(-float(info.loss))
     z_G, log_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
     own = np.tile(np.arange(size) < proposed.own, len(parts))
-    pareto_k, weights = _weights(log_weights)
+    pareto_k, weights = weights_of(log_weights)
     ess = float(1 / (weights**2).sum())
     z_G = _without_the_weightless(z_G, weights)
     log_evidence = float(np.logaddexp.reduce(evidence) - np.log(len(evidence)))
@@ -164,7 +185,7 @@ def _check_weighable(fit: Fit) -> None:
 
 
 @dataclass(frozen=True)
-class Corrected:
+class Corrected(Weighted):
     """An importance-corrected fit.
 
     Attributes
@@ -181,60 +202,12 @@ class Corrected:
         The fit that was corrected.
     """
 
-    log_evidence: float | None
-    ess: float
-    pareto_k: float
-    weights: np.ndarray = field(repr=False)
-    result: Result = field(repr=False)
-    _key: Array = field(repr=False)
     _z_G: Array = field(repr=False)
-    _moments: Moments = field(repr=False)
     _posterior: Posterior = field(repr=False)
 
     @property
-    def threshold(self) -> float:
-        """The largest ``pareto_k`` for which this many draws are enough.
-
-        ``min(1 - 1 / log10(S), 0.7)`` (Vehtari et al. 2024, section 3.2.4).
-        """
-        return _threshold(len(self.weights))
-
-    @property
-    def reliable(self) -> bool:
-        """Whether the weights' tail lets averages over them converge as they should."""
-        return self.pareto_k <= self.threshold
-
-    @property
-    def monte_carlo_error(self) -> float:
-        """The largest standard error of a global's mean or sd, in posterior sds.
-
-        Of unconstrained coordinates, as all that follows.
-        """
-        return float(self._moments.error.max(initial=0.0))
-
-    @property
-    def trusted(self) -> bool:
-        """Whether corrected means and sds are right to a tenth of an sd."""
-        return self.reliable and self.monte_carlo_error <= ERROR
-
-    @property
-    def fit_error(self) -> dict[str, dict[str, np.ndarray]]:
-        """How far the fit is from its correction, ``{site: {"mean_error_sd", "sd_ratio"}}``."""
-        shift, sites = self._moments.shift, self.result._fit.model.named("latent")
-        return {
-            s.name: {
-                "mean_error_sd": np.abs(shift[0, s.start : s.stop]).reshape(s.shape),
-                "sd_ratio": 1 + shift[1, s.start : s.stop].reshape(s.shape),
-            }
-            for s in sites
-        }
-
-    @property
-    def fit_trusted(self) -> bool:
-        """Whether the fit's own means and sds are right to a tenth of an sd."""
-        off, error = np.abs(self._moments.shift), self._moments.shift_error
-        enough = self.reliable and len(self.weights) >= FEW
-        return enough and bool((off + 2 * error <= CLOSE).all())
+    def _sites(self) -> tuple[Site, ...]:
+        return self.result._fit.model.named("latent")
 
     @cached_property
     def draws(self) -> dict[str, Array]:
@@ -253,83 +226,8 @@ class Corrected:
         Globals are resampled by their weights. Locals are drawn anew at them, each from
         ``inner_draws`` draws by weight, which is exact as their number grows.
         """
-        chosen = self._z_G[_systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
+        chosen = self._z_G[systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
         return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
-
-    def report(self) -> str:
-        """Say in words whether the posterior can be trusted, and whether the fit can."""
-        share = self.ess / len(self.weights)
-        evidence = "" if self.log_evidence is None else f", log evidence {self.log_evidence:.2f}"
-        return (
-            f"Pareto k-hat {self.pareto_k:.2f} (at most {self.threshold:.2f} is reliable for "
-            f"{len(self.weights)} draws), {self.ess:.0f} effective draws ({share:.0%})"
-            f"{evidence}. {self._verdict(share)}"
-        )
-
-    def _verdict(self, share: float) -> str:
-        if len(self.weights) < FEW:
-            return "Too few draws to tell: k-hat needs 100 or more."
-        if self.reliable and not self.trusted:
-            return (
-                f"Means and sds are known to {self.monte_carlo_error:.2g} sd only: take more "
-                f"num_draws, or fit for longer. {self._fit_verdict()}"
-            )
-        if self.reliable:
-            return (
-                "The corrected posterior of the globals can be trusted: means and sds are known to "
-                f"{self.monte_carlo_error:.2g} sd. {self._fit_verdict()}"
-            )
-        if share > 0.5:
-            return (
-                "Most draws count, so the corrected means and spreads are about right, but the "
-                "posterior's tails reach beyond the guide's: do not trust tail probabilities, and "
-                "look at it with other keys and more draws."
-            )
-        return (
-            "Neither the fit nor its correction can be trusted: a few draws carry the weight. "
-            "Run more rounds, use a richer guide or LocallyEnhanced, or more inner_draws."
-        )
-
-    def _fit_verdict(self) -> str:
-        off = np.abs(self._moments.shift)
-        if not off.size:
-            return "There are no globals to compare."
-        which, place = np.unravel_index(off.argmax(), off.shape)
-        sites = self.result._fit.model.named("latent")
-        name = next(s.name for s in sites if s.start <= place < s.stop)
-        worst = f"the {('mean', 'sd')[which]} of '{name}' is {off[which, place]:.2g} sd off"
-        if self.fit_trusted:
-            also = " as well" if self.trusted else ""
-            return f"The globals of the fit can be trusted{also}: at worst {worst}."
-        return f"The globals of the fit itself cannot: {worst}. Use the correction."
-
-    def __str__(self) -> str:
-        return self.report()
-
-
-_smooth = jax.jit(psis_weights)  # a hundred small programs otherwise
-
-
-def _weights(log_weights: Array) -> tuple[float, np.ndarray]:
-    """k-hat and normalised weights: smoothed, but as they are where k-hat is too large for that.
-
-    Few large weights among equal ones, those of a mode that the guide has missed, would be lost.
-    """
-    smoothed, k = _smooth(log_weights)
-    for found in (smoothed, log_weights):
-        log_w = np.array(found, np.float64)
-        log_w -= log_w.max()
-        weights = np.where(log_w > NONE, np.exp(log_w), 0.0)
-        weights = weights / weights.sum()
-        share = float(1 / (weights**2).sum() / len(weights))
-        pareto_k = _tail(float(k), share)
-        if pareto_k <= _threshold(len(weights)):
-            break
-    return pareto_k, weights
-
-
-def _threshold(num_draws: int) -> float:
-    return min(1 - 1 / math.log10(max(num_draws, 11)), 0.7)
 
 
 def weighing(built: Built, name: str) -> tuple[Exchange, Proposal]:
@@ -362,13 +260,6 @@ def _compiled(
     return fit.compiled[name]
 
 
-def _tail(pareto_k: float, share: float) -> float:
-    """``k`` where there is no tail to fit: weights equal up to rounding, or a few that are all."""
-    if not math.isnan(pareto_k):
-        return pareto_k
-    return 0.0 if share > 0.99 else math.inf
-
-
 def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:
     if isinstance(inner_draws, Mapping) or not guide.outer:
         return draws_by_plate(LocallyEnhanced(inner_draws), guide)
@@ -385,11 +276,3 @@ def _batch_size(fit: Fit, draws: Mapping[str, int], num_draws: int) -> int:
         for outer in (True, False)
     )
     return max(1, min(num_draws, 2**22 // max(rows * inner, 1)))
-
-
-def _systematic(key: Array, weights: Array, n: int) -> Array:
-    """Indices of ``n`` draws resampled systematically, in random order."""
-    key_start, key_order = jax.random.split(key)
-    points = (jnp.arange(n) + jax.random.uniform(key_start)) / n
-    chosen = jnp.searchsorted(jnp.cumsum(weights), points * weights.sum())
-    return jax.random.permutation(key_order, jnp.clip(chosen, 0, len(weights) - 1))

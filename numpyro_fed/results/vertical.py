@@ -17,9 +17,10 @@ from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Shared
 from numpyro_fed.algorithms.vertical.base import Vertical
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
+from numpyro_fed.model.sites import Site
 from numpyro_fed.results.base import bound_settled, check_state, to_arviz
 from numpyro_fed.results.saving import save_state
-from numpyro_fed.runtime.stack import Batch, Runtime, State
+from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
 
 
 class VerticalHeld(NamedTuple):
@@ -47,6 +48,7 @@ class VerticalFit(NamedTuple):
     algorithm: FederatedAlgorithm
     runtime: Runtime
     description: dict[str, Any]
+    compiled: dict[str, Single]
 
     def check_state(self, state: Any, held: VerticalHeld) -> State:
         """``state`` itself, if it is one of this fit."""
@@ -85,6 +87,19 @@ class VerticalResult:
         :attr:`Result.settled`.
         """
         return bound_settled(self.losses)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """All latents under the names that they have in the model, and their places among the
+        coordinates of all parties: the server's first, then each client's.
+        """
+        model, found, start = self._fit.vertical.model, list[Site](), 0
+        for j, half in enumerate([model.server, *model.clients]):
+            for s in half.named("latent"):
+                (name,) = model.scoped(j - 1, {s.name: None}) if j else (s.name,)
+                found.append(s._replace(name=name, start=start + s.start, stop=start + s.stop))
+            start += half.dim
+        return tuple(found)
 
     @property
     def params(self) -> dict[str, Any]:

@@ -170,13 +170,17 @@ class Vertical:
 
     def noise_of(self, key: Array, state: ClientState) -> Any:
         """New noise of the same kind as what a client's state holds."""
+        return self.client_noise(key, self.kind_of(state))
+
+    def kind_of(self, state: ClientState) -> Kind:
+        """What client draws with noise of this shape."""
 
         def shapes(kind: Kind) -> Any:
             return jax.eval_shape(lambda: self.client_noise(jax.random.key(0), kind))
 
         wanted = jax.tree.map(jnp.shape, state.noise)
         alike = (k for k in self.kinds.values() if jax.tree.map(jnp.shape, shapes(k)) == wanted)
-        return self.client_noise(key, next(alike))
+        return next(alike)
 
     def some(self, data: SiloData, rows: Any) -> SiloData:
         """The rows that take part."""

@@ -1,0 +1,102 @@
+"""Importance correction of a vertical fit, towards the model as it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.vertical.weigh import parts, weigh
+from numpyro_fed.errors import NonFiniteError
+from numpyro_fed.model.sites import Site
+from numpyro_fed.results.moments import moments
+from numpyro_fed.results.vertical import VerticalResult
+from numpyro_fed.results.weighted import Weighted, systematic, weights_of
+from numpyro_fed.runtime.drive import failed_silos
+
+AT_ONCE = 4_000  # draws in an exchange
+NUMBERS = 2**24  # in a client's reply, about
+TOGETHER = 2**20  # numbers that are computed at a time
+
+
+@dataclass(frozen=True)
+class VerticalCorrected(Weighted):
+    """An importance-corrected vertical fit: the posterior of the model as it is written.
+
+    Attributes
+    ----------
+    log_evidence : float
+        Estimate of ``log p(y)``.
+    ess : float
+        Effective number of draws.
+    pareto_k : float
+        Shape of the weights' tail: the smaller the better (:attr:`reliable`).
+    weights : array (num_draws,)
+        Smoothed weights, which sum to one.
+    result : VerticalResult
+        The fit that was corrected.
+    """
+
+    _z: Array = field(repr=False)  # the server's draws
+    _own: tuple[Array, ...] = field(repr=False)  # the clients'
+
+    @property
+    def _sites(self) -> tuple[Site, ...]:
+        return self.result.sites
+
+    def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
+        """Draw from the corrected posterior: latents of all parties, resampled by their weights."""
+        chosen = systematic(key, jnp.asarray(self.weights), n)
+        return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
+
+
+def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> VerticalCorrected:
+    """Weigh draws of all parties' latents; see :func:`numpyro_fed.importance_correct`."""
+    fit, held = result._fit, result._held
+    v = fit.vertical
+    row_numbers = int(np.prod(v.model.shape))
+    size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
+    name = f"weigh {size}"
+    if name not in fit.compiled:
+        at_once = max(1, min(size, TOGETHER // row_numbers))
+        fit.compiled[name] = fit.runtime.single(weigh(v, size, at_once))
+    server, own, evidence = [], [], []
+    for i in range(-(-num_draws // size)):
+        mine = jax.random.fold_in(key, i)
+        weighed, states, info, good = fit.compiled[name](
+            mine, result.state.server, result.state.silos, held.batches, held.server
+        )
+        if not bool(info.ok):
+            bad = failed_silos(good, states, held.batches)
+            where = f"client {', '.join(map(str, bad))}" if bad else "the server"
+            raise NonFiniteError(
+                f"the importance weights are NaN, or all zero, because of {where}. Fit for more "
+                "rounds, or look at the data and the supports of the sites there.",
+                result=result,
+                round=int(result.state.round),
+                silos=bad,
+            )
+        server.append(weighed)
+        own.append([states[b][i] for b, i in map(held.place, range(result.num_clients))])
+        evidence.append(-float(info.loss))
+    z, log_weights = (jnp.concatenate(part) for part in zip(*server, strict=True))
+    draws = tuple(jnp.concatenate(part) for part in zip(*own, strict=True))
+    pareto_k, weights = weights_of(log_weights)
+    known = jnp.asarray(weights > 0)[:, None]
+    z, *rest = (jnp.where(known, a, a[weights.argmax()]) for a in (z, *draws))
+    guides_own = np.tile(parts(v, size)[1] == 0, len(server))
+    everything = np.concatenate([np.asarray(a) for a in (z, *rest)], 1)
+    return VerticalCorrected(
+        log_evidence=float(np.logaddexp.reduce(evidence) - np.log(len(evidence))),
+        ess=float(1 / (weights**2).sum()),
+        pareto_k=pareto_k,
+        weights=weights,
+        result=result,
+        _key=key,
+        _moments=moments(everything, weights, guides_own),
+        _z=z,
+        _own=tuple(rest),
+    )

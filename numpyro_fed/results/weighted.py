@@ -1,0 +1,187 @@
+"""Weighted draws: how many of them count, what error is left, and what to think of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from blackjax.diagnostics import psis_weights
+from jax import Array
+
+from numpyro_fed.model.sites import Site
+from numpyro_fed.results.moments import Moments
+
+FEW = 100  # draws: with fewer there is no tail to speak of
+ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
+CLOSE = 0.1  # sds
+NONE = -100.0  # log weight, less the largest, that counts as none
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Draws of latents that are the same for all, weighed by their posterior.
+
+    Attributes
+    ----------
+    log_evidence : float or None
+        Estimate of ``log p(y)``; None under a loss, where there is none.
+    ess : float
+        Effective number of draws.
+    pareto_k : float
+        Shape of the weights' tail: the smaller the better (:attr:`reliable`).
+    weights : array (num_draws,)
+        Smoothed weights, which sum to one.
+    result : Result
+        The fit that was corrected.
+    """
+
+    log_evidence: float | None
+    ess: float
+    pareto_k: float
+    weights: np.ndarray = field(repr=False)
+    result: Any = field(repr=False)
+    _key: Array = field(repr=False)
+    _moments: Moments = field(repr=False)
+
+    @property
+    def _sites(self) -> tuple[Site, ...]:
+        """The latents, by their places among the coordinates."""
+        raise NotImplementedError
+
+    @property
+    def threshold(self) -> float:
+        """The largest ``pareto_k`` for which this many draws are enough.
+
+        ``min(1 - 1 / log10(S), 0.7)`` (Vehtari et al. 2024, section 3.2.4).
+        """
+        return _threshold(len(self.weights))
+
+    @property
+    def reliable(self) -> bool:
+        """Whether the weights' tail lets averages over them converge as they should."""
+        return self.pareto_k <= self.threshold
+
+    @property
+    def monte_carlo_error(self) -> float:
+        """The largest standard error of a global's mean or sd, in posterior sds.
+
+        Of unconstrained coordinates, as all that follows.
+        """
+        return float(self._moments.error.max(initial=0.0))
+
+    @property
+    def trusted(self) -> bool:
+        """Whether corrected means and sds are right to a tenth of an sd."""
+        return self.reliable and self.monte_carlo_error <= ERROR
+
+    @property
+    def fit_error(self) -> dict[str, dict[str, np.ndarray]]:
+        """How far the fit is from its correction, ``{site: {"mean_error_sd", "sd_ratio"}}``."""
+        shift = self._moments.shift
+        return {
+            s.name: {
+                "mean_error_sd": np.abs(shift[0, s.start : s.stop]).reshape(s.shape),
+                "sd_ratio": 1 + shift[1, s.start : s.stop].reshape(s.shape),
+            }
+            for s in self._sites
+        }
+
+    @property
+    def fit_trusted(self) -> bool:
+        """Whether the fit's own means and sds are right to a tenth of an sd."""
+        off, error = np.abs(self._moments.shift), self._moments.shift_error
+        enough = self.reliable and len(self.weights) >= FEW
+        return enough and bool((off + 2 * error <= CLOSE).all())
+
+    def report(self) -> str:
+        """Say in words whether the posterior can be trusted, and whether the fit can."""
+        share = self.ess / len(self.weights)
+        evidence = "" if self.log_evidence is None else f", log evidence {self.log_evidence:.2f}"
+        return (
+            f"Pareto k-hat {self.pareto_k:.2f} (at most {self.threshold:.2f} is reliable for "
+            f"{len(self.weights)} draws), {self.ess:.0f} effective draws ({share:.0%})"
+            f"{evidence}. {self._verdict(share)}"
+        )
+
+    def _verdict(self, share: float) -> str:
+        if len(self.weights) < FEW:
+            return "Too few draws to tell: k-hat needs 100 or more."
+        if self.reliable and not self.trusted:
+            return (
+                f"Means and sds are known to {self.monte_carlo_error:.2g} sd only: take more "
+                f"num_draws, or fit for longer. {self._fit_verdict()}"
+            )
+        if self.reliable:
+            return (
+                "The corrected posterior of the globals can be trusted: means and sds are known to "
+                f"{self.monte_carlo_error:.2g} sd. {self._fit_verdict()}"
+            )
+        if share > 0.5:
+            return (
+                "Most draws count, so the corrected means and spreads are about right, but the "
+                "posterior's tails reach beyond the guide's: do not trust tail probabilities, and "
+                "look at it with other keys and more draws."
+            )
+        return (
+            "Neither the fit nor its correction can be trusted: a few draws carry the weight. "
+            "Run more rounds, use a richer guide or LocallyEnhanced, or more inner_draws."
+        )
+
+    def _fit_verdict(self) -> str:
+        off = np.abs(self._moments.shift)
+        if not off.size:
+            return "There are no globals to compare."
+        which, place = np.unravel_index(off.argmax(), off.shape)
+        name = next(s.name for s in self._sites if s.start <= place < s.stop)
+        worst = f"the {('mean', 'sd')[which]} of '{name}' is {off[which, place]:.2g} sd off"
+        if self.fit_trusted:
+            also = " as well" if self.trusted else ""
+            return f"The globals of the fit can be trusted{also}: at worst {worst}."
+        return f"The globals of the fit itself cannot: {worst}. Use the correction."
+
+    def __str__(self) -> str:
+        return self.report()
+
+
+_smooth = jax.jit(psis_weights)  # a hundred small programs otherwise
+
+
+def weights_of(log_weights: Array) -> tuple[float, np.ndarray]:
+    """k-hat and normalised weights: smoothed, but as they are where k-hat is too large for that.
+
+    Few large weights among equal ones, those of a mode that the guide has missed, would be lost.
+    """
+    smoothed, k = _smooth(log_weights)
+    for found in (smoothed, log_weights):
+        log_w = np.array(found, np.float64)
+        log_w -= log_w.max()
+        weights = np.where(log_w > NONE, np.exp(log_w), 0.0)
+        weights = weights / weights.sum()
+        share = float(1 / (weights**2).sum() / len(weights))
+        pareto_k = _tail(float(k), share)
+        if pareto_k <= _threshold(len(weights)):
+            break
+    return pareto_k, weights
+
+
+def _threshold(num_draws: int) -> float:
+    return min(1 - 1 / math.log10(max(num_draws, 11)), 0.7)
+
+
+def _tail(pareto_k: float, share: float) -> float:
+    """``k`` where there is no tail to fit: weights equal up to rounding, or a few that are all."""
+    if not math.isnan(pareto_k):
+        return pareto_k
+    return 0.0 if share > 0.99 else math.inf
+
+
+def systematic(key: Array, weights: Array, n: int) -> Array:
+    """Indices of ``n`` draws resampled systematically, in random order."""
+    key_start, key_order = jax.random.split(key)
+    points = (jnp.arange(n) + jax.random.uniform(key_start)) / n
+    chosen = jnp.searchsorted(jnp.cumsum(weights), points * weights.sum())
+    return jax.random.permutation(key_order, jnp.clip(chosen, 0, len(weights) - 1))
