@@ -27,6 +27,7 @@ from numpyro_fed.methods.pvi_family import (
 )
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.vfl import VFL
+from numpyro_fed.methods.vfl_node import VerticalServerNode
 from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
@@ -76,6 +77,7 @@ __all__ = [
     "StochasticPowerEP",
     "StreamingVB",
     "VerticalResult",
+    "VerticalServerNode",
     "check_decomposition",
     "client_sum",
     "compare",

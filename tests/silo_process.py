@@ -25,14 +25,38 @@ METHODS = {
 }
 
 
-def serve(rows, number, pipe):
+def predictor(x):
+    """Of a client that holds columns."""
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    return scale * (x @ numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1)))
+
+
+def columns_model(xs, y):
+    """Columns of every row at three clients."""
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    eta = nf.client_sum("client", predictor, xs)
+    with numpyro.plate("row", eta.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(b + eta)), obs=y)
+
+
+VERTICAL = {
+    "exact": lambda: nf.VFL(columns_model, num_particles=2),
+    "augmented": lambda: nf.VFL(columns_model, rho=0.5, batch_size=6),
+    "power": lambda: nf.VFL(columns_model, rho=0.5, likelihood="power", share_response=True),
+}
+
+
+def serve(rows, columns, number, pipe):
     """Take part in one federation after the other, each named by its method.
 
     First with facts, then plan and messages as they come, until an empty one; an empty name ends.
     """
     jax.config.update("jax_enable_x64", True)
     while name := pipe.recv_bytes().decode():
-        node = nf.SiloNode(METHODS[name](), rows)
+        if name in VERTICAL:
+            node = nf.SiloNode(VERTICAL[name](), columns)
+        else:
+            node = nf.SiloNode(METHODS[name](), rows)
         pipe.send_bytes(node.facts().encode())
         node.accept(pipe.recv_bytes().decode(), number)
         while message := pipe.recv_bytes():

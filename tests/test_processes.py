@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from problems import cut
-from silo_process import METHODS, serve
+from silo_process import METHODS, VERTICAL, serve
 
 import numpyro_fed as nf
 from numpyro_fed.errors import DataError, ModelError
@@ -31,14 +31,20 @@ def silos():
     return cut({"x": x, "y": y}, SIZES)
 
 
+def columns():
+    """Of ten rows at three clients, and the response."""
+    r = np.random.default_rng(1)
+    return [r.normal(size=(10, p)) for p in (2, 1, 2)], r.poisson(1.5, 10)
+
+
 @pytest.fixture(scope="module")
 def pipes():
     """To three silos in spawned processes, each given its own rows and nothing else."""
     spawn = multiprocessing.get_context("spawn")
     found, processes = [], []
-    for number, rows in enumerate(silos()):
+    for number, held in enumerate(zip(silos(), columns()[0], strict=True)):
         here, there = spawn.Pipe()
-        processes.append(spawn.Process(target=serve, args=(rows, number, there), daemon=True))
+        processes.append(spawn.Process(target=serve, args=(*held, number, there), daemon=True))
         processes[-1].start()
         found.append(here)
     yield found
@@ -55,9 +61,15 @@ class Federation:
         for pipe in pipes:
             pipe.send_bytes(name.encode())
         self.facts = [pipe.recv_bytes().decode() for pipe in pipes]
-        self.server = nf.ServerNode(METHODS[name](), self.facts)
+        self.server = self.serving(name)
         for pipe in self.pipes:
             pipe.send_bytes(self.server.plan.encode())
+
+    def serving(self, name):
+        if name in METHODS:
+            return nf.ServerNode(METHODS[name](), self.facts)
+        held = {"y": columns()[1]}
+        return nf.VerticalServerNode(VERTICAL[name](), self.facts, lambda xs: {"xs": xs, **held})
 
     def send(self, silo, message):
         self.pipes[silo].send_bytes(message)
@@ -66,6 +78,30 @@ class Federation:
     def close(self):
         for pipe in self.pipes:
             pipe.send_bytes(b"")
+
+
+@pytest.mark.parametrize("name", VERTICAL)
+def test_clients_in_processes_of_their_own_give_the_numbers_of_one_process(name, pipes, double):
+    (xs, y), close = columns(), {"rtol": 1e-6, "atol": 1e-9}
+    apart = Federation(name, pipes)
+    try:
+        result = apart.server.run(KEY, 5, apart.send)
+        corrected = nf.importance_correct(KEY, result, 50)
+    finally:
+        apart.close()
+    together = VERTICAL[name]().run(KEY, 5, xs, y, **QUIET)
+    np.testing.assert_allclose(result.losses, together.losses, **close)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **close), result.params, together.params
+    )
+    expected = nf.importance_correct(KEY, together, 50)
+    np.testing.assert_allclose(corrected.weights, expected.weights, rtol=1e-6, atol=1e-12)
+    assert set(result.sample_posterior(KEY, 5)) == {"b"}
+    assert set(corrected.sample_posterior(KEY, 5)) == {"b"}
+    with pytest.raises(DataError, match="clients hold their own latents"):
+        result.client_params(0)
+    told = json.loads(apart.server.plan)[2]
+    assert (name == "power") == bool(told)  # the response leaves the server where it must
 
 
 @pytest.mark.parametrize("name", METHODS)

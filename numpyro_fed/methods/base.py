@@ -252,6 +252,14 @@ class Method(ABC):
         plan = agree(facts)
         return self._planned(split(self._text(), [plan.template()]), plan)
 
+    def read_plan(self, text: str) -> Plan:
+        """A plan from JSON."""
+        return Plan.from_json(text)
+
+    def hold(self, silo: Mapping[str, Any], plan: Plan | None = None, number: int = 0) -> SiloData:
+        """What a silo holds, checked."""
+        return silo_data.read([silo])[0]
+
     def build(self, plan: Plan) -> Built:
         """The algorithm, from text and plan: the same at the server and at every silo."""
         fm = split(self._text(), [plan.template()])

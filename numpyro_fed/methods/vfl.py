@@ -13,19 +13,22 @@ import optax
 from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 
+from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.algorithms.vertical.augmented import augmented
 from numpyro_fed.algorithms.vertical.base import Kind, Vertical
 from numpyro_fed.algorithms.vertical.power import power
-from numpyro_fed.errors import positive_int
+from numpyro_fed.algorithms.vertical.weigh import weigh
+from numpyro_fed.errors import DataError, positive_int
 from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
 from numpyro_fed.methods.base import RUNTIMES, check_course, driven, one_key
 from numpyro_fed.model.clients import positive_rho
-from numpyro_fed.model.data import signature
+from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.padding import bucket, one_by_one
-from numpyro_fed.model.roles import Roles, check_batches, split_vertical
+from numpyro_fed.model.roles import Roles, Text, check_batches, split, split_vertical, told
+from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
 from numpyro_fed.results.saving import load_state
-from numpyro_fed.results.vertical import VerticalFit, VerticalHeld, VerticalResult
+from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalHeld, VerticalResult
 from numpyro_fed.runtime.stack import State, on_device
 
 MEAN_FIELD_UP_TO = 10_000  # rows
@@ -183,7 +186,7 @@ class VFL:
             held.batches,
             num_rounds,
             lambda run, quiet: VerticalResult(run.losses, run.state, fit, held, ended=run.ended),
-            server_data=held.server,
+            server_data=fit.server_data,
             progress_bar=progress_bar,
             stop=stop,
             callback=callback,
@@ -214,10 +217,57 @@ class VFL:
         held = _held(roles, runtime)
         known = (runtime, signature(roles.server), *map(signature, roles.clients))
         if known not in self._fits:
-            self._fits[known] = self._build(roles, runtime)
-        return self._fits[known], held
+            built = self._build(roles)
+            run = RUNTIMES[runtime](built.algorithm, None)
+            description = self._description(built)
+            self._fits[known] = VerticalFit(
+                built.vertical, built.algorithm, run, description, {}, roles.server
+            )
+        return self._fits[known]._replace(server_data=roles.server), held
 
-    def _build(self, roles: Roles, runtime: str) -> VerticalFit:
+    def describe(self, silo: Any) -> Shapes:
+        """What a client says of its columns: shapes, dtypes and plain values."""
+        return Shapes.of(self.hold(silo))
+
+    def read_plan(self, text: str) -> VerticalPlan:
+        """A plan from JSON."""
+        return VerticalPlan.from_json(text)
+
+    def hold(self, silo: Any, plan: VerticalPlan | None = None, number: int = 0) -> SiloData:
+        """A client's columns, checked; with the plan, as the algorithm takes them."""
+        if plan is None:
+            return read_one("a client", {"columns": silo})
+        expected = self._roles(plan).clients[number]
+        predictor = expected.kwargs["predictor"]
+        data = read_one(f"client {number}", {"columns": silo, "predictor": predictor})
+        data = told(data, plan.told) if self.share_response else data
+        if signature(data) != signature(expected):
+            raise DataError(
+                f"client {number} holds columns of another shape or kind than the plan says. The "
+                "plan must be made from the facts of this client, as the client of this number."
+            )
+        return data
+
+    def build(self, plan: VerticalPlan) -> VerticalBuilt:
+        """The algorithm, from text and plan: the same at every party."""
+        return self._build(self._roles(plan))
+
+    def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
+        """An exchange by name: the algorithm's own, or the importance correction."""
+        known = {x.name: x for x in built.algorithm.exchanges}
+        if name in known:
+            return known[name]
+        asked = json.loads(name)
+        return weigh(built.vertical, asked["weigh"], asked["at_once"])
+
+    def admit(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
+        """Any exchange suits any client."""
+
+    def _roles(self, plan: VerticalPlan) -> Roles:
+        text = Text.of(self.model, (), plan.arguments.zeros())
+        return split(text, share_response=self.share_response)
+
+    def _build(self, roles: Roles) -> VerticalBuilt:
         model, clients = roles.model, roles.clients
         if self.batch_size is not None:
             check_batches(roles, self.batch_size)
@@ -249,17 +299,23 @@ class VFL:
             algorithm = power(vertical, len(clients), like, self.local_steps)
         else:
             algorithm = augmented(vertical, like, self.local_steps)
-        description = {
+        return VerticalBuilt(vertical, algorithm)
+
+    def _description(self, built: VerticalBuilt) -> dict[str, Any]:
+        """What a saved state must agree with."""
+        v, model = built.vertical, built.vertical.model
+        kinds = v.kinds
+        return {
             "settings": {
                 "method": "VFL",
                 "rho": self.rho,
                 "likelihood": self.likelihood,
-                "auxiliary": repr(spec) if self.rho is not None else None,
+                "auxiliary": None if self.rho is None else repr(self._auxiliary(model.rows)),
                 "num_particles": self.num_particles,
                 "batch_size": self.batch_size,
                 "local_steps": self.local_steps,
                 "guides": json.loads(
-                    json.dumps([vertical.server.resolved, *(k.resolved for k in kinds.values())])
+                    json.dumps([v.server.resolved, *(k.resolved for k in kinds.values())])
                 ),
             },
             "sites": {
@@ -271,7 +327,6 @@ class VFL:
             | {s.name: [s.kind, list(s.shape), s.support] for s in model.server.sites},
             "rows": model.rows,
         }
-        return VerticalFit(vertical, algorithm, RUNTIMES[runtime](algorithm, None), description, {})
 
     def _auxiliary(self, rows: int) -> str | Amortised:
         if self.auxiliary != "auto":
@@ -286,4 +341,4 @@ def _held(roles: Roles, runtime: str) -> VerticalHeld:
         buckets = one_by_one(roles.clients, sizes)
     else:
         buckets = bucket(roles.clients, sizes, may_pad=False)
-    return VerticalHeld(roles.clients, tuple(buckets), on_device(buckets), roles.server)
+    return VerticalHeld(roles.clients, tuple(buckets), on_device(buckets))

@@ -84,7 +84,7 @@ class Facts:
 
     def to_json(self) -> str:
         """As text; :meth:`from_json` reads it."""
-        return _canonical(asdict(self))
+        return canonical(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Facts:
@@ -144,12 +144,12 @@ class Plan:
         static = dict(self.facts.static)
         if not self.facts.tree:
             return SiloData(arrays, {}, tuple(static.items()))
-        silo = _grown(json.loads(self.facts.tree), {**arrays, **static})
+        silo = grown(json.loads(self.facts.tree), {**arrays, **static})
         return read([silo])[0]
 
     def to_json(self) -> str:
         """As text; :meth:`from_json` reads it."""
-        return _canonical(asdict(self))
+        return canonical(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -196,7 +196,7 @@ def facts_of(fm: FederatedModel, data: SiloData, sizes: Sizes) -> Facts:
     return Facts(
         arguments=tuple(_argument(k, a, sizes) for k, a in sorted(data.arrays.items())),
         static=data.static,
-        tree="" if data.form is None else json.dumps(_skeleton(data.named_tree())),
+        tree="" if data.form is None else json.dumps(skeleton(data.named_tree())),
         sites=fm.sites,
         plates=fm.plates,
         sizes=tuple((p, size_class(n)) for p, n in sizes.items()),
@@ -319,7 +319,8 @@ def _shown(value: Any) -> str:
     return words if len(words) <= 300 else f"{words[:300]}..."
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
+    """JSON, one text for each value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -332,21 +333,21 @@ def _tuples(value: Any) -> Any:
     return value
 
 
-def _skeleton(tree: Any) -> Any:
+def skeleton(tree: Any) -> Any:
     """A tree of names as JSON: what kind of node, and what is in it."""
     if isinstance(tree, dict):
-        return ["dict", {k: _skeleton(v) for k, v in tree.items()}]
+        return ["dict", {k: skeleton(v) for k, v in tree.items()}]
     if isinstance(tree, list | tuple):
-        return [type(tree).__name__, [_skeleton(v) for v in tree]]
+        return [type(tree).__name__, [skeleton(v) for v in tree]]
     return tree
 
 
-def _grown(skeleton: Any, leaves: Mapping[str, Any]) -> Any:
+def grown(skeleton: Any, leaves: Mapping[str, Any]) -> Any:
     """The tree that a skeleton tells of, with leaves for names."""
     if isinstance(skeleton, str):
         return leaves[skeleton]
     kind, parts = skeleton
-    grow = partial(_grown, leaves=leaves)
+    grow = partial(grown, leaves=leaves)
     if kind == "dict":
         return {k: grow(v) for k, v in parts.items()}
     return (tuple if kind == "tuple" else list)(map(grow, parts))

@@ -20,7 +20,7 @@ from numpyro_fed.model.binding import Theta, trace_at
 from numpyro_fed.model.clients import Clients, at_client_sum
 from numpyro_fed.model.data import SiloData, read_one
 from numpyro_fed.model.dependence import provenance
-from numpyro_fed.model.sites import feasible, structure
+from numpyro_fed.model.sites import NEEDS_VALUES, feasible, structure
 from numpyro_fed.model.vertical import PREDICTOR, TOTAL, Half, VerticalModel
 
 LATENTS = "the server's latents"  # a label
@@ -47,7 +47,7 @@ class _Reached(Exception):
     """The text has come to its client_sum; there is nothing more to see."""
 
 
-class _Text(NamedTuple):
+class Text(NamedTuple):
     """A model with its arguments: arrays by name, and all else as it is."""
 
     model: Callable
@@ -55,7 +55,8 @@ class _Text(NamedTuple):
     data: SiloData
 
     @classmethod
-    def of(cls, model: Callable, args: tuple, kwargs: dict[str, Any]) -> _Text:
+    def of(cls, model: Callable, args: tuple, kwargs: dict[str, Any]) -> Text:
+        """What a call of the model would be given."""
         signature = inspect.signature(model)
         try:
             bound = signature.bind(*args, **kwargs)
@@ -63,7 +64,7 @@ class _Text(NamedTuple):
             raise DataError(f"the model does not take these arguments: {error}.") from error
         return cls(model, signature, read_one("the model", dict(bound.arguments)))
 
-    def without_data(self) -> _Text:
+    def without_data(self) -> Text:
         """The text as it may be known everywhere: shapes in the place of arrays."""
         shapes = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in self.data.arrays.items()}
         return self._replace(data=replace(self.data, arrays=shapes))
@@ -137,6 +138,11 @@ class _Text(NamedTuple):
 def split_vertical(
     model: Callable, args: tuple, kwargs: dict[str, Any], *, share_response: bool = False
 ) -> Roles:
+    """Split a text at its ``client_sum``, and its arguments over the parties; see :func:`split`."""
+    return split(Text.of(model, args, kwargs), share_response=share_response)
+
+
+def split(whole: Text, *, share_response: bool = False) -> Roles:
     """Split a text at its ``client_sum``, and what it is given over the parties.
 
     Raises
@@ -149,63 +155,67 @@ def split_vertical(
         For arguments that the model does not take, values that are not numbers, NaN; for a
         response among the columns that is not to be shared.
     """
-    whole_text = _Text.of(model, args, kwargs)
-    arrays, text = whole_text.data.arrays, whole_text.without_data()
+    arrays, text = whole.data.arrays, whole.without_data()
     found, columns, readers = _columns(text, arrays)
     predictors = [found.predictors.index(p) for p in found.predictors]
     clients = [
         read_one(f"client {j}", {"columns": own, "predictor": predictors[j]})
         for j, own in enumerate(columns)
     ]
-    halves: dict[int, dict[Any, Half]] = {}
-    parts, shapes = [], []
-    for j, data in enumerate(clients):
-        half = _half(text.at_client(predictors[j]), data, f"client {j}")
-        known = halves.setdefault(predictors[j], {})
-        half = known.setdefault(half.found.sites, half)
-        parts.append(half)
-        shapes.append(_predicted(half, data, j))
+    halves = [
+        _half(text.at_client(predictors[j]), data, f"client {j}") for j, data in enumerate(clients)
+    ]
+    known: dict[Any, Half] = {}
+    alike = zip(predictors, halves, strict=True)
+    halves = [known.setdefault((predictor, half.sites), half) for predictor, half in alike]
+    shapes = [_predicted(half, data) for half, data in zip(halves, clients, strict=True)]
     _check_shapes(found, clients, shapes)
+    for j, (half, data) in enumerate(zip(halves, clients, strict=True)):
+        _check_client(text, arrays, half, data, j)
     shape, dtype = shapes[0]
-    for j, half in enumerate(parts):
-        _check_client(text, arrays, half, clients[j], j)
-    server_text = text.at_server(shape[0])
     everything = {**arrays, TOTAL: np.zeros(shape, dtype)}
-    server = _half(server_text, SiloData(everything, static=()), "the server")
+    server = _half(text.at_server(shape[0]), SiloData(everything), "the server")
     reach = _server_reach(server, everything)
-    response = tuple(n for n in reach.response if n != TOTAL)
-    if set(reach.response) & set(readers) and not share_response:
-        names = sorted(set(reach.response) & set(readers))
-        raise DataError(
-            f"{names} is observed, and is among the columns of client "
-            f"{min(readers[names[0]])}. Leave it out there, or say share_response=True if clients "
-            "may know the response."
-        )
-    alone = [n for n, js in readers.items() if n in reach.density and len(js) == 1 < len(clients)]
-    alone = [n for n in alone if n not in response]
-    if alone:
-        raise ModelError(
-            f"the model reads '{alone[0]}' outside of the client_sum, but it holds columns of "
-            f"client {min(readers[alone[0]])}, which the server does not know. Move what reads it "
-            "into the predictor, or pass it as an argument of its own if everybody may know it."
-        )
+    _check_readers(reach, readers, len(clients), share_response)
     own = {n: a for n, a in arrays.items() if n not in readers or n in reach.density}
     if share_response:
-        shared = {n: own[n] for n in sorted(own)}
-        clients = [
-            read_one(
-                f"client {j}",
-                {"columns": columns[j], "predictor": predictors[j], "shared": shared},
-            )
-            for j in range(len(clients))
-        ]
+        clients = [told(data, own) for data in clients]
     else:
-        _check_not_given(arrays, response, clients)
-    split = VerticalModel(found.name, shape, dtype, server, tuple(parts), reach.by_row, response)
-    return Roles(split, SiloData(own), tuple(clients))
+        _check_not_given(arrays, reach.response, clients)
+    model = VerticalModel(
+        found.name, shape, dtype, server, tuple(halves), reach.by_row, reach.response
+    )
+    return Roles(model, SiloData(own), tuple(clients))
 
 
-def _columns(text: _Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], dict[str, set[int]]]:
+def told(client: SiloData, server: Mapping[str, Any]) -> SiloData:
+    """What a client holds once it knows the server's arrays."""
+    shared = {name: server[name] for name in sorted(server)}
+    return read_one("a client", {**client.kwargs, "shared": shared})
+
+
+def _check_readers(
+    reach: _Reach, readers: Mapping[str, set[int]], num_clients: int, share_response: bool
+) -> None:
+    """Refuse a response that clients are given, and a server that reads one client's columns."""
+    for name in reach.response:
+        if name in readers and not share_response:
+            raise DataError(
+                f"'{name}' is observed, and is among the columns of client "
+                f"{min(readers[name])}. Leave it out there, or say share_response=True if clients "
+                "may know the response."
+            )
+    for name, clients in readers.items():
+        own = name in reach.density and name not in reach.response
+        if own and len(clients) == 1 < num_clients:
+            raise ModelError(
+                f"the model reads '{name}' outside of the client_sum, but it holds columns of "
+                f"client {min(clients)}, which the server does not know. Move what reads it into "
+                "the predictor, or pass it as an argument of its own if everybody may know it."
+            )
+
+
+def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], dict[str, set[int]]]:
     """What each client is given, and which clients are given something of each array."""
     found: list[Clients] = []
 
@@ -218,7 +228,14 @@ def _columns(text: _Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], d
         return arrays_of(inputs, key)
 
     key = jax.random.key(0)
-    labels = provenance(labelled, **arrays, **{LATENTS: key})
+    try:
+        labels = provenance(labelled, **arrays, **{LATENTS: key})
+    except NEEDS_VALUES as error:
+        raise ModelError(
+            "the model asks for values of its arguments before the client_sum, where it is "
+            "compiled once for all values and sees shapes alone. Compute what clients hold before "
+            f"the run, or by jax.numpy in the place of numpy. {type(error).__name__}: {error}"
+        ) from error
     computed = jax.jit(lambda arrays: arrays_of(arrays, key))(arrays)
     columns, readers = [], dict[str, set[int]]()
     for j, (own, reached) in enumerate(zip(found[-1].columns, labels, strict=True)):
@@ -245,7 +262,7 @@ def _half(text: Callable, data: SiloData, owner: str) -> Half:
     return Half(text, found, dim)
 
 
-def _predicted(half: Half, data: SiloData, j: int) -> tuple[tuple[int, ...], str]:
+def _predicted(half: Half, data: SiloData) -> tuple[tuple[int, ...], str]:
     """Shape and dtype of a client's predictor."""
 
     def g(data: SiloData) -> Array:
@@ -275,7 +292,7 @@ def _check_shapes(
             )
 
 
-def _check_client(text: _Text, arrays: dict[str, Any], half: Half, data: SiloData, j: int) -> None:
+def _check_client(text: Text, arrays: dict[str, Any], half: Half, data: SiloData, j: int) -> None:
     """Refuse predictors that read what is the server's."""
     theta = half.init_theta(jax.random.key(0), data)
 
@@ -327,7 +344,7 @@ def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
         )
     response = frozenset[str]().union(*jax.tree.leaves(values))
     read = frozenset[str]().union(*densities.values())
-    return _Reach(read, tuple(sorted(response)), by_row)
+    return _Reach(read, tuple(sorted(response - {TOTAL})), by_row)
 
 
 def _densities(half: Half, theta: Theta, data: SiloData, **arrays: Any) -> dict[str, Array]:

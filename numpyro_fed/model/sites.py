@@ -127,7 +127,7 @@ def structure(model: Callable, data: SiloData, owner: str, *, split: bool = True
         if "equinox" in str(error):
             raise MissingExtraError("equinox", "nn") from error
         raise
-    except _NEEDS_VALUES as error:
+    except NEEDS_VALUES as error:
         raise ModelError(
             f"the model asks for the values of its data or latents at {owner}, which holds "
             f"{held(data)}, but it is compiled once for all values and sees shapes alone "
@@ -143,7 +143,7 @@ def structure(model: Callable, data: SiloData, owner: str, *, split: bool = True
     return found[0]
 
 
-_NEEDS_VALUES = (
+NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerBoolConversionError,

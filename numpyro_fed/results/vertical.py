@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Shared
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Shared
 from numpyro_fed.algorithms.vertical.base import Vertical
+from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.sites import Site
@@ -24,12 +25,11 @@ from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
 
 
 class VerticalHeld(NamedTuple):
-    """What the parties hold, in one process."""
+    """What the clients hold, in one process."""
 
     clients: tuple[SiloData, ...]
     buckets: tuple[Bucket, ...]
     batches: tuple[Batch, ...]
-    server: SiloData
 
     def place(self, client: int) -> tuple[int, int]:
         """The bucket that holds a client, and its place there."""
@@ -41,6 +41,22 @@ class VerticalHeld(NamedTuple):
         )
 
 
+class VerticalBuilt(NamedTuple):
+    """What a method makes of a text and a plan: pure functions, and nobody's data."""
+
+    vertical: Vertical
+    algorithm: FederatedAlgorithm
+
+    @property
+    def first(self) -> FederatedAlgorithm:
+        """The algorithm whose states come first."""
+        return self.algorithm
+
+    def sender(self, exchange: Exchange) -> FederatedAlgorithm:
+        """The algorithm from whose states an exchange starts."""
+        return self.algorithm
+
+
 class VerticalFit(NamedTuple):
     """What was built for arguments of these shapes, ready to run."""
 
@@ -49,6 +65,7 @@ class VerticalFit(NamedTuple):
     runtime: Runtime
     description: dict[str, Any]
     compiled: dict[str, Single]
+    server_data: SiloData
 
     def check_state(self, state: Any, held: VerticalHeld) -> State:
         """``state`` itself, if it is one of this fit."""
@@ -73,13 +90,22 @@ class VerticalResult:
     losses: np.ndarray
     state: State
     _fit: VerticalFit = field(repr=False)
-    _held: VerticalHeld = field(repr=False)
+    _held: VerticalHeld | None = field(default=None, repr=False)  # of a run in one process
     ended: str = field(default="rounds", kw_only=True)
 
     @property
     def num_clients(self) -> int:
         """How many clients took part."""
-        return len(self._held.clients)
+        return len(self._fit.vertical.model.clients)
+
+    def _clients(self) -> VerticalHeld:
+        """What clients hold, if it is in this process."""
+        if self._held is None:
+            raise DataError(
+                "clients hold their own latents and parameters, and the server knows nothing of "
+                "them. Ask there, or run all parties in one process."
+            )
+        return self._held
 
     @property
     def settled(self) -> bool:
@@ -94,7 +120,7 @@ class VerticalResult:
         coordinates of all parties: the server's first, then each client's.
         """
         model, found, start = self._fit.vertical.model, list[Site](), 0
-        for j, half in enumerate([model.server, *model.clients]):
+        for j, half in enumerate([model.server, *(model.clients if self._held else ())]):
             for s in half.named("latent"):
                 (name,) = model.scoped(j - 1, {s.name: None}) if j else (s.name,)
                 found.append(s._replace(name=name, start=start + s.start, stop=start + s.stop))
@@ -120,7 +146,7 @@ class VerticalResult:
 
     def private(self, client: int) -> Private:
         """Client ``j``'s parameters, unconstrained, and guides."""
-        b, i = self._held.place(client)
+        b, i = self._clients().place(client)
         return self._fit.algorithm.private(jax.tree.map(lambda a: a[i], self.state.silos[b]))
 
     def draw(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...], Array]:
@@ -132,7 +158,7 @@ class VerticalResult:
             v.guide(v.server).globals, jax.random.fold_in(key, 0), self.shared.guide, n
         )
         own = []
-        for j, data in enumerate(self._held.clients):
+        for j, data in enumerate(self._held.clients if self._held else ()):
             guide, eta = v.guide(v.kind(data)).globals, self.private(j).guide["latents"]
             z_j, log_q_j = _draw(guide, jax.random.fold_in(key, 1 + j), eta, n)
             own.append(z_j)
@@ -152,8 +178,9 @@ class VerticalResult:
         -------
         dict of str to array
             The latents of the server and of all clients on their own supports, under the names
-            that they have in the model. Auxiliary variables are left out: to predict, run the
-            model itself at these draws (``numpyro.infer.Predictive``).
+            that they have in the model; the server's alone where clients are elsewhere. Auxiliary
+            variables are left out: to predict, run the model itself at these draws
+            (``numpyro.infer.Predictive``).
         """
         z, own, _ = self.draw(key, n)
         return self.sites_at(z, own)
@@ -162,9 +189,9 @@ class VerticalResult:
         """Latents on their own supports, at unconstrained draws of all parties."""
         model, theta = self._fit.vertical.model, self.shared.theta
         total = jnp.zeros(model.shape, model.dtype)
-        server = model.with_total(self._held.server, total)
+        server = model.with_total(self._fit.server_data, total)
         sites = dict(_values(model.server.values, theta, z, server))
-        for j, data in enumerate(self._held.clients):
+        for j, data in enumerate(self._held.clients if self._held else ()):
             values = _values(model.clients[j].values, self.private(j).theta, own[j], data)
             sites |= model.scoped(j, values)
         return sites

@@ -56,21 +56,20 @@ class VerticalCorrected(Weighted):
 def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> VerticalCorrected:
     """Weigh draws of all parties' latents; see :func:`numpyro_fed.importance_correct`."""
     fit, held = result._fit, result._held
-    v = fit.vertical
+    v, batches = fit.vertical, () if held is None else held.batches
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
-    name = f"weigh {size}"
-    if name not in fit.compiled:
-        at_once = max(1, min(size, TOGETHER // row_numbers))
-        fit.compiled[name] = fit.runtime.single(weigh(v, size, at_once))
+    exchange = weigh(v, size, max(1, min(size, TOGETHER // row_numbers)))
+    if exchange.name not in fit.compiled:
+        fit.compiled[exchange.name] = fit.runtime.single(exchange)
     server, own, evidence = [], [], []
     for i in range(-(-num_draws // size)):
         mine = jax.random.fold_in(key, i)
-        weighed, states, info, good = fit.compiled[name](
-            mine, result.state.server, result.state.silos, held.batches, held.server
+        weighed, states, info, good = fit.compiled[exchange.name](
+            mine, result.state.server, result.state.silos, batches, fit.server_data
         )
         if not bool(info.ok):
-            bad = failed_silos(good, states, held.batches)
+            bad = failed_silos(good, states, batches)
             where = f"client {', '.join(map(str, bad))}" if bad else "the server"
             raise NonFiniteError(
                 f"the importance weights are NaN, or all zero, because of {where}. Fit for more "
@@ -80,7 +79,8 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
                 silos=bad,
             )
         server.append(weighed)
-        own.append([states[b][i] for b, i in map(held.place, range(result.num_clients))])
+        places = [] if held is None else map(held.place, range(result.num_clients))
+        own.append([states[b][i] for b, i in places])
         evidence.append(-float(info.loss))
     z, log_weights = (jnp.concatenate(part) for part in zip(*server, strict=True))
     draws = tuple(jnp.concatenate(part) for part in zip(*own, strict=True))

@@ -19,9 +19,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Reply
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.host import alone, compiled, rounds
 from numpyro_fed.runtime.messages import pack, read, unpack, write
@@ -39,11 +37,19 @@ SEARCH = "begin the search"  # and the one with which it starts by a search for 
 class Party(Protocol):
     """A method with its text and settings, as every party has it."""
 
-    def describe(self, silo: Mapping[str, Any]) -> Facts:
+    def describe(self, silo: Any) -> Any:
         """What a silo says of itself."""
         ...
 
-    def build(self, plan: Plan) -> Any:
+    def read_plan(self, text: str) -> Any:
+        """A plan from JSON."""
+        ...
+
+    def hold(self, silo: Any, plan: Any = None, number: int = 0) -> SiloData:
+        """What a silo holds, checked; with the plan, as the algorithm takes it."""
+        ...
+
+    def build(self, plan: Any) -> Any:
         """What server and silos make of the plan; it has ``algorithm``."""
         ...
 
@@ -56,6 +62,19 @@ class Party(Protocol):
         ...
 
 
+class Agreed(Protocol):
+    """A plan, as a runtime sees it."""
+
+    @property
+    def num_silos(self) -> int:
+        """How many silos there are."""
+        ...
+
+    def template(self) -> SiloData:
+        """Zeros of the shapes of some silo."""
+        ...
+
+
 class SiloNode:
     """A silo in a process of its own: its data, its private state, and what it answers.
 
@@ -64,7 +83,7 @@ class SiloNode:
     method : SFVI, PVI, ...
         The same text and settings as at the server.
     silo : dict
-        The silo's data, which never leave.
+        The silo's data, which never leave; of a client of :class:`numpyro_fed.VFL` its columns.
     secret : jax.Array, optional
         A key of the silo's own, from which it draws what the server cannot know. Without one all
         numbers are those of a run in one process.
@@ -97,8 +116,8 @@ class SiloNode:
     2.994
     """
 
-    def __init__(self, method: Party, silo: Mapping[str, Any], *, secret: Array | None = None):
-        (self._data,) = silo_data.read([silo])
+    def __init__(self, method: Party, silo: Any, *, secret: Array | None = None):
+        self._data = method.hold(silo)
         self._method, self._silo, self._secret = method, silo, secret
         self._built: Any = None
 
@@ -108,7 +127,9 @@ class SiloNode:
 
     def accept(self, plan: str, number: int) -> None:
         """Build the silo's half from the agreed plan, as silo ``number`` of all."""
-        self._built, self._number = self._method.build(Plan.from_json(plan)), number
+        agreed = self._method.read_plan(plan)
+        self._built, self._number = self._method.build(agreed), number
+        self._data = self._method.hold(self._silo, agreed, number)
         self._init = {
             BEGIN: jax.jit(self._built.algorithm.init_silo),
             SEARCH: jax.jit(self._built.first.init_silo),
@@ -201,7 +222,7 @@ class Line:
 def remote(
     algorithm: FederatedAlgorithm,
     schedule: Schedule | None,
-    plan: Plan,
+    plan: Agreed,
     line: Line,
     *,
     begin: str = BEGIN,

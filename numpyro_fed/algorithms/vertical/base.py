@@ -158,7 +158,7 @@ class Vertical:
         eps = self.guide(self.server).globals.noise(key_draw, self.num_particles)
         if self.batch_size is None:
             return eps, ()
-        return eps, jax.random.randint(key_rows, (self.rows,), 0, self.model.rows)
+        return eps, jax.random.randint(key_rows, (self.rows,), 0, self.model.rows, jnp.int32)
 
     def client_noise(self, key: Array, kind: Kind) -> Any:
         """Of the draws of a client's latents and auxiliary variables."""

@@ -14,6 +14,7 @@ around the centres of their guides, and all are weighed by the density of the mi
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 import jax
@@ -128,7 +129,7 @@ def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
         broadcast,
         silo,
         server,
-        name="weigh",
+        name=json.dumps({"weigh": num_draws, "at_once": at_once}),
         server_noise=server_noise,
         silo_noise=silo_noise,
     )

@@ -1,0 +1,119 @@
+"""The server of a vertical model whose clients are processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from numpyro_fed.methods.base import check_course, one_key, unless_failed
+from numpyro_fed.methods.vfl import VFL
+from numpyro_fed.model.data import read_one
+from numpyro_fed.model.roles import Text, split
+from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
+from numpyro_fed.results.vertical import VerticalFit, VerticalResult
+from numpyro_fed.runtime.drive import drive
+from numpyro_fed.runtime.node import Line, Send, remote
+
+
+class VerticalServerNode:
+    """A server of a vertical model whose clients live in processes of their own
+    (:class:`numpyro_fed.SiloNode`, given a client's columns).
+
+    It knows the shapes of the clients' columns and what they send, and nothing else.
+
+    Parameters
+    ----------
+    method : VFL
+    facts : sequence of str
+        What each client says of itself, JSON.
+    arguments : callable
+        ``arguments(columns)`` returns the model's arguments by name, ``columns`` (a list, one for
+        each client) among what the server holds. It is given zeros.
+
+    Attributes
+    ----------
+    plan : str
+        JSON, for every client to accept. Under ``share_response`` the server's arrays are in it.
+
+    Raises
+    ------
+    ModelError, DataError
+        For parties that do not fit together.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def predictor(x):
+    ...     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+    ...     return x @ beta
+    >>> def model(xs, y=None):
+    ...     eta = nf.client_sum("client", predictor, xs)
+    ...     with numpyro.plate("row", eta.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+    >>> vfl = nf.VFL(model, rho=1.0)
+    >>> nodes = [nf.SiloNode(vfl, np.ones((5, p))) for p in (1, 2)]
+    >>> server = nf.VerticalServerNode(
+    ...     vfl, [n.facts() for n in nodes], lambda xs: dict(xs=xs, y=np.zeros(5)))
+    >>> for j, node in enumerate(nodes):
+    ...     node.accept(server.plan, j)
+    >>> result = server.run(jax.random.key(0), 2, lambda j, message: nodes[j].handle(message))
+    >>> result.losses.shape
+    (2,)
+    """
+
+    def __init__(
+        self,
+        method: VFL,
+        facts: Sequence[str],
+        arguments: Callable[[list[Any]], Mapping[str, Any]],
+    ):
+        clients = tuple(Shapes.from_json(text) for text in facts)
+        held = dict(arguments([client.zeros()["columns"] for client in clients]))
+        text = Text.of(method.model, (), held)
+        roles = split(text, share_response=method.share_response)
+        told = shared_text(roles.server.arrays) if method.share_response else ""
+        self._plan = VerticalPlan(Shapes.of(read_one("the server", held)), clients, told)
+        self._held, self._template = roles.server, roles.clients[0]
+        self._built = method._build(roles)
+        self._description = method._description(self._built)
+        self.plan = self._plan.to_json()
+
+    @property
+    def num_silos(self) -> int:
+        """How many clients there are."""
+        return self._plan.num_silos
+
+    def template(self) -> Any:
+        """Zeros of the shapes of the first client."""
+        data = self._template
+        arrays = {name: np.zeros_like(a) for name, a in data.arrays.items()}
+        return type(data)(arrays, {}, data.static, data.form)
+
+    def run(
+        self,
+        key: Array,
+        num_rounds: int,
+        send: Send,
+        *,
+        progress_bar: bool = False,
+        stop: str | None = None,
+    ) -> VerticalResult:
+        """Run rounds; ``send(client, message) -> reply`` carries bytes.
+
+        The result is what the server knows: the posterior of its own latents, losses, and
+        :func:`numpyro_fed.importance_correct` (which asks the clients once more).
+        """
+        check_course(num_rounds, 1, stop)
+        algorithm = self._built.algorithm
+        runtime = remote(algorithm, None, self, Line(send, self.num_silos))
+        fit = VerticalFit(
+            self._built.vertical, algorithm, runtime, self._description, {}, self._held
+        )
+        key = one_key(key)
+        state, stops = runtime.init(key, ()), stop is not None
+        run = drive(runtime, key, state, (), num_rounds, progress_bar, self._held, stop=stops)
+        return unless_failed(VerticalResult(run.losses, run.state, fit, ended=run.ended), run)
