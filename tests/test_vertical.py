@@ -151,9 +151,9 @@ def bound_of(model, v, held, xs, y, server_noise, client_noises):
             values |= {f"client_{j}/{n}": value for n, value in own.items()}
             if v.rho is not None:
                 psi = params["auxiliary"]
-                z_j = psi["loc"] + jnp.exp(psi["log_scale"]) * tau[0]
+                z_j = v.rho * (psi["loc"] + jnp.exp(psi["log_scale"]) * tau[0])
                 fixed = jax.lax.stop_gradient(psi)
-                q = dist.Normal(fixed["loc"], jnp.exp(fixed["log_scale"]))
+                q = dist.Normal(v.rho * fixed["loc"], v.rho * jnp.exp(fixed["log_scale"]))
                 log_q = log_q + q.log_prob(z_j).sum()
                 values[f"client_{j}/z"] = z_j
         return log_density(model, (xs, y), {}, values)[0] + extra - log_q
@@ -186,7 +186,7 @@ def test_rounds_are_those_of_the_pooled_model(case, model):
     xs, y = data()
     settings, handler = CASES[case]
     optim = optax.adam(0.05)
-    vfl = nf.VFL(model, optim=optim, **settings)
+    vfl = nf.VFL(model, optim=optim, start=None, **settings)
     run = [vfl.run(KEY, n, xs, y, progress_bar=False) for n in (1, 2)]
     fit, held = vfl._prepare((xs, y), {}, "simulation")
     state = fit.runtime.init(KEY, held.batches)
@@ -307,7 +307,7 @@ def test_host_and_compiled_rounds_agree_and_runs_go_on(case, batch_size, tmp_pat
 def test_minibatches_are_unbiased(case, auxiliary):
     """One row at a time, over all rows: the mean of the gradients is that of all rows."""
     xs, y = data(n=4)
-    settings = dict(auxiliary=auxiliary, optim=optax.sgd(1.0), **CASES[case][0])
+    settings = dict(auxiliary=auxiliary, optim=optax.sgd(1.0), start=None, **CASES[case][0])
     alone = nf.VFL(logistic, batch_size=1, **settings)
     every = nf.VFL(logistic, **settings)
     fits = [vfl._prepare((xs, y), {}, "host") for vfl in (alone, every)]
@@ -324,7 +324,7 @@ def test_minibatches_are_unbiased(case, auxiliary):
         noises = [s.noise for s in one_by_one(_Held(held), full.silos)]
         for exchange in algorithm.exchanges:
             server_noise = noise if exchange.name == "draw" else ()
-            down, memo = exchange.broadcast(server_noise, server, jnp.arange(3), held.server)
+            down, memo = exchange.broadcast(server_noise, server, jnp.arange(3), fit.server_data)
             replies = []
             for j, client in enumerate(held.clients):
                 eps, tau = noises[j]
@@ -334,7 +334,7 @@ def test_minibatches_are_unbiased(case, auxiliary):
                 reply, silos[j] = exchange.visit(mine, down, silos[j], client)
                 replies.append(jax.tree.map(lambda a: jnp.asarray(a)[None], reply))
             server, _ = exchange.server(
-                server, memo, combine(exchange.combine, replies), held.server
+                server, memo, combine(exchange.combine, replies), fit.server_data
             )
         return server.params, [s.params for s in silos]
 
@@ -359,7 +359,7 @@ def test_a_second_run_of_the_same_shapes_builds_nothing():
         xs, y = data(seed=seed)
         vfl.run(KEY, 2, xs, y, progress_bar=False)
         fits.append(vfl._prepare((xs, y), {}, "simulation")[0])
-    assert fits[0] is fits[1]
+    assert fits[0].built is fits[1].built
 
 
 def test_amortised_guides_do_not_grow_with_rows():
@@ -384,6 +384,79 @@ def test_local_steps_lead_to_the_same_optimum():
         found.append(result.losses[-500:].mean())
     error = np.std(result.losses[-500:]) / 500**0.5
     assert abs(found[0] - found[1]) < 0.2 + 4 * error
+
+
+# --- the start ---------------------------------------------------------------------------------
+
+
+def test_a_run_begins_at_the_mode_with_each_partys_curvature(double):
+    """Of a Gaussian: the exact mode, and the inverse of each diagonal block of the precision."""
+    xs, y = gaussian_data()
+    mean, _, _ = exact_of_known_noise(xs, y)
+    result = nf.VFL(known_noise).run(KEY, 1, xs, y, progress_bar=False)
+    assert result.start.num_exchanges < 40
+    at = [result.state.server, *one_by_one(result, result.state.silos)]
+    found = np.concatenate([party.reference["loc"] for party in at])
+    np.testing.assert_allclose(found, mean, atol=0.02)
+    x = np.concatenate([np.ones((len(y), 1)), *xs], 1)
+    precision = np.eye(x.shape[1]) + x.T @ x / 0.49
+    ends = np.cumsum([1, *(x.shape[1] for x in xs)])
+    for party, stop in zip(at, ends, strict=True):
+        eta = party.reference
+        d = len(eta["loc"])
+        block = precision[stop - d : stop, stop - d : stop]
+        root = unit_lower(eta["below"], d) * jnp.exp(eta["log_scale"])
+        np.testing.assert_allclose(root @ root.T, np.linalg.inv(block), rtol=1e-6)
+
+
+def test_units_of_columns_do_not_matter():
+    """Columns in other units: draws of what they add are the same."""
+    (xs, y), units = (
+        gaussian_data(),
+        [np.array([1e-3, 1.0]), np.array([1e4]), np.array([5.0, 1e-2])],
+    )
+
+    def model(xs, units, y):
+        def scaled_prior(x):
+            x, unit = x
+            beta = numpyro.sample("beta", dist.Normal(0, 1 / unit).to_event(1))
+            return x @ beta
+
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        eta = nf.client_sum("client", scaled_prior, list(zip(xs, units, strict=True)))
+        with numpyro.plate("obs", eta.shape[0]):
+            numpyro.sample("y", dist.Normal(b + eta, 0.7), obs=y)
+
+    found = []
+    for unit in ([np.ones_like(u) for u in units], units):
+        scaled_xs = [x * u for x, u in zip(xs, unit, strict=True)]
+        fit = nf.VFL(model).run(KEY, 200, scaled_xs, unit, y, progress_bar=False)
+        draws = fit.sample_posterior(KEY, 500)
+        found.append([draws[f"client_{j}/beta"] * unit[j] for j in range(3)])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.05 * np.std(a, 0).max())
+
+
+def test_where_there_is_no_mode_to_begin_at_runs_begin_at_zero():
+    def hierarchical(x):
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        beta = numpyro.sample("beta", dist.Normal(0, tau).expand([x.shape[-1]]).to_event(1))
+        return x @ beta
+
+    def weights(x):
+        return x @ numpyro.param("w", jnp.zeros(x.shape[-1]))
+
+    xs, y = data()
+    for predictor in (hierarchical, weights):
+
+        def model(xs, y, predictor=predictor):
+            eta = nf.client_sum("client", predictor, xs)
+            with numpyro.plate("obs", eta.shape[0]):
+                numpyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
+
+        result = nf.VFL(model).run(KEY, 2, xs, y, progress_bar=False)
+        assert result.start is None
+        assert np.isfinite(result.losses).all()
 
 
 # --- bad input ---------------------------------------------------------------------------------
@@ -540,7 +613,7 @@ def test_weights_are_those_of_the_joint_density():
     exchange = weigh(v, 40, 7)
     run = fit._fit.runtime.single(exchange)
     weighed, states, info, _ = run(
-        KEY, fit.state.server, fit.state.silos, held.batches, held.server
+        KEY, fit.state.server, fit.state.silos, held.batches, fit._fit.server_data
     )
     own = [states[b][i] for b, i in map(held.place, range(3))]
     scales, of = parts(v, 40)

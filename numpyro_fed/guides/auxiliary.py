@@ -53,6 +53,21 @@ class Amortised:
         positive_int("hidden", self.hidden)
 
 
+class Known(NamedTuple):
+    """What a client knows of its rows besides their predictor.
+
+    Attributes
+    ----------
+    centre : (rows, ...) or ()
+        Around which means are measured: the predictor where a run began.
+    response : (rows, k)
+        Without columns where clients do not know it.
+    """
+
+    centre: Array
+    response: Array
+
+
 class AuxiliaryGuide(NamedTuple):
     """A guide of one client's auxiliary variables (rows, ...).
 
@@ -61,14 +76,16 @@ class AuxiliaryGuide(NamedTuple):
     init : key -> psi
     some : (psi, rows) -> psi
         The parameters of some rows.
-    draw : (psi, g, response, noise) -> (z, log_q)
+    draw : (psi, g, known, noise) -> (z, log_q)
         One draw from standard normals of its shape, and its log density, which sticks the landing.
-        ``response`` (rows, k) has no columns where clients do not know it.
+    centred : bool
+        Whether means are measured from a centre.
     """
 
     init: Callable[[Array], GuideParams]
     some: Callable[[GuideParams, Array], GuideParams]
-    draw: Callable[[GuideParams, Array, Array, Array], tuple[Array, Array]]
+    draw: Callable[[GuideParams, Array, Known, Array], tuple[Array, Array]]
+    centred: bool
 
 
 def auxiliary_guide(
@@ -94,18 +111,23 @@ def normal_log_density(x: Array, loc: Array, log_scale: Array) -> Array:
 
 
 def _mean_field(shape: tuple[int, ...], rho: float) -> AuxiliaryGuide:
+    """A normal for each, in units of ``rho``."""
+
     def init(key: Array) -> GuideParams:
-        return {"loc": jnp.zeros(shape), "log_scale": jnp.full(shape, jnp.log(rho))}
+        return {"loc": jnp.zeros(shape), "log_scale": jnp.zeros(shape)}
 
     def some(psi: GuideParams, rows: Array) -> GuideParams:
         return jax.tree.map(lambda a: a[rows], psi)
 
-    def draw(psi: GuideParams, g: Array, response: Array, noise: Array) -> tuple[Array, Array]:
-        z = psi["loc"] + jnp.exp(psi["log_scale"]) * noise
-        fixed = stop_gradient(psi)
-        return z, normal_log_density(z, fixed["loc"], fixed["log_scale"])
+    def place(psi: GuideParams, known: Known) -> tuple[Array, Array]:
+        return known.centre + rho * psi["loc"], jnp.log(rho) + psi["log_scale"]
 
-    return AuxiliaryGuide(init, some, draw)
+    def draw(psi: GuideParams, g: Array, known: Known, noise: Array) -> tuple[Array, Array]:
+        loc, log_scale = place(psi, known)
+        z = loc + jnp.exp(log_scale) * noise
+        return z, normal_log_density(z, *place(stop_gradient(psi), known))
+
+    return AuxiliaryGuide(init, some, draw, True)
 
 
 def _amortised(
@@ -132,9 +154,9 @@ def _amortised(
         shift, log_ratio = out[:, :width], out[:, width:]
         return g + rho * shift.reshape(g.shape), jnp.log(rho) + log_ratio.reshape(g.shape)
 
-    def draw(psi: GuideParams, g: Array, response: Array, noise: Array) -> tuple[Array, Array]:
-        loc, log_scale = place(psi, g, response)
+    def draw(psi: GuideParams, g: Array, known: Known, noise: Array) -> tuple[Array, Array]:
+        loc, log_scale = place(psi, g, known.response)
         z = loc + jnp.exp(log_scale) * noise
-        return z, normal_log_density(z, *place(stop_gradient(psi), g, response))
+        return z, normal_log_density(z, *place(stop_gradient(psi), g, known.response))
 
-    return AuxiliaryGuide(init, lambda psi, rows: psi, draw)
+    return AuxiliaryGuide(init, lambda psi, rows: psi, draw, False)

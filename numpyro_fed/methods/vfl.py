@@ -3,35 +3,63 @@
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 from numpyro.infer.autoguide import AutoGuide
+from tqdm.auto import tqdm
 
-from numpyro_fed.algorithms.base import Exchange
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.algorithms.vertical.augmented import augmented
 from numpyro_fed.algorithms.vertical.base import Kind, Vertical
+from numpyro_fed.algorithms.vertical.begin import beginning, search
 from numpyro_fed.algorithms.vertical.power import power
 from numpyro_fed.algorithms.vertical.weigh import weigh
 from numpyro_fed.errors import DataError, positive_int
 from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
 from numpyro_fed.methods.base import RUNTIMES, check_course, driven, one_key
+from numpyro_fed.methods.mode import SEARCHED_UP_TO
+from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.padding import bucket, one_by_one
-from numpyro_fed.model.roles import Roles, Text, check_batches, split, split_vertical, told
+from numpyro_fed.model.roles import (
+    Roles,
+    Text,
+    check_batches,
+    is_hierarchical,
+    split,
+    split_vertical,
+    told,
+)
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
 from numpyro_fed.results.saving import load_state
-from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalHeld, VerticalResult
-from numpyro_fed.runtime.stack import State, on_device
+from numpyro_fed.results.vertical import (
+    VerticalBuilt,
+    VerticalFit,
+    VerticalHeld,
+    VerticalResult,
+    VerticalStart,
+)
+from numpyro_fed.runtime.crossing import Crossings, crossings
+from numpyro_fed.runtime.drive import drive
+from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
+from numpyro_fed.trees import strong
 
 MEAN_FIELD_UP_TO = 10_000  # rows
+JACOBIAN = 2**26  # numbers, at most, in that of a client's predictor
+MOST = 60  # rounds of the search
+OPENING = 2**31 - 1  # folded into the key of a run, for what comes before its rounds
 
 
 @dataclass(frozen=True)
@@ -57,8 +85,10 @@ class VFL:
     rho : float, optional
         Standard deviation of the auxiliary variables, in the units of the predictor.
     likelihood : {"augmented", "power"}
-    optim : optax.GradientTransformation
-        Of every party, each with its own state.
+    optim : optax.GradientTransformation, optional
+        Of every party, each with its own state. By default Adam whose step decays from 0.03. A run
+        that starts at the mode takes steps in coordinates in which each party's posterior is about
+        standard: choose them for that, whatever the units of the columns.
     guide, server_guide : Structured or AutoGuide, optional
         Of each client's latents, and of the server's: the part that concerns globals.
     auxiliary : {"auto", "mean_field", "amortised"} or Amortised
@@ -74,6 +104,12 @@ class VFL:
     local_steps : int
         Steps of each client in a round, all but the first with its auxiliary variables where they
         are (section 5.3).
+    start : {"mode", None}
+        ``"mode"``: some 10 to 40 exchanges find the mode of all parties' latents, in which clients
+        send predictors and the server slopes and curvatures of the likelihood; each party's guide
+        begins there with its own curvature. Not where there is a ``numpyro.param``, where the prior
+        of a latent depends on another one of its party, or above 300 latents of a party: there, and
+        with None, at zero in unconstrained space.
 
     References
     ----------
@@ -104,7 +140,7 @@ class VFL:
     model: Callable
     rho: float | None = field(default=None, kw_only=True)
     likelihood: str = field(default="augmented", kw_only=True)
-    optim: optax.GradientTransformation = field(default=optax.adam(1e-2), kw_only=True)
+    optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
     server_guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
     auxiliary: str | Amortised = field(default="auto", kw_only=True)
@@ -112,6 +148,7 @@ class VFL:
     num_particles: int = field(default=1, kw_only=True)
     batch_size: int | None = field(default=None, kw_only=True)
     local_steps: int = field(default=1, kw_only=True)
+    start: str | None = field(default="mode", kw_only=True)
     _fits: dict[Any, VerticalFit] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -123,6 +160,8 @@ class VFL:
             positive_int("batch_size", self.batch_size)
         if self.rho is not None:
             positive_rho(self.rho)
+        if self.start not in ("mode", None):
+            raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
         if self.likelihood not in ("augmented", "power"):
             raise ValueError(f"likelihood={self.likelihood!r}: expected 'augmented' or 'power'.")
         if self.rho is None and (self.likelihood == "power" or self.local_steps > 1):
@@ -175,23 +214,58 @@ class VFL:
         key = one_key(key)
         check_course(num_rounds, every, stop)
         fit, held = self._prepare(args, kwargs, runtime)
+        if progress_bar:
+            seen = crossings(fit.algorithm, held.clients[0], fit.server_data, silo="client")
+            tqdm.write(f"In each round\n{seen}")
         if init_state is None:
-            state = fit.runtime.init(key, held.batches)
+            state, start = begin(fit, key, held.batches, partial(RUNTIMES[runtime], schedule=None))
         else:
-            state = fit.check_state(init_state, held)
+            state, start = fit.check_state(init_state, held), None
         return driven(
             fit.runtime,
             key,
             state,
             held.batches,
             num_rounds,
-            lambda run, quiet: VerticalResult(run.losses, run.state, fit, held, ended=run.ended),
+            lambda run, quiet: VerticalResult(
+                run.losses, run.state, fit, held, ended=run.ended, start=start
+            ),
             server_data=fit.server_data,
             progress_bar=progress_bar,
             stop=stop,
             callback=callback,
             every=every,
         )
+
+    def messages(self, *args: Any, **kwargs: Any) -> Crossings:
+        """What each party sees: all arrays that cross in a round, with their shapes.
+
+        A client's ``part`` has a number for each row: in the exact split its predictor, of which
+        many draws tell the client's columns up to what the predictor does with them (a linear
+        predictor of ``p`` columns in ``p`` rounds or so spans their column space). Summed over
+        clients it says as much of their sum alone, but with two clients each can take its own part
+        off. With ``rho`` every number is sent with noise of that standard deviation, anew each
+        round, so that the mean over ``T`` rounds is known up to ``rho / sqrt(T)`` and the spread of
+        the posterior: noise hides single draws, and not what many rounds have in common.
+
+        Examples
+        --------
+        >>> import numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def predictor(x):
+        ...     return x * numpyro.sample("slope", dist.Normal(0, 1))
+        >>> def model(xs, y=None):
+        ...     eta = nf.client_sum("client", predictor, xs)
+        ...     with numpyro.plate("row", eta.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+        >>> print(nf.VFL(model, rho=1.0).messages([np.ones(3), np.ones(3)], np.zeros(3)))
+        exchange  from    to      array    shape   dtype
+        draw      client  server  part     (1, 3)  float32  summed
+        draw      client  server  own      ()      float32  summed
+        step      server  client  message  (1, 3)  float32
+        """
+        fit, held = self._prepare(args, kwargs, "simulation")
+        return crossings(fit.algorithm, held.clients[0], fit.server_data, silo="client")
 
     def load(
         self, path: str | Path, *args: Any, runtime: str = "simulation", **kwargs: Any
@@ -220,9 +294,7 @@ class VFL:
             built = self._build(roles)
             run = RUNTIMES[runtime](built.algorithm, None)
             description = self._description(built)
-            self._fits[known] = VerticalFit(
-                built.vertical, built.algorithm, run, description, {}, roles.server
-            )
+            self._fits[known] = VerticalFit(built, run, description, {}, roles.server)
         return self._fits[known]._replace(server_data=roles.server), held
 
     def describe(self, silo: Any) -> Shapes:
@@ -254,7 +326,7 @@ class VFL:
 
     def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
         """An exchange by name: the algorithm's own, or the importance correction."""
-        known = {x.name: x for x in built.algorithm.exchanges}
+        known = {x.name: x for x in (*built.opening, *built.algorithm.exchanges)}
         if name in known:
             return known[name]
         asked = json.loads(name)
@@ -290,16 +362,20 @@ class VFL:
             auxiliary=None
             if self.rho is None
             else auxiliary_guide(spec, model.shape, self.rho, known),
-            optim=self.optim,
+            optim=self.optim or default_optimiser(),
             num_particles=self.num_particles,
             batch_size=self.batch_size,
+            from_mode=self.start == "mode" and _has_start(roles),
+            power=self.likelihood == "power",
         )
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
         if self.likelihood == "power":
             algorithm = power(vertical, len(clients), like, self.local_steps)
         else:
             algorithm = augmented(vertical, like, self.local_steps)
-        return VerticalBuilt(vertical, algorithm)
+        if not vertical.from_mode:
+            return VerticalBuilt(vertical, algorithm)
+        return VerticalBuilt(vertical, algorithm, search(vertical, like), beginning(vertical))
 
     def _description(self, built: VerticalBuilt) -> dict[str, Any]:
         """What a saved state must agree with."""
@@ -314,6 +390,7 @@ class VFL:
                 "num_particles": self.num_particles,
                 "batch_size": self.batch_size,
                 "local_steps": self.local_steps,
+                "from_mode": v.from_mode,
                 "guides": json.loads(
                     json.dumps([v.server.resolved, *(k.resolved for k in kinds.values())])
                 ),
@@ -342,3 +419,50 @@ def _held(roles: Roles, runtime: str) -> VerticalHeld:
     else:
         buckets = bucket(roles.clients, sizes, may_pad=False)
     return VerticalHeld(roles.clients, tuple(buckets), on_device(buckets))
+
+
+def _has_start(roles: Roles) -> bool:
+    """Whether a mode can be looked for, and is one from which to begin."""
+    model = roles.model
+    halves = [model.server, *model.clients]
+    held = [model.with_total(roles.server, jnp.zeros(model.shape, model.dtype)), *roles.clients]
+    largest = max(half.dim for half in halves)
+    return (
+        any(half.dim for half in halves)
+        and not any(half.named("param") for half in halves)
+        and largest <= SEARCHED_UP_TO
+        and largest * math.prod(model.shape) <= JACOBIAN
+        and not any(map(is_hierarchical, halves, held))
+    )
+
+
+def begin(
+    fit: VerticalFit,
+    key: Array,
+    batches: tuple[Batch, ...],
+    runtime_of: Callable[[FederatedAlgorithm], Runtime],
+) -> tuple[State, VerticalStart | None]:
+    """The first state of a run, and where that is."""
+    built = fit.built
+    if built.search is None or built.begin is None:
+        return fit.runtime.init(key, batches), None
+    if "search" not in fit.compiled:
+        fit.compiled["search"] = runtime_of(built.search)
+        fit.compiled["begin"] = fit.compiled["search"].single(built.begin)
+    runtime, begun = fit.compiled["search"], fit.compiled["begin"]
+    mine = jax.random.fold_in(key, OPENING)
+    state = runtime.init(mine, batches)
+    run = drive(runtime, mine, state, batches, MOST, False, fit.server_data, stop=True)
+    if run.failure is None:
+        found = run.state
+        server, silos, info, _ = begun(mine, found.server, found.silos, batches, fit.server_data)
+        if info.ok:
+            exchanges = 2 * int(found.round) + 1
+            state = strong(State(jnp.zeros((), jnp.int32), server, silos))
+            return state, VerticalStart(-float(info.loss), exchanges)
+    warnings.warn(
+        "no mode to start from was found where the log density and its derivatives are finite: the "
+        "run starts at zero in unconstrained space. Double precision may help.",
+        stacklevel=3,
+    )
+    return fit.runtime.init(key, batches), None

@@ -9,13 +9,13 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.methods.base import check_course, one_key, unless_failed
-from numpyro_fed.methods.vfl import VFL
+from numpyro_fed.methods.vfl import VFL, begin
 from numpyro_fed.model.data import read_one
 from numpyro_fed.model.roles import Text, split
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
 from numpyro_fed.results.vertical import VerticalFit, VerticalResult
 from numpyro_fed.runtime.drive import drive
-from numpyro_fed.runtime.node import Line, Send, remote
+from numpyro_fed.runtime.node import SEARCH, Line, Send, remote
 
 
 class VerticalServerNode:
@@ -109,11 +109,14 @@ class VerticalServerNode:
         """
         check_course(num_rounds, 1, stop)
         algorithm = self._built.algorithm
-        runtime = remote(algorithm, None, self, Line(send, self.num_silos))
-        fit = VerticalFit(
-            self._built.vertical, algorithm, runtime, self._description, {}, self._held
+        line = Line(send, self.num_silos)
+        runtime = remote(algorithm, None, self, line)
+        fit = VerticalFit(self._built, runtime, self._description, {}, self._held)
+        key, stops = one_key(key), stop is not None
+        state, start = begin(
+            fit, key, (), lambda search: remote(search, None, self, line, begin=SEARCH)
         )
-        key = one_key(key)
-        state, stops = runtime.init(key, ()), stop is not None
         run = drive(runtime, key, state, (), num_rounds, progress_bar, self._held, stop=stops)
-        return unless_failed(VerticalResult(run.losses, run.state, fit, ended=run.ended), run)
+        return unless_failed(
+            VerticalResult(run.losses, run.state, fit, ended=run.ended, start=start), run
+        )

@@ -14,9 +14,10 @@ import numpy as np
 import numpyro
 from jax import Array
 from numpyro import handlers
+from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.binding import Theta, trace_at
+from numpyro_fed.model.binding import Theta, bind, trace_at
 from numpyro_fed.model.clients import Clients, at_client_sum
 from numpyro_fed.model.data import SiloData, read_one
 from numpyro_fed.model.dependence import provenance
@@ -345,6 +346,21 @@ def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
     response = frozenset[str]().union(*jax.tree.leaves(values))
     read = frozenset[str]().union(*densities.values())
     return _Reach(read, tuple(sorted(response - {TOTAL})), by_row)
+
+
+def is_hierarchical(half: Half, data: SiloData) -> bool:
+    """Whether the prior of some latent depends on another one, so that a joint mode may be where
+    scales are zero.
+    """
+    theta = half.init_theta(jax.random.key(0), data)
+    latents = {s.name: jnp.zeros(s.shape) for s in half.named("latent")}
+
+    def densities(**latents: Array) -> dict[str, Array]:
+        text = handlers.seed(bind(half.text, latents, theta), 0)
+        return compute_log_probs(text, (), data.kwargs, {}, sum_log_prob=False)[0]
+
+    labels = provenance(densities, **latents)
+    return any(labels[name] - {name} for name in latents)
 
 
 def _densities(half: Half, theta: Theta, data: SiloData, **arrays: Any) -> dict[str, Array]:

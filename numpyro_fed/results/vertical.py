@@ -21,7 +21,7 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.base import bound_settled, check_state, to_arviz
 from numpyro_fed.results.saving import save_state
-from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
+from numpyro_fed.runtime.stack import Batch, Runtime, State
 
 
 class VerticalHeld(NamedTuple):
@@ -46,26 +46,54 @@ class VerticalBuilt(NamedTuple):
 
     vertical: Vertical
     algorithm: FederatedAlgorithm
+    search: FederatedAlgorithm | None = None
+    begin: Exchange | None = None
 
     @property
     def first(self) -> FederatedAlgorithm:
         """The algorithm whose states come first."""
-        return self.algorithm
+        return self.algorithm if self.search is None else self.search
+
+    @property
+    def opening(self) -> tuple[Exchange, ...]:
+        """The exchanges before the first round."""
+        if self.search is None or self.begin is None:
+            return ()
+        return (*self.search.exchanges, self.begin)
 
     def sender(self, exchange: Exchange) -> FederatedAlgorithm:
         """The algorithm from whose states an exchange starts."""
-        return self.algorithm
+        opening = exchange.name in {x.name for x in self.opening}
+        return self.first if opening else self.algorithm
+
+
+class VerticalStart(NamedTuple):
+    """Where a run began: the log density of all parties' latents there, in unconstrained space, and
+    the exchanges that it took to get there.
+    """
+
+    log_density: float
+    num_exchanges: int
 
 
 class VerticalFit(NamedTuple):
     """What was built for arguments of these shapes, ready to run."""
 
-    vertical: Vertical
-    algorithm: FederatedAlgorithm
+    built: VerticalBuilt
     runtime: Runtime
     description: dict[str, Any]
-    compiled: dict[str, Single]
+    compiled: dict[str, Any]
     server_data: SiloData
+
+    @property
+    def vertical(self) -> Vertical:
+        """The model and how it is approximated."""
+        return self.built.vertical
+
+    @property
+    def algorithm(self) -> FederatedAlgorithm:
+        """The algorithm."""
+        return self.built.algorithm
 
     def check_state(self, state: Any, held: VerticalHeld) -> State:
         """``state`` itself, if it is one of this fit."""
@@ -85,6 +113,8 @@ class VerticalResult:
         Everything that a run needs to go on: ``run(..., init_state=result.state)``.
     ended : {"rounds", "converged", "callback", "failure"}
         Why there are no more rounds.
+    start : VerticalStart or None
+        The mode at which the run began, if it did.
     """
 
     losses: np.ndarray
@@ -92,6 +122,7 @@ class VerticalResult:
     _fit: VerticalFit = field(repr=False)
     _held: VerticalHeld | None = field(default=None, repr=False)  # of a run in one process
     ended: str = field(default="rounds", kw_only=True)
+    start: VerticalStart | None = field(default=None, kw_only=True)
 
     @property
     def num_clients(self) -> int:

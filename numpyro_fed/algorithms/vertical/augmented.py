@@ -52,8 +52,10 @@ def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> Feder
         data, guide = v.some(server_data, rows), v.guide(v.server).globals
 
         def bound(params: dict[str, Any], total: Array) -> Array:
+            eta = v.placed(v.server, params["guide"], state.reference)
+
             def one(eps: Any, total: Array) -> Array:
-                z, log_q = guide.draw(params["guide"], eps)
+                z, log_q = guide.draw(eta, eps)
                 own, likelihood = v.model.log_server(params["theta"], z, total, data)
                 return own - log_q + v.share * likelihood
 
@@ -62,8 +64,10 @@ def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> Feder
         value, (gradient, slope) = jax.value_and_grad(bound, (0, 1))(state.params, replies.up.part)
         params, opt_state = ascend(v.optim, gradient, state.opt_state, state.params)
         total = value + replies.up.own
-        course = settling.follow(state.course, -total, params, standard=False)
-        after = ServerState(params, opt_state, course, memo, slope, replies.up.own)
+        course = settling.follow(state.course, -total, params, standard=v.from_mode)
+        after = state._replace(
+            params=params, opt_state=opt_state, course=course, noise=memo, sent=slope
+        )
         return after, Info(-total, replies.ok & all_finite((total, gradient, slope)))
 
     def step(

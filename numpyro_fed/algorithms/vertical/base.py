@@ -14,14 +14,15 @@ from jax import Array
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Private, Shared
 from numpyro_fed.algorithms.settling import Course
-from numpyro_fed.guides.auxiliary import AuxiliaryGuide, normal_log_density
+from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known, normal_log_density
 from numpyro_fed.guides.structured import Resolved, build_resolved
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
 
 
 class ServerState(NamedTuple):
-    """``params`` is ``{"theta", "guide"}``; ``sent`` is what clients wait for: the gradient with
+    """``params`` is ``{"theta", "guide"}``, the guide's steps from a ``reference`` where there is
+    one; ``sent`` is what clients wait for: the gradient with
     respect to the sum, or the sum itself, (particles, rows, ...). ``own`` is the clients' own terms
     of the bound.
     """
@@ -32,10 +33,13 @@ class ServerState(NamedTuple):
     noise: Any
     sent: Array
     own: Array
+    reference: Any = ()
 
 
 class ClientState(NamedTuple):
-    """``params`` is ``{"own": {"private", "guide"}, "auxiliary"}``; of the draw that is on its way,
+    """``params`` is ``{"own": {"private", "guide"}, "auxiliary"}``, the guide's steps from a
+    ``reference`` where there is one; ``centre`` is the predictor there, around which auxiliary
+    variables are measured; of the draw that is on its way,
     the noise and the rows, and what the client keeps of its likelihood.
     """
 
@@ -44,6 +48,8 @@ class ClientState(NamedTuple):
     noise: Any
     rows: Any
     slope: Any = ()
+    reference: Any = ()
+    centre: Any = 0.0
 
 
 class Drawn(NamedTuple):
@@ -82,6 +88,10 @@ class Vertical:
     num_particles : int
     batch_size : int or None
         Rows in a round.
+    from_mode : bool
+        Whether runs begin at the mode, and guides' parameters are steps from there.
+    power : bool
+        Whether clients evaluate likelihoods of their own.
     """
 
     model: VerticalModel
@@ -94,6 +104,8 @@ class Vertical:
     optim: optax.GradientTransformation
     num_particles: int = 1
     batch_size: int | None = None
+    from_mode: bool = False
+    power: bool = False
 
     @property
     def rows(self) -> int:
@@ -121,36 +133,81 @@ class Vertical:
         return build_resolved(spec, kind.resolved, of)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        """The server's first state."""
-        key_theta, key_guide, key_noise = jax.random.split(key, 3)
-        given = jax.tree.map(jnp.zeros_like, data)
-        params = {
-            "theta": self.server.half.init_theta(key_theta, given),
-            "guide": self.guide(self.server, given).init_global(key_guide),
-        }
-        noise = self.server_noise(key_noise)
+        """The server's first state; ``data`` are shapes of what it holds."""
+        key_theta, key_guide = jax.random.split(key)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
+        given = self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
+        theta = self.server.half.init_theta(key_theta, given)
+        if self.from_mode:
+            dim = self.server.half.dim
+            return self.server_at(key_guide, theta, jnp.zeros(dim), jnp.eye(dim))
+        eta = self.guide(self.server, given).init_global(key_guide)
+        return self._server_state(key_guide, {"theta": theta, "guide": eta}, ())
+
+    def server_at(self, key: Array, theta: dict[str, Any], z: Array, root: Array) -> ServerState:
+        """The server's state around a point, with a root of a covariance."""
+        eta = self.guide(self.server).globals.around(key, z, root)
+        step = jax.tree.map(jnp.zeros_like, eta)
+        return self._server_state(key, {"theta": theta, "guide": step}, eta)
+
+    def _server_state(self, key: Array, params: dict[str, Any], reference: Any) -> ServerState:
         return ServerState(
             params=params,
             opt_state=self.optim.init(params),
             course=settling.begin(params),
-            noise=noise,
+            noise=self.server_noise(key),
             sent=jnp.zeros(self.shape),
             own=jnp.zeros(()),
+            reference=reference,
         )
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         """A client's first state."""
-        key_theta, key_guide, key_aux, key_noise = jax.random.split(key, 4)
+        key_theta, key_guide = jax.random.split(key)
         kind = self.kind(data)
-        own = {
-            "private": kind.half.init_theta(key_theta, data),
-            "guide": self.guide(kind, data).init_global(key_guide),
-        }
+        theta = kind.half.init_theta(key_theta, data)
+        if self.from_mode:
+            dim = kind.half.dim
+            centre = jnp.zeros(self.model.shape)
+            return self.client_at(key_guide, data, theta, jnp.zeros(dim), jnp.eye(dim), centre)
+        eta = self.guide(kind, data).init_global(key_guide)
+        return self._client_state(key_guide, kind, {"private": theta, "guide": eta}, (), 0.0)
+
+    def client_at(
+        self,
+        key: Array,
+        data: SiloData,
+        theta: dict[str, Any],
+        z: Array,
+        root: Array,
+        centre: Array,
+    ) -> ClientState:
+        """A client's state around a point, with a root of a covariance and the predictor there."""
+        kind = self.kind(data)
+        eta = self.guide(kind).globals.around(key, z, root)
+        step = jax.tree.map(jnp.zeros_like, eta)
+        kept = centre if self.auxiliary is not None and self.auxiliary.centred else 0.0
+        return self._client_state(key, kind, {"private": theta, "guide": step}, eta, kept)
+
+    def _client_state(
+        self, key: Array, kind: Kind, own: dict[str, Any], reference: Any, centre: Any
+    ) -> ClientState:
+        key_aux, key_noise = jax.random.split(key)
         psi = {} if self.auxiliary is None else self.auxiliary.init(key_aux)
         params = {"own": own, "auxiliary": psi}
-        opt_state = {part: self.optim.init(value) for part, value in params.items()}
-        rows = () if self.batch_size is None else jnp.zeros(self.rows, jnp.int32)
-        return ClientState(params, opt_state, self.client_noise(key_noise, kind), rows)
+        return ClientState(
+            params=params,
+            opt_state={part: self.optim.init(value) for part, value in params.items()},
+            noise=self.client_noise(key_noise, kind),
+            rows=() if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
+            slope=jnp.zeros(self.shape) if self.power else (),
+            reference=reference,
+            centre=jnp.asarray(centre),
+        )
+
+    def placed(self, kind: Kind, step: Any, reference: Any) -> Any:
+        """A guide's parameters, from steps where there is a reference."""
+        return self.guide(kind).globals.moved(reference, step) if self.from_mode else step
 
     def server_noise(self, key: Array) -> Any:
         """Of the draws of the server's latents, and which rows take part."""
@@ -190,16 +247,17 @@ class Vertical:
         """What a client draws with its pending noise."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
-        psi, response = params["auxiliary"], self.response(held)
+        psi, known = params["auxiliary"], self.known(state, held)
+        eta = self.placed(kind, params["own"]["guide"], state.reference)
         if self.auxiliary is not None and self.batch_size is not None:
             psi = self.auxiliary.some(psi, state.rows)
 
         def one(eps: Any, tau: Any) -> Drawn:
-            theta, log_q = guide.draw(params["own"]["guide"], eps)
+            theta, log_q = guide.draw(eta, eps)
             g, own = self.model.predict(kind.half, params["own"]["private"], theta, held)
             if self.auxiliary is None:
                 return Drawn(g, g, own - log_q)
-            z, log_q_z = self.auxiliary.draw(psi, g, response, tau)
+            z, log_q_z = self.auxiliary.draw(psi, g, known, tau)
             return Drawn(g, z, own - log_q + self.share * (self.log_noise(z, g) - log_q_z))
 
         g, z, own = jax.vmap(one)(*state.noise)
@@ -211,9 +269,10 @@ class Vertical:
         """A client's own term where its auxiliary variables stay where they are."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
+        eta = self.placed(kind, own["guide"], state.reference)
 
         def one(eps: Any, z: Array) -> Array:
-            theta, log_q = guide.draw(own["guide"], eps)
+            theta, log_q = guide.draw(eta, eps)
             g, prior = self.model.predict(kind.half, own["private"], theta, held)
             return prior - log_q + self.share * self.log_noise(z, g)
 
@@ -223,8 +282,15 @@ class Vertical:
         """Log density of auxiliary variables given the predictor."""
         return normal_log_density(z, g, jnp.log(jnp.asarray(self.rho, z.dtype)))
 
+    def known(self, state: ClientState, data: SiloData) -> Known:
+        """What a client knows of the rows that take part, for the auxiliary variables' guide."""
+        centre = state.centre
+        if self.batch_size is not None and centre.ndim:
+            centre = centre[state.rows]
+        return Known(centre, self.response(data))
+
     def response(self, data: SiloData) -> Array:
-        """What clients know of the response (rows, k), for guides."""
+        """What clients know of the response (rows, k)."""
         shared = data.kwargs.get("shared") or {}
         known = [shared[n] for n in self.model.response if n in shared]
         columns = [y.reshape(len(y), -1) for y in known if jnp.shape(y)[:1] == (self.rows,)]
@@ -239,16 +305,14 @@ class Vertical:
 
     def shared(self, state: ServerState) -> Shared:
         """The server's parameters and guide."""
-        return Shared(state.params["theta"], state.params["guide"])
+        eta = self.placed(self.server, state.params["guide"], state.reference)
+        return Shared(state.params["theta"], eta)
 
     def private(self, state: ClientState) -> Private:
         """A client's."""
-        own = state.params["own"]
-        return Private(own["private"], {"latents": own["guide"], **_named(state.params)})
-
-
-def _named(params: dict[str, Any]) -> dict[str, Any]:
-    return {"auxiliary": params["auxiliary"]} if params["auxiliary"] else {}
+        own, psi = state.params["own"], state.params["auxiliary"]
+        eta = self.placed(self.kind_of(state), own["guide"], state.reference)
+        return Private(own["private"], {"latents": eta, **({"auxiliary": psi} if psi else {})})
 
 
 def ascend(optim: Any, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:

@@ -64,9 +64,12 @@ def power(
         after = state._replace(noise=memo, sent=replies.up.part, own=replies.up.own)
         return after, Info(jnp.zeros(()), replies.ok & all_finite(replies.up))
 
-    def draw(params: dict[str, Any], eps: Any, data: SiloData) -> tuple[Array, Array]:
+    def draw(
+        params: dict[str, Any], reference: Any, eps: Any, data: SiloData
+    ) -> tuple[Array, Array]:
         """Draws of the server's latents, and its own term of the bound."""
-        z, log_q = jax.vmap(guide.draw, (None, 0))(params["guide"], eps)
+        eta = v.placed(v.server, params["guide"], reference)
+        z, log_q = jax.vmap(guide.draw, (None, 0))(eta, eps)
 
         def own(z: Array) -> Array:
             total = jnp.zeros(v.shape[1:])
@@ -75,7 +78,8 @@ def power(
         return z, (jax.vmap(own)(z) - log_q).mean()
 
     def tell(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Down, Any]:
-        z, _ = jax.vmap(guide.draw, (None, 0))(state.params["guide"], state.noise[0])
+        eta = v.shared(state).guide
+        z, _ = jax.vmap(guide.draw, (None, 0))(eta, state.noise[0])
         return Down(state.sent, state.params["theta"], z), ()
 
     def likelihood(
@@ -101,23 +105,22 @@ def power(
     ) -> tuple[ServerState, Info]:
         eps, rows = state.noise
         data, up = v.some(server_data, rows), replies.up
-        (_, value), pull = jax.vjp(lambda params: draw(params, eps, data), state.params)
+        (_, value), pull = jax.vjp(
+            lambda params: draw(params, state.reference, eps, data), state.params
+        )
         (gradient,) = pull((up.z, jnp.ones_like(value)))
         theta = jax.tree.map(jnp.add, gradient["theta"], up.theta)
         gradient = {**gradient, "theta": theta}
         params, opt_state = ascend(v.optim, gradient, state.opt_state, state.params)
         loss = -(value + up.term + state.own)
-        course = settling.follow(state.course, loss, params, standard=False)
-        after = ServerState(params, opt_state, course, state.noise, up.slope, state.own)
+        course = settling.follow(state.course, loss, params, standard=v.from_mode)
+        after = state._replace(params=params, opt_state=opt_state, course=course, sent=up.slope)
         return after, Info(loss, replies.ok & all_finite((loss, gradient, up.slope)))
 
     def step(
         noise: Any, down: Array, state: ClientState, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
         return stepped(v, noise, state, data, state.slope, down - state.slope)
-
-    def init_client(key: Array, data: SiloData) -> ClientState:
-        return v.init_client(key, data)._replace(slope=jnp.zeros(v.shape))
 
     exchanges = (
         drawing(v, choose, gathered),
@@ -126,7 +129,7 @@ def power(
     )
     return FederatedAlgorithm(
         init_server,
-        init_client,
+        v.init_client,
         exchanges,
         v.shared,
         v.private,

@@ -1,0 +1,115 @@
+"""What crosses between server and silos in a round: names and shapes, read off the exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm
+from numpyro_fed.model.data import SiloData
+
+
+class Crossing(NamedTuple):
+    """One array that crosses.
+
+    Attributes
+    ----------
+    exchange, array : str
+    up : bool
+        From a silo to the server, or down to all silos.
+    shape : tuple of int
+    dtype : str
+    summed : bool
+        Whether the server needs the sum over silos alone, which secure aggregation may form.
+    """
+
+    exchange: str
+    array: str
+    up: bool
+    shape: tuple[int, ...]
+    dtype: str
+    summed: bool
+
+
+class Crossings(NamedTuple):
+    """All that crosses in one round of one silo; prints as a table."""
+
+    rows: tuple[Crossing, ...]
+    parties: tuple[str, str] = ("server", "silo")
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """How many numbers go down to a silo, and up from it."""
+        down, up = (
+            sum(_size(row.shape) for row in self.rows if row.up == is_up) for is_up in (False, True)
+        )
+        return down, up
+
+    def __str__(self) -> str:
+        server, silo = self.parties
+        head = ("exchange", "from", "to", "array", "shape", "dtype", "")
+        lines = [
+            (
+                row.exchange,
+                silo if row.up else server,
+                server if row.up else silo,
+                row.array,
+                str(row.shape),
+                row.dtype,
+                "summed" if row.up and row.summed else "",
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(word.ljust(w) for word, w in zip(line, widths, strict=True)).rstrip()
+            for line in (head, *lines)
+        )
+
+
+def crossings(
+    algorithm: FederatedAlgorithm, data: SiloData, server_data: Any, *, silo: str = "silo"
+) -> Crossings:
+    """Trace one round with a silo that holds ``data``; nothing is computed."""
+    rows: list[Crossing] = []
+
+    def one_round(key: Any, data: SiloData, server_data: Any) -> None:
+        server, state = algorithm.init_server(key), algorithm.init_silo(key, data)
+        for exchange in algorithm.exchanges:
+            noise = exchange.server_noise(key)
+            down, memo = exchange.broadcast(noise, server, jnp.arange(1), server_data)
+            reply, state = exchange.visit(exchange.silo_noise(key, state), down, state, data)
+            stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
+            rows.extend(_rows(exchange, down, False))
+            rows.extend(_rows(exchange, reply.up, True))
+            summed = jax.tree.map(lambda a: a.sum(0) if a.dtype != bool else a.all(0), stack)
+            combined: Any = summed if exchange.combine is Combine.SUM else stack
+            server, _ = exchange.server(server, memo, combined, server_data)
+
+    jax.eval_shape(one_round, jax.random.key(0), data, server_data)
+    return Crossings(tuple(rows), ("server", silo))
+
+
+def _rows(exchange: Exchange, tree: Any, up: bool) -> list[Crossing]:
+    summed = exchange.combine is Combine.SUM
+    return [
+        Crossing(
+            exchange.name,
+            jax.tree_util.keystr(path, simple=True, separator=".") or "message",
+            up,
+            tuple(leaf.shape),
+            str(leaf.dtype),
+            summed,
+        )
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
