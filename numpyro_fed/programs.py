@@ -20,7 +20,7 @@ def jit_once(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
     @cache
     def compiled() -> Callable[..., Any]:
-        return jax.jit(f, compiler_options=_known(), **options)
+        return jax.jit(f, compiler_options=quick_options(), **options)
 
     @wraps(f)
     def call(*args: Any) -> Any:
@@ -31,8 +31,8 @@ def jit_once(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 @cache
-def _known() -> dict[str, Any]:
-    """The options that make it quick, if this version of XLA has them all."""
+def quick_options() -> dict[str, Any]:
+    """XLA's options for programs that are soon compiled, if this version has them all."""
     try:
         jax.jit(lambda: 0, compiler_options=QUICK).lower().compile()
     except jax.errors.JaxRuntimeError:

@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,13 @@ from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
 
 WIDE_UP_TO = 10_000  # by L-BFGS
-RUNTIMES = {"simulation": simulation, "host": host}
+QUICK = partial(simulation, quick=True)
+RUNTIMES: dict[str, Callable[..., Runtime]] = {
+    "simulation": simulation,
+    "quick": QUICK,
+    "host": host,
+}
+SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
 
 
 class Method(ABC):
@@ -90,9 +96,10 @@ class Method(ABC):
             is ``run(key, a + b)``, bit for bit.
         progress_bar : bool
             Show rounds and the bound.
-        runtime : {"simulation", "host"}
-            One compiled program, or a plain loop over silos for debugging. The numbers are the
-            same up to rounding.
+        runtime : {"simulation", "quick", "host"}
+            One compiled program; the same with few of XLA's optimisations, which is compiled in
+            less than half of the time and runs slower, for small data; or a plain loop over silos
+            for debugging. The numbers are the same up to rounding.
         server_data : pytree, optional
             What the server itself holds, for algorithms that use it; it is never saved.
         stop : {None, "converged"}
@@ -124,7 +131,7 @@ class Method(ABC):
         fit, held = self._prepare(silos, runtime)
         try:
             if init_state is None:
-                state, start = begin(fit, key, held.batches, RUNTIMES[runtime], held.buckets)
+                state, start = begin(fit, key, held.batches, SEARCHES[runtime], held.buckets)
             else:
                 state, start = fit.check_state(init_state, held), None
         except NoStartError as error:
@@ -184,7 +191,7 @@ class Method(ABC):
             The same path as was given to ``save``.
         silos : list of dict
             The silos' data, which is never saved.
-        runtime : {"simulation", "host"}
+        runtime : {"simulation", "quick", "host"}
             The runtime of the run that was saved.
 
         Raises

@@ -36,6 +36,7 @@ INNER, ROWS_EACH = (20, 200), 4  # draws of a row's latents in the correction: o
 DRAWS = 64_000  # of the globals in the correction, at most
 AGAIN = 3  # times that a proposal is matched to the weighted draws
 ROWS, OUTER = 20, 5  # draws of each row's latents in the bound; of outer plates' above such rows
+SMALL = 20_000  # numbers: less time goes into steps over them than into the program for these
 KEPT = 8  # models whose compiled programs are kept for the next call
 KNOWN = 3  # effective draws for each global, from which on their covariance is worth something
 RARE = 0.02  # of the mass: a mode with less may be missed
@@ -245,6 +246,7 @@ class _Fitting:
         self.left, self.bar = budget, bar
         self.coupled = self.many = False
         self.inner = self.draws_of_rows()
+        self.runtime = "quick" if self.numbers() <= SMALL else "simulation"
         self.stages: list[Stage] = []
         self.warned: list[str] = []
         self.spent = 0
@@ -286,7 +288,7 @@ class _Fitting:
     def ran(self, kind: type[PVI] | type[SFVI], name: str, rounds: int, **options: Any) -> Result:
         """A run, under the plain bound where rows read each other's latents."""
         rounds = min(rounds, max(self.left, 1))
-        settings = dict(stop="converged", progress_bar=False, **options)
+        settings = dict(stop="converged", progress_bar=False, runtime=self.runtime, **options)
         key = self.new_key()
         with self.stage(name):
             try:
@@ -306,6 +308,11 @@ class _Fitting:
         sizes = [self.fm.sizes(silo) for silo in silo_data.read(self.silos)]
         most = max((sum(size[p] for size in sizes) for p in rows), default=0)
         return int(min(max(most / ROWS_EACH, INNER[0]), INNER[1]))
+
+    def numbers(self) -> int:
+        """At all silos, as often as a step looks at them."""
+        held = sum(a.size for s in silo_data.read(self.silos) for a in s.arrays.values())
+        return held * (ROWS if any(p.dim for p in self.fm.plates) else 1)
 
     def by_pvi(self, before: Result | None = None) -> Result | None:
         """PVI, or more rounds of it; None where it cannot be had."""

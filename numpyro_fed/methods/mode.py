@@ -302,7 +302,7 @@ def _usable(fm: FederatedModel, search: Search | Climb) -> bool:
 def _single(fit: Fit, runtime: Runtime, exchange: Exchange) -> Single:
     """An exchange of the search's runtime, compiled once a fit."""
     if exchange.name not in fit.compiled:
-        fit.compiled[exchange.name] = runtime.single(exchange)
+        fit.compiled[exchange.name] = runtime.once(exchange)
     return fit.compiled[exchange.name]
 
 

@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from numpyro_fed.algorithms.vertical.weigh import weigh
 from numpyro_fed.errors import DataError, positive_int
 from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
-from numpyro_fed.methods.base import RUNTIMES, check_course, driven, one_key
+from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven, one_key
 from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.model.clients import positive_rho
@@ -218,7 +217,7 @@ class VFL:
             seen = crossings(fit.algorithm, held.clients[0], fit.server_data, silo="client")
             tqdm.write(f"In each round\n{seen}")
         if init_state is None:
-            state, start = begin(fit, key, held.batches, partial(RUNTIMES[runtime], schedule=None))
+            state, start = begin(fit, key, held.batches, SEARCHES[runtime])
         else:
             state, start = fit.check_state(init_state, held), None
         return driven(
@@ -448,7 +447,7 @@ def begin(
         return fit.runtime.init(key, batches), None
     if "search" not in fit.compiled:
         fit.compiled["search"] = runtime_of(built.search)
-        fit.compiled["begin"] = fit.compiled["search"].single(built.begin)
+        fit.compiled["begin"] = fit.compiled["search"].once(built.begin)
     runtime, begun = fit.compiled["search"], fit.compiled["begin"]
     mine = jax.random.fold_in(key, OPENING)
     state = runtime.init(mine, batches)

@@ -33,6 +33,7 @@ from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Single
 
 AT_ONCE = 4_000  # draws in an exchange
+LITTLE = 2e7  # terms of rows: computed sooner than a program for them is optimised
 
 
 @overload
@@ -256,7 +257,10 @@ def _compiled(
     if name not in fit.compiled:
         exchange, proposed = weighing(fit.built, name)
         sampler = posterior(fit.model, fit.guide, silo_bound(fit.model, fit.guide, draws))
-        fit.compiled[name] = fit.runtime.single(exchange), sampler, proposed
+        rows = sum(n for _, n in fit.plan.total)
+        little = num_draws * rows * math.prod(draws.values()) <= LITTLE
+        compiled = fit.runtime.once(exchange) if little else fit.runtime.single(exchange)
+        fit.compiled[name] = compiled, sampler, proposed
     return fit.compiled[name]
 
 

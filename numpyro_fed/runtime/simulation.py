@@ -13,6 +13,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.programs import quick_options
 from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.noise import (
     exchange_key,
@@ -44,15 +45,20 @@ Places = tuple[Array, Array]
 Watch = Callable[[Any], Any]
 
 
-def simulation(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Runtime:
+def simulation(
+    algorithm: FederatedAlgorithm, schedule: Schedule | None = None, *, quick: bool = False
+) -> Runtime:
     """Run all silos in this process, as one program: a loop over rounds, a map over silos.
 
     The program is compiled once for a set of shapes; the number of rounds is an input. Without a
     schedule everyone takes part in every round. With one, a round costs what its participants
-    cost: their states are taken out of the stacks and put back in place.
+    cost: their states are taken out of the stacks and put back in place. ``quick`` is for what runs
+    a few rounds: compiled in less than half of the time, and slower after it.
     """
+    soon = partial(jax.jit, compiler_options=quick_options())
+    jit = soon if quick else jax.jit
 
-    @jax.jit
+    @jit
     def init(key: Array, batches: tuple[Batch, ...]) -> State:
         key_server, key_silos = init_keys(key)
 
@@ -65,13 +71,13 @@ def simulation(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) 
         return strong(State(jnp.zeros((), jnp.int32), server, silos, carry))
 
     advance = _everyone(algorithm) if schedule is None else _scheduled(algorithm, schedule)
-    return Runtime(init, advance, single, chunk_of(schedule))
+    return Runtime(init, jit(advance), single, chunk_of(schedule), partial(single, jit=soon))
 
 
-def single(exchange: Exchange) -> Single:
+def single(exchange: Exchange, jit: Callable = jax.jit) -> Single:
     """One exchange with every silo, compiled."""
 
-    @jax.jit
+    @jit
     def run(
         key: Array,
         server: Any,
@@ -155,7 +161,6 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
         )
         return State(state.round + 1, server, silos), info, good, seen
 
-    @jax.jit
     def advance(
         key: Array,
         state: State,
@@ -227,7 +232,6 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         ask = _ask_some(batches, places, algorithm.watch)
         return step(exchanges, ask, noise, server, silos, who, server_data)
 
-    @jax.jit
     def advance(
         key: Array,
         state: State,
