@@ -172,6 +172,18 @@ def test_labels_are_flipped_where_the_example_says():
     assert all(silo["y"].sum() == 10 for silo in silos)
 
 
+def test_the_vertical_example_measures_models_against_nuts(tmp_path):
+    command = [sys.executable, EXAMPLE.parent / "vertical_logistic.py", "--quick"]
+    command += ["--json", "out.json", "--plot", "out.png"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    found = json.loads((tmp_path / "out.json").read_text())["2"]
+    names = {"NUTS", "exact split", "exact split, corrected", "augmented, rho 1.0, amortised"}
+    assert set(found) == names
+    assert found["exact split, corrected"]["error"] < 0.5
+    assert found["exact split"]["bound"] > found["augmented, rho 1.0, amortised"]["bound"]
+    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
+
+
 def test_the_readme_runs(capsys):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     scope = {}

@@ -326,7 +326,7 @@ def test_minibatches_are_unbiased(case, auxiliary):
         fit, state = fits[i][0], states[i]
         v, algorithm = fit.vertical, fit.algorithm
         server, silos = state.server, one_by_one(_Held(held), state.silos)
-        full, clients = states[1], jax.tree.map(jnp.asarray, held.clients)
+        full, clients = states[1], jax.tree.map(jnp.asarray, held.data)
         served = jax.tree.map(jnp.asarray, fit.server_data)
         noise = full.server.noise[0], rows
         noises = [s.noise for s in one_by_one(_Held(held), full.silos)]
@@ -354,7 +354,7 @@ class _Held:
     """As a result, for ``one_by_one``."""
 
     def __init__(self, held):
-        self._held, self.num_clients = held, len(held.clients)
+        self._held, self.num_clients = held, len(held.data)
 
 
 def test_a_second_run_of_the_same_shapes_builds_nothing():
@@ -441,6 +441,18 @@ def test_units_of_columns_do_not_matter():
         found.append([draws[f"client_{j}/beta"] * unit[j] for j in range(3)])
     for a, b in zip(*found, strict=True):
         np.testing.assert_allclose(a, b, atol=0.05 * np.std(a, 0).max())
+
+
+def test_with_rho_nothing_is_sent_without_noise_unasked():
+    xs, y = data()
+    for settings, begins in (
+        (dict(), True),
+        (dict(rho=1.0), False),
+        (dict(rho=1.0, start="mode"), True),
+        (dict(start=None), False),
+    ):
+        fit, _ = nf.VFL(logistic, **settings)._prepare((xs, y), {}, "simulation")
+        assert bool(fit.built.opening) == begins
 
 
 def test_where_there_is_no_mode_to_begin_at_runs_begin_at_zero():
@@ -579,6 +591,7 @@ def test_settings_that_do_not_fit():
         (dict(likelihood="power", rho=1.0), "share_response=True"),
         (dict(likelihood="tempered", rho=1.0), "expected 'augmented' or 'power'"),
         (dict(batch_size=0), "batch_size must be a positive integer"),
+        (dict(start="prior"), "expected 'auto', 'mode' or None"),
     ):
         with pytest.raises(ValueError, match=words):
             nf.VFL(logistic, **settings)
@@ -626,8 +639,7 @@ def test_weights_are_those_of_the_joint_density():
     assert list(np.bincount(of)) == [32, 4, 4]
     guides = [(v.guide(v.server).globals, fit.shared.guide)]
     guides += [
-        (v.guide(v.kind(held.clients[j])).globals, fit.private(j).guide["latents"])
-        for j in range(3)
+        (v.guide(v.kind(held.data[j])).globals, fit.private(j).guide["latents"]) for j in range(3)
     ]
     for s in range(0, 40, 3):
         values = {n: a[s] for n, a in fit.sites_at(weighed.z, tuple(own)).items()}

@@ -42,11 +42,11 @@ from numpyro_fed.model.roles import (
     told,
 )
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
+from numpyro_fed.results.base import Silos
 from numpyro_fed.results.saving import load_state
 from numpyro_fed.results.vertical import (
     VerticalBuilt,
     VerticalFit,
-    VerticalHeld,
     VerticalResult,
     VerticalStart,
 )
@@ -103,12 +103,13 @@ class VFL:
     local_steps : int
         Steps of each client in a round, all but the first with its auxiliary variables where they
         are (section 5.3).
-    start : {"mode", None}
+    start : {"auto", "mode", None}
         ``"mode"``: some 10 to 40 exchanges find the mode of all parties' latents, in which clients
         send predictors and the server slopes and curvatures of the likelihood; each party's guide
         begins there with its own curvature. Not where there is a ``numpyro.param``, where the prior
         of a latent depends on another one of its party, or above 300 latents of a party: there, and
-        with None, at zero in unconstrained space.
+        with None, at zero in unconstrained space. ``"auto"`` is ``"mode"`` for the exact split, and
+        None with ``rho``, since the search sends predictors without noise.
 
     References
     ----------
@@ -147,7 +148,7 @@ class VFL:
     num_particles: int = field(default=1, kw_only=True)
     batch_size: int | None = field(default=None, kw_only=True)
     local_steps: int = field(default=1, kw_only=True)
-    start: str | None = field(default="mode", kw_only=True)
+    start: str | None = field(default="auto", kw_only=True)
     _fits: dict[Any, VerticalFit] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -159,8 +160,8 @@ class VFL:
             positive_int("batch_size", self.batch_size)
         if self.rho is not None:
             positive_rho(self.rho)
-        if self.start not in ("mode", None):
-            raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
+        if self.start not in ("auto", "mode", None):
+            raise ValueError(f"start={self.start!r}: expected 'auto', 'mode' or None.")
         if self.likelihood not in ("augmented", "power"):
             raise ValueError(f"likelihood={self.likelihood!r}: expected 'augmented' or 'power'.")
         if self.rho is None and (self.likelihood == "power" or self.local_steps > 1):
@@ -214,7 +215,7 @@ class VFL:
         check_course(num_rounds, every, stop)
         fit, held = self._prepare(args, kwargs, runtime)
         if progress_bar:
-            seen = crossings(fit.algorithm, held.clients[0], fit.server_data, silo="client")
+            seen = crossings(fit.algorithm, held.data[0], fit.server_data, silo="client")
             tqdm.write(f"In each round\n{seen}")
         if init_state is None:
             state, start = begin(fit, key, held.batches, SEARCHES[runtime])
@@ -264,7 +265,7 @@ class VFL:
         step      server  client  message  (1, 3)  float32
         """
         fit, held = self._prepare(args, kwargs, "simulation")
-        return crossings(fit.algorithm, held.clients[0], fit.server_data, silo="client")
+        return crossings(fit.algorithm, held.data[0], fit.server_data, silo="client")
 
     def load(
         self, path: str | Path, *args: Any, runtime: str = "simulation", **kwargs: Any
@@ -283,7 +284,7 @@ class VFL:
 
     def _prepare(
         self, args: tuple, kwargs: dict[str, Any], runtime: str
-    ) -> tuple[VerticalFit, VerticalHeld]:
+    ) -> tuple[VerticalFit, Silos]:
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
@@ -364,7 +365,7 @@ class VFL:
             optim=self.optim or default_optimiser(),
             num_particles=self.num_particles,
             batch_size=self.batch_size,
-            from_mode=self.start == "mode" and _has_start(roles),
+            from_mode=self._from_mode and _has_start(roles),
             power=self.likelihood == "power",
         )
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
@@ -404,6 +405,10 @@ class VFL:
             "rows": model.rows,
         }
 
+    @property
+    def _from_mode(self) -> bool:
+        return self.start == "mode" or (self.start == "auto" and self.rho is None)
+
     def _auxiliary(self, rows: int) -> str | Amortised:
         if self.auxiliary != "auto":
             return self.auxiliary
@@ -411,13 +416,13 @@ class VFL:
         return "amortised" if many else "mean_field"
 
 
-def _held(roles: Roles, runtime: str) -> VerticalHeld:
+def _held(roles: Roles, runtime: str) -> Silos:
     sizes: list[dict[str, int]] = [{} for _ in roles.clients]
     if runtime == "host":
         buckets = one_by_one(roles.clients, sizes)
     else:
         buckets = bucket(roles.clients, sizes, may_pad=False)
-    return VerticalHeld(roles.clients, tuple(buckets), on_device(buckets))
+    return Silos(roles.clients, tuple(buckets), on_device(buckets))
 
 
 def _has_start(roles: Roles) -> bool:

@@ -17,28 +17,10 @@ from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, S
 from numpyro_fed.algorithms.vertical.base import Vertical
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.sites import Site
-from numpyro_fed.results.base import bound_settled, check_state, to_arviz
+from numpyro_fed.results.base import Silos, bound_settled, check_state, to_arviz
 from numpyro_fed.results.saving import save_state
-from numpyro_fed.runtime.stack import Batch, Runtime, State
-
-
-class VerticalHeld(NamedTuple):
-    """What the clients hold, in one process."""
-
-    clients: tuple[SiloData, ...]
-    buckets: tuple[Bucket, ...]
-    batches: tuple[Batch, ...]
-
-    def place(self, client: int) -> tuple[int, int]:
-        """The bucket that holds a client, and its place there."""
-        for b, bucket in enumerate(self.buckets):
-            if client in bucket.silos:
-                return b, bucket.silos.index(client)
-        raise IndexError(
-            f"there is no client {client}: they are numbered 0 to {len(self.clients) - 1}."
-        )
+from numpyro_fed.runtime.stack import Runtime, State
 
 
 class VerticalBuilt(NamedTuple):
@@ -95,7 +77,7 @@ class VerticalFit(NamedTuple):
         """The algorithm."""
         return self.built.algorithm
 
-    def check_state(self, state: Any, held: VerticalHeld) -> State:
+    def check_state(self, state: Any, held: Silos) -> State:
         """``state`` itself, if it is one of this fit."""
         key = jax.random.key(0)
         return check_state(state, jax.eval_shape(lambda: self.runtime.init(key, held.batches)))
@@ -120,7 +102,7 @@ class VerticalResult:
     losses: np.ndarray
     state: State
     _fit: VerticalFit = field(repr=False)
-    _held: VerticalHeld | None = field(default=None, repr=False)  # of a run in one process
+    _held: Silos | None = field(default=None, repr=False)  # of a run in one process
     ended: str = field(default="rounds", kw_only=True)
     start: VerticalStart | None = field(default=None, kw_only=True)
 
@@ -129,7 +111,7 @@ class VerticalResult:
         """How many clients took part."""
         return len(self._fit.vertical.model.clients)
 
-    def _clients(self) -> VerticalHeld:
+    def _clients(self) -> Silos:
         """What clients hold, if it is in this process."""
         if self._held is None:
             raise DataError(
@@ -189,7 +171,7 @@ class VerticalResult:
             v.guide(v.server).globals, jax.random.fold_in(key, 0), self.shared.guide, n
         )
         own = []
-        for j, data in enumerate(self._held.clients if self._held else ()):
+        for j, data in enumerate(self._held.data if self._held else ()):
             guide, eta = v.guide(v.kind(data)).globals, self.private(j).guide["latents"]
             z_j, log_q_j = _draw(guide, jax.random.fold_in(key, 1 + j), eta, n)
             own.append(z_j)
@@ -222,7 +204,7 @@ class VerticalResult:
         total = jnp.zeros(model.shape, model.dtype)
         server = model.with_total(self._fit.server_data, total)
         sites = dict(_values(model.server.values, theta, z, server))
-        for j, data in enumerate(self._held.clients if self._held else ()):
+        for j, data in enumerate(self._held.data if self._held else ()):
             values = _values(model.clients[j].values, self.private(j).theta, own[j], data)
             sites |= model.scoped(j, values)
         return sites

@@ -87,7 +87,8 @@ def drive(
                 n = failure.round - int(state.round)
                 after, _, last = runtime.advance(key, state, batches, n, server_data, stop)
             asked, n = n, int(after.round) - int(state.round)
-            logs.append(jax.tree.map(partial(_first, n), log))
+            if n or not logs:  # a run of no rounds may not know what rounds report
+                logs.append(jax.tree.map(partial(_first, n), log))
             state, done = after, done + n
             if n < asked:
                 ended = "converged"
