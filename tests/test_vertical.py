@@ -544,7 +544,7 @@ def response_as_column(xs, y):
         (reads_latent, "reads a latent of the server directly"),
         (reads_response, "reads the argument 'y' directly"),
         (columns_of_latents, "columns of client 0 depend on a latent"),
-        (summarised, r"given \[12\] rows"),
+        (summarised, "given 12 rows"),
         (response_as_column, "is among the columns of client 0"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
 from numpyro_fed.guides.structured import Origin
@@ -223,3 +224,12 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     private: Callable[[Silo], Private]
     watch: Callable[[Silo], Any] | None = None
     done: Callable[[Server], Array] | None = None
+
+
+def ascend(
+    optim: optax.GradientTransformation, gradient: Any, opt_state: Any, params: Any
+) -> tuple[Any, Any]:
+    """One optimiser step up the bound; Optax steps down a loss."""
+    descent = jax.tree.map(jnp.negative, gradient)
+    updates, opt_state = optim.update(descent, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state

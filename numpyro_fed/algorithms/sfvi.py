@@ -29,6 +29,7 @@ from numpyro_fed.algorithms.base import (
     Replies,
     Reply,
     Shared,
+    ascend,
 )
 from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_frame, somewhere
 from numpyro_fed.algorithms.mode import SiloState as Looked
@@ -174,7 +175,7 @@ def sfvi(
             return jax.vmap(at, (0, 1))(down.z_G, noise).mean()
 
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)
-        params, opt_state = _ascend(optim, g_params, state.opt_state, state.params)
+        params, opt_state = ascend(optim, g_params, state.opt_state, state.params)
         reply = Reply(Up(value, g_down), all_finite((value, g_down)))
         return reply, state._replace(params=params, opt_state=opt_state)
 
@@ -183,7 +184,7 @@ def sfvi(
     ) -> tuple[ServerState, Info]:
         (value, pull), up = memo, replies.up
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))
-        params, opt_state = _ascend(optim, gradient, state.opt_state, state.params)
+        params, opt_state = ascend(optim, gradient, state.opt_state, state.params)
         total = value + up.bound
         standard = bool(state.reference)
         course = settling.follow(state.course, -total, params, standard=standard)
@@ -254,10 +255,3 @@ def sfvi_from_mode(
         return key
 
     return Exchange(sending_frame(fm), silo, server, name=BEGIN, server_noise=own_key)
-
-
-def _ascend(optim: Any, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """One optimiser step up the bound; Optax steps down a loss."""
-    descent = jax.tree.map(jnp.negative, gradient)
-    updates, opt_state = optim.update(descent, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpyro.distributions as dist
 from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.guides.gaussian import GuideParams
-
-_LOG_2PI = 1.8378770664093453
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +104,6 @@ def auxiliary_guide(
     return _amortised(spec, shape, rho, num_responses)
 
 
-def normal_log_density(x: Array, loc: Array, log_scale: Array) -> Array:
-    """Log density of independent normals, summed."""
-    standard = (x - loc) * jnp.exp(-log_scale)
-    return (-0.5 * standard**2 - log_scale - 0.5 * _LOG_2PI).sum()
-
-
 def _mean_field(shape: tuple[int, ...], rho: float) -> AuxiliaryGuide:
     """A normal for each, in units of ``rho``."""
 
@@ -119,13 +113,13 @@ def _mean_field(shape: tuple[int, ...], rho: float) -> AuxiliaryGuide:
     def some(psi: GuideParams, rows: Array) -> GuideParams:
         return jax.tree.map(lambda a: a[rows], psi)
 
-    def place(psi: GuideParams, known: Known) -> tuple[Array, Array]:
-        return known.centre + rho * psi["loc"], jnp.log(rho) + psi["log_scale"]
+    def given(psi: GuideParams, known: Known) -> dist.Normal:
+        return dist.Normal(known.centre + rho * psi["loc"], rho * jnp.exp(psi["log_scale"]))
 
     def draw(psi: GuideParams, g: Array, known: Known, noise: Array) -> tuple[Array, Array]:
-        loc, log_scale = place(psi, known)
-        z = loc + jnp.exp(log_scale) * noise
-        return z, normal_log_density(z, *place(stop_gradient(psi), known))
+        q = given(psi, known)
+        z = q.loc + q.scale * noise
+        return z, given(stop_gradient(psi), known).log_prob(z).sum()
 
     return AuxiliaryGuide(init, some, draw, True)
 
@@ -133,9 +127,7 @@ def _mean_field(shape: tuple[int, ...], rho: float) -> AuxiliaryGuide:
 def _amortised(
     spec: Amortised, shape: tuple[int, ...], rho: float, num_responses: int
 ) -> AuxiliaryGuide:
-    width = 1
-    for n in shape[1:]:
-        width *= n
+    width = math.prod(shape[1:])
     inputs = width + num_responses
 
     def init(key: Array) -> GuideParams:
@@ -147,16 +139,17 @@ def _amortised(
             "offset": jnp.zeros(2 * width),
         }
 
-    def place(psi: GuideParams, g: Array, response: Array) -> tuple[Array, Array]:
+    def given(psi: GuideParams, g: Array, response: Array) -> dist.Normal:
         flat = g.reshape(len(g), width)
         h = jnp.arcsinh(jnp.concatenate([flat, response], 1))
         out = jnp.tanh(h @ psi["first"] + psi["bias"]) @ psi["second"] + psi["offset"]
         shift, log_ratio = out[:, :width], out[:, width:]
-        return g + rho * shift.reshape(g.shape), jnp.log(rho) + log_ratio.reshape(g.shape)
+        scale = rho * jnp.exp(log_ratio.reshape(g.shape))
+        return dist.Normal(g + rho * shift.reshape(g.shape), scale)
 
     def draw(psi: GuideParams, g: Array, known: Known, noise: Array) -> tuple[Array, Array]:
-        loc, log_scale = place(psi, g, known.response)
-        z = loc + jnp.exp(log_scale) * noise
-        return z, normal_log_density(z, *place(stop_gradient(psi), g, known.response))
+        q = given(psi, g, known.response)
+        z = q.loc + q.scale * noise
+        return z, given(stop_gradient(psi), g, known.response).log_prob(z).sum()
 
     return AuxiliaryGuide(init, lambda psi, rows: psi, draw, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -89,9 +90,7 @@ class VerticalServerNode:
 
     def template(self) -> Any:
         """Zeros of the shapes of the first client."""
-        data = self._template
-        arrays = {name: np.zeros_like(a) for name, a in data.arrays.items()}
-        return type(data)(arrays, {}, data.static, data.form)
+        return jax.tree.map(np.zeros_like, self._template)
 
     def run(
         self,

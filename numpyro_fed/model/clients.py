@@ -118,19 +118,26 @@ def _plain_sum(clients: Clients) -> Array:
 
 def total(clients: Clients, predictions: Sequence[Array]) -> Array:
     """The sum, once it is known that all predictions have one shape."""
+    check_shapes(clients, predictions)
+    return sum(predictions[1:], predictions[0])
+
+
+def check_shapes(clients: Clients, predictions: Sequence[Any]) -> None:
+    """Refuse predictors whose results (anything with a shape and a dtype) differ."""
+    first = predictions[0]
     for j, g in enumerate(predictions):
-        if jnp.shape(g) != jnp.shape(predictions[0]):
+        if g.shape != first.shape or g.dtype != first.dtype:
             raise ModelError(
                 f"the predictor of client {j} in client_sum '{clients.name}' returned the shape "
-                f"{jnp.shape(g)}, that of client 0 {jnp.shape(predictions[0])}. All must return "
-                "the same: one row for each row of the columns."
+                f"{g.shape} and dtype {g.dtype}, that of client 0 {first.shape} and {first.dtype}. "
+                "All must return the same: one row for each row of the columns."
             )
-        if (rows := rows_of(clients.columns[j])) is not None and jnp.shape(g)[:1] != (rows,):
+        if not g.shape or rows_of(clients.columns[j]) not in (None, g.shape[0]):
             raise ModelError(
-                f"the predictor of client {j} in client_sum '{clients.name}' was given {rows} rows "
-                f"and returned the shape {jnp.shape(g)}. Its first axis must run over the rows."
+                f"the predictor of client {j} in client_sum '{clients.name}' was given "
+                f"{rows_of(clients.columns[j])} rows and returned the shape {g.shape}. Its first "
+                "axis must run over the rows."
             )
-    return sum(predictions[1:], predictions[0])
 
 
 def rows_of(columns: Any) -> int | None:
@@ -170,20 +177,18 @@ def _read(name: str, predictor: Any, clients: Any) -> Clients:
 
 
 class at_client_sum(Messenger):
-    """Do something else where a ``client_sum`` stands, and note that there was one.
+    """A context in which something else is done where a ``client_sum`` stands; it notes which.
 
     Parameters
     ----------
-    fn : callable
-        A model.
     put : callable
         ``put(clients)`` returns what stands in the place of the sum.
     """
 
-    def __init__(self, fn: Callable | None, put: Callable[[Clients], Any]):
+    def __init__(self, put: Callable[[Clients], Any]):
         self.put, self.found = put, list[Clients]()
         self.inside = False
-        super().__init__(fn)
+        super().__init__()
 
     def __enter__(self) -> at_client_sum:
         super().__enter__()
@@ -281,20 +286,12 @@ def augment(model: Callable, rho: float) -> Callable:
         return sum(z[1:], z[0])
 
     def augmented(*args: Any, **kwargs: Any) -> Any:
-        with at_client_sum(None, noisy_sum) as at:
+        with at_client_sum(noisy_sum) as at:
             out = model(*args, **kwargs)
         at.one()
         return out
 
     return augmented
-
-
-class _Parts(NamedTuple):
-    """Predictors, auxiliary variables, and the values of all sites outside of the sum."""
-
-    g: list[Array]
-    z: list[Array]
-    values: dict[str, Any]
 
 
 def power_likelihood(model: Callable, rho: float) -> Callable:
@@ -358,7 +355,7 @@ def power_likelihood(model: Callable, rho: float) -> Callable:
             found["g"] = g
             return total(clients, g)
 
-        at = at_client_sum(None, true_sum)
+        at = at_client_sum(true_sum)
 
         def of_likelihood(msg: dict[str, Any]) -> bool:
             return msg["type"] == "sample" and msg["is_observed"] and not at.inside
@@ -378,7 +375,7 @@ def power_likelihood(model: Callable, rho: float) -> Callable:
         }
 
         def log_probs(eta: Array) -> dict[str, Array]:
-            with handlers.block(), at_client_sum(None, lambda clients: eta):
+            with handlers.block(), at_client_sum(lambda clients: eta):
                 text = handlers.substitute(model, data=values)
                 return compute_log_probs(text, args, kwargs, {}, sum_log_prob=False)[0]
 

@@ -18,7 +18,7 @@ from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.binding import Theta, bind, trace_at
-from numpyro_fed.model.clients import Clients, at_client_sum
+from numpyro_fed.model.clients import Clients, at_client_sum, check_shapes
 from numpyro_fed.model.data import SiloData, read_one
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.sites import NEEDS_VALUES, feasible, structure
@@ -87,7 +87,7 @@ class Text(NamedTuple):
             found.append(clients)
             raise _Reached
 
-        at = at_client_sum(None, reached)
+        at = at_client_sum(reached)
         try:
             with handlers.block(), handlers.seed(rng_seed=key), feasible(), at:
                 self.run(arrays)
@@ -108,7 +108,7 @@ class Text(NamedTuple):
                 shown.append(jnp.asarray(clients.predictors[j](columns)))
                 raise _Reached
 
-            at = at_client_sum(None, reached)
+            at = at_client_sum(reached)
             try:
                 with handlers.block(hide_fn=lambda msg: not at.inside), feasible(), at:
                     self.run(arrays or {})
@@ -129,7 +129,7 @@ class Text(NamedTuple):
                 for n, a in self.data.arrays.items()
                 if n not in held and a.shape[:1] == (rows,)
             }
-            with at_client_sum(None, lambda clients: total) as at:
+            with at_client_sum(lambda clients: total) as at:
                 self.run({**hidden, **held})
             at.one()
 
@@ -169,11 +169,11 @@ def split(whole: Text, *, share_response: bool = False) -> Roles:
     known: dict[Any, Half] = {}
     alike = zip(predictors, halves, strict=True)
     halves = [known.setdefault((predictor, half.sites), half) for predictor, half in alike]
-    shapes = [_predicted(half, data) for half, data in zip(halves, clients, strict=True)]
-    _check_shapes(found, clients, shapes)
+    predicted = [_predicted(half, data) for half, data in zip(halves, clients, strict=True)]
+    check_shapes(found._replace(columns=tuple(columns)), predicted)
     for j, (half, data) in enumerate(zip(halves, clients, strict=True)):
         _check_client(text, arrays, half, data, j)
-    shape, dtype = shapes[0]
+    shape, dtype = predicted[0].shape, str(predicted[0].dtype)
     everything = {**arrays, TOTAL: np.zeros(shape, dtype)}
     server = _half(text.at_server(shape[0]), SiloData(everything), "the server")
     reach = _server_reach(server, everything)
@@ -263,34 +263,14 @@ def _half(text: Callable, data: SiloData, owner: str) -> Half:
     return Half(text, found, dim)
 
 
-def _predicted(half: Half, data: SiloData) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of a client's predictor."""
+def _predicted(half: Half, data: SiloData) -> jax.ShapeDtypeStruct:
+    """Of a client's predictor."""
 
     def g(data: SiloData) -> Array:
         theta = half.init_theta(jax.random.key(0), data)
         return half.log_probs(theta, jnp.zeros(half.dim), data)[1][PREDICTOR]["value"]
 
-    out = jax.eval_shape(g, data)
-    return out.shape, str(out.dtype)
-
-
-def _check_shapes(
-    found: Clients, clients: Sequence[SiloData], shapes: Sequence[tuple[tuple[int, ...], str]]
-) -> None:
-    for j, (shape, dtype) in enumerate(shapes):
-        if not shape or (shape, dtype) != shapes[0]:
-            raise ModelError(
-                f"the predictor of client {j} in client_sum '{found.name}' returned the shape "
-                f"{shape} and dtype {dtype}, that of client 0 {shapes[0][0]} and {shapes[0][1]}. "
-                "All must return the same: one row for each row of the columns."
-            )
-        lengths = {np.shape(a)[0] for a in clients[j].arrays.values() if np.ndim(a)}
-        if lengths and shape[0] not in lengths:
-            raise ModelError(
-                f"the predictor of client {j} in client_sum '{found.name}' was given "
-                f"{sorted(lengths)} rows and returned the shape {shape}. Its first axis must run "
-                "over the rows."
-            )
+    return jax.eval_shape(g, data)
 
 
 def _check_client(text: Text, arrays: dict[str, Any], half: Half, data: SiloData, j: int) -> None:

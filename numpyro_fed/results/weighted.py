@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ NONE = -100.0  # log weight, less the largest, that counts as none
 
 
 @dataclass(frozen=True)
-class Weighted:
+class Weighted(ABC):
     """Draws of latents that are the same for all, weighed by their posterior.
 
     Attributes
@@ -48,9 +49,9 @@ class Weighted:
     _moments: Moments = field(repr=False)
 
     @property
+    @abstractmethod
     def _sites(self) -> tuple[Site, ...]:
         """The latents, by their places among the coordinates."""
-        raise NotImplementedError
 
     @property
     def threshold(self) -> float:

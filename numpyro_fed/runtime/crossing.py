@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.runtime.combine import combine
 
 
 class Crossing(NamedTuple):
@@ -44,7 +45,8 @@ class Crossings(NamedTuple):
     def numbers(self) -> tuple[int, int]:
         """How many numbers go down to a silo, and up from it."""
         down, up = (
-            sum(_size(row.shape) for row in self.rows if row.up == is_up) for is_up in (False, True)
+            sum(math.prod(row.shape) for row in self.rows if row.up == upwards)
+            for upwards in (False, True)
         )
         return down, up
 
@@ -82,12 +84,11 @@ def crossings(
             noise = exchange.server_noise(key)
             down, memo = exchange.broadcast(noise, server, jnp.arange(1), server_data)
             reply, state = exchange.visit(exchange.silo_noise(key, state), down, state, data)
-            stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
             rows.extend(_rows(exchange, down, False))
             rows.extend(_rows(exchange, reply.up, True))
-            summed = jax.tree.map(lambda a: a.sum(0) if a.dtype != bool else a.all(0), stack)
-            combined: Any = summed if exchange.combine is Combine.SUM else stack
-            server, _ = exchange.server(server, memo, combined, server_data)
+            stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
+            replies = combine(exchange.combine, [stack])
+            server, _ = exchange.server(server, memo, replies, server_data)
 
     jax.eval_shape(one_round, jax.random.key(0), data, server_data)
     return Crossings(tuple(rows), ("server", silo))
@@ -106,10 +107,3 @@ def _rows(exchange: Exchange, tree: Any, up: bool) -> list[Crossing]:
         )
         for path, leaf in jax.tree.leaves_with_path(tree)
     ]
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size

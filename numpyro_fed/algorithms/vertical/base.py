@@ -8,23 +8,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpyro.distributions as dist
 import optax
 from jax import Array
 
 from numpyro_fed.algorithms import settling
-from numpyro_fed.algorithms.base import Private, Shared
+from numpyro_fed.algorithms.base import Private, Shared, ascend
 from numpyro_fed.algorithms.settling import Course
-from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known, normal_log_density
+from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known
 from numpyro_fed.guides.structured import Resolved, build_resolved
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
 
 
 class ServerState(NamedTuple):
-    """``params`` is ``{"theta", "guide"}``, the guide's steps from a ``reference`` where there is
-    one; ``sent`` is what clients wait for: the gradient with
-    respect to the sum, or the sum itself, (particles, rows, ...). ``own`` is the clients' own terms
-    of the bound.
+    """The server's parameters, and what it keeps from one exchange of a round to the next.
+
+    ``params`` is ``{"theta", "guide"}``, the guide's steps from a ``reference`` where there is one;
+    ``sent`` is what clients wait for: the gradient with respect to the sum, or the sum itself,
+    (particles, rows, ...); ``own`` is the clients' own terms of the bound.
     """
 
     params: dict[str, Any]
@@ -37,10 +39,12 @@ class ServerState(NamedTuple):
 
 
 class ClientState(NamedTuple):
-    """``params`` is ``{"own": {"private", "guide"}, "auxiliary"}``, the guide's steps from a
+    """A client's parameters, and what it keeps from one exchange of a round to the next.
+
+    ``params`` is ``{"own": {"private", "guide"}, "auxiliary"}``, the guide's steps from a
     ``reference`` where there is one; ``centre`` is the predictor there, around which auxiliary
-    variables are measured; of the draw that is on its way,
-    the noise and the rows, and what the client keeps of its likelihood.
+    variables are measured; ``noise`` and ``rows`` are of the draw that is on its way, ``slope`` is
+    the gradient of the client's likelihood there.
     """
 
     params: dict[str, Any]
@@ -280,7 +284,7 @@ class Vertical:
 
     def log_noise(self, z: Array, g: Array) -> Array:
         """Log density of auxiliary variables given the predictor."""
-        return normal_log_density(z, g, jnp.log(jnp.asarray(self.rho, z.dtype)))
+        return dist.Normal(g, self.rho).log_prob(z).sum()
 
     def known(self, state: ClientState, data: SiloData) -> Known:
         """What a client knows of the rows that take part, for the auxiliary variables' guide."""
@@ -313,10 +317,3 @@ class Vertical:
         own, psi = state.params["own"], state.params["auxiliary"]
         eta = self.placed(self.kind_of(state), own["guide"], state.reference)
         return Private(own["private"], {"latents": eta, **({"auxiliary": psi} if psi else {})})
-
-
-def ascend(optim: Any, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """One optimiser step up the bound; Optax steps down a loss."""
-    descent = jax.tree.map(jnp.negative, gradient)
-    updates, opt_state = optim.update(descent, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state

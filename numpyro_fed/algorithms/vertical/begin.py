@@ -19,6 +19,7 @@ that matrix is the covariance from which a client's guide begins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -156,21 +157,12 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
         best = jax.tree.map(lambda a, b: jnp.where(better, a, b), tried, state)
         return best._replace(better=better), Info(-best.value, jnp.array(True))
 
-    def tell(noise: Any, state: Server, who: Array, server_data: Any) -> tuple[Told, Any]:
-        return Told(state.better, state.slope, state.curvature), ()
-
     def turn(noise: Any, down: Told, state: Client, data: SiloData) -> tuple[Reply[Along], Client]:
-        half = v.kind(data).half
         moved = state._replace(z=state.z + state.step, last=state.step)
         state = jax.tree.map(lambda a, b: jnp.where(down.better, a, b), moved, state)
 
-        def predict(z: Array) -> Array:
-            return model.predict(half, state.theta, z, data)[0]
-
-        def own(z: Array) -> Array:
-            return model.predict(half, state.theta, z, data)[1]
-
-        local = _Local.of(predict, own, state.z, down.slope, down.curvature)
+        predict, own = _functions(v, state, data)
+        local = _Local.at(predict, own, state.z, down)
         plane = jnp.stack([local.newton(), state.last])
         along = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1])(plane)
         up = Along(along, plane @ local.own_slope, plane @ local.own_hessian @ plane.T)
@@ -179,14 +171,8 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
     def aim(
         state: Server, memo: Any, replies: Replies[Along], server_data: SiloData
     ) -> tuple[Server, Info]:
-        def joint(z: Array) -> Array:
-            own, likelihood = model.log_server(state.theta, z, state.total, server_data)
-            return own + likelihood
-
-        direction = jnp.zeros_like(state.z)
-        if v.server.half.dim:
-            hessian, slope = jax.hessian(joint)(state.z), jax.grad(joint)(state.z)
-            direction = _newton(-hessian, slope)
+        slope, curvature = _at_server(v, state, server_data)
+        direction = _newton(curvature, slope)
         plane = jnp.stack([direction, state.last])
 
         def at(ab: Array) -> Array:
@@ -206,7 +192,7 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
 
     exchanges = (
         Exchange(place, go, judge, name="try"),
-        Exchange(tell, turn, aim, name="turn"),
+        Exchange(_tell, turn, aim, name="turn"),
     )
     return FederatedAlgorithm(
         init_server,
@@ -221,21 +207,11 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
 def beginning(v: Vertical) -> Exchange:
     """Build the exchange from the states of the search to those of a run."""
 
-    def broadcast(noise: Any, state: Server, who: Array, server_data: Any) -> tuple[Told, Any]:
-        return Told(state.better, state.slope, state.curvature), noise
-
     def silo(
         noise: Any, down: Told, state: Client, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
-        kind = v.kind(data)
-
-        def predict(z: Array) -> Array:
-            return v.model.predict(kind.half, state.theta, z, data)[0]
-
-        def own(z: Array) -> Array:
-            return v.model.predict(kind.half, state.theta, z, data)[1]
-
-        local = _Local.of(predict, own, state.z, down.slope, down.curvature)
+        predict, own = _functions(v, state, data)
+        local = _Local.at(predict, own, state.z, down)
         centre = predict(state.z)
         after = v.client_at(noise, data, state.theta, state.z, local.root(), centre)
         return Reply((), all_finite(after)), after
@@ -243,13 +219,7 @@ def beginning(v: Vertical) -> Exchange:
     def server(
         state: Server, memo: Any, replies: Replies, server_data: SiloData
     ) -> tuple[ServerState, Info]:
-        def joint(z: Array) -> Array:
-            own, likelihood = v.model.log_server(state.theta, z, state.total, server_data)
-            return own + likelihood
-
-        root = jnp.zeros((0, 0))
-        if v.server.half.dim:
-            root = _root(-jax.hessian(joint)(state.z))
+        root = _root(_at_server(v, state, server_data)[1])
         after = v.server_at(memo, state.theta, state.z, root)
         return after, Info(-state.value, replies.ok & all_finite(after))
 
@@ -257,8 +227,35 @@ def beginning(v: Vertical) -> Exchange:
         return key
 
     return Exchange(
-        broadcast, silo, server, name="begin at the mode", server_noise=own_key, silo_noise=own_key
+        _tell, silo, server, name="begin at the mode", server_noise=own_key, silo_noise=own_key
     )
+
+
+def _tell(noise: Any, state: Server, who: Array, server_data: Any) -> tuple[Told, Any]:
+    return Told(state.better, state.slope, state.curvature), noise
+
+
+def _functions(
+    v: Vertical, state: Client, data: SiloData
+) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+    """A client's predictor and its own log density, as functions of its latents."""
+
+    def at(z: Array) -> tuple[Array, Array]:
+        return v.model.predict(v.kind(data).half, state.theta, z, data)
+
+    return lambda z: at(z)[0], lambda z: at(z)[1]
+
+
+def _at_server(v: Vertical, state: Server, data: SiloData) -> tuple[Array, Array]:
+    """Slope and curvature of the log density with respect to the server's latents."""
+
+    def joint(z: Array) -> Array:
+        own, likelihood = v.model.log_server(state.theta, z, state.total, data)
+        return own + likelihood
+
+    if not v.server.half.dim:
+        return jnp.zeros(0), jnp.zeros((0, 0))
+    return jax.grad(joint)(state.z), -jax.hessian(joint)(state.z)
 
 
 class _Local(NamedTuple):
@@ -270,12 +267,13 @@ class _Local(NamedTuple):
     own_hessian: Array
 
     @classmethod
-    def of(cls, predict: Any, own: Any, z: Array, slope: Array, curvature: Array) -> _Local:
+    def at(cls, predict: Callable, own: Callable, z: Array, told: Told) -> _Local:
         """By a Jacobian, and derivatives of the own log density."""
-        J = jax.jacfwd(predict)(z).reshape(slope.size, z.size)
+        J = jax.jacfwd(predict)(z).reshape(told.slope.size, z.size)
         own_slope, own_hessian = jax.grad(own)(z), jax.hessian(own)(z)
-        rows = J.T @ (jnp.ravel(curvature)[:, None] * J)
-        return cls(J.T @ jnp.ravel(slope) + own_slope, rows - own_hessian, own_slope, own_hessian)
+        rows = J.T @ (jnp.ravel(told.curvature)[:, None] * J)
+        slope = J.T @ jnp.ravel(told.slope) + own_slope
+        return cls(slope, rows - own_hessian, own_slope, own_hessian)
 
     def newton(self) -> Array:
         """The Newton direction, uphill."""

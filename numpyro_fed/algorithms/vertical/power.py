@@ -19,10 +19,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms import settling
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply
+from numpyro_fed.algorithms.base import (
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Replies,
+    Reply,
+    ascend,
+)
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
 from numpyro_fed.algorithms.vertical.augmented import drawing, stepped, stepping
-from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Vertical, ascend
+from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Vertical
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
