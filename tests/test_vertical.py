@@ -9,13 +9,18 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from jax.scipy.linalg import block_diag
 from numpyro.infer import Predictive
+from numpyro.infer.autoguide import AutoLowRankMultivariateNormal
 from numpyro.infer.util import log_density
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.vertical.weigh import parts, weigh
 from numpyro_fed.expfam.gaussian import unit_lower
+from numpyro_fed.methods.base import SEARCHES
+from numpyro_fed.methods.vfl import begin
 from numpyro_fed.model.roles import split_vertical
+from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.runtime.combine import combine
 
 KEY = jax.random.key(0)
@@ -120,20 +125,35 @@ def test_predictive_for_new_rows():
 # --- Algorithms 1 and 2 against one gradient of the pooled bound -------------------------------
 
 
+def root_of_guide(eta):
+    """Of the covariance of a full Gaussian guide."""
+    return unit_lower(eta["below"], len(eta["loc"])) * jnp.exp(eta["log_scale"])
+
+
 def bound_of(model, v, held, xs, y, server_noise, client_noises):
     """The pooled bound as a function of all parties' parameters, from NumPyro's density."""
 
-    def normal(eta, eps):
-        """A full Gaussian draw, its density with parameters stopped."""
-        d = eta["loc"].shape[0]
+    root = root_of_guide
 
-        def root(eta):
-            return unit_lower(eta["below"], d) * jnp.exp(eta["log_scale"])
+    def normal(shared, parties):
+        """Mean and covariance of all parties' latents, in a row."""
+        loc = jnp.concatenate([own["guide"]["loc"] for own in parties])
+        T = block_diag(*(root(own["guide"]) for own in parties))
+        V = jnp.concatenate([own.get("coupling", jnp.zeros((len(T), 0))[:0]) for own in parties])
+        if not shared:
+            return loc, T @ T.T
+        W = T @ V
+        return loc + W @ shared["loc"], T @ T.T + W @ root(shared) @ root(shared).T @ W.T
 
-        z = eta["loc"] + root(eta) @ eps
-        fixed = jax.lax.stop_gradient(eta)
-        covariance = root(fixed) @ root(fixed).T
-        return z, dist.MultivariateNormal(fixed["loc"], covariance).log_prob(z)
+    def drawn(shared, parties, noises):
+        """One draw of each party, and their density with parameters stopped."""
+        xi = shared["loc"] + root(shared) @ server_noise.xi[0] if shared else jnp.zeros(0)
+        zs = []
+        for own, eps in zip(parties, noises, strict=True):
+            eta, V = own["guide"], own.get("coupling", jnp.zeros((len(eps), 0)))
+            zs.append(eta["loc"] + root(eta) @ (eps + V @ xi))
+        q = dist.MultivariateNormal(*normal(*jax.lax.stop_gradient((shared, parties))))
+        return zs, q.log_prob(jnp.concatenate(zs))
 
     def sites(half, z):
         """Constrained values, and the log-determinant."""
@@ -144,12 +164,13 @@ def bound_of(model, v, held, xs, y, server_noise, client_noises):
         return values, log_det(half, z)
 
     def bound(server, clients):
-        z, log_q = normal(server["guide"], server_noise[0][0])
+        parties = [server["own"], *(params["own"] for params in clients)]
+        noises = [server_noise.eps[0], *(eps[0] for eps, _ in client_noises)]
+        (z, *zs), log_q = drawn(server["shared"], parties, noises)
         values, extra = sites(v.model.server, z)
-        for j, (params, (eps, tau)) in enumerate(zip(clients, client_noises, strict=True)):
-            z, log_q_j = normal(params["own"]["guide"], eps[0])
-            own, extra_j = sites(v.model.clients[j], z)
-            log_q, extra = log_q + log_q_j, extra + extra_j
+        for j, (params, (_, tau)) in enumerate(zip(clients, client_noises, strict=True)):
+            own, extra_j = sites(v.model.clients[j], zs[j])
+            extra = extra + extra_j
             values |= {f"client_{j}/{n}": value for n, value in own.items()}
             if v.rho is not None:
                 psi = params["auxiliary"]
@@ -173,7 +194,8 @@ def one_by_one(result, stacks):
 
 CASES = {
     "exact": (dict(), lambda model: model),
-    "augmented": (dict(rho=0.7), lambda model: nf.handlers.augment(model, 0.7)),
+    "sharing": (dict(rank=3), lambda model: model),
+    "augmented": (dict(rho=0.7, rank=2), lambda model: nf.handlers.augment(model, 0.7)),
     "power": (
         dict(rho=0.7, likelihood="power", share_response=True),
         lambda model: nf.handlers.power_likelihood(model, 0.7),
@@ -328,7 +350,7 @@ def test_minibatches_are_unbiased(case, auxiliary):
         server, silos = state.server, one_by_one(_Held(held), state.silos)
         full, clients = states[1], jax.tree.map(jnp.asarray, held.data)
         served = jax.tree.map(jnp.asarray, fit.server_data)
-        noise = full.server.noise[0], rows
+        noise = full.server.noise._replace(rows=rows)
         noises = [s.noise for s in one_by_one(_Held(held), full.silos)]
         for exchange in algorithm.exchanges:
             server_noise = noise if exchange.name == "draw" else ()
@@ -395,24 +417,93 @@ def test_local_steps_lead_to_the_same_optimum():
 # --- the start ---------------------------------------------------------------------------------
 
 
+def joint_normal(result):
+    """Mean and covariance of all parties' latents under the guide."""
+    server = result.shared.guide
+    parties = [server, *(result.private(j).guide for j in range(result.num_clients))]
+    T = block_diag(*(root_of_guide(p["latents"]) for p in parties))
+    loc = jnp.concatenate([p["latents"]["loc"] for p in parties])
+    if "shared" not in server:
+        return loc, T @ T.T
+    W = T @ jnp.concatenate([p["coupling"] for p in parties])
+    L = root_of_guide(server["shared"])
+    covariance = T @ T.T + W @ L @ L.T @ W.T
+    return loc + W @ server["shared"]["loc"], 0.5 * (covariance + covariance.T)
+
+
+def begun(vfl, *data):
+    """A result of no rounds."""
+    fit, held = vfl._prepare(data, {}, "simulation")
+    state, start = begin(fit, KEY, held.batches, SEARCHES["simulation"])
+    return VerticalResult(np.zeros(0), state, fit, held, start=start)
+
+
 def test_a_run_begins_at_the_mode_with_each_partys_curvature(double):
     """Of a Gaussian: the exact mode, and the inverse of each diagonal block of the precision."""
     xs, y = gaussian_data()
     mean, _, _ = exact_of_known_noise(xs, y)
-    result = nf.VFL(known_noise).run(KEY, 1, xs, y, progress_bar=False)
+    result = begun(nf.VFL(known_noise, rank=0), xs, y)
     assert result.start.num_exchanges < 40
-    at = [result.state.server, *one_by_one(result, result.state.silos)]
-    found = np.concatenate([party.reference["loc"] for party in at])
+    found, covariance = joint_normal(result)
     np.testing.assert_allclose(found, mean, atol=0.02)
     x = np.concatenate([np.ones((len(y), 1)), *xs], 1)
     precision = np.eye(x.shape[1]) + x.T @ x / 0.49
-    ends = np.cumsum([1, *(x.shape[1] for x in xs)])
-    for party, stop in zip(at, ends, strict=True):
-        eta = party.reference
-        d = len(eta["loc"])
-        block = precision[stop - d : stop, stop - d : stop]
-        root = unit_lower(eta["below"], d) * jnp.exp(eta["log_scale"])
-        np.testing.assert_allclose(root @ root.T, np.linalg.inv(block), rtol=1e-6)
+    stop = 0
+    for d in (1, *(x.shape[1] for x in xs)):
+        block = slice(stop, stop + d)
+        inverse = np.linalg.inv(precision[block, block])
+        np.testing.assert_allclose(covariance[block, block], inverse, rtol=1e-6)
+        stop += d
+
+
+def test_a_run_begins_with_the_covariance_of_all_parties(double):
+    xs, y = gaussian_data()
+    result = begun(nf.VFL(known_noise), xs, y)
+    x = np.concatenate([np.ones((len(y), 1)), *xs], 1)
+    expected = np.linalg.inv(np.eye(x.shape[1]) + x.T @ x / 0.49)
+    np.testing.assert_allclose(joint_normal(result)[1], expected, atol=1e-9)
+
+
+def test_directions_are_found_where_the_basis_does_not_hold_all(double):
+    """Two clients, each with a copy of the other's columns but for noise: a few directions in which
+    they make up for each other.
+    """
+    r = np.random.default_rng(2)
+    x = r.normal(size=(60, 6))
+    xs = [x, x + np.array([0.01, 0.1, 1, 10, 10, 10]) * r.normal(size=x.shape)]
+    y = r.normal(size=60)
+    result = begun(nf.VFL(known_noise, rank=2), xs, y)
+    x = np.concatenate([np.ones((len(y), 1)), *xs], 1)
+    expected = np.linalg.inv(np.eye(x.shape[1]) + x.T @ x / 0.49)
+    found = joint_normal(result)[1]
+    np.testing.assert_allclose(found[1, 1], expected[1, 1], rtol=0.05)
+    np.testing.assert_allclose(found[1, 7], expected[1, 7], rtol=0.05)
+
+
+def test_raw_columns_that_parties_share_in_single_precision():
+    """An intercept at the server, years at two clients: the exact posterior."""
+    r = np.random.default_rng(0)
+    year = 2000 + r.uniform(0, 10, 40)
+    xs = [year[:, None], np.stack([3 * year + 8 * r.normal(size=40), r.normal(size=40)], 1)]
+    y = 0.3 * year + 0.7 * r.normal(size=40)
+
+    def vague(xs, y):
+        def slopes(x):
+            beta = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
+            return x @ beta
+
+        b = numpyro.sample("b", dist.Normal(0, 10))
+        eta = nf.client_sum("client", slopes, xs)
+        with numpyro.plate("obs", eta.shape[0]):
+            numpyro.sample("y", dist.Normal(b + eta, 0.7), obs=y)
+
+    result = nf.VFL(vague).run(KEY, 200, xs, y, progress_bar=False)
+    x = np.concatenate([np.ones((40, 1)), *xs], 1)
+    covariance = np.linalg.inv(np.eye(4) / 100 + x.T @ x / 0.49)
+    sd = np.sqrt(np.diag(covariance))
+    mean, found = joint_normal(result)
+    assert (abs(mean - covariance @ x.T @ y / 0.49) < 0.05 * sd).all()
+    np.testing.assert_allclose(np.sqrt(np.diag(found)), sd, rtol=0.07)
 
 
 def test_units_of_columns_do_not_matter():
@@ -446,13 +537,35 @@ def test_units_of_columns_do_not_matter():
 def test_with_rho_nothing_is_sent_without_noise_unasked():
     xs, y = data()
     for settings, begins in (
-        (dict(), True),
-        (dict(rho=1.0), False),
-        (dict(rho=1.0, start="mode"), True),
-        (dict(start=None), False),
+        (dict(), ["spread", "begin at the mode"]),
+        (dict(rho=1.0), ["begin at zero"]),
+        (dict(rho=1.0, start="mode"), ["spread", "begin at the mode"]),
+        (dict(rho=1.0, start=None), []),
+        (dict(start=None), []),
     ):
         fit, _ = nf.VFL(logistic, **settings)._prepare((xs, y), {}, "simulation")
-        assert bool(fit.built.opening) == begins
+        assert [exchange.name for exchange in fit.built.begins] == begins
+
+
+@pytest.mark.parametrize("likelihood", ["augmented", "power"])
+def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
+    """The curvature of a linear predictor under its auxiliary variable and prior, whatever units
+    its columns have; no party is sent anything of another.
+    """
+    xs, y = gaussian_data()
+    xs = [x * scale for x, scale in zip(xs, (1e-4, 1.0, 1e4), strict=True)]
+    vfl = nf.VFL(known_noise, rho=0.5, likelihood=likelihood, share_response=True)
+    result = begun(vfl, xs, y)
+    assert result.start is None
+    for j, x in enumerate(xs):
+        root = root_of_guide(result.private(j).guide["latents"])
+        expected = np.linalg.inv(np.eye(x.shape[1]) + x.T @ x / 0.25)
+        np.testing.assert_allclose(root @ root.T, expected, rtol=1e-6)
+    search = result._fit.built.search
+    before = search.init_server(KEY)
+    down, _ = result._fit.built.begins[0].broadcast(KEY, before, jnp.arange(1), None)
+    assert not down.told.slope.any()
+    assert (down.told.curvature == 4.0).all()
 
 
 def test_where_there_is_no_mode_to_begin_at_runs_begin_at_zero():
@@ -591,13 +704,19 @@ def test_settings_that_do_not_fit():
         (dict(likelihood="power", rho=1.0), "share_response=True"),
         (dict(likelihood="tempered", rho=1.0), "expected 'augmented' or 'power'"),
         (dict(batch_size=0), "batch_size must be a positive integer"),
-        (dict(start="prior"), "expected 'auto', 'mode' or None"),
+        (dict(rank=1.5), "rank must be a positive integer"),
+        (dict(rank=2, local_steps=2, rho=1.0), "one step of a client in a round: say rank=0"),
+        (dict(start="prior"), "expected 'auto', 'mode', 'own' or None"),
+        (dict(start="own"), "say start='mode', or give rho"),
     ):
         with pytest.raises(ValueError, match=words):
             nf.VFL(logistic, **settings)
     xs, y = data()
     with pytest.raises(nf.GuideError, match="auxiliary='full'"):
         nf.VFL(logistic, rho=1.0, auxiliary="full").run(KEY, 1, xs, y)
+    guide = AutoLowRankMultivariateNormal(logistic)
+    with pytest.raises(nf.GuideError, match="rank=2: noise can be shared by guides that"):
+        nf.VFL(logistic, guide=guide, rank=2).run(KEY, 1, xs, y)
     with pytest.raises(ValueError, match="more than the 12 rows"):
         nf.VFL(logistic, batch_size=13).run(KEY, 1, xs, y)
 
@@ -623,10 +742,11 @@ def test_handlers_need_a_client_sum():
 # --- the correction ----------------------------------------------------------------------------
 
 
-def test_weights_are_those_of_the_joint_density():
-    """Log weights by hand, from NumPyro's density of the text and the guides' densities."""
+@pytest.mark.parametrize("settings", [dict(rho=0.7), dict(), dict(rank=3, start=None)])
+def test_weights_are_those_of_the_joint_density(settings):
+    """Log weights by hand, from NumPyro's density of the text and that of the guide."""
     xs, y = data()
-    vfl = nf.VFL(logistic, rho=0.7)
+    vfl = nf.VFL(logistic, **settings)
     fit = vfl.run(KEY, 20, xs, y, progress_bar=False)
     v, held = fit._fit.vertical, fit._held
     exchange = weigh(v, 40, 7)
@@ -637,23 +757,15 @@ def test_weights_are_those_of_the_joint_density():
     own = [states[b][i] for b, i in map(held.place, range(3))]
     scales, of = parts(v, 40)
     assert list(np.bincount(of)) == [32, 4, 4]
-    guides = [(v.guide(v.server).globals, fit.shared.guide)]
-    guides += [
-        (v.guide(v.kind(held.data[j])).globals, fit.private(j).guide["latents"]) for j in range(3)
-    ]
+    mean, covariance = joint_normal(fit)
     for s in range(0, 40, 3):
         values = {n: a[s] for n, a in fit.sites_at(weighed.z, tuple(own)).items()}
         draws = [weighed.z[s], *(z[s] for z in own)]
         halves = [v.model.server, *v.model.clients]
         log_p = log_density(logistic, (xs, y), {}, values)[0]
         log_p += sum(log_det(half, z) for half, z in zip(halves, draws, strict=True))
-        under = []
-        for scale in scales:
-            total = 0.0
-            for (guide, eta), z in zip(guides, draws, strict=True):
-                shrunk = eta["loc"] + (z - eta["loc"]) / scale
-                total += guide.log_density(eta, shrunk) - len(z) * np.log(scale)
-            under.append(total)
+        z = jnp.concatenate(draws)
+        under = [dist.MultivariateNormal(mean, covariance * s**2).log_prob(z) for s in scales]
         log_q = jax.nn.logsumexp(jnp.array(under), b=jnp.array([0.8, 0.1, 0.1]))
         np.testing.assert_allclose(weighed.log_weights[s], log_p - log_q, rtol=1e-4, atol=1e-3)
     evidence = jax.nn.logsumexp(weighed.log_weights) - np.log(40)
@@ -674,7 +786,7 @@ def exact_of_known_noise(xs, y):
     return covariance @ (x.T @ y) / 0.49, np.sqrt(np.diag(covariance)), evidence
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(rho=0.3, auxiliary="amortised")])
+@pytest.mark.parametrize("settings", [dict(rank=0), dict(rho=0.3, auxiliary="amortised")])
 def test_a_corrected_fit_is_the_posterior_of_the_text(settings):
     """Of the exact split, which leaves out correlations, and of the augmented model."""
     xs, y = gaussian_data()
@@ -691,5 +803,5 @@ def test_a_corrected_fit_is_the_posterior_of_the_text(settings):
     assert (abs(found.std(0) / sd - 1) < 4 * error).all()
     assert abs(fixed.log_evidence - evidence) < 4 * error
     assert "client" in fixed.report() or "'b'" in fixed.report()
-    if not settings:  # what is left out shows: the fit's sds are too small
+    if "rank" in settings:  # what is left out shows: the fit's sds are too small
         assert not fixed.fit_trusted

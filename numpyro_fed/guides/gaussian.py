@@ -55,6 +55,9 @@ class GlobalGuide(NamedTuple):
         structure of ``eta``, and is zero for no move.
     log_density : (eta, z_G) -> (), optional
         At any point; None where it is known at the guide's own draws alone, as of most flows.
+    standard : (eta, z_G) -> (dim,), optional
+        The noise of which ``z_G`` is the draw; None where that is not one standard normal for each
+        latent, or not known.
     """
 
     noise: Callable[[Array, int], Any]
@@ -64,6 +67,7 @@ class GlobalGuide(NamedTuple):
     around: Callable[[Array, Array, Array], GuideParams]
     moved: Callable[[GuideParams, GuideParams], GuideParams]
     log_density: Callable[[GuideParams, Array], Array] | None = None
+    standard: Callable[[GuideParams, Array], Array] | None = None
 
 
 class LocalGuide(NamedTuple):
@@ -117,9 +121,11 @@ def diagonal(dim: int, init_scale: float) -> GlobalGuide:
     def place(eta: GuideParams, noise: Array) -> Array:
         return eta["loc"] + jnp.exp(eta["log_scale"]) * noise
 
+    def standard(eta: GuideParams, z: Array) -> Array:
+        return (z - eta["loc"]) / jnp.exp(eta["log_scale"])
+
     def log_density(eta: GuideParams, z: Array) -> Array:
-        standard = (z - eta["loc"]) / jnp.exp(eta["log_scale"])
-        return _standard_normal(standard).sum() - eta["log_scale"].sum()
+        return _standard_normal(standard(eta, z)).sum() - eta["log_scale"].sum()
 
     def around(key: Array, loc: Array, root: Array) -> GuideParams:
         return {"loc": loc, "log_scale": _conditional_log_scale(root)}
@@ -128,7 +134,7 @@ def diagonal(dim: int, init_scale: float) -> GlobalGuide:
         loc = eta["loc"] + jnp.exp(eta["log_scale"]) * step["loc"]
         return {"loc": loc, "log_scale": eta["log_scale"] + step["log_scale"]}
 
-    return _sticking(dim, init, place, log_density, around, moved)
+    return _sticking(dim, init, place, log_density, around, moved, standard)
 
 
 def full(dim: int, init_scale: float) -> GlobalGuide:
@@ -141,15 +147,17 @@ def full(dim: int, init_scale: float) -> GlobalGuide:
     def place(eta: GuideParams, noise: Array) -> Array:
         return eta["loc"] + unit_lower(eta["below"], dim) @ (jnp.exp(eta["log_scale"]) * noise)
 
-    def log_density(eta: GuideParams, z: Array) -> Array:
+    def standard(eta: GuideParams, z: Array) -> Array:
         scaled = solve_unit(unit_lower(eta["below"], dim), z - eta["loc"])
-        standard = scaled / jnp.exp(eta["log_scale"])
-        return _standard_normal(standard).sum() - eta["log_scale"].sum()
+        return scaled / jnp.exp(eta["log_scale"])
+
+    def log_density(eta: GuideParams, z: Array) -> Array:
+        return _standard_normal(standard(eta, z)).sum() - eta["log_scale"].sum()
 
     def around(key: Array, loc: Array, root: Array) -> GuideParams:
         return {"loc": loc, **cholesky_parts(as_matrix(root))}
 
-    return _sticking(dim, init, place, log_density, around, moved_full)
+    return _sticking(dim, init, place, log_density, around, moved_full, standard)
 
 
 def skewed(dim: int, order: np.ndarray, init_scale: float) -> GlobalGuide:
@@ -177,7 +185,8 @@ def skewed(dim: int, order: np.ndarray, init_scale: float) -> GlobalGuide:
         scale = jnp.exp(eta["log_scale"] + coupling(eta) @ noise)
         return eta["loc"] + (unit_lower(eta["below"], dim) @ (scale * noise))[back]
 
-    def log_density(eta: GuideParams, z: Array) -> Array:
+    def inverted(eta: GuideParams, z: Array) -> tuple[Array, Array]:
+        """The noise, and log-scales given it."""
         scaled = solve_unit(unit_lower(eta["below"], dim), (z - eta["loc"])[order])
         D = coupling(eta)
 
@@ -187,7 +196,13 @@ def skewed(dim: int, order: np.ndarray, init_scale: float) -> GlobalGuide:
             return noise.at[i].set(x * jnp.exp(-log_scale)), log_scale
 
         rows = (jnp.arange(dim), scaled, eta["log_scale"], D)
-        noise, log_scales = jax.lax.scan(one, jnp.zeros_like(z), rows)
+        return jax.lax.scan(one, jnp.zeros_like(z), rows)
+
+    def standard(eta: GuideParams, z: Array) -> Array:
+        return inverted(eta, z)[0]
+
+    def log_density(eta: GuideParams, z: Array) -> Array:
+        noise, log_scales = inverted(eta, z)
         return _standard_normal(noise).sum() - log_scales.sum()
 
     def around(key: Array, loc: Array, root: Array) -> GuideParams:
@@ -212,7 +227,8 @@ def skewed(dim: int, order: np.ndarray, init_scale: float) -> GlobalGuide:
         return z, _standard_normal(at).sum() - (fixed["log_scale"] + D @ at).sum()
 
     centre = itemgetter("loc")
-    return GlobalGuide(standard_normals(dim), init, draw, centre, around, moved, log_density)
+    noise = standard_normals(dim)
+    return GlobalGuide(noise, init, draw, centre, around, moved, log_density, standard)
 
 
 def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
@@ -266,6 +282,7 @@ def _sticking(
     log_density: Callable[[GuideParams, Array], Array],
     around: Callable[[Array, Array, Array], GuideParams],
     moved: Callable[[GuideParams, GuideParams], GuideParams],
+    standard: Callable[[GuideParams, Array], Array] | None = None,
 ) -> GlobalGuide:
     """A Gaussian guide whose draws take ``numbers`` normals and are put in ``place``."""
 
@@ -274,7 +291,8 @@ def _sticking(
         return z, log_density(stop_gradient(eta), z)
 
     noise = standard_normals(numbers)
-    return GlobalGuide(noise, init, draw, lambda eta: eta["loc"], around, moved, log_density)
+    centre = itemgetter("loc")
+    return GlobalGuide(noise, init, draw, centre, around, moved, log_density, standard)
 
 
 def local(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from tqdm.auto import tqdm
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.algorithms.vertical.augmented import augmented
 from numpyro_fed.algorithms.vertical.base import Kind, Vertical
-from numpyro_fed.algorithms.vertical.begin import beginning, search
+from numpyro_fed.algorithms.vertical.begin import beginning, looks, spread, width_of
 from numpyro_fed.algorithms.vertical.power import power
+from numpyro_fed.algorithms.vertical.search import search
 from numpyro_fed.algorithms.vertical.weigh import weigh
-from numpyro_fed.errors import DataError, positive_int
+from numpyro_fed.errors import DataError, GuideError, positive_int
 from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven, one_key
@@ -41,6 +42,7 @@ from numpyro_fed.model.roles import (
     split_vertical,
     told,
 )
+from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.saving import load_state
@@ -52,12 +54,15 @@ from numpyro_fed.results.vertical import (
 )
 from numpyro_fed.runtime.crossing import Crossings, crossings
 from numpyro_fed.runtime.drive import drive
-from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
+from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, on_device
 from numpyro_fed.trees import strong
 
 MEAN_FIELD_UP_TO = 10_000  # rows
 JACOBIAN = 2**26  # numbers, at most, in that of a client's predictor
 MOST = 60  # rounds of the search
+CYCLES = 5  # of the search, each but the first from a Newton step of all parties
+CLOSE = 1e-3  # nats that such a step promises, where the search is at its end
+RANK = 32  # of the noise that parties share, by default, at most
 OPENING = 2**31 - 1  # folded into the key of a run, for what comes before its rounds
 
 
@@ -103,13 +108,21 @@ class VFL:
     local_steps : int
         Steps of each client in a round, all but the first with its auxiliary variables where they
         are (section 5.3).
-    start : {"auto", "mode", None}
-        ``"mode"``: some 10 to 40 exchanges find the mode of all parties' latents, in which clients
+    start : {"auto", "mode", "own", None}
+        ``"mode"``: some 10 to 60 exchanges find the mode of all parties' latents, in which clients
         send predictors and the server slopes and curvatures of the likelihood; each party's guide
         begins there with its own curvature. Not where there is a ``numpyro.param``, where the prior
-        of a latent depends on another one of its party, or above 300 latents of a party: there, and
-        with None, at zero in unconstrained space. ``"auto"`` is ``"mode"`` for the exact split, and
-        None with ``rho``, since the search sends predictors without noise.
+        of a latent depends on another one of its party, or above 300 latents of a party.
+        ``"own"``, with ``rho``: at zero in unconstrained space, with the curvature that a party
+        knows by itself, from ``rho`` and its columns; nothing is sent for it. ``None``: at zero.
+        ``"auto"`` is ``"mode"`` for the exact split, and ``"own"`` with ``rho``, since the search
+        sends predictors without noise.
+    rank : int or "auto"
+        How much noise all parties share, so that their posteriors depend on each other:
+        :mod:`numpyro_fed.guides.coupling`. 0 for parties that are independent under the guide. A
+        run from the mode begins with the ``rank`` directions of all latents in which parties make
+        up for each other most. ``"auto"`` is up to 32 for the exact split from the mode, and else
+        0: under a mean-field guide of auxiliary variables parties are independent given these.
 
     References
     ----------
@@ -149,6 +162,7 @@ class VFL:
     batch_size: int | None = field(default=None, kw_only=True)
     local_steps: int = field(default=1, kw_only=True)
     start: str | None = field(default="auto", kw_only=True)
+    rank: int | str = field(default="auto", kw_only=True)
     _fits: dict[Any, VerticalFit] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -160,8 +174,20 @@ class VFL:
             positive_int("batch_size", self.batch_size)
         if self.rho is not None:
             positive_rho(self.rho)
-        if self.start not in ("auto", "mode", None):
-            raise ValueError(f"start={self.start!r}: expected 'auto', 'mode' or None.")
+        if self.start not in ("auto", "mode", "own", None):
+            raise ValueError(f"start={self.start!r}: expected 'auto', 'mode', 'own' or None.")
+        if self.start == "own" and self.rho is None:
+            raise ValueError(
+                "start='own' is of clients with auxiliary variables, whose curvature rho gives: "
+                "say start='mode', or give rho."
+            )
+        if self.rank not in ("auto", 0):
+            positive_int("rank", self.rank)
+        if self.rank not in ("auto", 0) and (self.likelihood == "power" or self.local_steps > 1):
+            raise ValueError(
+                "noise that all parties share (rank) goes with the exact split and the augmented "
+                "model, and one step of a client in a round: say rank=0."
+            )
         if self.likelihood not in ("augmented", "power"):
             raise ValueError(f"likelihood={self.likelihood!r}: expected 'augmented' or 'power'.")
         if self.rho is None and (self.likelihood == "power" or self.local_steps > 1):
@@ -215,8 +241,7 @@ class VFL:
         check_course(num_rounds, every, stop)
         fit, held = self._prepare(args, kwargs, runtime)
         if progress_bar:
-            seen = crossings(fit.algorithm, held.data[0], fit.server_data, silo="client")
-            tqdm.write(f"In each round\n{seen}")
+            tqdm.write(str(_messages(fit, held)))
         if init_state is None:
             state, start = begin(fit, key, held.batches, SEARCHES[runtime])
         else:
@@ -238,7 +263,8 @@ class VFL:
         )
 
     def messages(self, *args: Any, **kwargs: Any) -> Crossings:
-        """What each party sees: all arrays that cross in a round, with their shapes.
+        """What each party sees: all arrays that cross, with their shapes, before the first round
+        (as often as :attr:`VerticalResult.start` says) and in each round.
 
         A client's ``part`` has a number for each row: in the exact split its predictor, of which
         many draws tell the client's columns up to what the predictor does with them (a linear
@@ -259,13 +285,17 @@ class VFL:
         ...     with numpyro.plate("row", eta.shape[0]):
         ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
         >>> print(nf.VFL(model, rho=1.0).messages([np.ones(3), np.ones(3)], np.zeros(3)))
-        exchange  from    to      array    shape   dtype
-        draw      client  server  part     (1, 3)  float32  summed
-        draw      client  server  own      ()      float32  summed
-        step      server  client  message  (1, 3)  float32
+        when   exchange       from    to      array           shape   dtype
+        start  begin at zero  server  client  told.better     ()      bool
+        start  begin at zero  server  client  told.slope      (3,)    float32
+        start  begin at zero  server  client  told.curvature  (3,)    float32
+        start  begin at zero  server  client  tau             ()      float32
+        round  draw           client  server  part            (1, 3)  float32  summed
+        round  draw           client  server  own             ()      float32  summed
+        round  step           server  client  part            (1, 3)  float32
         """
         fit, held = self._prepare(args, kwargs, "simulation")
-        return crossings(fit.algorithm, held.data[0], fit.server_data, silo="client")
+        return _messages(fit, held)
 
     def load(
         self, path: str | Path, *args: Any, runtime: str = "simulation", **kwargs: Any
@@ -352,6 +382,7 @@ class VFL:
             int(roles.server.arrays[n].size / model.rows) if self.share_response else 0
             for n in model.response
         )
+        start = self._start(roles)
         vertical = Vertical(
             model=model,
             server=Kind(model.server, resolve(self.server_guide, model.server, {}, {})),
@@ -365,17 +396,24 @@ class VFL:
             optim=self.optim or default_optimiser(),
             num_particles=self.num_particles,
             batch_size=self.batch_size,
-            from_mode=self._from_mode and _has_start(roles),
+            from_reference=start is not None,
             power=self.likelihood == "power",
         )
+        rank = self._rank(vertical, start)
+        most = max(JACOBIAN // math.prod(model.shape), 1)
+        width = width_of(vertical.dim, max(rank, RANK), most) if start == "mode" else 0
+        vertical = replace(vertical, rank=rank, width=width)
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
         if self.likelihood == "power":
             algorithm = power(vertical, len(clients), like, self.local_steps)
         else:
             algorithm = augmented(vertical, like, self.local_steps)
-        if not vertical.from_mode:
+        if start is None:
             return VerticalBuilt(vertical, algorithm)
-        return VerticalBuilt(vertical, algorithm, search(vertical, like), beginning(vertical))
+        first, begins = search(vertical, like), beginning(vertical)
+        if start == "own":
+            return VerticalBuilt(vertical, algorithm, first, (begins,))
+        return VerticalBuilt(vertical, algorithm, first, (spread(vertical), begins))
 
     def _description(self, built: VerticalBuilt) -> dict[str, Any]:
         """What a saved state must agree with."""
@@ -390,7 +428,8 @@ class VFL:
                 "num_particles": self.num_particles,
                 "batch_size": self.batch_size,
                 "local_steps": self.local_steps,
-                "from_mode": v.from_mode,
+                "from_reference": v.from_reference,
+                "rank": v.rank,
                 "guides": json.loads(
                     json.dumps([v.server.resolved, *(k.resolved for k in kinds.values())])
                 ),
@@ -405,15 +444,49 @@ class VFL:
             "rows": model.rows,
         }
 
-    @property
-    def _from_mode(self) -> bool:
-        return self.start == "mode" or (self.start == "auto" and self.rho is None)
+    def _rank(self, v: Vertical, start: str | None) -> int:
+        """Of the noise that all parties share."""
+        guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
+        halves = (v.model.server, *v.model.clients)
+        several = sum(half.dim > 0 for half in halves) > 1
+        if self.rank == "auto":
+            able = several and all(guide.standard for guide in guides)
+            return min(v.dim - 1, RANK) if able and start == "mode" and v.rho is None else 0
+        if self.rank and not all(guide.standard for guide in guides):
+            raise GuideError(
+                f"rank={self.rank}: noise can be shared by guides that draw each latent from one "
+                "standard normal, the structured guide's diagonal, full and skewed covariances. "
+                "Use one of these for all parties, or rank=0."
+            )
+        return min(int(self.rank), v.dim - 1) if several else 0
+
+    def _start(self, roles: Roles) -> str | None:
+        """Where runs begin, of those that are possible."""
+        wanted = self.start
+        if wanted == "auto":
+            wanted = "mode" if self.rho is None else "own"
+        if wanted == "mode" and not _has_mode(roles):
+            wanted = None if self.rho is None else "own"
+        return wanted if wanted is None or _has_curvature(roles.model) else None
 
     def _auxiliary(self, rows: int) -> str | Amortised:
         if self.auxiliary != "auto":
             return self.auxiliary
         many = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
         return "amortised" if many else "mean_field"
+
+
+def _messages(fit: VerticalFit, held: Silos) -> Crossings:
+    """Of one client."""
+    built = fit.built
+
+    def seen(when: str, algorithm: FederatedAlgorithm, exchanges: Sequence[Exchange]) -> Crossings:
+        data = held.data[0]
+        return crossings(when, algorithm, exchanges, data, fit.server_data, silo="client")
+
+    start = seen("start", built.first, built.opening)
+    rounds = seen("round", built.algorithm, built.algorithm.exchanges)
+    return start._replace(rows=start.rows + rounds.rows)
 
 
 def _held(roles: Roles, runtime: str) -> Silos:
@@ -425,18 +498,19 @@ def _held(roles: Roles, runtime: str) -> Silos:
     return Silos(roles.clients, tuple(buckets), on_device(buckets))
 
 
-def _has_start(roles: Roles) -> bool:
+def _has_curvature(model: VerticalModel) -> bool:
+    """Whether there are latents, and not too many for the curvature of a party."""
+    largest = max(half.dim for half in (model.server, *model.clients))
+    return 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= JACOBIAN
+
+
+def _has_mode(roles: Roles) -> bool:
     """Whether a mode can be looked for, and is one from which to begin."""
     model = roles.model
     halves = [model.server, *model.clients]
     held = [model.with_total(roles.server, jnp.zeros(model.shape, model.dtype)), *roles.clients]
-    largest = max(half.dim for half in halves)
-    return (
-        any(half.dim for half in halves)
-        and not any(half.named("param") for half in halves)
-        and largest <= SEARCHED_UP_TO
-        and largest * math.prod(model.shape) <= JACOBIAN
-        and not any(map(is_hierarchical, halves, held))
+    return not any(half.named("param") for half in halves) and not any(
+        map(is_hierarchical, halves, held)
     )
 
 
@@ -446,27 +520,57 @@ def begin(
     batches: tuple[Batch, ...],
     runtime_of: Callable[[FederatedAlgorithm], Runtime],
 ) -> tuple[State, VerticalStart | None]:
-    """The first state of a run, and where that is."""
+    """The first state of a run, and the mode if it is there."""
     built = fit.built
-    if built.search is None or built.begin is None:
+    if built.search is None:
         return fit.runtime.init(key, batches), None
     if "search" not in fit.compiled:
         fit.compiled["search"] = runtime_of(built.search)
-        fit.compiled["begin"] = fit.compiled["search"].once(built.begin)
-    runtime, begun = fit.compiled["search"], fit.compiled["begin"]
+        fit.compiled["begins"] = {x.name: fit.compiled["search"].once(x) for x in built.begins}
+    runtime, (*spreads, beginning) = fit.compiled["search"], fit.compiled["begins"].values()
     mine = jax.random.fold_in(key, OPENING)
-    state = runtime.init(mine, batches)
-    run = drive(runtime, mine, state, batches, MOST, False, fit.server_data, stop=True)
-    if run.failure is None:
-        found = run.state
-        server, silos, info, _ = begun(mine, found.server, found.silos, batches, fit.server_data)
+    found: State | None = runtime.init(mine, batches)
+    exchanges = 0
+    if found is not None and spreads:
+        found, exchanges = _searched(fit, mine, found, batches, runtime, spreads[0])
+    if found is not None:
+        server, silos, info, _ = beginning(
+            mine, found.server, found.silos, batches, fit.server_data
+        )
         if info.ok:
-            exchanges = 2 * int(found.round) + 1
             state = strong(State(jnp.zeros((), jnp.int32), server, silos))
-            return state, VerticalStart(-float(info.loss), exchanges)
+            start = VerticalStart(-float(info.loss), exchanges + 1) if spreads else None
+            return state, start
     warnings.warn(
-        "no mode to start from was found where the log density and its derivatives are finite: the "
-        "run starts at zero in unconstrained space. Double precision may help.",
+        "no start was found where the log density and its derivatives are finite: the run starts "
+        "at zero in unconstrained space. Double precision may help.",
         stacklevel=3,
     )
     return fit.runtime.init(key, batches), None
+
+
+def _searched(
+    fit: VerticalFit,
+    key: Array,
+    state: State,
+    batches: tuple[Batch, ...],
+    runtime: Runtime,
+    spread: Single,
+) -> tuple[State | None, int]:
+    """The search at the mode, None if it fails, and how many exchanges it took."""
+    asked = 0
+    for cycle in range(CYCLES):
+        run = drive(runtime, key, state, batches, MOST, False, fit.server_data, stop=True)
+        if run.failure is not None:
+            return None, 0
+        state = run.state
+        for _ in range(1 if cycle else looks(fit.vertical)):
+            server, silos, info, _ = spread(
+                key, state.server, state.silos, batches, fit.server_data
+            )
+            if not info.ok:
+                return None, 0
+            state, asked = state._replace(server=server, silos=silos), asked + 1
+        if state.server.ritz.gain <= CLOSE:
+            break
+    return state, 2 * int(state.round) + asked

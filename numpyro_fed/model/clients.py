@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ from numpyro_fed.model.primitives import silo_plate_of
 AUXILIARY = "z"  # the name of a client's auxiliary variable, within the client
 
 
-class Clients(NamedTuple):
+@dataclass(frozen=True)
+class Clients:
     """What a ``client_sum`` was given: a predictor and columns for each client."""
 
     name: str

@@ -170,7 +170,7 @@ def split(whole: Text, *, share_response: bool = False) -> Roles:
     alike = zip(predictors, halves, strict=True)
     halves = [known.setdefault((predictor, half.sites), half) for predictor, half in alike]
     predicted = [_predicted(half, data) for half, data in zip(halves, clients, strict=True)]
-    check_shapes(found._replace(columns=tuple(columns)), predicted)
+    check_shapes(replace(found, columns=tuple(columns)), predicted)
     for j, (half, data) in enumerate(zip(halves, clients, strict=True)):
         _check_client(text, arrays, half, data, j)
     shape, dtype = predicted[0].shape, str(predicted[0].dtype)

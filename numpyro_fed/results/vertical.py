@@ -16,6 +16,7 @@ from jax import Array
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Shared
 from numpyro_fed.algorithms.vertical.base import Vertical
 from numpyro_fed.errors import DataError
+from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.base import Silos, bound_settled, check_state, to_arviz
@@ -29,7 +30,7 @@ class VerticalBuilt(NamedTuple):
     vertical: Vertical
     algorithm: FederatedAlgorithm
     search: FederatedAlgorithm | None = None
-    begin: Exchange | None = None
+    begins: tuple[Exchange, ...] = ()  # what leads from the states of the search to those of a run
 
     @property
     def first(self) -> FederatedAlgorithm:
@@ -39,9 +40,10 @@ class VerticalBuilt(NamedTuple):
     @property
     def opening(self) -> tuple[Exchange, ...]:
         """The exchanges before the first round."""
-        if self.search is None or self.begin is None:
+        if self.search is None:
             return ()
-        return (*self.search.exchanges, self.begin)
+        searching = self.search.exchanges if len(self.begins) > 1 else ()
+        return (*searching, *self.begins)
 
     def sender(self, exchange: Exchange) -> FederatedAlgorithm:
         """The algorithm from whose states an exchange starts."""
@@ -142,7 +144,7 @@ class VerticalResult:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The server's parameters on their own supports; its latents' guide as ``"guide"``."""
+        """The server's parameters on their own supports; its guides as ``"guide"``."""
         theta, guide = self.shared
         return {**self._fit.vertical.model.server.constrain_theta(theta), "guide": guide}
 
@@ -166,17 +168,26 @@ class VerticalResult:
         """Unconstrained draws of the server's latents (n, dim) and of each client's, and their log
         density (n,) under the guides.
         """
-        v = self._fit.vertical
-        z, log_q = _draw(
-            v.guide(v.server).globals, jax.random.fold_in(key, 0), self.shared.guide, n
-        )
-        own = []
+        v, server = self._fit.vertical, self.shared.guide
+        parties = [(v.server, server)]
         for j, data in enumerate(self._held.data if self._held else ()):
-            guide, eta = v.guide(v.kind(data)).globals, self.private(j).guide["latents"]
-            z_j, log_q_j = _draw(guide, jax.random.fold_in(key, 1 + j), eta, n)
-            own.append(z_j)
-            log_q = log_q + log_q_j
-        return z, tuple(own), log_q
+            parties.append((v.kind(data), self.private(j).guide))
+        xi: Any = ()
+        if v.rank:
+            noise = v.sharing.noise(jax.random.fold_in(key, len(parties)), n)
+            xi = v.xi(server["shared"], noise)
+        found = []
+        for j, (kind, params) in enumerate(parties):
+            guide, mine = v.guide(kind).globals, jax.random.fold_in(key, j)
+            draw = partial(coupling.draw, guide, params["latents"], params.get("coupling"))
+            found.append(jax.vmap(draw)(guide.noise(mine, n), xi))
+        z, log_qs, bs = zip(*found, strict=True)
+        log_q = sum(log_qs[1:], log_qs[0])
+        if v.rank:
+            A = sum(p["coupling"].T @ p["coupling"] for _, p in parties)
+            ratio = partial(coupling.log_ratio, server["shared"], A=A)
+            log_q += jax.vmap(ratio)(sum(bs[1:], bs[0]))
+        return z[0], z[1:], log_q
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the fitted posterior.
@@ -219,10 +230,6 @@ class VerticalResult:
         Read it back with :meth:`numpyro_fed.VFL.load`.
         """
         save_state(path, self._fit.description, self.losses, self.state)
-
-
-def _draw(guide: Any, key: Array, eta: Any, n: int) -> tuple[Array, Array]:
-    return jax.vmap(guide.draw, (None, 0))(eta, guide.noise(key, n))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,8 @@ class Crossing(NamedTuple):
 
     Attributes
     ----------
+    when : {"start", "round"}
+        Before the first round, as often as the start takes, or in each round.
     exchange, array : str
     up : bool
         From a silo to the server, or down to all silos.
@@ -27,6 +29,7 @@ class Crossing(NamedTuple):
         Whether the server needs the sum over silos alone, which secure aggregation may form.
     """
 
+    when: str
     exchange: str
     array: str
     up: bool
@@ -36,25 +39,17 @@ class Crossing(NamedTuple):
 
 
 class Crossings(NamedTuple):
-    """All that crosses in one round of one silo; prints as a table."""
+    """All that crosses between the server and one silo; prints as a table."""
 
     rows: tuple[Crossing, ...]
     parties: tuple[str, str] = ("server", "silo")
 
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """How many numbers go down to a silo, and up from it."""
-        down, up = (
-            sum(math.prod(row.shape) for row in self.rows if row.up == upwards)
-            for upwards in (False, True)
-        )
-        return down, up
-
     def __str__(self) -> str:
         server, silo = self.parties
-        head = ("exchange", "from", "to", "array", "shape", "dtype", "")
+        head = ("when", "exchange", "from", "to", "array", "shape", "dtype", "")
         lines = [
             (
+                row.when,
                 row.exchange,
                 silo if row.up else server,
                 server if row.up else silo,
@@ -73,31 +68,40 @@ class Crossings(NamedTuple):
 
 
 def crossings(
-    algorithm: FederatedAlgorithm, data: SiloData, server_data: Any, *, silo: str = "silo"
+    when: str,
+    algorithm: FederatedAlgorithm,
+    exchanges: Sequence[Exchange],
+    data: SiloData,
+    server_data: Any,
+    *,
+    silo: str = "silo",
 ) -> Crossings:
-    """Trace one round with a silo that holds ``data``; nothing is computed."""
+    """Trace exchanges that begin with an algorithm's first states, with a silo that holds ``data``;
+    nothing is computed.
+    """
     rows: list[Crossing] = []
 
-    def one_round(key: Any, data: SiloData, server_data: Any) -> None:
+    def one_after_the_other(key: Any, data: SiloData, server_data: Any) -> None:
         server, state = algorithm.init_server(key), algorithm.init_silo(key, data)
-        for exchange in algorithm.exchanges:
+        for exchange in exchanges:
             noise = exchange.server_noise(key)
             down, memo = exchange.broadcast(noise, server, jnp.arange(1), server_data)
             reply, state = exchange.visit(exchange.silo_noise(key, state), down, state, data)
-            rows.extend(_rows(exchange, down, False))
-            rows.extend(_rows(exchange, reply.up, True))
+            rows.extend(_rows(when, exchange, down, False))
+            rows.extend(_rows(when, exchange, reply.up, True))
             stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
             replies = combine(exchange.combine, [stack])
             server, _ = exchange.server(server, memo, replies, server_data)
 
-    jax.eval_shape(one_round, jax.random.key(0), data, server_data)
+    jax.eval_shape(one_after_the_other, jax.random.key(0), data, server_data)
     return Crossings(tuple(rows), ("server", silo))
 
 
-def _rows(exchange: Exchange, tree: Any, up: bool) -> list[Crossing]:
+def _rows(when: str, exchange: Exchange, tree: Any, up: bool) -> list[Crossing]:
     summed = exchange.combine is Combine.SUM
     return [
         Crossing(
+            when,
             exchange.name,
             jax.tree_util.keystr(path, simple=True, separator=".") or "message",
             up,

@@ -19,24 +19,35 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms import settling
-from numpyro_fed.algorithms.base import (
-    Exchange,
-    FederatedAlgorithm,
-    Info,
-    Replies,
-    Reply,
-    ascend,
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply
+from numpyro_fed.algorithms.vertical.base import (
+    ClientState,
+    Drawn,
+    Sent,
+    ServerNoise,
+    ServerState,
+    Vertical,
 )
-from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Vertical
+from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
 
+class Down(NamedTuple):
+    """What clients need for a draw: the noise that all share, and the rows that take part."""
+
+    xi: Any
+    rows: Any
+
+
 class Up(NamedTuple):
-    """What a client sends: its part of the sum, and its own term of the bound."""
+    """What a client sends: its part of the sum, its own term of the bound, and what ties it to
+    other parties.
+    """
 
     part: Array
     own: Array
+    tie: Any
 
 
 def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> FederatedAlgorithm:
@@ -49,38 +60,46 @@ def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> Feder
     def init_server(key: Array) -> ServerState:
         return v.init_server(key, server_like)
 
-    def broadcast(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Any, Any]:
-        return noise[1], noise
+    def broadcast(
+        noise: ServerNoise, state: ServerState, who: Array, server_data: Any
+    ) -> tuple[Down, ServerNoise]:
+        return Down(v.xi(state.params["shared"], noise.xi), noise.rows), noise
 
     def server(
-        state: ServerState, memo: Any, replies: Replies[Up], server_data: SiloData
+        state: ServerState, memo: ServerNoise, replies: Replies[Up], server_data: SiloData
     ) -> tuple[ServerState, Info]:
-        eps, rows = memo
-        data, guide = v.some(server_data, rows), v.guide(v.server).globals
+        data, guide = v.some(server_data, memo.rows), v.guide(v.server).globals
+        xi = v.xi(state.params["shared"], memo.xi)
 
-        def bound(params: dict[str, Any], total: Array) -> Array:
-            eta = v.placed(v.server, params["guide"], state.reference)
+        def bound(own: dict[str, Any], xi: Any, sent: Sent) -> Array:
+            eta, V = v.placed(v.server, own, state.reference)
 
-            def one(eps: Any, total: Array) -> Array:
-                z, log_q = guide.draw(eta, eps)
-                own, likelihood = v.model.log_server(params["theta"], z, total, data)
-                return own - log_q + v.share * likelihood
+            def one(eps: Any, xi: Any, sent: Sent) -> Array:
+                z, log_q, b = coupling.draw(guide, eta, V, eps, xi)
+                prior, likelihood = v.model.log_server(own["theta"], z, sent.part, data)
+                value = prior - log_q + v.share * likelihood
+                if V is None:
+                    return value
+                A = jax.lax.stop_gradient(V.T @ V) + replies.up.tie.A
+                return value - coupling.log_ratio(state.params["shared"], sent.b + b, A)
 
-            return jax.vmap(one)(eps, total).mean()
+            return jax.vmap(one)(memo.eps, xi, sent).mean()
 
-        value, (gradient, slope) = jax.value_and_grad(bound, (0, 1))(state.params, replies.up.part)
-        params, opt_state = ascend(v.optim, gradient, state.opt_state, state.params)
-        total = value + replies.up.own
-        course = settling.follow(state.course, -total, params, standard=v.from_mode)
-        after = state._replace(
-            params=params, opt_state=opt_state, course=course, noise=memo, sent=slope
+        up = replies.up
+        sums = Sent(up.part, up.tie.b if v.rank else ())
+        value, (gradient, by_xi, slope) = jax.value_and_grad(bound, (0, 1, 2))(
+            state.params["own"], xi, sums
         )
-        return after, Info(-total, replies.ok & all_finite((total, gradient, slope)))
+        after = v.ascend(state, "own", gradient)
+        total = value + up.own
+        course = settling.follow(state.course, -total, after.params, standard=v.from_reference)
+        after = after._replace(course=course, noise=memo, sent=slope, by_xi=by_xi)
+        return after, Info(-total, replies.ok & all_finite((total, gradient, by_xi, slope)))
 
     def step(
-        noise: Any, down: Array, state: ClientState, data: SiloData
-    ) -> tuple[Reply[tuple[()]], ClientState]:
-        return stepped(v, noise, state, data, jnp.zeros_like(down), down)
+        noise: Any, down: Sent, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Any], ClientState]:
+        return stepped(v, noise, state, data, jnp.zeros_like(down.part), down)
 
     exchanges = drawing(v, broadcast, server), stepping(v, step, local_steps)
     return FederatedAlgorithm(
@@ -94,14 +113,19 @@ def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> Feder
 
 
 def drawing(v: Vertical, broadcast: Any, server: Any) -> Exchange:
-    """The exchange in which clients draw: down go the rows that take part."""
+    """The exchange in which clients draw."""
 
     def silo(
-        noise: Any, down: Any, state: ClientState, data: SiloData
+        noise: Any, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
-        state = state._replace(noise=noise, rows=down)
-        _, z, own = v.draw(state.params, state, data)
-        return Reply(Up(z, own), all_finite((z, own))), state
+        state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
+        drawn = v.draw(state.params, down.xi, state, data)
+        tie: Any = ()
+        if v.rank:
+            _, V = v.placed(v.kind(data), state.params["own"], state.reference)
+            tie = coupling.Tie(drawn.b, V.T @ V)
+        up = Up(drawn.z, drawn.own, tie)
+        return Reply(up, all_finite(up)), state
 
     return Exchange(
         broadcast,
@@ -114,19 +138,25 @@ def drawing(v: Vertical, broadcast: Any, server: Any) -> Exchange:
 
 
 def stepping(v: Vertical, step: Any, local_steps: int) -> Exchange:
-    """The exchange in which clients take their steps: down goes what the server has kept for it,
-    and nothing comes back.
+    """The exchange in which clients take their steps: down goes what the server has kept for it;
+    back comes the gradient with respect to the noise that all share, by which the server moves the
+    guide of that.
     """
 
     def broadcast(
         noise: Any, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[Array, tuple[()]]:
+    ) -> tuple[Sent, tuple[()]]:
         return state.sent, ()
 
     def server(
         state: ServerState, memo: Any, replies: Replies, server_data: Any
     ) -> tuple[ServerState, Info]:
-        return state, Info(jnp.zeros(()), replies.ok)
+        after = state
+        if v.rank:
+            _, pull = jax.vjp(lambda shared: v.xi(shared, state.noise.xi), state.params["shared"])
+            (gradient,) = pull(state.by_xi + replies.up)
+            after = v.ascend(state, "shared", gradient)
+        return after, Info(jnp.zeros(()), replies.ok)
 
     def silo_noise(key: Array, state: ClientState) -> Any:
         keys = jax.random.split(key, local_steps - 1)
@@ -136,15 +166,15 @@ def stepping(v: Vertical, step: Any, local_steps: int) -> Exchange:
 
 
 def stepped(
-    v: Vertical, noise: Any, state: ClientState, data: SiloData, of_g: Array, of_z: Array
-) -> tuple[Reply[tuple[()]], ClientState]:
-    """A client's steps, given the gradient with respect to its predictor and to its part."""
+    v: Vertical, noise: Any, state: ClientState, data: SiloData, of_g: Array, down: Sent
+) -> tuple[Reply[Any], ClientState]:
+    """A client's steps, given the gradient with respect to its predictor and to what it sent."""
 
-    def draw(params: dict[str, Any]) -> Any:
-        return v.draw(params, state, data)
+    def draw(params: dict[str, Any], xi: Any) -> Any:
+        return v.draw(params, xi, state, data)
 
-    drawn, pull = jax.vjp(draw, state.params)
-    (gradient,) = pull(drawn._replace(g=of_g, z=of_z, own=jnp.ones_like(drawn.own)))
+    drawn, pull = jax.vjp(draw, state.params, state.xi)
+    gradient, by_xi = pull(Drawn(of_g, down.part, jnp.ones_like(drawn.own), down.b))
     after = v.ascend(state, "own", gradient["own"])
     if v.auxiliary is not None:
         after = v.ascend(after, "auxiliary", gradient["auxiliary"])
@@ -155,4 +185,4 @@ def stepped(
 
     if jax.tree.leaves(noise):
         after, _ = jax.lax.scan(one, after, noise)
-    return Reply((), all_finite(gradient)), after
+    return Reply(by_xi, all_finite((gradient, by_xi))), after

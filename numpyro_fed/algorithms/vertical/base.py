@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,55 +15,95 @@ from jax import Array
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Private, Shared, ascend
 from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.guides import coupling
 from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known
+from numpyro_fed.guides.coupling import shared_guide
+from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.guides.structured import Resolved, build_resolved
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
+
+LOOSE = 0.1  # of the shared noise, where a run does not begin at the mode
 
 
 class ServerState(NamedTuple):
     """The server's parameters, and what it keeps from one exchange of a round to the next.
 
-    ``params`` is ``{"theta", "guide"}``, the guide's steps from a ``reference`` where there is one;
-    ``sent`` is what clients wait for: the gradient with respect to the sum, or the sum itself,
-    (particles, rows, ...); ``own`` is the clients' own terms of the bound.
+    ``params`` is ``{"own": {"theta", "guide", "coupling"}, "shared"}``, the guide's steps from a
+    ``reference`` where there is one; ``shared`` is the guide of the noise that all parties share.
+    ``sent`` is what clients wait for: the gradient with respect to what they sent, or the sum
+    itself, (particles, rows, ...); ``own`` is the clients' own terms of the bound, ``by_xi`` the
+    server's part of the gradient with respect to the shared noise.
     """
 
     params: dict[str, Any]
-    opt_state: Any
+    opt_state: dict[str, Any]
     course: Course
     noise: Any
-    sent: Array
+    sent: Any
     own: Array
+    by_xi: Any = ()
     reference: Any = ()
 
 
 class ClientState(NamedTuple):
     """A client's parameters, and what it keeps from one exchange of a round to the next.
 
-    ``params`` is ``{"own": {"private", "guide"}, "auxiliary"}``, the guide's steps from a
-    ``reference`` where there is one; ``centre`` is the predictor there, around which auxiliary
-    variables are measured; ``noise`` and ``rows`` are of the draw that is on its way, ``slope`` is
-    the gradient of the client's likelihood there.
+    ``params`` is ``{"own": {"private", "guide", "coupling"}, "auxiliary"}``, the guide's steps
+    from a ``reference`` where there is one; ``centre`` is the predictor there, around which
+    auxiliary variables are measured; ``noise``, ``rows`` and the shared noise ``xi`` are of the
+    draw that is on its way, ``slope`` is the gradient of the client's likelihood there.
     """
 
     params: dict[str, Any]
     opt_state: dict[str, Any]
     noise: Any
     rows: Any
+    xi: Any = ()
     slope: Any = ()
     reference: Any = ()
     centre: Any = 0.0
 
 
+State = TypeVar("State", ServerState, ClientState)
+
+
 class Drawn(NamedTuple):
-    """Of one client, a draw each: its predictor and what it adds to the sum (particles, rows, ...),
-    and its own term of the bound, their mean.
+    """Of one client, a draw each: its predictor and what it adds to the sum (particles, rows, ...);
+    its own term of the bound, their mean; and what ties it to other parties (particles, rank).
     """
 
     g: Array
     z: Array
     own: Array
+    b: Any = ()
+
+
+class Start(NamedTuple):
+    """Where a party's guide begins: a point, a root of a covariance there, and its part of the
+    shared noise (dim, rank).
+    """
+
+    z: Array
+    root: Array
+    coupling: Any = ()
+
+
+class Sent(NamedTuple):
+    """What the server sends back of a round: the gradient with respect to the sum, or the sum
+    itself (particles, rows, ...), and the gradient with respect to what ties parties.
+    """
+
+    part: Array
+    b: Any
+
+
+class ServerNoise(NamedTuple):
+    """Of the server's latents, of the noise that all parties share, and the rows of a round."""
+
+    eps: Any
+    xi: Any
+    rows: Any
 
 
 class Kind(NamedTuple):
@@ -92,10 +132,14 @@ class Vertical:
     num_particles : int
     batch_size : int or None
         Rows in a round.
-    from_mode : bool
-        Whether runs begin at the mode, and guides' parameters are steps from there.
+    from_reference : bool
+        Whether guides' parameters are steps from where runs begin.
     power : bool
         Whether clients evaluate likelihoods of their own.
+    rank : int
+        How much noise all parties share: 0 for parties that are independent.
+    width : int
+        Of the basis in which it is found how parties depend on each other.
     """
 
     model: VerticalModel
@@ -108,13 +152,20 @@ class Vertical:
     optim: optax.GradientTransformation
     num_particles: int = 1
     batch_size: int | None = None
-    from_mode: bool = False
+    from_reference: bool = False
     power: bool = False
+    rank: int = 0
+    width: int = 0
 
     @property
     def rows(self) -> int:
         """In a round."""
         return self.batch_size or self.model.rows
+
+    @property
+    def dim(self) -> int:
+        """How many latents all parties have, auxiliary variables apart."""
+        return sum(half.dim for half in (self.model.server, *self.model.clients))
 
     @property
     def share(self) -> float:
@@ -142,56 +193,78 @@ class Vertical:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
         given = self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
         theta = self.server.half.init_theta(key_theta, given)
-        if self.from_mode:
-            dim = self.server.half.dim
-            return self.server_at(key_guide, theta, jnp.zeros(dim), jnp.eye(dim))
+        if self.from_reference:
+            return self.server_at(key_guide, theta, self.nowhere(self.server))
         eta = self.guide(self.server, given).init_global(key_guide)
-        return self._server_state(key_guide, {"theta": theta, "guide": eta}, ())
+        own = self._own(eta, self.loosely(key_guide, self.server.half.dim))
+        return self._server_state(key_guide, {"theta": theta, **own}, ())
 
-    def server_at(self, key: Array, theta: dict[str, Any], z: Array, root: Array) -> ServerState:
-        """The server's state around a point, with a root of a covariance."""
-        eta = self.guide(self.server).globals.around(key, z, root)
-        step = jax.tree.map(jnp.zeros_like, eta)
-        return self._server_state(key, {"theta": theta, "guide": step}, eta)
+    def server_at(self, key: Array, theta: dict[str, Any], start: Start) -> ServerState:
+        """The server's state where a run begins."""
+        eta = self.guide(self.server).globals.around(key, start.z, start.root)
+        own = self._own(jax.tree.map(jnp.zeros_like, eta), start.coupling)
+        return self._server_state(key, {"theta": theta, **own}, eta)
 
-    def _server_state(self, key: Array, params: dict[str, Any], reference: Any) -> ServerState:
+    def _server_state(self, key: Array, own: dict[str, Any], reference: Any) -> ServerState:
+        zeros = jnp.zeros(self.rank)
+        params = {"own": own, "shared": self.sharing.init(key, zeros) if self.rank else {}}
+        tie = jnp.zeros((self.num_particles, self.rank)) if self.rank else ()
         return ServerState(
             params=params,
-            opt_state=self.optim.init(params),
+            opt_state={part: self.optim.init(value) for part, value in params.items()},
             course=settling.begin(params),
             noise=self.server_noise(key),
-            sent=jnp.zeros(self.shape),
+            sent=Sent(jnp.zeros(self.shape), tie),
             own=jnp.zeros(()),
+            by_xi=tie,
             reference=reference,
         )
+
+    def nowhere(self, kind: Kind) -> Start:
+        """A start of the right shapes, before there is one."""
+        dim = kind.half.dim
+        coupling = jnp.zeros((dim, self.rank)) if self.rank else ()
+        return Start(jnp.zeros(dim), jnp.eye(dim), coupling)
+
+    def loosely(self, key: Array, dim: int) -> Array:
+        """A little of the shared noise: with none at all its gradient would be zero."""
+        return LOOSE * jax.random.normal(key, (dim, self.rank))
+
+    def _own(self, guide: Any, coupling: Any) -> dict[str, Any]:
+        """A party's guide, and what it has of the shared noise."""
+        return {"guide": guide, **({"coupling": coupling} if self.rank else {})}
+
+    @property
+    def sharing(self) -> GlobalGuide:
+        """The guide of the noise that parties share."""
+        return shared_guide(self.rank)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         """A client's first state."""
         key_theta, key_guide = jax.random.split(key)
         kind = self.kind(data)
         theta = kind.half.init_theta(key_theta, data)
-        if self.from_mode:
-            dim = kind.half.dim
+        if self.from_reference:
             centre = jnp.zeros(self.model.shape)
-            return self.client_at(key_guide, data, theta, jnp.zeros(dim), jnp.eye(dim), centre)
+            return self.client_at(key_guide, data, theta, self.nowhere(kind), centre)
         eta = self.guide(kind, data).init_global(key_guide)
-        return self._client_state(key_guide, kind, {"private": theta, "guide": eta}, (), 0.0)
+        own = self._own(eta, self.loosely(key_guide, kind.half.dim))
+        return self._client_state(key_guide, kind, {"private": theta, **own}, (), 0.0)
 
     def client_at(
         self,
         key: Array,
         data: SiloData,
         theta: dict[str, Any],
-        z: Array,
-        root: Array,
+        start: Start,
         centre: Array,
     ) -> ClientState:
-        """A client's state around a point, with a root of a covariance and the predictor there."""
+        """A client's state where a run begins; ``centre`` is its predictor there."""
         kind = self.kind(data)
-        eta = self.guide(kind).globals.around(key, z, root)
-        step = jax.tree.map(jnp.zeros_like, eta)
+        eta = self.guide(kind).globals.around(key, start.z, start.root)
         kept = centre if self.auxiliary is not None and self.auxiliary.centred else 0.0
-        return self._client_state(key, kind, {"private": theta, "guide": step}, eta, kept)
+        own = self._own(jax.tree.map(jnp.zeros_like, eta), start.coupling)
+        return self._client_state(key, kind, {"private": theta, **own}, eta, kept)
 
     def _client_state(
         self, key: Array, kind: Kind, own: dict[str, Any], reference: Any, centre: Any
@@ -204,22 +277,37 @@ class Vertical:
             opt_state={part: self.optim.init(value) for part, value in params.items()},
             noise=self.client_noise(key_noise, kind),
             rows=() if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
+            xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else (),
             slope=jnp.zeros(self.shape) if self.power else (),
             reference=reference,
             centre=jnp.asarray(centre),
         )
 
-    def placed(self, kind: Kind, step: Any, reference: Any) -> Any:
-        """A guide's parameters, from steps where there is a reference."""
-        return self.guide(kind).globals.moved(reference, step) if self.from_mode else step
+    def placed(self, kind: Kind, own: dict[str, Any], reference: Any) -> tuple[Any, Any]:
+        """A party's guide, from steps where there is a reference, and what of the shared noise
+        enters it (dim, rank), or None.
+        """
+        guide, V = self.guide(kind).globals, own.get("coupling")
+        if not self.from_reference:
+            return own["guide"], V
+        eta = guide.moved(reference, own["guide"])
+        return eta, None if V is None else coupling.carried(guide, reference, eta, V)
 
-    def server_noise(self, key: Array) -> Any:
-        """Of the draws of the server's latents, and which rows take part."""
+    def server_noise(self, key: Array) -> ServerNoise:
+        """Of the draws of the server's latents and of what is shared, and which rows take part."""
         key_draw, key_rows = jax.random.split(key)
         eps = self.guide(self.server).globals.noise(key_draw, self.num_particles)
+        xi: Any = ()
+        if self.rank:
+            xi = self.sharing.noise(jax.random.fold_in(key, 2), self.num_particles)
         if self.batch_size is None:
-            return eps, ()
-        return eps, jax.random.randint(key_rows, (self.rows,), 0, self.model.rows, jnp.int32)
+            return ServerNoise(eps, xi, ())
+        rows = jax.random.randint(key_rows, (self.rows,), 0, self.model.rows, jnp.int32)
+        return ServerNoise(eps, xi, rows)
+
+    def xi(self, shared: Any, noise: Any) -> Any:
+        """The shared noise, (draws, rank), from standard normals."""
+        return jax.vmap(self.sharing.draw, (None, 0))(shared, noise)[0] if self.rank else ()
 
     def client_noise(self, key: Array, kind: Kind) -> Any:
         """Of the draws of a client's latents and auxiliary variables."""
@@ -247,25 +335,26 @@ class Vertical:
         """The rows that take part."""
         return data if self.batch_size is None else self.model.take(data, rows)
 
-    def draw(self, params: dict[str, Any], state: ClientState, data: SiloData) -> Drawn:
-        """What a client draws with its pending noise."""
+    def draw(self, params: dict[str, Any], xi: Any, state: ClientState, data: SiloData) -> Drawn:
+        """What a client draws with its pending noise, and the shared one."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
         psi, known = params["auxiliary"], self.known(state, held)
-        eta = self.placed(kind, params["own"]["guide"], state.reference)
+        eta, V = self.placed(kind, params["own"], state.reference)
         if self.auxiliary is not None and self.batch_size is not None:
             psi = self.auxiliary.some(psi, state.rows)
 
-        def one(eps: Any, tau: Any) -> Drawn:
-            theta, log_q = guide.draw(eta, eps)
+        def one(eps: Any, tau: Any, xi: Any) -> Drawn:
+            theta, log_q, b = coupling.draw(guide, eta, V, eps, xi)
             g, own = self.model.predict(kind.half, params["own"]["private"], theta, held)
             if self.auxiliary is None:
-                return Drawn(g, g, own - log_q)
+                return Drawn(g, g, own - log_q, b)
             z, log_q_z = self.auxiliary.draw(psi, g, known, tau)
-            return Drawn(g, z, own - log_q + self.share * (self.log_noise(z, g) - log_q_z))
+            return Drawn(g, z, own - log_q + self.share * (self.log_noise(z, g) - log_q_z), b)
 
-        g, z, own = jax.vmap(one)(*state.noise)
-        return Drawn(g, z, own.mean())
+        eps, tau = state.noise
+        drawn = jax.vmap(one)(eps, tau, xi)
+        return drawn._replace(own=drawn.own.mean())
 
     def at_fixed(
         self, own: dict[str, Any], eps: Any, z: Array, state: ClientState, data: SiloData
@@ -273,7 +362,7 @@ class Vertical:
         """A client's own term where its auxiliary variables stay where they are."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
-        eta = self.placed(kind, own["guide"], state.reference)
+        eta, _ = self.placed(kind, own, state.reference)
 
         def one(eps: Any, z: Array) -> Array:
             theta, log_q = guide.draw(eta, eps)
@@ -300,8 +389,8 @@ class Vertical:
         columns = [y.reshape(len(y), -1) for y in known if jnp.shape(y)[:1] == (self.rows,)]
         return jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1)
 
-    def ascend(self, state: ClientState, part: str, gradient: Any) -> ClientState:
-        """One step of a client up its bound, on a part of its parameters."""
+    def ascend(self, state: State, part: str, gradient: Any) -> State:
+        """One step of a party up the bound, on a part of its parameters."""
         after, opt_state = ascend(self.optim, gradient, state.opt_state[part], state.params[part])
         return state._replace(
             params={**state.params, part: after}, opt_state={**state.opt_state, part: opt_state}
@@ -309,11 +398,15 @@ class Vertical:
 
     def shared(self, state: ServerState) -> Shared:
         """The server's parameters and guide."""
-        eta = self.placed(self.server, state.params["guide"], state.reference)
-        return Shared(state.params["theta"], eta)
+        own, shared = state.params["own"], state.params["shared"]
+        eta, V = self.placed(self.server, own, state.reference)
+        tied = {"coupling": V, "shared": shared} if self.rank else {}
+        return Shared(own["theta"], {"latents": eta, **tied})
 
     def private(self, state: ClientState) -> Private:
         """A client's."""
         own, psi = state.params["own"], state.params["auxiliary"]
-        eta = self.placed(self.kind_of(state), own["guide"], state.reference)
-        return Private(own["private"], {"latents": eta, **({"auxiliary": psi} if psi else {})})
+        eta, V = self.placed(self.kind_of(state), own, state.reference)
+        tied = {"coupling": V} if self.rank else {}
+        guide = {"latents": eta, **({"auxiliary": psi} if psi else {}), **tied}
+        return Private(own["private"], guide)

@@ -19,17 +19,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms import settling
-from numpyro_fed.algorithms.base import (
-    Exchange,
-    FederatedAlgorithm,
-    Info,
-    Replies,
-    Reply,
-    ascend,
-)
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply
+from numpyro_fed.algorithms.vertical.augmented import Down as Rows
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
 from numpyro_fed.algorithms.vertical.augmented import drawing, stepped, stepping
-from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Vertical
+from numpyro_fed.algorithms.vertical.base import (
+    ClientState,
+    Sent,
+    ServerNoise,
+    ServerState,
+    Vertical,
+)
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -62,20 +62,22 @@ def power(
     def init_server(key: Array) -> ServerState:
         return v.init_server(key, server_like)
 
-    def choose(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Any, Any]:
-        return noise[1], noise
+    def choose(
+        noise: ServerNoise, state: ServerState, who: Array, server_data: Any
+    ) -> tuple[Rows, ServerNoise]:
+        return Rows((), noise.rows), noise
 
     def gathered(
         state: ServerState, memo: Any, replies: Replies[Drawn], server_data: SiloData
     ) -> tuple[ServerState, Info]:
-        after = state._replace(noise=memo, sent=replies.up.part, own=replies.up.own)
+        after = state._replace(noise=memo, sent=Sent(replies.up.part, ()), own=replies.up.own)
         return after, Info(jnp.zeros(()), replies.ok & all_finite(replies.up))
 
     def draw(
         params: dict[str, Any], reference: Any, eps: Any, data: SiloData
     ) -> tuple[Array, Array]:
         """Draws of the server's latents, and its own term of the bound."""
-        eta = v.placed(v.server, params["guide"], reference)
+        eta, _ = v.placed(v.server, params, reference)
         z, log_q = jax.vmap(guide.draw, (None, 0))(eta, eps)
 
         def own(z: Array) -> Array:
@@ -85,14 +87,14 @@ def power(
         return z, (jax.vmap(own)(z) - log_q).mean()
 
     def tell(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Down, Any]:
-        eta = v.shared(state).guide
-        z, _ = jax.vmap(guide.draw, (None, 0))(eta, state.noise[0])
-        return Down(state.sent, state.params["theta"], z), ()
+        theta, eta, *_ = v.shared(state)
+        z, _ = jax.vmap(guide.draw, (None, 0))(eta["latents"], state.noise.eps)
+        return Down(state.sent.part, theta, z), ()
 
     def likelihood(
         noise: Any, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
-        drawn = v.draw(state.params, state, data)
+        drawn = v.draw(state.params, (), state, data)
         held = v.some(data, state.rows)
         at_server = SiloData(dict(held.kwargs["shared"]))
         seen = drawn.g + down.total - drawn.z
@@ -110,24 +112,23 @@ def power(
     def update(
         state: ServerState, memo: Any, replies: Replies[Up], server_data: SiloData
     ) -> tuple[ServerState, Info]:
-        eps, rows = state.noise
-        data, up = v.some(server_data, rows), replies.up
+        data, up = v.some(server_data, state.noise.rows), replies.up
         (_, value), pull = jax.vjp(
-            lambda params: draw(params, state.reference, eps, data), state.params
+            lambda own: draw(own, state.reference, state.noise.eps, data), state.params["own"]
         )
         (gradient,) = pull((up.z, jnp.ones_like(value)))
         theta = jax.tree.map(jnp.add, gradient["theta"], up.theta)
-        gradient = {**gradient, "theta": theta}
-        params, opt_state = ascend(v.optim, gradient, state.opt_state, state.params)
+        after = v.ascend(state, "own", {**gradient, "theta": theta})
         loss = -(value + up.term + state.own)
-        course = settling.follow(state.course, loss, params, standard=v.from_mode)
-        after = state._replace(params=params, opt_state=opt_state, course=course, sent=up.slope)
+        course = settling.follow(state.course, loss, after.params, standard=v.from_reference)
+        after = after._replace(course=course, sent=Sent(up.slope, ()))
         return after, Info(loss, replies.ok & all_finite((loss, gradient, up.slope)))
 
     def step(
-        noise: Any, down: Array, state: ClientState, data: SiloData
-    ) -> tuple[Reply[tuple[()]], ClientState]:
-        return stepped(v, noise, state, data, state.slope, down - state.slope)
+        noise: Any, down: Sent, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Any], ClientState]:
+        others = down._replace(part=down.part - state.slope)
+        return stepped(v, noise, state, data, state.slope, others)
 
     exchanges = (
         drawing(v, choose, gathered),

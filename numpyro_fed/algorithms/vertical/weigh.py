@@ -15,6 +15,7 @@ around the centres of their guides, and all are weighed by the density of the mi
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply
 from numpyro_fed.algorithms.vertical.base import ClientState, Kind, ServerState, Vertical
+from numpyro_fed.guides import coupling
 from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
@@ -33,13 +35,32 @@ SHARES = (0.8, 0.1, 0.1)
 
 
 class Up(NamedTuple):
-    """What a client sends of each draw: its predictor (draws, rows, ...), its own log density, and
-    the log density of its draw under each part of the mixture (draws, parts).
+    """What a client sends of each draw: its predictor (draws, rows, ...), its own log density, the
+    log density of its draw under each part of the mixture (draws, parts), and what ties it to other
+    parties, ``b`` (draws, parts, rank).
     """
 
     predictor: Array
     own: Array
     log_q: Array
+    tie: Any = ()
+
+
+class Down(NamedTuple):
+    """The noise that all parties share, (draws, rank), and its centre."""
+
+    xi: Any
+    middle: Any
+
+
+class Placed(NamedTuple):
+    """A party's draws (draws, dim), their log density under each part of the mixture (draws,
+    parts), and what ties them to other parties (draws, parts, rank).
+    """
+
+    z: Array
+    log_q: Array
+    b: Any
 
 
 class Weighed(NamedTuple):
@@ -69,61 +90,81 @@ def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
     scales, of = parts(v, num_draws)
     shares = jnp.asarray(np.bincount(of, minlength=len(scales)) / num_draws)
 
-    def place(guide: GlobalGuide, eta: Any, noise: Any) -> tuple[Array, Array]:
-        """Draws (n, dim), and their log density under each part (n, parts)."""
-        z, log_q = jax.vmap(guide.draw, (None, 0))(eta, noise)
+    def place(guide: GlobalGuide, params: Any, noise: Any, xi: Any, middle: Any) -> Placed:
+        """A party's draws; ``middle`` is the centre of the shared noise."""
+        eta, V = params["latents"], params.get("coupling")
+        draw = partial(coupling.draw, guide)
+        z, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
         if len(scales) == 1 or guide.log_density is None:
-            return z, log_q[:, None]
+            return Placed(z, log_q[:, None], () if V is None else b[:, None])
         density, centre = guide.log_density, guide.centre(eta)
+        if V is not None:
+            centre = guide.draw(eta, V @ middle)[0]
         z = centre + jnp.asarray(scales)[of][:, None] * (z - centre)
 
-        def under(scale: float) -> Array:
+        def under(scale: float) -> tuple[Array, Any]:
             shrunk = centre + (z - centre) / scale
-            return jax.vmap(lambda x: density(eta, x))(shrunk) - z.shape[1] * np.log(scale)
+            log_q = jax.vmap(lambda x: density(eta, x))(shrunk) - z.shape[1] * np.log(scale)
+            if V is None:
+                return log_q, ()
+            return log_q, jax.vmap(lambda x: coupling.at(guide, eta, V, x))(shrunk)
 
-        return z, jnp.stack([under(float(s)) for s in scales], 1)
+        found = [under(float(s)) for s in scales]
+        return Placed(z, *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *found))
 
-    def server_noise(key: Array) -> Any:
-        return v.guide(v.server).globals.noise(key, num_draws)
+    def server_noise(key: Array) -> tuple[Any, Any]:
+        own = v.guide(v.server).globals.noise(key, num_draws)
+        return own, v.sharing.noise(jax.random.fold_in(key, 1), num_draws) if v.rank else ()
 
     def silo_noise(key: Array, state: ClientState) -> Any:
         return v.guide(v.kind_of(state)).globals.noise(key, num_draws)
 
     def broadcast(
         noise: Any, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[tuple[()], Any]:
-        return (), noise
+    ) -> tuple[Down, tuple[Any, Down]]:
+        shared = state.params["shared"]
+        middle = v.sharing.centre(shared) if v.rank else ()
+        down = Down(v.xi(shared, noise[1]), middle)
+        return down, (noise[0], down)
 
-    def silo(noise: Any, down: Any, state: ClientState, data: SiloData) -> tuple[Reply[Up], Array]:
+    def silo(noise: Any, down: Down, state: ClientState, data: SiloData) -> tuple[Reply[Up], Array]:
         kind: Kind = v.kind(data)
         private = v.private(state)
-        z, log_q = place(v.guide(kind).globals, private.guide["latents"], noise)
+        drawn = place(v.guide(kind).globals, private.guide, noise, down.xi, down.middle)
 
         def one(z: Array) -> tuple[Array, Array]:
             return v.model.predict(kind.half, private.theta, z, data)
 
-        g, own = jax.lax.map(one, z, batch_size=at_once)
-        up = Up(g, own, log_q)
-        return Reply(up, ~jnp.isnan(own).any() & all_finite(log_q)), z
+        g, own = jax.lax.map(one, drawn.z, batch_size=at_once)
+        tie = coupling.Tie(drawn.b, products(private.guide)) if v.rank else ()
+        up = Up(g, own, drawn.log_q, tie)
+        return Reply(up, ~jnp.isnan(own).any() & all_finite(drawn.log_q)), drawn.z
+
+    def products(params: Any) -> Array:
+        return params["coupling"].T @ params["coupling"]
 
     def server(
         state: ServerState, memo: Any, replies: Replies[Up], server_data: SiloData
     ) -> tuple[Weighed, Info]:
-        theta, eta = v.shared(state)
-        z, log_q = place(v.guide(v.server).globals, eta, memo)
+        theta, params, *_ = v.shared(state)
+        (noise, down), up = memo, replies.up
+        drawn = place(v.guide(v.server).globals, params, noise, down.xi, down.middle)
 
         def one(at: tuple[Array, Array]) -> Array:
             own, likelihood = v.model.log_server(theta, *at, server_data)
             return own + likelihood
 
-        log_p = jax.lax.map(one, (z, replies.up.predictor), batch_size=at_once)
-        log_q = jax.nn.logsumexp(jnp.log(shares) + log_q + replies.up.log_q, axis=1)
-        log_w = log_p + replies.up.own - log_q
+        log_p = jax.lax.map(one, (drawn.z, up.predictor), batch_size=at_once)
+        log_q = drawn.log_q + up.log_q
+        if v.rank:
+            ratio = partial(coupling.log_ratio, params["shared"], A=up.tie.A + products(params))
+            log_q += jax.vmap(jax.vmap(ratio))(drawn.b + up.tie.b)
+        log_w = log_p + up.own - jax.nn.logsumexp(jnp.log(shares) + log_q, axis=1)
         # Far from the guides densities may overflow, which gives a draw no weight.
         log_w = jnp.where((of > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
         evidence = jax.nn.logsumexp(log_w) - jnp.log(num_draws)
         ok = replies.ok & ~jnp.isnan(log_w).any() & jnp.isfinite(evidence)
-        return Weighed(z, log_w), Info(-evidence, ok)
+        return Weighed(drawn.z, log_w), Info(-evidence, ok)
 
     return Exchange(
         broadcast,

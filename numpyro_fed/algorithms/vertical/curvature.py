@@ -1,0 +1,85 @@
+"""Slopes and curvatures of a party's log density, and what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+Function = Callable[[Array], Array]
+LEAST = 1e-6  # of a curvature, relative
+
+
+class Local(NamedTuple):
+    """A client's log density around a point, that of the rows with fixed slope and curvature."""
+
+    slope: Array
+    curvature: Array
+    own_slope: Array
+    own_hessian: Array
+
+    @classmethod
+    def at(
+        cls, predict: Function, own: Function, z: Array, slope: Array, curvature: Array
+    ) -> Local:
+        """By a Jacobian, and derivatives of the own log density."""
+        J = jax.jacfwd(predict)(z).reshape(slope.size, z.size)
+        own_slope, own_hessian = jax.grad(own)(z), jax.hessian(own)(z)
+        rows = J.T @ (jnp.ravel(curvature)[:, None] * J)
+        return cls(J.T @ jnp.ravel(slope) + own_slope, rows - own_hessian, own_slope, own_hessian)
+
+    def newton(self) -> Array:
+        """The Newton direction, uphill."""
+        return newton_step(self.curvature, self.slope)
+
+    def root(self) -> Array:
+        """A Cholesky factor of the inverse curvature."""
+        return root_of(self.curvature)
+
+
+def _spectrum(curvature: Array) -> tuple[Array, Array, Array]:
+    """Scales (dim,), eigenvalues and vectors of a curvature in these scales, made positive."""
+    diagonal = jnp.abs(jnp.diagonal(curvature))
+    scale = jax.lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1.0))
+    values, vectors = jnp.linalg.eigh(curvature * scale * scale[:, None])
+    least = LEAST * jnp.maximum(jnp.abs(values).max(initial=0.0), 1.0)
+    return scale, jnp.maximum(jnp.abs(values), least), vectors
+
+
+def at_point(log_density: Function, z: Array) -> tuple[Array, Array]:
+    """Slope and curvature."""
+    if not z.size:
+        return jnp.zeros(0), jnp.zeros((0, 0))
+    return jax.grad(log_density)(z), -jax.hessian(log_density)(z)
+
+
+def newton_step(curvature: Array, slope: Array) -> Array:
+    """The Newton direction, uphill."""
+    scale, values, vectors = _spectrum(curvature)
+    return scale * (vectors @ ((vectors.T @ (scale * slope)) / values))
+
+
+def root_of(curvature: Array) -> Array:
+    """A lower triangular root of the inverse."""
+    scale, values, vectors = _spectrum(curvature)
+    half = (scale[:, None] * vectors) * jax.lax.rsqrt(values)
+    R = jnp.linalg.qr(half.T, mode="r").T
+    return R * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
+
+
+def diagonal_curvature(fn: Function, total: Array) -> Array:
+    """Minus the diagonal of the Hessian, none of it negative, for rows that stand alone."""
+    columns = total.reshape(len(total), -1)
+
+    def slope(columns: Array) -> Array:
+        return jax.grad(fn)(columns.reshape(total.shape)).reshape(columns.shape)
+
+    def one(k: Array) -> Array:
+        tangent = jnp.zeros_like(columns).at[:, k].set(1.0)
+        return jax.jvp(slope, (columns,), (tangent,))[1][:, k]
+
+    found = jax.lax.map(one, jnp.arange(columns.shape[1]))
+    return jnp.maximum(-found.T.reshape(total.shape), 0.0)

@@ -1,0 +1,317 @@
+r"""Where a vertical run begins: the mode of all parties' latents, found without sharing columns.
+
+Nonlinear conjugate gradients, preconditioned by each party's own Newton step. Every round has two
+exchanges. In the first, clients move along the plane of their last two directions, by two numbers
+that the server says, and send their predictors there and their own log densities, summed up; the
+server accepts a point that is better. In the second the server sends slope and curvature of the log
+likelihood with respect to the sum, :math:`r = \nabla_\eta \log p`,
+:math:`h = -\mathrm{diag}\, \nabla_\eta^2 \log p`; client ``j`` with Jacobian :math:`J_j` has the
+direction
+
+.. math::
+    d_j = \big(J_j' \mathrm{diag}(h) J_j - \nabla^2 \log p(\theta_j)\big)^{-1}
+    \big(J_j' r + \nabla \log p(\theta_j)\big)
+
+and sends how its predictor changes along it and along the last step. From these sums the server
+finds the best point of the plane, which for linear predictors is exact. At the end the inverse of
+that matrix is the covariance from which a client's guide begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.algorithms.base import (
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Private,
+    Replies,
+    Reply,
+    Shared,
+)
+from numpyro_fed.algorithms.vertical.base import Vertical
+from numpyro_fed.algorithms.vertical.curvature import (
+    Function,
+    Local,
+    at_point,
+    diagonal_curvature,
+    newton_step,
+)
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.trees import all_finite
+
+PLANE_STEPS = 10  # of Newton's method in the plane, at the server
+STILL = 1e-3, 1e-6  # nats that the plane promises, and share of the log density: the end
+QUIET = 2  # such rounds in a row
+
+
+class Server(NamedTuple):
+    """The server's part of the search.
+
+    ``z`` is the best point so far, ``direction`` and ``last`` span the plane, ``ab`` is the place
+    there to be tried; ``total``, ``slope`` and ``curvature`` are of the sum at the best point, and
+    before the search that which an auxiliary variable has.
+    ``basis`` (dim, width) is the server's part of directions of all parties' latents,
+    ``directions`` these in the latents' own units, ``ritz`` what is known of them, ``turned`` the
+    server's rows of their curvature, ``newton`` (width,) a step along them, to be tried, and
+    ``angles`` (rank, rank) those of the best directions to the ``anchor`` (dim, rank), the first
+    columns of the first basis.
+    """
+
+    theta: dict[str, Any]
+    z: Array
+    direction: Array
+    last: Array
+    ab: Array
+    better: Array
+    value: Array
+    total: Array
+    slope: Array
+    curvature: Array
+    quiet: Array
+    basis: Array
+    directions: Array
+    ritz: Ritz
+    turned: Array
+    newton: Array
+    anchor: Array
+    angles: Array
+
+
+class Ritz(NamedTuple):
+    """What the server has found of a basis, looked at so many times: how to combine it (width,
+    width), curvatures along what comes of it, smallest first, and minus the change of the slope
+    with respect to the sum along each (width, rows, ...); ``gain`` is what a Newton step along them
+    promises.
+    """
+
+    looks: Array
+    combine: Array
+    curvatures: Array
+    pull: Array
+    gain: Array
+
+
+class Client(NamedTuple):
+    """A client's part: the best point, the plane, the point that is being tried, and the basis."""
+
+    theta: dict[str, Any]
+    z: Array
+    direction: Array
+    last: Array
+    step: Array
+    basis: Array
+    directions: Array
+    anchor: Array
+
+
+class Place(NamedTuple):
+    """The point to be tried: a place in the plane (2,), and a step along the basis (width,)."""
+
+    ab: Array
+    newton: Array
+
+
+class Tried(NamedTuple):
+    """What a client sends of a point: its predictor and its own log density."""
+
+    predictor: Array
+    own: Array
+
+
+class Told(NamedTuple):
+    """What the server sends of the sum: whether the point was better, slope and curvature there."""
+
+    better: Array
+    slope: Array
+    curvature: Array
+
+
+class Along(NamedTuple):
+    """What a client sends of its plane: how its predictor changes along both directions (2, rows,
+    ...), slope (2,) and curvature (2, 2) of its own log density.
+    """
+
+    predictor: Array
+    slope: Array
+    curvature: Array
+
+
+def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
+    """Build the search."""
+    model = v.model
+
+    def init_server(key: Array) -> Server:
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), server_like)
+        half, sum_ = v.server.half, jnp.zeros(model.shape)
+        z, basis = jnp.zeros(half.dim), jax.random.normal(key, (half.dim, v.width))
+        return Server(
+            theta=half.init_theta(key, model.with_total(zeros, sum_)),
+            z=z,
+            direction=z,
+            last=z,
+            ab=jnp.zeros(2),
+            better=jnp.array(True),
+            value=jnp.array(-jnp.finfo(sum_.dtype).max),
+            total=sum_,
+            slope=sum_,
+            curvature=jnp.full(model.shape, 0.0 if v.rho is None else v.rho**-2),
+            quiet=jnp.zeros((), jnp.int32),
+            basis=basis,
+            directions=jnp.zeros((half.dim, v.width)),
+            ritz=Ritz(
+                looks=jnp.zeros((), jnp.int32),
+                combine=jnp.eye(v.width),
+                curvatures=jnp.ones(v.width),
+                pull=jnp.zeros((v.width, *model.shape)),
+                gain=jnp.zeros(()),
+            ),
+            turned=jnp.zeros((half.dim, v.width)),
+            newton=jnp.zeros(v.width),
+            anchor=basis[:, : v.rank],
+            angles=jnp.eye(v.rank),
+        )
+
+    def init_client(key: Array, data: SiloData) -> Client:
+        half = v.kind(data).half
+        z = jnp.zeros(half.dim)
+        theta, basis = half.init_theta(key, data), jax.random.normal(key, (half.dim, v.width))
+        directions, anchor = jnp.zeros_like(basis), basis[:, : v.rank]
+        return Client(theta, z, z, z, z, basis, directions, anchor)
+
+    def place(noise: Any, state: Server, who: Array, server_data: Any) -> tuple[Place, Any]:
+        return Place(state.ab, state.newton), ()
+
+    def step_of(down: Place, state: Server | Client) -> Array:
+        plane = down.ab[0] * state.direction + down.ab[1] * state.last
+        return plane + state.directions @ down.newton
+
+    def go(noise: Any, down: Place, state: Client, data: SiloData) -> tuple[Reply[Tried], Client]:
+        step = step_of(down, state)
+        tried = Tried(*model.predict(v.kind(data).half, state.theta, state.z + step, data))
+        return Reply(tried, all_finite(tried)), state._replace(step=step)
+
+    def judge(
+        state: Server, memo: Any, replies: Replies[Tried], server_data: SiloData
+    ) -> tuple[Server, Info]:
+        total, step = replies.up.predictor, step_of(Place(state.ab, state.newton), state)
+        z = state.z + step
+
+        def likelihood(total: Array) -> Array:
+            return model.log_server(state.theta, z, total, server_data)[1]
+
+        own, value = model.log_server(state.theta, z, total, server_data)
+        value = own + value + replies.up.own
+        slope = jax.grad(likelihood)(total)
+        curvature = diagonal_curvature(likelihood, total)
+        fine = replies.ok & all_finite((value, slope, curvature))
+        noise = 1e-6 * jnp.abs(state.value)
+        better = fine & (value >= state.value - jnp.where(state.quiet > 0, noise, 0.0))
+        tried = state._replace(
+            z=z, last=step, value=value, total=total, slope=slope, curvature=curvature
+        )
+        best = jax.tree.map(lambda a, b: jnp.where(better, a, b), tried, state)
+        after = best._replace(better=better, newton=jnp.zeros_like(state.newton))
+        return after, Info(-best.value, jnp.array(True))
+
+    def turn(noise: Any, down: Told, state: Client, data: SiloData) -> tuple[Reply[Along], Client]:
+        moved = state._replace(z=state.z + state.step, last=state.step)
+        state = jax.tree.map(lambda a, b: jnp.where(down.better, a, b), moved, state)
+
+        predict, own = functions(v, state, data)
+        local = Local.at(predict, own, state.z, down.slope, down.curvature)
+        plane = jnp.stack([local.newton(), state.last])
+        along = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1])(plane)
+        up = Along(along, plane @ local.own_slope, plane @ local.own_hessian @ plane.T)
+        return Reply(up, all_finite(up)), state._replace(direction=plane[0])
+
+    def aim(
+        state: Server, memo: Any, replies: Replies[Along], server_data: SiloData
+    ) -> tuple[Server, Info]:
+        log_p = joint(v, state, server_data)
+        slope, curvature = at_point(lambda z: log_p(z, state.total), state.z)
+        direction = newton_step(curvature, slope)
+        plane = jnp.stack([direction, state.last])
+
+        def at(ab: Array) -> Array:
+            total = state.total + jnp.tensordot(ab, replies.up.predictor, 1)
+            own = ab @ replies.up.slope + 0.5 * ab @ replies.up.curvature @ ab
+            return log_p(state.z + ab @ plane, total) + own
+
+        ab, gain = _best(at)
+        # A step that made things worse is tried again, at a quarter, where it is not yet small.
+        ab = jnp.where(state.better, ab, 0.25 * state.ab)
+        still = (gain < STILL[0] + STILL[1] * jnp.abs(state.value)) & state.better
+        quiet = jnp.where(still, state.quiet + 1, 0)
+        after = state._replace(direction=direction, ab=ab, quiet=quiet)
+        return after, Info(jnp.zeros(()), replies.ok & all_finite(ab))
+
+    exchanges = (
+        Exchange(place, go, judge, name="try"),
+        Exchange(tell, turn, aim, name="turn"),
+    )
+    return FederatedAlgorithm(
+        init_server,
+        init_client,
+        exchanges,
+        lambda state: Shared(state.theta, {}),
+        lambda state: Private(state.theta, {}),
+        done=lambda state: state.quiet >= QUIET,
+    )
+
+
+def functions(v: Vertical, state: Client, data: SiloData) -> tuple[Function, Function]:
+    """A client's predictor and its own log density, as functions of its latents."""
+
+    def at(z: Array) -> tuple[Array, Array]:
+        return v.model.predict(v.kind(data).half, state.theta, z, data)
+
+    return lambda z: at(z)[0], lambda z: at(z)[1]
+
+
+def joint(v: Vertical, state: Server, data: SiloData) -> Callable[[Array, Array], Array]:
+    """The server's log density, as a function of its latents and the sum."""
+
+    def at(z: Array, total: Array) -> Array:
+        own, likelihood = v.model.log_server(state.theta, z, total, data)
+        return own + likelihood
+
+    return at
+
+
+def tell(noise: Any, state: Server, who: Array, server_data: Any) -> tuple[Told, Any]:
+    """What the server says of its best point."""
+    return Told(state.better, state.slope, state.curvature), noise
+
+
+def _best(fn: Any) -> tuple[Array, Array]:
+    """The highest of a function of two numbers near zero, by damped Newton steps, and its gain."""
+    first = jnp.array([1.0, 0.0])
+
+    def step(carry: tuple, _: None) -> tuple[tuple, None]:
+        ab, value, damping = carry
+        slope, hessian = jax.grad(fn)(ab), jax.hessian(fn)(ab)
+        size = jnp.abs(jnp.diagonal(hessian)) + jnp.finfo(ab.dtype).tiny
+        scale = jax.lax.rsqrt(size)
+        A = -hessian * scale * scale[:, None] + damping * jnp.eye(2)
+        values, vectors = jnp.linalg.eigh(A)
+        inverse = (vectors / jnp.maximum(jnp.abs(values), 1e-4)) @ vectors.T
+        trial = ab + scale * (inverse @ (scale * slope))
+        found = fn(trial)
+        better = jnp.isfinite(found) & (found > value) & jnp.isfinite(trial).all()
+        ab, value = jnp.where(better, trial, ab), jnp.where(better, found, value)
+        return (ab, value, jnp.where(better, 0.2 * damping, 5 * damping + 0.01)), None
+
+    start = fn(jnp.zeros(2))
+    at_first = fn(first)
+    usable = jnp.isfinite(at_first) & (at_first > start)
+    ab = jnp.where(usable, first, 0.0)
+    value = jnp.where(usable, at_first, start)
+    (ab, value, _), _ = jax.lax.scan(step, (ab, value, jnp.array(0.0)), length=PLANE_STEPS)
+    return ab, value - start

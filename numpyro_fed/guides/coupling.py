@@ -1,0 +1,94 @@
+r"""What ties the guides of several parties together: noise that all of them share.
+
+Party ``p`` draws :math:`z_p = f_p(u_p)`, where
+
+.. math::
+    u_p = \varepsilon_p + V_p \xi, \qquad \xi = s + L \xi_0,
+
+with :math:`\varepsilon_p` and :math:`\xi_0` standard normal: ``xi`` (rank,) is the server's and
+known to all, :math:`V_p` the party's own. With ``xi`` integrated out,
+
+.. math::
+    \log q(z) = \sum_p \log q_p(z_p) + s'b - \tfrac12 s'As
+    + \tfrac12 r'(I + L'AL)^{-1} r - \tfrac12 \log |I + L'AL|, \\
+    b = \sum_p V_p' u_p, \qquad A = \sum_p V_p' V_p, \qquad r = L'(b - A s),
+
+where :math:`q_p` is the party's own guide, of standard normal :math:`u_p`. So two sums over
+parties, of ``rank`` numbers and of a matrix, are all that is needed to know the density of all
+latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import stop_gradient
+from jax.scipy.linalg import cho_factor, cho_solve
+
+from numpyro_fed.expfam.gaussian import cholesky_factor
+from numpyro_fed.guides.gaussian import GlobalGuide, GuideParams, full
+
+
+class Tie(NamedTuple):
+    """A party's part, or their sum: ``b`` (rank,) of a draw, ``A`` (rank, rank) of its guide."""
+
+    b: Array
+    A: Array
+
+
+def shared_guide(rank: int) -> GlobalGuide:
+    """The guide of ``xi``; it begins as a standard normal."""
+    return full(rank, 1.0)
+
+
+def draw(
+    guide: GlobalGuide, eta: GuideParams, V: Array | None, noise: Array, xi: Any
+) -> tuple[Array, Array, Any]:
+    """A draw of a party's latents, its log density under the party's own guide, and ``b``.
+
+    Without ``V`` there is no tie. Parameters are stopped in densities and in ``b``.
+    """
+    if V is None:
+        return *guide.draw(eta, noise), ()
+    z, log_q = guide.draw(eta, noise + V @ xi)
+    return z, log_q, at(guide, stop_gradient(eta), stop_gradient(V), z)
+
+
+def at(guide: GlobalGuide, eta: GuideParams, V: Array, z: Array) -> Array:
+    """``b`` at any point."""
+    return V.T @ _standard(guide)(eta, z)
+
+
+def _standard(guide: GlobalGuide) -> Callable[[GuideParams, Array], Array]:
+    if guide.standard is None:
+        raise TypeError("a guide without a standard form cannot share noise with others.")
+    return guide.standard
+
+
+def carried(guide: GlobalGuide, start: GuideParams, eta: GuideParams, V: Array) -> Array:
+    """What of the shared noise enters a guide's own, where ``V`` is in units of the guide at the
+    ``start``: the guide may change its own spread, and what it shares with others stays.
+    """
+    standard = _standard(guide)
+    middle = jnp.zeros(len(V))
+    centre = guide.draw(eta, middle)[0]
+
+    def one(v: Array) -> Array:
+        _, direction = jax.jvp(lambda u: guide.draw(start, u)[0], (middle,), (v,))
+        return jax.jvp(lambda z: standard(eta, z), (centre,), (direction,))[1]
+
+    return jax.vmap(one, 1, 1)(V)
+
+
+def log_ratio(shared: GuideParams, b: Array, A: Array) -> Array:
+    """Log density of all parties' latents, less that of their guides on their own."""
+    s, rank = shared["loc"], len(b)
+    L = cholesky_factor(shared, rank)
+    r = L.T @ (b - A @ s)
+    factor = cho_factor(jnp.eye(rank) + L.T @ A @ L, lower=True)
+    log_det = 2 * jnp.log(jnp.diagonal(factor[0])).sum()
+    return s @ b - 0.5 * s @ A @ s + 0.5 * r @ cho_solve(factor, r) - 0.5 * log_det
