@@ -31,7 +31,7 @@ def test_six_cities_reports_every_method_and_global(six_cities_report):
     labels = {"intercept", "smoking", "age", "smoking x age", "omega"}
     assert set(report) == {
         "sfvi", "sfvi_corrected", "nuts", "nuts_silo_0", "nuts_silo_1",
-        "pvi", "pvi_corrected", "fit",
+        "pvi", "pvi_corrected",
     }  # fmt: skip
     for name, method in report.items():
         assert method["seconds"] > 0
