@@ -132,24 +132,49 @@ def shown(numbers):
     return f"{numbers['error']:.3f} sd, ratios {low:.3f} to {high:.3f}"
 
 
-def plot(path, samples):
-    """Marginals of one coefficient under all models, as Figures 2(b) and 3(b) of the paper."""
+STYLES = {
+    "NUTS": dict(color="0.75", lw=5, label="NUTS, model as it is written"),
+    "exact split": dict(color="black", lw=1.2, label="exact split"),
+    "augmented, mean_field": dict(color="C0", ls="--", label="augmented, mean field"),
+    "augmented, amortised": dict(color="C0", label="augmented, amortised"),
+    "power, mean_field": dict(color="C1", ls="--", label="power likelihood, mean field"),
+    "power, amortised": dict(color="C1", label="power likelihood, amortised"),
+}
+
+
+def plot(path, samples, rhos):
+    """Marginals of one coefficient, as Figures 2(b) and 3(b) of the paper: a row for each number of
+    clients, a column for each ``rho``. Peaks above three times that of NUTS are cut off.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(samples), figsize=(5 * len(samples), 3.2), squeeze=False)
-    for axis, (clients, by_name) in zip(axes[0], samples.items(), strict=True):
-        for name, draws in by_name.items():
-            values = np.asarray(draws["client_0/beta"])[:, 0]
-            style = dict(color="0.6", lw=4) if name == "NUTS" else dict(lw=1.2)
-            density, edges = np.histogram(values, 60, density=True)
-            axis.plot((edges[1:] + edges[:-1]) / 2, density, label=name, **style)
-        axis.set(title=f"{clients} clients", xlabel="first coefficient", ylabel="density")
-    axes[0][-1].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    size = (4 * len(rhos), 2.6 * len(samples) + 0.8)
+    figure, axes = plt.subplots(len(samples), len(rhos), figsize=size, squeeze=False)
+    for row, (clients, by_name) in zip(axes, samples.items(), strict=True):
+        for axis, rho in zip(row, rhos, strict=True):
+            for style, look in STYLES.items():
+                model, _, guide = style.partition(", ")
+                name = f"{model}, rho {rho}, {guide}" if guide else model
+                if name not in by_name:
+                    continue
+                values = np.asarray(by_name[name]["client_0/beta"])[:, 0]
+                density, edges = np.histogram(values, 60, density=True)
+                axis.plot((edges[1:] + edges[:-1]) / 2, density, **look)
+                if style == "NUTS":
+                    top, middle, spread = 3 * density.max(), values.mean(), values.std()
+            axis.set(
+                title=f"{clients} clients, rho = {rho:g}",
+                xlim=(middle - 6 * spread, middle + 6 * spread),
+                ylim=(0, top),
+            )
+            axis.set_xlabel("first coefficient of the first client")
+        row[0].set_ylabel("posterior density")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower center", ncols=3)
+    figure.tight_layout(rect=(0, 0.8 / size[1], 1, 1))
+    figure.savefig(path, dpi=120)
 
 
 def main():
@@ -162,15 +187,15 @@ def main():
     draws, rounds = (200, 20) if args.quick else (10_000, 1_000)
     numbers, samples = {}, {}
     warnings.simplefilter("ignore")
+    rhos = (1.0,) if args.quick else (0.5, 1.0, 2.0)
     for clients in (2,) if args.quick else (2, 10):
-        rhos = (1.0,) if args.quick else (0.5, 1.0, 2.0)
         found, drawn = measured(clients, args, draws, rounds, rhos)
         numbers[clients], samples[clients] = found, drawn
     if args.json:
         with open(args.json, "w") as file:
             json.dump(numbers, file, indent=1)
     if args.plot:
-        plot(args.plot, samples)
+        plot(args.plot, samples, rhos)
 
 
 if __name__ == "__main__":

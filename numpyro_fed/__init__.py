@@ -26,6 +26,7 @@ from numpyro_fed.methods.pvi_family import (
     StreamingVB,
 )
 from numpyro_fed.methods.sfvi import SFVI
+from numpyro_fed.methods.soul import SOUL
 from numpyro_fed.methods.vfl import VFL
 from numpyro_fed.methods.vfl_node import VerticalServerNode
 from numpyro_fed.model import handlers
@@ -49,6 +50,7 @@ __all__ = [
     "ELBO",
     "PVI",
     "SFVI",
+    "SOUL",
     "VCL",
     "VFL",
     "AlphaEP",

@@ -15,6 +15,7 @@ from numpyro.infer.autoguide import AutoLowRankMultivariateNormal
 from numpyro.infer.util import log_density
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms.transforms import round_to_grid, transformed
 from numpyro_fed.algorithms.vertical.weigh import parts, weigh
 from numpyro_fed.expfam.gaussian import unit_lower
 from numpyro_fed.methods.base import SEARCHES
@@ -22,6 +23,8 @@ from numpyro_fed.methods.vfl import begin
 from numpyro_fed.model.roles import split_vertical
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.runtime.combine import combine
+from numpyro_fed.runtime.host import host
+from numpyro_fed.runtime.simulation import simulation
 
 KEY = jax.random.key(0)
 
@@ -737,6 +740,125 @@ def test_handlers_need_a_client_sum():
     for handler in (nf.handlers.augment, nf.handlers.power_likelihood):
         with pytest.raises(nf.ModelError, match="no client_sum"):
             drawn(handler(without, 1.0), *data())
+
+
+# --- SOUL --------------------------------------------------------------------------------------
+
+
+def centred(xs, y):
+    """Without latents at the server, whose mode is another thing."""
+    eta = nf.client_sum("client", linear, xs)
+    with numpyro.plate("obs", eta.shape[0]):
+        numpyro.sample("y", dist.Normal(eta, 0.7), obs=y)
+
+
+@pytest.mark.parametrize("likelihood", ["augmented", "power"])
+def test_soul_finds_the_mode_of_z_and_draws_given_it(likelihood, double):
+    """Of a Gaussian, where both are known: from the joint density's derivatives."""
+    (xs, y), rho = gaussian_data(), 0.8
+    handlers = dict(augmented=nf.handlers.augment, power=nf.handlers.power_likelihood)
+    text = handlers[likelihood](centred, rho)
+    widths = [x.shape[1] for x in xs]
+    ends = np.cumsum([*widths, *([len(y)] * 3)])
+
+    def log_joint(flat):
+        parts = jnp.split(flat, ends[:-1])
+        values = {f"client_{j}/beta": parts[j] for j in range(3)}
+        values |= {f"client_{j}/z": parts[3 + j] for j in range(3)}
+        return log_density(text, (xs, y), {}, values)[0]
+
+    zero, k = jnp.zeros(ends[-1]), sum(widths)
+    slope, curvature = jax.grad(log_joint)(zero), -jax.hessian(log_joint)(zero)
+    mode = jnp.linalg.solve(curvature, slope)[k:]  # of both, and so of z with theta integrated out
+    own, across = curvature[:k, :k], curvature[:k, k:]
+    sd_z = np.sqrt(np.diag(np.linalg.inv(curvature)[k:, k:]))
+    soul = nf.SOUL(
+        centred,
+        rho=rho,
+        likelihood=likelihood,
+        share_response=True,
+        optim=optax.adam(optax.cosine_decay_schedule(0.03, 6_000)),
+        num_steps=40,
+        num_kept=2_000,
+    )
+    result = soul.run(KEY, 8_500, xs, y, progress_bar=False)  # z is fixed for the last 2,500
+    found = [result._fit.vertical.auxiliary(s) for s in one_by_one(result, result.state.silos)]
+    found = jnp.concatenate(found)
+    assert (abs(found - mode) < 0.1 * sd_z).all()
+    draws = result.sample_posterior(KEY, 20_000)
+    flat = np.concatenate([draws[f"client_{j}/beta"] for j in range(3)], 1)
+    mean, sd = jnp.linalg.solve(own, slope[:k] - across @ found), jnp.linalg.inv(own)
+    sd = np.sqrt(np.diag(sd))
+    effective = 2_000 * np.tanh(
+        0.5 * 0.05 * 40
+    )  # draws of rounds are correlated by exp(-0.05 * 40)
+    assert (abs(flat.mean(0) - mean) < 4.5 * sd / effective**0.5).all()
+    wide = (1 - 0.05 / 2) ** -0.5  # what unadjusted steps of 0.05 make of a unit variance
+    assert (abs(flat.std(0) / sd - wide) < 4.5 / (2 * effective) ** 0.5).all()
+
+
+@pytest.mark.parametrize("likelihood", ["augmented", "power"])
+def test_soul_runs_alike_on_both_runtimes_and_goes_on(likelihood, tmp_path):
+    xs, y = data()
+    soul = nf.SOUL(logistic, rho=1.0, likelihood=likelihood, share_response=True, num_kept=4)
+    whole = soul.run(KEY, 6, xs, y, progress_bar=False)
+    plain = soul.run(KEY, 6, xs, y, progress_bar=False, runtime="host")
+    np.testing.assert_allclose(whole.losses, plain.losses, rtol=2e-4)
+    first = soul.run(KEY, 2, xs, y, progress_bar=False)
+    rest = soul.run(KEY, 4, xs, y, progress_bar=False, init_state=first.state)
+    jax.tree.map(np.testing.assert_array_equal, rest.state, whole.state)
+    whole.save(tmp_path / "fit")
+    again = soul.load(tmp_path / "fit", xs, y)
+    jax.tree.map(np.testing.assert_array_equal, again.state, whole.state)
+    names = {"b", "client_0/scale", "client_0/beta", "client_1/beta", "client_2/beta"}
+    assert set(whole.sample_posterior(KEY, 5)) == names
+    with pytest.raises(TypeError, match="no density by which it could be weighed"):
+        nf.importance_correct(KEY, whole)
+
+
+def test_soul_over_nodes_gives_the_numbers_of_one_process():
+    xs, y = data()
+    soul = nf.SOUL(gaussian, rho=1.0, num_steps=3, num_kept=4)
+    nodes = [nf.SiloNode(soul, x) for x in xs]
+    facts = [node.facts() for node in nodes]
+    server = nf.VerticalServerNode(soul, facts, lambda xs: dict(xs=xs, y=y))
+    for j, node in enumerate(nodes):
+        node.accept(server.plan, j)
+    apart = server.run(KEY, 3, lambda j, message: nodes[j].handle(message))
+    together = soul.run(KEY, 3, xs, y, progress_bar=False)
+    np.testing.assert_allclose(apart.losses, together.losses, rtol=1e-5)
+    assert set(apart.sample_posterior(KEY, 2)) == {"b", "sigma"}
+
+
+@pytest.mark.parametrize(
+    "method", [nf.VFL(gaussian, start=None), nf.SOUL(gaussian, rho=1.0, num_steps=3, num_kept=4)]
+)
+def test_what_clients_send_may_be_transformed(method):
+    """Replies on a grid: both runtimes alike, and other than with replies as they are."""
+    xs, y = data()
+    found = []
+    for make, transform in ((simulation, True), (host, True), (host, False)):
+        fit, held = method._prepare((xs, y), {}, make.__name__)
+        to_grid = transformed(fit.algorithm, round_to_grid(0.5))
+        runtime = make(to_grid if transform else fit.algorithm, None)
+        state = runtime.init(KEY, held.batches)
+        after, *_ = runtime.advance(KEY, state, held.batches, 3, fit.server_data)
+        reached = jax.tree.leaves((after.server.params, after.server.sent))
+        found.append(jnp.concatenate([jnp.ravel(a) for a in reached]))
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
+    assert abs(found[1] - found[2]).max() > 1e-3
+
+
+def test_settings_of_soul_that_do_not_fit():
+    for settings, words in (
+        (dict(rho=0.0), "expected a positive number"),
+        (dict(rho=1.0, likelihood="exact"), "expected 'augmented' or 'power'"),
+        (dict(rho=1.0, likelihood="power"), "share_response=True"),
+        (dict(rho=1.0, step_size=3.0), "stable between 0 and 2"),
+        (dict(rho=1.0, num_steps=0), "num_steps must be a positive integer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            nf.SOUL(logistic, **settings)
 
 
 # --- the correction ----------------------------------------------------------------------------

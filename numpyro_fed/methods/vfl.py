@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 from numpyro.infer.autoguide import AutoGuide
-from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.algorithms.vertical.augmented import augmented
@@ -24,37 +22,29 @@ from numpyro_fed.algorithms.vertical.begin import beginning, looks, spread, widt
 from numpyro_fed.algorithms.vertical.power import power
 from numpyro_fed.algorithms.vertical.search import search
 from numpyro_fed.algorithms.vertical.weigh import weigh
-from numpyro_fed.errors import DataError, GuideError, positive_int
+from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
-from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven, one_key
 from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.sfvi import default_optimiser
+from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod
 from numpyro_fed.model.clients import positive_rho
-from numpyro_fed.model.data import SiloData, read_one, signature
-from numpyro_fed.model.padding import bucket, one_by_one
+from numpyro_fed.model.data import signature
 from numpyro_fed.model.roles import (
     Roles,
-    Text,
     check_batches,
     is_hierarchical,
-    split,
-    split_vertical,
-    told,
 )
 from numpyro_fed.model.vertical import VerticalModel
-from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.saving import load_state
 from numpyro_fed.results.vertical import (
     VerticalBuilt,
     VerticalFit,
     VerticalResult,
     VerticalStart,
 )
-from numpyro_fed.runtime.crossing import Crossings, crossings
+from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.drive import drive
-from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, on_device
+from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
 from numpyro_fed.trees import strong
 
 MEAN_FIELD_UP_TO = 10_000  # rows
@@ -67,7 +57,7 @@ OPENING = 2**31 - 1  # folded into the key of a run, for what comes before its r
 
 
 @dataclass(frozen=True)
-class VFL:
+class VFL(VerticalMethod):
     r"""Structured federated variational inference for vertical models.
 
     Each client holds some columns of every row and the parameters that belong to them; the server
@@ -150,22 +140,17 @@ class VFL:
     (True, (1000, 2))
     """
 
-    model: Callable
     rho: float | None = field(default=None, kw_only=True)
     likelihood: str = field(default="augmented", kw_only=True)
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
     server_guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
     auxiliary: str | Amortised = field(default="auto", kw_only=True)
-    share_response: bool = field(default=False, kw_only=True)
     num_particles: int = field(default=1, kw_only=True)
     batch_size: int | None = field(default=None, kw_only=True)
     local_steps: int = field(default=1, kw_only=True)
     start: str | None = field(default="auto", kw_only=True)
     rank: int | str = field(default="auto", kw_only=True)
-    _fits: dict[Any, VerticalFit] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         positive_int("num_particles", self.num_particles)
@@ -196,71 +181,7 @@ class VFL:
                 "their standard deviation in the units of the predictor."
             )
         if self.likelihood == "power" and not self.share_response:
-            raise ValueError(
-                "under the power likelihood every client evaluates the likelihood itself, for "
-                "which it must know the response: say share_response=True, or use the augmented "
-                "model."
-            )
-
-    def run(
-        self,
-        key: Array,
-        num_rounds: int,
-        *args: Any,
-        init_state: State | None = None,
-        progress_bar: bool = True,
-        runtime: str = "simulation",
-        stop: str | None = None,
-        callback: Callable[[Any], Any] | None = None,
-        every: int = 100,
-        **kwargs: Any,
-    ) -> VerticalResult:
-        """Fit the model to its arguments.
-
-        Parameters
-        ----------
-        key : jax.Array
-            Round ``r`` uses ``fold_in(key, r)``.
-        num_rounds : int
-            Steps of the optimiser.
-        *args, **kwargs
-            Of the model: clients' columns, the response, whatever it takes.
-        init_state, progress_bar, runtime, stop, callback, every
-            As for :meth:`SFVI.run`.
-
-        Raises
-        ------
-        ModelError, DataError, GuideError
-            Before anything is compiled, for input that cannot work.
-        NonFiniteError
-            If the bound turns NaN or infinite; the error's ``result`` is the last good state.
-        CallbackError
-            If the callback raised; the error's ``result`` is what it was shown.
-        """
-        key = one_key(key)
-        check_course(num_rounds, every, stop)
-        fit, held = self._prepare(args, kwargs, runtime)
-        if progress_bar:
-            tqdm.write(str(_messages(fit, held)))
-        if init_state is None:
-            state, start = begin(fit, key, held.batches, SEARCHES[runtime])
-        else:
-            state, start = fit.check_state(init_state, held), None
-        return driven(
-            fit.runtime,
-            key,
-            state,
-            held.batches,
-            num_rounds,
-            lambda run, quiet: VerticalResult(
-                run.losses, run.state, fit, held, ended=run.ended, start=start
-            ),
-            server_data=fit.server_data,
-            progress_bar=progress_bar,
-            stop=stop,
-            callback=callback,
-            every=every,
-        )
+            raise ValueError(NEEDS_RESPONSE)
 
     def messages(self, *args: Any, **kwargs: Any) -> Crossings:
         """What each party sees: all arrays that cross, with their shapes, before the first round
@@ -294,80 +215,7 @@ class VFL:
         round  draw           client  server  own             ()      float32  summed
         round  step           server  client  part            (1, 3)  float32
         """
-        fit, held = self._prepare(args, kwargs, "simulation")
-        return _messages(fit, held)
-
-    def load(
-        self, path: str | Path, *args: Any, runtime: str = "simulation", **kwargs: Any
-    ) -> VerticalResult:
-        """Rebuild a fit from what :meth:`VerticalResult.save` wrote, and the model's arguments.
-
-        Raises
-        ------
-        SavedStateError
-            If the files belong to another model, guide or version.
-        """
-        fit, held = self._prepare(args, kwargs, runtime)
-        like = fit.runtime.init(jax.random.key(0), held.batches)
-        losses, state = load_state(path, fit.description, like)
-        return VerticalResult(losses, state, fit, held)
-
-    def _prepare(
-        self, args: tuple, kwargs: dict[str, Any], runtime: str
-    ) -> tuple[VerticalFit, Silos]:
-        if runtime not in RUNTIMES:
-            raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
-        roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
-        held = _held(roles, runtime)
-        known = (runtime, signature(roles.server), *map(signature, roles.clients))
-        if known not in self._fits:
-            built = self._build(roles)
-            run = RUNTIMES[runtime](built.algorithm, None)
-            description = self._description(built)
-            self._fits[known] = VerticalFit(built, run, description, {}, roles.server)
-        return self._fits[known]._replace(server_data=roles.server), held
-
-    def describe(self, silo: Any) -> Shapes:
-        """What a client says of its columns: shapes, dtypes and plain values."""
-        return Shapes.of(self.hold(silo))
-
-    def read_plan(self, text: str) -> VerticalPlan:
-        """A plan from JSON."""
-        return VerticalPlan.from_json(text)
-
-    def hold(self, silo: Any, plan: VerticalPlan | None = None, number: int = 0) -> SiloData:
-        """A client's columns, checked; with the plan, as the algorithm takes them."""
-        if plan is None:
-            return read_one("a client", {"columns": silo})
-        expected = self._roles(plan).clients[number]
-        predictor = expected.kwargs["predictor"]
-        data = read_one(f"client {number}", {"columns": silo, "predictor": predictor})
-        data = told(data, plan.told) if self.share_response else data
-        if signature(data) != signature(expected):
-            raise DataError(
-                f"client {number} holds columns of another shape or kind than the plan says. The "
-                "plan must be made from the facts of this client, as the client of this number."
-            )
-        return data
-
-    def build(self, plan: VerticalPlan) -> VerticalBuilt:
-        """The algorithm, from text and plan: the same at every party."""
-        return self._build(self._roles(plan))
-
-    def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
-        """An exchange by name: the algorithm's own, or the importance correction."""
-        known = {x.name: x for x in (*built.opening, *built.algorithm.exchanges)}
-        if name in known:
-            return known[name]
-        asked = json.loads(name)
-        return weigh(built.vertical, asked["weigh"], asked["at_once"])
-
-    def admit(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
-        """Any exchange suits any client."""
-
-    def _roles(self, plan: VerticalPlan) -> Roles:
-        text = Text.of(self.model, (), plan.arguments.zeros())
-        return split(text, share_response=self.share_response)
+        return super().messages(*args, **kwargs)
 
     def _build(self, roles: Roles) -> VerticalBuilt:
         model, clients = roles.model, roles.clients
@@ -415,34 +263,40 @@ class VFL:
             return VerticalBuilt(vertical, algorithm, first, (begins,))
         return VerticalBuilt(vertical, algorithm, first, (spread(vertical), begins))
 
-    def _description(self, built: VerticalBuilt) -> dict[str, Any]:
-        """What a saved state must agree with."""
-        v, model = built.vertical, built.vertical.model
-        kinds = v.kinds
+    def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
+        v = built.vertical
+        guides = [v.server.resolved, *(kind.resolved for kind in v.kinds.values())]
         return {
-            "settings": {
-                "method": "VFL",
-                "rho": self.rho,
-                "likelihood": self.likelihood,
-                "auxiliary": None if self.rho is None else repr(self._auxiliary(model.rows)),
-                "num_particles": self.num_particles,
-                "batch_size": self.batch_size,
-                "local_steps": self.local_steps,
-                "from_reference": v.from_reference,
-                "rank": v.rank,
-                "guides": json.loads(
-                    json.dumps([v.server.resolved, *(k.resolved for k in kinds.values())])
-                ),
-            },
-            "sites": {
-                scoped: [s.kind, list(s.shape), s.support]
-                for j, half in enumerate(model.clients)
-                for s in half.sites
-                for scoped in model.scoped(j, {s.name: None})
-            }
-            | {s.name: [s.kind, list(s.shape), s.support] for s in model.server.sites},
-            "rows": model.rows,
+            "rho": self.rho,
+            "likelihood": self.likelihood,
+            "auxiliary": None if self.rho is None else repr(self._auxiliary(v.model.rows)),
+            "num_particles": self.num_particles,
+            "batch_size": self.batch_size,
+            "local_steps": self.local_steps,
+            "from_reference": v.from_reference,
+            "rank": v.rank,
+            "guides": json.loads(json.dumps(guides)),
         }
+
+    def _result(self, *args: Any, **kwargs: Any) -> VerticalResult:
+        return VerticalResult(*args, **kwargs)
+
+    def _begin(
+        self,
+        fit: VerticalFit,
+        key: Array,
+        batches: tuple[Batch, ...],
+        runtime_of: Callable[[FederatedAlgorithm], Runtime],
+    ) -> tuple[State, VerticalStart | None]:
+        return begin(fit, key, batches, runtime_of)
+
+    def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
+        """An exchange by name: the algorithm's own, or the importance correction."""
+        try:
+            return super().exchange(built, name)
+        except KeyError:
+            asked = json.loads(name)
+            return weigh(built.vertical, asked["weigh"], asked["at_once"])
 
     def _rank(self, v: Vertical, start: str | None) -> int:
         """Of the noise that all parties share."""
@@ -474,28 +328,6 @@ class VFL:
             return self.auxiliary
         many = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
         return "amortised" if many else "mean_field"
-
-
-def _messages(fit: VerticalFit, held: Silos) -> Crossings:
-    """Of one client."""
-    built = fit.built
-
-    def seen(when: str, algorithm: FederatedAlgorithm, exchanges: Sequence[Exchange]) -> Crossings:
-        data = held.data[0]
-        return crossings(when, algorithm, exchanges, data, fit.server_data, silo="client")
-
-    start = seen("start", built.first, built.opening)
-    rounds = seen("round", built.algorithm, built.algorithm.exchanges)
-    return start._replace(rows=start.rows + rounds.rows)
-
-
-def _held(roles: Roles, runtime: str) -> Silos:
-    sizes: list[dict[str, int]] = [{} for _ in roles.clients]
-    if runtime == "host":
-        buckets = one_by_one(roles.clients, sizes)
-    else:
-        buckets = bucket(roles.clients, sizes, may_pad=False)
-    return Silos(roles.clients, tuple(buckets), on_device(buckets))
 
 
 def _has_curvature(model: VerticalModel) -> bool:

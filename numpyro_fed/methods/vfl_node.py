@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.methods.base import check_course, one_key, unless_failed
-from numpyro_fed.methods.vfl import VFL, begin
+from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import read_one
 from numpyro_fed.model.roles import Text, split
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
-from numpyro_fed.results.vertical import VerticalFit, VerticalResult
+from numpyro_fed.results.vertical import VerticalFit, VerticalRun
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.node import SEARCH, Line, Send, remote
 
@@ -27,7 +27,7 @@ class VerticalServerNode:
 
     Parameters
     ----------
-    method : VFL
+    method : VFL, SOUL
     facts : sequence of str
         What each client says of itself, JSON.
     arguments : callable
@@ -68,7 +68,7 @@ class VerticalServerNode:
 
     def __init__(
         self,
-        method: VFL,
+        method: VerticalMethod,
         facts: Sequence[str],
         arguments: Callable[[list[Any]], Mapping[str, Any]],
     ):
@@ -78,6 +78,7 @@ class VerticalServerNode:
         roles = split(text, share_response=method.share_response)
         told = shared_text(roles.server.arrays) if method.share_response else ""
         self._plan = VerticalPlan(Shapes.of(read_one("the server", held)), clients, told)
+        self._method = method
         self._held, self._template = roles.server, roles.clients[0]
         self._built = method._build(roles)
         self._description = method._description(self._built)
@@ -100,7 +101,7 @@ class VerticalServerNode:
         *,
         progress_bar: bool = False,
         stop: str | None = None,
-    ) -> VerticalResult:
+    ) -> VerticalRun:
         """Run rounds; ``send(client, message) -> reply`` carries bytes.
 
         The result is what the server knows: the posterior of its own latents, losses, and
@@ -112,10 +113,9 @@ class VerticalServerNode:
         runtime = remote(algorithm, None, self, line)
         fit = VerticalFit(self._built, runtime, self._description, {}, self._held)
         key, stops = one_key(key), stop is not None
-        state, start = begin(
+        state, start = self._method._begin(
             fit, key, (), lambda search: remote(search, None, self, line, begin=SEARCH)
         )
         run = drive(runtime, key, state, (), num_rounds, progress_bar, self._held, stop=stops)
-        return unless_failed(
-            VerticalResult(run.losses, run.state, fit, ended=run.ended, start=start), run
-        )
+        result = self._method._result(run.losses, run.state, fit, ended=run.ended, start=start)
+        return unless_failed(result, run)

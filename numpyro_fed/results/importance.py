@@ -26,7 +26,7 @@ from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.results.base import Built, Fit, Result
 from numpyro_fed.results.moments import moments
 from numpyro_fed.results.posterior import Posterior, posterior
-from numpyro_fed.results.vertical import VerticalResult
+from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
 from numpyro_fed.results.weighted import Weighted, systematic, weights_of
 from numpyro_fed.runtime.drive import failed_silos
@@ -126,6 +126,11 @@ def importance_correct(
     positive_int("num_draws", num_draws)
     if isinstance(result, VerticalResult):
         return vertical_correct(key, result, num_draws)
+    if isinstance(result, VerticalRun):
+        raise TypeError(
+            "what SOUL has drawn has no density by which it could be weighed: correct a fit of "
+            "numpyro_fed.VFL."
+        )
     if not 0 <= wider < 1:
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
     fit, silos, state = result._fit, result._silos, result.state

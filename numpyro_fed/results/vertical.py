@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,11 +15,11 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Shared
-from numpyro_fed.algorithms.vertical.base import Vertical
 from numpyro_fed.errors import DataError
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.sites import Site
+from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.base import Silos, bound_settled, check_state, to_arviz
 from numpyro_fed.results.saving import save_state
 from numpyro_fed.runtime.stack import Runtime, State
@@ -27,10 +28,15 @@ from numpyro_fed.runtime.stack import Runtime, State
 class VerticalBuilt(NamedTuple):
     """What a method makes of a text and a plan: pure functions, and nobody's data."""
 
-    vertical: Vertical
+    vertical: Any  # the model and how it is approximated
     algorithm: FederatedAlgorithm
     search: FederatedAlgorithm | None = None
     begins: tuple[Exchange, ...] = ()  # what leads from the states of the search to those of a run
+
+    @property
+    def model(self) -> VerticalModel:
+        """The split text."""
+        return self.vertical.model
 
     @property
     def first(self) -> FederatedAlgorithm:
@@ -70,7 +76,7 @@ class VerticalFit(NamedTuple):
     server_data: SiloData
 
     @property
-    def vertical(self) -> Vertical:
+    def vertical(self) -> Any:
         """The model and how it is approximated."""
         return self.built.vertical
 
@@ -86,8 +92,8 @@ class VerticalFit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class VerticalResult:
-    """A vertical fit.
+class VerticalRun(ABC):
+    """What the methods for vertical models return.
 
     Attributes
     ----------
@@ -164,6 +170,72 @@ class VerticalResult:
         b, i = self._clients().place(client)
         return self._fit.algorithm.private(jax.tree.map(lambda a: a[i], self.state.silos[b]))
 
+    @abstractmethod
+    def unconstrained(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...]]:
+        """Unconstrained draws of the server's latents (n, dim) and of each client's."""
+
+    def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
+        """Draw from the fitted posterior.
+
+        Parameters
+        ----------
+        key : jax.Array
+        n : int
+            Number of draws, the leading axis of every site.
+
+        Returns
+        -------
+        dict of str to array
+            The latents of the server and of all clients on their own supports, under the names
+            that they have in the model; the server's alone where clients are elsewhere. Auxiliary
+            variables are left out: to predict, run the model itself at these draws
+            (``numpyro.infer.Predictive``).
+        """
+        return self.sites_at(*self.unconstrained(key, n))
+
+    def sites_at(self, z: Array, own: tuple[Array, ...]) -> dict[str, Array]:
+        """Latents on their own supports, at unconstrained draws of all parties."""
+        model, theta = self._fit.vertical.model, self.shared.theta
+        total = jnp.zeros(model.shape, model.dtype)
+        server = model.with_total(self._fit.server_data, total)
+        sites = dict(_values(model.server.values, theta, z, server))
+        for j, data in enumerate(self._held.data if self._held else ()):
+            values = _values(model.clients[j].values, self.private(j).theta, own[j], data)
+            sites |= model.scoped(j, values)
+        return sites
+
+    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
+        """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
+        return to_arviz(self.sample_posterior, key, num_samples)
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to ``path.npz`` and a description to ``path.json``; no data, no pickle.
+
+        Read it back with the ``load`` of the method.
+        """
+        save_state(path, self._fit.description, self.losses, self.state)
+
+
+@dataclass(frozen=True)
+class VerticalResult(VerticalRun):
+    """A vertical fit by variational inference.
+
+    Attributes
+    ----------
+    losses : array (rounds,)
+        Minus the bound, one number for each round of this run.
+    state : State
+        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
+    ended : {"rounds", "converged", "callback", "failure"}
+        Why there are no more rounds.
+    start : VerticalStart or None
+        The mode at which the run began, if it did.
+    """
+
+    def unconstrained(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...]]:
+        """Unconstrained draws of the server's latents (n, dim) and of each client's."""
+        return self.draw(key, n)[:2]
+
     def draw(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...], Array]:
         """Unconstrained draws of the server's latents (n, dim) and of each client's, and their log
         density (n,) under the guides.
@@ -188,48 +260,6 @@ class VerticalResult:
             ratio = partial(coupling.log_ratio, server["shared"], A=A)
             log_q += jax.vmap(ratio)(sum(bs[1:], bs[0]))
         return z[0], z[1:], log_q
-
-    def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
-        """Draw from the fitted posterior.
-
-        Parameters
-        ----------
-        key : jax.Array
-        n : int
-            Number of draws, the leading axis of every site.
-
-        Returns
-        -------
-        dict of str to array
-            The latents of the server and of all clients on their own supports, under the names
-            that they have in the model; the server's alone where clients are elsewhere. Auxiliary
-            variables are left out: to predict, run the model itself at these draws
-            (``numpyro.infer.Predictive``).
-        """
-        z, own, _ = self.draw(key, n)
-        return self.sites_at(z, own)
-
-    def sites_at(self, z: Array, own: tuple[Array, ...]) -> dict[str, Array]:
-        """Latents on their own supports, at unconstrained draws of all parties."""
-        model, theta = self._fit.vertical.model, self.shared.theta
-        total = jnp.zeros(model.shape, model.dtype)
-        server = model.with_total(self._fit.server_data, total)
-        sites = dict(_values(model.server.values, theta, z, server))
-        for j, data in enumerate(self._held.data if self._held else ()):
-            values = _values(model.clients[j].values, self.private(j).theta, own[j], data)
-            sites |= model.scoped(j, values)
-        return sites
-
-    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
-        """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
-        return to_arviz(self.sample_posterior, key, num_samples)
-
-    def save(self, path: str | Path) -> None:
-        """Write the state to ``path.npz`` and a description to ``path.json``; no data, no pickle.
-
-        Read it back with :meth:`numpyro_fed.VFL.load`.
-        """
-        save_state(path, self._fit.description, self.losses, self.state)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -1,0 +1,348 @@
+r"""SOUL for vertical models: Langevin draws at clients, auxiliary variables at their mode.
+
+Appendix A of Hassan, Sutton, Mira and Mengersen 2024 (arXiv 2405.04043), after De Bortoli et al.
+2021 (*Statistics and Computing* 31): client ``j`` draws :math:`\theta_j` by unadjusted Langevin
+steps from its conditional posterior at the present :math:`z`, and its auxiliary variables go up the
+gradient of the marginal density, by Fisher's identity a mean over draws (equations 19 and 24):
+
+.. math::
+    \nabla_{z_j} \log p(y \mid z) = \nabla_{z_j} \log p\Big(y \,\Big|\, \sum_k z_k\Big)
+    + \operatorname{E} \frac{g_j(\theta_j) - z_j}{\rho^2}
+
+in the augmented model. Under the power likelihood the first term is
+:math:`\frac{1}{J} \sum_{k \ne j} \operatorname{E} \nabla \log p(y \mid g_k + \sum_{l \ne k} z_l)`.
+The server's latents and parameters go to their mode as well (A.3). A round is a client's Langevin
+steps and one step of each optimiser.
+
+The paper sends every :math:`z_j`; sums over clients are enough here, too. Steps are taken in
+coordinates in which a client's curvature under ``rho`` is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+import optax
+from blackjax.sgmcmc.diffusions import overdamped_langevin
+from jax import Array
+
+from numpyro_fed.algorithms import settling
+from numpyro_fed.algorithms.base import (
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Private,
+    Replies,
+    Reply,
+    Shared,
+    ascend,
+)
+from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.algorithms.vertical.curvature import Local
+from numpyro_fed.model.data import SiloData, signature
+from numpyro_fed.model.vertical import Half, VerticalModel
+from numpyro_fed.trees import all_finite
+
+
+class ServerState(NamedTuple):
+    """``params`` is ``{"theta", "z"}``: parameters and latents on their way to the mode. ``sent``
+    is what clients wait for (rows, ...).
+    """
+
+    params: dict[str, Any]
+    opt_state: Any
+    course: Course
+    sent: Array
+
+
+class ClientState(NamedTuple):
+    """``params`` is ``{"private", "steps"}``: parameters, and steps of the auxiliary variables from
+    the ``centre`` in units of ``rho``. ``position`` (dim,) is the last Langevin draw, in units of
+    ``root``; ``kept`` (kept, dim) are the last draws of rounds, ``number`` counts rounds;
+    ``gradient`` is what the client knows of its parameters' by itself.
+    """
+
+    params: dict[str, Any]
+    opt_state: Any
+    position: Array
+    root: Array
+    centre: Array
+    kept: Array
+    number: Array
+    gradient: Any
+
+
+class Up(NamedTuple):
+    """What a client sends: auxiliary variables (rows, ...), and its own mean log density."""
+
+    z: Array
+    own: Array
+
+
+class Down(NamedTuple):
+    """The sum of auxiliary variables, and the server's parameters and latents."""
+
+    total: Array
+    theta: dict[str, Any]
+    z: Array
+
+
+class Slopes(NamedTuple):
+    """What a client sends under the power likelihood: its term, and the gradients with respect to
+    what the likelihood sees, and to the server's parameters and latents.
+    """
+
+    term: Array
+    seen: Array
+    theta: dict[str, Any]
+    z: Array
+
+
+@dataclass(frozen=True)
+class Soul:
+    """A vertical model and how it is drawn from, as pure functions for all parties.
+
+    Attributes
+    ----------
+    model : VerticalModel
+    kinds : dict
+        A client's half by the signature of what it holds.
+    rho : float
+        Standard deviation of the auxiliary variables.
+    optim : optax.GradientTransformation
+    num_steps : int
+        Langevin steps in a round.
+    step_size : float
+        Of a Langevin step, in coordinates in which the curvature is one.
+    num_kept : int
+        Draws that a client keeps.
+    power : bool
+        Whether clients evaluate likelihoods of their own.
+    """
+
+    model: VerticalModel
+    kinds: Mapping[Any, Half]
+    rho: float
+    optim: optax.GradientTransformation
+    num_steps: int
+    step_size: float
+    num_kept: int
+    power: bool = False
+
+    @property
+    def num_clients(self) -> int:
+        """How many there are."""
+        return len(self.model.clients)
+
+    def half(self, data: SiloData) -> Half:
+        """The half of the client that holds data of this shape."""
+        return self.kinds[signature(data)]
+
+    def init_server(self, key: Array, data: SiloData) -> ServerState:
+        """The server's first state; ``data`` are shapes of what it holds."""
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
+        total = jnp.zeros(self.model.shape)
+        half = self.model.server
+        theta = half.init_theta(key, self.model.with_total(zeros, total))
+        params = {"theta": theta, "z": jnp.zeros(half.dim)}
+        course = settling.begin(params)
+        return ServerState(params, self.optim.init(params), course, total)
+
+    def init_client(self, key: Array, data: SiloData) -> ClientState:
+        """A client's first state: at zero, with the curvature that ``rho`` gives its predictor."""
+        half = self.half(data)
+        theta, origin = half.init_theta(key, data), jnp.zeros(half.dim)
+
+        def predict(at: Array) -> Array:
+            return self.model.predict(half, theta, at, data)[0]
+
+        def own(at: Array) -> Array:
+            return self.model.predict(half, theta, at, data)[1]
+
+        centre, root = predict(origin), jnp.zeros((0, 0))
+        if half.dim:
+            curvature = jnp.full(centre.shape, self.rho**-2)
+            root = Local.at(predict, own, origin, jnp.zeros_like(centre), curvature).root()
+        params = {"private": theta, "steps": jnp.zeros_like(centre)}
+        return ClientState(
+            params=params,
+            opt_state=self.optim.init(params),
+            position=origin,
+            root=root,
+            centre=centre,
+            kept=jnp.zeros((self.num_kept, half.dim)),
+            number=jnp.zeros((), jnp.int32),
+            gradient=jax.tree.map(jnp.zeros_like, params),
+        )
+
+    def auxiliary(self, state: ClientState) -> Array:
+        """A client's auxiliary variables."""
+        return state.centre + self.rho * state.params["steps"]
+
+    def drawn(
+        self, key: Array, state: ClientState, data: SiloData, seen: Any, likelihood: Any
+    ) -> tuple[ClientState, Array, Any]:
+        """A round's Langevin steps at a client.
+
+        ``likelihood(g, seen)`` is added to its own log density. Returns the state, with the
+        gradient of its parameters in it, the mean log density, and the gradient with respect to
+        ``seen``: means over draws.
+        """
+        half, langevin = self.half(data), overdamped_langevin()
+
+        def log_p(u: Array, params: dict[str, Any], seen: Any) -> Array:
+            g, own = self.model.predict(half, params["private"], state.root @ u, data)
+            z = state.centre + self.rho * params["steps"]
+            return own + dist.Normal(g, self.rho).log_prob(z).sum() + likelihood(g, seen)
+
+        def step(u: Array, key: Array) -> tuple[Array, Any]:
+            value, (slope, *others) = jax.value_and_grad(log_p, (0, 1, 2))(u, state.params, seen)
+            return langevin(key, u, slope, self.step_size), (value, others)
+
+        position, found = jax.lax.scan(step, state.position, jax.random.split(key, self.num_steps))
+        value, (gradient, by_seen) = jax.tree.map(lambda a: a.mean(0), found)
+        after = state._replace(
+            position=position,
+            kept=state.kept.at[state.number % self.num_kept].set(state.root @ position),
+            number=state.number + 1,
+            gradient=gradient,
+        )
+        return after, value, by_seen
+
+    def stepped(self, state: ClientState, slope: Array) -> ClientState:
+        """A client's step, given the gradient with respect to its auxiliary variables that it does
+        not know by itself.
+        """
+        steps = state.gradient["steps"] + self.rho * slope
+        gradient = {**state.gradient, "steps": steps}
+        params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
+        return state._replace(params=params, opt_state=opt_state)
+
+    def moved(self, state: ServerState, gradient: Any, loss: Array) -> ServerState:
+        """The server's step."""
+        params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
+        course = settling.follow(state.course, loss, params, standard=False)
+        return state._replace(params=params, opt_state=opt_state, course=course)
+
+
+def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm:
+    """Build the algorithm; ``server_like`` has the shapes of what the server holds."""
+    exchanges = _power(v) if v.power else _augmented(v)
+    return FederatedAlgorithm(
+        lambda key: v.init_server(key, server_like),
+        v.init_client,
+        (*exchanges, _stepping(v)),
+        lambda state: Shared(state.params["theta"], {"z": state.params["z"]}),
+        lambda state: Private(state.params["private"], {"draws": state.kept}),
+        done=lambda state: settling.settled(state.course),
+    )
+
+
+def _augmented(v: Soul) -> tuple[Exchange, ...]:
+    """Clients draw, and send their auxiliary variables."""
+
+    def silo(noise: Array, down: Any, state: ClientState, data: SiloData) -> tuple[Reply[Up], Any]:
+        after, own, _ = v.drawn(noise, state, data, (), lambda g, seen: 0.0)
+        up = Up(v.auxiliary(state), own)
+        return Reply(up, all_finite((up, after.gradient, after.position))), after
+
+    def server(
+        state: ServerState, memo: Any, replies: Replies[Up], server_data: SiloData
+    ) -> tuple[ServerState, Info]:
+        def log_p(params: dict[str, Any], total: Array) -> Array:
+            own, rows = v.model.log_server(params["theta"], params["z"], total, server_data)
+            return own + rows
+
+        up = replies.up
+        value, (gradient, slope) = jax.value_and_grad(log_p, (0, 1))(state.params, up.z)
+        loss = -(value + up.own)
+        after = v.moved(state, gradient, loss)._replace(sent=slope)
+        return after, Info(loss, replies.ok & all_finite((loss, gradient, slope)))
+
+    return (Exchange(_nothing, silo, server, name="draw", silo_noise=_key),)
+
+
+def _power(v: Soul) -> tuple[Exchange, ...]:
+    """Clients send their auxiliary variables; they draw given the sum, and send slopes."""
+
+    def show(noise: Any, down: Any, state: ClientState, data: SiloData) -> tuple[Reply[Array], Any]:
+        z = v.auxiliary(state)
+        return Reply(z, all_finite(z)), state
+
+    def gathered(
+        state: ServerState, memo: Any, replies: Replies[Array], server_data: SiloData
+    ) -> tuple[ServerState, Info]:
+        return state._replace(sent=replies.up), Info(jnp.zeros(()), replies.ok)
+
+    def tell(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Down, Any]:
+        return Down(state.sent, state.params["theta"], state.params["z"]), ()
+
+    def draw(
+        noise: Array, down: Down, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Slopes], ClientState]:
+        at_server = SiloData(dict(data.kwargs["shared"]))
+
+        def likelihood(g: Array, seen: tuple[Any, Array, Array]) -> Array:
+            theta, z, others = seen
+            return v.model.log_server(theta, z, g + others, at_server)[1] / v.num_clients
+
+        seen = down.theta, down.z, down.total - v.auxiliary(state)
+        after, own, (theta, z, slope) = v.drawn(noise, state, data, seen, likelihood)
+        steps = after.gradient["steps"] - v.rho * slope  # it is in the sum that comes back
+        after = after._replace(gradient={**after.gradient, "steps": steps})
+        up = Slopes(own, slope, theta, z)
+        return Reply(up, all_finite((up, after.gradient, after.position))), after
+
+    def update(
+        state: ServerState, memo: Any, replies: Replies[Slopes], server_data: SiloData
+    ) -> tuple[ServerState, Info]:
+        def log_p(params: dict[str, Any]) -> Array:
+            total = jnp.zeros(v.model.shape)
+            return v.model.log_server(params["theta"], params["z"], total, server_data)[0]
+
+        up = replies.up
+        value, gradient = jax.value_and_grad(log_p)(state.params)
+        gradient = jax.tree.map(jnp.add, gradient, {"theta": up.theta, "z": up.z})
+        loss = -(value + up.term)
+        after = v.moved(state, gradient, loss)._replace(sent=up.seen)
+        return after, Info(loss, replies.ok & all_finite((loss, gradient, up.seen)))
+
+    return (
+        Exchange(_nothing, show, gathered, name="show"),
+        Exchange(tell, draw, update, name="draw", silo_noise=_key),
+    )
+
+
+def _stepping(v: Soul) -> Exchange:
+    """Clients take their steps: down goes the gradient with respect to the sum."""
+
+    def broadcast(
+        noise: Any, state: ServerState, who: Array, server_data: Any
+    ) -> tuple[Array, Any]:
+        return state.sent, ()
+
+    def silo(
+        noise: Any, down: Array, state: ClientState, data: SiloData
+    ) -> tuple[Reply[tuple[()]], ClientState]:
+        after = v.stepped(state, down)
+        return Reply((), all_finite(after.params)), after
+
+    def server(
+        state: ServerState, memo: Any, replies: Replies, server_data: Any
+    ) -> tuple[ServerState, Info]:
+        return state, Info(jnp.zeros(()), replies.ok)
+
+    return Exchange(broadcast, silo, server, name="step")
+
+
+def _nothing(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Any, Any]:
+    return (), ()
+
+
+def _key(key: Array, *state: Any) -> Array:
+    return key

@@ -1,0 +1,244 @@
+"""What the methods for vertical models have in common: who holds what, runs, saved fits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import Array
+from tqdm.auto import tqdm
+
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
+from numpyro_fed.errors import DataError
+from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven, one_key
+from numpyro_fed.model.data import SiloData, read_one, signature
+from numpyro_fed.model.padding import bucket, one_by_one
+from numpyro_fed.model.roles import Roles, Text, split, split_vertical, told
+from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
+from numpyro_fed.results.base import Silos
+from numpyro_fed.results.saving import load_state
+from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalRun, VerticalStart
+from numpyro_fed.runtime.crossing import Crossings, crossings
+from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
+
+NEEDS_RESPONSE = (
+    "under the power likelihood every client evaluates the likelihood itself, for which it must "
+    "know the response: say share_response=True, or use the augmented model."
+)
+
+
+@dataclass(frozen=True)
+class VerticalMethod(ABC):
+    """A model whose clients hold some columns of every row, and how to fit it.
+
+    Parameters
+    ----------
+    model : callable
+        A NumPyro model with one :func:`~numpyro_fed.client_sum`.
+    share_response : bool
+        Whether clients know the response and what else the server holds.
+    """
+
+    model: Callable
+    share_response: bool = field(default=False, kw_only=True)
+    _fits: dict[Any, VerticalFit] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @abstractmethod
+    def _build(self, roles: Roles) -> VerticalBuilt:
+        """The algorithm."""
+
+    @abstractmethod
+    def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
+        """What a saved state must agree with, besides sites and rows."""
+
+    @abstractmethod
+    def _result(self, *args: Any, **kwargs: Any) -> VerticalRun:
+        """What a run returns."""
+
+    def _begin(
+        self,
+        fit: VerticalFit,
+        key: Array,
+        batches: tuple[Batch, ...],
+        runtime_of: Callable[[FederatedAlgorithm], Runtime],
+    ) -> tuple[State, VerticalStart | None]:
+        """The first state of a run, and the mode if it is there."""
+        return fit.runtime.init(key, batches), None
+
+    def run(
+        self,
+        key: Array,
+        num_rounds: int,
+        *args: Any,
+        init_state: State | None = None,
+        progress_bar: bool = True,
+        runtime: str = "simulation",
+        stop: str | None = None,
+        callback: Callable[[Any], Any] | None = None,
+        every: int = 100,
+        **kwargs: Any,
+    ) -> Any:
+        """Fit the model to its arguments.
+
+        Parameters
+        ----------
+        key : jax.Array
+            Round ``r`` uses ``fold_in(key, r)``.
+        num_rounds : int
+            Steps of the optimiser.
+        *args, **kwargs
+            Of the model: clients' columns, the response, whatever it takes.
+        init_state, progress_bar, runtime, stop, callback, every
+            As for :meth:`SFVI.run`.
+
+        Raises
+        ------
+        ModelError, DataError, GuideError
+            Before anything is compiled, for input that cannot work.
+        NonFiniteError
+            If the bound turns NaN or infinite; the error's ``result`` is the last good state.
+        CallbackError
+            If the callback raised; the error's ``result`` is what it was shown.
+        """
+        key = one_key(key)
+        check_course(num_rounds, every, stop)
+        fit, held = self._prepare(args, kwargs, runtime)
+        if progress_bar:
+            tqdm.write(str(_messages(fit, held)))
+        if init_state is None:
+            state, start = self._begin(fit, key, held.batches, SEARCHES[runtime])
+        else:
+            state, start = fit.check_state(init_state, held), None
+        return driven(
+            fit.runtime,
+            key,
+            state,
+            held.batches,
+            num_rounds,
+            lambda run, quiet: self._result(
+                run.losses, run.state, fit, held, ended=run.ended, start=start
+            ),
+            server_data=fit.server_data,
+            progress_bar=progress_bar,
+            stop=stop,
+            callback=callback,
+            every=every,
+        )
+
+    def messages(self, *args: Any, **kwargs: Any) -> Crossings:
+        """What each party sees: all arrays that cross, with their shapes, before the first round
+        (as often as :attr:`VerticalResult.start` says) and in each round.
+        """
+        fit, held = self._prepare(args, kwargs, "simulation")
+        return _messages(fit, held)
+
+    def load(self, path: str | Path, *args: Any, runtime: str = "simulation", **kwargs: Any) -> Any:
+        """Rebuild a fit from what :meth:`VerticalResult.save` wrote, and the model's arguments.
+
+        Raises
+        ------
+        SavedStateError
+            If the files belong to another model, guide or version.
+        """
+        fit, held = self._prepare(args, kwargs, runtime)
+        like = fit.runtime.init(jax.random.key(0), held.batches)
+        losses, state = load_state(path, fit.description, like)
+        return self._result(losses, state, fit, held)
+
+    def _prepare(
+        self, args: tuple, kwargs: dict[str, Any], runtime: str
+    ) -> tuple[VerticalFit, Silos]:
+        if runtime not in RUNTIMES:
+            raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
+        roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
+        held = _held(roles, runtime)
+        known = (runtime, signature(roles.server), *map(signature, roles.clients))
+        if known not in self._fits:
+            built = self._build(roles)
+            run = RUNTIMES[runtime](built.algorithm, None)
+            description = self._description(built)
+            self._fits[known] = VerticalFit(built, run, description, {}, roles.server)
+        return self._fits[known]._replace(server_data=roles.server), held
+
+    def describe(self, silo: Any) -> Shapes:
+        """What a client says of its columns: shapes, dtypes and plain values."""
+        return Shapes.of(self.hold(silo))
+
+    def read_plan(self, text: str) -> VerticalPlan:
+        """A plan from JSON."""
+        return VerticalPlan.from_json(text)
+
+    def hold(self, silo: Any, plan: VerticalPlan | None = None, number: int = 0) -> SiloData:
+        """A client's columns, checked; with the plan, as the algorithm takes them."""
+        if plan is None:
+            return read_one("a client", {"columns": silo})
+        expected = self._roles(plan).clients[number]
+        predictor = expected.kwargs["predictor"]
+        data = read_one(f"client {number}", {"columns": silo, "predictor": predictor})
+        data = told(data, plan.told) if self.share_response else data
+        if signature(data) != signature(expected):
+            raise DataError(
+                f"client {number} holds columns of another shape or kind than the plan says. The "
+                "plan must be made from the facts of this client, as the client of this number."
+            )
+        return data
+
+    def build(self, plan: VerticalPlan) -> VerticalBuilt:
+        """The algorithm, from text and plan: the same at every party."""
+        return self._build(self._roles(plan))
+
+    def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
+        """An exchange of the algorithm by its name."""
+        known = {x.name: x for x in (*built.opening, *built.algorithm.exchanges)}
+        return known[name]
+
+    def admit(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
+        """Any exchange suits any client."""
+        return
+
+    def _roles(self, plan: VerticalPlan) -> Roles:
+        text = Text.of(self.model, (), plan.arguments.zeros())
+        return split(text, share_response=self.share_response)
+
+    def _description(self, built: VerticalBuilt) -> dict[str, Any]:
+        model = built.model
+        clients = {
+            scoped: [s.kind, list(s.shape), s.support]
+            for j, half in enumerate(model.clients)
+            for s in half.sites
+            for scoped in model.scoped(j, {s.name: None})
+        }
+        server = {s.name: [s.kind, list(s.shape), s.support] for s in model.server.sites}
+        return {
+            "settings": {"method": type(self).__name__, **self._settings(built)},
+            "sites": clients | server,
+            "rows": model.rows,
+        }
+
+
+def _messages(fit: VerticalFit, held: Silos) -> Crossings:
+    """Of one client."""
+    built = fit.built
+
+    def seen(when: str, algorithm: FederatedAlgorithm, exchanges: Sequence[Exchange]) -> Crossings:
+        data = held.data[0]
+        return crossings(when, algorithm, exchanges, data, fit.server_data, silo="client")
+
+    start = seen("start", built.first, built.opening)
+    rounds = seen("round", built.algorithm, built.algorithm.exchanges)
+    return start._replace(rows=start.rows + rounds.rows)
+
+
+def _held(roles: Roles, runtime: str) -> Silos:
+    sizes: list[dict[str, int]] = [{} for _ in roles.clients]
+    if runtime == "host":
+        buckets = one_by_one(roles.clients, sizes)
+    else:
+        buckets = bucket(roles.clients, sizes, may_pad=False)
+    return Silos(roles.clients, tuple(buckets), on_device(buckets))
