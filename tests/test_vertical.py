@@ -708,6 +708,9 @@ def test_settings_that_do_not_fit():
         (dict(likelihood="tempered", rho=1.0), "expected 'augmented' or 'power'"),
         (dict(batch_size=0), "batch_size must be a positive integer"),
         (dict(rank=1.5), "rank must be a positive integer"),
+        (dict(rho=np.inf), "expected a positive number"),
+        (dict(local_steps=2, rho=1.0, auxiliary="amortised"), "auxiliary='mean_field' alone"),
+        (dict(local_steps=2, rho=1.0, likelihood="power"), "auxiliary='mean_field' alone"),
         (dict(rank=2, local_steps=2, rho=1.0), "one step of a client in a round: say rank=0"),
         (dict(start="prior"), "expected 'auto', 'mode', 'own' or None"),
         (dict(start="own"), "say start='mode', or give rho"),
@@ -734,6 +737,77 @@ def test_power_likelihood_refuses_latents_of_the_sum():
     xs, y = data()
     with pytest.raises(nf.ModelError, match="latent site 'u' depends on the client_sum"):
         drawn(nf.handlers.power_likelihood(model, 1.0), xs, y)
+
+
+def test_methods_refuse_latents_of_the_sum_under_the_power_likelihood():
+    def model(xs, y):
+        eta = nf.client_sum("client", linear, xs)
+        level = numpyro.sample("level", dist.Normal(eta.mean(), 0.1))
+        with numpyro.plate("obs", len(y)):
+            numpyro.sample("y", dist.Normal(eta + level, 1), obs=y)
+
+    settings = dict(rho=1.0, likelihood="power", share_response=True)
+    for method in (nf.VFL(model, **settings), nf.SOUL(model, **settings)):
+        with pytest.raises(nf.ModelError, match="latent site 'level' depends on the client_sum"):
+            method.run(KEY, 1, *data())
+
+
+def test_plain_arguments_of_the_model_count():
+    """A flag changes the text, and so the program."""
+
+    def model(xs, y, precise):
+        eta = nf.client_sum("client", linear, xs)
+        with numpyro.plate("obs", len(y)):
+            numpyro.sample("y", dist.Normal(eta, 0.1 if precise else 5.0), obs=y)
+
+    vfl = nf.VFL(model, start=None)
+    losses = [vfl.run(KEY, 1, *data(), flag, progress_bar=False).losses[0] for flag in (0, 1)]
+    fresh = nf.VFL(model, start=None).run(KEY, 1, *data(), 1, progress_bar=False).losses[0]
+    assert losses[1] == fresh != losses[0]
+
+
+def centred_at_server(xs, y):
+    eta = nf.client_sum("client", linear, xs)
+    with numpyro.plate("obs", eta.shape[0]):
+        numpyro.sample("y", dist.Normal(eta - eta.mean(), 1), obs=y)
+
+
+def centred_at_client(xs, y):
+    eta = nf.client_sum("client", lambda x: linear(x - x.mean(0)), xs)
+    with numpyro.plate("obs", eta.shape[0]):
+        numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+
+@pytest.mark.parametrize("model", [centred_at_server, centred_at_client])
+def test_minibatches_of_rows_that_read_others_are_refused(model):
+    with pytest.raises(nf.ModelError, match="when other rows are left out"):
+        nf.VFL(model, batch_size=4).run(KEY, 1, *data())
+
+
+def test_a_server_is_not_given_what_clients_have_parts_of():
+    def model(x, y):
+        eta = nf.client_sum("client", linear, [x[:, :2], x[:, 2:]])
+        with numpyro.plate("obs", len(y)):
+            numpyro.sample("y", dist.Normal(eta + x[:, 0], 1), obs=y)
+
+    r = np.random.default_rng(0)
+    with pytest.raises(nf.ModelError, match="reads 'x' outside of the client_sum"):
+        nf.VFL(model).run(KEY, 1, r.normal(size=(12, 5)), r.normal(size=12))
+
+
+def test_a_start_that_is_asked_for_and_not_possible_is_said():
+    def hierarchical(x):
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        beta = numpyro.sample("beta", dist.Normal(0, tau).expand([x.shape[-1]]).to_event(1))
+        return x @ beta
+
+    def model(xs, y):
+        eta = nf.client_sum("client", hierarchical, xs)
+        with numpyro.plate("obs", len(y)):
+            numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+    with pytest.warns(UserWarning, match="start='mode' is not possible"):
+        nf.VFL(model, start="mode")._prepare(data(), {}, "host")
 
 
 def test_handlers_need_a_client_sum():
@@ -828,6 +902,19 @@ def test_soul_over_nodes_gives_the_numbers_of_one_process():
     together = soul.run(KEY, 3, xs, y, progress_bar=False)
     np.testing.assert_allclose(apart.losses, together.losses, rtol=1e-5)
     assert set(apart.sample_posterior(KEY, 2)) == {"b", "sigma"}
+
+
+def test_nodes_hand_over_the_columns_that_they_hold():
+    def model(xs, y):
+        eta = nf.client_sum("client", linear, [jnp.exp(x) for x in xs])
+        with numpyro.plate("obs", eta.shape[0]):
+            numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+    xs, y = data()
+    vfl = nf.VFL(model)
+    facts = [nf.SiloNode(vfl, x).facts() for x in xs]
+    with pytest.raises(nf.ModelError, match="something else than the columns"):
+        nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import optax
 from numpyro_fed.algorithms.vertical.soul import Soul, soul
 from numpyro_fed.errors import positive_int
 from numpyro_fed.methods.sfvi import default_optimiser
-from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod
+from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_power
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
 from numpyro_fed.model.roles import Roles
@@ -100,6 +100,8 @@ class SOUL(VerticalMethod):
             raise ValueError(NEEDS_RESPONSE)
 
     def _build(self, roles: Roles) -> VerticalBuilt:
+        if self.likelihood == "power":
+            check_power(roles.model)
         pairs = zip(roles.model.clients, roles.clients, strict=True)
         v = Soul(
             model=roles.model,
@@ -112,7 +114,7 @@ class SOUL(VerticalMethod):
             power=self.likelihood == "power",
         )
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
-        return VerticalBuilt(v, soul(v, like))
+        return VerticalBuilt(v, soul(v, like), static=roles.arguments[:1])
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
         names = ("rho", "likelihood", "num_steps", "step_size", "num_kept")

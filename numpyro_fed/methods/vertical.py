@@ -13,11 +13,13 @@ from jax import Array
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
-from numpyro_fed.errors import DataError
+from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven, one_key
+from numpyro_fed.model.clients import LATENT_OF_SUM
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.padding import bucket, one_by_one
 from numpyro_fed.model.roles import Roles, Text, split, split_vertical, told
+from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.saving import load_state
@@ -158,7 +160,7 @@ class VerticalMethod(ABC):
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
         held = _held(roles, runtime)
-        known = (runtime, signature(roles.server), *map(signature, roles.clients))
+        known = (runtime, roles.arguments, *map(signature, roles.clients))
         if known not in self._fits:
             built = self._build(roles)
             run = RUNTIMES[runtime](built.algorithm, None)
@@ -219,6 +221,7 @@ class VerticalMethod(ABC):
             "settings": {"method": type(self).__name__, **self._settings(built)},
             "sites": clients | server,
             "rows": model.rows,
+            "static": [repr(value) for value in built.static],
         }
 
 
@@ -242,3 +245,9 @@ def _held(roles: Roles, runtime: str) -> Silos:
     else:
         buckets = bucket(roles.clients, sizes, may_pad=False)
     return Silos(roles.clients, tuple(buckets), on_device(buckets))
+
+
+def check_power(model: VerticalModel) -> None:
+    """Refuse latents whose distribution depends on the sum."""
+    for name in model.below:
+        raise ModelError(LATENT_OF_SUM.format(name))

@@ -27,7 +27,7 @@ from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
 from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.sfvi import default_optimiser
-from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod
+from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_power
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
 from numpyro_fed.model.roles import (
@@ -97,12 +97,14 @@ class VFL(VerticalMethod):
         Rows in a round, drawn anew each time, the same at every party; all of them by default.
     local_steps : int
         Steps of each client in a round, all but the first with its auxiliary variables where they
-        are (section 5.3).
+        are (section 5.3): for the augmented model with a mean-field guide of these, whose optimum
+        stays where it is.
     start : {"auto", "mode", "own", None}
-        ``"mode"``: some 10 to 60 exchanges find the mode of all parties' latents, in which clients
-        send predictors and the server slopes and curvatures of the likelihood; each party's guide
-        begins there with its own curvature. Not where there is a ``numpyro.param``, where the prior
-        of a latent depends on another one of its party, or above 300 latents of a party.
+        ``"mode"``: some 10 to 60 exchanges, more where it is hard, find the mode of all parties'
+        latents, in which clients send predictors and the server slopes and curvatures of the
+        likelihood; each party's guide begins there with its own curvature. Not where there is a
+        ``numpyro.param``, where the prior of a latent depends on another one of its party, above
+        300 latents of a party, or where its Jacobian would have more than 67 million numbers.
         ``"own"``, with ``rho``: at zero in unconstrained space, with the curvature that a party
         knows by itself, from ``rho`` and its columns; nothing is sent for it. ``None``: at zero.
         ``"auto"`` is ``"mode"`` for the exact split, and ``"own"`` with ``rho``, since the search
@@ -180,6 +182,14 @@ class VFL(VerticalMethod):
                 "the power likelihood and further local steps need auxiliary variables: give rho, "
                 "their standard deviation in the units of the predictor."
             )
+        if self.local_steps > 1 and (
+            self.likelihood == "power" or self.auxiliary not in ("auto", "mean_field")
+        ):
+            raise ValueError(
+                "further local steps hold auxiliary variables where they are, which leads to the "
+                "same optimum under the augmented model and auxiliary='mean_field' alone: use "
+                "these, or local_steps=1."
+            )
         if self.likelihood == "power" and not self.share_response:
             raise ValueError(NEEDS_RESPONSE)
 
@@ -193,7 +203,11 @@ class VFL(VerticalMethod):
         clients it says as much of their sum alone, but with two clients each can take its own part
         off. With ``rho`` every number is sent with noise of that standard deviation, anew each
         round, so that the mean over ``T`` rounds is known up to ``rho / sqrt(T)`` and the spread of
-        the posterior: noise hides single draws, and not what many rounds have in common.
+        the posterior: noise hides single draws, and not what many rounds have in common. It hides
+        nothing from a server that knows the key of the noise: give :class:`SiloNode` a ``secret``.
+
+        Down comes the gradient of the log likelihood for each row. It is not the response, but for
+        many likelihoods tells it: of a Bernoulli response its sign does.
 
         Examples
         --------
@@ -218,6 +232,8 @@ class VFL(VerticalMethod):
         return super().messages(*args, **kwargs)
 
     def _build(self, roles: Roles) -> VerticalBuilt:
+        if self.likelihood == "power":
+            check_power(roles.model)
         model, clients = roles.model, roles.clients
         if self.batch_size is not None:
             check_batches(roles, self.batch_size)
@@ -250,18 +266,19 @@ class VFL(VerticalMethod):
         rank = self._rank(vertical, start)
         most = max(JACOBIAN // math.prod(model.shape), 1)
         width = width_of(vertical.dim, max(rank, RANK), most) if start == "mode" else 0
-        vertical = replace(vertical, rank=rank, width=width)
+        vertical = replace(vertical, rank=min(rank, width) if width else rank, width=width)
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
         if self.likelihood == "power":
             algorithm = power(vertical, len(clients), like, self.local_steps)
         else:
             algorithm = augmented(vertical, like, self.local_steps)
         if start is None:
-            return VerticalBuilt(vertical, algorithm)
+            return VerticalBuilt(vertical, algorithm, static=roles.arguments[:1])
         first, begins = search(vertical, like), beginning(vertical)
         if start == "own":
-            return VerticalBuilt(vertical, algorithm, first, (begins,))
-        return VerticalBuilt(vertical, algorithm, first, (spread(vertical), begins))
+            return VerticalBuilt(vertical, algorithm, first, roles.arguments[:1], (begins,))
+        begins_all = spread(vertical), begins
+        return VerticalBuilt(vertical, algorithm, first, roles.arguments[:1], begins_all)
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
         v = built.vertical
@@ -321,13 +338,20 @@ class VFL(VerticalMethod):
             wanted = "mode" if self.rho is None else "own"
         if wanted == "mode" and not _has_mode(roles):
             wanted = None if self.rho is None else "own"
-        return wanted if wanted is None or _has_curvature(roles.model) else None
+        found = wanted if wanted is None or _has_curvature(roles.model) else None
+        if self.start in ("mode", "own") and found != self.start:
+            warnings.warn(
+                f"start={self.start!r} is not possible for this model (see numpyro_fed.VFL): the "
+                f"run begins as with start={found!r}.",
+                stacklevel=5,
+            )
+        return found
 
     def _auxiliary(self, rows: int) -> str | Amortised:
         if self.auxiliary != "auto":
             return self.auxiliary
         many = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
-        return "amortised" if many else "mean_field"
+        return "amortised" if many and self.local_steps == 1 else "mean_field"
 
 
 def _has_curvature(model: VerticalModel) -> bool:

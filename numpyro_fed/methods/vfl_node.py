@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from numpyro_fed.errors import ModelError
 from numpyro_fed.methods.base import check_course, one_key, unless_failed
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import read_one
@@ -73,7 +74,9 @@ class VerticalServerNode:
         arguments: Callable[[list[Any]], Mapping[str, Any]],
     ):
         clients = tuple(Shapes.from_json(text) for text in facts)
-        held = dict(arguments([client.zeros()["columns"] for client in clients]))
+        zeros = [client.zeros()["columns"] for client in clients]
+        _check_handed_on(method.model, arguments, zeros)
+        held = dict(arguments(zeros))
         text = Text.of(method.model, (), held)
         roles = split(text, share_response=method.share_response)
         told = shared_text(roles.server.arrays) if method.share_response else ""
@@ -119,3 +122,29 @@ class VerticalServerNode:
         run = drive(runtime, key, state, (), num_rounds, progress_bar, self._held, stop=stops)
         result = self._method._result(run.losses, run.state, fit, ended=run.ended, start=start)
         return unless_failed(result, run)
+
+
+def _check_handed_on(
+    model: Callable, arguments: Callable[[list[Any]], Mapping[str, Any]], columns: list[Any]
+) -> None:
+    """Refuse a text that computes what a predictor is given: a client hands over what it holds."""
+
+    def numbered(a: Any) -> Any:
+        return np.arange(1, a.size + 1).reshape(a.shape).astype(a.dtype) if _is_array(a) else a
+
+    given = jax.tree.map(numbered, columns)
+    text = Text.of(model, (), dict(arguments(given)))
+    reached = text.columns(text.data.arrays, jax.random.key(0)).columns
+    for j, (own, found) in enumerate(zip(given, reached, strict=True)):
+        pairs = (list(filter(_is_array, jax.tree.leaves(tree))) for tree in (own, found))
+        forms: list[Any] = [jax.tree.structure(tree) for tree in (own, found)]
+        if forms[0] != forms[1] or not all(map(np.array_equal, *pairs)):
+            raise ModelError(
+                f"the model gives the predictor of client {j} something else than the columns that "
+                "the client holds, and nothing of the model but the predictor is run there. "
+                "Compute it in the predictor, or before the client describes its columns."
+            )
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype")

@@ -20,6 +20,11 @@ from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.primitives import silo_plate_of
 
+LATENT_OF_SUM = (
+    "the distribution of the latent site '{}' depends on the client_sum. The power likelihood has "
+    "a sum for each client and so no one distribution for it: use the augmented model, or let "
+    "observed sites alone depend on the sum."
+)
 AUXILIARY = "z"  # the name of a client's auxiliary variable, within the client
 
 
@@ -230,7 +235,11 @@ class at_client_sum(Messenger):
 
 def positive_rho(rho: Any) -> float:
     """A standard deviation, or an error that names the method without one."""
-    if isinstance(rho, bool) or not isinstance(rho, int | float | np.number) or not rho > 0:
+    if (
+        isinstance(rho, bool)
+        or not isinstance(rho, int | float | np.number)
+        or not 0 < rho < np.inf
+    ):
         raise ValueError(
             f"rho={rho!r}: expected a positive number, the standard deviation of each client's "
             "auxiliary variable. Without auxiliary variables the model as it is written is "
@@ -396,8 +405,4 @@ def _check_latents(log_probs: Callable, eta: Array, observed: Sequence[str]) -> 
     reached = provenance(log_probs, eta=eta)
     for name, labels in reached.items():
         if labels and name not in observed:
-            raise ModelError(
-                f"the distribution of the latent site '{name}' depends on the client_sum. The "
-                "power likelihood has a sum for each client and so no one distribution for it: "
-                "use nf.handlers.augment, or let observed sites alone depend on the sum."
-            )
+            raise ModelError(LATENT_OF_SUM.format(name))

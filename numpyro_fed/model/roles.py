@@ -19,12 +19,17 @@ from numpyro.infer.util import compute_log_probs
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.binding import Theta, bind, trace_at
 from numpyro_fed.model.clients import Clients, at_client_sum, check_shapes
-from numpyro_fed.model.data import SiloData, read_one
+from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.sites import NEEDS_VALUES, feasible, structure
 from numpyro_fed.model.vertical import PREDICTOR, TOTAL, Half, VerticalModel
 
 LATENTS = "the server's latents"  # a label
+ROWS_READ_ROWS = (
+    "{} says something else of a row when other rows are left out (a mean over rows, say), so that "
+    "minibatches are not possible. Compute such numbers before the run and pass them as data, or "
+    "leave batch_size out."
+)
 
 
 class Roles(NamedTuple):
@@ -37,11 +42,14 @@ class Roles(NamedTuple):
         Arrays by name; nothing that belongs to a client.
     clients : tuple of SiloData
         ``columns``, and what is shared of the server's.
+    arguments : tuple
+        Of the model: shapes, dtypes and static values.
     """
 
     model: VerticalModel
     server: SiloData
     clients: tuple[SiloData, ...]
+    arguments: tuple
 
 
 class _Reached(Exception):
@@ -177,16 +185,17 @@ def split(whole: Text, *, share_response: bool = False) -> Roles:
     everything = {**arrays, TOTAL: np.zeros(shape, dtype)}
     server = _half(text.at_server(shape[0]), SiloData(everything), "the server")
     reach = _server_reach(server, everything)
-    _check_readers(reach, readers, len(clients), share_response)
+    parted = _parted(columns, readers, arrays)
+    _check_readers(reach, readers, parted, len(clients), share_response)
     own = {n: a for n, a in arrays.items() if n not in readers or n in reach.density}
     if share_response:
         clients = [told(data, own) for data in clients]
     else:
         _check_not_given(arrays, reach.response, clients)
     model = VerticalModel(
-        found.name, shape, dtype, server, tuple(halves), reach.by_row, reach.response
+        found.name, shape, dtype, server, tuple(halves), reach.by_row, reach.response, reach.below
     )
-    return Roles(model, SiloData(own), tuple(clients))
+    return Roles(model, SiloData(own), tuple(clients), signature(whole.data))
 
 
 def told(client: SiloData, server: Mapping[str, Any]) -> SiloData:
@@ -196,7 +205,11 @@ def told(client: SiloData, server: Mapping[str, Any]) -> SiloData:
 
 
 def _check_readers(
-    reach: _Reach, readers: Mapping[str, set[int]], num_clients: int, share_response: bool
+    reach: _Reach,
+    readers: Mapping[str, set[int]],
+    parted: set[str],
+    num_clients: int,
+    share_response: bool,
 ) -> None:
     """Refuse a response that clients are given, and a server that reads one client's columns."""
     for name in reach.response:
@@ -208,12 +221,24 @@ def _check_readers(
             )
     for name, clients in readers.items():
         own = name in reach.density and name not in reach.response
-        if own and len(clients) == 1 < num_clients:
+        if own and (len(clients) == 1 < num_clients or name in parted):
             raise ModelError(
                 f"the model reads '{name}' outside of the client_sum, but it holds columns of "
                 f"client {min(clients)}, which the server does not know. Move what reads it into "
                 "the predictor, or pass it as an argument of its own if everybody may know it."
             )
+
+
+def _parted(
+    columns: list[Any], readers: Mapping[str, set[int]], arrays: dict[str, Any]
+) -> set[str]:
+    """The arrays of which some client is given a part, or what is made of it."""
+
+    def whole(name: str, j: int) -> bool:
+        held = (a for a in jax.tree.leaves(columns[j]) if _is_array(a))
+        return any(np.array_equal(a, arrays[name], equal_nan=a.dtype.kind == "f") for a in held)
+
+    return {name for name, who in readers.items() if not all(whole(name, j) for j in who)}
 
 
 def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], dict[str, set[int]]]:
@@ -295,13 +320,14 @@ def _check_client(text: Text, arrays: dict[str, Any], half: Half, data: SiloData
 
 
 class _Reach(NamedTuple):
-    """Of the server's text: arrays that its densities read, arrays that are observed, and the
-    observed sites that have a term for each row.
+    """Of the server's text: arrays that its densities read, arrays that are observed, the observed
+    sites that have a term for each row, and latents whose distribution depends on the sum.
     """
 
     density: frozenset[str]
     response: tuple[str, ...]
     by_row: frozenset[str]
+    below: tuple[str, ...]
 
 
 def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
@@ -325,7 +351,8 @@ def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
         )
     response = frozenset[str]().union(*jax.tree.leaves(values))
     read = frozenset[str]().union(*densities.values())
-    return _Reach(read, tuple(sorted(response - {TOTAL})), by_row)
+    below = tuple(s.name for s in half.named("latent") if TOTAL in densities.get(s.name, ()))
+    return _Reach(read, tuple(sorted(response - {TOTAL})), by_row, below)
 
 
 def is_hierarchical(half: Half, data: SiloData) -> bool:
@@ -347,6 +374,22 @@ def _densities(half: Half, theta: Theta, data: SiloData, **arrays: Any) -> dict[
     return half.log_probs(theta, jnp.zeros(half.dim), replace(data, arrays=arrays))[0]
 
 
+def _rows_apart(fn: Callable, data: SiloData, rows: int, take: Callable) -> bool:
+    """Whether some rows of what ``fn`` returns are what it returns for these rows alone."""
+    r = np.random.default_rng(0)
+    arrays = {
+        n: r.lognormal(0, 0.5, a.shape).astype(a.dtype) if a.dtype.kind == "f" else a
+        for n, a in data.arrays.items()
+    }
+    held, some = replace(data, arrays=arrays), jnp.arange(0, rows, 2)
+    whole, alone = fn(held), fn(take(held, some))
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(alone), strict=True)
+    return all(
+        np.shape(a)[:1] != (rows,) or np.allclose(a[some], b, 1e-4, 1e-4, equal_nan=True)
+        for a, b in pairs
+    )
+
+
 def check_batches(roles: Roles, batch_size: int) -> None:
     """Refuse minibatches that are too large, or where rows do not stand alone."""
     model = roles.model
@@ -361,6 +404,22 @@ def check_batches(roles: Roles, batch_size: int) -> None:
                     f"the density of '{name}' in the predictor of client {j} depends on its rows, "
                     "and nothing says how it grows with them. Leave batch_size out."
                 )
+
+        def predicted(data: SiloData, half: Half = half) -> Array:
+            theta = half.init_theta(jax.random.key(0), data)
+            return model.predict(half, theta, jnp.full(half.dim, 0.3), data)[0]
+
+        if not _rows_apart(predicted, data, model.rows, model.take):
+            raise ModelError(ROWS_READ_ROWS.format(f"the predictor of client {j}"))
+
+    def of_rows(data: SiloData) -> Any:
+        theta = model.server.init_theta(jax.random.key(0), data)
+        found = model.server.log_probs(theta, jnp.full(model.server.dim, 0.3), data)[0]
+        return {n: p for n, p in found.items() if n in model.by_row}
+
+    with_total = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
+    if not _rows_apart(of_rows, with_total, model.rows, model.take):
+        raise ModelError(ROWS_READ_ROWS.format("the server's part of the model"))
     some = model.take(roles.server, jnp.arange(batch_size))
     total = jnp.zeros((batch_size, *model.shape[1:]), model.dtype)
 

@@ -138,6 +138,8 @@ class VerticalModel(NamedTuple):
         The server's observed sites that have a term for each row.
     response : tuple of str
         The server's arrays that are observed.
+    below : tuple of str
+        The server's latents whose distribution depends on the sum.
     """
 
     name: str
@@ -147,6 +149,7 @@ class VerticalModel(NamedTuple):
     clients: tuple[Half, ...]
     by_row: frozenset[str]
     response: tuple[str, ...]
+    below: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -31,6 +31,7 @@ class VerticalBuilt(NamedTuple):
     vertical: Any  # the model and how it is approximated
     algorithm: FederatedAlgorithm
     search: FederatedAlgorithm | None = None
+    static: tuple = ()  # plain values among the arguments of the model
     begins: tuple[Exchange, ...] = ()  # what leads from the states of the search to those of a run
 
     @property
@@ -167,8 +168,10 @@ class VerticalRun(ABC):
 
     def private(self, client: int) -> Private:
         """Client ``j``'s parameters, unconstrained, and guides."""
-        b, i = self._clients().place(client)
-        return self._fit.algorithm.private(jax.tree.map(lambda a: a[i], self.state.silos[b]))
+        held = self._clients()
+        b, i = held.place(client)
+        state = jax.tree.map(lambda a: a[i], self.state.silos[b])
+        return self._fit.vertical.private(state, held.data[client])
 
     @abstractmethod
     def unconstrained(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...]]:

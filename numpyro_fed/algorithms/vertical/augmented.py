@@ -107,7 +107,7 @@ def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> Feder
         v.init_client,
         exchanges,
         v.shared,
-        v.private,
+        v.own,
         done=lambda state: settling.settled(state.course),
     )
 

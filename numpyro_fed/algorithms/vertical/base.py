@@ -168,6 +168,11 @@ class Vertical:
         return sum(half.dim for half in (self.model.server, *self.model.clients))
 
     @property
+    def complete(self) -> bool:
+        """Whether that basis holds all directions."""
+        return self.width > self.dim
+
+    @property
     def share(self) -> float:
         """By how much terms of rows count."""
         return self.model.rows / self.rows
@@ -319,10 +324,10 @@ class Vertical:
 
     def noise_of(self, key: Array, state: ClientState) -> Any:
         """New noise of the same kind as what a client's state holds."""
-        return self.client_noise(key, self.kind_of(state))
+        return self.client_noise(key, self.alike(state))
 
-    def kind_of(self, state: ClientState) -> Kind:
-        """What client draws with noise of this shape."""
+    def alike(self, state: ClientState) -> Kind:
+        """A client that draws with noise of this shape; its guide may be another one."""
 
         def shapes(kind: Kind) -> Any:
             return jax.eval_shape(lambda: self.client_noise(jax.random.key(0), kind))
@@ -330,6 +335,10 @@ class Vertical:
         wanted = jax.tree.map(jnp.shape, state.noise)
         alike = (k for k in self.kinds.values() if jax.tree.map(jnp.shape, shapes(k)) == wanted)
         return next(alike)
+
+    def own(self, state: ClientState) -> Private:
+        """A client's parameters, without its guides, for which its data would be needed."""
+        return Private(state.params["own"]["private"], {})
 
     def some(self, data: SiloData, rows: Any) -> SiloData:
         """The rows that take part."""
@@ -403,10 +412,10 @@ class Vertical:
         tied = {"coupling": V, "shared": shared} if self.rank else {}
         return Shared(own["theta"], {"latents": eta, **tied})
 
-    def private(self, state: ClientState) -> Private:
+    def private(self, state: ClientState, data: SiloData) -> Private:
         """A client's."""
         own, psi = state.params["own"], state.params["auxiliary"]
-        eta, V = self.placed(self.kind_of(state), own, state.reference)
+        eta, V = self.placed(self.kind(data), own, state.reference)
         tied = {"coupling": V} if self.rank else {}
         guide = {"latents": eta, **({"auxiliary": psi} if psi else {}), **tied}
         return Private(own["private"], guide)

@@ -11,7 +11,8 @@ of little curvature are those in which parties make up for each other. They are 
 optimal block method does (Knyazev 2001): every party holds its rows of a random basis and sends how
 its predictor changes along it, summed up over parties; the server, which sees sums alone, solves
 the small problem and says how to combine the basis; where that does not hold all directions,
-residuals become its other half.
+residuals become its other half, and for these the server says how the slope of the likelihood
+changes along each direction: a client can tell from it which columns the others' predictors span.
 
 With eigenvalues :math:`\lambda` and vectors ``U``, all parties' covariance is
 :math:`\tau T (I + V V') T'`, :math:`V = U\, \mathrm{diag}(\sqrt{1 / (\tau \lambda) - 1})`:
@@ -84,7 +85,7 @@ def width_of(dim: int, rank: int, most: int) -> int:
 
 def looks(v: Vertical) -> int:
     """How often parties are asked how they depend on each other."""
-    return COMPLETE if v.width > v.dim else OTHERWISE
+    return COMPLETE if v.complete else OTHERWISE
 
 
 def spread(v: Vertical) -> Exchange:
@@ -93,7 +94,7 @@ def spread(v: Vertical) -> Exchange:
     def turned(basis: Array, ritz: Ritz, rows: Callable[[Array], Array]) -> Array:
         """The next basis; ``rows`` are the party's of ``P`` times a basis."""
         new = basis @ ritz.combine
-        if v.width <= v.dim:
+        if not v.complete:
             half = v.width // 2
             residual = rows(new) - new * ritz.curvatures
             new = jnp.concatenate([new[:, : v.width - half], residual[:, :half]], 1)
@@ -159,7 +160,7 @@ def spread(v: Vertical) -> Exchange:
                 looks=state.ritz.looks + 1,
                 combine=combine,
                 curvatures=curvatures,
-                pull=jnp.tensordot(combine.T, of_total, 1),
+                pull=jnp.tensordot(combine.T[: len(state.ritz.pull)], of_total, 1),
                 gain=0.5 * along @ newton,
             ),
         )
@@ -176,7 +177,8 @@ def beginning(v: Vertical) -> Exchange:
         if not (v.rank and v.width):
             return (), jnp.ones(())
         curvatures = _positive(state.ritz.curvatures)
-        tau = 1 / curvatures.max() if v.width > v.dim else jnp.ones(())
+        all_there = v.complete and v.rank >= v.dim - 1
+        tau = 1 / curvatures.max() if all_there else jnp.ones(())
         size = jnp.sqrt(jnp.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
         # Of all rotations of the shared noise the one that brings V next to the anchor: directions
         # of about the same curvature are as rounding has it, and what comes of them is not.

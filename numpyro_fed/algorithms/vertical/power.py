@@ -140,6 +140,6 @@ def power(
         v.init_client,
         exchanges,
         v.shared,
-        v.private,
+        v.own,
         done=lambda state: settling.settled(state.course),
     )

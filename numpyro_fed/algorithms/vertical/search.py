@@ -87,8 +87,8 @@ class Server(NamedTuple):
 class Ritz(NamedTuple):
     """What the server has found of a basis, looked at so many times: how to combine it (width,
     width), curvatures along what comes of it, smallest first, and minus the change of the slope
-    with respect to the sum along each (width, rows, ...); ``gain`` is what a Newton step along them
-    promises.
+    with respect to the sum along each (width, rows, ...), of which nothing is said where the basis
+    holds all directions; ``gain`` is what a Newton step along them promises.
     """
 
     looks: Array
@@ -169,7 +169,7 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
                 looks=jnp.zeros((), jnp.int32),
                 combine=jnp.eye(v.width),
                 curvatures=jnp.ones(v.width),
-                pull=jnp.zeros((v.width, *model.shape)),
+                pull=jnp.zeros((0 if v.complete else v.width, *model.shape)),
                 gain=jnp.zeros(()),
             ),
             turned=jnp.zeros((half.dim, v.width)),

@@ -43,7 +43,7 @@ from numpyro_fed.algorithms.base import (
     ascend,
 )
 from numpyro_fed.algorithms.settling import Course
-from numpyro_fed.algorithms.vertical.curvature import Local
+from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
 from numpyro_fed.trees import all_finite
@@ -166,7 +166,7 @@ class Soul:
 
         centre, root = predict(origin), jnp.zeros((0, 0))
         if half.dim:
-            curvature = jnp.full(centre.shape, self.rho**-2)
+            curvature = self.rho**-2 + self.of_likelihood(centre, data)
             root = Local.at(predict, own, origin, jnp.zeros_like(centre), curvature).root()
         params = {"private": theta, "steps": jnp.zeros_like(centre)}
         return ClientState(
@@ -179,6 +179,20 @@ class Soul:
             number=jnp.zeros((), jnp.int32),
             gradient=jax.tree.map(jnp.zeros_like, params),
         )
+
+    def of_likelihood(self, centre: Array, data: SiloData) -> Array:
+        """The curvature of a client's own likelihood, under the power model."""
+        if not self.power:
+            return jnp.zeros_like(centre)
+        server = self.model.server
+        held = SiloData(dict(data.kwargs["shared"]))
+        theta = server.init_theta(jax.random.key(0), self.model.with_total(held, centre))
+
+        def log_p(seen: Array) -> Array:
+            z = jnp.zeros(server.dim)
+            return self.model.log_server(theta, z, seen, held)[1] / self.num_clients
+
+        return diagonal_curvature(log_p, centre)
 
     def auxiliary(self, state: ClientState) -> Array:
         """A client's auxiliary variables."""
@@ -214,6 +228,10 @@ class Soul:
         )
         return after, value, by_seen
 
+    def private(self, state: ClientState, data: Any) -> Private:
+        """A client's parameters, and the draws that it has kept."""
+        return Private(state.params["private"], {"draws": state.kept})
+
     def stepped(self, state: ClientState, slope: Array) -> ClientState:
         """A client's step, given the gradient with respect to its auxiliary variables that it does
         not know by itself.
@@ -238,7 +256,7 @@ def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm:
         v.init_client,
         (*exchanges, _stepping(v)),
         lambda state: Shared(state.params["theta"], {"z": state.params["z"]}),
-        lambda state: Private(state.params["private"], {"draws": state.kept}),
+        lambda state: v.private(state, None),
         done=lambda state: settling.settled(state.course),
     )
 

@@ -117,7 +117,7 @@ def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
         return own, v.sharing.noise(jax.random.fold_in(key, 1), num_draws) if v.rank else ()
 
     def silo_noise(key: Array, state: ClientState) -> Any:
-        return v.guide(v.kind_of(state)).globals.noise(key, num_draws)
+        return v.guide(v.alike(state)).globals.noise(key, num_draws)
 
     def broadcast(
         noise: Any, state: ServerState, who: Array, server_data: Any
@@ -129,7 +129,7 @@ def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
 
     def silo(noise: Any, down: Down, state: ClientState, data: SiloData) -> tuple[Reply[Up], Array]:
         kind: Kind = v.kind(data)
-        private = v.private(state)
+        private = v.private(state, data)
         drawn = place(v.guide(kind).globals, private.guide, noise, down.xi, down.middle)
 
         def one(z: Array) -> tuple[Array, Array]:
