@@ -90,7 +90,21 @@ def log_det(half, z):
     return total
 
 
-@pytest.mark.parametrize("model", [gaussian, logistic])
+def overdispersed(xs, y=None):
+    """The sum is in the distribution of a latent for each row."""
+    eta = nf.client_sum("client", linear, xs)
+    with numpyro.plate("obs", eta.shape[0]):
+        u = numpyro.sample("u", dist.Normal(eta, 0.5))
+        numpyro.sample("y", dist.Poisson(jnp.exp(u)), obs=y)
+
+
+def test_latents_of_the_sum_are_fitted():
+    result = nf.VFL(overdispersed).run(KEY, 3, *data(), progress_bar=False)
+    assert result.start is not None
+    assert result.sample_posterior(KEY, 2)["u"].shape == (2, 12)
+
+
+@pytest.mark.parametrize("model", [gaussian, logistic, overdispersed])
 def test_halves_add_up_to_the_joint_density(model):
     xs, y = data()
     model_, server, clients, _ = split_vertical(model, (xs, y), {})
@@ -653,7 +667,7 @@ def response_as_column(xs, y):
     ("model", "words"),
     [
         (without, "no client_sum"),
-        (unread, "no observed site depends on the client_sum"),
+        (unread, "no site depends on the client_sum"),
         (two, "2 client_sums"),
         (with_silos, "silo_plate 'row'"),
         (reads_columns, "reads 'xs.1' outside of the client_sum"),

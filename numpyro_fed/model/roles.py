@@ -344,10 +344,11 @@ def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
     densities, values = provenance(at, **arrays)
     long = {n for n, a in arrays.items() if np.shape(a)[:1] == (rows,)}
     by_row = frozenset(n for n in observed if densities[n] & long)
-    if not any(TOTAL in densities[n] for n in observed):
+    if not any(TOTAL in labels for labels in densities.values()):
         raise ModelError(
-            "no observed site depends on the client_sum, so that the data say nothing about the "
-            "clients' parameters. Use the sum in the distribution of an observed site (obs=)."
+            "no site depends on the client_sum, so that the data say nothing about the clients' "
+            "parameters. Use the sum in the distribution of an observed site (obs=), or of a "
+            "latent one above it."
         )
     response = frozenset[str]().union(*jax.tree.leaves(values))
     read = frozenset[str]().union(*densities.values())

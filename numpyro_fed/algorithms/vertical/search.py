@@ -203,13 +203,11 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
         total, step = replies.up.predictor, step_of(Place(state.ab, state.newton), state)
         z = state.z + step
 
-        def likelihood(total: Array) -> Array:
-            return model.log_server(state.theta, z, total, server_data)[1]
+        def log_p(total: Array) -> Array:
+            return joint(v, state, server_data)(z, total)
 
-        own, value = model.log_server(state.theta, z, total, server_data)
-        value = own + value + replies.up.own
-        slope = jax.grad(likelihood)(total)
-        curvature = diagonal_curvature(likelihood, total)
+        value = log_p(total) + replies.up.own
+        slope, curvature = jax.grad(log_p)(total), diagonal_curvature(log_p, total)
         fine = replies.ok & all_finite((value, slope, curvature))
         noise = 1e-6 * jnp.abs(state.value)
         better = fine & (value >= state.value - jnp.where(state.quiet > 0, noise, 0.0))
