@@ -43,6 +43,7 @@ COLUMNS = (
     ("FastingBS", "RestingECG", "MaxHR", "ExerciseAngina", "Oldpeak", "ST_Slope"),
 )
 NUMERIC = {"Age", "RestingBP", "Cholesterol", "MaxHR", "Oldpeak"}
+LOWEST = -3.0  # nats that are drawn
 WIDTHS = (8, 8, 2)  # of the layers; the weights of the last one have a posterior
 
 
@@ -172,6 +173,7 @@ def plot(path, folds):
         axis.errorbar(range(len(names)), values.mean(1), values.std(1), fmt="o", capsize=3)
         axis.set_xticks(range(len(names)), names, rotation=25, ha="right")
         axis.set_ylabel(label)
+    axes[1].set_ylim(bottom=max(axes[1].get_ylim()[0], LOWEST))
     figure.suptitle("Patients left out, ten folds: mean and standard deviation; a line a fold")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
