@@ -94,19 +94,7 @@ class VerticalFit(NamedTuple):
 
 @dataclass(frozen=True)
 class VerticalRun(ABC):
-    """What the methods for vertical models return.
-
-    Attributes
-    ----------
-    losses : array (rounds,)
-        Minus the bound, one number for each round of this run.
-    state : State
-        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
-    ended : {"rounds", "converged", "callback", "failure"}
-        Why there are no more rounds.
-    start : VerticalStart or None
-        The mode at which the run began, if it did.
-    """
+    """What the methods for vertical models return; each says what its numbers are."""
 
     losses: np.ndarray
     state: State
