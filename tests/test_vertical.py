@@ -872,7 +872,7 @@ def test_soul_finds_the_mode_of_z_and_draws_given_it(likelihood, double):
     result = soul.run(KEY, 8_500, xs, y, progress_bar=False)  # z is fixed for the last 2,500
     found = [result._fit.vertical.auxiliary(s) for s in one_by_one(result, result.state.silos)]
     found = jnp.concatenate(found)
-    assert (abs(found - mode) < 0.1 * sd_z).all()
+    assert (abs(found - mode) < 0.07 * sd_z).all()  # 0.10 if a client counts its own slope
     draws = result.sample_posterior(KEY, 20_000)
     flat = np.concatenate([draws[f"client_{j}/beta"] for j in range(3)], 1)
     mean, sd = jnp.linalg.solve(own, slope[:k] - across @ found), jnp.linalg.inv(own)
