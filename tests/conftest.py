@@ -1,13 +1,18 @@
 """Tests spend their time compiling small programs: fast, and once for all workers and runs."""
 
+import gc
 import os
 from pathlib import Path
 
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false "
+    "--xla_disable_hlo_passes=while-loop-invariant-code-motion,while-loop-simplifier,"
+    "conditional_simplification",
 )
+gc.set_threshold(200_000, 20, 50)  # traces are many small objects that live on
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
