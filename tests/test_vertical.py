@@ -904,18 +904,126 @@ def test_soul_runs_alike_on_both_runtimes_and_goes_on(likelihood, tmp_path):
         nf.importance_correct(KEY, whole)
 
 
+def over_nodes(method, **options):
+    """Server and clients in this process, with bytes between them: nodes, and a run."""
+    xs, y = data()
+    nodes = [nf.SiloNode(method, x, **options) for x in xs]
+    facts = [node.facts() for node in nodes]
+    server = nf.VerticalServerNode(method, facts, lambda xs: dict(xs=xs, y=y))
+    for j, node in enumerate(nodes):
+        node.accept(server.plan, j)
+    return nodes, lambda n: server.run(KEY, n, lambda j, message: nodes[j].handle(message))
+
+
 def test_soul_over_nodes_gives_the_numbers_of_one_process():
     xs, y = data()
     soul = nf.SOUL(gaussian, rho=1.0, num_steps=3, num_kept=4)
-    nodes = [nf.SiloNode(soul, x) for x in xs]
-    facts = [node.facts() for node in nodes]
-    server = nf.VerticalServerNode(soul, facts, lambda xs: dict(xs=xs, y=y))
-    for j, node in enumerate(nodes):
-        node.accept(server.plan, j)
-    apart = server.run(KEY, 3, lambda j, message: nodes[j].handle(message))
+    nodes, run = over_nodes(soul, secret=None)
+    apart = run(3)
     together = soul.run(KEY, 3, xs, y, progress_bar=False)
     np.testing.assert_allclose(apart.losses, together.losses, rtol=1e-5)
     assert set(apart.sample_posterior(KEY, 2)) == {"b", "sigma"}
+    apart.sample_together(KEY, 50)
+    kept = together.private(1).guide["draws"][1:3]  # of rounds 2 and 3, the last half
+    drawn = np.unique(nodes[1].draws()["beta"], axis=0)
+    np.testing.assert_allclose(drawn, np.unique(kept, axis=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [dict(rank=3), dict(rho=0.5)])
+def test_parties_draw_together_and_each_keeps_its_own(settings):
+    """The covariance of all parties' draws is that of a fit in one process."""
+    xs, y = data()
+    vfl = nf.VFL(gaussian, start=None, optim=optax.adam(0.1), **settings)
+    nodes, run = over_nodes(vfl, secret=None)
+    apart, n = run(30), 4_000
+    with pytest.raises(nf.DataError, match="there are no draws here"):
+        nodes[0].draws()
+    if settings.get("rank"):
+        nf.importance_correct(KEY, apart, 20)  # leaves clients as they are
+    together = vfl.run(KEY, 30, xs, y, progress_bar=False)
+    at_server = apart.sample_together(jax.random.key(3), n)
+    assert set(at_server) == {"b", "sigma"}
+    sites = {**at_server}
+    for j, node in enumerate(nodes):
+        sites |= {f"client_{j}/{name}": value for name, value in node.draws().items()}
+    expected = together.sample_posterior(jax.random.key(4), n)
+    assert set(sites) == set(expected)
+    for draws in (sites, expected):
+        draws["sigma"] = np.log(draws["sigma"])  # whose tails are light
+    a, b = (
+        np.concatenate([np.asarray(d[s]).reshape(n, -1) for s in sorted(expected)], 1)
+        for d in (sites, expected)
+    )
+    sd = b.std(0)
+    assert (abs(a.mean(0) - b.mean(0)) < 4.5 * sd * (2 / n) ** 0.5).all()
+    assert (abs(np.corrcoef(a.T) - np.corrcoef(b.T)) < 4.5 * (2 / n) ** 0.5).all()
+    assert "rho" in settings or abs(np.corrcoef(b.T) - np.eye(len(sd))).max() > 0.1
+    np.testing.assert_allclose(a.std(0), sd, rtol=0.12)
+
+
+def test_noise_that_hides_is_of_a_key_that_nobody_else_knows():
+    vfl = nf.VFL(gaussian, rho=0.5, start=None)
+    xs, y = data()
+    hidden = over_nodes(vfl)[1](3)
+    together = vfl.run(KEY, 3, xs, y, progress_bar=False)
+    assert not np.allclose(hidden.losses, together.losses, rtol=1e-6)
+    keys = [jax.random.key_data(nf.SiloNode(vfl, xs[0])._secret) for _ in range(2)]
+    assert not np.array_equal(*keys)
+    for method in (nf.VFL(gaussian), nf.SFVI(one_silo)):
+        assert nf.SiloNode(method, dict(y=y))._secret is None
+    with pytest.raises(ValueError, match=r"expected a jax\.random\.key"):
+        nf.SiloNode(vfl, data()[0][0], secret="none")
+
+
+def test_a_run_is_not_at_its_end_before_all_clients_are():
+    """Clients of small columns have far to go, at a bound that hardly rises."""
+    xs, y = data()
+    tiny = [xs[0], 1e-3 * xs[1], xs[2]]
+    vfl = nf.VFL(logistic, start=None, optim=optax.adam(1e-2), num_particles=4)
+    result = vfl.run(KEY, 6_000, tiny, y, progress_bar=False, stop="converged")
+    assert result.ended == "converged"
+    assert int(result.state.server.resting) == 3
+    course = result.state.server.course
+    assert int(course.calm) > 2  # the server alone would have ended before
+
+
+def test_rows_of_all_parties_must_be_the_same_in_the_same_order():
+    xs, y = data()
+    vfl = nf.VFL(gaussian)
+    ids = np.array([f"area {i}" for i in range(12)])
+    swapped = ids[[1, 0, *range(2, 12)]]
+    quiet = dict(progress_bar=False)
+    result = vfl.run(KEY, 1, xs, y, row_ids=[ids] * 4, **quiet)
+    assert np.isfinite(result.losses).all()
+    for row_ids, words in (
+        ([ids, swapped, ids], "row 0 is 'area 1' at client 1 and 'area 0' at client 0, .* 2 of 12"),
+        ([ids, ids, ids, swapped], "at the server and 'area 0' at client 0"),
+        ([ids, ids], "2 entries, expected 3"),
+        ([ids, ids[:5], ids], r"client 1 have the shape \(5,\), expected \(12,\)"),
+        ([ids, ids[[0, 0, *range(2, 12)]], ids], "'area 0' stands 2 times among those of client 1"),
+    ):
+        with pytest.raises(nf.DataError, match=words):
+            vfl.run(KEY, 1, xs, y, row_ids=row_ids, **quiet)
+
+    def serving(*orders, **at_server):
+        pairs = zip(xs, orders, strict=True)
+        facts = [nf.SiloNode(vfl, x, row_ids=order).facts() for x, order in pairs]
+        assert not any("area" in text for text in facts)
+        return nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y), **at_server)
+
+    assert serving(ids, None, ids, row_ids=ids).num_silos == 3
+    with pytest.raises(nf.DataError, match="the rows of client 2 have other ids"):
+        serving(ids, None, swapped)
+    with pytest.raises(nf.DataError, match="the rows of the server have other ids"):
+        serving(ids, ids, ids, row_ids=swapped)
+    with pytest.raises(nf.DataError, match="silos have rows of their own"):
+        nf.SiloNode(nf.SFVI(one_silo), dict(y=y * 1.0), row_ids=ids).facts()
+
+
+def one_silo(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
 
 def test_nodes_hand_over_the_columns_that_they_hold():

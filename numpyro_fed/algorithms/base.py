@@ -199,6 +199,12 @@ class Private(NamedTuple):
         return Origin(centre if self.centre is None else self.centre, self.whitener)
 
 
+class Sampled(NamedTuple):
+    """A silo's draws of its latents on their supports, ``{site: (n, ...)}``: they stay there."""
+
+    values: dict[str, Array]
+
+
 class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     """An algorithm as pure functions; the loop lives in a runtime.
 

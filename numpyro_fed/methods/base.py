@@ -22,6 +22,7 @@ from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.algorithms.mode import unravelled
 from numpyro_fed.errors import (
     CallbackError,
+    DataError,
     GuideError,
     ModelError,
     NonFiniteError,
@@ -62,6 +63,11 @@ class Method(ABC):
     model: Callable
     _layouts: dict[Any, tuple[Layout, Plan, Any]]
     _fits: dict[Any, Fit]
+
+    @property
+    def hides_by_noise(self) -> bool:
+        """Silos' noise is that of their own latents, and hides nothing."""
+        return False
 
     def run(
         self,
@@ -235,11 +241,16 @@ class Method(ABC):
     def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
         """What the method makes of a split text and a plan."""
 
-    def describe(self, silo: Mapping[str, Any]) -> Facts:
+    def describe(self, silo: Mapping[str, Any], row_ids: Any = None) -> Facts:
         """What a silo says of itself for this method, from its own data alone.
 
         See :class:`numpyro_fed.Facts` for what they reveal.
         """
+        if row_ids is not None:
+            raise DataError(
+                "row_ids are of clients that hold columns of the same rows (a client_sum); silos "
+                "have rows of their own."
+            )
         (data,) = silo_data.read([silo])
         layout = layout_of(self._text(), [data])
         layout.check_indices(0, data)

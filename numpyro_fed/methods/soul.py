@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import optax
 
-from numpyro_fed.algorithms.vertical.soul import Soul, soul
+from numpyro_fed.algorithms.vertical.soul import Soul, sample, soul
 from numpyro_fed.errors import positive_int
 from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_power
@@ -99,6 +100,11 @@ class SOUL(VerticalMethod):
         if self.likelihood == "power" and not self.share_response:
             raise ValueError(NEEDS_RESPONSE)
 
+    @property
+    def hides_by_noise(self) -> bool:
+        """Clients add noise to what they send, of a key that they keep to themselves."""
+        return True
+
     def _build(self, roles: Roles) -> VerticalBuilt:
         if self.likelihood == "power":
             check_power(roles.model)
@@ -114,7 +120,7 @@ class SOUL(VerticalMethod):
             power=self.likelihood == "power",
         )
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
-        return VerticalBuilt(v, soul(v, like), static=roles.arguments[:1])
+        return VerticalBuilt(v, soul(v, like), partial(sample, v), static=roles.arguments[:1])
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
         names = ("rho", "likelihood", "num_steps", "step_size", "num_kept")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from tqdm.auto import tqdm
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven, one_key
-from numpyro_fed.model.clients import LATENT_OF_SUM
+from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.padding import bucket, one_by_one
 from numpyro_fed.model.roles import Roles, Text, split, split_vertical, told
+from numpyro_fed.model.row_ids import check_same_ids, digest, read_ids
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
 from numpyro_fed.results.base import Silos
@@ -51,6 +53,11 @@ class VerticalMethod(ABC):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @property
+    @abstractmethod
+    def hides_by_noise(self) -> bool:
+        """Whether clients add noise to what they send, of a key that they keep to themselves."""
+
     @abstractmethod
     def _build(self, roles: Roles) -> VerticalBuilt:
         """The algorithm."""
@@ -81,6 +88,7 @@ class VerticalMethod(ABC):
         init_state: State | None = None,
         progress_bar: bool = True,
         runtime: str = "simulation",
+        row_ids: Sequence[Any] | None = None,
         stop: str | None = None,
         callback: Callable[[Any], Any] | None = None,
         every: int = 100,
@@ -96,6 +104,9 @@ class VerticalMethod(ABC):
             Steps of the optimiser.
         *args, **kwargs
             Of the model: clients' columns, the response, whatever it takes.
+        row_ids : sequence of arrays of int or str, optional
+            What each client, and last the server if it has ids, calls its rows: refused unless all
+            have the same rows in the same order.
         init_state, progress_bar, runtime, stop, callback, every
             As for :meth:`SFVI.run`.
 
@@ -111,6 +122,9 @@ class VerticalMethod(ABC):
         key = one_key(key)
         check_course(num_rounds, every, stop)
         fit, held = self._prepare(args, kwargs, runtime)
+        if row_ids is not None:
+            model = fit.built.model
+            check_same_ids(row_ids, model.rows, len(model.clients))
         if progress_bar:
             tqdm.write(str(_messages(fit, held)))
         if init_state is None:
@@ -168,9 +182,15 @@ class VerticalMethod(ABC):
             self._fits[known] = VerticalFit(built, run, description, {}, roles.server)
         return self._fits[known]._replace(server_data=roles.server), held
 
-    def describe(self, silo: Any) -> Shapes:
-        """What a client says of its columns: shapes, dtypes and plain values."""
-        return Shapes.of(self.hold(silo))
+    def describe(self, silo: Any, row_ids: Any = None) -> Shapes:
+        """What a client says of its columns: shapes, dtypes and plain values, and by which digest
+        its rows' ids are known.
+        """
+        shapes = Shapes.of(self.hold(silo))
+        if row_ids is None:
+            return shapes
+        rows = rows_of(silo) or len(row_ids)
+        return replace(shapes, ids=digest(read_ids(row_ids, rows, "this client")))
 
     def read_plan(self, text: str) -> VerticalPlan:
         """A plan from JSON."""
@@ -196,9 +216,9 @@ class VerticalMethod(ABC):
         return self._build(self._roles(plan))
 
     def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
-        """An exchange of the algorithm by its name."""
+        """An exchange by its name: the algorithm's own, or the one in which all parties draw."""
         known = {x.name: x for x in (*built.opening, *built.algorithm.exchanges)}
-        return known[name]
+        return known[name] if name in known else built.sampling(json.loads(name)["sample"])
 
     def admit(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
         """Any exchange suits any client."""

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from numpyro_fed.algorithms.vertical.augmented import augmented
 from numpyro_fed.algorithms.vertical.base import Kind, Vertical
 from numpyro_fed.algorithms.vertical.begin import beginning, looks, spread, width_of
 from numpyro_fed.algorithms.vertical.power import power
+from numpyro_fed.algorithms.vertical.sample import sample
 from numpyro_fed.algorithms.vertical.search import search
 from numpyro_fed.algorithms.vertical.weigh import weigh
 from numpyro_fed.errors import GuideError, positive_int
@@ -203,8 +205,9 @@ class VFL(VerticalMethod):
         clients it says as much of their sum alone, but with two clients each can take its own part
         off. With ``rho`` every number is sent with noise of that standard deviation, anew each
         round, so that the mean over ``T`` rounds is known up to ``rho / sqrt(T)`` and the spread of
-        the posterior: noise hides single draws, and not what many rounds have in common. It hides
-        nothing from a server that knows the key of the noise: give :class:`SiloNode` a ``secret``.
+        the posterior: noise hides single draws, and not what many rounds have in common. It would
+        hide nothing from a server that knows the key of the noise, which is why a
+        :class:`SiloNode` draws it from a key of its own.
 
         Down comes the gradient of the log likelihood for each row. It is not the response, but for
         many likelihoods tells it: of a Bernoulli response its sign does.
@@ -228,8 +231,14 @@ class VFL(VerticalMethod):
         round  draw           client  server  part            (1, 3)  float32  summed
         round  draw           client  server  own             ()      float32  summed
         round  step           server  client  part            (1, 3)  float32
+        round  step           client  server  resting         ()      int32    summed
         """
         return super().messages(*args, **kwargs)
+
+    @property
+    def hides_by_noise(self) -> bool:
+        """Whether clients add noise to what they send, of a key that they keep to themselves."""
+        return self.rho is not None
 
     def _build(self, roles: Roles) -> VerticalBuilt:
         if self.likelihood == "power":
@@ -272,13 +281,14 @@ class VFL(VerticalMethod):
             algorithm = power(vertical, len(clients), like, self.local_steps)
         else:
             algorithm = augmented(vertical, like, self.local_steps)
+        built = VerticalBuilt(
+            vertical, algorithm, partial(sample, vertical), static=roles.arguments[:1]
+        )
         if start is None:
-            return VerticalBuilt(vertical, algorithm, static=roles.arguments[:1])
-        first, begins = search(vertical, like), beginning(vertical)
-        if start == "own":
-            return VerticalBuilt(vertical, algorithm, first, roles.arguments[:1], (begins,))
-        begins_all = spread(vertical), begins
-        return VerticalBuilt(vertical, algorithm, first, roles.arguments[:1], begins_all)
+            return built
+        begins = beginning(vertical)
+        looks = (spread(vertical),) if start == "mode" else ()
+        return built._replace(search=search(vertical, like), begins=(*looks, begins))
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
         v = built.vertical
@@ -309,11 +319,10 @@ class VFL(VerticalMethod):
 
     def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
         """An exchange by name: the algorithm's own, or the importance correction."""
-        try:
-            return super().exchange(built, name)
-        except KeyError:
-            asked = json.loads(name)
+        asked = json.loads(name) if name.startswith("{") else {}
+        if "weigh" in asked:
             return weigh(built.vertical, asked["weigh"], asked["at_once"])
+        return super().exchange(built, name)
 
     def _rank(self, v: Vertical, start: str | None) -> int:
         """Of the noise that all parties share."""

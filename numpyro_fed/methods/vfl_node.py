@@ -14,6 +14,7 @@ from numpyro_fed.methods.base import check_course, one_key, unless_failed
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import read_one
 from numpyro_fed.model.roles import Text, split
+from numpyro_fed.model.row_ids import check_same_digests, digest, read_ids
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
 from numpyro_fed.results.vertical import VerticalFit, VerticalRun
 from numpyro_fed.runtime.drive import drive
@@ -34,6 +35,8 @@ class VerticalServerNode:
     arguments : callable
         ``arguments(columns)`` returns the model's arguments by name, ``columns`` (a list, one for
         each client) among what the server holds. It is given zeros.
+    row_ids : array of int or str, optional
+        Of the server's rows, compared with those of clients that have ids.
 
     Attributes
     ----------
@@ -72,8 +75,14 @@ class VerticalServerNode:
         method: VerticalMethod,
         facts: Sequence[str],
         arguments: Callable[[list[Any]], Mapping[str, Any]],
+        *,
+        row_ids: Any = None,
     ):
         clients = tuple(Shapes.from_json(text) for text in facts)
+        digests = {f"client {j}": client.ids for j, client in enumerate(clients)}
+        if row_ids is not None:
+            digests["the server"] = digest(read_ids(row_ids, len(row_ids), "the server"))
+        check_same_digests(digests)
         zeros = [client.zeros()["columns"] for client in clients]
         _check_handed_on(method.model, arguments, zeros)
         held = dict(arguments(zeros))

@@ -15,7 +15,7 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import canonical, grown, skeleton
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,14 @@ class Shapes:
     static : tuple of (name, value)
     tree : str
         JSON: how they are put together.
+    ids : str
+        SHA-256 of the rows' ids in their order, by which parties compare them; empty without ids.
     """
 
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
     static: tuple[tuple[str, Any], ...]
     tree: str
+    ids: str = ""
 
     @classmethod
     def of(cls, data: SiloData) -> Shapes:
@@ -53,7 +56,8 @@ class Shapes:
                 "a client's facts were written by another version. All parties must run the same."
             )
         arrays = tuple((n, dtype, tuple(shape)) for n, dtype, shape in found["arrays"])
-        return cls(arrays, tuple((n, v) for n, v in found["static"]), found["tree"])
+        static = tuple((n, v) for n, v in found["static"])
+        return cls(arrays, static, found["tree"], found["ids"])
 
     def zeros(self) -> Any:
         """The same tree, of zeros."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed.algorithms.vertical.soul import chosen
 from numpyro_fed.results.vertical import VerticalRun
 
 
@@ -30,11 +31,9 @@ class SOULResult(VerticalRun):
         second half of all rounds that clients have kept.
         """
         z = jnp.broadcast_to(self.shared.guide["z"], (n, self._fit.built.model.server.dim))
-        kept = self._fit.vertical.num_kept
-        number = int(self.state.round)
-        rounds = jnp.arange(number - max(1, min(number - number // 2, kept)), number)
         own = []
         for j in range(self.num_clients if self._held else 0):
-            which = jax.random.choice(jax.random.fold_in(key, j), rounds % kept, (n,))
-            own.append(self.private(j).guide["draws"][which])
+            noise = jax.random.uniform(jax.random.fold_in(key, j), (n,))
+            places = chosen(noise, self.state.round, self._fit.vertical.num_kept)
+            own.append(self.private(j).guide["draws"][places])
         return z, tuple(own)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Shared
-from numpyro_fed.errors import DataError
+from numpyro_fed.errors import DataError, NonFiniteError, positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.sites import Site
@@ -30,6 +30,7 @@ class VerticalBuilt(NamedTuple):
 
     vertical: Any  # the model and how it is approximated
     algorithm: FederatedAlgorithm
+    sampling: Callable[[int], Exchange]  # all parties draw so often, and keep what they draw
     search: FederatedAlgorithm | None = None
     static: tuple = ()  # plain values among the arguments of the model
     begins: tuple[Exchange, ...] = ()  # what leads from the states of the search to those of a run
@@ -184,13 +185,54 @@ class VerticalRun(ABC):
         """
         return self.sites_at(*self.unconstrained(key, n))
 
+    def sample_together(self, key: Array, n: int) -> dict[str, Array]:
+        """Draw from the fitted posterior together with clients that are elsewhere: one more
+        exchange, of which each client keeps its own latents (:meth:`SiloNode.draws`).
+
+        Draw ``s`` here and draw ``s`` at any client belong together. Down goes the noise that all
+        parties share; nothing comes back.
+
+        Parameters
+        ----------
+        key : jax.Array
+        n : int
+            Number of draws.
+
+        Returns
+        -------
+        dict of str to array
+            The server's latents, as by :meth:`sample_posterior`.
+
+        Raises
+        ------
+        NonFiniteError
+            Where a draw is NaN or infinite.
+        """
+        fit, batches = self._fit, () if self._held is None else self._held.batches
+        positive_int("n", n)
+        exchange = fit.built.sampling(n)
+        if exchange.name not in fit.compiled:
+            fit.compiled[exchange.name] = fit.runtime.single(exchange)
+        state = self.state
+        z, _, info, good = fit.compiled[exchange.name](
+            key, state.server, state.silos, batches, fit.server_data
+        )
+        if not bool(info.ok):
+            raise NonFiniteError(
+                "a draw of the posterior is NaN or infinite: see the losses of the run.",
+                result=self,
+                round=int(state.round),
+                silos=tuple(np.flatnonzero(~np.asarray(good)).tolist()),
+            )
+        return self.sites_at(z, ())
+
     def sites_at(self, z: Array, own: tuple[Array, ...]) -> dict[str, Array]:
         """Latents on their own supports, at unconstrained draws of all parties."""
         model, theta = self._fit.vertical.model, self.shared.theta
         total = jnp.zeros(model.shape, model.dtype)
         server = model.with_total(self._fit.server_data, total)
         sites = dict(_values(model.server.values, theta, z, server))
-        for j, data in enumerate(self._held.data if self._held else ()):
+        for j, data in enumerate(self._held.data if self._held and own else ()):
             values = _values(model.clients[j].values, self.private(j).theta, own[j], data)
             sites |= model.scoped(j, values)
         return sites

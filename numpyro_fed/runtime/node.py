@@ -8,6 +8,7 @@ all others name the run that they belong to, so that no silo answers for another
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Reply
-from numpyro_fed.errors import ModelError
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Reply, Sampled
+from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.host import alone, compiled, rounds
@@ -37,7 +38,12 @@ SEARCH = "begin the search"  # and the one with which it starts by a search for 
 class Party(Protocol):
     """A method with its text and settings, as every party has it."""
 
-    def describe(self, silo: Any) -> Any:
+    @property
+    def hides_by_noise(self) -> bool:
+        """Whether noise that a silo draws is there to hide what it sends."""
+        ...
+
+    def describe(self, silo: Any, row_ids: Any = None) -> Any:
         """What a silo says of itself."""
         ...
 
@@ -84,9 +90,14 @@ class SiloNode:
         The same text and settings as at the server.
     silo : dict
         The silo's data, which never leave; of a client of :class:`numpyro_fed.VFL` its columns.
-    secret : jax.Array, optional
-        A key of the silo's own, from which it draws what the server cannot know. Without one all
-        numbers are those of a run in one process.
+    secret : jax.Array, "auto" or None
+        A key of the silo's own, from which it draws what the server cannot know. ``"auto"`` is a
+        new one from the operating system wherever noise hides what a silo sends (vertical models
+        with ``rho``), else none. With None all numbers are those of a run in one process, and a
+        server that keeps the keys of a run can take the noise off again.
+    row_ids : array of int or str, optional
+        Of a client's rows. They do not leave it; the facts say their SHA-256, by which the server
+        finds out whether all parties have the same rows in the same order.
 
     Raises
     ------
@@ -116,14 +127,26 @@ class SiloNode:
     2.994
     """
 
-    def __init__(self, method: Party, silo: Any, *, secret: Array | None = None):
+    def __init__(
+        self,
+        method: Party,
+        silo: Any,
+        *,
+        secret: Array | str | None = "auto",
+        row_ids: Any = None,
+    ):
+        if isinstance(secret, str):
+            if secret != "auto":
+                raise ValueError(f"secret={secret!r}: expected a jax.random.key, 'auto' or None.")
+            secret = _unknown_key() if method.hides_by_noise else None
         self._data = method.hold(silo)
-        self._method, self._silo, self._secret = method, silo, secret
+        self._method, self._silo, self._secret, self._row_ids = method, silo, secret, row_ids
         self._built: Any = None
+        self._aside: Any = None
 
     def facts(self) -> str:
         """What the silo says of itself: JSON."""
-        return self._method.describe(self._silo).to_json()
+        return self._method.describe(self._silo, self._row_ids).to_json()
 
     def accept(self, plan: str, number: int) -> None:
         """Build the silo's half from the agreed plan, as silo ``number`` of all."""
@@ -136,6 +159,8 @@ class SiloNode:
         }
         self._exchanges: dict[str, tuple[Exchange, Any]] = {}
         self._state, self._run = None, np.zeros(0)
+        own = (*self._built.opening, *self._built.algorithm.exchanges)
+        self._own = {exchange.name for exchange in own}  # all others leave the state as it is
 
     def handle(self, message: bytes) -> bytes:
         """Answer the server's message."""
@@ -155,8 +180,24 @@ class SiloNode:
         exchange, like = self._exchange(name)
         noise = exchange.silo_noise(silo_key(key, self._number), self._state)
         down = unpack("down", like, arrays)
-        reply, self._state = exchange.silo(noise, down, self._state, self._data)
+        reply, after = exchange.silo(noise, down, self._state, self._data)
+        if name in self._own:
+            self._state = after
+        else:
+            self._aside = after
         return write(pack("reply", reply))
+
+    def draws(self) -> dict[str, Array]:
+        """This party's latents at the last draws that all parties made together, ``{site: (n,
+        ...)}``, under the names that they have in its part of the text: after
+        :meth:`VerticalResult.sample_together` at the server.
+        """
+        if not isinstance(self._aside, Sampled):
+            raise DataError(
+                "there are no draws here: the server draws, and every client with it, by "
+                "sample_together(key, n) of a vertical model's result."
+            )
+        return self._aside.values
 
     def _key(self, bits: np.ndarray) -> Array:
         """The key of a message, and with a secret one that only the silo knows."""
@@ -175,6 +216,15 @@ class SiloNode:
             like = down_like(self._built.sender(exchange), exchange)
             self._exchanges[name] = compiled(exchange), like
         return self._exchanges[name]
+
+
+def _unknown_key() -> Array:
+    """A key that nobody else knows."""
+    words = np.frombuffer(secrets.token_bytes(16), np.uint32)
+    key = jax.random.key(words[0])
+    for word in words[1:]:
+        key = jax.random.fold_in(key, word)
+    return key
 
 
 def down_like(algorithm: FederatedAlgorithm, exchange: Exchange) -> Any:

@@ -50,6 +50,15 @@ class Up(NamedTuple):
     tie: Any
 
 
+class Stepped(NamedTuple):
+    """What a client says of its step: the gradient with respect to the noise that all share, and
+    whether its guide has come to rest (0 or 1).
+    """
+
+    by_xi: Any
+    resting: Array
+
+
 def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> FederatedAlgorithm:
     """Build the algorithm; without ``v.rho`` it is the exact split.
 
@@ -98,7 +107,7 @@ def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> Feder
 
     def step(
         noise: Any, down: Sent, state: ClientState, data: SiloData
-    ) -> tuple[Reply[Any], ClientState]:
+    ) -> tuple[Reply[Stepped], ClientState]:
         return stepped(v, noise, state, data, jnp.zeros_like(down.part), down)
 
     exchanges = drawing(v, broadcast, server), stepping(v, step, local_steps)
@@ -108,7 +117,7 @@ def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> Feder
         exchanges,
         v.shared,
         v.own,
-        done=lambda state: settling.settled(state.course),
+        done=v.done,
     )
 
 
@@ -139,8 +148,8 @@ def drawing(v: Vertical, broadcast: Any, server: Any) -> Exchange:
 
 def stepping(v: Vertical, step: Any, local_steps: int) -> Exchange:
     """The exchange in which clients take their steps: down goes what the server has kept for it;
-    back comes the gradient with respect to the noise that all share, by which the server moves the
-    guide of that.
+    back come whether they are at rest, and the gradient with respect to the noise that all share,
+    by which the server moves the guide of that.
     """
 
     def broadcast(
@@ -149,12 +158,12 @@ def stepping(v: Vertical, step: Any, local_steps: int) -> Exchange:
         return state.sent, ()
 
     def server(
-        state: ServerState, memo: Any, replies: Replies, server_data: Any
+        state: ServerState, memo: Any, replies: Replies[Stepped], server_data: Any
     ) -> tuple[ServerState, Info]:
-        after = state
+        after = state._replace(resting=replies.up.resting)
         if v.rank:
             _, pull = jax.vjp(lambda shared: v.xi(shared, state.noise.xi), state.params["shared"])
-            (gradient,) = pull(state.by_xi + replies.up)
+            (gradient,) = pull(state.by_xi + replies.up.by_xi)
             after = v.ascend(state, "shared", gradient)
         return after, Info(jnp.zeros(()), replies.ok)
 
@@ -167,7 +176,7 @@ def stepping(v: Vertical, step: Any, local_steps: int) -> Exchange:
 
 def stepped(
     v: Vertical, noise: Any, state: ClientState, data: SiloData, of_g: Array, down: Sent
-) -> tuple[Reply[Any], ClientState]:
+) -> tuple[Reply[Stepped], ClientState]:
     """A client's steps, given the gradient with respect to its predictor and to what it sent."""
 
     def draw(params: dict[str, Any], xi: Any) -> Any:
@@ -185,4 +194,8 @@ def stepped(
 
     if jax.tree.leaves(noise):
         after, _ = jax.lax.scan(one, after, noise)
-    return Reply(by_xi, all_finite((gradient, by_xi))), after
+    course = settling.follow(
+        state.course, jnp.zeros(()), after.params["own"], standard=v.from_reference
+    )
+    up = Stepped(by_xi, settling.settled(course).astype(jnp.int32))
+    return Reply(up, all_finite((gradient, by_xi))), after._replace(course=course)

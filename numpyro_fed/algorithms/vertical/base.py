@@ -33,12 +33,14 @@ class ServerState(NamedTuple):
     ``reference`` where there is one; ``shared`` is the guide of the noise that all parties share.
     ``sent`` is what clients wait for: the gradient with respect to what they sent, or the sum
     itself, (particles, rows, ...); ``own`` is the clients' own terms of the bound, ``by_xi`` the
-    server's part of the gradient with respect to the shared noise.
+    server's part of the gradient with respect to the shared noise, ``resting`` how many clients say
+    that their guides have come to rest.
     """
 
     params: dict[str, Any]
     opt_state: dict[str, Any]
     course: Course
+    resting: Array
     noise: Any
     sent: Any
     own: Array
@@ -57,6 +59,7 @@ class ClientState(NamedTuple):
 
     params: dict[str, Any]
     opt_state: dict[str, Any]
+    course: Course
     noise: Any
     rows: Any
     xi: Any = ()
@@ -218,6 +221,7 @@ class Vertical:
             params=params,
             opt_state={part: self.optim.init(value) for part, value in params.items()},
             course=settling.begin(params),
+            resting=jnp.zeros((), jnp.int32),
             noise=self.server_noise(key),
             sent=Sent(jnp.zeros(self.shape), tie),
             own=jnp.zeros(()),
@@ -280,6 +284,7 @@ class Vertical:
         return ClientState(
             params=params,
             opt_state={part: self.optim.init(value) for part, value in params.items()},
+            course=settling.begin(own),
             noise=self.client_noise(key_noise, kind),
             rows=() if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
             xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else (),
@@ -404,6 +409,10 @@ class Vertical:
         return state._replace(
             params={**state.params, part: after}, opt_state={**state.opt_state, part: opt_state}
         )
+
+    def done(self, state: ServerState) -> Array:
+        """Whether the bound and all parties' parameters have come to rest."""
+        return settling.settled(state.course) & (state.resting == len(self.model.clients))
 
     def shared(self, state: ServerState) -> Shared:
         """The server's parameters and guide."""

@@ -21,8 +21,8 @@ from jax import Array
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply
 from numpyro_fed.algorithms.vertical.augmented import Down as Rows
+from numpyro_fed.algorithms.vertical.augmented import Stepped, drawing, stepped, stepping
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
-from numpyro_fed.algorithms.vertical.augmented import drawing, stepped, stepping
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     Sent,
@@ -126,7 +126,7 @@ def power(
 
     def step(
         noise: Any, down: Sent, state: ClientState, data: SiloData
-    ) -> tuple[Reply[Any], ClientState]:
+    ) -> tuple[Reply[Stepped], ClientState]:
         others = down._replace(part=down.part - state.slope)
         return stepped(v, noise, state, data, state.slope, others)
 
@@ -141,5 +141,5 @@ def power(
         exchanges,
         v.shared,
         v.own,
-        done=lambda state: settling.settled(state.course),
+        done=v.done,
     )

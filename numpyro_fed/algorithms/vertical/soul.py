@@ -39,11 +39,13 @@ from numpyro_fed.algorithms.base import (
     Private,
     Replies,
     Reply,
+    Sampled,
     Shared,
     ascend,
 )
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
+from numpyro_fed.algorithms.vertical.sample import sample_name, values_at
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
 from numpyro_fed.trees import all_finite
@@ -356,6 +358,37 @@ def _stepping(v: Soul) -> Exchange:
         return state, Info(jnp.zeros(()), replies.ok)
 
     return Exchange(broadcast, silo, server, name="step")
+
+
+def sample(v: Soul, n: int) -> Exchange:
+    """Clients choose ``n`` of the draws that they have kept; the server's latents are at their
+    mode.
+    """
+
+    def silo_noise(key: Array, state: ClientState) -> Array:
+        return jax.random.uniform(key, (n,))
+
+    def silo(
+        noise: Array, down: Any, state: ClientState, data: SiloData
+    ) -> tuple[Reply[tuple[()]], Sampled]:
+        z = state.kept[chosen(noise, state.number, v.num_kept)]
+        sampled = values_at(v.half(data), state.params["private"], z, data)
+        return Reply((), all_finite(sampled)), sampled
+
+    def server(
+        state: ServerState, memo: Any, replies: Replies, server_data: Any
+    ) -> tuple[Array, Info]:
+        z = state.params["z"]
+        return jnp.broadcast_to(z, (n, *z.shape)), Info(jnp.zeros(()), replies.ok)
+
+    return Exchange(_nothing, silo, server, name=sample_name(n), silo_noise=silo_noise)
+
+
+def chosen(noise: Array, number: Any, num_kept: int) -> Array:
+    """Places of kept draws, from uniform noise: of the last half of ``number`` rounds."""
+    known = jnp.clip(number - number // 2, 1, num_kept)
+    back = jnp.minimum((noise * known).astype(jnp.int32), known - 1)
+    return (jnp.maximum(number, 1) - 1 - back) % num_kept
 
 
 def _nothing(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Any, Any]:
