@@ -941,12 +941,12 @@ def test_parties_draw_together_and_each_keeps_its_own(settings):
     if settings.get("rank"):
         nf.importance_correct(KEY, apart, 20)  # leaves clients as they are
     together = vfl.run(KEY, 30, xs, y, progress_bar=False)
-    at_server = apart.sample_together(jax.random.key(3), n)
+    at_server = apart.sample_together(jax.random.key(5), n)
     assert set(at_server) == {"b", "sigma"}
     sites = {**at_server}
     for j, node in enumerate(nodes):
         sites |= {f"client_{j}/{name}": value for name, value in node.draws().items()}
-    expected = together.sample_posterior(jax.random.key(4), n)
+    expected = together.sample_posterior(jax.random.key(6), n)
     assert set(sites) == set(expected)
     for draws in (sites, expected):
         draws["sigma"] = np.log(draws["sigma"])  # whose tails are light
