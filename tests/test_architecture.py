@@ -1,6 +1,7 @@
 """Imports point down only, and the package is light to import."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,12 @@ def test_no_module_asserts(module):
     """Wrong input is an error with a message, and asserts vanish under ``python -O``."""
     tree = ast.parse(MODULES[module].read_text())
     assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Assert)]
+
+
+def test_slow_tests_are_there():
+    root = Path(__file__).parent
+    for name in (root / "slow.txt").read_text().split():
+        file, *parts = name.split("::")
+        text = (root.parent / file).read_text()
+        for part in parts:
+            assert re.search(rf"(def|class) {part.split('.')[-1]}\b", text), name

@@ -184,6 +184,18 @@ def test_the_vertical_example_measures_models_against_nuts(tmp_path):
     assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
 
 
+def test_the_poisson_example_compares_with_pooled_inference(tmp_path):
+    command = [sys.executable, EXAMPLE.parent / "vertical_poisson.py", "--quick"]
+    command += ["--json", "out.json", "--plot", "out.png"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert set(found) == {"NUTS", "mean field", "exact split", "augmented, rho 1"}
+    assert set(found["exact split"]) == {"b", "beta", "mu", "sigma", "seconds"}
+    for site in ("mu", "sigma"):
+        assert found["exact split"][site]["error"] < 3
+    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
+
+
 def test_the_heart_example_reads_its_table_and_cross_validates(tmp_path):
     r = np.random.default_rng(0)
     x = r.normal(size=(60, 11))
