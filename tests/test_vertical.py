@@ -578,6 +578,8 @@ def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
         root = root_of_guide(result.private(j).guide["latents"])
         expected = np.linalg.inv(np.eye(x.shape[1]) + x.T @ x / 0.25)
         np.testing.assert_allclose(root @ root.T, expected, rtol=1e-6)
+    at_server = result.shared.guide["latents"]["loc"]  # the server's mode where the sum is zero
+    np.testing.assert_allclose(at_server, y.sum() / (len(y) + 0.49), rtol=1e-6)
     search = result._fit.built.search
     before = search.init_server(KEY)
     down, _ = result._fit.built.begins[0].broadcast(KEY, before, jnp.arange(1), None)
@@ -585,26 +587,51 @@ def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
     assert (down.told.curvature == 4.0).all()
 
 
-def test_where_there_is_no_mode_to_begin_at_runs_begin_at_zero():
+def test_scales_of_priors_are_held_where_a_run_begins(double):
+    """Coefficients begin at the mode that they have where their scale is one, with the curvature
+    that they have there; the log scale, of which a joint mode would be at minus infinity, at zero
+    with a standard deviation of one.
+    """
+
     def hierarchical(x):
         tau = numpyro.sample("tau", dist.HalfNormal(1))
         beta = numpyro.sample("beta", dist.Normal(0, tau).expand([x.shape[-1]]).to_event(1))
         return x @ beta
 
+    def model(xs, y):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        eta = nf.client_sum("client", hierarchical, xs)
+        with numpyro.plate("obs", eta.shape[0]):
+            numpyro.sample("y", dist.Normal(b + eta, 0.7), obs=y)
+
+    xs, y = gaussian_data()
+    result = begun(nf.VFL(model), xs, y)
+    mean, _, _ = exact_of_known_noise(xs, y)
+    x = np.concatenate([np.ones((len(y), 1)), *xs], 1)
+    covariance = np.linalg.inv(np.eye(x.shape[1]) + x.T @ x / 0.49)
+    found, spread = map(np.asarray, joint_normal(result))
+    places = {s.name: s.start for s in result.sites}
+    scales = [places[f"client_{j}/tau"] for j in range(3)]
+    rest = np.setdiff1d(np.arange(len(found)), scales)
+    np.testing.assert_allclose(found[scales], 0.0, atol=1e-9)
+    np.testing.assert_allclose(spread[np.ix_(scales, scales)], np.eye(3), atol=1e-7)
+    np.testing.assert_allclose(found[rest], mean, atol=0.02)
+    np.testing.assert_allclose(spread[np.ix_(rest, rest)], covariance, atol=1e-7)
+
+
+def test_where_there_is_no_mode_to_begin_at_runs_begin_at_zero():
     def weights(x):
         return x @ numpyro.param("w", jnp.zeros(x.shape[-1]))
 
+    def model(xs, y):
+        eta = nf.client_sum("client", weights, xs)
+        with numpyro.plate("obs", eta.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
+
     xs, y = data()
-    for predictor in (hierarchical, weights):
-
-        def model(xs, y, predictor=predictor):
-            eta = nf.client_sum("client", predictor, xs)
-            with numpyro.plate("obs", eta.shape[0]):
-                numpyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
-
-        result = nf.VFL(model).run(KEY, 2, xs, y, progress_bar=False)
-        assert result.start is None
-        assert np.isfinite(result.losses).all()
+    result = nf.VFL(model).run(KEY, 2, xs, y, progress_bar=False)
+    assert result.start is None
+    assert np.isfinite(result.losses).all()
 
 
 # --- bad input ---------------------------------------------------------------------------------
@@ -810,13 +837,11 @@ def test_a_server_is_not_given_what_clients_have_parts_of():
 
 
 def test_a_start_that_is_asked_for_and_not_possible_is_said():
-    def hierarchical(x):
-        tau = numpyro.sample("tau", dist.HalfNormal(1))
-        beta = numpyro.sample("beta", dist.Normal(0, tau).expand([x.shape[-1]]).to_event(1))
-        return x @ beta
+    def weights(x):
+        return x @ numpyro.param("w", jnp.zeros(x.shape[-1]))
 
     def model(xs, y):
-        eta = nf.client_sum("client", hierarchical, xs)
+        eta = nf.client_sum("client", weights, xs)
         with numpyro.plate("obs", len(y)):
             numpyro.sample("y", dist.Normal(eta, 1), obs=y)
 

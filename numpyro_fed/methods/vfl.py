@@ -34,8 +34,8 @@ from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
 from numpyro_fed.model.roles import (
     Roles,
+    above,
     check_batches,
-    is_hierarchical,
 )
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.vertical import (
@@ -104,11 +104,13 @@ class VFL(VerticalMethod):
     start : {"auto", "mode", "own", None}
         ``"mode"``: some 10 to 60 exchanges, more where it is hard, find the mode of all parties'
         latents, in which clients send predictors and the server slopes and curvatures of the
-        likelihood; each party's guide begins there with its own curvature. Not where there is a
-        ``numpyro.param``, where the prior of a latent depends on another one of its party, above
-        300 latents of a party, or where its Jacobian would have more than 67 million numbers.
-        ``"own"``, with ``rho``: at zero in unconstrained space, with the curvature that a party
-        knows by itself, from ``rho`` and its columns; nothing is sent for it. ``None``: at zero.
+        likelihood; each party's guide begins there with its own curvature. Latents on which the
+        priors of others depend, such as a scale, are held at zero in unconstrained space, and begin
+        there with a standard deviation of one. Not where there is a ``numpyro.param``, above 300
+        latents of a party, or where its Jacobian would have more than 67 million numbers.
+        ``"own"``, with ``rho``: the server begins at the mode that its latents have where the sum
+        is zero, clients begin at zero in unconstrained space, each with the curvature that it knows
+        by itself, from ``rho`` and its columns; nothing is sent for it. ``None``: at zero.
         ``"auto"`` is ``"mode"`` for the exact split, and ``"own"`` with ``rho``, since the search
         sends predictors without noise.
     rank : int or "auto"
@@ -247,7 +249,7 @@ class VFL(VerticalMethod):
         if self.batch_size is not None:
             check_batches(roles, self.batch_size)
         kinds = {
-            signature(data): Kind(half, resolve(self.guide, half, {}, {}))
+            signature(data): Kind(half, resolve(self.guide, half, {}, {}), above(half, data))
             for half, data in zip(model.clients, clients, strict=True)
         }
         spec = self._auxiliary(model.rows)
@@ -256,9 +258,13 @@ class VFL(VerticalMethod):
             for n in model.response
         )
         start = self._start(roles)
+        at_zero = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
+        above_at_server = above(model.server, at_zero)
         vertical = Vertical(
             model=model,
-            server=Kind(model.server, resolve(self.server_guide, model.server, {}, {})),
+            server=Kind(
+                model.server, resolve(self.server_guide, model.server, {}, {}), above_at_server
+            ),
             kinds=kinds,
             spec=self.guide,
             server_spec=self.server_guide,
@@ -370,13 +376,9 @@ def _has_curvature(model: VerticalModel) -> bool:
 
 
 def _has_mode(roles: Roles) -> bool:
-    """Whether a mode can be looked for, and is one from which to begin."""
-    model = roles.model
-    halves = [model.server, *model.clients]
-    held = [model.with_total(roles.server, jnp.zeros(model.shape, model.dtype)), *roles.clients]
-    return not any(half.named("param") for half in halves) and not any(
-        map(is_hierarchical, halves, held)
-    )
+    """Whether a mode can be looked for."""
+    halves = roles.model.server, *roles.model.clients
+    return not any(half.named("param") for half in halves)
 
 
 def begin(

@@ -356,10 +356,8 @@ def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
     return _Reach(read, tuple(sorted(response - {TOTAL})), by_row, below)
 
 
-def is_hierarchical(half: Half, data: SiloData) -> bool:
-    """Whether the prior of some latent depends on another one, so that a joint mode may be where
-    scales are zero.
-    """
+def above(half: Half, data: SiloData) -> tuple[bool, ...]:
+    """For each coordinate whether it is of a latent on which the priors of others depend."""
     theta = half.init_theta(jax.random.key(0), data)
     latents = {s.name: jnp.zeros(s.shape) for s in half.named("latent")}
 
@@ -368,7 +366,11 @@ def is_hierarchical(half: Half, data: SiloData) -> bool:
         return compute_log_probs(text, (), data.kwargs, {}, sum_log_prob=False)[0]
 
     labels = provenance(densities, **latents)
-    return any(labels[name] - {name} for name in latents)
+    read = frozenset[str]().union(*(labels[name] - {name} for name in latents))
+    found = np.zeros(half.dim, bool)
+    for s in half.named("latent"):
+        found[s.start : s.stop] = s.name in read
+    return tuple(found.tolist())
 
 
 def _densities(half: Half, theta: Theta, data: SiloData, **arrays: Any) -> dict[str, Array]:

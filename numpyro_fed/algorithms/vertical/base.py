@@ -110,10 +110,20 @@ class ServerNoise(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Clients of one shape: their half of the text, and how their guide was resolved."""
+    """Clients of one shape: their half of the text, how their guide was resolved, and which
+    coordinates are of latents above others, such as the scale of a prior.
+    """
 
     half: Half
     resolved: Resolved
+    above: tuple[bool, ...]
+
+    def below(self, z: Array) -> tuple[Array, Array]:
+        """A point with latents above others at zero, and a standard normal log density of these:
+        together with others they may have no mode but where scales are zero.
+        """
+        hidden = jnp.array(self.above, bool)
+        return jnp.where(hidden, 0.0, z), -0.5 * jnp.sum(jnp.where(hidden, z, 0.0) ** 2)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply
 from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Start, Vertical
-from numpyro_fed.algorithms.vertical.curvature import Local, at_point, root_of
+from numpyro_fed.algorithms.vertical.curvature import Local, at_point, mode_of, root_of
 from numpyro_fed.algorithms.vertical.search import (
     Client,
     Ritz,
@@ -207,9 +207,12 @@ def beginning(v: Vertical) -> Exchange:
     def server(
         state: Server, memo: Array, replies: Replies, server_data: SiloData
     ) -> tuple[ServerState, Info]:
-        log_p = joint(v, state, server_data)
-        root = root_of(at_point(lambda z: log_p(z, state.total), state.z)[1])
-        at = start(state.z, root, state.basis, *tied(state), memo)
+        def log_p(z: Array) -> Array:
+            return joint(v, state, server_data)(z, state.total)
+
+        z = state.z if v.width else mode_of(log_p, state.z)
+        root = root_of(at_point(log_p, z)[1])
+        at = start(z, root, state.basis, *tied(state), memo)
         after = v.server_at(memo, state.theta, at)
         return after, Info(-state.value, replies.ok & all_finite(after))
 

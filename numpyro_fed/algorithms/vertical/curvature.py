@@ -11,6 +11,7 @@ from jax import Array
 
 Function = Callable[[Array], Array]
 LEAST = 1e-6  # of a curvature, relative
+NEWTON_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
 
 
 class Local(NamedTuple):
@@ -68,6 +69,23 @@ def root_of(curvature: Array) -> Array:
     half = (scale[:, None] * vectors) * jax.lax.rsqrt(values)
     R = jnp.linalg.qr(half.T, mode="r").T
     return R * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
+
+
+def mode_of(log_density: Function, z: Array) -> Array:
+    """Where a party's log density is highest, by Newton steps of which the best share is taken."""
+    if not z.size:
+        return z
+    shares = jnp.asarray(SHARES)
+
+    def step(z: Array, _: None) -> tuple[Array, None]:
+        slope, curvature = at_point(log_density, z)
+        trials = z + shares[:, None] * newton_step(curvature, slope)
+        values = jax.vmap(log_density)(trials)
+        values = jnp.where(jnp.isfinite(values), values, -jnp.inf)
+        best = values.argmax()
+        return jnp.where(values[best] > log_density(z), trials[best], z), None
+
+    return jax.lax.scan(step, z, None, length=NEWTON_STEPS)[0]
 
 
 def diagonal_curvature(fn: Function, total: Array) -> Array:

@@ -194,7 +194,7 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
 
     def go(noise: Any, down: Place, state: Client, data: SiloData) -> tuple[Reply[Tried], Client]:
         step = step_of(down, state)
-        tried = Tried(*model.predict(v.kind(data).half, state.theta, state.z + step, data))
+        tried = Tried(*client(v, state, data)(state.z + step))
         return Reply(tried, all_finite(tried)), state._replace(step=step)
 
     def judge(
@@ -264,12 +264,21 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
     )
 
 
-def functions(v: Vertical, state: Client, data: SiloData) -> tuple[Function, Function]:
-    """A client's predictor and its own log density, as functions of its latents."""
+def client(v: Vertical, state: Client, data: SiloData) -> Callable[[Array], tuple[Array, Array]]:
+    """A client's predictor and its own log density, as a function of its latents."""
+    kind = v.kind(data)
 
     def at(z: Array) -> tuple[Array, Array]:
-        return v.model.predict(v.kind(data).half, state.theta, z, data)
+        point, apart = kind.below(z)
+        g, own = v.model.predict(kind.half, state.theta, point, data)
+        return g, own + apart
 
+    return at
+
+
+def functions(v: Vertical, state: Client, data: SiloData) -> tuple[Function, Function]:
+    """The same as two functions."""
+    at = client(v, state, data)
     return lambda z: at(z)[0], lambda z: at(z)[1]
 
 
@@ -277,8 +286,9 @@ def joint(v: Vertical, state: Server, data: SiloData) -> Callable[[Array, Array]
     """The server's log density, as a function of its latents and the sum."""
 
     def at(z: Array, total: Array) -> Array:
-        own, likelihood = v.model.log_server(state.theta, z, total, data)
-        return own + likelihood
+        point, apart = v.server.below(z)
+        own, likelihood = v.model.log_server(state.theta, point, total, data)
+        return own + likelihood + apart
 
     return at
 

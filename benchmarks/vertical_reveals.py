@@ -1,0 +1,87 @@
+"""What the numbers that a client of a vertical model sends tell of its columns.
+
+The logistic model of 500 rows, 20 covariates and two clients is fitted by the exact split and with
+auxiliary variables. Then a server looks at what the first client sends in T rounds at the fitted
+posterior, each by itself, as where clients do not aggregate: the predictor is guessed by their
+mean, the space that the client's columns span by their first principal directions.
+
+``predictor`` is the root mean square error of that guess in standard deviations of the predictor
+over rows, beside ``rho / sqrt(T)`` in the same units, which is what noise of a standard deviation
+of rho would leave. ``columns`` is the share of the columns' variance that lies in that space: one
+if the server knows the columns up to a linear map, 0.02 by chance.
+
+    python benchmarks/vertical_reveals.py --json vertical_reveals.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from sfvi_vs_pooled import machine
+from vertical_step import model, simulate
+
+import numpyro_fed as nf
+
+KEY = jax.random.key(0)
+
+
+def sent(result: Any, client: int, rounds: int) -> np.ndarray:
+    """What a client would send in so many rounds, (rounds, rows)."""
+    v, held = result._fit.vertical, result._held
+    b, i = held.place(client)
+    state, data = jax.tree.map(lambda a: a[i], result.state.silos[b]), held.data[client]
+
+    def one(key):
+        noise = v.noise_of(key, state)
+        return v.draw(state.params, state.xi, state._replace(noise=noise), data).z[0]
+
+    return np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, rounds)))
+
+
+def guessed(z: np.ndarray, x: np.ndarray, predictor: np.ndarray) -> dict[str, float]:
+    """How far a server comes with what it was sent."""
+    error = np.sqrt(np.mean((z.mean(0) - predictor) ** 2)) / predictor.std()
+    # Of draws around a centre that is in that space, too.
+    space = np.linalg.svd(z, full_matrices=False)[2][: x.shape[1]]
+    share = np.sum((x @ np.linalg.pinv(x) @ space.T) ** 2) / x.shape[1]
+    return {"predictor": float(error), "columns": float(share)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    args = parser.parse_args()
+    rows, fit_rounds = (40, 20) if args.quick else (500, 2_000)
+    many = (1, 30) if args.quick else (1, 10, 30, 100, 1_000, 10_000)
+    xs, y = simulate(rows, 20, 2)
+    found = []
+    print(f"{'rho':>6} {'rounds':>7} {'predictor':>10} {'by rho':>8} {'columns':>8}")
+    for rho in (None, 1.0) if args.quick else (None, 0.5, 1.0, 2.0):
+        settings = {} if rho is None else dict(rho=rho, auxiliary="mean_field")
+        vfl = nf.VFL(model, rank=0, **settings)
+        result = vfl.run(KEY, fit_rounds, xs, y, progress_bar=False)
+        mean = result.sample_posterior(jax.random.key(1), 2_000)["client_0/beta"].mean(0)
+        predictor = xs[0] @ np.asarray(mean)
+        z = sent(result, 0, max(many))
+        for rounds in many:
+            numbers = guessed(z[:rounds], xs[0], predictor)
+            by_rho = (rho or 0.0) / np.sqrt(rounds) / float(predictor.std())
+            found.append({"rho": rho, "rounds": rounds, "by_rho": by_rho, **numbers})
+            print(
+                f"{rho or 'exact':>6} {rounds:>7} {numbers['predictor']:>10.3f} {by_rho:>8.3f} "
+                f"{numbers['columns']:>8.3f}",
+                flush=True,
+            )
+    if args.json:
+        report = {"machine": machine(), "reveals": found}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
