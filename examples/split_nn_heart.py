@@ -5,6 +5,7 @@ of whom one client knows age, sex, kind of chest pain, blood pressure and choles
 remaining six covariates; the server knows who is ill. In a split network each client sends the
 output of its network for each patient. In the hierarchical Bayesian one the weights of the last
 layer have a posterior, and what is sent is that output with noise of standard deviation ``rho``.
+Besides, one that the paper does not have: all layers' weights have a posterior.
 
     python examples/split_nn_heart.py --csv heart.csv --json heart.json --plot heart.png
 
@@ -44,7 +45,7 @@ COLUMNS = (
 )
 NUMERIC = {"Age", "RestingBP", "Cholesterol", "MaxHR", "Oldpeak"}
 LOWEST = -3.0  # nats that are drawn
-WIDTHS = (8, 8, 2)  # of the layers; the weights of the last one have a posterior
+WIDTHS = (8, 8, 2)  # of the layers
 
 
 def hidden(x):
@@ -60,6 +61,16 @@ def hidden(x):
 def bayesian(x):
     """A client's network whose last weights are latent."""
     return hidden(x) @ numpyro.sample("w", dist.Normal(0, 1).expand([WIDTHS[-1]]).to_event(1))
+
+
+def everywhere(x):
+    """A client's network all of whose weights are latent."""
+    for i, width in enumerate(WIDTHS):
+        normal = dist.Normal(0, 1).expand([x.shape[-1], width]).to_event(2)
+        x = x @ numpyro.sample(f"w{i}", normal)
+        x += numpyro.sample(f"b{i}", dist.Normal(0, 1).expand([width]).to_event(1))
+        x = jax.nn.relu(x) if i < len(WIDTHS) - 1 else x
+    return x @ numpyro.sample("w", dist.Normal(0, 1).expand([WIDTHS[-1]]).to_event(1))
 
 
 def plain(x):
@@ -129,12 +140,19 @@ def predicted(result, text, xs, draws):
     return Predictive(text, posterior, params=params)(jax.random.key(3), xs)["p"].mean(0)
 
 
-def method_of(rho):
-    """The network with noise of this standard deviation, or the plain one."""
-    if rho is None:
-        return nf.VFL(disease(plain), optim=optax.adam(1e-3), start=None)
-    settings = dict(rho=rho, auxiliary="amortised", start=None)
-    return nf.VFL(disease(bayesian), optim=optax.adam(1e-3), **settings)
+def methods_of(rhos):
+    """The plain network, and those with noise of these standard deviations, by name: with a prior
+    for the weights of the last layer, and of all layers.
+    """
+    shared = dict(optim=optax.adam(1e-3), start=None)
+    found = {"split network": nf.VFL(disease(plain), **shared)}
+    for rho in rhos:
+        noise = dict(rho=rho, auxiliary="amortised", **shared)
+        found[f"Bayesian, rho {rho:g}"] = nf.VFL(disease(bayesian), **noise)
+        guide = nf.guides.Structured(globals="diagonal")
+        text = disease(everywhere)
+        found[f"in all layers, rho {rho:g}"] = nf.VFL(text, guide=guide, **noise)
+    return found
 
 
 def fold_of(vfl, train, test, rounds, draws, seed):
@@ -192,8 +210,7 @@ def main():
     xs = [columns_of(table, names) for names in COLUMNS]
     cuts = list(KFold(10, shuffle=True, random_state=0).split(y))[: 1 if args.quick else 10]
     rhos = (1.0,) if args.quick else (1.0, 5.0, 10.0)
-    methods = {"split network": method_of(None)}
-    methods |= {f"Bayesian, rho {rho:g}": method_of(rho) for rho in rhos}
+    methods = methods_of(rhos)
     folds = {"logistic regression": []} | {name: [] for name in methods}
     for k, (train, test) in enumerate(cuts):
         parts = [([x[rows] for x in xs], y[rows]) for rows in (train, test)]

@@ -216,7 +216,8 @@ def test_the_heart_example_reads_its_table_and_cross_validates(tmp_path):
     command += ["--csv", "heart.csv", "--json", "out.json", "--plot", "out.png"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     found = json.loads((tmp_path / "out.json").read_text())
-    assert set(found) == {"logistic regression", "split network", "Bayesian, rho 1"}
+    names = {"logistic regression", "split network", "Bayesian, rho 1", "in all layers, rho 1"}
+    assert set(found) == names
     for folds in found.values():
         assert len(folds) == 1
         assert 0 <= folds[0]["accuracy"] <= 100

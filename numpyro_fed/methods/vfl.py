@@ -203,7 +203,8 @@ class VFL(VerticalMethod):
 
         A client's ``part`` has a number for each row: in the exact split its predictor, of which
         many draws tell the client's columns up to what the predictor does with them (a linear
-        predictor of ``p`` columns in ``p`` rounds or so spans their column space). Summed over
+        predictor of ``p`` columns in ``p`` rounds or so spans their column space, as
+        ``benchmarks/vertical_reveals.py`` measures). Summed over
         clients it says as much of their sum alone, but with two clients each can take its own part
         off. With ``rho`` every number is sent with noise of that standard deviation, anew each
         round, so that the mean over ``T`` rounds is known up to ``rho / sqrt(T)`` and the spread of
