@@ -48,6 +48,23 @@ def test_pvi_step(tmp_path):
         assert {"what", "ours_ms", "by_hand_ms", "ratio", "target"} <= set(row)
 
 
+def test_vertical_step(tmp_path):
+    report = run_quickly("vertical_step.py", tmp_path)
+    assert (len(report["rounds"]), len(report["rows"])) == (6, 2)
+    for row in [*report["rounds"], *report["rows"]]:
+        assert {"what", "ours", "pooled", "ratio", "target"} <= set(row)
+
+
+def test_vertical_reveals(tmp_path):
+    report = run_quickly("vertical_reveals.py", tmp_path)
+    assert [(r["rho"], r["rounds"]) for r in report["reveals"]] == [
+        (None, 1), (None, 30), (1.0, 1), (1.0, 30),
+    ]  # fmt: skip
+    spans = report["reveals"][1]
+    assert spans["columns"] > 0.999  # thirty draws of ten columns
+    assert report["reveals"][3]["columns"] < 0.9
+
+
 def test_pvi_rounds(tmp_path):
     report = run_quickly("pvi_rounds.py", tmp_path)
     assert len(report["rounds_ms"]) == 3
