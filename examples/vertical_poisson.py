@@ -135,7 +135,7 @@ def shown(numbers):
 
 LOOKS = {
     "NUTS": dict(color="0.75", lw=5, label="NUTS, pooled"),
-    "mean field": dict(color="C0", ls="--", label="mean field, pooled"),
+    "mean field": dict(color="C0", ls="--", label="NumPyro's mean field, pooled"),
     "exact split": dict(color="black", lw=1.2, label="exact split"),
     "augmented": dict(color="C1", label="augmented, amortised"),
     "NUTS, augmented": dict(color="C1", ls=":", label="augmented, NUTS"),
@@ -144,7 +144,7 @@ LOOKS = {
 
 def plot(path, samples, truth, rhos):
     """Marginals of one mean and of one slope, as Figure 4 of the paper: a column for each ``rho``.
-    Peaks above twice that of NUTS are cut off.
+    Peaks above that of NUTS are cut off.
     """
     import matplotlib
 
@@ -162,8 +162,8 @@ def plot(path, samples, truth, rhos):
                 density, edges = np.histogram(values, 50, density=True)
                 axis.plot((edges[1:] + edges[:-1]) / 2, density, **style)
                 if name == "NUTS":
-                    top, middle, spread = 2 * density.max(), values.mean(), values.std()
-            width = 4 if site == "mu" else 12
+                    top, middle, spread = 1.3 * density.max(), values.mean(), values.std()
+            width = 4 if site == "mu" else 6
             axis.axvline(truth[f"client_0/{site}"][0, 0], color="C3", lw=0.8, label="true value")
             axis.set(
                 title=f"rho = {rho:g}",
