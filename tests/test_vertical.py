@@ -1014,7 +1014,7 @@ def test_a_run_is_not_at_its_end_before_all_clients_are():
 
 def test_rows_of_all_parties_must_be_the_same_in_the_same_order():
     xs, y = data()
-    vfl = nf.VFL(gaussian)
+    vfl = nf.VFL(gaussian, start=None)
     ids = np.array([f"area {i}" for i in range(12)])
     swapped = ids[[1, 0, *range(2, 12)]]
     quiet = dict(progress_bar=False)
