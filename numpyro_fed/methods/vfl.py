@@ -234,7 +234,7 @@ class VFL(VerticalMethod):
         round  draw           client  server  part            (1, 3)  float32  summed
         round  draw           client  server  own             ()      float32  summed
         round  step           server  client  part            (1, 3)  float32
-        round  step           client  server  resting         ()      int32    summed
+        round  step           client  server  resting         ()      float32  summed
         """
         return super().messages(*args, **kwargs)
 

@@ -197,5 +197,5 @@ def stepped(
     course = settling.follow(
         state.course, jnp.zeros(()), after.params["own"], standard=v.from_reference
     )
-    up = Stepped(by_xi, settling.settled(course).astype(jnp.int32))
+    up = Stepped(by_xi, settling.settled(course).astype(jnp.result_type(float)))
     return Reply(up, all_finite((gradient, by_xi))), after._replace(course=course)

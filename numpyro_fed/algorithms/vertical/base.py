@@ -231,7 +231,7 @@ class Vertical:
             params=params,
             opt_state={part: self.optim.init(value) for part, value in params.items()},
             course=settling.begin(params),
-            resting=jnp.zeros((), jnp.int32),
+            resting=jnp.zeros(()),
             noise=self.server_noise(key),
             sent=Sent(jnp.zeros(self.shape), tie),
             own=jnp.zeros(()),
