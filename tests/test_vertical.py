@@ -1000,11 +1000,12 @@ def test_noise_that_hides_is_of_a_key_that_nobody_else_knows():
         nf.SiloNode(vfl, data()[0][0], secret="none")
 
 
-def test_a_run_is_not_at_its_end_before_all_clients_are():
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_run_is_not_at_its_end_before_all_clients_are(rank):
     """Clients of small columns have far to go, at a bound that hardly rises."""
     xs, y = data()
     tiny = [xs[0], 1e-3 * xs[1], xs[2]]
-    vfl = nf.VFL(logistic, start=None, optim=optax.adam(1e-2), num_particles=4)
+    vfl = nf.VFL(logistic, start=None, optim=optax.adam(1e-2), num_particles=4, rank=rank)
     result = vfl.run(KEY, 6_000, tiny, y, progress_bar=False, stop="converged")
     assert result.ended == "converged"
     assert int(result.state.server.resting) == 3

@@ -170,6 +170,7 @@ class SiloNode:
         name, key = str(arrays["exchange"]), self._key(arrays["key"])
         if name in self._init:
             self._run, mine = arrays["run"], jax.random.fold_in(key, self._number)
+            self._aside = None
             self._state = strong(self._init[name](mine, self._data))
             return write({})
         if not np.array_equal(arrays["run"], self._run):

@@ -164,7 +164,7 @@ def stepping(v: Vertical, step: Any, local_steps: int) -> Exchange:
         if v.rank:
             _, pull = jax.vjp(lambda shared: v.xi(shared, state.noise.xi), state.params["shared"])
             (gradient,) = pull(state.by_xi + replies.up.by_xi)
-            after = v.ascend(state, "shared", gradient)
+            after = v.ascend(after, "shared", gradient)
         return after, Info(jnp.zeros(()), replies.ok)
 
     def silo_noise(key: Array, state: ClientState) -> Any:

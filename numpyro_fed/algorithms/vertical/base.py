@@ -421,7 +421,9 @@ class Vertical:
         )
 
     def done(self, state: ServerState) -> Array:
-        """Whether the bound and all parties' parameters have come to rest."""
+        """Whether the bound and all parties' own guides have come to rest; those of auxiliary
+        variables apart, of which the bound alone tells.
+        """
         return settling.settled(state.course) & (state.resting == len(self.model.clients))
 
     def shared(self, state: ServerState) -> Shared:
