@@ -8,7 +8,8 @@ mean, the space that the client's columns span by their first principal directio
 ``predictor`` is the root mean square error of that guess in standard deviations of the predictor
 over rows, beside ``rho / sqrt(T)`` in the same units, which is what noise of a standard deviation
 of rho would leave. ``columns`` is the share of the columns' variance that lies in that space: one
-if the server knows the columns up to a linear map, 0.02 by chance.
+if the server knows the columns up to a linear map, 0.02 by chance. Mean-field auxiliary variables
+alone are looked at: amortised ones move with the predictor, and tell more.
 
     python benchmarks/vertical_reveals.py --json vertical_reveals.json
 """

@@ -989,7 +989,9 @@ def test_parties_draw_together_and_each_keeps_its_own(settings):
 def test_noise_that_hides_is_of_a_key_that_nobody_else_knows():
     vfl = nf.VFL(gaussian, rho=0.5, start=None)
     xs, y = data()
-    hidden = over_nodes(vfl)[1](3)
+    run = over_nodes(vfl)[1]
+    hidden = run(3)
+    assert not np.allclose(hidden.losses, run(3).losses, rtol=1e-6)  # the same key, other noise
     together = vfl.run(KEY, 3, xs, y, progress_bar=False)
     assert not np.allclose(hidden.losses, together.losses, rtol=1e-6)
     keys = [jax.random.key_data(nf.SiloNode(vfl, xs[0])._secret) for _ in range(2)]
@@ -998,6 +1000,12 @@ def test_noise_that_hides_is_of_a_key_that_nobody_else_knows():
         assert nf.SiloNode(method, dict(y=y))._secret is None
     with pytest.raises(ValueError, match=r"expected a jax\.random\.key"):
         nf.SiloNode(vfl, data()[0][0], secret="none")
+
+
+def test_noisy_rounds_run_in_double_precision(double):
+    xs, y = data()
+    vfl = nf.VFL(gaussian, rho=0.5, start=None)
+    assert np.isfinite(vfl.run(KEY, 2, xs, y, progress_bar=False).losses).all()
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -54,7 +54,7 @@ def check_same_ids(row_ids: Sequence[Any], rows: int, num_clients: int) -> None:
 
 
 def digest(ids: np.ndarray) -> str:
-    """By which ids can be compared and not read."""
+    """By which ids can be compared; whoever can guess the whole list can confirm the guess."""
     text = "\n".join(map(str, ids.tolist()))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -94,7 +94,8 @@ class SiloNode:
         A key of the silo's own, from which it draws what the server cannot know. ``"auto"`` is a
         new one from the operating system wherever noise hides what a silo sends (vertical models
         with ``rho``), else none. With None all numbers are those of a run in one process, and a
-        server that keeps the keys of a run can take the noise off again.
+        server that keeps the keys of a run can take the noise off again; with a key of yours, a
+        server that sends the same key twice gets the same noise twice.
     row_ids : array of int or str, optional
         Of a client's rows. They do not leave it; the facts say their SHA-256, by which the server
         finds out whether all parties have the same rows in the same order.
@@ -135,10 +136,13 @@ class SiloNode:
         secret: Array | str | None = "auto",
         row_ids: Any = None,
     ):
+        self._never_again, self._asked = False, 0
         if isinstance(secret, str):
             if secret != "auto":
                 raise ValueError(f"secret={secret!r}: expected a jax.random.key, 'auto' or None.")
             secret = _unknown_key() if method.hides_by_noise else None
+            # A server that repeats a key must not get the same noise again.
+            self._never_again = secret is not None
         self._data = method.hold(silo)
         self._method, self._silo, self._secret, self._row_ids = method, silo, secret, row_ids
         self._built: Any = None
@@ -207,6 +211,9 @@ class SiloNode:
         key = self._secret
         for word in bits:
             key = jax.random.fold_in(key, word)
+        if self._never_again:
+            self._asked += 1
+            key = jax.random.fold_in(key, self._asked)
         return key
 
     def _exchange(self, name: str) -> tuple[Exchange, Any]:
