@@ -1,15 +1,16 @@
 """What the numbers that a client of a vertical model sends tell of its columns.
 
 The logistic model of 500 rows, 20 covariates and two clients is fitted by the exact split and with
-auxiliary variables. Then a server looks at what the first client sends in T rounds at the fitted
-posterior, each by itself, as where clients do not aggregate: the predictor is guessed by their
-mean, the space that the client's columns span by their first principal directions.
+auxiliary variables, clients in nodes of their own. A server looks at what the first client sends by
+itself, as where clients do not aggregate: in the ``run``, from its first round, and in T rounds at
+the ``fitted`` posterior. The predictor is guessed by the mean of what was sent, the space that the
+client's columns span by its first principal directions.
 
 ``predictor`` is the root mean square error of that guess in standard deviations of the predictor
 over rows, beside ``rho / sqrt(T)`` in the same units, which is what noise of a standard deviation
 of rho would leave. ``columns`` is the share of the columns' variance that lies in that space: one
 if the server knows the columns up to a linear map, 0.02 by chance. Mean-field auxiliary variables
-alone are looked at: amortised ones move with the predictor, and tell more.
+of a fit do not depend on a round's predictor, amortised ones move with it.
 
     python benchmarks/vertical_reveals.py --json vertical_reveals.json
 """
@@ -27,8 +28,28 @@ from sfvi_vs_pooled import machine
 from vertical_step import model, simulate
 
 import numpyro_fed as nf
+from numpyro_fed.runtime.messages import read
 
 KEY = jax.random.key(0)
+
+
+def overheard(vfl: Any, xs: list[np.ndarray], y: np.ndarray, rounds: int) -> np.ndarray:
+    """What the first client sends in a run, read off its messages, (rounds, rows)."""
+    nodes = [nf.SiloNode(vfl, x) for x in xs]
+    facts = [node.facts() for node in nodes]
+    server = nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y))
+    heard = []
+    for j, node in enumerate(nodes):
+        node.accept(server.plan, j)
+
+    def send(j: int, message: bytes) -> bytes:
+        reply = nodes[j].handle(message)
+        if j == 0 and read(message)["exchange"] == "draw":
+            heard.append(read(reply)["reply.up.part"][0])
+        return reply
+
+    server.run(KEY, rounds, send)
+    return np.array(heard)
 
 
 def sent(result: Any, client: int, rounds: int) -> np.ndarray:
@@ -62,23 +83,29 @@ def main() -> None:
     many = (1, 30) if args.quick else (1, 10, 30, 100, 1_000, 10_000)
     xs, y = simulate(rows, 20, 2)
     found = []
-    print(f"{'rho':>6} {'rounds':>7} {'predictor':>10} {'by rho':>8} {'columns':>8}")
-    for rho in (None, 1.0) if args.quick else (None, 0.5, 1.0, 2.0):
-        settings = {} if rho is None else dict(rho=rho, auxiliary="mean_field")
+    print(f"{'':>16} {'':>7} {'rounds':>7} {'predictor':>10} {'by rho':>8} {'columns':>8}")
+    cases: list[tuple[float | None, str]] = [(None, "")]
+    for rho in (1.0,) if args.quick else (0.5, 1.0, 2.0):
+        cases += [(rho, "mean_field"), (rho, "amortised")]
+    for rho, auxiliary in cases:
+        settings = {} if rho is None else dict(rho=rho, auxiliary=auxiliary)
         vfl = nf.VFL(model, rank=0, **settings)
         result = vfl.run(KEY, fit_rounds, xs, y, progress_bar=False)
         mean = result.sample_posterior(jax.random.key(1), 2_000)["client_0/beta"].mean(0)
         predictor = xs[0] @ np.asarray(mean)
-        z = sent(result, 0, max(many))
-        for rounds in many:
-            numbers = guessed(z[:rounds], xs[0], predictor)
-            by_rho = (rho or 0.0) / np.sqrt(rounds) / float(predictor.std())
-            found.append({"rho": rho, "rounds": rounds, "by_rho": by_rho, **numbers})
-            print(
-                f"{rho or 'exact':>6} {rounds:>7} {numbers['predictor']:>10.3f} {by_rho:>8.3f} "
-                f"{numbers['columns']:>8.3f}",
-                flush=True,
-            )
+        seen = {"fitted": sent(result, 0, max(many)), "run": overheard(vfl, xs, y, fit_rounds)}
+        name = "exact" if rho is None else f"{rho} {auxiliary}"
+        for when, z in seen.items():
+            for rounds in [n for n in (*many, fit_rounds) if n <= len(z)]:
+                numbers = guessed(z[:rounds], xs[0], predictor)
+                by_rho = (rho or 0.0) / np.sqrt(rounds) / float(predictor.std())
+                row = {"rho": rho, "auxiliary": auxiliary, "when": when, "rounds": rounds}
+                found.append({**row, "by_rho": by_rho, **numbers})
+                print(
+                    f"{name:>16} {when:>7} {rounds:>7} {numbers['predictor']:>10.3f} "
+                    f"{by_rho:>8.3f} {numbers['columns']:>8.3f}",
+                    flush=True,
+                )
     if args.json:
         report = {"machine": machine(), "reveals": found}
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -77,6 +77,24 @@ def pooled(text: Callable, data: tuple) -> Callable[[int], Any]:
     return lambda n: compiled(n, state, arrays)
 
 
+def measured(
+    what: str, ours: Callable[[int], Any], other: Callable[[int], Any], rounds: int, repeats: int
+) -> dict[str, Any]:
+    """A line of the table, printed as soon as it is there."""
+    runs = [lambda run=run: run(rounds) for run in (ours, other)]
+    a, b = (median(times) for times in alternate(runs, repeats))
+    row = {
+        "what": what,
+        "unit": "ms",
+        "ours": 1e3 * a / rounds,
+        "pooled": 1e3 * b / rounds,
+        "ratio": a / b,
+        "target": 1.3,
+    }
+    print(table([row]).splitlines()[1], flush=True)
+    return row
+
+
 def against_pooled(rounds: int, repeats: int, rows: int) -> list[dict[str, Any]]:
     guide = nf.guides.MeanField()
     cases: list[tuple[str, dict[str, Any], Callable]] = [
@@ -95,20 +113,8 @@ def against_pooled(rounds: int, repeats: int, rows: int) -> list[dict[str, Any]]
             if settings:
                 settings = settings | dict(auxiliary="mean_field")
             ours = vertical(data, guide=guide, server_guide=guide, **settings)
-            theirs = pooled(text, data)
-            runs = [lambda run=run: run(rounds) for run in (ours, theirs)]
-            a, b = alternate(runs, repeats)
-            found.append(
-                {
-                    "what": f"{name}, {clients} clients, {rows} rows",
-                    "unit": "ms",
-                    "ours": 1e3 * median(a) / rounds,
-                    "pooled": 1e3 * median(b) / rounds,
-                    "ratio": median(a) / median(b),
-                    "target": 1.3,
-                }
-            )
-            print(table(found[-1:]).splitlines()[1], flush=True)
+            what = f"{name}, {clients} clients, {rows} rows"
+            found.append(measured(what, ours, pooled(text, data), rounds, repeats))
     return found
 
 
@@ -116,21 +122,10 @@ def as_rows_grow(rounds: int, repeats: int, many: int, few: int) -> list[dict[st
     found = []
     settings = {"exact split": {}, "augmented": dict(rho=RHO, auxiliary="amortised")}
     for name, chosen in settings.items():
-        runs = [
-            vertical(simulate(n, 20, 2), batch_size=min(512, few), **chosen) for n in (many, few)
-        ]
-        a, b = alternate([lambda run=run: run(rounds) for run in runs], repeats)
-        found.append(
-            {
-                "what": f"{name}, minibatches of {min(512, few)}: {many:,} rows / {few:,} rows",
-                "unit": "ms",
-                "ours": 1e3 * median(a) / rounds,
-                "pooled": 1e3 * median(b) / rounds,
-                "ratio": median(a) / median(b),
-                "target": 1.3,
-            }
-        )
-        print(table(found[-1:]).splitlines()[1], flush=True)
+        size = min(512, few)
+        runs = [vertical(simulate(n, 20, 2), batch_size=size, **chosen) for n in (many, few)]
+        what = f"{name}, minibatches of {size}: {many:,} rows / {few:,} rows"
+        found.append(measured(what, *runs, rounds, repeats))
     return found
 
 

@@ -110,6 +110,7 @@ def measured(clients, args, draws, rounds, rhos):
                 name = f"NUTS, {handler.__name__}, rho {rho}"
                 samples[name] = sampled(handler(model, rho), xs, y, draws)
                 found[name] = compared(samples[name], reference)
+                print(f"{clients:2d} clients, {name}: {shown(found[name])}", flush=True)
     for name, settings in settings_of(rhos, args.quick):
         result, numbers = fitted(xs, y, rounds, **settings)
         samples[name] = result.sample_posterior(key, 2 * draws)

@@ -41,6 +41,9 @@ from numpyro_fed.results.importance import Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.runtime.node import SiloNode
+from numpyro_fed.sigma import fields
+from numpyro_fed.sigma.prior import SigmaPrior
+from numpyro_fed.sigma.relatives import BlockPrior, LowRankPrior, SeparatorPrior
 from numpyro_fed.testing.decomposition import check_decomposition
 
 __version__ = "0.1.0"
@@ -54,6 +57,7 @@ __all__ = [
     "VCL",
     "VFL",
     "AlphaEP",
+    "BlockPrior",
     "CallbackError",
     "Comparison",
     "Corrected",
@@ -64,6 +68,7 @@ __all__ = [
     "GlobalVI",
     "GuideError",
     "LocallyEnhanced",
+    "LowRankPrior",
     "MissingExtraError",
     "Mode",
     "ModelError",
@@ -74,7 +79,9 @@ __all__ = [
     "PowerEP",
     "Result",
     "SavedStateError",
+    "SeparatorPrior",
     "ServerNode",
+    "SigmaPrior",
     "SiloNode",
     "StochasticPowerEP",
     "StreamingVB",
@@ -86,6 +93,7 @@ __all__ = [
     "describe",
     "divergences",
     "expfam",
+    "fields",
     "find_mode",
     "fit",
     "guides",

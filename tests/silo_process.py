@@ -54,7 +54,7 @@ def serve(rows, columns, number, pipe):
     jax.config.update("jax_enable_x64", True)
     while name := pipe.recv_bytes().decode():
         if name in VERTICAL:
-            node = nf.SiloNode(VERTICAL[name](), columns, secret=None)
+            node = nf.SiloNode(VERTICAL[name](), columns, secret=None, allow_unhidden=True)
         else:
             node = nf.SiloNode(METHODS[name](), rows)
         pipe.send_bytes(node.facts().encode())

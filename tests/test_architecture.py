@@ -22,6 +22,7 @@ LAYERS = [
             "model.data",
             "model.padding",
             "model.primitives",
+            "model.substitution",
             "model.dependence",
             "model.handlers",
             "model.clients",
@@ -34,7 +35,7 @@ LAYERS = [
     {"model.split"},
     {"model", "guides", "objectives", "local"},
     {"algorithms.base"},
-    {"algorithms", "runtime", "testing"},
+    {"algorithms", "runtime", "testing", "sigma"},
     {"results"},
     {"reference"},
 ]

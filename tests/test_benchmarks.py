@@ -57,12 +57,21 @@ def test_vertical_step(tmp_path):
 
 def test_vertical_reveals(tmp_path):
     report = run_quickly("vertical_reveals.py", tmp_path)
-    assert [(r["rho"], r["rounds"]) for r in report["reveals"]] == [
-        (None, 1), (None, 30), (1.0, 1), (1.0, 30),
-    ]  # fmt: skip
-    spans = report["reveals"][1]
-    assert spans["columns"] > 0.999  # thirty draws of ten columns
-    assert report["reveals"][3]["columns"] < 0.9
+    found = {(r["rho"], r["auxiliary"], r["when"], r["rounds"]): r for r in report["reveals"]}
+    kinds = {(rho, auxiliary) for rho, auxiliary, *_ in found}
+    assert kinds == {(None, ""), (1.0, "mean_field"), (1.0, "amortised")}
+    assert {when for _, _, when, _ in found} == {"fitted", "run"}
+    for when in ("fitted", "run"):  # twenty draws of ten columns
+        assert found[None, "", when, 20]["columns"] > 0.999
+    assert found[1.0, "mean_field", "fitted", 30]["columns"] < 0.5
+
+
+def test_sigma_relatives(tmp_path):
+    report = run_quickly("sigma_relatives.py", tmp_path)
+    assert report["border"] == 20
+    for row in report["relatives"]:
+        assert row["rmse"] < 0.3
+        assert 0.95 < row["sd_ratio"] < 1.05
 
 
 def test_pvi_rounds(tmp_path):

@@ -184,6 +184,30 @@ def test_the_vertical_example_measures_models_against_nuts(tmp_path):
     assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
 
 
+def test_the_process_example_compares_priors_with_the_exact_posterior(tmp_path):
+    command = [sys.executable, EXAMPLE.parent / "sigma_gp.py", "--quick"]
+    command += ["--json", "out.json", "--plot", "out"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [row["phi"] for row in found["check"]] == pytest.approx([0.2, 0.5, 0.8])
+    assert len(found["posterior"]) == 8
+    assert found["posterior"]["low rank and blocks, NUTS"]["error"] < 1
+    for name in ("covariance", "draws", "posterior"):
+        assert matplotlib.image.imread(tmp_path / f"out_{name}.png").ndim == 3
+
+
+def test_the_map_example_compares_priors_with_nuts(tmp_path):
+    command = [sys.executable, EXAMPLE.parent / "sigma_map.py", "--quick"]
+    command += ["--json", "out.json", "--plot", "out"]
+    away = {k: v for k, v in os.environ.items() if k != "NUMPYRO_FED_DATA"}
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=away)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found) == 7
+    assert found["separators"]["rmse"] < 3
+    for name in ("effects", "means"):
+        assert matplotlib.image.imread(tmp_path / f"out_{name}.png").ndim == 3
+
+
 def test_the_poisson_example_compares_with_pooled_inference(tmp_path):
     command = [sys.executable, EXAMPLE.parent / "vertical_poisson.py", "--quick"]
     command += ["--json", "out.json", "--plot", "out.png"]

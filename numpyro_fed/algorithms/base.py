@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from numpyro_fed.errors import ModelError
 from numpyro_fed.guides.structured import Origin
 from numpyro_fed.model.data import SiloData
 
@@ -132,6 +134,23 @@ def no_noise(*args: Any) -> tuple[()]:
 def as_drafted(draft: Any, sent: Any) -> Any:
     """The commit of a silo whose state does not depend on what was sent."""
     return draft
+
+
+def settings_in(name: str) -> dict[str, Any]:
+    """What the name of an exchange says of it, where it is built when it is asked for."""
+    try:
+        found = json.loads(name)
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def unknown_exchange(name: str) -> ModelError:
+    """For a party that is asked for an exchange that its method does not have."""
+    return ModelError(
+        f"there is no exchange '{name}' here. Server and silos must run the same version, with the "
+        "same method, text and settings."
+    )
 
 
 class Exchange(NamedTuple, Generic[Server, Silo, Down, Up]):

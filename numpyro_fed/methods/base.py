@@ -18,7 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
+from numpyro_fed.algorithms.base import (
+    Exchange,
+    FederatedAlgorithm,
+    settings_in,
+    unknown_exchange,
+)
 from numpyro_fed.algorithms.mode import unravelled
 from numpyro_fed.errors import (
     CallbackError,
@@ -41,6 +46,7 @@ from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.drive import Failure, Run, Watcher, drive
 from numpyro_fed.runtime.host import host
+from numpyro_fed.runtime.noise import one_key
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
 
@@ -251,7 +257,7 @@ class Method(ABC):
                 "row_ids are of clients that hold columns of the same rows (a client_sum); silos "
                 "have rows of their own."
             )
-        (data,) = silo_data.read([silo])
+        (data,) = silo_data.read([silo], self.model)
         layout = layout_of(self._text(), [data])
         layout.check_indices(0, data)
         fm, sizes = layout.model, layout.sizes[0]
@@ -276,7 +282,7 @@ class Method(ABC):
 
     def hold(self, silo: Mapping[str, Any], plan: Plan | None = None, number: int = 0) -> SiloData:
         """What a silo holds, checked."""
-        return silo_data.read([silo])[0]
+        return silo_data.read([silo], self.model)[0]
 
     def build(self, plan: Plan) -> Built:
         """The algorithm, from text and plan: the same at the server and at every silo."""
@@ -288,11 +294,19 @@ class Method(ABC):
         known = {x.name: x for x in (*built.opening, *built.algorithm.exchanges)}
         if built.factors is not None:
             known[built.factors.evaluation.name] = built.factors.evaluation
-        return known[name] if name in known else weighing(built, name)[0]
+        if name in known:
+            return known[name]
+        if "importance" not in settings_in(name):
+            raise unknown_exchange(name)
+        return weighing(built, name)[0]
+
+    def unhides(self, name: str) -> bool:
+        """Whether an exchange sends without noise what noise hides elsewhere: none does."""
+        return False
 
     def admit(self, built: Built, name: str, number: int, data: SiloData) -> None:
         """Refuse an exchange that treats rows one by one where a silo's rows are coupled."""
-        draws = json.loads(name)["inner_draws"] if name.startswith("{") else built.draws
+        draws = settings_in(name).get("inner_draws", built.draws)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         alone, asks = [Bucket((number,), ({},), stack)], checks(built.model)
         check_rows_apart(built.model, asks, draws, alone)
@@ -310,7 +324,7 @@ class Method(ABC):
         """
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
-        read = silo_data.read(silos)
+        read = silo_data.read(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
         if shapes not in self._layouts:
             layout = layout_of(self._text(), read)
@@ -458,14 +472,3 @@ def _called(callback: Callable[[Any], Any] | None, result: Any) -> bool:
             "was shown is in the error's .result; run(..., init_state=error.result.state) goes on.",
             result=result,
         ) from error
-
-
-def one_key(key: Any) -> Array:
-    """A typed key; what ``jax.random.PRNGKey`` makes is turned into one."""
-    if isinstance(key, Array):
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
-            return key
-        if key.dtype == jnp.uint32 and key.ndim == 1:
-            return jax.random.wrap_key_data(key)
-    found = f"{key.dtype}{key.shape}" if isinstance(key, Array) else repr(key)
-    raise TypeError(f"key must be one JAX key such as jax.random.key(0), got {found}.")

@@ -15,7 +15,6 @@ from jax import Array
 from tqdm.auto import tqdm
 
 from numpyro_fed.errors import CoupledRowsError, GuideError, NonFiniteError, positive_int
-from numpyro_fed.methods.base import one_key
 from numpyro_fed.methods.mode import APART, SEARCHED_UP_TO, Mode, Peak, distance
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
@@ -28,6 +27,7 @@ from numpyro_fed.results.importance import AT_ONCE, Corrected, importance_correc
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
 from numpyro_fed.results.weighted import ERROR
+from numpyro_fed.runtime.noise import one_key
 
 STARTS = 4  # searches for the mode, side by side
 ROUNDS, STEPS = 10, 3_000  # of PVI, of SFVI, at most
@@ -204,7 +204,7 @@ def fit(
     The posterior of the globals can be trusted
     """
     positive_int("budget", budget)
-    read = silo_data.read(silos)
+    read = silo_data.read(silos, model)
     fm = split(model, read)
     with tqdm(total=3, disable=not progress_bar) as bar:
         methods = _Methods(model, fingerprint(fm, read))
@@ -305,13 +305,14 @@ class _Fitting:
     def draws_of_rows(self) -> int:
         """Draws of each row's latents in the correction: the noise of all rows adds up."""
         rows = [p.name for p in self.fm.plates if p.dim and not p.outer]
-        sizes = [self.fm.sizes(silo) for silo in silo_data.read(self.silos)]
+        sizes = [self.fm.sizes(silo) for silo in silo_data.read(self.silos, self.methods.model)]
         most = max((sum(size[p] for size in sizes) for p in rows), default=0)
         return int(min(max(most / ROWS_EACH, INNER[0]), INNER[1]))
 
     def numbers(self) -> int:
         """At all silos, as often as a step looks at them."""
-        held = sum(a.size for s in silo_data.read(self.silos) for a in s.arrays.values())
+        silos = silo_data.read(self.silos, self.methods.model)
+        held = sum(a.size for s in silos for a in s.arrays.values())
         return held * (ROWS if any(p.dim for p in self.fm.plates) else 1)
 
     def by_pvi(self, before: Result | None = None) -> Result | None:

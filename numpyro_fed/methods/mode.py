@@ -186,7 +186,7 @@ def find_mode(
     """
     positive_int("starts", starts)
     positive_int("max_exchanges", max_exchanges)
-    layout, buckets = lay_out(model, silo_data.read(silos))
+    layout, buckets = lay_out(model, silo_data.read(silos, model))
     fm, batches = layout.model, on_device(buckets)
     _check(fm)
     if (coupled := why_coupled(fm, layout.checks, buckets)) is not None:

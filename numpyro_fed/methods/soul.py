@@ -33,6 +33,10 @@ class SOUL(VerticalMethod):
     ``z`` is fixed, posteriors are narrower than those of the model: given ``z``, a linear predictor
     with ``n`` rows has a variance of the order of :math:`\rho^2 / n`, whatever the response says.
 
+    What a client sends, its mode :math:`\hat z_j`, has no noise added to it: it is the predictor
+    at the client's draws, moved by up to some :math:`\rho` towards the response, and drawn with a
+    key of the client's own. Do not count on ``rho`` to hide a predictor here.
+
     Parameters
     ----------
     model : callable

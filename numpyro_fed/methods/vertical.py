@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,14 @@ import jax
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
+from numpyro_fed.algorithms.base import (
+    Exchange,
+    FederatedAlgorithm,
+    settings_in,
+    unknown_exchange,
+)
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven, one_key
+from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.padding import bucket, one_by_one
@@ -27,6 +31,7 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.saving import load_state
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalRun, VerticalStart
 from numpyro_fed.runtime.crossing import Crossings, crossings
+from numpyro_fed.runtime.noise import one_key
 from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
 
 NEEDS_RESPONSE = (
@@ -218,7 +223,15 @@ class VerticalMethod(ABC):
     def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
         """An exchange by its name: the algorithm's own, or the one in which all parties draw."""
         known = {x.name: x for x in (*built.opening, *built.algorithm.exchanges)}
-        return known[name] if name in known else built.sampling(json.loads(name)["sample"])
+        if name in known:
+            return known[name]
+        if "sample" not in (asked := settings_in(name)):
+            raise unknown_exchange(name)
+        return built.sampling(asked["sample"])
+
+    def unhides(self, name: str) -> bool:
+        """Whether an exchange sends without noise what noise hides elsewhere: none does."""
+        return False
 
     def admit(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
         """Any exchange suits any client."""

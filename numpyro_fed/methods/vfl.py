@@ -16,7 +16,7 @@ import optax
 from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, settings_in
 from numpyro_fed.algorithms.vertical.augmented import augmented
 from numpyro_fed.algorithms.vertical.base import Kind, Vertical
 from numpyro_fed.algorithms.vertical.begin import beginning, looks, spread, width_of
@@ -105,9 +105,10 @@ class VFL(VerticalMethod):
         ``"mode"``: some 10 to 60 exchanges, more where it is hard, find the mode of all parties'
         latents, in which clients send predictors and the server slopes and curvatures of the
         likelihood; each party's guide begins there with its own curvature. Latents on which the
-        priors of others depend, such as a scale, are held at zero in unconstrained space, and begin
-        there with a standard deviation of one. Not where there is a ``numpyro.param``, above 300
-        latents of a party, or where its Jacobian would have more than 67 million numbers.
+        priors of others depend, such as a scale, are held at the median of their prior, and begin
+        there, in unconstrained space as wide as it, one at most. Not where there is a
+        ``numpyro.param``, above 300 latents of a party, or where its Jacobian would have more than
+        67 million numbers.
         ``"own"``, with ``rho``: the server begins at the mode that its latents have where the sum
         is zero, clients begin at zero in unconstrained space, each with the curvature that it knows
         by itself, from ``rho`` and its columns; nothing is sent for it. ``None``: at zero.
@@ -208,8 +209,11 @@ class VFL(VerticalMethod):
         clients it says as much of their sum alone, but with two clients each can take its own part
         off. With ``rho`` every number is sent with noise of that standard deviation, anew each
         round, so that the mean over ``T`` rounds is known up to ``rho / sqrt(T)`` and the spread of
-        the posterior: noise hides single draws, and not what many rounds have in common. It would
-        hide nothing from a server that knows the key of the noise, which is why a
+        the posterior: noise hides single draws, and not what many rounds have in common. Amortised
+        auxiliary variables follow the predictor from draw to draw, so that after a thousand rounds
+        or two they tell the columns as the exact split does, up to a linear map; mean-field ones
+        tell little but the mean predictor, and are to be chosen where columns are to be hidden.
+        Noise would hide nothing from a server that knows the key of the noise, which is why a
         :class:`SiloNode` draws it from a key of its own.
 
         Down comes the gradient of the log likelihood for each row. It is not the response, but for
@@ -249,9 +253,11 @@ class VFL(VerticalMethod):
         model, clients = roles.model, roles.clients
         if self.batch_size is not None:
             check_batches(roles, self.batch_size)
+        pairs = zip(model.clients, clients, strict=True)
+        unlike = {signature(data): (half, data) for half, data in pairs}
         kinds = {
-            signature(data): Kind(half, resolve(self.guide, half, {}, {}), above(half, data))
-            for half, data in zip(model.clients, clients, strict=True)
+            known: Kind(half, resolve(self.guide, half, {}, {}), above(half, data))
+            for known, (half, data) in unlike.items()
         }
         spec = self._auxiliary(model.rows)
         known = sum(
@@ -326,10 +332,15 @@ class VFL(VerticalMethod):
 
     def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
         """An exchange by name: the algorithm's own, or the importance correction."""
-        asked = json.loads(name) if name.startswith("{") else {}
-        if "weigh" in asked:
+        if "weigh" in (asked := settings_in(name)):
             return weigh(built.vertical, asked["weigh"], asked["at_once"])
         return super().exchange(built, name)
+
+    def unhides(self, name: str) -> bool:
+        """Whether an exchange sends without noise what noise hides elsewhere: the correction does,
+        with ``rho``.
+        """
+        return self.hides_by_noise and "weigh" in settings_in(name)
 
     def _rank(self, v: Vertical, start: str | None) -> int:
         """Of the noise that all parties share."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.methods.base import check_course, one_key, unless_failed
+from numpyro_fed.methods.base import check_course, unless_failed
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import read_one
 from numpyro_fed.model.roles import Text, split
@@ -19,6 +20,7 @@ from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
 from numpyro_fed.results.vertical import VerticalFit, VerticalRun
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.node import SEARCH, Line, Send, remote
+from numpyro_fed.runtime.noise import one_key
 
 
 class VerticalServerNode:
@@ -80,15 +82,16 @@ class VerticalServerNode:
     ):
         clients = tuple(Shapes.from_json(text) for text in facts)
         digests = {f"client {j}": client.ids for j, client in enumerate(clients)}
-        if row_ids is not None:
-            digests["the server"] = digest(read_ids(row_ids, len(row_ids), "the server"))
-        check_same_digests(digests)
+        clients = tuple(replace(client, ids="") for client in clients)  # no business of the others
         zeros = [client.zeros()["columns"] for client in clients]
         _check_handed_on(method.model, arguments, zeros)
         held = dict(arguments(zeros))
         text = Text.of(method.model, (), held)
         roles = split(text, share_response=method.share_response)
         told = shared_text(roles.server.arrays) if method.share_response else ""
+        if row_ids is not None:
+            digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
+        check_same_digests(digests)
         self._plan = VerticalPlan(Shapes.of(read_one("the server", held)), clients, told)
         self._method = method
         self._held, self._template = roles.server, roles.clients[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,8 +69,11 @@ class SiloData:
         return jnp.where(mask.reshape(mask.shape + (1,) * (rows.ndim - 1)), rows, 0.0)
 
 
-def read(silos: Sequence[Mapping[str, Any]]) -> list[SiloData]:
+def read(silos: Sequence[Mapping[str, Any]], model: Callable | None = None) -> list[SiloData]:
     """Check the user's list of dicts and turn each into a :class:`SiloData` of NumPy arrays.
+
+    A model may add to what its silos hold, by a method ``of_silos``: which block of a site a silo
+    has, for instance.
 
     Raises
     ------
@@ -85,9 +88,20 @@ def read(silos: Sequence[Mapping[str, Any]]) -> list[SiloData]:
         )
     if not silos:
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
-    read_silos = [read_one(f"silo {j}", silo) for j, silo in enumerate(silos)]
+    read_silos = [read_one(f"silo {j}", silo) for j, silo in enumerate(completed(model, silos))]
     _check_alike(read_silos)
     return read_silos
+
+
+def completed(
+    model: Callable | None, silos: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """What silos hold, with what the model adds, within handlers around it."""
+    while model is not None:
+        if hasattr(model, "of_silos"):
+            return model.of_silos(silos)
+        model = getattr(model, "fn", None) or getattr(model, "func", None)
+    return silos
 
 
 def read_one(owner: str, held: Mapping[str, Any]) -> SiloData:

@@ -17,8 +17,10 @@ from numpyro.primitives import Messenger
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.clients import augment as augment
 from numpyro_fed.model.clients import power_likelihood as power_likelihood
+from numpyro_fed.model.data import completed
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
+from numpyro_fed.model.substitution import substitute_prior as substitute_prior
 
 
 class at_silo(Messenger):
@@ -194,8 +196,9 @@ def joint(model: Callable, silos: Sequence[Mapping[str, Any]]) -> Callable[[], N
 
     def joint_model() -> None:
         values: dict[str, Any] = {}
-        text = localised(model, silos[0]) if silos else model
-        for j, data in enumerate(silos):
+        held = completed(model, silos)
+        text = localised(model, held[0]) if held else model
+        for j, data in enumerate(held):
             with at_silo(silo=j), _shared(values):
                 text(**data)
 

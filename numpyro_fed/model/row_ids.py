@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,13 +18,16 @@ ORDER = (
 
 
 def read_ids(ids: Any, rows: int, owner: str) -> np.ndarray:
-    """Ids of ``rows`` rows, each once."""
+    """Ids of ``rows`` rows, each once, as text: the number 7 and the text "7" are one id."""
     found = np.asarray(ids)
+    if found.dtype.kind == "f":
+        raise DataError(f"the row ids of {owner} are fractions: give integers or text.")
     if found.shape != (rows,):
         raise DataError(
             f"the row ids of {owner} have the shape {found.shape}, expected ({rows},): one for "
             "each row."
         )
+    found = np.array([str(value) for value in found.tolist()])
     values, counts = np.unique(found, return_counts=True)
     if len(values) < rows:
         raise DataError(
@@ -55,13 +59,22 @@ def check_same_ids(row_ids: Sequence[Any], rows: int, num_clients: int) -> None:
 
 def digest(ids: np.ndarray) -> str:
     """By which ids can be compared; whoever can guess the whole list can confirm the guess."""
-    text = "\n".join(map(str, ids.tolist()))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256("\n".join(ids.tolist()).encode()).hexdigest()
 
 
 def check_same_digests(digests: Mapping[str, str]) -> None:
-    """Refuse rows that are not the same; ``digests`` by owner, empty where there are no ids."""
+    """Refuse rows that are not the same; ``digests`` by owner, empty where there are no ids.
+
+    Warns if some parties have ids and nobody else has them to compare with.
+    """
     given = {owner: text for owner, text in digests.items() if text}
+    without = [owner for owner in digests if owner not in given]
+    if given and without:
+        warnings.warn(
+            f"nothing says whether the rows of {', '.join(without)} are those of "
+            f"{', '.join(given)}: only the latter have row ids.",
+            stacklevel=3,
+        )
     for owner, text in given.items():
         first = next(iter(given))
         if text != given[first]:

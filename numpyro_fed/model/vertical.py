@@ -75,6 +75,16 @@ class Half(NamedTuple):
             trace = handlers.trace(handlers.seed(self.text, key)).get_trace(**data.kwargs)
         return {n: biject_to(self.supports[n]).inv(trace[n]["value"]) for n in names}
 
+    def draw_prior(self, key: Array, data: SiloData) -> Array:
+        """A draw of the latents from their prior, unconstrained (dim,)."""
+        return self.flat(handlers.trace(handlers.seed(self.text, key)).get_trace(**data.kwargs))
+
+    def flat(self, trace: Mapping[str, Any]) -> Array:
+        """The latents of a trace, unconstrained, in one vector."""
+        sites = [trace[s.name] for s in self.named("latent")]
+        values = [biject_to(s["fn"].support).inv(s["value"]) for s in sites]
+        return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, values)])
+
     def constrain_theta(self, theta: Theta) -> Theta:
         """Parameters on their own supports."""
         return {n: biject_to(self.supports[n])(value) for n, value in theta.items()}
@@ -114,10 +124,7 @@ class Given(NamedTuple):
         if init_loc_fn is None or not self.dim:
             return jnp.zeros(self.dim)
         text = handlers.substitute(handlers.seed(self.half.text, key), substitute_fn=init_loc_fn)
-        trace = handlers.trace(text).get_trace(**self.data.kwargs)
-        sites = [trace[s.name] for s in self.named("latent")]
-        values = [biject_to(s["fn"].support).inv(s["value"]) for s in sites]
-        return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, values)])
+        return self.half.flat(handlers.trace(text).get_trace(**self.data.kwargs))
 
 
 class VerticalModel(NamedTuple):

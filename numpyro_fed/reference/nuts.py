@@ -202,7 +202,7 @@ def run_nuts(
         raise ValueError(f"backend={backend!r}: expected one of {sorted(_BACKENDS)}.")
     for name, value in (("num_samples", num_samples), ("num_chains", num_chains)):
         positive_int(name, value)
-    read = silo_data.read(silos)
+    read = silo_data.read(silos, model)
     if params is not None and params.num_silos != len(read):
         raise ValueError(
             f"params comes from a fit of {params.num_silos} silos, but there are {len(read)} here. "

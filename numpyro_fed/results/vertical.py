@@ -186,8 +186,8 @@ class VerticalRun(ABC):
         return self.sites_at(*self.unconstrained(key, n))
 
     def sample_together(self, key: Array, n: int) -> dict[str, Array]:
-        """Draw from the fitted posterior together with clients that are elsewhere: one more
-        exchange, of which each client keeps its own latents (:meth:`SiloNode.draws`).
+        """Draw from the fitted posterior by one more exchange among the parties, of which each
+        client that is elsewhere keeps its own latents (:meth:`SiloNode.draws`).
 
         Draw ``s`` here and draw ``s`` at any client belong together. Down goes the noise that all
         parties share; nothing comes back.
@@ -201,7 +201,8 @@ class VerticalRun(ABC):
         Returns
         -------
         dict of str to array
-            The server's latents, as by :meth:`sample_posterior`.
+            The server's latents, and those of clients that are in this process, as by
+            :meth:`sample_posterior`.
 
         Raises
         ------
@@ -214,7 +215,7 @@ class VerticalRun(ABC):
         if exchange.name not in fit.compiled:
             fit.compiled[exchange.name] = fit.runtime.single(exchange)
         state = self.state
-        z, _, info, good = fit.compiled[exchange.name](
+        z, sampled, info, good = fit.compiled[exchange.name](
             key, state.server, state.silos, batches, fit.server_data
         )
         if not bool(info.ok):
@@ -224,7 +225,12 @@ class VerticalRun(ABC):
                 round=int(state.round),
                 silos=tuple(np.flatnonzero(~np.asarray(good)).tolist()),
             )
-        return self.sites_at(z, ())
+        sites = self.sites_at(z, ())
+        for j in range(self.num_clients if self._held else 0):
+            b, i = self._clients().place(j)
+            values = jax.tree.map(lambda a, i=i: a[i], sampled[b].values)
+            sites |= fit.vertical.model.scoped(j, values)
+        return sites
 
     def sites_at(self, z: Array, own: tuple[Array, ...]) -> dict[str, Array]:
         """Latents on their own supports, at unconstrained draws of all parties."""

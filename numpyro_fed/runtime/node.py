@@ -24,7 +24,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.host import alone, compiled, rounds
 from numpyro_fed.runtime.messages import pack, read, unpack, write
-from numpyro_fed.runtime.noise import init_keys, silo_key
+from numpyro_fed.runtime.noise import init_keys, one_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule
 from numpyro_fed.runtime.step import Answers, Ask
@@ -67,6 +67,10 @@ class Party(Protocol):
         """Refuse an exchange that a silo's rows do not allow."""
         ...
 
+    def unhides(self, name: str) -> bool:
+        """Whether an exchange sends without noise what noise hides elsewhere."""
+        ...
+
 
 class Agreed(Protocol):
     """A plan, as a runtime sees it."""
@@ -99,12 +103,15 @@ class SiloNode:
     row_ids : array of int or str, optional
         Of a client's rows. They do not leave it; the facts say their SHA-256, by which the server
         finds out whether all parties have the same rows in the same order.
+    allow_unhidden : bool
+        Whether to answer an exchange that sends without noise what the method hides by noise: the
+        importance correction of a vertical model with ``rho``, in which predictors are sent.
 
     Raises
     ------
     ModelError
         At a message before a plan was accepted, at one of a run that is not this silo's last, and
-        for an exchange that the silo's rows do not allow.
+        for an exchange that is not known, not allowed, or that the silo's rows do not allow.
     DataError
         At a message of another kind than was agreed.
 
@@ -135,8 +142,11 @@ class SiloNode:
         *,
         secret: Array | str | None = "auto",
         row_ids: Any = None,
+        allow_unhidden: bool = False,
     ):
         self._never_again, self._asked = False, 0
+        if not (secret is None or isinstance(secret, str)):
+            one_key(secret)
         if isinstance(secret, str):
             if secret != "auto":
                 raise ValueError(f"secret={secret!r}: expected a jax.random.key, 'auto' or None.")
@@ -144,13 +154,15 @@ class SiloNode:
             # A server that repeats a key must not get the same noise again.
             self._never_again = secret is not None
         self._data = method.hold(silo)
-        self._method, self._silo, self._secret, self._row_ids = method, silo, secret, row_ids
+        self._facts = method.describe(silo, row_ids).to_json()
+        self._method, self._silo, self._secret = method, silo, secret
+        self._allow_unhidden = allow_unhidden
         self._built: Any = None
-        self._aside: Any = None
+        self._aside: Sampled | None = None
 
     def facts(self) -> str:
         """What the silo says of itself: JSON."""
-        return self._method.describe(self._silo, self._row_ids).to_json()
+        return self._facts
 
     def accept(self, plan: str, number: int) -> None:
         """Build the silo's half from the agreed plan, as silo ``number`` of all."""
@@ -188,7 +200,7 @@ class SiloNode:
         reply, after = exchange.silo(noise, down, self._state, self._data)
         if name in self._own:
             self._state = after
-        else:
+        elif isinstance(after, Sampled):
             self._aside = after
         return write(pack("reply", reply))
 
@@ -197,7 +209,7 @@ class SiloNode:
         ...)}``, under the names that they have in its part of the text: after
         :meth:`VerticalResult.sample_together` at the server.
         """
-        if not isinstance(self._aside, Sampled):
+        if self._aside is None:
             raise DataError(
                 "there are no draws here: the server draws, and every client with it, by "
                 "sample_together(key, n) of a vertical model's result."
@@ -219,6 +231,12 @@ class SiloNode:
     def _exchange(self, name: str) -> tuple[Exchange, Any]:
         """An exchange, compiled, and what the server sends in it."""
         if name not in self._exchanges:
+            if self._method.unhides(name) and not self._allow_unhidden:
+                raise ModelError(
+                    f"silo {self._number} is asked for predictors without the noise that hides "
+                    "them in a run, and does not give them: its owner may say so by "
+                    "SiloNode(..., allow_unhidden=True)."
+                )
             self._method.admit(self._built, name, self._number, self._data)
             exchange = self._method.exchange(self._built, name)
             like = down_like(self._built.sender(exchange), exchange)

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+
+def one_key(key: Any) -> Array:
+    """A typed key; what ``jax.random.PRNGKey`` makes is turned into one."""
+    if isinstance(key, Array):
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
+            return key
+        if key.dtype == jnp.uint32 and key.ndim == 1:
+            return jax.random.wrap_key_data(key)
+    found = f"{key.dtype}{key.shape}" if isinstance(key, Array) else repr(key)
+    raise TypeError(f"key must be one JAX key such as jax.random.key(0), got {found}.")
 
 
 def exchange_key(key: Array, number: Array | int, exchange: int, exchanges: int) -> Array:

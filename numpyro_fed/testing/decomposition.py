@@ -92,7 +92,7 @@ def check_decomposition(
     rtol = default_rtol() if rtol is None else rtol
     key = jax.random.key(0) if key is None else key
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-    check = _Check(model, read(silos), key, rtol)
+    check = _Check(model, read(silos, model), key, rtol)
     for _ in range(num_points):
         point = check.draw(rng)
         terms = [check.rows(rng, point, j) for j in range(len(silos))]

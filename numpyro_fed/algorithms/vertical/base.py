@@ -23,6 +23,8 @@ from numpyro_fed.guides.structured import Resolved, build_resolved
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
 
+PRIOR_DRAWS = 500  # from which latents above others have their place
+NARROW = 1e-6  # of their guide at the start, at least
 LOOSE = 0.1  # of the shared noise, where a run does not begin at the mode
 
 
@@ -109,6 +111,16 @@ class ServerNoise(NamedTuple):
     rows: Any
 
 
+class Held(NamedTuple):
+    """Where latents above others stay while a mode is looked for, unconstrained (dim,): at the
+    median of their prior; and how wide their guide begins, as wide as the prior and at most one.
+    Zero and one for all other latents.
+    """
+
+    place: Array
+    spread: Array
+
+
 class Kind(NamedTuple):
     """Clients of one shape: their half of the text, how their guide was resolved, and which
     coordinates are of latents above others, such as the scale of a prior.
@@ -118,12 +130,30 @@ class Kind(NamedTuple):
     resolved: Resolved
     above: tuple[bool, ...]
 
-    def below(self, z: Array) -> tuple[Array, Array]:
-        """A point with latents above others at zero, and a standard normal log density of these:
-        together with others they may have no mode but where scales are zero.
+    def held(self, key: Array, data: SiloData) -> Held:
+        """Where latents above others are held; at zero where the prior cannot be drawn from."""
+        nothing = Held(jnp.zeros(self.half.dim), jnp.ones(self.half.dim))
+        if not any(self.above):
+            return nothing
+        keys = jax.random.split(key, PRIOR_DRAWS)
+        try:
+            draws = jax.vmap(lambda key: self.half.draw_prior(key, data))(keys)
+        except NotImplementedError:  # flat priors
+            return nothing
+        low, place, high = jnp.quantile(draws, jnp.array([0.16, 0.5, 0.84]), axis=0)
+        spread = jnp.clip(0.5 * (high - low), NARROW, 1.0)
+        use = jnp.array(self.above, bool) & jnp.isfinite(place) & jnp.isfinite(spread)
+        return Held(*(jnp.where(use, a, b) for a, b in zip((place, spread), nothing, strict=True)))
+
+    def below(self, z: Array, held: Held) -> tuple[Array, Array]:
+        """A point with latents above others where they are held, and a normal log density of these
+        around it: together with others they may have no mode but where scales are zero.
         """
+        if not any(self.above):
+            return z, jnp.zeros(())
         hidden = jnp.array(self.above, bool)
-        return jnp.where(hidden, 0.0, z), -0.5 * jnp.sum(jnp.where(hidden, z, 0.0) ** 2)
+        off = jnp.where(hidden, (z - held.place) / held.spread, 0.0)
+        return jnp.where(hidden, held.place, z), -0.5 * jnp.sum(off**2)
 
 
 @dataclass(frozen=True)
@@ -336,6 +366,15 @@ class Vertical:
         if self.auxiliary is None:
             return eps, ()
         return eps, jax.random.normal(key_z, self.shape)
+
+    def server_draws(self, key: Array, n: int) -> tuple[Any, Any]:
+        """Noise for ``n`` draws of the server's latents, and of what is shared."""
+        own = self.guide(self.server).globals.noise(key, n)
+        return own, self.sharing.noise(jax.random.fold_in(key, 1), n) if self.rank else ()
+
+    def client_draws(self, key: Array, state: ClientState, n: int) -> Any:
+        """Noise for ``n`` draws of a client's latents."""
+        return self.guide(self.alike(state)).globals.noise(key, n)
 
     def noise_of(self, key: Array, state: ClientState) -> Any:
         """New noise of the same kind as what a client's state holds."""

@@ -39,13 +39,6 @@ def sample(v: Vertical, n: int) -> Exchange:
         draw = partial(coupling.draw, guide.globals, params["latents"], params.get("coupling"))
         return jax.vmap(draw)(noise, xi)[0]
 
-    def server_noise(key: Array) -> tuple[Any, Any]:
-        own = v.guide(v.server).globals.noise(key, n)
-        return own, v.sharing.noise(jax.random.fold_in(key, 1), n) if v.rank else ()
-
-    def silo_noise(key: Array, state: ClientState) -> Any:
-        return v.guide(v.alike(state)).globals.noise(key, n)
-
     def broadcast(
         noise: Any, state: ServerState, who: Array, server_data: Any
     ) -> tuple[Any, tuple[Any, Any]]:
@@ -71,6 +64,6 @@ def sample(v: Vertical, n: int) -> Exchange:
         silo,
         server,
         name=sample_name(n),
-        server_noise=server_noise,
-        silo_noise=silo_noise,
+        server_noise=partial(v.server_draws, n=n),
+        silo_noise=partial(v.client_draws, n=n),
     )

@@ -35,7 +35,7 @@ from numpyro_fed.algorithms.base import (
     Reply,
     Shared,
 )
-from numpyro_fed.algorithms.vertical.base import Vertical
+from numpyro_fed.algorithms.vertical.base import Held, Vertical
 from numpyro_fed.algorithms.vertical.curvature import (
     Function,
     Local,
@@ -61,10 +61,11 @@ class Server(NamedTuple):
     ``directions`` these in the latents' own units, ``ritz`` what is known of them, ``turned`` the
     server's rows of their curvature, ``newton`` (width,) a step along them, to be tried, and
     ``angles`` (rank, rank) those of the best directions to the ``anchor`` (dim, rank), the first
-    columns of the first basis.
+    columns of the first basis. ``held`` says where latents above others are.
     """
 
     theta: dict[str, Any]
+    held: Held
     z: Array
     direction: Array
     last: Array
@@ -102,6 +103,7 @@ class Client(NamedTuple):
     """A client's part: the best point, the plane, the point that is being tried, and the basis."""
 
     theta: dict[str, Any]
+    held: Held
     z: Array
     direction: Array
     last: Array
@@ -150,12 +152,14 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
     def init_server(key: Array) -> Server:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), server_like)
         half, sum_ = v.server.half, jnp.zeros(model.shape)
-        z, basis = jnp.zeros(half.dim), jax.random.normal(key, (half.dim, v.width))
+        given, still = model.with_total(zeros, sum_), jnp.zeros(half.dim)
+        held, basis = v.server.held(key, given), jax.random.normal(key, (half.dim, v.width))
         return Server(
-            theta=half.init_theta(key, model.with_total(zeros, sum_)),
-            z=z,
-            direction=z,
-            last=z,
+            theta=half.init_theta(key, given),
+            held=held,
+            z=held.place,
+            direction=still,
+            last=still,
             ab=jnp.zeros(2),
             better=jnp.array(True),
             value=jnp.array(-jnp.finfo(sum_.dtype).max),
@@ -179,11 +183,20 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
         )
 
     def init_client(key: Array, data: SiloData) -> Client:
-        half = v.kind(data).half
-        z = jnp.zeros(half.dim)
-        theta, basis = half.init_theta(key, data), jax.random.normal(key, (half.dim, v.width))
-        directions, anchor = jnp.zeros_like(basis), basis[:, : v.rank]
-        return Client(theta, z, z, z, z, basis, directions, anchor)
+        kind = v.kind(data)
+        half, held, still = kind.half, kind.held(key, data), jnp.zeros(kind.half.dim)
+        basis = jax.random.normal(key, (half.dim, v.width))
+        return Client(
+            theta=half.init_theta(key, data),
+            held=held,
+            z=held.place,
+            direction=still,
+            last=still,
+            step=still,
+            basis=basis,
+            directions=jnp.zeros_like(basis),
+            anchor=basis[:, : v.rank],
+        )
 
     def place(noise: Any, state: Server, who: Array, server_data: Any) -> tuple[Place, Any]:
         return Place(state.ab, state.newton), ()
@@ -269,7 +282,7 @@ def client(v: Vertical, state: Client, data: SiloData) -> Callable[[Array], tupl
     kind = v.kind(data)
 
     def at(z: Array) -> tuple[Array, Array]:
-        point, apart = kind.below(z)
+        point, apart = kind.below(z, state.held)
         g, own = v.model.predict(kind.half, state.theta, point, data)
         return g, own + apart
 
@@ -286,7 +299,7 @@ def joint(v: Vertical, state: Server, data: SiloData) -> Callable[[Array, Array]
     """The server's log density, as a function of its latents and the sum."""
 
     def at(z: Array, total: Array) -> Array:
-        point, apart = v.server.below(z)
+        point, apart = v.server.below(z, state.held)
         own, likelihood = v.model.log_server(state.theta, point, total, data)
         return own + likelihood + apart
 

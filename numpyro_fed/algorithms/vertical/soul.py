@@ -53,12 +53,14 @@ from numpyro_fed.trees import all_finite
 
 class ServerState(NamedTuple):
     """``params`` is ``{"theta", "z"}``: parameters and latents on their way to the mode. ``sent``
-    is what clients wait for (rows, ...).
+    is what clients wait for (rows, ...), ``resting`` how many of them say that their auxiliary
+    variables have come to rest.
     """
 
     params: dict[str, Any]
     opt_state: Any
     course: Course
+    resting: Array
     sent: Array
 
 
@@ -71,6 +73,7 @@ class ClientState(NamedTuple):
 
     params: dict[str, Any]
     opt_state: Any
+    course: Course
     position: Array
     root: Array
     centre: Array
@@ -103,6 +106,12 @@ class Slopes(NamedTuple):
     seen: Array
     theta: dict[str, Any]
     z: Array
+
+
+class Stepped(NamedTuple):
+    """What a client says of its step: whether it has come to rest (0 or 1)."""
+
+    resting: Array
 
 
 @dataclass(frozen=True)
@@ -152,8 +161,8 @@ class Soul:
         half = self.model.server
         theta = half.init_theta(key, self.model.with_total(zeros, total))
         params = {"theta": theta, "z": jnp.zeros(half.dim)}
-        course = settling.begin(params)
-        return ServerState(params, self.optim.init(params), course, total)
+        course, nobody = settling.begin(params), jnp.zeros(())
+        return ServerState(params, self.optim.init(params), course, nobody, total)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         """A client's first state: at zero, with the curvature that ``rho`` gives its predictor."""
@@ -174,6 +183,7 @@ class Soul:
         return ClientState(
             params=params,
             opt_state=self.optim.init(params),
+            course=settling.begin(params),
             position=origin,
             root=root,
             centre=centre,
@@ -241,7 +251,12 @@ class Soul:
         steps = state.gradient["steps"] + self.rho * slope
         gradient = {**state.gradient, "steps": steps}
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
-        return state._replace(params=params, opt_state=opt_state)
+        course = settling.follow(state.course, jnp.zeros(()), params, standard=False)
+        return state._replace(params=params, opt_state=opt_state, course=course)
+
+    def done(self, state: ServerState) -> Array:
+        """Whether all parties' modes have come to rest."""
+        return settling.settled(state.course) & (state.resting == self.num_clients)
 
     def moved(self, state: ServerState, gradient: Any, loss: Array) -> ServerState:
         """The server's step."""
@@ -259,7 +274,7 @@ def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm:
         (*exchanges, _stepping(v)),
         lambda state: Shared(state.params["theta"], {"z": state.params["z"]}),
         lambda state: v.private(state, None),
-        done=lambda state: settling.settled(state.course),
+        done=v.done,
     )
 
 
@@ -339,7 +354,9 @@ def _power(v: Soul) -> tuple[Exchange, ...]:
 
 
 def _stepping(v: Soul) -> Exchange:
-    """Clients take their steps: down goes the gradient with respect to the sum."""
+    """Clients take their steps: down goes the gradient with respect to the sum, back comes whether
+    they are at rest (0 or 1).
+    """
 
     def broadcast(
         noise: Any, state: ServerState, who: Array, server_data: Any
@@ -348,14 +365,15 @@ def _stepping(v: Soul) -> Exchange:
 
     def silo(
         noise: Any, down: Array, state: ClientState, data: SiloData
-    ) -> tuple[Reply[tuple[()]], ClientState]:
+    ) -> tuple[Reply[Stepped], ClientState]:
         after = v.stepped(state, down)
-        return Reply((), all_finite(after.params)), after
+        resting = settling.settled(after.course).astype(jnp.result_type(float))
+        return Reply(Stepped(resting), all_finite(after.params)), after
 
     def server(
-        state: ServerState, memo: Any, replies: Replies, server_data: Any
+        state: ServerState, memo: Any, replies: Replies[Stepped], server_data: Any
     ) -> tuple[ServerState, Info]:
-        return state, Info(jnp.zeros(()), replies.ok)
+        return state._replace(resting=replies.up.resting), Info(jnp.zeros(()), replies.ok)
 
     return Exchange(broadcast, silo, server, name="step")
 

@@ -112,13 +112,6 @@ def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
         found = [under(float(s)) for s in scales]
         return Placed(z, *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *found))
 
-    def server_noise(key: Array) -> tuple[Any, Any]:
-        own = v.guide(v.server).globals.noise(key, num_draws)
-        return own, v.sharing.noise(jax.random.fold_in(key, 1), num_draws) if v.rank else ()
-
-    def silo_noise(key: Array, state: ClientState) -> Any:
-        return v.guide(v.alike(state)).globals.noise(key, num_draws)
-
     def broadcast(
         noise: Any, state: ServerState, who: Array, server_data: Any
     ) -> tuple[Down, tuple[Any, Down]]:
@@ -171,6 +164,6 @@ def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
         silo,
         server,
         name=json.dumps({"weigh": num_draws, "at_once": at_once}),
-        server_noise=server_noise,
-        silo_noise=silo_noise,
+        server_noise=partial(v.server_draws, n=num_draws),
+        silo_noise=partial(v.client_draws, n=num_draws),
     )

@@ -1,0 +1,383 @@
+"""A prior that is learnt from draws of the one that it stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from jax import Array
+from numpyro.distributions import Distribution
+
+from numpyro_fed.errors import MissingExtraError, SavedStateError, positive_int
+from numpyro_fed.model.substitution import Blocks
+from numpyro_fed.sigma.check import Check, checked
+from numpyro_fed.sigma.source import Scales, Source
+from numpyro_fed.sigma.training import Settings, train
+
+VERSION = 1
+FOR_TAU = 4_096  # draws of both priors
+CLIP = 0.01, 100.0  # of tau^2, as in section 4.2.3
+
+
+def _networks() -> Any:
+    try:
+        from numpyro_fed.sigma import networks
+    except ModuleNotFoundError as error:
+        if error.name != "equinox":
+            raise
+        raise MissingExtraError("equinox", "nn") from error
+    return networks
+
+
+@dataclass(frozen=True)
+class SigmaPrior:
+    r"""Structured independence by generative model approximation: a hierarchical variational
+    autoencoder, trained on draws of a prior, in which silos are independent given what they share.
+
+    .. math::
+        z_G \sim N(0, I), \qquad z_{L_j} \sim N\big(\mu_j(z_G, \phi), \sigma_j(z_G, \phi)^2\big),
+        \qquad \theta_j \sim N\big(f_j(z_{L_j}, g(z_G, \phi), \phi), \tau_j^2\big),
+
+    the last with :math:`\tau = 0` for the deterministic prior (:attr:`deterministic`; section
+    4.2.2), and with the variance that the true prior has beyond it for the auxiliary one, which is
+    the default (:attr:`auxiliary`; section 4.2.3). Build it by :meth:`fit`.
+
+    Attributes
+    ----------
+    site : str
+    blocks : Blocks
+    tau : array (entries,)
+        Standard deviations of the auxiliary prior.
+    losses : array (steps,)
+        Minus the evidence bound of the training.
+    times : dict
+        Seconds of the training, and the share of them that drawing the prior takes.
+
+    References
+    ----------
+    Hassan, Bon, Semenova, Mira, Mengersen (2024), arXiv 2405.16055, sections 3 and 4.2, Appendix A.
+    Draws are fresh in each step, not of a fixed set of 10,000; hyperparameters enter by their ranks
+    among the training's, entries standardised.
+    """
+
+    source: Source = field(repr=False)
+    blocks: Blocks = field(repr=False)
+    networks: Any = field(repr=False)
+    scales: Scales = field(repr=False)
+    tau: np.ndarray = field(repr=False)
+    settings: Settings
+    losses: np.ndarray = field(repr=False)
+    times: dict[str, float] = field(default_factory=dict)
+    is_auxiliary: bool = True
+
+    @classmethod
+    def fit(
+        cls,
+        key: Array,
+        model: Callable,
+        site: str,
+        blocks: Sequence[Any],
+        *,
+        model_kwargs: Mapping[str, Any] | None = None,
+        ranges: Mapping[str, tuple[float, float]] | None = None,
+        num_steps: int = 20_000,
+        batch_size: int = 64,
+        draws_per_phi: int = 8,
+        z_global: int | None = None,
+        z_local: int = 5,
+        width: int = 64,
+        width_local: int = 16,
+        noise: float = 0.1,
+        optim: optax.GradientTransformation | None = None,
+        progress_bar: bool = True,
+    ) -> SigmaPrior:
+        r"""Train on draws of the model's own prior.
+
+        .. math::
+            \mathbb{E}_{p(\theta, \phi)} \mathbb{E}_{q} \Big[\log N(\theta; f, \gamma^2)
+            - \log \tfrac{q(z_G \mid \theta, \phi)}{N(z_G; 0, I)}
+            - \sum_j \log \tfrac{q(z_{L_j} \mid z_G, \phi)}{N(z_{L_j}; 0, I)}\Big]
+
+        Parameters
+        ----------
+        key : jax.Array
+        model : callable
+            A NumPyro model.
+        site : str
+            A latent vector of it, of any distribution that can be drawn from.
+        blocks : sequence of arrays of int
+            The entries of each silo; each entry in one of them.
+        model_kwargs : dict, optional
+            With which the text can be run: the data of some silo.
+        ranges : dict, optional
+            ``{hyperparameter: (low, high)}``: trained by uniform draws there, not by its prior's.
+        num_steps, batch_size, draws_per_phi : int
+            Each step takes ``batch_size`` fresh draws, ``draws_per_phi`` of them at the same
+            hyperparameters.
+        z_global, z_local : int
+            Latents that all silos share (by default a third of the entries, 5 to 100), and of each
+            block.
+        width, width_local : int
+            Of hidden layers: of the global encoder and decoder, and of the local encoders.
+        noise : float
+            The decoder's standard deviation :math:`\gamma`, in prior standard deviations.
+        optim : optax.GradientTransformation, optional
+            By default Adam with a cosine decay from 2e-3.
+        progress_bar : bool
+
+        Raises
+        ------
+        ModelError, DataError
+            For a site or blocks that cannot be split so, before anything is trained.
+        NonFiniteError
+            If the training diverges.
+
+        Examples
+        --------
+        >>> import numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model():
+        ...     gap = np.subtract.outer(np.arange(4), np.arange(4))
+        ...     cov = np.exp(-gap**2 / 8) + 0.01 * np.eye(4)
+        ...     numpyro.sample("theta", dist.MultivariateNormal(0.0, cov))
+        >>> prior = nf.SigmaPrior.fit(
+        ...     jax.random.key(0), model, "theta", [[0, 1], [2, 3]], num_steps=200,
+        ...     progress_bar=False)
+        >>> prior.sample(jax.random.key(1), 10).shape
+        (10, 4)
+        """
+        for name, value in (
+            ("num_steps", num_steps),
+            ("batch_size", batch_size),
+            ("draws_per_phi", draws_per_phi),
+            ("z_local", z_local),
+            ("width", width),
+            ("width_local", width_local),
+        ):
+            positive_int(name, value)
+        if not noise > 0:
+            raise ValueError(f"noise={noise!r}: the decoder's standard deviation must be positive.")
+        nets = _networks()
+        source = Source.of(model, site, dict(model_kwargs or {}), dict(ranges or {}))
+        found = Blocks.read(blocks, source.size, site)
+        shared = min(max(source.size // 3, 5), 100) if z_global is None else z_global
+        positive_int("z_global", shared)
+        for_scales, for_networks, for_steps, for_tau = jax.random.split(key, 4)
+        scales = source.scales(for_scales)
+        sizes = nets.Sizes(
+            entries=source.size,
+            hyper=scales.hyper,
+            blocks=found.number,
+            largest=found.largest,
+            z_global=shared,
+            z_local=z_local,
+            width=width,
+            width_local=width_local,
+        )
+        settings = Settings(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
+        trained, losses, times = train(
+            for_steps,
+            nets.Networks(sizes, for_networks),
+            source,
+            found,
+            scales,
+            settings,
+            optim or optax.adam(optax.cosine_decay_schedule(2e-3, num_steps)),
+            progress_bar,
+        )
+        untrue = cls(
+            source, found, trained, scales, np.zeros(source.size), settings, losses, times, False
+        )
+        return replace(untrue, tau=untrue._missing(for_tau), is_auxiliary=True)
+
+    @property
+    def site(self) -> str:
+        """The site whose prior it is."""
+        return self.source.site
+
+    @property
+    def deterministic(self) -> SigmaPrior:
+        """The prior in which entries are what the decoder says (section 4.2.2)."""
+        return replace(self, is_auxiliary=False)
+
+    @property
+    def auxiliary(self) -> SigmaPrior:
+        """The prior in which entries have the rest of their variance, too (section 4.2.3)."""
+        return replace(self, is_auxiliary=True)
+
+    def _missing(self, key: Array) -> np.ndarray:
+        """The standard deviation that draws of the decoder lack (entries,)."""
+        for_true, for_own = jax.random.split(key)
+        _, theta = jax.jit(partial(self.source.draw, n=FOR_TAU, each=1))(for_true)
+        off = theta[:, 0].var(0) - self.sample(for_own, FOR_TAU).var(0)
+        return np.sqrt(np.clip(np.asarray(off), *CLIP))
+
+    def phi_at(self, phi: Mapping[str, Array]) -> Array:
+        """Hyperparameters as the networks take them (hyper,)."""
+        return self.scales.uniform(self.source.flat(phi))
+
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> tuple[Array, Array]:
+        """What all silos share, and the hyperparameters."""
+        size = self.networks.decoder.in_size - self.scales.hyper
+        z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
+        return z_G, self.phi_at({name: phi[name] for name in self.source.phi})
+
+    def local(self, shared: Any, fn: Distribution, phi: Mapping[str, Array], which: Array) -> Array:
+        """Blocks (blocks, largest)."""
+        z_G, at = shared
+        mean, log_variance = jax.vmap(lambda b: self.networks.encode_local(b, z_G, at))(which)
+        normal = dist.Normal(mean, jnp.exp(0.5 * log_variance)).to_event(1)
+        z_L = numpyro.sample(f"{self.site}/z_L", normal)
+
+        def one(block: Array, z_L: Array) -> tuple[Array, Array]:
+            rows, there = self.blocks.rows(block)
+            decoded = self.networks.decode(block, z_G, z_L, at)
+            tau = jnp.where(there, jnp.asarray(self.tau)[rows], 1.0)
+            entries = self.scales.mean[rows] + self.scales.sd[rows] * decoded
+            return jnp.where(there, entries, 0.0), tau
+
+        decoded, tau = jax.vmap(one)(which, z_L)
+        if not self.is_auxiliary:
+            return decoded
+        return numpyro.sample(f"{self.site}/values", dist.Normal(decoded, tau).to_event(1))
+
+    def whole(self, shared: Any, parts: Array, which: Array) -> Array:
+        """The site from its blocks."""
+        return self.blocks.together(parts, which)
+
+    def sample(self, key: Array, n: int, phi: Mapping[str, Any] | None = None) -> Array:
+        """Draws of the site (n, entries), at hyperparameters or over their training's."""
+
+        def one(key: Array) -> Array:
+            for_phi, for_rest = jax.random.split(key)
+            given = self.source.hyper(for_phi) if phi is None else phi
+            which = jnp.arange(self.blocks.number)
+            with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=for_rest):
+                shared = self.shared(dist.Delta(0.0), given)
+                with numpyro.plate("blocks", self.blocks.number):
+                    parts = self.local(shared, dist.Delta(0.0), given, which)
+            return self.whole(shared, parts, which)
+
+        return jax.jit(lambda key: jax.lax.map(one, jax.random.split(key, n), batch_size=256))(key)
+
+    def check(
+        self, key: Array, at: Sequence[Mapping[str, Any]] | None = None, num_draws: int = 2_000
+    ) -> Check:
+        """How near draws are to those of the true prior.
+
+        Parameters
+        ----------
+        key : jax.Array
+        at : sequence of dict, optional
+            Hyperparameters; by default the 0.1, 0.5 and 0.9 quantiles of their training's draws.
+        num_draws : int
+
+        Returns
+        -------
+        Check
+            Prints as a table.
+        """
+        positive_int("num_draws", num_draws)
+        return checked(key, self, at, num_draws)
+
+    def save(self, path: str | Path) -> None:
+        """Write weights and scales to ``path.npz``, sizes to ``path.json``; no pickle."""
+        leaves = [a for a in jax.tree.leaves(self.networks) if hasattr(a, "dtype")]
+        arrays = {f"weight{i}": np.asarray(a) for i, a in enumerate(leaves)}
+        arrays |= {f"scale.{k}": np.asarray(v) for k, v in self.scales._asdict().items()}
+        own = {"table": self.blocks.table, "tau": self.tau, "losses": self.losses}
+        found: dict[str, Any] = {**arrays, **own}
+        np.savez(Path(path).with_suffix(".npz"), **found)
+        said = {
+            "version": VERSION,
+            "site": self.site,
+            "phi": list(self.source.phi),
+            "ranges": {k: list(v) for k, v in self.source.ranges.items()},
+            "sizes": self._sizes()._asdict(),
+            "settings": self.settings._asdict(),
+            "times": self.times,
+            "is_auxiliary": self.is_auxiliary,
+        }
+        Path(path).with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n")
+
+    def _sizes(self) -> Any:
+        nets, net = _networks(), self.networks
+        hyper = self.scales.hyper
+        return nets.Sizes(
+            entries=self.source.size,
+            hyper=hyper,
+            blocks=self.blocks.number,
+            largest=self.blocks.largest,
+            z_global=net.decoder.in_size - hyper,
+            z_local=net.local_encoders.mean.bias.shape[1],
+            width=net.decoder.width_size,
+            width_local=net.local_encoders.mean.weight.shape[2],
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: Callable,
+        site: str,
+        blocks: Sequence[Any],
+        *,
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> SigmaPrior:
+        """Read what :meth:`save` wrote, for the model that it was trained for.
+
+        Raises
+        ------
+        SavedStateError
+            If it was trained for another site, other hyperparameters or other blocks.
+        """
+        nets, text = _networks(), Path(path).with_suffix(".json")
+        if not text.exists():
+            raise SavedStateError(f"there is no file {text}: give the path that save was given.")
+        said = json.loads(text.read_text())
+        ranges = {k: (float(v[0]), float(v[1])) for k, v in said["ranges"].items()}
+        source = Source.of(model, site, dict(model_kwargs or {}), {})
+        found = Blocks.read(blocks, source.size, site)
+        for what, saved, here in (
+            ("version", said["version"], VERSION),
+            ("site", said["site"], site),
+            ("hyperparameters", said["phi"], list(source.phi)),
+        ):
+            if saved != here:
+                raise SavedStateError(f"{text} was trained for the {what} {saved}, not {here}.")
+        with np.load(Path(path).with_suffix(".npz"), allow_pickle=False) as file:
+            arrays = dict(file)
+        if not np.array_equal(arrays["table"], found.table):
+            raise SavedStateError(
+                f"{text} was trained for other blocks of '{site}' than these: "
+                f"{len(arrays['table'])} there, {found.number} here, or other entries in them."
+            )
+        like = nets.Networks(nets.Sizes(**said["sizes"]), jax.random.key(0))
+        leaves, tree = jax.tree.flatten(like)
+        weights = iter(range(len(leaves)))
+        read = [
+            jnp.asarray(arrays[f"weight{next(weights)}"]) if hasattr(a, "dtype") else a
+            for a in leaves
+        ]
+        scales = Scales(**{k: jnp.asarray(arrays[f"scale.{k}"]) for k in Scales._fields})
+        return cls(
+            replace(source, ranges=ranges),
+            found,
+            jax.tree.unflatten(tree, read),
+            scales,
+            arrays["tau"],
+            Settings(**said["settings"]),
+            arrays["losses"],
+            said["times"],
+            said["is_auxiliary"],
+        )

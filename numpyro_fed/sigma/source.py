@@ -1,0 +1,198 @@
+"""Draws of a site's prior from the model's own text, and of what it depends on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import Distribution, biject_to
+from numpyro.distributions.distribution import validation_enabled
+
+from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.substitution import site_of
+from numpyro_fed.sigma.gaussian import Spectral, Spectrum, field_of
+
+LOOKS = 1_000  # draws of the prior, from which scales and ranges are read off
+LEVELS = 51  # of their quantiles
+OUTSIDE = 0.01  # of the prior's draws, beyond the training range, without a word
+
+
+class Scales(NamedTuple):
+    """Quantiles of the training's hyperparameters, unconstrained (levels, hyper); mean and standard
+    deviation of the entries (entries,).
+    """
+
+    quantiles: Array
+    mean: Array
+    sd: Array
+
+    @property
+    def hyper(self) -> int:
+        """How many hyperparameters there are."""
+        return self.quantiles.shape[1]
+
+    def uniform(self, phi: Array) -> Array:
+        """Hyperparameters (hyper,) as the networks take them: those of the training uniform, with
+        mean 0 and variance 1, others at the ends.
+        """
+        levels = jnp.linspace(-jnp.sqrt(3.0), jnp.sqrt(3.0), len(self.quantiles))
+        return jax.vmap(partial(jnp.interp, fp=levels), (0, 1))(phi, self.quantiles)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where draws of a site come from.
+
+    Attributes
+    ----------
+    model, kwargs
+        The text, and with what it is run.
+    site : str
+    phi : tuple of str
+        The latents that the site's distribution depends on.
+    ranges : dict
+        Of some of these, ``(low, high)``: uniform draws in the place of the prior's.
+    """
+
+    model: Callable
+    kwargs: Mapping[str, Any] = field(repr=False)
+    site: str
+    phi: tuple[str, ...]
+    ranges: Mapping[str, tuple[float, float]]
+    size: int
+    spectrum: Spectrum | None = field(repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        model: Callable,
+        site: str,
+        kwargs: Mapping[str, Any],
+        ranges: Mapping[str, tuple[float, float]],
+    ) -> Source:
+        """Find out what a site depends on."""
+        fn = site_of(model, site, kwargs)
+        phi = hyperparameters(model, site, kwargs)
+        for name, (low, high) in ranges.items():
+            if name not in phi:
+                raise ModelError(
+                    f"ranges has '{name}', but '{site}' depends on {', '.join(phi) or 'nothing'}."
+                )
+            if not low < high:
+                raise DataError(f"the range of '{name}' is {low} to {high}: the least comes first.")
+        spectrum = Spectrum.of(fn, site)
+        return cls(model, kwargs, site, phi, dict(ranges), fn.event_shape[0], spectrum)
+
+    def trace(self, key: Array, phi: Mapping[str, Any]) -> dict[str, Any]:
+        """The text at given hyperparameters."""
+        at = handlers.substitute(handlers.seed(self.model, key), dict(phi))
+        with handlers.block():
+            return handlers.trace(at).get_trace(**self.kwargs)
+
+    def hyper(self, key: Array, ranges: bool = True) -> dict[str, Array]:
+        """Hyperparameters: of their range, or of the prior."""
+        given: dict[str, Array] = {}
+        for i, (name, (low, high)) in enumerate(self.ranges.items() if ranges else ()):
+            like = self.trace(key, {})[name]["value"]
+            mine = jax.random.fold_in(key, i + 1)
+            given[name] = jax.random.uniform(mine, jnp.shape(like), minval=low, maxval=high)
+        trace = self.trace(jax.random.fold_in(key, 0), given)
+        return {name: trace[name]["value"] for name in self.phi}
+
+    def flat(self, phi: Mapping[str, Array]) -> Array:
+        """Hyperparameters, unconstrained (hyper,)."""
+        trace = self.trace(jax.random.key(0), phi)
+        parts = [biject_to(trace[n]["fn"].support).inv(jnp.asarray(phi[n])) for n in self.phi]
+        return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, parts)])
+
+    def distribution(self, phi: Mapping[str, Array]) -> Distribution:
+        """The site's, at given hyperparameters."""
+        return self.trace(jax.random.key(0), phi)[self.site]["fn"]
+
+    def at(self, key: Array, phi: Mapping[str, Array], n: int) -> Array:
+        """Draws of the site (n, size) at given hyperparameters."""
+        fn = self.distribution(phi)
+        if self.spectrum is not None:
+            areas = field_of(fn, self.site, self.spectrum)
+            if isinstance(areas, Spectral):
+                return areas.draw(key, (n,))
+        return fn.sample(key, (n,))
+
+    def draw(self, key: Array, n: int, each: int) -> tuple[Array, Array]:
+        """Hyperparameters, unconstrained (n, hyper), and ``each`` draws at each of them (n, each,
+        size).
+        """
+
+        def one(key: Array) -> tuple[Array, Array]:
+            for_phi, for_theta = jax.random.split(key)
+            phi = self.hyper(for_phi)
+            return self.flat(phi), self.at(for_theta, phi, each)
+
+        return jax.vmap(one)(jax.random.split(key, n))
+
+    def scales(self, key: Array) -> Scales:
+        """Read off draws; warns where the prior goes beyond the ranges."""
+        phi, theta = jax.jit(partial(self.draw, n=LOOKS, each=1))(key)
+        if not bool(jnp.isfinite(theta).all()):
+            raise DataError(
+                f"draws of '{self.site}' from its prior are NaN or infinite. Add to the diagonal "
+                "of its covariance what the precision needs (1e-4 of a variance in single), give "
+                "narrower ranges, or use double precision."
+            )
+        self._compare_with_prior(key)
+        quantiles = jnp.quantile(phi, jnp.linspace(0, 1, LEVELS), axis=0)
+        sd = theta[:, 0].std(0)
+        return Scales(quantiles, theta[:, 0].mean(0), jnp.where(sd > 0, sd, 1.0))
+
+    def _compare_with_prior(self, key: Array) -> None:
+        if not self.ranges:
+            return
+        keys = jax.random.split(key, LOOKS)
+        drawn = jax.jit(jax.vmap(partial(self.hyper, ranges=False)))(keys)
+        for name, (low, high) in self.ranges.items():
+            value = np.asarray(drawn[name])
+            share = float(((value < low) | (value > high)).mean())
+            if share > OUTSIDE:
+                warnings.warn(
+                    f"the prior of '{name}' is outside of the range {low} to {high} in "
+                    f"{100 * share:.0f} % of its draws, where the prior of '{self.site}' is not "
+                    "trained: a posterior that goes there cannot be trusted. Widen the range, or "
+                    "narrow the prior in the model.",
+                    stacklevel=4,
+                )
+
+
+def hyperparameters(model: Callable, site: str, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The latents on which a site's distribution depends."""
+
+    def run(latents: dict[str, Array]) -> Any:
+        at = handlers.substitute(handlers.seed(model, 0), latents)
+        with handlers.block(), validation_enabled(False):
+            return handlers.trace(at).get_trace(**kwargs)
+
+    first = run({})
+    latents = {
+        n: s["value"]
+        for n, s in first.items()
+        if s["type"] == "sample" and not s["is_observed"] and n != site
+    }
+
+    def parameters(**latents: Array) -> list[Any]:
+        return jax.tree.leaves(run(latents)[site]["fn"])
+
+    labels = frozenset[str]().union(*jax.tree.leaves(provenance(parameters, **latents)))
+    for name in labels:
+        if first[name]["fn"].support.is_discrete:
+            raise ModelError(
+                f"'{site}' depends on the discrete latent '{name}': nothing can be learnt of that."
+            )
+    return tuple(n for n in latents if n in labels)

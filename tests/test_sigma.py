@@ -1,0 +1,221 @@
+"""A prior that is learnt: its networks, its training, and what it says of itself."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro import handlers
+
+import numpyro_fed as nf
+from numpyro_fed import sigma
+from numpyro_fed.model.substitution import Blocks
+from numpyro_fed.sigma.check import energy_test
+from numpyro_fed.sigma.networks import Networks, Sizes
+from numpyro_fed.sigma.source import Source, hyperparameters
+from numpyro_fed.sigma.training import Step, minus_bound
+
+KEY = jax.random.key(0)
+PLACES = np.linspace(0, 1, 6)
+BLOCKS = [[0, 1, 2], [3, 4, 5]]
+UNEVEN = [[0, 1, 2, 3], [5, 4]]
+QUICK = dict(num_steps=30, batch_size=8, width=8, width_local=4, z_local=2, progress_bar=False)
+
+
+def gp(area=None, y=None):
+    scale = numpyro.sample("scale", dist.LogNormal(-1, 0.3))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(1))  # of the rows, not of the site
+    cov = jnp.exp(-((PLACES[:, None] - PLACES) ** 2) / (2 * scale**2)) + 1e-3 * jnp.eye(6)
+    theta = numpyro.sample("theta", dist.MultivariateNormal(2.0, 4 * cov))
+    if area is not None:
+        with nf.silo_plate("row", area.shape[0]):
+            numpyro.sample("y", dist.Normal(theta[area], sigma), obs=y)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return nf.SigmaPrior.fit(
+        KEY, gp, "theta", UNEVEN, num_steps=4_000, width=32, progress_bar=False, noise=0.2
+    )
+
+
+def test_the_bound_is_that_of_the_written_model(double):
+    """Equation 8 by NumPyro's own densities, at the same noise."""
+    blocks, gamma = Blocks.read(UNEVEN, 6, "theta"), 0.3
+    nets = Networks(Sizes(6, 1, 2, 4, 3, 2, 8, 4), KEY)
+    r = np.random.default_rng(0)
+    at = Step(*(jnp.asarray(r.normal(size=n)) for n in (6, 1, 3, (2, 2))))
+    mean, log_variance = nets.encode(at.theta, at.phi)
+    q_G = dist.Normal(mean, jnp.exp(log_variance / 2))
+    z_G = mean + jnp.exp(log_variance / 2) * at.eps_G
+    expected = -dist.kl_divergence(q_G, dist.Normal(jnp.zeros(3), 1)).sum()
+    for b, own in enumerate(UNEVEN):
+        mean, log_variance = nets.encode_local(b, z_G, at.phi)
+        q_L = dist.Normal(mean, jnp.exp(log_variance / 2))
+        z_L = q_L.loc + q_L.scale * at.eps_L[b]
+        decoded = nets.decode(b, z_G, z_L, at.phi)[: len(own)]
+        expected += dist.Normal(decoded, gamma).log_prob(at.theta[np.array(own)]).sum()
+        expected -= dist.kl_divergence(q_L, dist.Normal(jnp.zeros(2), 1)).sum()
+    table = jnp.asarray(blocks.table)
+    found = minus_bound(nets, at, table, table < 6, gamma)
+    np.testing.assert_allclose(found, -expected, rtol=1e-12)
+
+
+def test_what_a_site_depends_on_is_read_off_the_text():
+    assert hyperparameters(gp, "theta", {}) == ("scale",)
+    source = Source.of(gp, "theta", {}, {"scale": (0.2, 0.5)})
+    phi, theta = source.draw(KEY, 400, 2)
+    assert theta.shape == (400, 2, 6)
+    scale = np.exp(phi[:, 0])
+    assert 0.2 <= scale.min() < 0.22
+    assert 0.48 < scale.max() <= 0.5
+    drawn = jax.vmap(lambda k: source.hyper(k, ranges=False))(jax.random.split(KEY, 2_000))
+    logs = np.log(drawn["scale"])
+    assert abs(logs.mean() + 1) < 4.5 * 0.3 / 2_000**0.5
+
+
+def test_cars_are_drawn_by_their_eigenvectors():
+    W = np.eye(6, k=1) + np.eye(6, k=-1)
+
+    def car():
+        alpha = numpyro.sample("alpha", dist.Uniform(0, 1))
+        numpyro.sample("theta", dist.CAR(1.0, alpha, 2.0, W))
+
+    source, n = Source.of(car, "theta", {}, {}), 5_000
+    draws = np.asarray(source.at(KEY, {"alpha": 0.9}, n))
+    cov = np.linalg.inv(2 * (np.diag(W.sum(0)) - 0.9 * W))
+    se = np.sqrt((cov**2 + np.outer(np.diag(cov), np.diag(cov))) / n)
+    assert (abs(np.cov(draws.T) - cov) < 4.5 * se).all()
+    assert (abs(draws.mean(0) - 1) < 4.5 * np.sqrt(np.diag(cov) / n)).all()
+
+
+def test_draws_are_like_those_of_the_prior(trained):
+    """Units and means of the site are its own: 2 and a standard deviation of 2 here."""
+    report = trained.check(KEY, [dict(scale=0.3), dict(scale=0.5)])
+    for row in report.rows:
+        assert row.within < 0.15
+        assert row.across < 0.15
+        assert 0.8 < row.variance < 1.2
+    assert str(report).count("\n") == 2
+    draws = np.asarray(trained.sample(KEY, 2_000))
+    np.testing.assert_allclose(draws.mean(0), 2, atol=0.3)
+    less = np.asarray(trained.deterministic.sample(KEY, 2_000))
+    assert (less.var(0) <= draws.var(0) + 0.5).all()
+    assert trained.losses[-500:].mean() < trained.losses[:100].mean() - 5
+    assert len(trained.losses) == 4_000
+    assert trained.times["drawing"] > 0
+
+
+def test_silos_see_nothing_of_each_other(trained):
+    federated = nf.handlers.substitute_prior(gp, {"theta": trained})
+    area = np.arange(6)
+
+    def means(noise):
+        at = handlers.substitute(handlers.seed(federated, 0), {"theta/z_L": noise})
+        return handlers.trace(at).get_trace(area=area)["theta/values"]["fn"].base_dist.loc
+
+    slopes = jax.jacobian(means)(jnp.ones((2, trained.networks.local_encoders.mean.bias.shape[1])))
+    for i in range(2):
+        assert (slopes[i, :, 1 - i] == 0).all()
+        assert abs(slopes[i, :, i]).max() > 0
+
+
+@pytest.mark.parametrize("kind", ["deterministic", "auxiliary"])
+def test_a_run_on_the_substituted_model(trained, kind):
+    prior = getattr(trained, kind)
+    federated = nf.handlers.substitute_prior(gp, {"theta": prior})
+    r = np.random.default_rng(0)
+    silos = [dict(area=np.array(b), y=r.normal(2, 1, len(b))) for b in UNEVEN]
+    result = nf.SFVI(federated, start=None).run(KEY, 30, silos, progress_bar=False)
+    draws = result.sample_posterior(KEY, 6, silo=1)
+    assert (draws["theta"][:, np.array(UNEVEN[0])] == 0).all()
+    assert (draws["theta"][:, np.array(UNEVEN[1])] != 0).all()
+    assert ("theta/values" in draws) == (kind == "auxiliary")
+
+
+def test_hyperparameters_beyond_the_training_do_not_reach_the_networks(trained):
+    low, high = (float(np.exp(trained.scales.quantiles[i, 0])) for i in (0, -1))
+    ends = [trained.phi_at({"scale": jnp.array(s)}) for s in (low / 10, low, high, 10 * high)]
+    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5)
+    np.testing.assert_allclose(ends[2], ends[3], rtol=1e-5)
+    np.testing.assert_allclose(ends[3] - ends[0], 2 * 3**0.5, rtol=1e-5)
+    with pytest.warns(UserWarning, match=r"'scale' is outside of the range 0.35 to 0.4 in \d+ %"):
+        nf.SigmaPrior.fit(KEY, gp, "theta", BLOCKS, ranges={"scale": (0.35, 0.4)}, **QUICK)
+
+
+def test_saved_and_loaded_without_pickle(trained, tmp_path):
+    trained.save(tmp_path / "prior")
+    again = nf.SigmaPrior.load(tmp_path / "prior", gp, "theta", UNEVEN)
+    np.testing.assert_array_equal(again.sample(KEY, 5), trained.sample(KEY, 5))
+    np.testing.assert_array_equal(again.losses, trained.losses)
+    assert again.settings == trained.settings
+    with pytest.raises(nf.SavedStateError, match="trained for other blocks of 'theta'"):
+        nf.SigmaPrior.load(tmp_path / "prior", gp, "theta", BLOCKS)
+    with pytest.raises(nf.SavedStateError, match="there is no file"):
+        nf.SigmaPrior.load(tmp_path / "another", gp, "theta", UNEVEN)
+
+    def fixed():
+        numpyro.sample("theta", dist.MultivariateNormal(0.0, jnp.eye(6)))
+
+    with pytest.raises(nf.SavedStateError, match=r"hyperparameters \['scale'\], not \[\]"):
+        nf.SigmaPrior.load(tmp_path / "prior", fixed, "theta", UNEVEN)
+
+
+def test_bad_input_is_found_before_the_training():
+    def fit(model=gp, site="theta", blocks=BLOCKS, **settings):
+        return nf.SigmaPrior.fit(KEY, model, site, blocks, **{**QUICK, **settings})
+
+    with pytest.raises(nf.ModelError, match="ranges has 'sigma', but 'theta' depends on scale"):
+        fit(ranges={"sigma": (0, 1)})
+    with pytest.raises(nf.DataError, match=r"the range of .scale. is 1 to 0\.5"):
+        fit(ranges={"scale": (1, 0.5)})
+    with pytest.raises(nf.DataError, match="in no block"):
+        fit(blocks=[[0]])
+    with pytest.raises(ValueError, match="num_steps"):
+        fit(num_steps=0)
+    with pytest.raises(ValueError, match="noise"):
+        fit(noise=0.0)
+
+    def below():
+        k = numpyro.sample("k", dist.Bernoulli(0.5))
+        numpyro.sample("theta", dist.MultivariateNormal(k * 1.0, jnp.eye(6)))
+
+    with pytest.raises(nf.ModelError, match="depends on the discrete latent 'k'"):
+        fit(model=below)
+
+    def singular():
+        size = numpyro.sample("size", dist.LogNormal(0, 1))
+        numpyro.sample(
+            "theta", dist.MultivariateNormal(0.0, size * (jnp.ones((6, 6)) - jnp.eye(6)))
+        )
+
+    with pytest.raises(nf.DataError, match=r"draws of .theta. .* are NaN or infinite"):
+        fit(model=singular)
+
+
+def test_a_training_that_diverges_says_so():
+    with pytest.raises(nf.NonFiniteError, match=r"the training diverged: .* in step"):
+        nf.SigmaPrior.fit(KEY, gp, "theta", BLOCKS, **{**QUICK, "optim": optax.sgd(1e12)})
+
+
+def test_without_equinox_the_extra_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "numpyro_fed.sigma.networks")
+    monkeypatch.delattr(sigma, "networks")
+    monkeypatch.setitem(sys.modules, "equinox", None)
+    with pytest.raises(nf.MissingExtraError, match=r"equinox.*numpyro-fed\[nn\]"):
+        nf.SigmaPrior.fit(KEY, gp, "theta", BLOCKS, **QUICK)
+
+
+def test_the_energy_distance_tells_samples_apart():
+    r = np.random.default_rng(0)
+    a, b, off = (r.normal(size=(200, 3)) for _ in range(3))
+    assert energy_test(KEY, a, b)[1] > 0.05
+    distance, p = energy_test(KEY, a, off + 0.5)
+    assert p < 0.01
+    assert distance > 0
+    gaps = [np.linalg.norm(x[:, None] - y, axis=-1).mean() for x, y in ((a, b), (a, a), (b, b))]
+    np.testing.assert_allclose(energy_test(KEY, a, b)[0], 2 * gaps[0] - gaps[1] - gaps[2])
