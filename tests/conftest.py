@@ -9,6 +9,7 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_cpu_enable_concurrency_optimized_scheduler=false "
+    "--xla_cpu_multi_thread_eigen=false "  # its pool has been seen to hang where cores are busy
     "--xla_disable_hlo_passes=while-loop-invariant-code-motion,while-loop-simplifier,"
     "conditional_simplification",
 )
