@@ -181,7 +181,7 @@ def main():
     began = time.perf_counter()
     sigma = nf.SigmaPrior.fit(
         jax.random.key(0), model, "theta", BLOCKS, model_kwargs=silos[0], num_steps=steps,
-        z_global=10, noise=0.3, progress_bar=False,
+        z_global=10, progress_bar=False,
     )  # fmt: skip
     seconds = time.perf_counter() - began
     at = [dict(phi=np.float32(phi)) for phi in SHOWN]

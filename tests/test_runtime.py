@@ -131,7 +131,7 @@ def test_two_runs_are_one_run_bit_for_bit(first, second, progress_bar, capfd):
     assert int(whole.state.round) == first + second
 
 
-@pytest.mark.parametrize("runtime", ["simulation", "host"])
+@pytest.mark.parametrize("runtime", ["simulation", "quick", "host"])
 def test_two_runs_are_one_run_with_private_parameters_and_padding(runtime):
     silos = mixed_silos()
     whole = MIXED.run(KEY, 9, silos, runtime=runtime, **quiet)

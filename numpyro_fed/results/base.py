@@ -201,7 +201,8 @@ class Fit(NamedTuple):
 
     def check_state(self, state: Any, silos: Silos) -> State:
         """``state`` itself, if it is one of this fit."""
-        return check_state(state, jax.eval_shape(lambda: self.initial_state(silos)))
+        key = jax.random.key(0)
+        return check_state(state, jax.eval_shape(self.runtime.init, key, silos.batches))
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class VerticalFit(NamedTuple):
     def check_state(self, state: Any, held: Silos) -> State:
         """``state`` itself, if it is one of this fit."""
         key = jax.random.key(0)
-        return check_state(state, jax.eval_shape(lambda: self.runtime.init(key, held.batches)))
+        return check_state(state, jax.eval_shape(self.runtime.init, key, held.batches))
 
 
 @dataclass(frozen=True)

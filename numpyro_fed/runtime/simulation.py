@@ -13,7 +13,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.programs import quick_options
+from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.noise import (
     exchange_key,
@@ -55,8 +55,7 @@ def simulation(
     cost: their states are taken out of the stacks and put back in place. ``quick`` is for what runs
     a few rounds: compiled in less than half of the time, and slower after it.
     """
-    soon = partial(jax.jit, compiler_options=quick_options())
-    jit = soon if quick else jax.jit
+    jit = jit_once if quick else jax.jit
 
     @jit
     def init(key: Array, batches: tuple[Batch, ...]) -> State:
@@ -71,7 +70,7 @@ def simulation(
         return strong(State(jnp.zeros((), jnp.int32), server, silos, carry))
 
     advance = _everyone(algorithm) if schedule is None else _scheduled(algorithm, schedule)
-    return Runtime(init, jit(advance), single, chunk_of(schedule), partial(single, jit=soon))
+    return Runtime(init, jit(advance), single, chunk_of(schedule), partial(single, jit=jit_once))
 
 
 def single(exchange: Exchange, jit: Callable = jax.jit) -> Single:

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+WIDTH_MIXING = 32
+BESIDE = 0.1  # of the usual weights, where a network begins beside a linear path
+
 
 class Sizes(NamedTuple):
     """Of the networks.
@@ -23,6 +26,8 @@ class Sizes(NamedTuple):
         Latents that all silos share, and of each block.
     width, width_local : int
         Of hidden layers: of the global encoder and decoder, and of the local encoders.
+    components : bool
+        Whether there are linear paths beside the networks.
     """
 
     entries: int
@@ -33,6 +38,7 @@ class Sizes(NamedTuple):
     z_local: int
     width: int
     width_local: int
+    components: bool
 
 
 class Encoder(eqx.Module):
@@ -54,6 +60,69 @@ class Encoder(eqx.Module):
         return self.mean(hidden), self.log_variance(hidden)
 
 
+class Mixing(eqx.Module):
+    """A linear map that depends on hyperparameters: the identity and what a small network adds."""
+
+    net: eqx.nn.MLP | None
+
+    def __init__(self, size: int, hyper: int, key: Array):
+        self.net = None
+        if hyper:
+            net = eqx.nn.MLP(hyper, size * size, WIDTH_MIXING, 1, jnp.tanh, key=key)
+            self.net = eqx.tree_at(
+                lambda n: (n.layers[-1].weight, n.layers[-1].bias), net, replace_fn=_smaller
+            )
+
+    def __call__(self, z: Array, phi: Array) -> Array:
+        """Of one vector."""
+        return z if self.net is None else z + self.net(phi).reshape(len(z), len(z)) @ z
+
+
+class Components(eqx.Module):
+    """Linear paths beside the networks, which begin at the principal components of draws.
+
+    A Gaussian prior is linear in standard normals; only the map depends on hyperparameters, which
+    a network whose inputs are both at once is slow to learn.
+    """
+
+    inward: Array
+    log_variance: Array
+    outward: Array
+    mix_in: Mixing
+    mix_out: Mixing
+
+    def __init__(self, n: Sizes, key: Array):
+        self.inward = jnp.zeros((n.z_global, n.entries))
+        self.log_variance = jnp.zeros(n.z_global)
+        self.outward = jnp.zeros((n.blocks, n.largest, n.z_global))
+        for_in, for_out = jax.random.split(key)
+        self.mix_in = Mixing(n.z_global, n.hyper, for_in)
+        self.mix_out = Mixing(n.z_global, n.hyper, for_out)
+
+    def of_draws(self, theta: Array, table: Array, noise: float) -> Components:
+        """Probabilistic principal components (Tipping and Bishop 1999) of draws (draws, entries),
+        of which those of less variance than the decoder's noise begin near zero.
+        """
+        size = len(self.inward)
+        _, singular, axes = jnp.linalg.svd(theta, full_matrices=False)
+        short = max(size - len(singular), 0)
+        variances = jnp.pad(singular**2 / len(theta), (0, short))[:size]
+        axes = jnp.pad(axes, ((0, short), (0, 0)))[:size]
+        beyond = jnp.maximum(variances - noise**2, 0.01 * noise**2)
+        loadings = jnp.append(jnp.sqrt(beyond) * axes.T, jnp.zeros((1, size)), 0)
+        inward = (jnp.sqrt(beyond) / (beyond + noise**2))[:, None] * axes
+        log_variance = jnp.log(noise**2 / (beyond + noise**2))
+        at = (self.inward, self.log_variance, self.outward)
+        return eqx.tree_at(
+            lambda c: (c.inward, c.log_variance, c.outward),
+            self,
+            tuple(
+                jnp.asarray(a, b.dtype)
+                for a, b in zip((inward, log_variance, loadings[table]), at, strict=True)
+            ),
+        )
+
+
 class Networks(eqx.Module):
     """Global encoder and decoder, and stacks of local ones, one for each block."""
 
@@ -61,9 +130,10 @@ class Networks(eqx.Module):
     local_encoders: Encoder
     decoder: eqx.nn.MLP
     local_decoders: eqx.nn.Linear
+    components: Components | None
 
     def __init__(self, n: Sizes, key: Array):
-        keys = jax.random.split(key, 4)
+        keys = jax.random.split(key, 5)
         inner = n.z_global + n.hyper
 
         def local_encoder(key: Array) -> Encoder:
@@ -76,10 +146,23 @@ class Networks(eqx.Module):
         self.decoder = eqx.nn.MLP(inner, n.width, n.width, 1, key=keys[1])
         self.local_encoders = eqx.filter_vmap(local_encoder)(jax.random.split(keys[2], n.blocks))
         self.local_decoders = eqx.filter_vmap(local_decoder)(jax.random.split(keys[3], n.blocks))
+        self.components = Components(n, keys[4]) if n.components else None
+
+    def begun(self, theta: Array, table: Array, noise: float) -> Networks:
+        """Begin at the principal components of draws, and networks at little beside them."""
+        if self.components is None:
+            return self
+        encoder = eqx.tree_at(lambda e: (e.mean, e.log_variance), self.encoder, replace_fn=_smaller)
+        local = self.local_decoders
+        new = (encoder, _smaller(local), self.components.of_draws(theta, table, noise))
+        return eqx.tree_at(lambda n: (n.encoder, n.local_decoders, n.components), self, new)
 
     def encode(self, theta: Array, phi: Array) -> tuple[Array, Array]:
         """Mean and log variance of what all silos share, given a draw (entries,)."""
-        return self.encoder(jnp.concatenate([theta, phi]))
+        mean, log_variance = self.encoder(jnp.concatenate([theta, phi]))
+        if (c := self.components) is None:
+            return mean, log_variance
+        return mean + c.mix_in(c.inward @ theta, phi), log_variance + c.log_variance
 
     def encode_local(self, block: Array, z_G: Array, phi: Array) -> tuple[Array, Array]:
         """The same of a block's own latents: they see what is shared, and no draw."""
@@ -88,7 +171,15 @@ class Networks(eqx.Module):
     def decode(self, block: Array, z_G: Array, z_L: Array, phi: Array) -> Array:
         """A block's entries (largest,)."""
         hidden = self.decoder(jnp.concatenate([z_G, phi]))
-        return _at(self.local_decoders, block)(jnp.concatenate([hidden, z_L, phi]))
+        theta = _at(self.local_decoders, block)(jnp.concatenate([hidden, z_L, phi]))
+        if (c := self.components) is None:
+            return theta
+        return theta + c.outward[block] @ c.mix_out(z_G, phi)
+
+
+def _smaller(part: Any) -> Any:
+    """A part of a network whose output begins near zero."""
+    return jax.tree.map(lambda a: BESIDE * a, part)
 
 
 def _at(stack: Any, block: Array) -> Any:

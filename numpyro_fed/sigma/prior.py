@@ -26,6 +26,7 @@ from numpyro_fed.sigma.training import Settings, train
 
 VERSION = 1
 FOR_TAU = 4_096  # draws of both priors
+FOR_COMPONENTS = 1_024  # draws of the true one
 CLIP = 0.01, 100.0  # of tau^2, as in section 4.2.3
 
 
@@ -67,7 +68,10 @@ class SigmaPrior:
     ----------
     Hassan, Bon, Semenova, Mira, Mengersen (2024), arXiv 2405.16055, sections 3 and 4.2, Appendix A.
     Draws are fresh in each step, not of a fixed set of 10,000; hyperparameters enter by their ranks
-    among the training's, entries standardised.
+    among the training's, entries standardised; linear paths run beside the networks
+    (``principal_components=False``: without). The local encoders see no draw, as in the paper:
+    under the bound the local latents :math:`z_{L_j}` can tell nothing of a draw, and the decoder
+    learns to leave them out. What blocks do not share is in :math:`\tau` alone.
     """
 
     source: Source = field(repr=False)
@@ -91,13 +95,14 @@ class SigmaPrior:
         model_kwargs: Mapping[str, Any] | None = None,
         ranges: Mapping[str, tuple[float, float]] | None = None,
         num_steps: int = 20_000,
-        batch_size: int = 64,
+        batch_size: int = 128,
         draws_per_phi: int = 8,
         z_global: int | None = None,
         z_local: int = 5,
         width: int = 64,
         width_local: int = 16,
-        noise: float = 0.1,
+        noise: float = 0.2,
+        principal_components: bool = True,
         optim: optax.GradientTransformation | None = None,
         progress_bar: bool = True,
     ) -> SigmaPrior:
@@ -131,6 +136,10 @@ class SigmaPrior:
             Of hidden layers: of the global encoder and decoder, and of the local encoders.
         noise : float
             The decoder's standard deviation :math:`\gamma`, in prior standard deviations.
+        principal_components : bool
+            Whether linear paths run beside the networks, mixed by a small network of the
+            hyperparameters, that begin at the principal components of draws. The paper's own
+            networks, with False, learn the middle of a range of hyperparameters and not its ends.
         optim : optax.GradientTransformation, optional
             By default Adam with a cosine decay from 2e-3.
         progress_bar : bool
@@ -172,7 +181,7 @@ class SigmaPrior:
         found = Blocks.read(blocks, source.size, site)
         shared = min(max(source.size // 3, 5), 100) if z_global is None else z_global
         positive_int("z_global", shared)
-        for_scales, for_networks, for_steps, for_tau = jax.random.split(key, 4)
+        for_scales, for_begin, for_networks, for_steps, for_tau = jax.random.split(key, 5)
         scales = source.scales(for_scales)
         sizes = nets.Sizes(
             entries=source.size,
@@ -183,11 +192,14 @@ class SigmaPrior:
             z_local=z_local,
             width=width,
             width_local=width_local,
+            components=principal_components,
         )
         settings = Settings(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
+        _, first = jax.jit(partial(source.draw, n=FOR_COMPONENTS, each=1))(for_begin)
+        first = (first[:, 0] - scales.mean) / scales.sd
         trained, losses, times = train(
             for_steps,
-            nets.Networks(sizes, for_networks),
+            nets.Networks(sizes, for_networks).begun(first, jnp.asarray(found.table), noise),
             source,
             found,
             scales,
@@ -322,6 +334,7 @@ class SigmaPrior:
             z_local=net.local_encoders.mean.bias.shape[1],
             width=net.decoder.width_size,
             width_local=net.local_encoders.mean.weight.shape[2],
+            components=net.components is not None,
         )
 
     @classmethod
