@@ -66,6 +66,10 @@ class Dense(NamedTuple):
         L = jnp.linalg.cholesky(lifted(V.T @ KV))
         return jax.scipy.linalg.solve_triangular(L, KV.T, lower=True).T
 
+    def of_normals(self, noise: Array) -> Array:
+        """Draws (..., n), which are what standard normals (..., n) make of themselves."""
+        return self.loc + noise @ jnp.linalg.cholesky(self.cov).T
+
 
 class Spectral(NamedTuple):
     """A field by its variances (n,) along fixed directions (n, n), the smoothest last."""
@@ -84,9 +88,8 @@ class Spectral(NamedTuple):
         rank = basis.shape[1]
         return jnp.asarray(self.vectors[:, -rank:]) * jnp.sqrt(self.variances[-rank:])
 
-    def draw(self, key: Array, shape: tuple[int, ...] = ()) -> Array:
-        """Draws (..., n), each by one product of a matrix and a vector."""
-        noise = jax.random.normal(key, (*shape, len(self.loc)))
+    def of_normals(self, noise: Array) -> Array:
+        """Draws (..., n) of standard normals (..., n), each by one product with a matrix."""
         return self.loc + (noise * jnp.sqrt(self.variances)) @ jnp.asarray(self.vectors).T
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 WIDTH_MIXING = 32
+MIXED = 300  # shared latents, more of which are not mixed
 BESIDE = 0.1  # of the usual weights, where a network begins beside a linear path
 
 
@@ -28,6 +29,8 @@ class Sizes(NamedTuple):
         Of hidden layers: of the global encoder and decoder, and of the local encoders.
     components : bool
         Whether there are linear paths beside the networks.
+    encodes : bool
+        Whether there is a global encoder.
     """
 
     entries: int
@@ -39,6 +42,7 @@ class Sizes(NamedTuple):
     width: int
     width_local: int
     components: bool
+    encodes: bool
 
 
 class Encoder(eqx.Module):
@@ -67,7 +71,7 @@ class Mixing(eqx.Module):
 
     def __init__(self, size: int, hyper: int, key: Array):
         self.net = None
-        if hyper:
+        if hyper and size <= MIXED:
             net = eqx.nn.MLP(hyper, size * size, WIDTH_MIXING, 1, jnp.tanh, key=key)
             self.net = eqx.tree_at(
                 lambda n: (n.layers[-1].weight, n.layers[-1].bias), net, replace_fn=_smaller
@@ -109,24 +113,28 @@ class Components(eqx.Module):
         variances = jnp.pad(singular**2 / len(theta), (0, short))[:size]
         axes = jnp.pad(axes, ((0, short), (0, 0)))[:size]
         beyond = jnp.maximum(variances - noise**2, 0.01 * noise**2)
-        loadings = jnp.append(jnp.sqrt(beyond) * axes.T, jnp.zeros((1, size)), 0)
         inward = (jnp.sqrt(beyond) / (beyond + noise**2))[:, None] * axes
         log_variance = jnp.log(noise**2 / (beyond + noise**2))
-        at = (self.inward, self.log_variance, self.outward)
+        return self._at(inward, log_variance, jnp.sqrt(beyond) * axes.T, table)
+
+    def of_normals(self, theta: Array, made_of: Array, table: Array) -> Components:
+        """The linear map nearest to draws of the normals that they are made of, both (draws,
+        entries).
+        """
+        loadings = jnp.linalg.lstsq(made_of, theta)[0].T
+        return self._at(self.inward, self.log_variance, loadings, table)
+
+    def _at(self, inward: Array, log_variance: Array, loadings: Array, table: Array) -> Components:
+        outward = jnp.append(loadings, jnp.zeros((1, len(inward))), 0)[table]
         return eqx.tree_at(
-            lambda c: (c.inward, c.log_variance, c.outward),
-            self,
-            tuple(
-                jnp.asarray(a, b.dtype)
-                for a, b in zip((inward, log_variance, loadings[table]), at, strict=True)
-            ),
+            lambda c: (c.inward, c.log_variance, c.outward), self, (inward, log_variance, outward)
         )
 
 
 class Networks(eqx.Module):
-    """Global encoder and decoder, and stacks of local ones, one for each block."""
+    """Global encoder (or none) and decoder, and stacks of local ones, one for each block."""
 
-    encoder: Encoder
+    encoder: Encoder | None
     local_encoders: Encoder
     decoder: eqx.nn.MLP
     local_decoders: eqx.nn.Linear
@@ -142,24 +150,36 @@ class Networks(eqx.Module):
         def local_decoder(key: Array) -> eqx.nn.Linear:
             return eqx.nn.Linear(n.width + n.z_local + n.hyper, n.largest, key=key)
 
-        self.encoder = Encoder(n.entries + n.hyper, n.z_global, n.width, keys[0])
+        self.encoder = None
+        if n.encodes:
+            self.encoder = Encoder(n.entries + n.hyper, n.z_global, n.width, keys[0])
         self.decoder = eqx.nn.MLP(inner, n.width, n.width, 1, key=keys[1])
         self.local_encoders = eqx.filter_vmap(local_encoder)(jax.random.split(keys[2], n.blocks))
         self.local_decoders = eqx.filter_vmap(local_decoder)(jax.random.split(keys[3], n.blocks))
         self.components = Components(n, keys[4]) if n.components else None
 
-    def begun(self, theta: Array, table: Array, noise: float) -> Networks:
-        """Begin at the principal components of draws, and networks at little beside them."""
+    def begun(self, theta: Array, made_of: Array | None, table: Array, noise: float) -> Networks:
+        """Begin at the principal components of draws (draws, entries), or at the best linear map of
+        the normals that they are made of, and networks at little beside them.
+        """
         if self.components is None:
             return self
-        encoder = eqx.tree_at(lambda e: (e.mean, e.log_variance), self.encoder, replace_fn=_smaller)
-        local = self.local_decoders
-        new = (encoder, _smaller(local), self.components.of_draws(theta, table, noise))
-        return eqx.tree_at(lambda n: (n.encoder, n.local_decoders, n.components), self, new)
+        if made_of is not None and self.encoder is None:
+            components = self.components.of_normals(theta, made_of, table)
+        else:
+            components = self.components.of_draws(theta, table, noise)
+        new = (_smaller(self.local_decoders), components)
+        begun = eqx.tree_at(lambda n: (n.local_decoders, n.components), self, new)
+        if self.encoder is None:
+            return begun
+        return eqx.tree_at(
+            lambda n: (n.encoder.mean, n.encoder.log_variance), begun, replace_fn=_smaller
+        )
 
     def encode(self, theta: Array, phi: Array) -> tuple[Array, Array]:
         """Mean and log variance of what all silos share, given a draw (entries,)."""
-        mean, log_variance = self.encoder(jnp.concatenate([theta, phi]))
+        encoder: Any = self.encoder
+        mean, log_variance = encoder(jnp.concatenate([theta, phi]))
         if (c := self.components) is None:
             return mean, log_variance
         return mean + c.mix_in(c.inward @ theta, phi), log_variance + c.log_variance

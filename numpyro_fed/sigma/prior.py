@@ -18,15 +18,15 @@ import optax
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_fed.errors import MissingExtraError, SavedStateError, positive_int
+from numpyro_fed.errors import MissingExtraError, ModelError, SavedStateError, positive_int
 from numpyro_fed.model.substitution import Blocks
 from numpyro_fed.sigma.check import Check, checked
 from numpyro_fed.sigma.source import Scales, Source
-from numpyro_fed.sigma.training import Settings, train
+from numpyro_fed.sigma.training import Settings, drawn, train
 
 VERSION = 1
 FOR_TAU = 4_096  # draws of both priors
-FOR_COMPONENTS = 1_024  # draws of the true one
+BEGIN = Settings(0, 1_024, 1, 0.0)  # draws at which networks begin
 CLIP = 0.01, 100.0  # of tau^2, as in section 4.2.3
 
 
@@ -103,6 +103,7 @@ class SigmaPrior:
         width_local: int = 16,
         noise: float = 0.2,
         principal_components: bool = True,
+        decoder_only: bool = False,
         optim: optax.GradientTransformation | None = None,
         progress_bar: bool = True,
     ) -> SigmaPrior:
@@ -140,6 +141,9 @@ class SigmaPrior:
             Whether linear paths run beside the networks, mixed by a small network of the
             hyperparameters, that begin at the principal components of draws. The paper's own
             networks, with False, learn the middle of a range of hyperparameters and not its ends.
+        decoder_only : bool
+            Without an encoder: the decoder learns what a Gaussian prior makes of standard normals,
+            one for each entry, which silos then all share (DeepRV, arXiv 2503.21473).
         optim : optax.GradientTransformation, optional
             By default Adam with a cosine decay from 2e-3.
         progress_bar : bool
@@ -179,7 +183,13 @@ class SigmaPrior:
         nets = _networks()
         source = Source.of(model, site, dict(model_kwargs or {}), dict(ranges or {}))
         found = Blocks.read(blocks, source.size, site)
-        shared = min(max(source.size // 3, 5), 100) if z_global is None else z_global
+        if decoder_only and z_global not in (None, source.size):
+            raise ValueError(
+                f"z_global={z_global!r} with decoder_only=True: silos share a normal for each of "
+                f"the {source.size} entries there. Leave z_global out."
+            )
+        usual = source.size if decoder_only else min(max(source.size // 3, 5), 100)
+        shared = usual if z_global is None else z_global
         positive_int("z_global", shared)
         for_scales, for_begin, for_networks, for_steps, for_tau = jax.random.split(key, 5)
         scales = source.scales(for_scales)
@@ -193,13 +203,20 @@ class SigmaPrior:
             width=width,
             width_local=width_local,
             components=principal_components,
+            encodes=not decoder_only,
         )
         settings = Settings(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
-        _, first = jax.jit(partial(source.draw, n=FOR_COMPONENTS, each=1))(for_begin)
-        first = (first[:, 0] - scales.mean) / scales.sd
+        _, first, made_of = drawn(source, scales, BEGIN, for_begin)
+        if decoder_only and made_of is None:
+            raise ModelError(
+                f"'{site}' is no Gaussian whose draws are known as functions of standard normals: "
+                "MultivariateNormal, CAR or nf.fields.Leroux. Train with an encoder."
+            )
         trained, losses, times = train(
             for_steps,
-            nets.Networks(sizes, for_networks).begun(first, jnp.asarray(found.table), noise),
+            nets.Networks(sizes, for_networks).begun(
+                first, made_of, jnp.asarray(found.table), noise
+            ),
             source,
             found,
             scales,
@@ -230,7 +247,7 @@ class SigmaPrior:
     def _missing(self, key: Array) -> np.ndarray:
         """The standard deviation that draws of the decoder lack (entries,)."""
         for_true, for_own = jax.random.split(key)
-        _, theta = jax.jit(partial(self.source.draw, n=FOR_TAU, each=1))(for_true)
+        _, theta, _ = jax.jit(partial(self.source.draw, n=FOR_TAU, each=1))(for_true)
         off = theta[:, 0].var(0) - self.sample(for_own, FOR_TAU).var(0)
         return np.sqrt(np.clip(np.asarray(off), *CLIP))
 
@@ -335,6 +352,7 @@ class SigmaPrior:
             width=net.decoder.width_size,
             width_local=net.local_encoders.mean.weight.shape[2],
             components=net.components is not None,
+            encodes=net.encoder is not None,
         )
 
     @classmethod

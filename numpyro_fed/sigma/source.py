@@ -19,7 +19,7 @@ from numpyro.distributions.distribution import validation_enabled
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.substitution import site_of
-from numpyro_fed.sigma.gaussian import Spectral, Spectrum, field_of
+from numpyro_fed.sigma.gaussian import Spectrum, field_of
 
 LOOKS = 1_000  # draws of the prior, from which scales and ranges are read off
 LEVELS = 51  # of their quantiles
@@ -46,6 +46,16 @@ class Scales(NamedTuple):
         """
         levels = jnp.linspace(-jnp.sqrt(3.0), jnp.sqrt(3.0), len(self.quantiles))
         return jax.vmap(partial(jnp.interp, fp=levels), (0, 1))(phi, self.quantiles)
+
+
+class Draws(NamedTuple):
+    """Hyperparameters, unconstrained (n, hyper), and draws at each of them (n, each, size); the
+    standard normals (n, each, size) of which these are made, of a Gaussian prior.
+    """
+
+    phi: Array
+    theta: Array
+    noise: Array | None
 
 
 @dataclass(frozen=True)
@@ -120,28 +130,32 @@ class Source:
 
     def at(self, key: Array, phi: Mapping[str, Array], n: int) -> Array:
         """Draws of the site (n, size) at given hyperparameters."""
+        return self.pairs(key, phi, n)[1]
+
+    def pairs(self, key: Array, phi: Mapping[str, Array], n: int) -> tuple[Array | None, Array]:
+        """The same, and the standard normals (n, size) of which they are made, if they are."""
         fn = self.distribution(phi)
-        if self.spectrum is not None:
-            areas = field_of(fn, self.site, self.spectrum)
-            if isinstance(areas, Spectral):
-                return areas.draw(key, (n,))
-        return fn.sample(key, (n,))
+        try:
+            gaussian = field_of(fn, self.site, self.spectrum)
+        except ModelError:
+            return None, fn.sample(key, (n,))
+        noise = jax.random.normal(key, (n, self.size))
+        return noise, gaussian.of_normals(noise)
 
-    def draw(self, key: Array, n: int, each: int) -> tuple[Array, Array]:
-        """Hyperparameters, unconstrained (n, hyper), and ``each`` draws at each of them (n, each,
-        size).
-        """
+    def draw(self, key: Array, n: int, each: int) -> Draws:
+        """``each`` draws at each of ``n`` hyperparameters."""
 
-        def one(key: Array) -> tuple[Array, Array]:
+        def one(key: Array) -> Draws:
             for_phi, for_theta = jax.random.split(key)
             phi = self.hyper(for_phi)
-            return self.flat(phi), self.at(for_theta, phi, each)
+            noise, theta = self.pairs(for_theta, phi, each)
+            return Draws(self.flat(phi), theta, noise)
 
         return jax.vmap(one)(jax.random.split(key, n))
 
     def scales(self, key: Array) -> Scales:
         """Read off draws; warns where the prior goes beyond the ranges."""
-        phi, theta = jax.jit(partial(self.draw, n=LOOKS, each=1))(key)
+        phi, theta, _ = jax.jit(partial(self.draw, n=LOOKS, each=1))(key)
         if not bool(jnp.isfinite(theta).all()):
             raise DataError(
                 f"draws of '{self.site}' from its prior are NaN or infinite. Add to the diagonal "

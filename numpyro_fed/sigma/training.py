@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.model.substitution import Blocks
-from numpyro_fed.sigma.source import Scales, Source
+from numpyro_fed.sigma.source import Draws, Scales, Source
 
 CHUNK = 500  # steps in one call
 TIMED = 20  # steps' draws, of which the time is taken
@@ -31,7 +31,9 @@ class Settings(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One draw: standardised entries (entries,), hyperparameters (hyper,), and standard normals."""
+    """One draw: standardised entries (entries,), hyperparameters (hyper,), and standard normals,
+    of a prior without an encoder those of which the draw is made.
+    """
 
     theta: Array
     phi: Array
@@ -40,9 +42,14 @@ class Step(NamedTuple):
 
 
 def minus_bound(networks: Any, at: Step, table: Array, there: Array, noise: float) -> Array:
-    """Minus the evidence bound of one draw (equation 8)."""
-    mean, log_variance = networks.encode(at.theta, at.phi)
-    z_G = mean + jnp.exp(0.5 * log_variance) * at.eps_G
+    """Minus the evidence bound of one draw (equation 8); without an encoder what is shared is what
+    the draw was made of.
+    """
+    z_G, kl_global = at.eps_G, jnp.zeros(())
+    if networks.encoder is not None:
+        mean, log_variance = networks.encode(at.theta, at.phi)
+        z_G = mean + jnp.exp(0.5 * log_variance) * at.eps_G
+        kl_global = _kl(mean, log_variance)
     blocks = jnp.arange(len(table))
 
     def of_block(block: Array, eps: Array) -> tuple[Array, Array]:
@@ -53,7 +60,7 @@ def minus_bound(networks: Any, at: Step, table: Array, there: Array, noise: floa
     decoded, kl_local = jax.vmap(of_block)(blocks, at.eps_L)
     off = jnp.where(there, jnp.append(at.theta, 0.0)[table] - decoded, 0.0)
     fit = 0.5 * jnp.sum((off / noise) ** 2) + there.sum() * jnp.log(noise * jnp.sqrt(2 * jnp.pi))
-    return fit + _kl(mean, log_variance) + kl_local.sum()
+    return fit + kl_global + kl_local.sum()
 
 
 def _kl(mean: Array, log_variance: Array) -> Array:
@@ -61,13 +68,17 @@ def _kl(mean: Array, log_variance: Array) -> Array:
     return 0.5 * jnp.sum(mean**2 + jnp.exp(log_variance) - 1 - log_variance)
 
 
-def drawn(source: Source, scales: Scales, settings: Settings, key: Array) -> tuple[Array, Array]:
-    """A step's entries (batch, entries) and hyperparameters (batch, hyper), standardised."""
+def drawn(source: Source, scales: Scales, settings: Settings, key: Array) -> Draws:
+    """A step's hyperparameters (batch, hyper) and entries (batch, entries), standardised, and the
+    standard normals (batch, entries) that these are made of.
+    """
     each = settings.draws_per_phi
-    phi, theta = source.draw(key, -(-settings.batch_size // each), each)
+    phi, *draws = source.draw(key, -(-settings.batch_size // each), each)
     phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)
-    theta = (theta.reshape(-1, theta.shape[-1]) - scales.mean) / scales.sd
-    return theta[: settings.batch_size], phi[: settings.batch_size]
+    phi, theta, noise = jax.tree.map(
+        lambda a: a.reshape(-1, a.shape[-1])[: settings.batch_size], (phi, *draws)
+    )
+    return Draws(phi, (theta - scales.mean) / scales.sd, noise)
 
 
 def train(
@@ -87,7 +98,7 @@ def train(
     table = jnp.asarray(blocks.table)
     there = table < blocks.size
     z_local = networks.local_encoders.mean.bias.shape[1]
-    z_global = networks.encoder.mean.out_features
+    z_global = networks.decoder.in_size - scales.hyper
 
     def whole(weights: list[Array]) -> Any:
         ours = iter(weights)
@@ -101,8 +112,9 @@ def train(
     def step(carry: tuple[Any, Any], key: Array) -> tuple[tuple[Any, Any], Array]:
         weights, opt_state = carry
         for_draws, for_G, for_L = jax.random.split(key, 3)
-        theta, phi = drawn(source, scales, settings, for_draws)
-        eps_G = jax.random.normal(for_G, (len(theta), z_global))
+        phi, theta, eps_G = drawn(source, scales, settings, for_draws)
+        if eps_G is None or networks.encoder is not None:
+            eps_G = jax.random.normal(for_G, (len(theta), z_global))
         eps_L = jax.random.normal(for_L, (len(theta), blocks.number, z_local))
         value, gradient = jax.value_and_grad(loss)(weights, Step(theta, phi, eps_G, eps_L))
         updates, opt_state = optim.update(gradient, opt_state, weights)
