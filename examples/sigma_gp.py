@@ -111,7 +111,9 @@ def axes_of(rows, columns, size):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=size, squeeze=False)
+    return plt.subplots(
+        rows, columns, figsize=size, squeeze=False, sharex=True, sharey="row", layout="constrained"
+    )
 
 
 def plot(path, sigma, report, curves, silos):
@@ -120,7 +122,7 @@ def plot(path, sigma, report, curves, silos):
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    figure, axes = axes_of(2, 3, (8.5, 5.6))
+    figure, axes = axes_of(2, 3, (8.5, 5.4))
     for j, (phi, true, found) in enumerate(zip(SHOWN, report.true, report.found, strict=True)):
         for i, cov in enumerate((true, found)):
             image = axes[i, j].imshow(cov, vmin=0, vmax=1, extent=(0, 1, 1, 0))
@@ -130,6 +132,9 @@ def plot(path, sigma, report, curves, silos):
         axes[0, j].set_title(f"length scale {phi:g}")
     axes[0, 0].set_ylabel("kernel")
     axes[1, 0].set_ylabel("draws of the learnt prior")
+    for axis in axes[1]:
+        axis.set_xlabel("x")
+        axis.set_xticks([0, 0.5, 1])
     figure.colorbar(image, ax=axes, label="covariance")
     figure.savefig(f"{path}_covariance.png", dpi=130)
 
@@ -149,9 +154,9 @@ def plot(path, sigma, report, curves, silos):
     axes[0, 0].set_ylabel("curve")
     shown = ScalarMappable(Normalize(*RANGE), "viridis")
     figure.colorbar(shown, ax=axes, label="length scale")
-    figure.savefig(f"{path}_draws.png", dpi=130, bbox_inches="tight")
+    figure.savefig(f"{path}_draws.png", dpi=130)
 
-    figure, axes = axes_of(1, len(curves), (3.6 * len(curves), 3.2))
+    figure, axes = axes_of(1, len(curves), (2.6 * len(curves), 2.8))
     held = pooled(silos)
     for axis, (name, (mean, low, high)) in zip(axes[0], curves.items(), strict=True):
         axis.fill_between(X, low, high, color="C0", alpha=0.3, label="90 %")
@@ -164,7 +169,6 @@ def plot(path, sigma, report, curves, silos):
         axis.set_xlabel("x")
         axis.set_ylim(-2, 2)
     axes[0, 0].legend(fontsize=7)
-    figure.tight_layout()
     figure.savefig(f"{path}_posterior.png", dpi=130)
 
 
@@ -215,7 +219,9 @@ def main():
                 f"worst {numbers['worst']:.3f}, sd ratio {numbers['sd_ratio']:.3f}",
                 flush=True,
             )
-            if (name.startswith("SIGMA") and method == "NUTS") or name.startswith("low"):
+            if (name.startswith("SIGMA") and method == "NUTS") or (
+                name.startswith("low") and method == "SFVI"
+            ):
                 low, high = np.quantile(theta, (0.05, 0.95), axis=0)
                 curves[f"{name}, {method}"] = (theta.mean(0), low, high)
     if args.json:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 WIDTH_MIXING = 32
+LARGEST = 10.0  # log variance: draws far out must not overflow
 MIXED = 300  # shared latents, more of which are not mixed
 BESIDE = 0.1  # of the usual weights, where a network begins beside a linear path
 
@@ -61,7 +62,7 @@ class Encoder(eqx.Module):
     def __call__(self, x: Array) -> tuple[Array, Array]:
         """Of one input."""
         hidden = self.trunk(x)
-        return self.mean(hidden), self.log_variance(hidden)
+        return self.mean(hidden), jnp.minimum(self.log_variance(hidden), LARGEST)
 
 
 class Mixing(eqx.Module):

@@ -30,6 +30,12 @@ BEGIN = Settings(0, 1_024, 1, 0.0)  # draws at which networks begin
 CLIP = 0.01, 100.0  # of tau^2, as in section 4.2.3
 
 
+def default_optim(num_steps: int) -> optax.GradientTransformation:
+    """Adam; a prior with heavy tails has draws whose gradient would lead a long way off."""
+    adam = optax.adam(optax.cosine_decay_schedule(2e-3, num_steps))
+    return optax.chain(optax.clip_by_global_norm(1.0), adam)
+
+
 def _networks() -> Any:
     try:
         from numpyro_fed.sigma import networks
@@ -145,7 +151,7 @@ class SigmaPrior:
             Without an encoder: the decoder learns what a Gaussian prior makes of standard normals,
             one for each entry, which silos then all share (DeepRV, arXiv 2503.21473).
         optim : optax.GradientTransformation, optional
-            By default Adam with a cosine decay from 2e-3.
+            By default Adam with a cosine decay from 2e-3, of gradients cut to the length 1.
         progress_bar : bool
 
         Raises
@@ -221,7 +227,7 @@ class SigmaPrior:
             found,
             scales,
             settings,
-            optim or optax.adam(optax.cosine_decay_schedule(2e-3, num_steps)),
+            optim or default_optim(num_steps),
             progress_bar,
         )
         untrue = cls(
