@@ -30,6 +30,33 @@ def jit_once(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return call
 
 
+def jit_double(f: Callable[..., Any]) -> Callable[..., Any]:
+    """``jax.jit`` in double precision, of which programs are kept and traces are not.
+
+    As long as a trace lives, JAX takes the NumPy arrays that it closed over for what they are in
+    its precision, and a trace in the other one may fail of that. Where one does, in a model that
+    reads arrays from outside and was traced before, traces are dropped and it is tried again.
+    """
+    programs: dict[Any, Callable[..., Any]] = {}
+
+    def compiled(args: tuple[Any, ...]) -> Callable[..., Any]:
+        return jax.jit(lambda *a: f(*a)).lower(*args).compile(quick_options())
+
+    def call(*args: Any) -> Any:
+        with jax.enable_x64(True):
+            leaves, tree = jax.tree.flatten(args)
+            shapes = tree, *(jax.typeof(a) for a in leaves)
+            if shapes not in programs:
+                try:
+                    programs[shapes] = compiled(args)
+                except TypeError:
+                    jax.clear_caches()
+                    programs[shapes] = compiled(args)
+            return programs[shapes](*args)
+
+    return call
+
+
 @cache
 def quick_options() -> dict[str, Any]:
     """XLA's options for programs that are soon compiled, if this version has them all."""

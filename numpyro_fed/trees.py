@@ -29,3 +29,10 @@ def double(tree: Any) -> Any:
         return a.astype(np.float64) if a.dtype.kind == "f" else a
 
     return jax.tree.map(one, tree)
+
+
+def fresh(a: np.ndarray) -> Array:
+    """A NumPy array in the current precision: of one that a live trace has closed over, JAX would
+    take that trace's.
+    """
+    return jnp.asarray(a.copy())

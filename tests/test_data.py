@@ -273,3 +273,21 @@ def test_sites_of_different_sizes_are_refused_with_the_way_out():
         lay_out(wide, held)
     with pytest.raises(ModelError, match=r"local site 'c'.*Pad the axis.*handlers.mask"):
         lay_out(a_latent_a_visit, held)
+
+
+@pytest.mark.filterwarnings("error:Explicitly requested dtype")
+def test_arrays_from_outside_the_text_are_not_taken_for_double_ones():
+    """The family is looked for in double precision, of a text that closes over NumPy arrays."""
+    widths, r = np.diag(np.arange(1.0, 5.0)), np.random.default_rng(0)
+
+    def model(x, y=None):
+        scale = jnp.asarray(widths)
+        beta = numpyro.sample("beta", dist.MultivariateNormal(0.0, scale))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+        with nf.silo_plate("row", x.shape[0]):
+            numpyro.sample("y", dist.Normal((x @ scale) @ beta, sigma), obs=y)
+
+    silos = [dict(x=r.normal(size=(9, 4)), y=r.normal(size=9)) for _ in range(2)]
+    result = nf.PVI(model).run(jax.random.key(0), 1, silos, progress_bar=False)
+    assert result.state.server is not None
+    assert jax.tree.leaves(result.sample_posterior(jax.random.key(1), 3))[0].dtype == jnp.float32

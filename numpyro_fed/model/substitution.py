@@ -19,6 +19,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.primitives import silo_plate
+from numpyro_fed.trees import fresh
 
 HOW = "Each silo holds the rows of one block, and reads no other entry of the site."
 
@@ -98,12 +99,12 @@ class Blocks(NamedTuple):
 
     def rows(self, block: Array) -> tuple[Array, Array]:
         """The places of a block's entries (largest,), and which of them there are."""
-        places = jnp.asarray(self.table)[block]
+        places = fresh(self.table)[block]
         return jnp.minimum(places, self.size - 1), places < self.size
 
     def together(self, parts: Array, which: Array) -> Array:
         """The site (size,) from the entries of some blocks (blocks, largest), zero elsewhere."""
-        places = jnp.asarray(self.table)[which]
+        places = fresh(self.table)[which]
         return jnp.zeros(self.size + 1, parts.dtype).at[places].set(parts)[:-1]
 
 

@@ -22,6 +22,7 @@ from numpyro.distributions import Distribution
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.sigma.fields import Leroux
+from numpyro_fed.trees import fresh
 
 JITTER = 10  # units in the last place of the largest variance, for each entry
 
@@ -61,7 +62,7 @@ class Dense(NamedTuple):
 
     def roots(self, basis: np.ndarray) -> Array:
         """What ``basis' theta`` (rank,) says of all entries: (n, rank), of standard normals."""
-        V = jnp.asarray(basis, self.cov.dtype)
+        V = jnp.asarray(basis.copy(), self.cov.dtype)
         KV = self.cov @ V
         L = jnp.linalg.cholesky(lifted(V.T @ KV))
         return jax.scipy.linalg.solve_triangular(L, KV.T, lower=True).T
@@ -80,17 +81,17 @@ class Spectral(NamedTuple):
 
     def among(self, rows: Array, there: Array) -> Array:
         """Covariance of some entries; those that are not there are standard and independent."""
-        U = jnp.where(there[:, None], jnp.asarray(self.vectors)[rows], 0.0)
+        U = jnp.where(there[:, None], fresh(self.vectors)[rows], 0.0)
         return (U * self.variances) @ U.T + jnp.diag(jnp.where(there, 0.0, 1.0))
 
     def roots(self, basis: np.ndarray) -> Array:
         """Of the smoothest eigenvectors, as many as the basis has columns."""
         rank = basis.shape[1]
-        return jnp.asarray(self.vectors[:, -rank:]) * jnp.sqrt(self.variances[-rank:])
+        return fresh(self.vectors[:, -rank:]) * jnp.sqrt(self.variances[-rank:])
 
     def of_normals(self, noise: Array) -> Array:
         """Draws (..., n) of standard normals (..., n), each by one product with a matrix."""
-        return self.loc + (noise * jnp.sqrt(self.variances)) @ jnp.asarray(self.vectors).T
+        return self.loc + (noise * jnp.sqrt(self.variances)) @ fresh(self.vectors).T
 
 
 Field = Dense | Spectral
@@ -112,7 +113,7 @@ def field_of(fn: Distribution, site: str, spectrum: Spectrum | None) -> Field:
             "one anew."
         )
     loc, alpha = jnp.broadcast_to(fn.loc, fn.event_shape), fn.correlation
-    values = jnp.asarray(spectrum.values)
+    values = fresh(spectrum.values)
     precisions = 1 - alpha + alpha * values if isinstance(fn, Leroux) else 1 - alpha * values
     return Spectral(loc, 1 / (fn.conditional_precision * precisions), spectrum.vectors)
 

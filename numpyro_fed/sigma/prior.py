@@ -23,6 +23,7 @@ from numpyro_fed.model.substitution import Blocks
 from numpyro_fed.sigma.check import Check, checked
 from numpyro_fed.sigma.source import Scales, Source
 from numpyro_fed.sigma.training import Settings, drawn, train
+from numpyro_fed.trees import fresh
 
 VERSION = 1
 FOR_TAU = 4_096  # draws of both priors
@@ -68,7 +69,8 @@ class SigmaPrior:
     losses : array (steps,)
         Minus the evidence bound of the training.
     times : dict
-        Seconds of the training, and the share of them that drawing the prior takes.
+        ``seconds`` of the training and of a ``step``, and the share of that which ``drawing`` the
+        prior takes; NaN for trainings too short to tell.
 
     References
     ----------
@@ -277,7 +279,7 @@ class SigmaPrior:
         def one(block: Array, z_L: Array) -> tuple[Array, Array]:
             rows, there = self.blocks.rows(block)
             decoded = self.networks.decode(block, z_G, z_L, at)
-            tau = jnp.where(there, jnp.asarray(self.tau)[rows], 1.0)
+            tau = jnp.where(there, fresh(self.tau)[rows], 1.0)
             entries = self.scales.mean[rows] + self.scales.sd[rows] * decoded
             return jnp.where(there, entries, 0.0), tau
 

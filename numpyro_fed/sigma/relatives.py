@@ -28,6 +28,7 @@ from numpyro_fed.sigma.gaussian import (
     precision_of,
     unwrapped,
 )
+from numpyro_fed.trees import fresh
 
 KEPT = 0.95  # of the variance, by the shared part
 MOST = 150  # shared coefficients, by default
@@ -296,32 +297,35 @@ class SeparatorPrior(ClosedForm):
                 f"'{self.site}' is a {type(areas).__name__} here, and was a CAR or Leroux where "
                 "this was fitted."
             )
-        Q = precision_of(areas, jnp.asarray(self.adjacency))
+        Q = precision_of(areas, fresh(self.adjacency))
         loc = jnp.broadcast_to(areas.loc, areas.event_shape)
         if not len(self.border):
             return Q, loc, jnp.zeros(0)
-        normal = dist.MultivariateNormal(loc[self.border], precision_matrix=self._marginal(Q))
+        normal = dist.MultivariateNormal(
+            loc[fresh(self.border)], precision_matrix=self._marginal(Q)
+        )
         return Q, loc, numpyro.sample(f"{self.site}/border", normal)
 
     def _marginal(self, Q: Array) -> Array:
         """The precision of the areas at borders."""
 
         def lost(block: Array) -> tuple[Array, Array]:
-            near = jnp.asarray(self.near)[block]
+            near = fresh(self.near)[block]
             L, across = self._parts(Q, block)
             half = jax.scipy.linalg.solve_triangular(L, across, lower=True)
             return near, half.T @ half
 
         near, off = jax.vmap(lost)(jnp.arange(self.blocks.number))
-        P = Q[self.border[:, None], self.border]
+        border = fresh(self.border)
+        P = Q[border[:, None], border]
         return P.at[near[:, :, None], near[:, None, :]].add(-off, mode="drop")
 
     def _parts(self, Q: Array, block: Array) -> tuple[Array, Array]:
         """A root of a block's own precision, and its precision across the border next to it."""
         rows, there = self.blocks.rows(block)
-        near = jnp.asarray(self.near)[block]
+        near = fresh(self.near)[block]
         beside = near < len(self.border)
-        areas = jnp.append(jnp.asarray(self.border), 0)[near]
+        areas = jnp.append(fresh(self.border), 0)[near]
         own = jnp.where(there & there[:, None], Q[rows[:, None], rows], jnp.eye(len(rows)))
         across = jnp.where(there[:, None] & beside, Q[rows[:, None], areas], 0.0)
         return jnp.linalg.cholesky(own), across
@@ -335,7 +339,7 @@ class SeparatorPrior(ClosedForm):
         def one(block: Array, eps: Array) -> Array:
             rows, _ = self.blocks.rows(block)
             L, across = self._parts(Q, block)
-            off = jnp.append(at_border - loc[self.border], 0.0)[jnp.asarray(self.near)[block]]
+            off = jnp.append(at_border - loc[fresh(self.border)], 0.0)[fresh(self.near)[block]]
             pull = solve(L, across @ off, lower=True)
             return loc[rows] + solve(L, eps - pull, lower=True, trans="T")
 
@@ -345,4 +349,4 @@ class SeparatorPrior(ClosedForm):
         """The site, areas at borders included."""
         _, _, at_border = shared
         whole = self.blocks.together(parts, which)
-        return whole.at[self.border].set(at_border) if len(self.border) else whole
+        return whole.at[fresh(self.border)].set(at_border) if len(self.border) else whole

@@ -149,7 +149,11 @@ def train(
     seconds = time.perf_counter() - began
     rest = settings.num_steps - len(losses[0])
     each = (time.perf_counter() - compiled) / rest if rest else float("nan")
-    times = {"seconds": seconds, "drawing": _share(key, source, scales, settings, each)}
+    times = {
+        "seconds": seconds,
+        "step": each,
+        "drawing": _share(key, source, scales, settings, each),
+    }
     return whole(carry[0]), np.concatenate(losses), times
 
 

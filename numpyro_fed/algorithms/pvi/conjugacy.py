@@ -14,6 +14,7 @@ from numpyro_fed.algorithms.pvi.families import Globals, general
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.programs import jit_double
 from numpyro_fed.trees import double
 
 
@@ -26,10 +27,9 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
     if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
         return lambda stacks: False
     family, around = chosen.family, chosen.places.around
-    with jax.enable_x64(True):
-        theta = general(fm)
+    theta = general(fm)
 
-    @jax.jit
+    @jit_double
     def look(stack: SiloData, prior: Natural, points: Array) -> Array:
         def one(data: SiloData) -> Array:
             rows = row_terms(fm, theta, data)

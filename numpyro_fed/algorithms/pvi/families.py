@@ -19,7 +19,7 @@ from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.split import FederatedModel
-from numpyro_fed.programs import jit_once
+from numpyro_fed.programs import jit_double
 from numpyro_fed.trees import double
 
 FULL_UP_TO = 300
@@ -107,9 +107,9 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         )
     if covariance == "auto":
         covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
+    theta, reach = general(fm), _reach(fm)
+    points = _scattered(fm, reach)
     with jax.enable_x64(True):
-        theta, reach = general(fm), _reach(fm)
-        points = _scattered(fm, reach)
 
         def every(z: Array) -> Array:
             return jnp.stack(list(fm.prior_terms(theta, z).values()))
@@ -250,7 +250,7 @@ class Density(NamedTuple):
 def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
     """For each density natural parameters, and whether it is theirs; in one program."""
 
-    @jit_once
+    @jit_double
     def found(points: list[Array]) -> list[tuple[Natural, Array]]:
         return [one(*each) for each in zip(densities, points, strict=True)]
 
