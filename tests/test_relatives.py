@@ -380,3 +380,15 @@ def test_sites_that_cannot_be_split_are_named():
         nf.handlers.substitute_prior(gp, {"other": fit(gp, "theta", BLOCKS)})
     with pytest.raises(ValueError, match="rank"):
         nf.LowRankPrior.fit(gp, "theta", BLOCKS, rank=0)
+
+
+def test_a_field_that_is_not_substituted_is_warned_about():
+    text, data = car(chain(9)), read(silos())
+    with pytest.warns(UserWarning, match="'theta' ties all of its entries.*substitute_prior"):
+        split(text, data)
+    for kind in KINDS:
+        prior = kind.fit(text, "theta", BLOCKS, model_kwargs=silos()[0])
+        federated = nf.handlers.substitute_prior(text, {"theta": prior})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            split(federated, read(silos(), federated))

@@ -88,6 +88,8 @@ class Structure(NamedTuple):
         The latents that are masked, ``{name: whether everywhere}``.
     improper : tuple of str
         The latents whose prior is ``ImproperUniform``.
+    fields : tuple of str
+        The global latents whose prior ties many entries together: maps, processes.
     """
 
     sites: tuple[Site, ...]
@@ -96,6 +98,7 @@ class Structure(NamedTuple):
     supports: dict[str, Any]
     masked: dict[str, bool]
     improper: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
 
 def structures(model: Callable, silos: Sequence[SiloData]) -> list[Structure]:
@@ -143,6 +146,7 @@ def structure(model: Callable, data: SiloData, owner: str, *, split: bool = True
     return found[0]
 
 
+MANY_POINTS = 50  # of a process, which it is worth to take apart
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -209,6 +213,7 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
     places: dict[str | None, int] = {}
     supports: dict[str, Any] = {}
     masked: dict[str, bool] = {}
+    fields: list[str] = []
     improper: list[str] = []
     nested = False
     for site in trace.values():
@@ -226,6 +231,8 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
                 masked |= _masked(entry.name, site["fn"])
                 if isinstance(_base(site["fn"]), dist.ImproperUniform):
                     improper.append(entry.name)
+                if entry.plate is None and _is_field(entry.name, site["fn"]):
+                    fields.append(entry.name)
             sites.append(entry)
         elif site["type"] == "param":
             support = site["kwargs"].get("constraint", constraints.real)
@@ -243,7 +250,7 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
                 f"site '{site['name']}' is mutable state (numpyro_mutable, batch norm), which has "
                 "no meaning in a log density. Use numpyro.param for what is learned."
             )
-    return Structure(tuple(sites), sizes, nested, supports, masked, tuple(improper))
+    return Structure(tuple(sites), sizes, nested, supports, masked, tuple(improper), tuple(fields))
 
 
 def _sizes(trace: dict[str, Any]) -> Sizes:
@@ -321,6 +328,17 @@ def _base(fn: Any) -> Any:
     while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
         fn = fn.base_dist
     return fn
+
+
+def _is_field(name: str, fn: Any) -> bool:
+    """Whether a prior is an autoregression of areas, or a process at many points; not what a
+    substitution has left of one.
+    """
+    fn = _base(fn)
+    if name.endswith("/border"):
+        return False
+    many = isinstance(fn, dist.MultivariateNormal) and fn.event_shape[0] >= MANY_POINTS
+    return many or hasattr(fn, "adj_matrix")
 
 
 def _masked(name: str, fn: Any) -> dict[str, bool]:

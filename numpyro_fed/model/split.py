@@ -169,6 +169,7 @@ def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
         if text is not model:
             model, found = text, structures(text, silos)
     _warn_masked(found[0])
+    _warn_fields(found[0])
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
     fm = _federated_model(model, found[smallest], silos[smallest])
     reaches = _dependence(fm, model, silos[smallest])
@@ -198,6 +199,17 @@ def _warn_masked(found: Structure) -> None:
             else f"the latent site '{name}' is masked: where the mask is False it has no prior, so "
             "that its posterior is improper and a bound can grow for ever. Mask only the observed "
             "site (obs_mask adds such a latent; give a mask to numpyro.handlers.mask instead).",
+            stacklevel=3,
+        )
+
+
+def _warn_fields(found: Structure) -> None:
+    for name in found.fields:
+        warnings.warn(
+            f"the prior of '{name}' ties all of its entries together, so that it is fitted as one "
+            "large global latent, which all silos share. nf.handlers.substitute_prior puts a prior "
+            "in its place in which silos are independent given what they share: "
+            "nf.SeparatorPrior, nf.LowRankPrior, nf.BlockPrior, nf.SigmaPrior.",
             stacklevel=3,
         )
 
