@@ -167,6 +167,55 @@ def test_hyperparameters_beyond_the_training_do_not_reach_the_networks(trained):
         nf.SigmaPrior.fit(KEY, gp, "theta", BLOCKS, ranges={"scale": (0.35, 0.4)}, **QUICK)
 
 
+def test_a_decoder_alone_learns_what_a_prior_makes_of_normals():
+    """The linear map that it begins at is exact where there is nothing that it depends on."""
+    cov = np.exp(-((PLACES[:, None] - PLACES) ** 2)) + 0.1 * np.eye(6)
+
+    def fixed():
+        numpyro.sample("theta", dist.MultivariateNormal(1.0, cov))
+
+    settings = dict(num_steps=500, progress_bar=False, decoder_only=True)
+    prior = nf.SigmaPrior.fit(KEY, fixed, "theta", UNEVEN, **settings)
+    n = 20_000
+    draws = np.asarray(prior.deterministic.sample(KEY, n), float)
+    se = np.sqrt((cov**2 + np.outer(np.diag(cov), np.diag(cov))) / n)
+    assert (abs(np.cov(draws.T) - cov) < 4.5 * se + 0.05 * np.diag(cov).mean()).all()
+    learnt = nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, **settings)
+    for row in learnt.check(KEY, [dict(scale=0.4)]).rows:
+        assert max(row.within, row.across) < 0.2
+
+    def skewed():
+        numpyro.sample("theta", dist.Gamma(2.0).expand([6]).to_event(1))
+
+    with pytest.raises(nf.ModelError, match="no Gaussian whose draws are known"):
+        nf.SigmaPrior.fit(KEY, skewed, "theta", UNEVEN, **settings)
+    with pytest.raises(ValueError, match="z_global=3 with decoder_only"):
+        nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, z_global=3, **settings)
+
+
+def test_hyperparameters_beyond_the_training_are_warned_of(trained, tmp_path):
+    with pytest.warns(UserWarning, match="scale=5.0 is outside of what the prior of 'theta'"):
+        trained.sample(KEY, 2, dict(scale=5.0))
+    ranged = nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, ranges={"scale": (0.01, 20.0)}, **QUICK)
+    ranged.save(tmp_path / "prior")
+
+    def wide():
+        scale = numpyro.sample("scale", dist.LogNormal(3, 1))
+        cov = jnp.exp(-((PLACES[:, None] - PLACES) ** 2) / (2 * scale**2)) + 1e-3 * jnp.eye(6)
+        numpyro.sample("theta", dist.MultivariateNormal(2.0, 4 * cov))
+
+    with pytest.warns(UserWarning, match="outside of the range 0.01 to 20.0 in"):
+        nf.SigmaPrior.load(tmp_path / "prior", wide, "theta", UNEVEN)
+
+
+def test_the_networks_of_the_paper_can_be_had(tmp_path):
+    plain = nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, principal_components=False, **QUICK)
+    assert plain.networks.components is None
+    plain.save(tmp_path / "prior")
+    again = nf.SigmaPrior.load(tmp_path / "prior", gp, "theta", UNEVEN)
+    np.testing.assert_array_equal(again.sample(KEY, 5), plain.sample(KEY, 5))
+
+
 def test_saved_and_loaded_without_pickle(trained, tmp_path):
     trained.save(tmp_path / "prior")
     again = nf.SigmaPrior.load(tmp_path / "prior", gp, "theta", UNEVEN)

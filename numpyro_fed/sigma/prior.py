@@ -294,6 +294,8 @@ class SigmaPrior:
 
     def sample(self, key: Array, n: int, phi: Mapping[str, Any] | None = None) -> Array:
         """Draws of the site (n, entries), at hyperparameters or over their training's."""
+        if phi is not None:
+            self.source.compare(phi, self.scales)
 
         def one(key: Array) -> Array:
             for_phi, for_rest = jax.random.split(key)
@@ -378,7 +380,8 @@ class SigmaPrior:
         Raises
         ------
         SavedStateError
-            If it was trained for another site, other hyperparameters or other blocks.
+            If it was trained for another site, other hyperparameters or other blocks. A model whose
+            prior of the hyperparameters goes beyond the training's range is warned of.
         """
         nets, text = _networks(), Path(path).with_suffix(".json")
         if not text.exists():
@@ -402,6 +405,7 @@ class SigmaPrior:
                 f"{len(arrays['table'])} there, {found.number} here, or other entries in them."
             )
         like = nets.Networks(nets.Sizes(**said["sizes"]), jax.random.key(0))
+        replace(source, ranges=ranges).compare_with_prior(jax.random.key(0))
         leaves, tree = jax.tree.flatten(like)
         weights = iter(range(len(leaves)))
         read = [

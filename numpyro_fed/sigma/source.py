@@ -162,12 +162,13 @@ class Source:
                 "of its covariance what the precision needs (1e-4 of a variance in single), give "
                 "narrower ranges, or use double precision."
             )
-        self._compare_with_prior(key)
+        self.compare_with_prior(key)
         quantiles = jnp.quantile(phi, jnp.linspace(0, 1, LEVELS), axis=0)
         sd = theta[:, 0].std(0)
         return Scales(quantiles, theta[:, 0].mean(0), jnp.where(sd > 0, sd, 1.0))
 
-    def _compare_with_prior(self, key: Array) -> None:
+    def compare_with_prior(self, key: Array) -> None:
+        """Warn where the prior goes beyond the ranges."""
         if not self.ranges:
             return
         keys = jax.random.split(key, LOOKS)
@@ -183,6 +184,26 @@ class Source:
                     "narrow the prior in the model.",
                     stacklevel=4,
                 )
+
+    def compare(self, phi: Mapping[str, Any], scales: Scales) -> None:
+        """Warn of hyperparameters that are known, and are outside of the training's."""
+        if any(isinstance(v, jax.core.Tracer) for v in phi.values()):
+            return
+        given: dict[str, Any] = {name: np.asarray(phi[name]) for name in self.phi}
+        flat = np.asarray(self.flat(given))
+        low, high = np.asarray(scales.quantiles)[[0, -1]]
+        slack = 1e-3 * (high - low)
+        if ((flat < low - slack) | (flat > high + slack)).any():
+            said = ", ".join(f"{name}={value}" for name, value in given.items())
+            ranges = (
+                ", ".join(f"{name}: {a} to {b}" for name, (a, b) in self.ranges.items())
+                or f"in unconstrained space {low} to {high}"
+            )
+            warnings.warn(
+                f"{said} is outside of what the prior of '{self.site}' was trained for "
+                f"({ranges}): it is taken at the end of that. Train it for a wider range.",
+                stacklevel=3,
+            )
 
 
 def hyperparameters(model: Callable, site: str, kwargs: Mapping[str, Any]) -> tuple[str, ...]:

@@ -72,12 +72,10 @@ def drawn(source: Source, scales: Scales, settings: Settings, key: Array) -> Dra
     """A step's hyperparameters (batch, hyper) and entries (batch, entries), standardised, and the
     standard normals (batch, entries) that these are made of.
     """
-    each = settings.draws_per_phi
-    phi, *draws = source.draw(key, -(-settings.batch_size // each), each)
-    phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)
-    phi, theta, noise = jax.tree.map(
-        lambda a: a.reshape(-1, a.shape[-1])[: settings.batch_size], (phi, *draws)
-    )
+    n, each = settings.batch_size, settings.draws_per_phi
+    phi, *draws = source.draw(key, -(-n // each), each)
+    phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)[:n]
+    theta, noise = jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], draws)
     return Draws(phi, (theta - scales.mean) / scales.sd, noise)
 
 
