@@ -9,10 +9,12 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_cpu_enable_concurrency_optimized_scheduler=false "
-    "--xla_cpu_multi_thread_eigen=false "  # its pool has been seen to hang where cores are busy
     "--xla_disable_hlo_passes=while-loop-invariant-code-motion,while-loop-simplifier,"
     "conditional_simplification",
 )
+# One thread a worker. In a pool of two, two of jaxlib's batched LAPACK kernels (0.10) can wait for
+# each other for ever: each takes a thread, and waits there for work that it has put into the queue.
+os.environ.setdefault("NPROC", "1")
 gc.set_threshold(200_000, 20, 50)  # traces are many small objects that live on
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
