@@ -201,6 +201,8 @@ def main():
         "independent blocks": nf.BlockPrior.fit(model, "theta", BLOCKS, **held),
         "low rank and blocks": nf.LowRankPrior.fit(model, "theta", BLOCKS, rank=10, **held),
     }
+    if args.quick:
+        priors = {name: priors[name] for name in ("SIGMA, auxiliary", "low rank and blocks")}
     texts = {n: nf.handlers.substitute_prior(model, {"theta": p}) for n, p in priors.items()}
     found, curves = {}, {}
     mean, sd = reference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -51,6 +52,7 @@ def jit_double(f: Callable[..., Any]) -> Callable[..., Any]:
                     programs[shapes] = compiled(args)
                 except TypeError:
                     jax.clear_caches()
+                    gc.collect()  # traces may hold themselves in cycles
                     programs[shapes] = compiled(args)
             return programs[shapes](*args)
 
