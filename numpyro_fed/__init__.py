@@ -1,6 +1,6 @@
 """Federated Bayesian inference for ordinary NumPyro models."""
 
-from numpyro_fed import divergences, expfam, guides, local, losses, testing
+from numpyro_fed import barycenters, divergences, expfam, guides, local, losses, testing
 from numpyro_fed.errors import (
     CallbackError,
     DataError,
@@ -26,6 +26,7 @@ from numpyro_fed.methods.pvi_family import (
     StreamingVB,
 )
 from numpyro_fed.methods.sfvi import SFVI
+from numpyro_fed.methods.sfvi_avg import SFVIAvg
 from numpyro_fed.methods.soul import SOUL
 from numpyro_fed.methods.vfl import VFL
 from numpyro_fed.methods.vfl_node import VerticalServerNode
@@ -78,6 +79,7 @@ __all__ = [
     "Plan",
     "PowerEP",
     "Result",
+    "SFVIAvg",
     "SavedStateError",
     "SeparatorPrior",
     "ServerNode",
@@ -87,6 +89,7 @@ __all__ = [
     "StreamingVB",
     "VerticalResult",
     "VerticalServerNode",
+    "barycenters",
     "check_decomposition",
     "client_sum",
     "compare",

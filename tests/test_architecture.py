@@ -28,7 +28,7 @@ LAYERS = [
             "model.clients",
             "losses",
         ),
-        *("expfam", "divergences", "barycenter"),
+        *("expfam", "divergences", "barycenters"),
     },
     {"model.sites"},
     {"model.binding"},

@@ -116,7 +116,8 @@ def test_training_comes_near_the_evidence(trained):
     found = []
     for i, key in enumerate(jax.random.split(KEY, 300)):
         scale = trained.source.hyper(key)
-        fn, sd = trained.source.distribution(scale), trained.scales.sd
+        fn = trained.source.distribution(scale)
+        sd = trained.scales.sd * trained.scales.size(trained.source.flat(scale))
         theta = (fn.sample(jax.random.fold_in(key, i), (20,)) - trained.scales.mean) / sd
         cov = fn.covariance_matrix / jnp.outer(sd, sd) + 0.2**2 * jnp.eye(6)
         found.append(
@@ -159,12 +160,88 @@ def test_a_run_on_the_substituted_model(trained, kind):
 
 def test_hyperparameters_beyond_the_training_do_not_reach_the_networks(trained):
     low, high = (float(np.exp(trained.scales.quantiles[i, 0])) for i in (0, -1))
-    ends = [trained.phi_at({"scale": jnp.array(s)}) for s in (low / 10, low, high, 10 * high)]
+    places = [
+        trained.source.flat({"scale": jnp.array(s)}) for s in (low / 10, low, high, 10 * high)
+    ]
+    ends = [trained.scales.uniform(at) for at in places]
+    sizes = [trained.scales.size(at) for at in places]
+    np.testing.assert_allclose((sizes[0], sizes[2]), (sizes[1], sizes[3]), rtol=1e-5)
     np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5)
     np.testing.assert_allclose(ends[2], ends[3], rtol=1e-5)
     np.testing.assert_allclose(ends[3] - ends[0], 2 * 3**0.5, rtol=1e-5)
     with pytest.warns(UserWarning, match=r"'scale' is outside of the range 0.35 to 0.4 in \d+ %"):
         nf.SigmaPrior.fit(KEY, gp, "theta", BLOCKS, ranges={"scale": (0.35, 0.4)}, **QUICK)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1e4])
+def test_a_hyperparameter_that_is_a_scale_in_any_unit(unit):
+    """The field's size is learnt apart from its shape; tau follows it."""
+
+    def model():
+        scale = numpyro.sample("scale", dist.LogNormal(-1, 1))
+        cov = jnp.exp(-((PLACES[:, None] - PLACES) ** 2)) + 1e-2 * jnp.eye(6)
+        numpyro.sample("theta", dist.MultivariateNormal(0.0, (unit * scale) ** 2 * cov))
+
+    prior = nf.SigmaPrior.fit(KEY, model, "theta", UNEVEN, num_steps=500, progress_bar=False)
+    for kind in (prior, prior.deterministic):
+        for row in kind.check(KEY, [dict(scale=s) for s in (0.1, 0.4, 1.3)]).rows:
+            assert max(row.within, row.across) < 0.15, row
+            assert 0.8 < row.variance < 1.25, row
+
+
+def test_a_prior_that_is_not_that_of_the_text_is_refused(trained, tmp_path):
+    def other(spread=None, **kwargs):
+        def model(area=None, y=None, width=1.0):
+            scale = numpyro.sample("scale", dist.LogNormal(-1, 0.3))
+            sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+            gaps = (PLACES[:, None] - PLACES) ** 2
+            cov = jnp.exp(-gaps / (2 * scale**2)) + 1e-3 * jnp.eye(6)
+            size = width if spread is None else spread
+            theta = numpyro.sample("theta", dist.MultivariateNormal(2.0, 4 * size**2 * cov))
+            if area is not None:
+                with nf.silo_plate("row", area.shape[0]):
+                    numpyro.sample("y", dist.Normal(theta[area], sigma), obs=y)
+
+        return model
+
+    def run(model, **more):
+        silos = [
+            dict(area=np.array(b), y=np.ones(len(b)), **{k: v[j] for k, v in more.items()})
+            for j, b in enumerate(UNEVEN)
+        ]
+        federated = nf.handlers.substitute_prior(model, {"theta": trained})
+        return nf.SFVI(federated, start=None).run(KEY, 1, silos, progress_bar=False)
+
+    run(other(1.0))
+    with pytest.raises(nf.ModelError, match="silo 0: 'theta' has another distribution"):
+        run(other(50.0))
+    with pytest.raises(nf.ModelError, match="silo 1: 'theta' has another distribution"):
+        run(other(), width=(np.array(1.0), np.array(3.0)))
+    trained.save(tmp_path / "prior_sd1.0")
+    assert (tmp_path / "prior_sd1.0.npz").exists()
+    loaded = nf.SigmaPrior.load(tmp_path / "prior_sd1.0", gp, "theta", UNEVEN)
+    np.testing.assert_array_equal(loaded.tau, trained.tau)
+    with pytest.raises(nf.SavedStateError, match="for another prior of 'theta'"):
+        nf.SigmaPrior.load(tmp_path / "prior_sd1.0", other(50.0), "theta", UNEVEN)
+
+
+def test_what_cannot_be_learnt_is_refused_before_the_training():
+    def positive():
+        numpyro.sample("theta", dist.LogNormal(0, 1).expand([6]).to_event(1))
+
+    with pytest.raises(nf.ModelError, match=r"support .* expected real numbers"):
+        nf.SigmaPrior.fit(KEY, positive, "theta", UNEVEN, **QUICK)
+
+    def parametrised():
+        width = numpyro.param("width", 0.3)
+        numpyro.sample("theta", dist.MultivariateNormal(0.0, width * jnp.eye(6)))
+
+    with pytest.raises(nf.ModelError, match="depends on the parameter 'width'"):
+        nf.SigmaPrior.fit(KEY, parametrised, "theta", UNEVEN, **QUICK)
+    with pytest.raises(nf.DataError, match=r"range of 'scale', -1 to 1, leaves its support"):
+        nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, ranges={"scale": (-1, 1)}, **QUICK)
+    with pytest.raises(ValueError, match="clip"):
+        nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, clip=(0.0, 1.0), **QUICK)
 
 
 def test_a_decoder_alone_learns_what_a_prior_makes_of_normals():
@@ -185,7 +262,7 @@ def test_a_decoder_alone_learns_what_a_prior_makes_of_normals():
         assert max(row.within, row.across) < 0.2
 
     def skewed():
-        numpyro.sample("theta", dist.Gamma(2.0).expand([6]).to_event(1))
+        numpyro.sample("theta", dist.Gumbel(0, 1).expand([6]).to_event(1))
 
     with pytest.raises(nf.ModelError, match="no Gaussian whose draws are known"):
         nf.SigmaPrior.fit(KEY, skewed, "theta", UNEVEN, **settings)
@@ -204,7 +281,7 @@ def test_hyperparameters_beyond_the_training_are_warned_of(trained, tmp_path):
         cov = jnp.exp(-((PLACES[:, None] - PLACES) ** 2) / (2 * scale**2)) + 1e-3 * jnp.eye(6)
         numpyro.sample("theta", dist.MultivariateNormal(2.0, 4 * cov))
 
-    with pytest.warns(UserWarning, match="outside of the range 0.01 to 20.0 in"):
+    with pytest.warns(UserWarning, match=r"was trained for scale from 0.\d+ to 20, and \d\d % of"):
         nf.SigmaPrior.load(tmp_path / "prior", wide, "theta", UNEVEN)
 
 

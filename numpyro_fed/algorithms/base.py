@@ -240,6 +240,8 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
         Logged for each visit of a silo, for the user of a simulation; not a message.
     done : server_state -> () bool, optional
         Whether it has come to its end by itself; no round is begun after that.
+    opening : tuple of Exchange
+        Run once, from the first states, before the first round.
     """
 
     init_server: Callable[[Array], Server]
@@ -249,6 +251,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     private: Callable[[Silo], Private]
     watch: Callable[[Silo], Any] | None = None
     done: Callable[[Server], Array] | None = None
+    opening: tuple[Exchange, ...] = ()
 
 
 def ascend(

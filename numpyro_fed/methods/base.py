@@ -273,7 +273,7 @@ class Method(ABC):
         ModelError
             Naming the silo that does not fit together with the others.
         """
-        plan = agree(facts)
+        plan = self._agreed(facts)
         return self._planned(split(self._text(), [plan.template()]), plan)
 
     def read_plan(self, text: str) -> Plan:
@@ -310,9 +310,17 @@ class Method(ABC):
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         alone, asks = [Bucket((number,), ({},), stack)], checks(built.model)
         check_rows_apart(built.model, asks, draws, alone)
-        opening = name in {x.name for x in built.opening}
-        if opening and (coupled := why_coupled(built.model, asks, alone)) is not None:
+        searches = name in {x.name for x in built.searching}
+        if searches and (coupled := why_coupled(built.model, asks, alone)) is not None:
             raise ModelError(f"{coupled}. Use start=None.")
+
+    def _agreed(self, facts: Sequence[Facts]) -> Plan:
+        plan = agree(facts)
+        self._check_facts(facts)
+        return plan
+
+    def _check_facts(self, facts: Sequence[Facts]) -> None:  # noqa: B027
+        """Refuse silos that fit together, but not under this method."""
 
     def _planned(self, fm: FederatedModel, plan: Plan) -> Plan:
         return replace(plan, settings=json.dumps(self._resolved(fm, plan), sort_keys=True))
@@ -332,7 +340,7 @@ class Method(ABC):
                 facts_of(layout.model, data, size)
                 for data, size in zip(read, layout.sizes, strict=True)
             ]
-            self._layouts[shapes] = layout, agree(facts), self._shaped(layout.model)
+            self._layouts[shapes] = layout, self._agreed(facts), self._shaped(layout.model)
         layout, agreed, shaped = self._layouts[shapes]
         buckets = layout.arrange(read)
         verdicts = self._verdicts(layout, shaped, [b.data for b in buckets])

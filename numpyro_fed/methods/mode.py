@@ -232,7 +232,7 @@ def begin(
     """
     fm, start = fit.model, fit.built.start
     if start is None:
-        return fit.runtime.init(key, batches), None
+        return opened(fit, key, fit.runtime.init(key, batches), batches), None
     if (coupled := why_coupled(fm, fit.checks, buckets)) is not None:
         raise NoStartError(coupled)
     if start.around is None and len(start.effects):
@@ -263,13 +263,23 @@ def begin(
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
             zero = jnp.zeros((), jnp.int32)
-            return strong(State(zero, server, silos, carry)), found
+            state = strong(State(zero, server, silos, carry))
+            return opened(fit, key, state, batches), found
     if fm.flat:
         raise _not_found(exchanges, 1)
     raise NoStartError(
         "no mode to start from was found where log density, gradient and Hessian are finite. "
         "Double precision (jax.config.update('jax_enable_x64', True)) may help"
     )
+
+
+def opened(fit: Fit, key: Array, state: State, batches: tuple[Batch, ...]) -> State:
+    """The state after the exchanges with which the algorithm itself opens."""
+    for exchange in fit.built.algorithm.opening:
+        once = _single(fit, fit.runtime, exchange)
+        server, silos, _, _ = once(key, state.server, state.silos, batches)
+        state = strong(state._replace(server=server, silos=silos))
+    return state
 
 
 def _usable(fm: FederatedModel, search: Search | Climb) -> bool:

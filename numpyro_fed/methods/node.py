@@ -10,7 +10,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.methods.base import Method
-from numpyro_fed.methods.mode import NoStartError, begin
+from numpyro_fed.methods.mode import NoStartError, begin, opened
 from numpyro_fed.model.facts import Facts
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.runtime.drive import drive
@@ -73,7 +73,7 @@ class ServerNode:
             state, start = begin(fit, key, (), runtime_of)
         except NoStartError as error:
             warnings.warn(error.warning, stacklevel=2)
-            state, start = runtime.init(key, ()), None
+            state, start = opened(fit, key, runtime.init(key, ()), ()), None
         stops = stop is not None
         run = drive(runtime, key, state, (), num_rounds, progress_bar, server_data, stop=stops)
         return self._method._finish(run, fit, None, start)

@@ -39,6 +39,40 @@ def default_optimiser() -> optax.GradientTransformation:
     return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
 
 
+def check_optimiser(optim: Any) -> None:
+    """Refuse what is none of Optax's, or needs more than a gradient; None is fine."""
+    if optim is None:
+        return
+    if not isinstance(optim, optax.GradientTransformation):
+        raise TypeError(
+            f"optim must be an Optax optimiser such as optax.adam(1e-2), got "
+            f"{type(optim).__module__}.{type(optim).__name__}. Of optax.MultiSteps "
+            "pass its .gradient_transformation()."
+        )
+    try:
+        jax.eval_shape(lambda x: optim.update(x, optim.init(x), x), jnp.zeros(2))
+    except Exception as error:
+        raise TypeError(
+            "optim must take a step from a gradient alone; optimisers that need the value of "
+            f"the loss or search along a line, as optax.lbfgs does, cannot be used ({error})."
+        ) from error
+
+
+def result_of(run: Run, fit: Fit, held: Silos | None, *, quiet: bool) -> Result:
+    """The result of a run by stochastic steps, with a warning where it should go on."""
+    result = Result(run.losses, run.state, fit, held)
+    if quiet or run.ended == "converged":
+        return result
+    if len(run.losses) >= ENOUGH and run.log is not None and not result.settled:
+        warnings.warn(
+            f"the bound was still rising at the end of these {len(run.losses)} rounds: run for "
+            "more of them (init_state=result.state goes on), or take larger steps. "
+            "result.report() says how far the fit can be trusted.",
+            stacklevel=6,
+        )
+    return result
+
+
 @dataclass(frozen=True)
 class SFVI(Method):
     r"""Structured federated variational inference.
@@ -116,34 +150,10 @@ class SFVI(Method):
             raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
         positive_int("num_particles", self.num_particles)
         positive_int("starts", self.starts)
-        if (optim := self.optim) is None:
-            return
-        if not isinstance(self.optim, optax.GradientTransformation):
-            raise TypeError(
-                f"optim must be an Optax optimiser such as optax.adam(1e-2), got "
-                f"{type(self.optim).__module__}.{type(self.optim).__name__}. Of optax.MultiSteps "
-                "pass its .gradient_transformation()."
-            )
-        try:
-            jax.eval_shape(lambda x: optim.update(x, optim.init(x), x), jnp.zeros(2))
-        except Exception as error:
-            raise TypeError(
-                "optim must take a step from a gradient alone; optimisers that need the value of "
-                f"the loss or search along a line, as optax.lbfgs does, cannot be used ({error})."
-            ) from error
+        check_optimiser(self.optim)
 
     def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
-        result = Result(run.losses, run.state, fit, held)
-        if quiet or run.ended == "converged":
-            return result
-        if len(run.losses) >= ENOUGH and run.log is not None and not result.settled:
-            warnings.warn(
-                f"the bound was still rising at the end of these {len(run.losses)} rounds: run for "
-                "more of them (init_state=result.state goes on), or take larger steps. "
-                "result.report() says how far the fit can be trusted.",
-                stacklevel=5,
-            )
-        return result
+        return result_of(run, fit, held, quiet=quiet)
 
     def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         largest, total = dict(plan.largest), dict(plan.total)

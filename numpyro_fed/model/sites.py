@@ -338,6 +338,8 @@ def _is_field(name: str, fn: Any) -> bool:
     if name.endswith("/border"):
         return False
     many = isinstance(fn, dist.MultivariateNormal) and fn.event_shape[0] >= MANY_POINTS
+    if many and not isinstance(fn.scale_tril, jax.core.Tracer):
+        many = bool(np.tril(fn.scale_tril, -1).any())  # not merely written as a matrix
     return many or hasattr(fn, "adj_matrix")
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import handlers
-from numpyro.distributions import Distribution
+from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.distribution import validation_enabled
 from numpyro.infer.util import compute_log_probs
 from numpyro.primitives import Messenger
@@ -21,6 +21,8 @@ from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.trees import fresh
 
+REAL = constraints.real, constraints.real_vector
+NEARER = 1.0, 0.1, 1e-3, 0.0  # of a draw
 HOW = "Each silo holds the rows of one block, and reads no other entry of the site."
 
 
@@ -56,7 +58,8 @@ class Blocks(NamedTuple):
                 )
             taken = [i for i in own.tolist() if of[i] >= 0]
             if taken or len(np.unique(own)) < len(own):
-                twice = taken[0] if taken else own[0]
+                values, counts = np.unique(own, return_counts=True)
+                twice = taken[0] if taken else values[counts > 1][0]
                 raise DataError(
                     f"entry {twice} of '{site}' is in two blocks, or twice in block {j}. Blocks "
                     "must hold each entry once."
@@ -135,6 +138,10 @@ class SitePrior(Protocol):
         """The site (size,), of these blocks."""
         ...
 
+    def suits(self, model: Callable, silos: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a text, run on what silos hold, in which the site has another prior."""
+        ...
+
 
 class _Substitution(Messenger):
     """Put other priors in the place of sites, for the blocks that are held here."""
@@ -190,19 +197,22 @@ class Substituted:
             For a silo that reads entries of several blocks, or of none, and for two that read
             entries of one block.
         """
-        found: list[dict[str, Any]] = [dict(silo) for silo in silos]
-        for site, prior in self.priors.items():
-            name, owner = block_name(site), dict[int, int]()
-            for j, silo in enumerate(found):
-                given = silo.pop(name, None)
-                block = self._block(site, prior.blocks, silo, j, given)
+        for prior in self.priors.values():
+            prior.suits(self.model, silos)
+        names = {block_name(site): site for site in self.priors}
+        held = [{k: v for k, v in silo.items() if k not in names} for silo in silos]
+        found = [dict(silo) for silo in held]
+        for name, site in names.items():
+            prior, owner = self.priors[site], dict[int, int]()
+            for j, silo in enumerate(held):
+                block = self._block(site, prior.blocks, silo, j, silos[j].get(name))
                 if block in owner:
                     raise DataError(
                         f"silos {owner[block]} and {j} both read entries of block {block} of "
                         f"'{site}'. {HOW}"
                     )
                 owner[block] = j
-                silo[name] = np.array([block], np.int32)
+                found[j][name] = np.array([block], np.int32)
         return found
 
     def _block(self, site: str, blocks: Blocks, silo: dict[str, Any], j: int, given: Any) -> int:
@@ -234,20 +244,21 @@ class Substituted:
         known = (site, tree, tuple(map(repr, static.items())))
         if known not in self._slopes:
             others = [name for name in self.priors if name != site]
-            self._slopes[known] = density_slope(self.model, site, others, kwargs_of)
-        found = np.asarray(self._slopes[known](arrays))
-        return (found != 0) | np.isnan(found)
+            self._slopes[known] = entries_read(self.model, site, others, kwargs_of)
+        return np.asarray(self._slopes[known](arrays))
 
 
-def density_slope(
+def entries_read(
     model: Callable, site: str, others: Sequence[str], kwargs_of: Callable[[Any], dict[str, Any]]
 ) -> Callable[[Any], Array]:
-    """The gradient of all other sites' log densities with respect to a site (size,), at a draw of
-    the model, as a function of a silo's arrays.
+    """Which entries of a site (size,) move the other sites' log densities, as a function of a
+    silo's arrays.
+
+    By gradients at a draw of the model and nearer to zero, since a density may be flat far out.
     """
 
     @jax.jit
-    def slope(arrays: Any) -> Array:
+    def moves(arrays: Any) -> Array:
         kwargs = kwargs_of(arrays)
         first = handlers.trace(handlers.seed(model, 0)).get_trace(**kwargs)
         latents = {n: s["value"] for n, s in first.items() if s["type"] == "sample"}
@@ -257,9 +268,10 @@ def density_slope(
             terms, _ = compute_log_probs(at, (), kwargs, {})
             return sum(p.sum() for n, p in terms.items() if n != site and n not in others)
 
-        return jax.grad(density)(latents[site])
+        near = [jax.grad(density)(share * latents[site]) for share in NEARER]
+        return jnp.stack([(slope != 0) | jnp.isnan(slope) for slope in near]).any(0)
 
-    return slope
+    return moves
 
 
 def block_name(site: str) -> str:
@@ -293,6 +305,11 @@ def site_of(model: Callable, site: str, kwargs: Mapping[str, Any]) -> Distributi
         raise ModelError(
             f"'{site}' has the batch shape {fn.batch_shape} and the event shape {fn.event_shape}: "
             "expected one vector, outside of plates, such as dist.MultivariateNormal or dist.CAR."
+        )
+    if getattr(fn.support, "base_constraint", fn.support) not in REAL:
+        raise ModelError(
+            f"'{site}' has the support {fn.support}: expected real numbers. Sample a real vector, "
+            "and transform it in the model (jnp.exp of it, say)."
         )
     return fn
 

@@ -116,16 +116,21 @@ class Built(NamedTuple):
 
     def sender(self, exchange: Exchange) -> FederatedAlgorithm:
         """The algorithm from whose states an exchange starts."""
-        opening = exchange.name in {x.name for x in self.opening}
-        return self.first if opening else self.algorithm
+        searches = exchange.name in {x.name for x in self.searching}
+        return self.first if searches else self.algorithm
 
     @property
-    def opening(self) -> tuple[Exchange, ...]:
-        """The exchanges before the first round."""
+    def searching(self) -> tuple[Exchange, ...]:
+        """The exchanges that find where to start."""
         if self.start is None:
             return ()
         looks = () if self.start.around is None else (self.start.around,)
         return (*self.start.search.exchanges, *looks, self.start.begin)
+
+    @property
+    def opening(self) -> tuple[Exchange, ...]:
+        """The exchanges before the first round."""
+        return (*self.searching, *self.algorithm.opening)
 
 
 class Fit(NamedTuple):

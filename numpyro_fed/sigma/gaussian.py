@@ -28,12 +28,13 @@ JITTER = 10  # units in the last place of the largest variance, for each entry
 
 
 class Spectrum(NamedTuple):
-    """Eigenvalues (n,), those of the smoothest directions last, and vectors (n, n), ``D^{-1/2} U``
-    for a CAR.
+    """Eigenvalues (n,), those of the smoothest directions last, vectors (n, n), ``D^{-1/2} U`` for
+    a CAR, and the adjacency (n, n) that they are of.
     """
 
     values: np.ndarray
     vectors: np.ndarray
+    adjacency: np.ndarray
 
     @classmethod
     def of(cls, fn: Distribution, site: str) -> Spectrum | None:
@@ -43,10 +44,10 @@ class Spectrum(NamedTuple):
             return None
         if isinstance(unwrapped(fn), Leroux):
             values, vectors = scipy.linalg.eigh(np.diag(W.sum(1)) - W)
-            return cls(values[::-1].clip(0), vectors[:, ::-1])
+            return cls(values[::-1].clip(0), vectors[:, ::-1], W)
         scale = 1 / np.sqrt(W.sum(1))
         values, vectors = scipy.linalg.eigh(W * scale * scale[:, None])
-        return cls(values, scale[:, None] * vectors)
+        return cls(values, scale[:, None] * vectors, W)
 
 
 class Dense(NamedTuple):
@@ -146,6 +147,16 @@ def adjacency_of(fn: Distribution, site: str) -> np.ndarray | None:
             "known before a run. Give numbers."
         ) from error
     return checked_adjacency(W.astype(float), site, islands=isinstance(fn, Leroux))
+
+
+def same_areas(fn: Distribution, site: str, adjacency: np.ndarray) -> None:
+    """Refuse areas with other neighbours than those that a prior was fitted to."""
+    if np.array_equal(np.asarray(adjacency_of(fn, site)), adjacency):
+        return
+    raise ModelError(
+        f"the areas of '{site}' have other neighbours here than where its prior was fitted: fit "
+        "one anew."
+    )
 
 
 def checked_adjacency(W: np.ndarray, site: str, *, islands: bool) -> np.ndarray:

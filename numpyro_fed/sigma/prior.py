@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,25 @@ from jax import Array
 from numpyro.distributions import Distribution
 
 from numpyro_fed.errors import MissingExtraError, ModelError, SavedStateError, positive_int
-from numpyro_fed.model.substitution import Blocks
+from numpyro_fed.model.substitution import Blocks, block_name
 from numpyro_fed.sigma.check import Check, checked
-from numpyro_fed.sigma.source import Scales, Source
+from numpyro_fed.sigma.source import Scales, Source, different, hyperparameters
 from numpyro_fed.sigma.training import Settings, drawn, train
 from numpyro_fed.trees import fresh
 
-VERSION = 1
+VERSION = 2
 FOR_TAU = 4_096  # draws of both priors
 BEGIN = Settings(0, 1_024, 1, 0.0)  # draws at which networks begin
-CLIP = 0.01, 100.0  # of tau^2, as in section 4.2.3
 
 
 def default_optim(num_steps: int) -> optax.GradientTransformation:
     """Adam; a prior with heavy tails has draws whose gradient would lead a long way off."""
     adam = optax.adam(optax.cosine_decay_schedule(2e-3, num_steps))
     return optax.chain(optax.clip_by_global_norm(1.0), adam)
+
+
+def _with(path: str | Path, suffix: str) -> Path:
+    return Path(path).with_name(Path(path).name + suffix)
 
 
 def _networks() -> Any:
@@ -65,7 +67,7 @@ class SigmaPrior:
     site : str
     blocks : Blocks
     tau : array (entries,)
-        Standard deviations of the auxiliary prior.
+        Standard deviations of the auxiliary prior, in units of those of the true one.
     losses : array (steps,)
         Minus the evidence bound of the training.
     times : dict
@@ -112,6 +114,7 @@ class SigmaPrior:
         noise: float = 0.2,
         principal_components: bool = True,
         decoder_only: bool = False,
+        clip: tuple[float, float] = (0.01, 100.0),
         optim: optax.GradientTransformation | None = None,
         progress_bar: bool = True,
     ) -> SigmaPrior:
@@ -152,6 +155,10 @@ class SigmaPrior:
         decoder_only : bool
             Without an encoder: the decoder learns what a Gaussian prior makes of standard normals,
             one for each entry, which silos then all share (DeepRV, arXiv 2503.21473).
+        clip : (float, float)
+            The least and the most of :math:`\tau^2`, in units of the true variance: the paper's
+            range. Where rows tell an entry to better than a tenth of its prior standard deviation,
+            take less than 0.01.
         optim : optax.GradientTransformation, optional
             By default Adam with a cosine decay from 2e-3, of gradients cut to the length 1.
         progress_bar : bool
@@ -189,6 +196,8 @@ class SigmaPrior:
         if not noise > 0:
             raise ValueError(f"noise={noise!r}: the decoder's standard deviation must be positive.")
         nets = _networks()
+        if not 0 < clip[0] < clip[1]:
+            raise ValueError(f"clip={clip!r}: expected two positive numbers, the least first.")
         source = Source.of(model, site, dict(model_kwargs or {}), dict(ranges or {}))
         found = Blocks.read(blocks, source.size, site)
         if decoder_only and z_global not in (None, source.size):
@@ -235,7 +244,7 @@ class SigmaPrior:
         untrue = cls(
             source, found, trained, scales, np.zeros(source.size), settings, losses, times, False
         )
-        return replace(untrue, tau=untrue._missing(for_tau), is_auxiliary=True)
+        return replace(untrue, tau=untrue._missing(for_tau, clip), is_auxiliary=True)
 
     @property
     def site(self) -> str:
@@ -252,36 +261,40 @@ class SigmaPrior:
         """The prior in which entries have the rest of their variance, too (section 4.2.3)."""
         return replace(self, is_auxiliary=True)
 
-    def _missing(self, key: Array) -> np.ndarray:
-        """The standard deviation that draws of the decoder lack (entries,)."""
-        for_true, for_own = jax.random.split(key)
-        _, theta, _ = jax.jit(partial(self.source.draw, n=FOR_TAU, each=1))(for_true)
-        off = theta[:, 0].var(0) - self.sample(for_own, FOR_TAU).var(0)
-        return np.sqrt(np.clip(np.asarray(off), *CLIP))
+    def _missing(self, key: Array, clip: tuple[float, float]) -> np.ndarray:
+        """The standard deviation that draws of the decoder lack (entries,), standardised."""
+        for_phi, for_true, for_own = jax.random.split(key, 3)
 
-    def phi_at(self, phi: Mapping[str, Array]) -> Array:
-        """Hyperparameters as the networks take them (hyper,)."""
-        return self.scales.uniform(self.source.flat(phi))
+        def pair(keys: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            phi = self.source.hyper(keys[0])
+            draws = self.source.at(keys[1], phi, 1)[0], self._draw(keys[2], phi)
+            at = self.source.flat(phi)
+            return jax.tree.map(lambda theta: self.scales.standardised(theta, at), draws)
 
-    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> tuple[Array, Array]:
-        """What all silos share, and the hyperparameters."""
+        keys = tuple(jax.random.split(k, FOR_TAU) for k in (for_phi, for_true, for_own))
+        true, own = jax.jit(lambda keys: jax.lax.map(pair, keys, batch_size=256))(keys)
+        return np.sqrt(np.clip(np.asarray(true.var(0) - own.var(0)), *clip))
+
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> tuple[Array, Array, Array]:
+        """What all silos share, the hyperparameters, and the size of entries at these."""
         size = self.networks.decoder.in_size - self.scales.hyper
         z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
-        return z_G, self.phi_at({name: phi[name] for name in self.source.phi})
+        at = self.source.flat({name: phi[name] for name in self.source.phi})
+        return z_G, self.scales.uniform(at), self.scales.size(at)
 
     def local(self, shared: Any, fn: Distribution, phi: Mapping[str, Array], which: Array) -> Array:
         """Blocks (blocks, largest)."""
-        z_G, at = shared
+        z_G, at, size = shared
         mean, log_variance = jax.vmap(lambda b: self.networks.encode_local(b, z_G, at))(which)
         normal = dist.Normal(mean, jnp.exp(0.5 * log_variance)).to_event(1)
         z_L = numpyro.sample(f"{self.site}/z_L", normal)
 
         def one(block: Array, z_L: Array) -> tuple[Array, Array]:
             rows, there = self.blocks.rows(block)
-            decoded = self.networks.decode(block, z_G, z_L, at)
-            tau = jnp.where(there, fresh(self.tau)[rows], 1.0)
-            entries = self.scales.mean[rows] + self.scales.sd[rows] * decoded
-            return jnp.where(there, entries, 0.0), tau
+            unit = size * self.scales.sd[rows]
+            entries = self.scales.mean[rows] + unit * self.networks.decode(block, z_G, z_L, at)
+            tau = unit * fresh(self.tau)[rows]
+            return jnp.where(there, entries, 0.0), jnp.where(there, tau, 1.0)
 
         decoded, tau = jax.vmap(one)(which, z_L)
         if not self.is_auxiliary:
@@ -292,6 +305,28 @@ class SigmaPrior:
         """The site from its blocks."""
         return self.blocks.together(parts, which)
 
+    def suits(self, model: Callable, silos: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a text, run on what silos hold, in which the site has another prior; warn of
+        hyperparameters that go beyond the training.
+        """
+        trained = self.source.signature(self.scales)
+        for j, silo in enumerate(silos):
+            kwargs = {k: v for k, v in silo.items() if k != block_name(self.site)}
+            here = replace(self.source, model=model, kwargs=kwargs)
+            if j == 0 and set(phi := hyperparameters(model, self.site, kwargs)) != set(here.phi):
+                raise ModelError(
+                    f"'{self.site}' depends on {', '.join(phi) or 'nothing'} here, and on "
+                    f"{', '.join(here.phi) or 'nothing'} where its prior was trained."
+                )
+            if different(here.signature(self.scales), trained):
+                raise ModelError(
+                    f"silo {j}: '{self.site}' has another distribution than where its prior was "
+                    "trained, at the same hyperparameters. Train one anew, for a prior that is the "
+                    "same at all silos."
+                )
+            if j == 0:
+                here.warn_beyond(jax.random.key(0), self.scales)
+
     def sample(self, key: Array, n: int, phi: Mapping[str, Any] | None = None) -> Array:
         """Draws of the site (n, entries), at hyperparameters or over their training's."""
         if phi is not None:
@@ -299,15 +334,18 @@ class SigmaPrior:
 
         def one(key: Array) -> Array:
             for_phi, for_rest = jax.random.split(key)
-            given = self.source.hyper(for_phi) if phi is None else phi
-            which = jnp.arange(self.blocks.number)
-            with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=for_rest):
-                shared = self.shared(dist.Delta(0.0), given)
-                with numpyro.plate("blocks", self.blocks.number):
-                    parts = self.local(shared, dist.Delta(0.0), given, which)
-            return self.whole(shared, parts, which)
+            return self._draw(for_rest, self.source.hyper(for_phi) if phi is None else phi)
 
         return jax.jit(lambda key: jax.lax.map(one, jax.random.split(key, n), batch_size=256))(key)
+
+    def _draw(self, key: Array, phi: Mapping[str, Any]) -> Array:
+        """One draw of the site (entries,)."""
+        which = jnp.arange(self.blocks.number)
+        with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=key):
+            shared = self.shared(dist.Delta(0.0), phi)
+            with numpyro.plate("blocks", self.blocks.number):
+                parts = self.local(shared, dist.Delta(0.0), phi, which)
+        return self.whole(shared, parts, which)
 
     def check(
         self, key: Array, at: Sequence[Mapping[str, Any]] | None = None, num_draws: int = 2_000
@@ -334,9 +372,14 @@ class SigmaPrior:
         leaves = [a for a in jax.tree.leaves(self.networks) if hasattr(a, "dtype")]
         arrays = {f"weight{i}": np.asarray(a) for i, a in enumerate(leaves)}
         arrays |= {f"scale.{k}": np.asarray(v) for k, v in self.scales._asdict().items()}
-        own = {"table": self.blocks.table, "tau": self.tau, "losses": self.losses}
+        own = {
+            "table": self.blocks.table,
+            "tau": self.tau,
+            "losses": self.losses,
+            "signature": self.source.signature(self.scales),
+        }
         found: dict[str, Any] = {**arrays, **own}
-        np.savez(Path(path).with_suffix(".npz"), **found)
+        np.savez(_with(path, ".npz"), **found)
         said = {
             "version": VERSION,
             "site": self.site,
@@ -347,7 +390,7 @@ class SigmaPrior:
             "times": self.times,
             "is_auxiliary": self.is_auxiliary,
         }
-        Path(path).with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n")
+        _with(path, ".json").write_text(json.dumps(said, indent=1) + "\n")
 
     def _sizes(self) -> Any:
         nets, net = _networks(), self.networks
@@ -383,7 +426,7 @@ class SigmaPrior:
             If it was trained for another site, other hyperparameters or other blocks. A model whose
             prior of the hyperparameters goes beyond the training's range is warned of.
         """
-        nets, text = _networks(), Path(path).with_suffix(".json")
+        nets, text = _networks(), _with(path, ".json")
         if not text.exists():
             raise SavedStateError(f"there is no file {text}: give the path that save was given.")
         said = json.loads(text.read_text())
@@ -397,7 +440,7 @@ class SigmaPrior:
         ):
             if saved != here:
                 raise SavedStateError(f"{text} was trained for the {what} {saved}, not {here}.")
-        with np.load(Path(path).with_suffix(".npz"), allow_pickle=False) as file:
+        with np.load(_with(path, ".npz"), allow_pickle=False) as file:
             arrays = dict(file)
         if not np.array_equal(arrays["table"], found.table):
             raise SavedStateError(
@@ -405,7 +448,6 @@ class SigmaPrior:
                 f"{len(arrays['table'])} there, {found.number} here, or other entries in them."
             )
         like = nets.Networks(nets.Sizes(**said["sizes"]), jax.random.key(0))
-        replace(source, ranges=ranges).compare_with_prior(jax.random.key(0))
         leaves, tree = jax.tree.flatten(like)
         weights = iter(range(len(leaves)))
         read = [
@@ -413,6 +455,12 @@ class SigmaPrior:
             for a in leaves
         ]
         scales = Scales(**{k: jnp.asarray(arrays[f"scale.{k}"]) for k in Scales._fields})
+        if different(source.signature(scales), arrays["signature"]):
+            raise SavedStateError(
+                f"{text} was trained for another prior of '{site}': its distribution at the same "
+                "hyperparameters is another one here."
+            )
+        source.warn_beyond(jax.random.key(0), scales)
         return cls(
             replace(source, ranges=ranges),
             found,

@@ -16,7 +16,7 @@ from numpyro import handlers
 from numpyro.distributions import Distribution
 
 from numpyro_fed.errors import ModelError, positive_int
-from numpyro_fed.model.substitution import Blocks, site_of
+from numpyro_fed.model.substitution import Blocks, block_name, site_of
 from numpyro_fed.sigma.fields import Leroux
 from numpyro_fed.sigma.gaussian import (
     Dense,
@@ -26,6 +26,7 @@ from numpyro_fed.sigma.gaussian import (
     field_of,
     lifted,
     precision_of,
+    same_areas,
     unwrapped,
 )
 from numpyro_fed.trees import fresh
@@ -46,6 +47,18 @@ class ClosedForm:
     def whole(self, shared: Any, parts: Array, which: Array) -> Array:
         """The site from its blocks."""
         return self.blocks.together(parts, which)
+
+    def suits(self, model: Callable, silos: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a text, run on what silos hold, in which areas have other neighbours."""
+        if self._areas is None:
+            return
+        for silo in silos:
+            given = {k: v for k, v in silo.items() if k != block_name(self.site)}
+            same_areas(site_of(model, self.site, given), self.site, self._areas)
+
+    @property
+    def _areas(self) -> np.ndarray | None:
+        return None if self.spectrum is None else self.spectrum.adjacency
 
     def _field(self, fn: Distribution) -> Field:
         return field_of(fn, self.site, self.spectrum)
@@ -213,18 +226,23 @@ class LowRankPrior(ClosedForm):
 def _directions(
     model: Callable, site: str, kwargs: dict[str, Any], spectrum: Spectrum | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Orthonormal directions (n, n) of a site, most variance first, and their variances."""
+    """Directions (n, n) of a site, and the variance of all entries that each of them holds: the
+    principal components, or of areas the eigenvectors, the smoothest first.
+    """
 
-    def drawn(key: Array) -> Any:
+    def drawn(total: Array, key: Array) -> tuple[Array, None]:
         fn = handlers.trace(handlers.seed(model, key)).get_trace(**kwargs)[site]["fn"]
         known = field_of(fn, site, spectrum)
-        return known.cov if isinstance(known, Dense) else known.variances
+        return total + (known.cov if isinstance(known, Dense) else known.variances), None
 
     keys = jax.random.split(jax.random.key(0), PRIOR_DRAWS)
-    found = jax.jit(lambda: jax.lax.map(drawn, keys).mean(0))()
+    size = site_of(model, site, kwargs).event_shape[0]
+    none = jnp.zeros((size, size) if spectrum is None else size)
+    found = np.asarray(jax.jit(lambda: jax.lax.scan(drawn, none, keys)[0])(), float)
     if spectrum is not None:
-        return spectrum.vectors[:, ::-1], np.asarray(found, float)[::-1]
-    values, vectors = np.linalg.eigh(np.asarray(found, float))
+        held = found * (spectrum.vectors**2).sum(0)
+        return spectrum.vectors[:, ::-1], held[::-1]
+    values, vectors = np.linalg.eigh(found)
     return vectors[:, ::-1], np.maximum(values[::-1], 0)
 
 
@@ -288,6 +306,10 @@ class SeparatorPrior(ClosedForm):
         for row, places in zip(near, next_to, strict=True):
             row[: len(places)] = places
         return cls(site, Blocks.tabled(interiors, found.of), None, border, W, near)
+
+    @property
+    def _areas(self) -> np.ndarray:
+        return self.adjacency
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> tuple[Array, Array, Array]:
         """Precision and mean of the field, and the areas at borders."""

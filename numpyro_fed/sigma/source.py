@@ -21,19 +21,35 @@ from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.substitution import site_of
 from numpyro_fed.sigma.gaussian import Spectrum, field_of
 
-LOOKS = 1_000  # draws of the prior, from which scales and ranges are read off
+LOOKS, EACH = 1_000, 4  # hyperparameters, and draws at each, of which scales are read off
 LEVELS = 51  # of their quantiles
 OUTSIDE = 0.01  # of the prior's draws, beyond the training range, without a word
+RARE = 0.05  # the same of those of all hyperparameters together, beyond all that was drawn
+ALIKE = 1e-3  # relative: two signatures of one distribution
 
 
 class Scales(NamedTuple):
-    """Quantiles of the training's hyperparameters, unconstrained (levels, hyper); mean and standard
-    deviation of the entries (entries,).
+    """In which units networks see a draw.
+
+    Attributes
+    ----------
+    quantiles : (levels, hyper)
+        Of the training's hyperparameters, unconstrained.
+    mean, sd : (entries,)
+        Of the entries, the latter in units of their size.
+    centre, width : (hyper,)
+        Mean and standard deviation of the hyperparameters.
+    growth : (1 + 2 hyper,)
+        How the logarithm of the entries' size goes with these, by squares: exact for a
+        hyperparameter that is a scale.
     """
 
     quantiles: Array
     mean: Array
     sd: Array
+    centre: Array
+    width: Array
+    growth: Array
 
     @property
     def hyper(self) -> int:
@@ -46,6 +62,19 @@ class Scales(NamedTuple):
         """
         levels = jnp.linspace(-jnp.sqrt(3.0), jnp.sqrt(3.0), len(self.quantiles))
         return jax.vmap(partial(jnp.interp, fp=levels), (0, 1))(phi, self.quantiles)
+
+    def size(self, phi: Array) -> Array:
+        """Of the entries at hyperparameters (hyper,)."""
+        inside = jnp.clip(phi, self.quantiles[0], self.quantiles[-1])
+        return jnp.exp(_squares((inside - self.centre) / self.width) @ self.growth)
+
+    def standardised(self, theta: Array, phi: Array) -> Array:
+        """Draws (..., entries) at hyperparameters, as networks see them."""
+        return (theta - self.mean) / (self.size(phi) * self.sd)
+
+
+def _squares(u: Array) -> Array:
+    return jnp.concatenate([jnp.ones((*u.shape[:-1], 1)), u, u**2], -1)
 
 
 class Draws(NamedTuple):
@@ -92,6 +121,8 @@ class Source:
         """Find out what a site depends on."""
         fn = site_of(model, site, kwargs)
         phi = hyperparameters(model, site, kwargs)
+        with handlers.block(), validation_enabled(False):
+            latents = handlers.trace(handlers.seed(model, 0)).get_trace(**kwargs)
         for name, (low, high) in ranges.items():
             if name not in phi:
                 raise ModelError(
@@ -99,12 +130,18 @@ class Source:
                 )
             if not low < high:
                 raise DataError(f"the range of '{name}' is {low} to {high}: the least comes first.")
+            support = latents[name]["fn"].support
+            if not np.all([support(jnp.asarray(end)) for end in (low, high)]):
+                raise DataError(
+                    f"the range of '{name}', {low} to {high}, leaves its support, {support}."
+                )
         spectrum = Spectrum.of(fn, site)
         return cls(model, kwargs, site, phi, dict(ranges), fn.event_shape[0], spectrum)
 
     def trace(self, key: Array, phi: Mapping[str, Any]) -> dict[str, Any]:
         """The text at given hyperparameters."""
-        at = handlers.substitute(handlers.seed(self.model, key), dict(phi))
+        known = {**phi, self.site: jnp.zeros(self.size)}  # a draw of it may take long
+        at = handlers.substitute(handlers.seed(self.model, key), known)
         with handlers.block():
             return handlers.trace(at).get_trace(**self.kwargs)
 
@@ -123,6 +160,48 @@ class Source:
         trace = self.trace(jax.random.key(0), phi)
         parts = [biject_to(trace[n]["fn"].support).inv(jnp.asarray(phi[n])) for n in self.phi]
         return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, parts)])
+
+    def constrained(self, flat: Array) -> dict[str, Array]:
+        """Hyperparameters from unconstrained ones (hyper,)."""
+        trace, found, start = self.trace(jax.random.key(0), {}), {}, 0
+        for name in self.phi:
+            to = biject_to(trace[name]["fn"].support)
+            like = jax.eval_shape(to.inv, trace[name]["value"])
+            found[name] = to(flat[start : start + like.size].reshape(like.shape))
+            start += like.size
+        return found
+
+    def signature(self, scales: Scales) -> np.ndarray:
+        """Numbers that differ between distributions of the site that differ, at some of the
+        training's hyperparameters.
+        """
+        numbers = []
+        for flat in np.asarray(scales.quantiles)[[LEVELS // 4, LEVELS // 2, 3 * LEVELS // 4]]:
+            for leaf in jax.tree.leaves(self.distribution(self.constrained(flat))):
+                a = np.asarray(leaf, float).ravel()
+                weights = np.random.default_rng(len(a)).uniform(0.5, 1.5, len(a))
+                numbers += [a @ weights, np.abs(a) @ weights]
+        return np.array(numbers)
+
+    def warn_beyond(self, key: Array, scales: Scales) -> None:
+        """Say so where the text's hyperparameters go beyond all that the training has seen."""
+
+        def drawn(key: Array) -> Array:
+            return self.flat(self.hyper(key, ranges=False))
+
+        flat = np.asarray(jax.jit(jax.vmap(drawn))(jax.random.split(key, LOOKS)))
+        low, high = np.asarray(scales.quantiles)[[0, -1]]
+        share = float(((flat < low) | (flat > high)).any(1).mean())
+        if share <= RARE:
+            return
+        ends = [self.constrained(jnp.asarray(end)) for end in (low, high)]
+        said = ", ".join(f"{n} from {ends[0][n]:.3g} to {ends[1][n]:.3g}" for n in self.phi)
+        warnings.warn(
+            f"the prior of '{self.site}' was trained for {said}, and {100 * share:.0f} % of the "
+            "draws of the model's hyperparameters are outside of that: a posterior that goes there "
+            "cannot be trusted. Train it for a wider range, or narrow their priors in the model.",
+            stacklevel=6,
+        )
 
     def distribution(self, phi: Mapping[str, Array]) -> Distribution:
         """The site's, at given hyperparameters."""
@@ -155,17 +234,16 @@ class Source:
 
     def scales(self, key: Array) -> Scales:
         """Read off draws; warns where the prior goes beyond the ranges."""
-        phi, theta, _ = jax.jit(partial(self.draw, n=LOOKS, each=1))(key)
+        for_draws, for_prior = jax.random.split(key)
+        phi, theta, _ = jax.jit(partial(self.draw, n=LOOKS, each=EACH))(for_draws)
         if not bool(jnp.isfinite(theta).all()):
             raise DataError(
                 f"draws of '{self.site}' from its prior are NaN or infinite. Add to the diagonal "
                 "of its covariance what the precision needs (1e-4 of a variance in single), give "
                 "narrower ranges, or use double precision."
             )
-        self.compare_with_prior(key)
-        quantiles = jnp.quantile(phi, jnp.linspace(0, 1, LEVELS), axis=0)
-        sd = theta[:, 0].std(0)
-        return Scales(quantiles, theta[:, 0].mean(0), jnp.where(sd > 0, sd, 1.0))
+        self.compare_with_prior(for_prior)
+        return _scales(phi, theta)
 
     def compare_with_prior(self, key: Array) -> None:
         """Warn where the prior goes beyond the ranges."""
@@ -206,6 +284,30 @@ class Source:
             )
 
 
+def different(here: np.ndarray, there: np.ndarray) -> bool:
+    """Whether two signatures are of two distributions."""
+    return here.shape != there.shape or not np.allclose(here, there, rtol=ALIKE, atol=ALIKE)
+
+
+@jax.jit
+def _scales(phi: Array, theta: Array) -> Scales:
+    """Of hyperparameters (n, hyper) and draws at each of them (n, each, entries)."""
+    centre, width = phi.mean(0), phi.std(0)
+    width = jnp.where(width > 0, width, 1.0)
+    middle = jnp.median(theta, (0, 1))
+    spread = jnp.median(jnp.abs(theta - middle), (0, 1))
+    off = (theta - middle) / jnp.where(spread > 0, spread, 1.0)
+    tiny = jnp.finfo(theta.dtype).tiny
+    log_size = 0.5 * jnp.log((off**2).mean((1, 2)) + tiny)
+    features = _squares((phi - centre) / width)
+    growth = jnp.linalg.lstsq(features, log_size)[0]
+    size = jnp.exp(features @ growth)[:, None, None]
+    mean = (theta / size**2).mean((0, 1)) / (1 / size**2).mean()
+    sd = ((theta - mean) / size).std((0, 1))
+    quantiles = jnp.quantile(phi, jnp.linspace(0, 1, LEVELS), axis=0)
+    return Scales(quantiles, mean, jnp.where(sd > 0, sd, 1.0), centre, width, growth)
+
+
 def hyperparameters(model: Callable, site: str, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """The latents on which a site's distribution depends."""
 
@@ -224,8 +326,15 @@ def hyperparameters(model: Callable, site: str, kwargs: Mapping[str, Any]) -> tu
     def parameters(**latents: Array) -> list[Any]:
         return jax.tree.leaves(run(latents)[site]["fn"])
 
-    labels = frozenset[str]().union(*jax.tree.leaves(provenance(parameters, **latents)))
+    params = {n: s["value"] for n, s in first.items() if s["type"] == "param"}
+    reached = provenance(parameters, **latents, **params)
+    labels = frozenset[str]().union(*jax.tree.leaves(reached))
     for name in labels:
+        if name in params:
+            raise ModelError(
+                f"'{site}' depends on the parameter '{name}', which is learnt in a run, after the "
+                "training: sample it from a prior, or take a closed form (nf.LowRankPrior)."
+            )
         if first[name]["fn"].support.is_discrete:
             raise ModelError(
                 f"'{site}' depends on the discrete latent '{name}': nothing can be learnt of that."

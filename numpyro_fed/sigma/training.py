@@ -73,10 +73,10 @@ def drawn(source: Source, scales: Scales, settings: Settings, key: Array) -> Dra
     standard normals (batch, entries) that these are made of.
     """
     n, each = settings.batch_size, settings.draws_per_phi
-    phi, *draws = source.draw(key, -(-n // each), each)
+    phi, theta, noise = source.draw(key, -(-n // each), each)
+    own = jax.vmap(scales.standardised)(theta, phi), noise
     phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)[:n]
-    theta, noise = jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], draws)
-    return Draws(phi, (theta - scales.mean) / scales.sd, noise)
+    return Draws(phi, *jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], own))
 
 
 def train(

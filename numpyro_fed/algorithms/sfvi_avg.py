@@ -1,0 +1,465 @@
+r"""SFVI-Avg: several steps at each silo, then an average of the globals' guides.
+
+Hassan, Salomone and Mengersen 2023, arXiv 2302.03314, Algorithm 2. A silo takes ``local_steps``
+stochastic gradient steps on
+
+.. math::
+    \mathbb{E}_q\Big[\log p(z_G) - \log q(z_G) + \frac{N}{N_j} \mathcal{L}_j(z_G)\Big],
+
+as if all data were like its own, and sends where its shared parameters and its guide of the globals
+have come to; the server puts an average in their place. Where a run starts at the mode, all of this
+is in coordinates in which the posterior is about standard, and so is the average: units do not
+matter.
+
+Where this departs from the paper: silos keep the state of their optimiser from round to round, so
+that a single silo with one local step is SFVI, and weights may be the silos' numbers of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from numpyro_fed import barycenters
+from numpyro_fed.algorithms import settling
+from numpyro_fed.algorithms.base import (
+    Combine,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Private,
+    Replies,
+    Reply,
+    Shared,
+    ascend,
+)
+from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_frame, somewhere
+from numpyro_fed.algorithms.mode import SiloState as Looked
+from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.algorithms.sfvi import Reference
+from numpyro_fed.expfam.gaussian import cholesky_factor, cholesky_parts
+from numpyro_fed.guides.gaussian import GuideParams
+from numpyro_fed.guides.structured import Guide, Origin
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.objectives import SiloBound
+from numpyro_fed.trees import all_finite
+
+COUNT = "rows"  # the name of the exchange that adds them up
+
+
+class ServerState(NamedTuple):
+    """``params`` is ``{"theta", "guide"}``, or steps from a ``reference`` that silos have too;
+    ``rows`` is the weight of all silos together.
+    """
+
+    params: dict[str, Any]
+    course: Course
+    rows: Array
+    reference: Reference | tuple[()] = ()
+
+
+class SiloState(NamedTuple):
+    """``params`` is ``{"private", "guide"}``, of the local guide; ``opt_state`` that of its
+    optimiser, ``shared_opt_state`` that of the shared parameters' here. ``reference`` and
+    ``whitener`` are as in SFVI, ``shared_reference`` is the server's.
+    """
+
+    params: dict[str, Any]
+    opt_state: Any
+    shared_opt_state: Any
+    reference: dict[str, GuideParams] | tuple[()] = ()
+    shared_reference: Reference | tuple[()] = ()
+    whitener: Array | None = None
+
+
+class Down(NamedTuple):
+    """What the server sends: shared parameters with those of the globals' guide, and the weight of
+    all silos together.
+    """
+
+    params: dict[str, Any]
+    rows: Array
+
+
+class Up(NamedTuple):
+    """What a silo sends: the bound as it sees it where the round began, its shared parameters, and
+    what the average takes of its guide.
+    """
+
+    bound: Array
+    theta: dict[str, Any]
+    guide: Any
+
+
+class Aggregation(NamedTuple):
+    """How guides are averaged.
+
+    Attributes
+    ----------
+    combine : Combine
+    message : (eta, sent) -> tree
+        What a silo sends of its guide, given the one that it was sent.
+    average : (message, weights, sent) -> eta
+        Of the weighted mean of messages, or of all of them and weights (J,) that sum to one.
+    scaled : bool
+        Whether a silo weighs its data as if they were all; if not, the prior counts for its share.
+    """
+
+    combine: Combine
+    message: Callable[[GuideParams, GuideParams], Any]
+    average: Callable[[Any, Array, GuideParams], GuideParams]
+    scaled: bool = True
+
+
+class Roots(NamedTuple):
+    """A Gaussian family's parameters as means and roots of covariances, and back."""
+
+    root: Callable[[GuideParams], Array]
+    params: Callable[[Array, Array], GuideParams]
+
+    @classmethod
+    def of(cls, kind: str, dim: int) -> Roots:
+        """Of a diagonal or a full one."""
+        if kind == "diagonal":
+            return cls(
+                lambda eta: jnp.exp(eta["log_scale"]),
+                lambda loc, root: {"loc": loc, "log_scale": jnp.log(root)},
+            )
+        return cls(
+            lambda eta: cholesky_factor(eta, dim),
+            lambda loc, root: {"loc": loc, **cholesky_parts(root)},
+        )
+
+
+def aggregation(name: str, kind: str, dim: int, num_silos: int) -> Aggregation:
+    """By name, for a diagonal or a full family."""
+    roots, diagonal = Roots.of(kind, dim), kind == "diagonal"
+
+    def itself(eta: GuideParams, sent: GuideParams) -> GuideParams:
+        return eta
+
+    def parameters(mean: GuideParams, weights: Array, sent: GuideParams) -> GuideParams:
+        return mean
+
+    def scales(eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
+        return eta["loc"], roots.root(eta)
+
+    def mean_scale(mean: tuple[Array, Array], weights: Array, sent: GuideParams) -> GuideParams:
+        return roots.params(*mean)
+
+    def barycenter(each: GuideParams, weights: Array, sent: GuideParams) -> GuideParams:
+        found = barycenters.wasserstein_of(each["loc"], jax.vmap(roots.root)(each), weights)
+        return roots.params(*found)
+
+    def moments(eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
+        off, root = eta["loc"] - sent["loc"], roots.root(eta)
+        return off, root**2 + off**2 if diagonal else root @ root.T + jnp.outer(off, off)
+
+    def matched(mean: tuple[Array, Array], weights: Array, sent: GuideParams) -> GuideParams:
+        off, second = mean
+        if diagonal:
+            return roots.params(sent["loc"] + off, jnp.sqrt(second - off**2))
+        return roots.params(sent["loc"] + off, jnp.linalg.cholesky(second - jnp.outer(off, off)))
+
+    def natural(eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
+        off, root = eta["loc"] - sent["loc"], roots.root(eta)
+        if diagonal:
+            return off / root**2, 1 / root**2
+        K = jax.scipy.linalg.solve_triangular(root, jnp.eye(dim), lower=True)
+        return K.T @ (K @ off), K.T @ K
+
+    def multiplied(mean: tuple[Array, Array], weights: Array, sent: GuideParams) -> GuideParams:
+        first, precision = mean
+        if diagonal:
+            return roots.params(sent["loc"] + first / precision, 1 / jnp.sqrt(precision))
+        off, root = barycenters.of_precision(precision, first)
+        return roots.params(sent["loc"] + off, root)
+
+    def product(mean: tuple[Array, Array], weights: Array, sent: GuideParams) -> GuideParams:
+        return multiplied(jax.tree.map(lambda a: num_silos * a, mean), weights, sent)
+
+    if name == "wasserstein" and diagonal:
+        return Aggregation(Combine.SUM, scales, mean_scale)
+    if name == "wasserstein":
+        return Aggregation(Combine.GATHER, itself, barycenter)
+    return {
+        "average": Aggregation(Combine.SUM, itself, parameters),
+        "forward_kl": Aggregation(Combine.SUM, moments, matched),
+        "reverse_kl": Aggregation(Combine.SUM, natural, multiplied),
+        "product": Aggregation(Combine.SUM, natural, product, scaled=False),
+    }[name]
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """The parts of the algorithm.
+
+    Parameters
+    ----------
+    model, guide, bound, optim, num_particles
+        As for SFVI.
+    aggregation : Aggregation
+    local_steps : int
+    num_silos : int
+    by_rows : bool
+        Whether a silo's weight is its number of rows, or one.
+    from_mode, wide : bool
+        As for SFVI.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    bound: SiloBound
+    optim: optax.GradientTransformation
+    num_particles: int
+    aggregation: Aggregation
+    local_steps: int
+    num_silos: int
+    by_rows: bool
+    from_mode: bool = False
+    wide: bool = False
+
+    def algorithm(self) -> FederatedAlgorithm:
+        """As pure functions."""
+        return FederatedAlgorithm(
+            self.init_server,
+            self.init_silo,
+            (self.exchange,),
+            self.shared,
+            self.private,
+            done=lambda state: settling.settled(state.course),
+            opening=(self.count,) if self.by_rows else (),
+        )
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """A round."""
+        return Exchange(
+            self.broadcast,
+            self.silo,
+            self.server,
+            name="sfvi_avg",
+            silo_noise=lambda key, state: key,
+            combine=self.aggregation.combine,
+        )
+
+    @cached_property
+    def count(self) -> Exchange:
+        """All silos' rows, added up once before the first round."""
+
+        def ask(
+            noise: Any, state: ServerState, who: Array, server_data: Any
+        ) -> tuple[tuple, tuple]:
+            return (), ()
+
+        def silo(noise: Any, down: tuple, state: SiloState, data: SiloData) -> tuple[Reply, Any]:
+            return Reply(self.weight(data), jnp.array(True)), state
+
+        def server(
+            state: ServerState, memo: tuple, replies: Replies, server_data: Any
+        ) -> tuple[ServerState, Info]:
+            return state._replace(rows=replies.up), Info(jnp.zeros(()), replies.ok)
+
+        return Exchange(ask, silo, server, name=COUNT)
+
+    def placed(self, params: dict[str, Any], reference: Reference | tuple[()]) -> Shared:
+        """Shared parameters and the globals' guide."""
+        if not reference:
+            return Shared(params["theta"], params["guide"])
+        theta = jax.tree.map(
+            lambda at, unit, step: at + unit * step,
+            reference.theta,
+            reference.unit,
+            params["theta"],
+        )
+        return Shared(theta, self.guide.globals.moved(reference.guide, params["guide"]))
+
+    def local(self, params: dict[str, Any], reference: Any) -> dict[str, GuideParams]:
+        """A silo's local guides."""
+        if not reference:
+            return params["guide"]
+        guides = self.guide.locals.items()
+        return {p: g.moved(reference[p], params["guide"][p]) for p, g in guides}
+
+    def weight(self, data: SiloData) -> Array:
+        """Of a silo: its rows, or one."""
+        if not self.by_rows:
+            return jnp.ones(())
+        sizes = self.model.sizes(data)
+        rows = (
+            data.keep(p.name, jnp.ones(sizes[p.name])) for p in self.model.plates if not p.outer
+        )
+        return sum((r.sum() for r in rows), jnp.zeros(()))
+
+    def init_server(self, key: Array) -> ServerState:
+        if self.from_mode:
+            theta = self.model.init_theta(key)
+            return self.server_from(key, somewhere(self.model, theta, wide=self.wide))
+        key_theta, key_guide = jax.random.split(key)
+        theta = self.model.init_theta(key_theta)
+        params = {"theta": theta, "guide": self.guide.init_global(key_guide)}
+        return ServerState(params, settling.begin(params), self.total)
+
+    @property
+    def total(self) -> Array:
+        """The weight of all silos, where it is known without asking."""
+        return jnp.array(0.0 if self.by_rows else float(self.num_silos))
+
+    def init_silo(self, key: Array, data: SiloData) -> SiloState:
+        key_private, key_guide = jax.random.split(key)
+        private = self.model.init_private(key_private, data)
+        eta = self.guide.init_local(key_guide, data)
+        if self.from_mode:
+            theta = self.model.init_theta(key)
+            frame = somewhere(self.model, theta, wide=self.wide)
+            return self.silo_from(key, private, eta, frame)
+        params = {"private": private, "guide": eta}
+        like = jax.eval_shape(self.init_server, key).params
+        shared = self.optim.init(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like))
+        return SiloState(params, self.optim.init(params), shared)
+
+    def broadcast(
+        self, noise: Any, state: ServerState, who: Array, server_data: Any
+    ) -> tuple[Down, None]:
+        return Down(state.params, state.rows), None
+
+    def noise(self, key: Array, i: Array, state: SiloState) -> tuple[Any, Rows]:
+        """Of a local step, for the globals and the rows."""
+        key_global, key_rows = jax.random.split(jax.random.fold_in(key, i))
+        sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
+        eps = self.guide.globals.noise(key_global, self.num_particles)
+        return eps, self.bound.noise(key_rows, sizes, self.num_particles)
+
+    def terms(
+        self,
+        shared: dict[str, Any],
+        own: dict[str, Any],
+        noise: tuple[Any, Rows],
+        state: SiloState,
+        data: SiloData,
+    ) -> tuple[Array, Array, Array]:
+        """Means over particles of the log prior, of ``log q`` and of the silo's own bound."""
+        theta, eta = self.placed(shared, state.shared_reference)
+        z_G, log_q = jax.vmap(self.guide.globals.draw, (None, 0))(eta, noise[0])
+        log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
+        origin = Origin(self.guide.globals.centre(eta), state.whitener)
+        held, local = {**theta, **own["private"]}, self.local(own, state.reference)
+
+        def at(z: Array, eps: Rows) -> Array:
+            return self.bound.value(held, local, z, origin, eps, data)
+
+        return log_prior.mean(), log_q.mean(), jax.vmap(at, (0, 1))(z_G, noise[1]).mean()
+
+    def silo(
+        self, noise: Array, down: Down, state: SiloState, data: SiloData
+    ) -> tuple[Reply[Up], SiloState]:
+        weight = self.weight(data)
+        scale = down.rows / weight
+
+        def objective(shared: dict[str, Any], own: dict[str, Any], eps: Any) -> tuple[Array, Array]:
+            log_prior, log_q, bound = self.terms(shared, own, eps, state, data)
+            seen = log_prior - log_q + scale * bound
+            if self.aggregation.scaled:
+                return seen, seen
+            return log_prior / self.num_silos - log_q + bound, seen
+
+        def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
+            shared, shared_opt, own, own_opt = carry
+            eps = self.noise(noise, i, state)
+            pair, seen = jax.grad(objective, (0, 1), has_aux=True)(shared, own, eps)
+            shared, shared_opt = ascend(self.optim, pair[0], shared_opt, shared)
+            own, own_opt = ascend(self.optim, pair[1], own_opt, own)
+            return (shared, shared_opt, own, own_opt), seen
+
+        begun = (down.params, state.shared_opt_state, state.params, state.opt_state)
+        steps = jnp.arange(self.local_steps)
+        (shared, shared_opt, own, own_opt), seen = jax.lax.scan(step, begun, steps)
+        message = self.aggregation.message(shared["guide"], down.params["guide"])
+        up = Up(seen[0], shared["theta"], message)
+        after = state._replace(params=own, opt_state=own_opt, shared_opt_state=shared_opt)
+        return Reply(up, all_finite((up, own)), weight), after
+
+    def server(
+        self, state: ServerState, memo: None, replies: Replies[Up], server_data: Any
+    ) -> tuple[ServerState, Info]:
+        gathered = self.aggregation.combine is Combine.GATHER
+        weights = replies.weight / replies.weight.sum()
+
+        def mean(tree: Any) -> Any:
+            if gathered:
+                return jax.tree.map(lambda a: jnp.tensordot(weights, a, 1), tree)
+            return jax.tree.map(lambda a: a / replies.weight, tree)
+
+        guide = replies.up.guide if gathered else mean(replies.up.guide)
+        eta = self.aggregation.average(guide, weights, state.params["guide"])
+        params = {"theta": mean(replies.up.theta), "guide": eta}
+        loss = -mean(replies.up.bound)
+        course = settling.follow(state.course, loss, params, standard=bool(state.reference))
+        after = state._replace(params=params, course=course)
+        return after, Info(loss, replies.ok.all() & all_finite((loss, params)))
+
+    def shared(self, state: ServerState) -> Shared:
+        return self.placed(state.params, state.reference)
+
+    def private(self, state: SiloState) -> Private:
+        eta = self.local(state.params, state.reference)
+        return Private(state.params["private"], eta, whitener=state.whitener)
+
+    def reference(self, key: Array, frame: Frame) -> Reference:
+        """What shared parameters are steps from: the same at the server and at every silo."""
+        eta = self.guide.globals.around(key, frame.centre, frame.root)
+        return Reference(frame.theta, frame.unit, eta)
+
+    def server_from(self, key: Array, frame: Frame) -> ServerState:
+        reference = self.reference(key, frame)
+        params = _nothing(reference)
+        return ServerState(params, settling.begin(params), self.total, reference)
+
+    def silo_from(
+        self, key: Array, private: dict[str, Any], eta: dict[str, GuideParams], frame: Frame
+    ) -> SiloState:
+        reference = self.reference(key, frame)
+        params = {"private": private, "guide": jax.tree.map(jnp.zeros_like, eta)}
+        shared = self.optim.init(_nothing(reference))
+        own = self.optim.init(params)
+        return SiloState(params, own, shared, eta, reference, frame.whitener)
+
+    def begin(self) -> Exchange:
+        """The exchange from the states of a search for the mode; silos answer with nothing."""
+
+        def silo(
+            noise: Array, down: Frame, state: Looked, data: SiloData
+        ) -> tuple[Reply[tuple[()]], SiloState]:
+            z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
+            held = {**down.theta, **state.private}
+            eta = local_guides(self.model, self.guide, held, down, z_L, data)
+            return Reply((), all_finite(eta)), self.silo_from(noise, state.private, eta, down)
+
+        def server(
+            state: Any, memo: tuple[Array, Frame], replies: Replies, server_data: Any
+        ) -> tuple[ServerState, Info]:
+            after = self.server_from(*memo)
+            return after, Info(jnp.zeros(()), replies.ok & all_finite(after))
+
+        return Exchange(
+            sending_frame(self.model),
+            silo,
+            server,
+            name=BEGIN,
+            server_noise=lambda key: key,
+            silo_noise=lambda key, state: key,
+        )
+
+
+def _nothing(reference: Reference) -> dict[str, Any]:
+    """No step from a reference."""
+    here = {"theta": reference.theta, "guide": reference.guide}
+    return jax.tree.map(jnp.zeros_like, here)

@@ -1,0 +1,227 @@
+r"""Means of Gaussian distributions: the Wasserstein barycenter, and those of both KL divergences.
+
+A barycenter of distributions :math:`q_1, \dots, q_J` with weights :math:`w_j` that sum to one is
+the distribution nearest to all of them, :math:`\arg\min_q \sum_j w_j D(q_j, q)`. Means ``locs``
+are (J, d) and covariances ``covs`` (J, d, d), or (J, d) where covariances are diagonal, of which
+they are the diagonals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.scipy.linalg import solve_triangular
+from jax.typing import ArrayLike
+
+from numpyro_fed.errors import DataError
+
+MOST = 100  # steps of the fixed point
+
+
+def wasserstein(
+    locs: ArrayLike, covs: ArrayLike, weights: ArrayLike | None = None
+) -> tuple[Array, Array]:
+    r"""The Gaussian whose summed squared 2-Wasserstein distances to all of them are least.
+
+    Its mean is :math:`\sum_j w_j m_j`, and its covariance solves
+
+    .. math::
+        S = \sum_j w_j \big(S^{1/2} \Sigma_j S^{1/2}\big)^{1/2},
+
+    for diagonal covariances :math:`\big(\sum_j w_j \Sigma_j^{1/2}\big)^2`.
+
+    Parameters
+    ----------
+    locs : (J, d) array
+    covs : (J, d, d) or (J, d) array
+    weights : (J,) array, optional
+        Positive; equal by default. They are divided by their sum.
+
+    Returns
+    -------
+    loc, cov : (d,) array, and (d, d) or (d,) array
+
+    Raises
+    ------
+    DataError
+        For shapes that do not fit, and for a covariance that is not positive definite.
+
+    Notes
+    -----
+    The distance depends on units: distributions that are turned or shifted, or all scaled alike,
+    have the barycenter that is turned, shifted or scaled with them; under other affine maps that
+    holds for diagonal covariances and diagonal maps alone.
+
+    References
+    ----------
+    Agueh, Carlier (2011), SIAM Journal on Mathematical Analysis 43, for the equation;
+    Álvarez-Esteban, del Barrio, Cuesta-Albertos, Matrán (2016), Journal of Mathematical Analysis
+    and Applications 441, for the fixed point. Here a step is taken by transport maps from a root of
+    the covariance, :math:`L^{-T} (L' \Sigma_j L)^{1/2} L^{-1}`, which are the same for all roots.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp, numpyro_fed as nf
+    >>> loc, cov = nf.barycenters.wasserstein([[0.0], [2.0]], [[[1.0]], [[9.0]]])
+    >>> float(loc[0]), round(float(cov[0, 0]), 4)
+    (1.0, 4.0)
+    """
+    return _barycenter(wasserstein_of, locs, covs, weights)
+
+
+def forward_kl(
+    locs: ArrayLike, covs: ArrayLike, weights: ArrayLike | None = None
+) -> tuple[Array, Array]:
+    r"""The Gaussian with the moments of the mixture: :math:`\arg\min_q \sum_j w_j KL(q_j \| q)`.
+
+    .. math::
+        m = \sum_j w_j m_j, \qquad
+        S = \sum_j w_j \big(\Sigma_j + (m_j - m)(m_j - m)'\big)
+
+    Arguments, returns and errors are those of :func:`wasserstein`. It covers all of them.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> round(float(nf.barycenters.forward_kl([[0.0], [2.0]], [[1.0], [1.0]])[1][0]), 4)
+    2.0
+    """
+    return _barycenter(forward_kl_of, locs, covs, weights)
+
+
+def reverse_kl(
+    locs: ArrayLike, covs: ArrayLike, weights: ArrayLike | None = None
+) -> tuple[Array, Array]:
+    r"""Their weighted geometric mean: :math:`\arg\min_q \sum_j w_j KL(q \| q_j)`.
+
+    .. math::
+        S^{-1} = \sum_j w_j \Sigma_j^{-1}, \qquad m = S \sum_j w_j \Sigma_j^{-1} m_j
+
+    Arguments, returns and errors are those of :func:`wasserstein`. Where each is a posterior given
+    a share :math:`w_j` of the data, as if that were all, it is the posterior given all data, the
+    prior counted once.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> loc, cov = nf.barycenters.reverse_kl([[0.0], [3.0]], [[1.0], [0.5]])
+    >>> round(float(loc[0]), 4), round(float(cov[0]), 4)
+    (2.0, 0.6667)
+    """
+    return _barycenter(reverse_kl_of, locs, covs, weights)
+
+
+def _barycenter(
+    of: Callable[[Array, Array, Array], tuple[Array, Array]],
+    locs: ArrayLike,
+    covs: ArrayLike,
+    weights: ArrayLike | None,
+) -> tuple[Array, Array]:
+    """By roots of covariances, after a look at the input."""
+    m, S = jnp.asarray(locs) * 1.0, jnp.asarray(covs) * 1.0
+    number = len(m) if m.ndim else 0
+    w = jnp.ones(number) if weights is None else jnp.asarray(weights) * 1.0
+    if m.ndim != 2 or S.shape not in (m.shape, (*m.shape, m.shape[-1])) or w.shape != (number,):
+        raise DataError(
+            f"expected means (J, d), covariances (J, d, d) or (J, d) and weights (J,), got "
+            f"{m.shape}, {S.shape} and {w.shape}."
+        )
+    if not any(isinstance(a, jax.core.Tracer) for a in (m, S, w)):
+        _check(np.asarray(m), np.asarray(S), np.asarray(w))
+    full = S.ndim == 3
+    roots = jnp.linalg.cholesky(S) if full else jnp.sqrt(S)
+    loc, root = of(m, roots, w / w.sum())
+    return loc, root @ root.T if full else root**2
+
+
+def _check(locs: np.ndarray, covs: np.ndarray, weights: np.ndarray) -> None:
+    if not (np.isfinite(locs).all() and np.isfinite(covs).all()):
+        raise DataError("a mean or a covariance is NaN or infinite.")
+    if not ((weights > 0) & np.isfinite(weights)).all():
+        raise DataError(f"weights must be positive, got {weights}.")
+    for j, cov in enumerate(covs):
+        if cov.ndim == 1 and not (cov > 0).all():
+            raise DataError(f"covariance {j} has a variance of {cov.min()}: give positive ones.")
+        if cov.ndim == 2 and not np.allclose(cov, cov.T, rtol=1e-3, atol=1e-6 * abs(cov).max()):
+            raise DataError(f"covariance {j} is not symmetric.")
+        if cov.ndim == 2 and (least := np.linalg.eigvalsh(cov)[0]) <= 0:
+            raise DataError(
+                f"covariance {j} is not positive definite: its least eigenvalue is {least:.3g}. "
+                "Leave out a coordinate that others determine."
+            )
+
+
+def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
+    """Mean and root of the barycenter.
+
+    ``roots`` are Cholesky factors (J, d, d), or standard deviations (J, d).
+    """
+    loc = weights @ locs
+    if roots.ndim == 2:
+        return loc, weights @ roots
+    eps = jnp.finfo(roots.dtype).eps
+
+    def step(L: Array) -> Array:
+        """One transport of the mean by the average of the maps to all of them."""
+        M = jnp.einsum("j,jab->ab", weights, jax.vmap(partial(_map_to, L))(roots))
+        return lower(solve_triangular(L, M, lower=True, trans="T"))
+
+    def go_on(carry: tuple[Array, Array, Array]) -> Array:
+        i, _, moved = carry
+        return (i < MOST) & (moved > 10 * eps)
+
+    def advance(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        i, L, _ = carry
+        after = step(L)
+        scale = jnp.sqrt((after**2).sum(1))
+        return i + 1, after, (jnp.abs(after - L) / scale[:, None]).max()
+
+    first = lower(jnp.einsum("j,jab->ab", weights, roots))
+    start = jnp.zeros((), jnp.int32), first, jnp.array(jnp.inf, roots.dtype)
+    return loc, jax.lax.while_loop(go_on, advance, start)[1]
+
+
+def _map_to(L: Array, root: Array) -> Array:
+    """:math:`(L' R R' L)^{1/2}`, by the singular values of :math:`L' R`."""
+    U, d, _ = jnp.linalg.svd(L.T @ root, full_matrices=False)
+    return (U * d) @ U.T
+
+
+def forward_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
+    """As :func:`wasserstein_of`."""
+    loc = weights @ locs
+    off = locs - loc
+    if roots.ndim == 2:
+        return loc, jnp.sqrt(weights @ (roots**2 + off**2))
+    parts = jnp.concatenate([roots, off[:, :, None]], 2) * jnp.sqrt(weights)[:, None, None]
+    return loc, lower(jnp.concatenate(list(parts), 1))
+
+
+def reverse_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
+    """As :func:`wasserstein_of`."""
+    if roots.ndim == 2:
+        precision = weights[:, None] / roots**2
+        total = precision.sum(0)
+        return (precision * locs).sum(0) / total, 1 / jnp.sqrt(total)
+    eye = jnp.eye(roots.shape[-1], dtype=roots.dtype)
+    K = jax.vmap(lambda L: solve_triangular(L, eye, lower=True))(roots)
+    precisions = weights[:, None, None] * jnp.einsum("jba,jbc->jac", K, K)
+    return of_precision(precisions.sum(0), jnp.einsum("jab,jb->a", precisions, locs))
+
+
+def of_precision(precision: Array, first: Array) -> tuple[Array, Array]:
+    """Mean and Cholesky factor of the covariance, from natural parameters."""
+    flipped = jnp.linalg.cholesky(precision[::-1, ::-1])[::-1, ::-1].T
+    root = solve_triangular(flipped, jnp.eye(len(first), dtype=first.dtype), lower=True)
+    return root @ (root.T @ first), root
+
+
+def lower(root: Array) -> Array:
+    """The Cholesky factor of ``root root'``, by a decomposition that does not square it."""
+    R = jnp.linalg.qr(root.T, mode="r")
+    return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)

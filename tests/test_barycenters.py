@@ -1,0 +1,161 @@
+"""Barycenters of Gaussians: what defines them, and the values that are known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ott.geometry.costs import Bures
+
+import numpyro_fed as nf
+from numpyro_fed.barycenters import forward_kl, reverse_kl, wasserstein
+from numpyro_fed.errors import DataError
+
+ALL = [wasserstein, forward_kl, reverse_kl]
+
+
+def gaussians(seed, number, dim, spread=1.0):
+    """Means, covariances and weights."""
+    r = np.random.default_rng(seed)
+    a, s = r.normal(size=(number, dim, dim)), np.exp(r.uniform(-spread, spread, dim))
+    covs = (a @ a.transpose(0, 2, 1) + 0.1 * np.eye(dim)) * s * s[:, None]
+    return r.normal(size=(number, dim)), covs, r.dirichlet(np.ones(number))
+
+
+def root(S):
+    return np.real(scipy.linalg.sqrtm(S))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 7))
+@settings(deadline=None, max_examples=30)
+def test_the_wasserstein_barycenter_solves_its_equation(seed, number, dim):
+    locs, covs, w = gaussians(seed, number, dim)
+    with jax.enable_x64(True):
+        loc, S = (np.asarray(a) for a in wasserstein(locs, covs, w))
+    half = root(S)
+    right = sum(wj * root(half @ cov @ half) for wj, cov in zip(w, covs, strict=True))
+    np.testing.assert_allclose(right, S, atol=1e-6 * abs(S).max())
+    np.testing.assert_allclose(loc, w @ locs, rtol=1e-10)
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_it_is_that_of_ott(number):
+    locs, covs, w = gaussians(1, number, 4)
+    loc, S = wasserstein(locs, covs, w)
+    points = jnp.concatenate([jnp.asarray(locs), jnp.asarray(covs).reshape(number, -1)], 1)
+    found, _ = Bures(4).barycenter(jnp.asarray(w), points)
+    np.testing.assert_allclose(found[:4], loc, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[4:].reshape(4, 4), S, rtol=2e-3, atol=1e-3 * abs(S).max())
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 5))
+@settings(deadline=None, max_examples=20)
+def test_similar_maps_move_the_wasserstein_barycenter_with_them(seed, number, dim):
+    """Rotations, shifts and one scale for all: maps that keep the ratios of distances."""
+    locs, covs, w = gaussians(seed, number, dim)
+    r = np.random.default_rng(seed + 1)
+    A, b = 3.7 * np.linalg.qr(r.normal(size=(dim, dim)))[0], r.normal(size=dim)
+    with jax.enable_x64(True):
+        loc, S = map(np.asarray, wasserstein(locs, covs, w))
+        moved = wasserstein(locs @ A.T + b, A @ covs @ A.T, w)
+    np.testing.assert_allclose(moved[0], A @ loc + b, rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(moved[1], A @ S @ A.T, atol=1e-8 * abs(A @ S @ A.T).max())
+
+
+@pytest.mark.parametrize("barycenter", [forward_kl, reverse_kl])
+@given(seed=st.integers(0, 10_000), number=st.integers(1, 5), dim=st.integers(1, 5))
+@settings(deadline=None, max_examples=15)
+def test_affine_maps_move_those_of_kl_with_them(barycenter, seed, number, dim):
+    locs, covs, w = gaussians(seed, number, dim)
+    r = np.random.default_rng(seed + 1)
+    A, b = r.normal(size=(dim, dim)) + 2 * np.eye(dim), r.normal(size=dim)
+    with jax.enable_x64(True):
+        loc, S = map(np.asarray, barycenter(locs, covs, w))
+        moved = barycenter(locs @ A.T + b, A @ covs @ A.T, w)
+    scale = np.linalg.cond(A) ** 2
+    np.testing.assert_allclose(moved[0], A @ loc + b, rtol=1e-9 * scale, atol=1e-9 * scale)
+    top = abs(A @ S @ A.T).max()
+    np.testing.assert_allclose(moved[1], A @ S @ A.T, atol=1e-10 * scale * top)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 6))
+@settings(deadline=None, max_examples=20)
+def test_diagonal_ones_are_exact_under_any_units(seed, number, dim):
+    locs, covs, w = gaussians(seed, number, dim)
+    variances = np.diagonal(covs, axis1=1, axis2=2)
+    units = 10.0 ** np.random.default_rng(seed).uniform(-6, 6, dim)
+    with jax.enable_x64(True):
+        loc, found = wasserstein(units * locs, units**2 * variances, w)
+        full = wasserstein(locs, variances[:, None] * np.eye(dim), w)[1]
+    expected = (w @ np.sqrt(variances)) ** 2
+    np.testing.assert_allclose(found, units**2 * expected, rtol=1e-12)
+    np.testing.assert_allclose(loc, units * (w @ locs), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(full, np.diag(expected), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("barycenter", ALL)
+@pytest.mark.parametrize("full", [False, True])
+def test_of_equal_gaussians_it_is_that_gaussian(barycenter, full):
+    locs, covs, w = gaussians(3, 4, 5)
+    cov = covs[0] if full else np.diagonal(covs[0])
+    loc, found = barycenter(np.stack([locs[0]] * 4), np.stack([cov] * 4), w)
+    np.testing.assert_allclose(loc, locs[0], rtol=1e-5)
+    np.testing.assert_allclose(found, cov, rtol=1e-3, atol=1e-4 * abs(cov).max())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_those_of_kl_are_least(full):
+    """Their summed divergence grows whichever way mean and covariance are moved."""
+    locs, covs, w = gaussians(5, 3, 3)
+    held = covs if full else np.diagonal(covs, axis1=1, axis2=2)
+    whole = covs if full else held[:, None] * np.eye(3)
+
+    def kl(m, S, n, R):
+        inside = jnp.linalg.solve(R, S)
+        off = n - m
+        logs = jnp.linalg.slogdet(R)[1] - jnp.linalg.slogdet(S)[1]
+        return 0.5 * (jnp.trace(inside) + off @ jnp.linalg.solve(R, off) - 3 + logs)
+
+    def summed(forward, m, S):
+        S = S if full else jnp.diag(S)
+        each = [
+            kl(mj, Sj, m, S) if forward else kl(m, S, mj, Sj)
+            for mj, Sj in zip(locs, whole, strict=True)
+        ]
+        return w @ jnp.stack(each)
+
+    with jax.enable_x64(True):
+        for forward, barycenter in ((True, forward_kl), (False, reverse_kl)):
+            at = barycenter(locs, held, w)
+            slopes = jax.grad(lambda m, S, f=forward: summed(f, m, S), (0, 1))(*at)
+            for slope in slopes:
+                np.testing.assert_allclose(slope, 0, atol=1e-9)
+
+
+def test_it_goes_through_jit():
+    locs, covs, w = gaussians(3, 3, 4)
+    for a, b in zip(jax.jit(wasserstein)(locs, covs, w), wasserstein(locs, covs, w), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("barycenter", ALL)
+def test_bad_input_is_named(barycenter):
+    locs, covs, w = gaussians(0, 3, 2)
+    with pytest.raises(DataError, match="covariance 1 is not positive definite"):
+        barycenter(locs, [covs[0], -covs[1], covs[2]], w)
+    with pytest.raises(DataError, match="covariance 2 is not symmetric"):
+        barycenter(locs, [covs[0], covs[1], [[1.0, 0.5], [0.0, 1.0]]], w)
+    with pytest.raises(DataError, match=r"variance of 0\.0"):
+        barycenter(locs, [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]], w)
+    with pytest.raises(DataError, match="weights must be positive"):
+        barycenter(locs, covs, [0.5, 0.7, -0.2])
+    with pytest.raises(DataError, match="NaN"):
+        barycenter(locs * np.nan, covs, w)
+    with pytest.raises(DataError, match=r"got \(3, 2\), \(3, 3\)"):
+        barycenter(locs, np.ones((3, 3)), w)
+
+
+def test_it_is_in_the_front_door():
+    assert nf.barycenters.wasserstein is wasserstein

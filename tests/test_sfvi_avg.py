@@ -1,0 +1,272 @@
+"""SFVI-Avg: where it is SFVI, where it is exact, and what it refuses."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from problems import cut, glmm, glmm_silos
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.base import Replies
+from numpyro_fed.errors import GuideError, ModelError
+from numpyro_fed.runtime.combine import combine
+
+KEY = jax.random.key(0)
+
+
+def regression(x, y=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 2).expand([x.shape[-1]]).to_event(1))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, 0.5), obs=y)
+
+
+def rows(sizes, seed=0, dim=2):
+    r = np.random.default_rng(seed)
+    x = r.normal(size=(sum(sizes), dim)) @ r.normal(size=(dim, dim))
+    return cut({"x": x, "y": x @ np.arange(1.0, dim + 1) + 0.5 * r.normal(size=len(x))}, sizes)
+
+
+def posterior(silos):
+    """Of the regression, exactly."""
+    x, y = (np.concatenate([s[name] for s in silos]) for name in ("x", "y"))
+    precision = x.T @ x / 0.25 + np.eye(x.shape[1]) / 4
+    return np.linalg.solve(precision, x.T @ y / 0.25), np.linalg.inv(precision)
+
+
+def opened(method, silos):
+    """What a method builds, its exchange, the algorithm's parts and what silos hold."""
+    plan = method.agree([method.describe(silo) for silo in silos])
+    built = method.build(plan)
+    (exchange,) = built.algorithm.exchanges
+    return built, exchange, [method.hold(silo, plan, j) for j, silo in enumerate(silos)]
+
+
+def moments_of(built, eta):
+    """Mean and covariance of the globals' guide, which is affine in its noise."""
+    dim = len(eta["loc"])
+    place = jax.vmap(lambda e: built.guide.globals.draw(eta, e)[0])
+    loc = place(jnp.zeros((1, dim)))[0]
+    root = place(jnp.eye(dim)).T - loc[:, None]
+    return loc, root @ root.T
+
+
+# --- one local step at one silo ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [None, "mode"])
+def test_one_step_at_one_silo_is_sfvi(start):
+    """Iterate by iterate, given the same noise."""
+    silos = glmm_silos((7,))
+    settings = dict(optim=optax.adam(0.05), start=start, guide=nf.guides.Structured(globals="full"))
+    sfvi = nf.SFVI(glmm, **settings)
+    avg = nf.SFVIAvg(glmm, local_steps=1, **settings)
+    one, other = (m.run(KEY, 1, silos, progress_bar=False) for m in (sfvi, avg))
+    _, x, (data,) = opened(sfvi, silos)
+    _, y, _ = opened(avg, silos)
+    parts = y.silo.__self__
+    server, silo = one.state.server, jax.tree.map(lambda a: a[0], one.state.silos[0])
+    averaged = other.state.server._replace(params=server.params, reference=server.reference)
+    mine = jax.tree.map(lambda a: a[0], other.state.silos[0])
+    mine = mine._replace(
+        params=silo.params,
+        opt_state=silo.opt_state,
+        shared_opt_state=server.opt_state,
+        reference=silo.reference,
+        shared_reference=server.reference,
+        whitener=silo.whitener,
+    )
+    for i in range(5):
+        key = jax.random.key(100 + i)
+        noise = parts.noise(key, jnp.array(0), mine)
+        down, memo = x.broadcast(noise[0], server, jnp.arange(1), None)
+        reply, silo = x.silo(noise[1], down, silo, data)
+        server, info = x.server(server, memo, reply, None)
+        down, memo = y.broadcast((), averaged, jnp.arange(1), None)
+        reply, mine = y.silo(key, down, mine, data)
+        gathered = jax.tree.map(lambda a: a[None], reply)
+        averaged, seen = y.server(averaged, memo, Replies(*gathered), None)
+        np.testing.assert_allclose(seen.loss, info.loss, rtol=2e-5)
+        for a, b in zip(
+            jax.tree.leaves((server.params, silo.params)),
+            jax.tree.leaves((averaged.params, mine.params)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-5)
+
+
+# --- where it is exact ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["rows", "even"])
+@pytest.mark.parametrize("aggregate", ["reverse_kl", "product"])
+def test_products_are_exact_for_conjugate_models(aggregate, weights):
+    """Each silo's Gaussian is exact for what it sees, and they multiply to the posterior."""
+    sizes = (20, 6, 11) if weights == "rows" or aggregate == "product" else (12, 12, 12)
+    silos = rows(sizes)
+    optim = optax.adam(optax.exponential_decay(0.05, 2_000, 1e-3))
+    method = nf.SFVIAvg(
+        regression, local_steps=2_000, aggregate=aggregate, weights=weights, optim=optim
+    )
+    result = method.run(KEY, 1, silos, progress_bar=False)
+    found = moments_of(opened(method, silos)[0], result.params["guide"])
+    mean, cov = posterior(silos)
+    sd = np.sqrt(np.diagonal(cov))
+    np.testing.assert_allclose((found[0] - mean) / sd, 0, atol=0.02)
+    np.testing.assert_allclose(found[1] / np.outer(sd, sd), cov / np.outer(sd, sd), atol=0.02)
+
+
+@pytest.mark.parametrize("globals", ["full", "diagonal"])
+@pytest.mark.parametrize("aggregate", ["wasserstein", "forward_kl", "reverse_kl", "average"])
+def test_all_averages_agree_where_silos_are_alike(aggregate, globals):
+    silos = rows((15,)) * 3
+    optim = optax.adam(optax.exponential_decay(0.05, 2_000, 1e-3))
+    guide = nf.guides.Structured(globals=globals)
+    method = nf.SFVIAvg(
+        regression, local_steps=2_000, aggregate=aggregate, optim=optim, guide=guide, start=None
+    )
+    result = method.run(KEY, 1, silos, progress_bar=False)
+    found = moments_of(opened(method, silos)[0], result.params["guide"])
+    mean, cov = posterior(silos)
+    expected = cov if globals == "full" else np.diag(1 / np.diagonal(np.linalg.inv(cov)))
+    scale = np.sqrt(np.outer(np.diagonal(cov), np.diagonal(cov)))
+    spread = 0.02 if globals == "full" else 0.1  # the gradient of a diagonal one has noise
+    np.testing.assert_allclose((found[0] - mean) / np.sqrt(np.diagonal(cov)), 0, atol=spread)
+    np.testing.assert_allclose(found[1] / scale, expected / scale, atol=spread)
+
+
+@pytest.mark.parametrize("globals", ["full", "diagonal"])
+@pytest.mark.parametrize("aggregate", ["wasserstein", "reverse_kl", "forward_kl", "average"])
+def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
+    """The algorithm's messages come to what ``barycenters`` says."""
+    sizes, silos = np.array([20.0, 6.0, 11.0]), rows((20, 6, 11), dim=3)
+    guide = nf.guides.Structured(globals=globals)
+    method = nf.SFVIAvg(regression, local_steps=5, aggregate=aggregate, start=None, guide=guide)
+    built, x, held = opened(method, silos)
+    state = built.algorithm.init_server(KEY)._replace(rows=sizes.sum())
+    down, memo = x.broadcast((), state, jnp.arange(3), None)
+
+    def replies_of(parts):
+        each = [
+            parts.silo(jax.random.key(j), down, parts.init_silo(KEY, data), data)[0]
+            for j, data in enumerate(held)
+        ]
+        return jax.tree.map(lambda *a: jnp.stack(a), *each)
+
+    parts = x.silo.__self__
+    sent = replies_of(parts)
+    np.testing.assert_array_equal(sent.weight, sizes)
+    after, _ = x.server(
+        state,
+        memo,
+        combine(x.combine, [jax.tree.map(lambda a, j=j: a[j : j + 1], sent) for j in range(3)]),
+        None,
+    )
+    itself = parts.aggregation._replace(message=lambda eta, sent: eta)
+    etas = replies_of(replace(parts, aggregation=itself)).up.guide
+    eta, w = after.params["guide"], sizes / sizes.sum()
+    if aggregate == "average":
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, np.tensordot(w, b, 1), rtol=1e-4, atol=1e-5),
+            eta,
+            etas,
+        )
+        return
+    locs, covs = jax.vmap(lambda eta: moments_of(built, eta))(etas)
+    loc, cov = moments_of(built, eta)
+    if globals == "diagonal":
+        covs, cov = jnp.diagonal(covs, axis1=1, axis2=2), jnp.diagonal(cov)
+    expected = getattr(nf.barycenters, aggregate)(locs, covs, sizes)
+    np.testing.assert_allclose(loc, expected[0], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(cov, expected[1], rtol=2e-3, atol=1e-4 * abs(cov).max())
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [None, "mode"])
+def test_runtimes_agree_and_runs_go_on(start):
+    silos = glmm_silos((5, 3, 4))
+    method = nf.SFVIAvg(glmm, local_steps=7, start=start)
+    whole = method.run(KEY, 4, silos, progress_bar=False)
+    begun = method.run(KEY, 2, silos, progress_bar=False)
+    after = method.run(KEY, 2, silos, progress_bar=False, init_state=begun.state)
+    jax.tree.map(np.testing.assert_array_equal, after.state, whole.state)
+    host = method.run(KEY, 4, silos, progress_bar=False, runtime="host")
+    np.testing.assert_allclose(host.losses, whole.losses, rtol=1e-4)
+
+
+def test_the_weight_of_all_silos_is_their_rows():
+    result = nf.SFVIAvg(glmm, local_steps=1).run(KEY, 1, glmm_silos((5, 3, 4)), progress_bar=False)
+    assert float(result.state.server.rows) == 12
+    even = nf.SFVIAvg(glmm, local_steps=1, weights="even")
+    assert float(even.run(KEY, 1, glmm_silos((5, 3)), progress_bar=False).state.server.rows) == 2
+
+
+def test_padding_changes_nothing():
+    """Silos of one size and of several: the padded rows have no weight."""
+    silos = glmm_silos((5, 4))
+    twice = nf.SFVIAvg(glmm, local_steps=6, start=None)
+    a = twice.run(KEY, 2, silos, progress_bar=False)
+    b = twice.run(KEY, 2, silos, progress_bar=False, runtime="host")
+    np.testing.assert_allclose(a.losses, b.losses, rtol=1e-5)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def run(model, silos, **settings):
+    return nf.SFVIAvg(model, local_steps=1, **settings).run(KEY, 1, silos, progress_bar=False)
+
+
+def test_private_parameters_are_refused():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            shift = numpyro.param("shift", 0.0)
+            numpyro.sample("y", dist.Normal(mu + shift, 1), obs=y)
+
+    with pytest.raises(ModelError, match="'shift' is each silo's own"):
+        run(model, [dict(y=np.ones(3)), dict(y=np.ones(2))])
+
+
+def test_silos_with_other_likelihoods_are_refused():
+    def model(y, robust):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            noise = dist.Cauchy(mu, 1) if robust else dist.Normal(mu, 1)
+            numpyro.sample("y", noise, obs=y)
+
+    silos = [dict(y=np.ones(3), robust=False), dict(y=np.ones(2), robust=True)]
+    with pytest.raises(ModelError, match="'robust' is True at silo 1"):
+        run(model, silos)
+
+
+@pytest.mark.parametrize("kind", ["skewed", numpyro.infer.autoguide.AutoIAFNormal(regression)])
+def test_families_without_a_barycenter_are_refused(kind):
+    with pytest.raises(GuideError, match="no barycenter"):
+        run(regression, rows((4, 5)), guide=nf.guides.Structured(globals=kind))
+
+
+def test_a_low_rank_becomes_a_full_one_up_to_a_size():
+    result = run(regression, rows((4, 5)), guide=nf.guides.Structured(globals="low_rank"))
+    assert "below" in result.params["guide"]
+    with pytest.raises(GuideError, match="'low_rank' with 301 globals"):
+        run(
+            regression,
+            rows((4, 5), dim=301),
+            guide=nf.guides.Structured(globals="low_rank"),
+            start=None,
+        )
+
+
+def test_words_that_are_not_known_are_refused():
+    for bad in (dict(aggregate="mean"), dict(weights="size"), dict(start="here")):
+        with pytest.raises(ValueError, match="expected"):
+            nf.SFVIAvg(regression, **bad)
+    with pytest.raises(ValueError, match="local_steps"):
+        nf.SFVIAvg(regression, local_steps=0)
