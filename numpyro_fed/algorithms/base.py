@@ -224,6 +224,19 @@ class Sampled(NamedTuple):
     values: dict[str, Array]
 
 
+class Carry(NamedTuple):
+    """How an algorithm begins where another one has ended.
+
+    Attributes
+    ----------
+    server : (key, Frame) -> server_state
+    silo : (key, Private, Frame, data) -> silo_state
+    """
+
+    server: Callable[..., Any]
+    silo: Callable[..., Any]
+
+
 class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     """An algorithm as pure functions; the loop lives in a runtime.
 
@@ -242,6 +255,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
         Whether it has come to its end by itself; no round is begun after that.
     opening : tuple of Exchange
         Run once, from the first states, before the first round.
+    carry : Carry, optional
     """
 
     init_server: Callable[[Array], Server]
@@ -252,6 +266,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     watch: Callable[[Silo], Any] | None = None
     done: Callable[[Server], Array] | None = None
     opening: tuple[Exchange, ...] = ()
+    carry: Carry | None = None
 
 
 def ascend(

@@ -204,6 +204,15 @@ def _sound(eta: GuideParams, like: GuideParams) -> GuideParams:
     return where_finite(eta, {**like, "log_scale": unsure})
 
 
+def whitener_of(whitener: Array | None, dim: int, *, wide: bool) -> Array:
+    """What a silo's own guide measures the globals by, where it may have been by nothing."""
+    if wide:
+        return jnp.ones(dim) if whitener is None else whitener
+    if whitener is None:
+        return jnp.eye(dim)
+    return jnp.diag(whitener) if whitener.ndim == 1 else whitener
+
+
 def where_finite(eta: GuideParams, other: GuideParams) -> GuideParams:
     """``eta``, and ``other`` for rows at which it is not finite; for all, if they are one."""
     joint = eta.get("below", jnp.zeros(0)).ndim == 4

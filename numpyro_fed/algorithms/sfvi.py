@@ -22,6 +22,7 @@ from jax import Array
 
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import (
+    Carry,
     Exchange,
     FederatedAlgorithm,
     Info,
@@ -31,7 +32,14 @@ from numpyro_fed.algorithms.base import (
     Shared,
     ascend,
 )
-from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_frame, somewhere
+from numpyro_fed.algorithms.begin import (
+    BEGIN,
+    Frame,
+    local_guides,
+    sending_frame,
+    somewhere,
+    whitener_of,
+)
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.guides.gaussian import GuideParams
@@ -198,6 +206,13 @@ def sfvi(
         eta = local(state.params, state.reference)
         return Private(state.params["private"], eta, whitener=state.whitener)
 
+    def carried_server(key: Array, frame: Frame) -> ServerState:
+        return server_from(fm, guide, optim, key, frame)
+
+    def carried_silo(key: Array, own: Private, frame: Frame, data: SiloData) -> SiloState:
+        whitener = whitener_of(own.whitener, fm.dim, wide=wide)
+        return silo_from(optim, own.theta, own.guide, whitener)
+
     exchange = Exchange(
         broadcast, silo, server, name="sfvi", server_noise=server_noise, silo_noise=silo_noise
     )
@@ -208,6 +223,7 @@ def sfvi(
         shared,
         private,
         done=lambda state: settling.settled(state.course),
+        carry=Carry(carried_server, carried_silo),
     )
 
 

@@ -33,6 +33,7 @@ from numpyro_fed.errors import (
     NonFiniteError,
     positive_int,
 )
+from numpyro_fed.methods.carrying import carried
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode, NoStartError, begin, why_coupled
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, signature
@@ -51,6 +52,7 @@ from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
 
 WIDE_UP_TO = 10_000  # by L-BFGS
+SEARCHED = "mode", "wide"  # kinds of start
 QUICK = partial(simulation, quick=True)
 RUNTIMES: dict[str, Callable[..., Runtime]] = {
     "simulation": simulation,
@@ -142,7 +144,11 @@ class Method(ABC):
         check_course(num_rounds, every, stop)
         fit, held = self._prepare(silos, runtime)
         try:
-            if init_state is None:
+            earlier = getattr(self, "start", None)
+            start: Any
+            if init_state is None and isinstance(earlier, Result):
+                state, start = carried(fit, key, held, earlier)
+            elif init_state is None:
                 state, start = begin(fit, key, held.batches, SEARCHES[runtime], held.buckets)
             else:
                 state, start = fit.check_state(init_state, held), None
@@ -415,11 +421,24 @@ def unless_failed(result: Any, run: Run) -> Any:
     return result
 
 
-def start_of(asked: str | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
+def check_start(start: Any) -> None:
+    """Refuse what is no place to begin at."""
+    if start not in ("mode", None) and not isinstance(start, Result):
+        raise ValueError(f"start={start!r:.200}: expected 'mode', None or a result.")
+
+
+def is_wide(kind: str | None, fm: FederatedModel) -> bool:
+    """Whether globals are too many for a matrix of them."""
+    return kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO)
+
+
+def start_of(asked: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
     """Where a run begins: at the mode, if there is something to search over and not too much.
 
-    ``"wide"`` is a search by L-BFGS, for those who can begin there.
+    ``"wide"`` is a search by L-BFGS, for those who can begin there; ``"result"`` no search at all.
     """
+    if isinstance(asked, Result):
+        return "result"
     number = unravelled(fm)
     if asked is None or not number:
         return None

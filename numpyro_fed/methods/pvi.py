@@ -16,7 +16,7 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.algorithm import pvi
-from numpyro_fed.algorithms.pvi.begin import pvi_from_mode
+from numpyro_fed.algorithms.pvi.begin import pvi_carry, pvi_from_mode
 from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
 from numpyro_fed.algorithms.pvi.evaluate import evaluation
 from numpyro_fed.algorithms.pvi.families import Globals, globals_of
@@ -38,8 +38,8 @@ from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
-from numpyro_fed.methods.base import Method, start_of
-from numpyro_fed.methods.mode import start_at
+from numpyro_fed.methods.base import Method, check_start, start_of
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_at
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
@@ -47,7 +47,7 @@ from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
-from numpyro_fed.results.base import Built, Factors, Fit, Silos
+from numpyro_fed.results.base import Built, Factors, Fit, Result, Silos
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.runtime.drive import Run
@@ -125,12 +125,13 @@ class PVI(Method):
         For parameters without a prior (``numpyro.param``), which take one step on the free energy
         at each update of the server (Appendices A and C); by default Adam at 0.02. They need many
         more rounds than latents do.
-    start : {"mode", None}
+    start : {"mode", None} or Result
         ``"mode"``: some 15 exchanges find the mode of the globals' posterior, and a silo's factor
         begins as the parabola of its own likelihood there, so that the posterior begins as
         Laplace's approximation, and flat priors are allowed. Visits work in coordinates in which
         the posterior is standard. Up to 300 globals, for ``deletion="own"``, and not where one pass
-        in closed form is exact; else as None: at the prior.
+        in closed form is exact; else as None: at the prior. A result of another method on the same
+        silos: where that has come to, every silo with an equal share of it.
     starts : int
         Searches for the mode, side by side in one program; the highest is where the run starts.
     start_scale : float or None
@@ -180,7 +181,7 @@ class PVI(Method):
     guide: Structured | None = field(default=None, kw_only=True)
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
     theta_optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
-    start: str | None = field(default="mode", kw_only=True)
+    start: str | Result | None = field(default="mode", kw_only=True)
     starts: int = field(default=1, kw_only=True)
     start_scale: float | None = field(default=0.1, kw_only=True)
     evidence_draws: int = field(default=32, kw_only=True)
@@ -207,8 +208,7 @@ class PVI(Method):
             raise ValueError(f"prior_share={self.prior_share!r}: expected 'whole' or 'split'.")
         if self.prior not in ("auto", "exact", "factor"):
             raise ValueError(f"prior={self.prior!r}: expected 'auto', 'exact' or 'factor'.")
-        if self.start not in ("mode", None):
-            raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
+        check_start(self.start)
         if self.prior == "factor" and self.deletion not in ("own", "none"):
             raise ValueError(
                 f"prior='factor' cannot go with deletion={self.deletion!r}, which takes the "
@@ -251,8 +251,21 @@ class PVI(Method):
 
     def _start(self, fm: FederatedModel, plan: Plan) -> str | None:
         """At the mode, where silos keep a factor and one visit each is not exact in any case."""
+        if isinstance(self.start, Result):
+            self._check_carried(fm)
+            return "result"
         needed = self.deletion == "own" and (fm.flat or not self._local(plan).closed_form)
         return start_of(self.start, fm) if needed else None
+
+    def _check_carried(self, fm: FederatedModel) -> None:
+        """Refuse to begin at a result where factors cannot be read off that."""
+        if self.deletion != "own" or not isinstance(self.prior_divergence, KL):
+            raise ValueError("start=result needs deletion='own' and prior_divergence=KL().")
+        if fm.dim > SEARCHED_UP_TO:
+            raise GuideError(
+                f"start=result with {fm.dim} globals: PVI begins at results with up to "
+                f"{SEARCHED_UP_TO}, whose covariance it works with. Use start=None, or SFVI."
+            )
 
     def _verdicts(
         self, layout: Layout, shaped: Any, stacks: Sequence[SiloData]
@@ -322,7 +335,7 @@ class PVI(Method):
             evidence_draws=self.evidence_draws,
             share=local.share,
             exact=self._exact(fm, chosen, local),
-            from_mode=resolved["start"] == "mode",
+            from_mode=resolved["start"] is not None,
         )
         if fm.flat and not settings.from_mode:
             raise _flat(fm)
@@ -335,7 +348,9 @@ class PVI(Method):
             evaluation=evaluation(parts, settings),
         )
         algorithm, start = pvi(parts, settings), None
-        if settings.from_mode:
+        if resolved["start"] == "result":
+            algorithm = algorithm._replace(carry=pvi_carry(parts, settings))
+        if resolved["start"] == "mode":
             begin = pvi_from_mode(parts, settings)
             start = start_at("mode", fm, self.starts, init_loc_fn_of(self.guide), begin)
         certify = importance_correct

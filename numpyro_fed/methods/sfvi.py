@@ -21,7 +21,7 @@ from numpyro_fed.guides.structured import (
     init_loc_fn_of,
     resolve,
 )
-from numpyro_fed.methods.base import Method, start_of
+from numpyro_fed.methods.base import SEARCHED, Method, check_start, is_wide, start_of
 from numpyro_fed.methods.mode import start_at
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.split import FederatedModel
@@ -102,12 +102,14 @@ class SFVI(Method):
         The bound. ``LocallyEnhanced(draws=20)`` is worth its price where rows have latents.
     num_particles : int
         Draws of the globals in each round.
-    start : {"mode", None}
+    start : {"mode", None} or Result
         ``"mode"``: some 15 exchanges find the mode of the globals' posterior and its curvature
         (:func:`numpyro_fed.find_mode`), and the guides begin there, the silos' own at the modes of
         their latents given the globals, with curvature and derivatives. Above 300 globals and
         shared parameters it takes some hundred exchanges, and of the curvature the diagonal; above
-        10,000 it is as None. None: at zero in unconstrained space.
+        10,000 it is as None. None: at zero in unconstrained space. A result of another method on
+        the same silos, of :class:`SFVIAvg` say: where that has come to; what was taken over stands
+        in ``result.start.report()``.
     starts : int
         Searches for the mode, side by side in one program; the highest is where the run starts.
 
@@ -140,14 +142,13 @@ class SFVI(Method):
     guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
     num_particles: int = field(default=1, kw_only=True)
-    start: str | None = field(default="mode", kw_only=True)
+    start: str | Result | None = field(default="mode", kw_only=True)
     starts: int = field(default=1, kw_only=True)
     _layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.start not in ("mode", None):
-            raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
+        check_start(self.start)
         positive_int("num_particles", self.num_particles)
         positive_int("starts", self.starts)
         check_optimiser(self.optim)
@@ -179,10 +180,10 @@ class SFVI(Method):
             optim,
             self.num_particles,
             from_mode=kind is not None,
-            wide=kind == "wide",
+            wide=is_wide(kind, fm),
         )
         start = None
-        if kind is not None:
+        if kind in SEARCHED:
             begin = sfvi_from_mode(fm, guide, optim)
             start = start_at(kind, fm, self.starts, init_loc_fn_of(self.guide), begin)
         certify = importance_correct

@@ -220,8 +220,8 @@ class Result:
         Minus the bound, one number for each round of this run.
     state : State
         Everything that a run needs to go on: ``run(..., init_state=result.state)``.
-    start : Mode or None
-        The mode at which the run began, if it did.
+    start : Mode, Carried or None
+        The mode at which the run began, or what it took over from another result.
     ended : {"rounds", "converged", "callback", "failure"}
         Why there are no more rounds.
     """
@@ -237,6 +237,16 @@ class Result:
     def num_silos(self) -> int:
         """How many silos took part."""
         return self._fit.plan.num_silos
+
+    @property
+    def num_globals(self) -> int:
+        """Length of the flat vector of global latents."""
+        return self._fit.model.dim
+
+    @property
+    def sizes(self) -> list[Sizes]:
+        """Rows of each silo plate at each silo, of a run in one process."""
+        return list(self._fit.sizes)
 
     @property
     def plan(self) -> Plan:
@@ -313,11 +323,11 @@ class Result:
     def silo_params(self, silo: int) -> dict[str, Any]:
         """Silo ``j``'s private parameters on their own supports, and its guide as ``"guide"``."""
         private = self._fit.model.constrain_theta(self.private_parameters(silo))
-        return {**private, "guide": self._private(silo).guide}
+        return {**private, "guide": self.private(silo).guide}
 
     def private_parameters(self, silo: int) -> dict[str, Any]:
         """Silo ``j``'s private parameters, unconstrained."""
-        return self._real_private(silo, self._private(silo).theta)
+        return self._real_private(silo, self.private(silo).theta)
 
     def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
         """Draw from the fitted posterior.
@@ -357,7 +367,7 @@ class Result:
         self, key: Array, z_G: Array, silo: int, posterior: Posterior
     ) -> dict[str, Array]:
         b, i = self._held(silo).place(silo)
-        shared, private = self.shared, self._private(silo)
+        shared, private = self.shared, self.private(silo)
         padded = jax.tree.map(lambda a: a[i], self._held(silo).batches[b].data)
         theta = {**shared.theta, **private.theta}
         origin = private.origin(self._fit.guide.globals.centre(shared.guide))
@@ -368,7 +378,8 @@ class Result:
         data = self._held(silo).data[silo]
         return posterior.constrain_locals(theta, z_G, z_L, data)
 
-    def _private(self, silo: int) -> Private:
+    def private(self, silo: int) -> Private:
+        """Of a silo's state what never leaves, padded rows included."""
         b, i = self._held(silo).place(silo)
         return self._fit.algorithm.private(jax.tree.map(lambda a: a[i], self.state.silos[b]))
 

@@ -25,7 +25,7 @@ from numpyro_fed.sigma.training import Settings, drawn, train
 from numpyro_fed.trees import fresh
 
 VERSION = 2
-FOR_TAU = 4_096  # draws of both priors
+FOR_TAU, EACH = 4_096, 8  # hyperparameters, and draws of both priors at each
 BEGIN = Settings(0, 1_024, 1, 0.0)  # draws at which networks begin
 
 
@@ -267,16 +267,23 @@ class SigmaPrior:
 
         def pair(keys: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             phi = self.source.hyper(keys[0])
-            draws = self.source.at(keys[1], phi, 1)[0], self._draw(keys[2], phi)
+            own = jax.vmap(lambda key: self._draw(key, phi))(jax.random.split(keys[2], EACH))
+            draws = self.source.at(keys[1], phi, EACH), own
             at = self.source.flat(phi)
             return jax.tree.map(lambda theta: self.scales.standardised(theta, at), draws)
 
         keys = tuple(jax.random.split(k, FOR_TAU) for k in (for_phi, for_true, for_own))
-        true, own = jax.jit(lambda keys: jax.lax.map(pair, keys, batch_size=256))(keys)
-        return np.sqrt(np.clip(np.asarray(true.var(0) - own.var(0)), *clip))
+        true, own = jax.jit(lambda keys: jax.lax.map(pair, keys, batch_size=64))(keys)
+        lacking = true.var((0, 1)) - own.var((0, 1))
+        return np.sqrt(np.clip(np.asarray(lacking), *clip))
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> tuple[Array, Array, Array]:
         """What all silos share, the hyperparameters, and the size of entries at these."""
+        if lacking := [name for name in self.source.phi if name not in phi]:
+            raise ModelError(
+                f"'{self.site}' depends on '{lacking[0]}', which is not sampled before it here. "
+                "Put handlers that replace it (reparam, say) inside substitute_prior, not around."
+            )
         size = self.networks.decoder.in_size - self.scales.hyper
         z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
         at = self.source.flat({name: phi[name] for name in self.source.phi})

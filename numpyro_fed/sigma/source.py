@@ -24,6 +24,9 @@ from numpyro_fed.sigma.gaussian import Spectrum, field_of
 LOOKS, EACH = 1_000, 4  # hyperparameters, and draws at each, of which scales are read off
 LEVELS = 51  # of their quantiles
 OUTSIDE = 0.01  # of the prior's draws, beyond the training range, without a word
+SCORED, FARTHEST = 50, 10.0  # steps, and how far off a square counts in them
+SLACK = 0.01  # of the range, beyond its ends
+SLIGHT = 0.1  # spread of the logarithm of entries' size, that networks see to by themselves
 RARE = 0.05  # the same of those of all hyperparameters together, beyond all that was drawn
 ALIKE = 1e-3  # relative: two signatures of one distribution
 
@@ -40,8 +43,8 @@ class Scales(NamedTuple):
     centre, width : (hyper,)
         Mean and standard deviation of the hyperparameters.
     growth : (1 + 2 hyper,)
-        How the logarithm of the entries' size goes with these, by squares: exact for a
-        hyperparameter that is a scale.
+        How the logarithm of the entries' size goes with these, and with the squares of their
+        ranks: exact for a hyperparameter that is a scale. Zero where it hardly goes with them.
     """
 
     quantiles: Array
@@ -65,16 +68,17 @@ class Scales(NamedTuple):
 
     def size(self, phi: Array) -> Array:
         """Of the entries at hyperparameters (hyper,)."""
+        return jnp.exp(self.features(phi) @ self.growth)
+
+    def features(self, phi: Array) -> Array:
+        """What the logarithm of the size is linear in."""
         inside = jnp.clip(phi, self.quantiles[0], self.quantiles[-1])
-        return jnp.exp(_squares((inside - self.centre) / self.width) @ self.growth)
+        own = (inside - self.centre) / self.width
+        return jnp.concatenate([jnp.ones(1), own, self.uniform(phi) ** 2])
 
     def standardised(self, theta: Array, phi: Array) -> Array:
         """Draws (..., entries) at hyperparameters, as networks see them."""
         return (theta - self.mean) / (self.size(phi) * self.sd)
-
-
-def _squares(u: Array) -> Array:
-    return jnp.concatenate([jnp.ones((*u.shape[:-1], 1)), u, u**2], -1)
 
 
 class Draws(NamedTuple):
@@ -268,15 +272,16 @@ class Source:
         if any(isinstance(v, jax.core.Tracer) for v in phi.values()):
             return
         given: dict[str, Any] = {name: np.asarray(phi[name]) for name in self.phi}
-        flat = np.asarray(self.flat(given))
-        low, high = np.asarray(scales.quantiles)[[0, -1]]
-        slack = 1e-3 * (high - low)
-        if ((flat < low - slack) | (flat > high + slack)).any():
+        ends = [self.constrained(scales.quantiles[i]) for i in (0, -1)]
+
+        def outside(name: str) -> bool:
+            low, high = (np.asarray(end[name]) for end in ends)
+            slack = SLACK * (high - low)
+            return bool(((given[name] < low - slack) | (given[name] > high + slack)).any())
+
+        if any(map(outside, self.phi)):
             said = ", ".join(f"{name}={value}" for name, value in given.items())
-            ranges = (
-                ", ".join(f"{name}: {a} to {b}" for name, (a, b) in self.ranges.items())
-                or f"in unconstrained space {low} to {high}"
-            )
+            ranges = ", ".join(f"{n}: {ends[0][n]:.3g} to {ends[1][n]:.3g}" for n in self.phi)
             warnings.warn(
                 f"{said} is outside of what the prior of '{self.site}' was trained for "
                 f"({ranges}): it is taken at the end of that. Train it for a wider range.",
@@ -292,20 +297,29 @@ def different(here: np.ndarray, there: np.ndarray) -> bool:
 @jax.jit
 def _scales(phi: Array, theta: Array) -> Scales:
     """Of hyperparameters (n, hyper) and draws at each of them (n, each, entries)."""
-    centre, width = phi.mean(0), phi.std(0)
-    width = jnp.where(width > 0, width, 1.0)
+    width = phi.std(0)
+    quantiles = jnp.quantile(phi, jnp.linspace(0, 1, LEVELS), axis=0)
+    one = jnp.ones(theta.shape[-1])
+    none = jnp.zeros(1 + 2 * phi.shape[1])
+    scales = Scales(quantiles, one, one, phi.mean(0), jnp.where(width > 0, width, 1.0), none)
+    features = jax.vmap(scales.features)(phi)
     middle = jnp.median(theta, (0, 1))
     spread = jnp.median(jnp.abs(theta - middle), (0, 1))
     off = (theta - middle) / jnp.where(spread > 0, spread, 1.0)
-    tiny = jnp.finfo(theta.dtype).tiny
-    log_size = 0.5 * jnp.log((off**2).mean((1, 2)) + tiny)
-    features = _squares((phi - centre) / width)
-    growth = jnp.linalg.lstsq(features, log_size)[0]
+    squares = (off**2).mean((1, 2)) + jnp.finfo(theta.dtype).tiny
+    inverse = jnp.linalg.pinv(features)
+
+    def scored(i: Array, growth: Array) -> Array:
+        """A step of Fisher scoring: a logarithm's mean would depend on how entries correlate."""
+        expected = jnp.exp(2 * features @ growth)
+        return growth + 0.5 * inverse @ jnp.minimum(squares / expected - 1, FARTHEST)
+
+    growth = jax.lax.fori_loop(0, SCORED, scored, inverse @ (0.5 * jnp.log(squares)))
+    growth = jnp.where((features @ growth).std() > SLIGHT, growth, 0.0)
     size = jnp.exp(features @ growth)[:, None, None]
     mean = (theta / size**2).mean((0, 1)) / (1 / size**2).mean()
     sd = ((theta - mean) / size).std((0, 1))
-    quantiles = jnp.quantile(phi, jnp.linspace(0, 1, LEVELS), axis=0)
-    return Scales(quantiles, mean, jnp.where(sd > 0, sd, 1.0), centre, width, growth)
+    return scales._replace(mean=mean, sd=jnp.where(sd > 0, sd, 1.0), growth=growth)
 
 
 def hyperparameters(model: Callable, site: str, kwargs: Mapping[str, Any]) -> tuple[str, ...]:

@@ -18,14 +18,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply
-from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_frame
+from numpyro_fed.algorithms.base import Carry, Exchange, Info, Private, Replies, Reply
+from numpyro_fed.algorithms.begin import (
+    BEGIN,
+    Frame,
+    local_guides,
+    sending_frame,
+    whitener_of,
+)
 from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import Parts, ServerState, Settings, SiloState
 from numpyro_fed.expfam.base import Natural
+from numpyro_fed.guides.gaussian import as_matrix
 from numpyro_fed.local.base import proper_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
@@ -35,6 +42,56 @@ class Up(NamedTuple):
     """What a silo sends: its factor."""
 
     factor: Natural
+
+
+def _own_factor(parts: Parts, frame: Frame, none: Natural) -> Natural:
+    """The server's, at the centre: the parabola of what of the prior is outside of the family."""
+    outside = parts.globals.prior_outside
+    if outside is None:
+        return none
+
+    def rest(z: Array) -> Array:
+        return outside(frame.theta, z)
+
+    z = frame.centre
+    return parts.globals.family.around(z, jax.grad(rest)(z), -jax.hessian(rest)(z))
+
+
+def pvi_carry(parts: Parts, settings: Settings) -> Carry:
+    """How PVI begins at another method's result: the posterior is the normal distribution of that,
+    and every silo has an equal share in what it is beyond the prior.
+    """
+    server_role, silo_role = Server(parts, settings), Silo(parts, settings)
+    family = silo_role.family
+
+    def factors(key: Array, frame: Frame) -> tuple[ServerState, Natural, Natural]:
+        """The first state, all factors together, and the server's own."""
+        begun = server_role.init(key)
+        root = as_matrix(frame.root)
+        K = jax.scipy.linalg.solve_triangular(root, jnp.eye(len(root)), lower=True)
+        posterior = family.around(frame.centre, jnp.zeros_like(frame.centre), K.T @ K)
+        total = jax.tree.map(jnp.subtract, posterior, server_role.prior(frame.theta))
+        return begun, total, _own_factor(parts, frame, begun.server_factor)
+
+    def server(key: Array, frame: Frame) -> ServerState:
+        begun, total, own = factors(key, frame)
+        guide = parts.aggregate(server_role.prior(frame.theta), total)
+        return begun._replace(
+            params={"theta": frame.theta, "guide": guide},
+            total=total,
+            server_factor=own,
+            opt_state=parts.optim.init(frame.theta),
+        )
+
+    def silo(key: Array, private: Private, frame: Frame, data: SiloData) -> SiloState:
+        _, total, own = factors(key, frame)
+        share = jax.tree.map(lambda a, b: (a - b) / settings.num_silos, total, own)
+        centre = frame.centre if private.centre is None else private.centre
+        params = {"private": private.theta, "guide": private.guide, "centre": centre}
+        whitener = whitener_of(private.whitener, parts.model.dim, wide=False)
+        return silo_role.init(key, data)._replace(params=params, factor=share, whitener=whitener)
+
+    return Carry(server, silo)
 
 
 def pvi_from_mode(parts: Parts, settings: Settings) -> Exchange:
@@ -64,14 +121,7 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Exchange:
         key, frame = memo
         begun = server_role.init(key)
         prior = server_role.prior(frame.theta)
-        server_factor = begun.server_factor
-        if (outside := parts.globals.prior_outside) is not None:
-
-            def rest(z: Array) -> Array:
-                return outside(frame.theta, z)
-
-            z = frame.centre
-            server_factor = family.around(z, jax.grad(rest)(z), -jax.hessian(rest)(z))
+        server_factor = _own_factor(parts, frame, begun.server_factor)
         total = jax.tree.map(jnp.add, replies.up.factor, server_factor)
 
         def proper(total: Natural) -> Array:

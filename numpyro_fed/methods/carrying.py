@@ -1,0 +1,144 @@
+"""From the result of one method to the first state of another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.base import Private
+from numpyro_fed.algorithms.begin import Frame
+from numpyro_fed.errors import DataError, GuideError
+from numpyro_fed.expfam.gaussian import cholesky_factor
+from numpyro_fed.guides.structured import FULL_UP_TO
+from numpyro_fed.results.base import Fit, Result, Silos
+from numpyro_fed.runtime.stack import State, init_schedule
+from numpyro_fed.trees import strong
+
+DRAWS = 20_000  # of a guide whose covariance is not written down
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a run took over from an earlier result.
+
+    Attributes
+    ----------
+    method : str
+        Whose result it was.
+    parameters : tuple of str
+        Shared and private parameters, by name.
+    globals : str
+        What of the posterior of the globals: its mean, with its covariance or standard deviations.
+    guides : tuple of str
+        The silo plates whose guides each silo goes on with.
+    """
+
+    method: str
+    parameters: tuple[str, ...]
+    globals: str
+    guides: tuple[str, ...]
+
+    def report(self) -> str:
+        """In words."""
+        parts = [self.globals]
+        if self.parameters:
+            parts.append(f"the parameters {', '.join(self.parameters)}")
+        if self.guides:
+            parts.append(f"the silos' own guides of {', '.join(self.guides)}")
+        return f"From a result of {self.method}: {'; '.join(parts)}."
+
+
+def carried(fit: Fit, key: Array, held: Silos, result: Result) -> tuple[State, Carried]:
+    """The first state of a run that goes on from another method's result, and what that took.
+
+    Raises
+    ------
+    DataError
+        For a result of other silos, or of silos in other processes.
+    GuideError
+        For silos' guides that are not built as those here.
+    """
+    carry = fit.algorithm.carry
+    if carry is None:
+        raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
+    _check_same(fit, result)
+    frame, how = _frame(result)
+    key_server, key_silos = jax.random.split(key)
+    privates = [result.private(j) for j in range(result.num_silos)]
+    silos = []
+    for bucket, batch in zip(held.buckets, held.batches, strict=True):
+        own = jax.tree.map(lambda *a: jnp.stack(a), *(privates[j] for j in bucket.silos))
+        _check_guides(fit, own, jax.tree.map(lambda a: a[0], batch.data))
+        silos.append(
+            jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(key_silos, own, frame, batch.data)
+        )
+    server = carry.server(key_server, frame)
+    round_, schedule = jnp.zeros((), jnp.int32), fit.built.schedule
+    state = State(round_, server, tuple(silos), init_schedule(schedule, key, fit.plan.num_silos))
+    said = Carried(
+        result.plan.chosen["method"],
+        tuple(sorted({*frame.theta, *privates[0].theta})),
+        how,
+        tuple(privates[0].guide),
+    )
+    return strong(state), said
+
+
+def _frame(result: Result) -> tuple[Frame, str]:
+    """The normal distribution of a result's globals, and what of it is known."""
+    theta, eta = result.shared
+    dim = result.num_globals
+    wide = dim > FULL_UP_TO
+    unit, start = jax.tree.map(jnp.ones_like, theta), jnp.zeros((), jnp.int32)
+    if isinstance(eta, dict) and set(eta) == {"loc", "log_scale"}:
+        centre, root = eta["loc"], jnp.exp(eta["log_scale"])
+    elif isinstance(eta, dict) and set(eta) == {"loc", "log_scale", "below"} and not wide:
+        centre, root = eta["loc"], cholesky_factor(eta, dim)
+    else:
+        z, _ = result.draw_globals(jax.random.key(0), DRAWS if not wide else DRAWS // 10)
+        centre, root = z.mean(0), z.std(0)
+        if not wide:
+            root = jnp.linalg.cholesky(jnp.cov(z.T).reshape(dim, dim))
+    spread = "covariance" if root.ndim == 2 else "standard deviations"
+    if root.ndim == 1 and not wide:
+        root = jnp.diag(root)
+    return Frame(theta, unit, centre, root, start), f"the mean and {spread} of the globals"
+
+
+def _check_same(fit: Fit, result: Result) -> None:
+    here, there = fit.plan.facts, result.plan.facts
+    for what, mine, theirs in (
+        ("numbers of silos", fit.plan.num_silos, result.num_silos),
+        ("sites", here.sites, there.sites),
+        ("silo plates", here.plates, there.plates),
+        ("numbers of rows", list(fit.sizes), result.sizes),
+    ):
+        if mine != theirs:
+            raise DataError(
+                f"start= is the result of a run with other {what}: {_shown(theirs)} there, "
+                f"{_shown(mine)} here. Begin at a result of the same model on the same silos."
+            )
+
+
+def _check_guides(fit: Fit, own: Private, data: Any) -> None:
+    """Each silo's guides must have the parts, and the shapes, that they have here."""
+    like = jax.eval_shape(fit.guide.init_local, jax.random.key(0), data)
+    mine, theirs = (
+        {p: {k: np.shape(a)[cut:] for k, a in eta.items()} for p, eta in guides.items()}
+        for guides, cut in ((like, 0), (own.guide, 1))
+    )
+    if mine != theirs:
+        raise GuideError(
+            f"the silos' guides of the result that is begun at are {_shown(theirs)}, and here they "
+            f"are {_shown(mine)}. Give both methods the same guide=."
+        )
+
+
+def _shown(value: Any) -> str:
+    words = str(value)
+    return words if len(words) <= 300 else f"{words[:300]}..."
