@@ -20,6 +20,8 @@ def model(x, y):
 
 METHODS = {
     "sfvi": lambda: nf.SFVI(model, optim=optax.adam(1e-2), num_particles=2),
+    "averaged": lambda: nf.SFVIAvg(model, local_steps=5),
+    "barycenter": lambda: nf.SFVIAvg(model, local_steps=5, aggregate="reverse_kl", start=None),
     "sequential": lambda: nf.PVI(model, local=nf.local.Optax(steps=50)),
     "synchronous": lambda: nf.PVI(model, schedule="synchronous", local=nf.local.Optax(steps=50)),
 }

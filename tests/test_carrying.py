@@ -130,6 +130,9 @@ def test_results_that_do_not_fit_are_refused():
         nf.SFVI(glmm, start=first, guide=nf.guides.MeanField()).run(
             KEY, 1, glmm_silos((5, 3, 4)), progress_bar=False
         )
+    method = nf.SFVI(glmm, start=first)
+    with pytest.raises(DataError, match="Over nodes begin at the mode"):
+        nf.ServerNode(method, [method.describe(s).to_json() for s in glmm_silos((5, 3, 4))])
     with pytest.raises(ValueError, match="expected 'mode', None or a result"):
         nf.SFVI(glmm, start="here")
     with pytest.raises(ValueError, match="deletion='own'"):

@@ -9,6 +9,7 @@ from typing import Any
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm
+from numpyro_fed.errors import DataError
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.mode import NoStartError, begin, opened
 from numpyro_fed.model.facts import Facts
@@ -41,6 +42,11 @@ class ServerNode:
     """
 
     def __init__(self, method: Method, facts: Sequence[str]):
+        if isinstance(getattr(method, "start", None), Result):
+            raise DataError(
+                "start= is a result of silos in this process, whose guides it takes over. Over "
+                "nodes begin at the mode (start='mode'), or at none."
+            )
         self._method = method
         self._plan = method.agree([Facts.from_json(f) for f in facts])
         self._built = method.build(self._plan)
