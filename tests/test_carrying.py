@@ -48,8 +48,6 @@ def test_sfvi_goes_on_where_an_average_has_come_to(start, globals):
     for a, b in zip(moments(after), moments(first), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
     for j in range(3):
-        mine, theirs = after.silo_params(j)["guide"], first.silo_params(j)["guide"]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mine, theirs)
         draws = [r.sample_posterior(KEY, 4_000, silo=j)["b"] for r in (after, first)]
         np.testing.assert_allclose(draws[0].mean(0), draws[1].mean(0), atol=1e-3)
     said = after.start.report()

@@ -80,6 +80,7 @@ def test_one_step_at_one_silo_is_sfvi(start):
         shared_reference=server.reference,
         whitener=silo.whitener,
     )
+    mine = mine._replace(centre=parts.centre(server.params, mine))
     for i in range(5):
         key = jax.random.key(100 + i)
         noise = parts.noise(key, jnp.array(0), mine)

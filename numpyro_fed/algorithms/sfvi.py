@@ -210,8 +210,10 @@ def sfvi(
         return server_from(fm, guide, optim, key, frame)
 
     def carried_silo(key: Array, own: Private, frame: Frame, data: SiloData) -> SiloState:
-        whitener = whitener_of(own.whitener, fm.dim, wide=wide)
-        return silo_from(optim, own.theta, own.guide, whitener)
+        whitener, eta = whitener_of(own.whitener, fm.dim, wide=wide), own.guide
+        if own.centre is not None:
+            eta = guide.recentre(eta, Origin(own.centre, whitener), frame.centre, data)
+        return silo_from(optim, own.theta, eta, whitener)
 
     exchange = Exchange(
         broadcast, silo, server, name="sfvi", server_noise=server_noise, silo_noise=silo_noise

@@ -69,12 +69,14 @@ class ServerState(NamedTuple):
 class SiloState(NamedTuple):
     """``params`` is ``{"private", "guide"}``, of the local guide; ``opt_state`` that of its
     optimiser, ``shared_opt_state`` that of the shared parameters' here. ``reference`` and
-    ``whitener`` are as in SFVI, ``shared_reference`` is the server's.
+    ``whitener`` are as in SFVI, ``shared_reference`` is the server's. The local guide measures the
+    globals from ``centre``, where the silo's own steps have led: an average is elsewhere.
     """
 
     params: dict[str, Any]
     opt_state: Any
     shared_opt_state: Any
+    centre: Array
     reference: dict[str, GuideParams] | tuple[()] = ()
     shared_reference: Reference | tuple[()] = ()
     whitener: Array | None = None
@@ -324,7 +326,7 @@ class Averaging:
         params = {"private": private, "guide": eta}
         like = jax.eval_shape(self.init_server, key).params
         shared = self.optim.init(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like))
-        return SiloState(params, self.optim.init(params), shared)
+        return SiloState(params, self.optim.init(params), shared, jnp.zeros(self.model.dim))
 
     def broadcast(
         self, noise: Any, state: ServerState, who: Array, server_data: Any
@@ -363,6 +365,7 @@ class Averaging:
     ) -> tuple[Reply[Up], SiloState]:
         weight = self.weight(data)
         scale = down.rows / weight
+        state = self.recentred(state, self.centre(down.params, state), data)
 
         def objective(shared: dict[str, Any], own: dict[str, Any], eps: Any) -> tuple[Array, Array]:
             log_prior, log_q, bound = self.terms(shared, own, eps, state, data)
@@ -384,8 +387,38 @@ class Averaging:
         (shared, shared_opt, own, own_opt), seen = jax.lax.scan(step, begun, steps)
         message = self.aggregation.message(shared["guide"], down.params["guide"])
         up = Up(seen[0], shared["theta"], message)
-        after = state._replace(params=own, opt_state=own_opt, shared_opt_state=shared_opt)
+        after = state._replace(
+            params=own,
+            opt_state=own_opt,
+            shared_opt_state=shared_opt,
+            centre=self.centre(shared, state),
+        )
         return Reply(up, all_finite((up, own)), weight), after
+
+    def centre(self, shared: dict[str, Any], state: SiloState) -> Array:
+        """Of the globals' guide, as the silo places it."""
+        return self.guide.globals.centre(self.placed(shared, state.shared_reference).guide)
+
+    def recentred(self, state: SiloState, centre: Array, data: SiloData) -> SiloState:
+        """The same local guides, which measure the globals from another centre: an average may be
+        far from where the silo's own steps have led.
+        """
+        eta = self.local(state.params, state.reference)
+        origin = Origin(state.centre, state.whitener)
+        there = self.guide.recentre(eta, origin, centre, data)
+        own, reference = state.params["guide"], state.reference
+        for p in eta:
+            off = {name: there[p][name] - eta[p][name] for name in ("loc", "log_scale")}
+            # A step's mean is in units of the reference: that is shifted, and not the step.
+            held = reference if reference else own
+            shifted = {**held[p], "loc": held[p]["loc"] + off["loc"]}
+            if reference:
+                reference = {**reference, p: shifted}
+            else:
+                own = {**own, p: shifted}
+            own = {**own, p: {**own[p], "log_scale": own[p]["log_scale"] + off["log_scale"]}}
+        params = {**state.params, "guide": own}
+        return state._replace(params=params, reference=reference, centre=centre)
 
     def server(
         self, state: ServerState, memo: None, replies: Replies[Up], server_data: Any
@@ -411,7 +444,7 @@ class Averaging:
 
     def private(self, state: SiloState) -> Private:
         eta = self.local(state.params, state.reference)
-        return Private(state.params["private"], eta, whitener=state.whitener)
+        return Private(state.params["private"], eta, state.centre, state.whitener)
 
     def reference(self, key: Array, frame: Frame) -> Reference:
         """What shared parameters are steps from: the same at the server and at every silo."""
@@ -430,7 +463,7 @@ class Averaging:
         params = {"private": private, "guide": jax.tree.map(jnp.zeros_like, eta)}
         shared = self.optim.init(_nothing(reference))
         own = self.optim.init(params)
-        return SiloState(params, own, shared, eta, reference, frame.whitener)
+        return SiloState(params, own, shared, frame.centre, eta, reference, frame.whitener)
 
     def begin(self) -> Exchange:
         """The exchange from the states of a search for the mode; silos answer with nothing."""

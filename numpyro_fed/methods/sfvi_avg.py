@@ -29,7 +29,7 @@ from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.runtime.drive import Run
 
-STEP, LEAST = 0.05, 0.01  # of Adam: its first step in a round, and the last one relative to it
+STEP, LEAST = 0.02, 0.01  # of Adam: its first step in a round, and the last one relative to it
 AGGREGATES = ("wasserstein", "reverse_kl", "forward_kl", "product", "average")
 
 
@@ -73,7 +73,7 @@ class SFVIAvg(Method):
         Of the silos in averages, with N / N_j or J as their factors. ``"rows"`` takes one more
         exchange before the first round, in which numbers of rows are added up.
     optim : optax.GradientTransformation, optional
-        By default Adam, whose step goes from 0.05 to a hundredth of that within each round, in
+        By default Adam, whose step goes from 0.02 to a hundredth of that within each round, in
         coordinates in which the posterior is about standard where a run starts at the mode. Its
         state stays at each silo from round to round.
     guide : Structured, optional
@@ -110,7 +110,7 @@ class SFVIAvg(Method):
     ...     with nf.silo_plate("row", y.shape[0]):
     ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
     >>> silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([3.0, 4.0, 5.0]))]
-    >>> avg = nf.SFVIAvg(model, local_steps=200, aggregate="reverse_kl")
+    >>> avg = nf.SFVIAvg(model, aggregate="reverse_kl")
     >>> result = avg.run(jax.random.key(0), 5, silos, progress_bar=False)
     >>> mu = result.sample_posterior(jax.random.key(1), 4_000)["mu"]
     >>> bool(abs(mu.mean() - 3.0) < 0.05), bool(abs(mu.std() - 5**-0.5) < 0.05)
@@ -118,7 +118,7 @@ class SFVIAvg(Method):
     """
 
     model: Callable
-    local_steps: int = field(default=200, kw_only=True)
+    local_steps: int = field(default=500, kw_only=True)
     aggregate: str = field(default="wasserstein", kw_only=True)
     weights: str = field(default="rows", kw_only=True)
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
