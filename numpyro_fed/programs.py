@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -36,25 +37,41 @@ def jit_double(f: Callable[..., Any]) -> Callable[..., Any]:
 
     As long as a trace lives, JAX takes the NumPy arrays that it closed over for what they are in
     its precision, and a trace in the other one may fail of that. Where one does, in a model that
-    reads arrays from outside and was traced before, traces are dropped and it is tried again.
+    reads arrays from outside and was traced before, traces are dropped and it is tried again; and
+    where somebody still holds one, in single precision, with a warning.
     """
-    programs: dict[Any, Callable[..., Any]] = {}
+    programs: dict[Any, tuple[Callable[..., Any], bool]] = {}
 
-    def compiled(args: tuple[Any, ...]) -> Callable[..., Any]:
-        return jax.jit(lambda *a: f(*a)).lower(*args).compile(quick_options())
+    def compiled(args: tuple[Any, ...], double: bool = True) -> tuple[Callable[..., Any], bool]:
+        with jax.enable_x64(double):
+            return jax.jit(lambda *a: f(*a)).lower(*args).compile(quick_options()), double
+
+    def again(args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
+        jax.clear_caches()
+        gc.collect()  # traces may hold themselves in cycles
+        try:
+            return compiled(args)
+        except TypeError:
+            warnings.warn(
+                "the model reads NumPy arrays from outside, of which JAX still holds single "
+                "precision copies, so that priors are looked at in single precision. In a new "
+                "process they are looked at in double precision.",
+                stacklevel=5,
+            )
+            return compiled(args, double=False)
 
     def call(*args: Any) -> Any:
         with jax.enable_x64(True):
             leaves, tree = jax.tree.flatten(args)
             shapes = tree, *(jax.typeof(a) for a in leaves)
-            if shapes not in programs:
-                try:
-                    programs[shapes] = compiled(args)
-                except TypeError:
-                    jax.clear_caches()
-                    gc.collect()  # traces may hold themselves in cycles
-                    programs[shapes] = compiled(args)
-            return programs[shapes](*args)
+        if shapes not in programs:
+            try:
+                programs[shapes] = compiled(args)
+            except TypeError:
+                programs[shapes] = again(args)
+        program, double = programs[shapes]
+        with jax.enable_x64(double):
+            return program(*args)
 
     return call
 

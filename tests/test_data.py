@@ -311,3 +311,18 @@ def test_traces_that_hold_themselves_are_dropped_before_another_try():
         assert jit_double(product)(np.ones((3, 3))).dtype == np.float64
     finally:
         gc.enable()
+
+
+def test_where_a_trace_is_held_a_program_is_in_single_precision():
+    held = np.eye(3) + 0.1
+
+    def product(x):
+        return jax.lax.mul(jnp.asarray(held), x)
+
+    trace = jax.make_jaxpr(product)(jnp.ones((3, 3)))
+    program = jit_double(product)
+    with pytest.warns(UserWarning, match="in single precision"):
+        found = program(np.ones((3, 3)))
+    np.testing.assert_allclose(found, held, rtol=1e-6)
+    np.testing.assert_allclose(program(np.ones((3, 3))), held, rtol=1e-6)
+    assert len(trace.eqns) == 1
