@@ -19,10 +19,11 @@ the reference is the exact posterior, over a grid of the smoothing parameter.
 
 The folder holds ``nc_sids.npz`` (``sids74``, ``births74``, ``nonwhite74``, ``lonlat``,
 ``edges_CR85``) and ``us_counties.npz`` (``state``, ``state_names``, ``contiguous``, ``edges``).
-Without it a square map of 100 areas and simulated counts take the place of North Carolina.
+Without it a square map of 100 areas (25 with ``--quick``) and simulated counts take the place of
+North Carolina.
 ``--plot`` is the start of the figures' names: maps of what each fit makes of the effects, where
 places are known, and means against the reference's (Figures 6 and 7 of the paper). ``--quick``
-trains and draws little; of the counties it takes New England.
+trains and draws little, for two of the priors; of the counties it takes New England.
 """
 
 import argparse
@@ -88,10 +89,10 @@ def quarters(places):
     return [np.flatnonzero(of == j) for j in range(4)]
 
 
-def sids(draws):
+def sids(draws, side):
     """Deaths of infants in North Carolina, or a simulated map."""
     file = Path(os.environ.get(FOLDER, "")) / "nc_sids.npz"
-    W, places, deaths, births, share = north_carolina(file) if file.is_file() else square()
+    W, places, deaths, births, share = north_carolina(file) if file.is_file() else square(side)
     areas = quarters(places)
 
     def model(area, births, share, deaths=None):
@@ -257,7 +258,8 @@ def main():
     steps, draws = (30, 40) if args.quick else (args.steps, 4_000)
     rounds = {"SFVI": 10 if args.quick else 3_000, "PVI": 1 if args.quick else 5}
     if args.map == "sids":
-        here, rank, sizes = sids(draws if args.quick else 5 * draws), 20, dict(z_global=50)
+        here = sids(draws, 5) if args.quick else sids(5 * draws, 10)
+        rank, sizes = (5, dict(z_global=10)) if args.quick else (20, dict(z_global=50))
     else:
         here = counties(NEW_ENGLAND if args.quick else None)
         rank, sizes = (20 if args.quick else 150), dict(z_global=20 if args.quick else 100)
@@ -282,6 +284,8 @@ def main():
         "SIGMA, auxiliary": sigma,
         "SIGMA, deterministic": sigma.deterministic,
     }
+    if args.quick:
+        priors = {name: priors[name] for name in ("low rank and blocks", "SIGMA, auxiliary")}
     fits = {}
     for prior_name, prior in priors.items():
         federated = nf.handlers.substitute_prior(here.model, {"theta": prior})
