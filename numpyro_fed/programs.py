@@ -42,33 +42,42 @@ def jit_double(f: Callable[..., Any]) -> Callable[..., Any]:
     """
     programs: dict[Any, tuple[Callable[..., Any], bool]] = {}
 
-    def compiled(args: tuple[Any, ...], double: bool = True) -> tuple[Callable[..., Any], bool]:
-        with jax.enable_x64(double):
-            return jax.jit(lambda *a: f(*a)).lower(*args).compile(quick_options()), double
+    def compiled(args: tuple[Any, ...], double: bool = True) -> Any:
+        """None where it cannot be traced; an error would keep its traces alive."""
+        try:
+            with jax.enable_x64(double):
+                return jax.jit(lambda *a: f(*a)).lower(*args).compile(quick_options()), double
+        except TypeError:
+            return None
 
-    def again(args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
+    def forget() -> None:
         jax.clear_caches()
         gc.collect()  # traces may hold themselves in cycles
-        try:
-            return compiled(args)
-        except TypeError:
-            warnings.warn(
-                "the model reads NumPy arrays from outside, of which JAX still holds single "
-                "precision copies, so that priors are looked at in single precision. In a new "
-                "process they are looked at in double precision.",
-                stacklevel=5,
-            )
-            return compiled(args, double=False)
+
+    def anyhow(args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
+        if (found := compiled(args)) is not None:
+            return found
+        forget()
+        if (found := compiled(args)) is not None:
+            return found
+        forget()
+        if (found := compiled(args, double=False)) is None:
+            with jax.enable_x64(True):
+                return jax.jit(f).lower(*args).compile(), True  # whatever is wrong with it
+        warnings.warn(
+            "the model reads NumPy arrays from outside, of which JAX still holds single precision "
+            "copies, so that priors are looked at in single precision. In a new process they are "
+            "looked at in double precision.",
+            stacklevel=4,
+        )
+        return found
 
     def call(*args: Any) -> Any:
         with jax.enable_x64(True):
             leaves, tree = jax.tree.flatten(args)
             shapes = tree, *(jax.typeof(a) for a in leaves)
         if shapes not in programs:
-            try:
-                programs[shapes] = compiled(args)
-            except TypeError:
-                programs[shapes] = again(args)
+            programs[shapes] = anyhow(args)
         program, double = programs[shapes]
         with jax.enable_x64(double):
             return program(*args)
