@@ -113,31 +113,13 @@ def sfvi(
     is for many globals.
     """
 
-    def placed(params: dict[str, Any], reference: Reference | tuple[()]) -> Shared:
-        """Shared parameters and the globals' guide."""
-        if not reference:
-            return Shared(params["theta"], params["guide"])
-        theta = jax.tree.map(
-            lambda at, unit, step: at + unit * step,
-            reference.theta,
-            reference.unit,
-            params["theta"],
-        )
-        return Shared(theta, guide.globals.moved(reference.guide, params["guide"]))
-
     def draw(params: dict[str, Any], reference: Any, eps: Any) -> tuple[Down, Array]:
         """What is sent, and the server's own term of the bound."""
-        theta, eta = placed(params, reference)
+        theta, eta = placed(guide, params, reference)
         z_G, log_q = jax.vmap(guide.globals.draw, (None, 0))(eta, eps)
         down = Down(theta, z_G, guide.globals.centre(eta))
         log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
         return down, jnp.mean(log_prior - log_q)
-
-    def local(params: dict[str, Any], reference: Any) -> dict[str, GuideParams]:
-        """A silo's local guides."""
-        if not reference:
-            return params["guide"]
-        return {p: g.moved(reference[p], params["guide"][p]) for p, g in guide.locals.items()}
 
     def init_server(key: Array) -> ServerState:
         if from_mode:
@@ -174,7 +156,10 @@ def sfvi(
         noise: Rows, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         def term(down: Down, params: dict[str, Any]) -> Array:
-            theta, eta = {**down.theta, **params["private"]}, local(params, state.reference)
+            theta, eta = (
+                {**down.theta, **params["private"]},
+                placed_locals(guide, params, state.reference),
+            )
             origin = Origin(down.centre, state.whitener)
 
             def at(z_G: Array, eps: Rows) -> Array:
@@ -200,10 +185,10 @@ def sfvi(
         return after, Info(-total, replies.ok & all_finite((total, gradient)))
 
     def shared(state: ServerState) -> Shared:
-        return placed(state.params, state.reference)
+        return placed(guide, state.params, state.reference)
 
     def private(state: SiloState) -> Private:
-        eta = local(state.params, state.reference)
+        eta = placed_locals(guide, state.params, state.reference)
         return Private(state.params["private"], eta, whitener=state.whitener)
 
     def carried_server(key: Array, frame: Frame) -> ServerState:
@@ -227,6 +212,26 @@ def sfvi(
         done=lambda state: settling.settled(state.course),
         carry=Carry(carried_server, carried_silo),
     )
+
+
+def placed(guide: Guide, params: dict[str, Any], reference: Reference | tuple[()]) -> Shared:
+    """Shared parameters and the globals' guide, from steps if there is a reference."""
+    if not reference:
+        return Shared(params["theta"], params["guide"])
+    theta = jax.tree.map(
+        lambda at, unit, step: at + unit * step,
+        reference.theta,
+        reference.unit,
+        params["theta"],
+    )
+    return Shared(theta, guide.globals.moved(reference.guide, params["guide"]))
+
+
+def placed_locals(guide: Guide, params: dict[str, Any], reference: Any) -> dict[str, GuideParams]:
+    """A silo's local guides, from steps if there is a reference."""
+    if not reference:
+        return params["guide"]
+    return {p: g.moved(reference[p], params["guide"][p]) for p, g in guide.locals.items()}
 
 
 def server_from(

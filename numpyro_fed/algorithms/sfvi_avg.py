@@ -43,7 +43,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_frame, somewhere
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
-from numpyro_fed.algorithms.sfvi import Reference
+from numpyro_fed.algorithms.sfvi import Reference, placed, placed_locals
 from numpyro_fed.expfam.gaussian import cholesky_factor, cholesky_parts
 from numpyro_fed.guides.gaussian import GuideParams
 from numpyro_fed.guides.structured import Guide, Origin
@@ -272,25 +272,6 @@ class Averaging:
 
         return Exchange(ask, silo, server, name=COUNT)
 
-    def placed(self, params: dict[str, Any], reference: Reference | tuple[()]) -> Shared:
-        """Shared parameters and the globals' guide."""
-        if not reference:
-            return Shared(params["theta"], params["guide"])
-        theta = jax.tree.map(
-            lambda at, unit, step: at + unit * step,
-            reference.theta,
-            reference.unit,
-            params["theta"],
-        )
-        return Shared(theta, self.guide.globals.moved(reference.guide, params["guide"]))
-
-    def local(self, params: dict[str, Any], reference: Any) -> dict[str, GuideParams]:
-        """A silo's local guides."""
-        if not reference:
-            return params["guide"]
-        guides = self.guide.locals.items()
-        return {p: g.moved(reference[p], params["guide"][p]) for p, g in guides}
-
     def weight(self, data: SiloData) -> Array:
         """Of a silo: its rows, or one."""
         if not self.by_rows:
@@ -349,11 +330,11 @@ class Averaging:
         data: SiloData,
     ) -> tuple[Array, Array, Array]:
         """Means over particles of the log prior, of ``log q`` and of the silo's own bound."""
-        theta, eta = self.placed(shared, state.shared_reference)
+        theta, eta = placed(self.guide, shared, state.shared_reference)
         z_G, log_q = jax.vmap(self.guide.globals.draw, (None, 0))(eta, noise[0])
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
         origin = Origin(self.guide.globals.centre(eta), state.whitener)
-        held, local = {**theta, **own["private"]}, self.local(own, state.reference)
+        held, local = {**theta, **own["private"]}, placed_locals(self.guide, own, state.reference)
 
         def at(z: Array, eps: Rows) -> Array:
             return self.bound.value(held, local, z, origin, eps, data)
@@ -397,13 +378,13 @@ class Averaging:
 
     def centre(self, shared: dict[str, Any], state: SiloState) -> Array:
         """Of the globals' guide, as the silo places it."""
-        return self.guide.globals.centre(self.placed(shared, state.shared_reference).guide)
+        return self.guide.globals.centre(placed(self.guide, shared, state.shared_reference).guide)
 
     def recentred(self, state: SiloState, centre: Array, data: SiloData) -> SiloState:
         """The same local guides, which measure the globals from another centre: an average may be
         far from where the silo's own steps have led.
         """
-        eta = self.local(state.params, state.reference)
+        eta = placed_locals(self.guide, state.params, state.reference)
         origin = Origin(state.centre, state.whitener)
         there = self.guide.recentre(eta, origin, centre, data)
         own, reference = state.params["guide"], state.reference
@@ -440,10 +421,10 @@ class Averaging:
         return after, Info(loss, replies.ok.all() & all_finite((loss, params)))
 
     def shared(self, state: ServerState) -> Shared:
-        return self.placed(state.params, state.reference)
+        return placed(self.guide, state.params, state.reference)
 
     def private(self, state: SiloState) -> Private:
-        eta = self.local(state.params, state.reference)
+        eta = placed_locals(self.guide, state.params, state.reference)
         return Private(state.params["private"], eta, state.centre, state.whitener)
 
     def reference(self, key: Array, frame: Frame) -> Reference:
