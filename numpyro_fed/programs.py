@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
 import jax
+
+from numpyro_fed.precision import double_precision
 
 QUICK = {
     "xla_backend_optimization_level": 0,
@@ -33,54 +33,17 @@ def jit_once(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def jit_double(f: Callable[..., Any]) -> Callable[..., Any]:
-    """``jax.jit`` in double precision, of which programs are kept and traces are not.
-
-    As long as a trace lives, JAX takes the NumPy arrays that it closed over for what they are in
-    its precision, and a trace in the other one may fail of that. Where one does, in a model that
-    reads arrays from outside and was traced before, traces are dropped and it is tried again; and
-    where somebody still holds one, in single precision, with a warning.
-    """
-    programs: dict[Any, tuple[Callable[..., Any], bool]] = {}
-
-    def compiled(args: tuple[Any, ...], double: bool = True) -> Any:
-        """None where it cannot be traced; an error would keep its traces alive."""
-        try:
-            with jax.enable_x64(double):
-                return jax.jit(lambda *a: f(*a)).lower(*args).compile(quick_options()), double
-        except TypeError:
-            return None
-
-    def forget() -> None:
-        jax.clear_caches()
-        gc.collect()  # traces may hold themselves in cycles
-
-    def anyhow(args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
-        if (found := compiled(args)) is not None:
-            return found
-        forget()
-        if (found := compiled(args)) is not None:
-            return found
-        forget()
-        if (found := compiled(args, double=False)) is None:
-            with jax.enable_x64(True):
-                return jax.jit(f).lower(*args).compile(), True  # whatever is wrong with it
-        warnings.warn(
-            "the model reads NumPy arrays from outside, of which JAX still holds single precision "
-            "copies, so that priors are looked at in single precision. In a new process they are "
-            "looked at in double precision.",
-            stacklevel=4,
-        )
-        return found
+    """``jax.jit`` in double precision, of which programs are kept and traces are not."""
+    programs: dict[Any, Callable[..., Any]] = {}
 
     def call(*args: Any) -> Any:
-        with jax.enable_x64(True):
+        with double_precision():
             leaves, tree = jax.tree.flatten(args)
             shapes = tree, *(jax.typeof(a) for a in leaves)
-        if shapes not in programs:
-            programs[shapes] = anyhow(args)
-        program, double = programs[shapes]
-        with jax.enable_x64(double):
-            return program(*args)
+            if shapes not in programs:
+                lowered = jax.jit(lambda *a: f(*a)).lower(*args)
+                programs[shapes] = lowered.compile(quick_options())
+            return programs[shapes](*args)
 
     return call
 

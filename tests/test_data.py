@@ -1,7 +1,5 @@
 """What a silo holds: reading and checking it, padding, bucketing, stacking."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,6 @@ from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import bucket, padded, padded_keys
 from numpyro_fed.model.primitives import silo_plate
-from numpyro_fed.programs import jit_double
 from numpyro_fed.testing import check_decomposition
 
 
@@ -294,35 +291,3 @@ def test_arrays_from_outside_the_text_are_not_taken_for_double_ones():
     result = nf.PVI(model).run(jax.random.key(0), 1, silos, progress_bar=False)
     assert result.state.server is not None
     assert jax.tree.leaves(result.sample_posterior(jax.random.key(1), 3))[0].dtype == jnp.float32
-
-
-def test_traces_that_hold_themselves_are_dropped_before_another_try():
-    """JAX keeps the precision of an array while a trace that closed over it lives."""
-    held = np.eye(3) + 0.1
-
-    def product(x):
-        return jax.lax.mul(jnp.asarray(held), x)
-
-    gc.disable()
-    try:
-        cycle = [jax.make_jaxpr(product)(jnp.ones((3, 3)))]
-        cycle.append(cycle)
-        del cycle
-        assert jit_double(product)(np.ones((3, 3))).dtype == np.float64
-    finally:
-        gc.enable()
-
-
-def test_where_a_trace_is_held_a_program_is_in_single_precision():
-    held = np.eye(3) + 0.1
-
-    def product(x):
-        return jax.lax.mul(jnp.asarray(held), x)
-
-    trace = jax.make_jaxpr(product)(jnp.ones((3, 3)))
-    program = jit_double(product)
-    with pytest.warns(UserWarning, match="in single precision"):
-        found = program(np.ones((3, 3)))
-    np.testing.assert_allclose(found, held, rtol=1e-6)
-    np.testing.assert_allclose(program(np.ones((3, 3))), held, rtol=1e-6)
-    assert len(trace.eqns) == 1

@@ -14,6 +14,7 @@ from numpyro_fed.algorithms.pvi.families import Globals, general
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.precision import double_precision
 from numpyro_fed.programs import jit_double
 from numpyro_fed.trees import double
 
@@ -40,7 +41,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
         return jax.vmap(one)(stack).all()
 
     def verdict(stacks: Sequence[SiloData]) -> bool:
-        with jax.enable_x64(True):
+        with double_precision():
             prior, points = chosen.prior(theta), chosen.places.points
             return all(look(double(stack), prior, points) for stack in stacks)
 

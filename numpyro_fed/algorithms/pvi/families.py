@@ -19,6 +19,7 @@ from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.precision import double_precision
 from numpyro_fed.programs import jit_double
 from numpyro_fed.trees import double
 
@@ -109,7 +110,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
     theta, reach = general(fm), _reach(fm)
     points = _scattered(fm, reach)
-    with jax.enable_x64(True):
+    with double_precision():
 
         def every(z: Array) -> Array:
             return jnp.stack(list(fm.prior_terms(theta, z).values()))
