@@ -117,7 +117,15 @@ def test_no_module_imports_itself_in_a_circle(module):
 def test_runtimes_know_no_algorithm_and_no_model(module):
     ours = {m for m in GRAPH[module] if not m.startswith("runtime")}
     messages = {"model.facts"} if module == "runtime.node" else set()
-    allowed = {"algorithms.base", "model.data", "model.padding", "errors", "trees", "precision", "programs"}
+    allowed = {
+        "algorithms.base",
+        "model.data",
+        "model.padding",
+        "errors",
+        "trees",
+        "precision",
+        "programs",
+    }
     assert ours <= allowed | messages
 
 
