@@ -25,6 +25,7 @@ LAYERS = [
             "model.primitives",
             "model.substitution",
             "model.dependence",
+            "model.feasible",
             "model.handlers",
             "model.clients",
             "losses",

@@ -379,3 +379,16 @@ def test_the_energy_distance_tells_samples_apart():
     assert distance > 0
     gaps = [np.linalg.norm(x[:, None] - y, axis=-1).mean() for x, y in ((a, b), (a, a), (b, b))]
     np.testing.assert_allclose(energy_test(KEY, a, b)[0], 2 * gaps[0] - gaps[1] - gaps[2])
+
+
+def test_a_flat_prior_is_no_range_to_train_for():
+    def model():
+        scale = numpyro.sample("scale", dist.ImproperUniform(dist.constraints.positive, (), ()))
+        numpyro.sample("b", dist.ImproperUniform(dist.constraints.real, (), ()))
+        cov = jnp.exp(-((PLACES[:, None] - PLACES) ** 2) / (2 * scale**2)) + 1e-3 * jnp.eye(6)
+        numpyro.sample("theta", dist.MultivariateNormal(0.0, cov))
+
+    with pytest.raises(nf.ModelError, match=r"'scale', whose prior is flat .* ranges=\{'scale'"):
+        nf.SigmaPrior.fit(KEY, model, "theta", BLOCKS, **QUICK)
+    prior = nf.SigmaPrior.fit(KEY, model, "theta", BLOCKS, ranges={"scale": (0.2, 0.6)}, **QUICK)
+    assert prior.source.phi == ("scale",)

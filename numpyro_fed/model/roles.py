@@ -21,7 +21,8 @@ from numpyro_fed.model.binding import Theta, bind, trace_at
 from numpyro_fed.model.clients import Clients, at_client_sum, check_shapes
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.dependence import provenance
-from numpyro_fed.model.sites import NEEDS_VALUES, feasible, structure
+from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.sites import NEEDS_VALUES, structure
 from numpyro_fed.model.vertical import PREDICTOR, TOTAL, Half, VerticalModel
 
 LATENTS = "the server's latents"  # a label

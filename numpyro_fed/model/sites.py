@@ -13,11 +13,11 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
-from numpyro.primitives import Messenger
 
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.model.data import SiloData, Sizes, signature
-from numpyro_fed.model.primitives import inside_control_flow, is_scan, silo_frames, silo_plate_of
+from numpyro_fed.model.feasible import feasible, is_flat, unwrapped
+from numpyro_fed.model.primitives import silo_frames, silo_plate_of
 
 PAD = (
     " Pad the axis that differs (visits, say) to the largest size with any finite numbers, and "
@@ -161,41 +161,6 @@ def held(data: SiloData) -> dict[str, Any]:
     return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
 
 
-class feasible(Messenger):
-    """Let a model run whose flat priors (ImproperUniform) cannot be drawn from.
-
-    Such latents stand where unconstrained space has its zero. Refuses parameters and flat priors
-    that nobody can set: those in the body of a scan.
-    """
-
-    def __init__(self, fn: Callable | None = None, *, scanned: bool = False):
-        self.scanned = scanned
-        super().__init__(fn)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        scanned = self.scanned or is_scan(msg)
-        if inside_control_flow(msg, lambda body: feasible(body, scanned=scanned)):
-            return
-        if msg["type"] == "param" and scanned:
-            raise ModelError(
-                f"the numpyro.param '{msg['name']}' stands in the body of a scan, where NumPyro "
-                "cannot set it, so that it would keep its first value. Put it before the scan."
-            )
-        if msg["type"] != "sample" or msg["is_observed"]:
-            return
-        if isinstance(_base(msg["fn"]), dist.ImproperUniform) and msg["value"] is None:
-            if scanned:
-                raise ModelError(
-                    f"the prior of the latent site '{msg['name']}' is flat (ImproperUniform) and "
-                    "stands in the body of a scan, where it has no value to begin with. Give it a "
-                    "proper prior, however wide, such as dist.Normal(0, 100)."
-                )
-            fn = msg["fn"]
-            bijection = biject_to(fn.support)
-            shape = bijection.inverse_shape(fn.shape(msg["kwargs"]["sample_shape"]))
-            msg["value"] = bijection(jnp.zeros(shape))
-
-
 def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
     sizes = _sizes(trace)
     lost = [s["name"] for s in trace.values() if silo_plate_of(s) not in (None, *sizes)]
@@ -229,7 +194,7 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
                 if plate is None:
                     supports[entry.name] = site["fn"].support
                 masked |= _masked(entry.name, site["fn"])
-                if isinstance(_base(site["fn"]), dist.ImproperUniform):
+                if is_flat(site["fn"]):
                     improper.append(entry.name)
                 if entry.plate is None and _is_field(entry.name, site["fn"]):
                     fields.append(entry.name)
@@ -324,17 +289,11 @@ def check_same_sites(first: Structure, other: Structure, j: int) -> None:
     )
 
 
-def _base(fn: Any) -> Any:
-    while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
-        fn = fn.base_dist
-    return fn
-
-
 def _is_field(name: str, fn: Any) -> bool:
     """Whether a prior is an autoregression of areas, or a process at many points; not what a
     substitution has left of one.
     """
-    fn = _base(fn)
+    fn = unwrapped(fn)
     if name.endswith("/border"):
         return False
     many = isinstance(fn, dist.MultivariateNormal) and fn.event_shape[0] >= MANY_POINTS
@@ -345,7 +304,7 @@ def _is_field(name: str, fn: Any) -> bool:
 
 def _masked(name: str, fn: Any) -> dict[str, bool]:
     """Whether a latent that is masked is so everywhere; nothing for what is not masked."""
-    fn = _base(fn)
+    fn = unwrapped(fn)
     if not isinstance(fn, dist.MaskedDistribution) or fn._mask is True:
         return {}
     known = not isinstance(fn._mask, jax.core.Tracer)

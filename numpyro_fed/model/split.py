@@ -29,6 +29,7 @@ from numpyro_fed.model.binding import (
 )
 from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.handlers import localised
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.primitives import silo_plate_of
@@ -37,7 +38,6 @@ from numpyro_fed.model.sites import (
     Site,
     Structure,
     check_same_sites,
-    feasible,
     held,
     structure,
     structures,

@@ -18,6 +18,7 @@ from numpyro.infer.util import compute_log_probs
 from numpyro.primitives import Messenger
 
 from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.trees import fresh
 
@@ -260,7 +261,7 @@ def entries_read(
     @jax.jit
     def moves(arrays: Any) -> Array:
         kwargs = kwargs_of(arrays)
-        first = handlers.trace(handlers.seed(model, 0)).get_trace(**kwargs)
+        first = traced(model, 0, kwargs)
         latents = {n: s["value"] for n, s in first.items() if s["type"] == "sample"}
 
         def density(value: Array) -> Array:
@@ -279,6 +280,17 @@ def block_name(site: str) -> str:
     return f"{site}_block"
 
 
+def traced(
+    model: Callable, key: Any, kwargs: Mapping[str, Any], known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The trace of a text, of which some sites may be known. What is flat is not drawn, and what
+    is wrong is left to be said by those who know what for.
+    """
+    at = handlers.substitute(handlers.seed(model, key), known or {})
+    with handlers.block(), validation_enabled(False), feasible():
+        return handlers.trace(at).get_trace(**kwargs)
+
+
 def site_of(model: Callable, site: str, kwargs: Mapping[str, Any]) -> Distribution:
     """The distribution of a site that can be split: a vector of real numbers.
 
@@ -288,8 +300,7 @@ def site_of(model: Callable, site: str, kwargs: Mapping[str, Any]) -> Distributi
         If there is no such site, or one of another kind.
     """
     try:
-        with handlers.block(), validation_enabled(False):  # what is wrong is said below
-            trace = handlers.trace(handlers.seed(model, 0)).get_trace(**kwargs)
+        trace = traced(model, 0, kwargs)
     except TypeError as error:
         raise ModelError(
             f"the model could not be run with {sorted(kwargs) or 'no arguments'}: {error}. Give "

@@ -13,7 +13,8 @@ from numpyro.distributions import biject_to
 
 from numpyro_fed.model.binding import Theta, trace_at
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.sites import Site, Structure, feasible
+from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.sites import Site, Structure
 
 TOTAL = "the sum over clients"  # the name under which the server's text is given it
 PREDICTOR = "_predictor"  # the site at which a client's text shows its predictor

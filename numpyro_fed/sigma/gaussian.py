@@ -21,6 +21,7 @@ from jax import Array
 from numpyro.distributions import Distribution
 
 from numpyro_fed.errors import ModelError
+from numpyro_fed.model.feasible import unwrapped
 from numpyro_fed.sigma.fields import Leroux
 from numpyro_fed.trees import fresh
 
@@ -124,13 +125,6 @@ def precision_of(fn: Distribution, W: Array) -> Array:
     alpha, degrees = fn.correlation, W.sum(1)
     own = 1 - alpha + alpha * degrees if isinstance(fn, Leroux) else degrees
     return fn.conditional_precision * (jnp.diag(own) - alpha * W)
-
-
-def unwrapped(fn: Distribution) -> Distribution:
-    """Without what ``expand`` and ``to_event`` put around it."""
-    while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
-        fn = fn.base_dist
-    return fn
 
 
 def adjacency_of(fn: Distribution, site: str) -> np.ndarray | None:

@@ -12,11 +12,11 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
-from numpyro import handlers
 from numpyro.distributions import Distribution
 
 from numpyro_fed.errors import ModelError, positive_int
-from numpyro_fed.model.substitution import Blocks, block_name, site_of
+from numpyro_fed.model.feasible import unwrapped
+from numpyro_fed.model.substitution import Blocks, block_name, site_of, traced
 from numpyro_fed.sigma.fields import Leroux
 from numpyro_fed.sigma.gaussian import (
     Dense,
@@ -27,7 +27,6 @@ from numpyro_fed.sigma.gaussian import (
     lifted,
     precision_of,
     same_areas,
-    unwrapped,
 )
 from numpyro_fed.trees import fresh
 
@@ -231,7 +230,7 @@ def _directions(
     """
 
     def drawn(total: Array, key: Array) -> tuple[Array, None]:
-        fn = handlers.trace(handlers.seed(model, key)).get_trace(**kwargs)[site]["fn"]
+        fn = traced(model, key, kwargs)[site]["fn"]
         known = field_of(fn, site, spectrum)
         return total + (known.cov if isinstance(known, Dense) else known.variances), None
 

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpyro import handlers
 from numpyro.distributions import Distribution, biject_to
-from numpyro.distributions.distribution import validation_enabled
 
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.dependence import provenance
-from numpyro_fed.model.substitution import site_of
+from numpyro_fed.model.feasible import is_flat
+from numpyro_fed.model.substitution import site_of, traced
 from numpyro_fed.sigma.gaussian import Spectrum, field_of
 
 LOOKS, EACH = 1_000, 4  # hyperparameters, and draws at each, of which scales are read off
@@ -125,8 +124,7 @@ class Source:
         """Find out what a site depends on."""
         fn = site_of(model, site, kwargs)
         phi = hyperparameters(model, site, kwargs)
-        with handlers.block(), validation_enabled(False):
-            latents = handlers.trace(handlers.seed(model, 0)).get_trace(**kwargs)
+        latents = traced(model, 0, kwargs)
         for name, (low, high) in ranges.items():
             if name not in phi:
                 raise ModelError(
@@ -139,15 +137,19 @@ class Source:
                 raise DataError(
                     f"the range of '{name}', {low} to {high}, leaves its support, {support}."
                 )
+        for name in phi:
+            if is_flat(latents[name]["fn"]) and name not in ranges:
+                raise ModelError(
+                    f"'{site}' depends on '{name}', whose prior is flat (ImproperUniform): nothing "
+                    f"says for what to train. Say so, by ranges={{'{name}': (low, high)}}."
+                )
         spectrum = Spectrum.of(fn, site)
         return cls(model, kwargs, site, phi, dict(ranges), fn.event_shape[0], spectrum)
 
     def trace(self, key: Array, phi: Mapping[str, Any]) -> dict[str, Any]:
         """The text at given hyperparameters."""
         known = {**phi, self.site: jnp.zeros(self.size)}  # a draw of it may take long
-        at = handlers.substitute(handlers.seed(self.model, key), known)
-        with handlers.block():
-            return handlers.trace(at).get_trace(**self.kwargs)
+        return traced(self.model, key, self.kwargs, known)
 
     def hyper(self, key: Array, ranges: bool = True) -> dict[str, Array]:
         """Hyperparameters: of their range, or of the prior."""
@@ -255,7 +257,10 @@ class Source:
             return
         keys = jax.random.split(key, LOOKS)
         drawn = jax.jit(jax.vmap(partial(self.hyper, ranges=False)))(keys)
+        sites = self.trace(key, {})
         for name, (low, high) in self.ranges.items():
+            if is_flat(sites[name]["fn"]):
+                continue
             value = np.asarray(drawn[name])
             share = float(((value < low) | (value > high)).mean())
             if share > OUTSIDE:
@@ -329,9 +334,7 @@ def hyperparameters(model: Callable, site: str, kwargs: Mapping[str, Any]) -> tu
     """The latents on which a site's distribution depends."""
 
     def run(latents: dict[str, Array]) -> Any:
-        at = handlers.substitute(handlers.seed(model, 0), latents)
-        with handlers.block(), validation_enabled(False):
-            return handlers.trace(at).get_trace(**kwargs)
+        return traced(model, 0, kwargs, latents)
 
     first = run({})
     latents = {

@@ -1,0 +1,61 @@
+"""Texts whose priors are flat can be run, and distributions are seen through their wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from numpyro.distributions import Distribution, biject_to
+from numpyro.primitives import Messenger
+
+from numpyro_fed.errors import ModelError
+from numpyro_fed.model.primitives import inside_control_flow, is_scan
+
+
+class feasible(Messenger):
+    """Let a model run whose flat priors (ImproperUniform) cannot be drawn from.
+
+    Such latents stand where unconstrained space has its zero. Refuses parameters and flat priors
+    that nobody can set: those in the body of a scan.
+    """
+
+    def __init__(self, fn: Callable | None = None, *, scanned: bool = False):
+        self.scanned = scanned
+        super().__init__(fn)
+
+    def process_message(self, msg: dict[str, Any]) -> None:
+        scanned = self.scanned or is_scan(msg)
+        if inside_control_flow(msg, lambda body: feasible(body, scanned=scanned)):
+            return
+        if msg["type"] == "param" and scanned:
+            raise ModelError(
+                f"the numpyro.param '{msg['name']}' stands in the body of a scan, where NumPyro "
+                "cannot set it, so that it would keep its first value. Put it before the scan."
+            )
+        if msg["type"] != "sample" or msg["is_observed"]:
+            return
+        if is_flat(msg["fn"]) and msg["value"] is None:
+            if scanned:
+                raise ModelError(
+                    f"the prior of the latent site '{msg['name']}' is flat (ImproperUniform) and "
+                    "stands in the body of a scan, where it has no value to begin with. Give it a "
+                    "proper prior, however wide, such as dist.Normal(0, 100)."
+                )
+            fn = msg["fn"]
+            bijection = biject_to(fn.support)
+            shape = bijection.inverse_shape(fn.shape(msg["kwargs"]["sample_shape"]))
+            msg["value"] = bijection(jnp.zeros(shape))
+
+
+def is_flat(fn: Distribution) -> bool:
+    """Whether a prior is ``ImproperUniform``, of which nothing can be drawn."""
+    return isinstance(unwrapped(fn), dist.ImproperUniform)
+
+
+def unwrapped(fn: Distribution) -> Distribution:
+    """Without what ``expand`` and ``to_event`` put around it."""
+    while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
+        fn = fn.base_dist
+    return fn
