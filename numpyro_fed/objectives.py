@@ -243,7 +243,8 @@ def silo_bound(
     def outer_term(at: _At, z_outer: Rows, eps: Rows) -> Array:
         """The silo's whole term at one draw of the outer latents."""
         terms = row_terms(at._replace(z_outer=z_outer), eps)
-        return _total(terms) - _total({p: log_q(p, stop(at), z_outer[p]) for p in guide.outer})
+        outer = {p: log_q(p, stop(at), z_outer[p]) for p in guide.outer}
+        return at.data.total(terms) - _total(outer)
 
     def outer_weights(own: Rows, rest: tuple[Rows, _At, Rows]) -> dict[str, Array]:
         moved, at, eps = rest

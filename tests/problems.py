@@ -12,7 +12,7 @@ import optax
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import FederatedAlgorithm
-from numpyro_fed.algorithms.sfvi import sfvi
+from numpyro_fed.algorithms.sfvi import StructuredVI
 from numpyro_fed.guides.structured import Guide, build
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.sites import structures
@@ -78,7 +78,8 @@ def parts(model, silos, *, guide=None, objective=None, optim=None, num_particles
     sizes = [s.sizes for s in structures(model, data)]
     built = build(guide, fm, sizes)
     bound = silo_bound(fm, built, draws_by_plate(objective or nf.ELBO(), built))
-    algorithm = sfvi(fm, built, bound, optim or optax.sgd(1.0), num_particles)
+    method = StructuredVI(fm, built, bound, optim or optax.sgd(1.0), num_particles, len(data))
+    algorithm = method.algorithm()
     return Parts(fm, built, bound, algorithm, data, sizes)
 
 

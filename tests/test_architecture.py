@@ -35,6 +35,7 @@ LAYERS = [
     {"model.sites"},
     {"model.binding"},
     {"model.split"},
+    {"model.minibatch"},
     {"model", "guides", "objectives", "local"},
     {"algorithms.base"},
     {"algorithms", "runtime", "testing", "sigma"},

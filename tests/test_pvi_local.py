@@ -172,7 +172,7 @@ def test_minibatches_of_rows_that_read_a_mean_are_refused_where_there_are_many()
     silos = read([{"y": np.zeros(20_001)}])
     stack = jax.tree.map(lambda a: a[None], silos[0])
     found = [
-        checks(split(model, silos)).minibatch("row", ("y",), stack) for model in (centred, plain)
+        checks(split(model, silos)).minibatch(("row",), ("y",), stack) for model in (centred, plain)
     ]
     assert [bool(same) for same in found] == [False, True]
 

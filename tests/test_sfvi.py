@@ -266,7 +266,7 @@ def test_several_particles_are_the_mean_of_single_ones():
         state = state._replace(params=jitter(state.params))
         eps = three.algorithm.exchanges[0].server_noise(KEY)
         rows = three.algorithm.exchanges[0].silo_noise(KEY, state)
-        assert (eps.shape, rows["child"].shape) == ((3, 3), (3, 3, 1, 1, 1))
+        assert (eps.shape, rows.rows["child"].shape) == ((3, 3), (3, 3, 1, 1, 1))
 
         def round_of(p):
             exchange = p.algorithm.exchanges[0]
@@ -283,7 +283,10 @@ def test_several_particles_are_the_mean_of_single_ones():
 
         # Under sgd(1.0) new parameters are old ones plus the gradient.
         ask = round_of(one)
-        each = [ask(eps[i : i + 1], {"child": rows["child"][:, i : i + 1]}) for i in range(3)]
+        each = [
+            ask(eps[i : i + 1], rows._replace(rows={"child": rows.rows["child"][:, i : i + 1]}))
+            for i in range(3)
+        ]
         mean = jax.tree.map(lambda *a: sum(a) / 3, *each)
         got = round_of(three)(eps, rows)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11), got, mean)

@@ -13,6 +13,8 @@ silo's reply does not depend on the family of the guide.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +46,8 @@ from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.guides.gaussian import GuideParams
 from numpyro_fed.guides.structured import Guide, Origin
-from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.trees import all_finite
@@ -73,13 +76,15 @@ class ServerState(NamedTuple):
 
 class SiloState(NamedTuple):
     """``params`` is ``{"private", "guide"}``: private parameters and those of the local guide, or
-    steps of that from a ``reference``. ``whitener`` says in which units it measures the globals.
+    steps of that from a ``reference``. ``whitener`` says in which units it measures the globals,
+    ``centre`` from where, if that is kept.
     """
 
     params: dict[str, Any]
     opt_state: Any
     reference: dict[str, GuideParams] | tuple[()] = ()
     whitener: Array | None = None
+    centre: Array | None = None
 
 
 class Down(NamedTuple):
@@ -97,121 +102,213 @@ class Up(NamedTuple):
     gradient: Down
 
 
-def sfvi(
-    fm: FederatedModel,
-    guide: Guide,
-    bound: SiloBound,
-    optim: optax.GradientTransformation,
-    num_particles: int,
-    *,
-    from_mode: bool = False,
-    wide: bool = False,
-) -> FederatedAlgorithm:
-    """Build the algorithm; the server and every silo use ``optim``, each with its own state.
+@dataclass(frozen=True)
+class StructuredVI:
+    """The parts of the algorithm; the server and every silo use ``optim``, each with its own state.
 
-    ``from_mode`` says that states come from :func:`sfvi_from_mode`, ``wide`` that the search there
-    is for many globals.
+    Parameters
+    ----------
+    model : FederatedModel
+    guide : Guide
+    bound : SiloBound
+    optim : optax.GradientTransformation
+    num_particles : int
+        Draws of the globals in each step.
+    num_silos : int
+    in_part : bool
+        Whether silos may be left out of a step. What those that take part answer is then scaled
+        up, and a silo keeps in mind from where its own guide measures the globals.
+    minibatches : Minibatches, optional
+        Of the rows in a silo's step.
+    from_mode : bool
+        Whether states come from :meth:`begin`.
+    wide : bool
+        Whether the search there is for many globals.
     """
 
-    def draw(params: dict[str, Any], reference: Any, eps: Any) -> tuple[Down, Array]:
+    model: FederatedModel
+    guide: Guide
+    bound: SiloBound
+    optim: optax.GradientTransformation
+    num_particles: int
+    num_silos: int
+    in_part: bool = False
+    minibatches: Minibatches | None = None
+    from_mode: bool = False
+    wide: bool = False
+
+    def algorithm(self) -> FederatedAlgorithm:
+        """As pure functions."""
+        return FederatedAlgorithm(
+            self.init_server,
+            self.init_silo,
+            (self.exchange,),
+            self.shared,
+            self.private,
+            done=lambda state: settling.settled(state.course),
+            carry=Carry(self.carried_server, self.carried_silo),
+        )
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """A step."""
+        return Exchange(
+            self.broadcast,
+            self.silo,
+            self.server,
+            name="sfvi",
+            server_noise=self.server_noise,
+            silo_noise=self.silo_noise,
+        )
+
+    def init_server(self, key: Array) -> ServerState:
+        if self.from_mode:
+            frame = somewhere(self.model, self.model.init_theta(key), wide=self.wide)
+            return self.server_from(key, frame)
+        key_theta, key_guide = jax.random.split(key)
+        theta = self.model.init_theta(key_theta)
+        params = {"theta": theta, "guide": self.guide.init_global(key_guide)}
+        return ServerState(params, self.optim.init(params), settling.begin(params))
+
+    def init_silo(self, key: Array, data: SiloData) -> SiloState:
+        key_private, key_guide = jax.random.split(key)
+        private = self.model.init_private(key_private, data)
+        eta = self.guide.init_local(key_guide, data)
+        nowhere = jnp.zeros(self.model.dim)
+        if self.from_mode:
+            whitener = jnp.ones(self.model.dim) if self.wide else jnp.eye(self.model.dim)
+            return self.silo_from(private, eta, Origin(nowhere, whitener))
+        params = {"private": private, "guide": eta}
+        return SiloState(params, self.optim.init(params), centre=self.kept(nowhere))
+
+    def kept(self, centre: Array) -> Array | None:
+        """What a silo keeps of where the globals' guide is."""
+        return centre if self.in_part else None
+
+    def server_noise(self, key: Array) -> Any:
+        return self.guide.globals.noise(key, self.num_particles)
+
+    def silo_noise(self, key: Array, state: SiloState) -> Noise:
+        sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
+        return noise_of(self.bound, self.minibatches, key, sizes, self.num_particles)
+
+    def draw(self, params: dict[str, Any], reference: Any, eps: Any) -> tuple[Down, Array]:
         """What is sent, and the server's own term of the bound."""
-        theta, eta = placed(guide, params, reference)
-        z_G, log_q = jax.vmap(guide.globals.draw, (None, 0))(eta, eps)
-        down = Down(theta, z_G, guide.globals.centre(eta))
-        log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
+        theta, eta = placed(self.guide, params, reference)
+        z_G, log_q = jax.vmap(self.guide.globals.draw, (None, 0))(eta, eps)
+        down = Down(theta, z_G, self.guide.globals.centre(eta))
+        log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
         return down, jnp.mean(log_prior - log_q)
 
-    def init_server(key: Array) -> ServerState:
-        if from_mode:
-            return server_from(fm, guide, optim, key, somewhere(fm, fm.init_theta(key), wide=wide))
-        key_theta, key_guide = jax.random.split(key)
-        params = {"theta": fm.init_theta(key_theta), "guide": guide.init_global(key_guide)}
-        return ServerState(params, optim.init(params), settling.begin(params))
-
-    def init_silo(key: Array, data: SiloData) -> SiloState:
-        key_private, key_guide = jax.random.split(key)
-        params = {
-            "private": fm.init_private(key_private, data),
-            "guide": guide.init_local(key_guide, data),
-        }
-        if from_mode:
-            whitener = jnp.ones(fm.dim) if wide else jnp.eye(fm.dim)
-            return silo_from(optim, params["private"], params["guide"], whitener)
-        return SiloState(params, optim.init(params))
-
-    def server_noise(key: Array) -> Any:
-        return guide.globals.noise(key, num_particles)
-
-    def silo_noise(key: Array, state: SiloState) -> Rows:
-        sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
-        return bound.noise(key, sizes, num_particles)
-
-    def broadcast(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Down, Any]:
+    def broadcast(
+        self, noise: Any, state: ServerState, who: Array, server_data: Any
+    ) -> tuple[Down, Any]:
         (down, value), pull = jax.vjp(
-            lambda params: draw(params, state.reference, noise), state.params
+            lambda params: self.draw(params, state.reference, noise), state.params
         )
-        return down, (value, pull)
+        return down, (value, pull, self.num_silos / len(who))
 
     def silo(
-        noise: Rows, down: Down, state: SiloState, data: SiloData
+        self, noise: Noise, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
+        if self.in_part:
+            state = recentred(self.guide, state, down.centre, data)
+        here, places = drawn(self.minibatches, noise.which, data)
+
         def term(down: Down, params: dict[str, Any]) -> Array:
-            theta, eta = (
-                {**down.theta, **params["private"]},
-                placed_locals(guide, params, state.reference),
-            )
+            theta = {**down.theta, **params["private"]}
+            eta = rows_at(placed_locals(self.guide, params, state.reference), places)
             origin = Origin(down.centre, state.whitener)
 
             def at(z_G: Array, eps: Rows) -> Array:
-                return bound.value(theta, eta, z_G, origin, eps, data)
+                return self.bound.value(theta, eta, z_G, origin, eps, here)
 
-            return jax.vmap(at, (0, 1))(down.z_G, noise).mean()
+            return jax.vmap(at, (0, 1))(down.z_G, noise.rows).mean()
 
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)
-        params, opt_state = ascend(optim, g_params, state.opt_state, state.params)
+        params, opt_state = ascend(self.optim, g_params, state.opt_state, state.params)
         reply = Reply(Up(value, g_down), all_finite((value, g_down)))
         return reply, state._replace(params=params, opt_state=opt_state)
 
     def server(
-        state: ServerState, memo: Any, replies: Replies[Up], server_data: Any
+        self, state: ServerState, memo: Any, replies: Replies[Up], server_data: Any
     ) -> tuple[ServerState, Info]:
-        (value, pull), up = memo, replies.up
+        value, pull, times = memo
+        up = jax.tree.map(lambda a: times * a, replies.up)
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))
-        params, opt_state = ascend(optim, gradient, state.opt_state, state.params)
+        params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
         total = value + up.bound
         standard = bool(state.reference)
         course = settling.follow(state.course, -total, params, standard=standard)
         after = state._replace(params=params, opt_state=opt_state, course=course)
         return after, Info(-total, replies.ok & all_finite((total, gradient)))
 
-    def shared(state: ServerState) -> Shared:
-        return placed(guide, state.params, state.reference)
+    def shared(self, state: ServerState) -> Shared:
+        return placed(self.guide, state.params, state.reference)
 
-    def private(state: SiloState) -> Private:
-        eta = placed_locals(guide, state.params, state.reference)
-        return Private(state.params["private"], eta, whitener=state.whitener)
+    def private(self, state: SiloState) -> Private:
+        eta = placed_locals(self.guide, state.params, state.reference)
+        return Private(state.params["private"], eta, state.centre, state.whitener)
 
-    def carried_server(key: Array, frame: Frame) -> ServerState:
-        return server_from(fm, guide, optim, key, frame)
+    def server_from(self, key: Array, frame: Frame) -> ServerState:
+        """The server's state at a frame: no step from there."""
+        eta = self.guide.globals.around(key, frame.centre, frame.root)
+        params = jax.tree.map(jnp.zeros_like, {"theta": frame.theta, "guide": eta})
+        reference = Reference(frame.theta, frame.unit, eta)
+        return ServerState(params, self.optim.init(params), settling.begin(params), reference)
 
-    def carried_silo(key: Array, own: Private, frame: Frame, data: SiloData) -> SiloState:
-        whitener, eta = whitener_of(own.whitener, fm.dim, wide=wide), own.guide
+    def silo_from(
+        self, private: dict[str, Any], eta: dict[str, GuideParams], origin: Origin
+    ) -> SiloState:
+        """A silo's state with local guides ``eta``: no step from there."""
+        params = {"private": private, "guide": jax.tree.map(jnp.zeros_like, eta)}
+        opt_state, centre = self.optim.init(params), self.kept(origin.centre)
+        return SiloState(params, opt_state, eta, origin.whitener, centre)
+
+    def carried_server(self, key: Array, frame: Frame) -> ServerState:
+        return self.server_from(key, frame)
+
+    def carried_silo(self, key: Array, own: Private, frame: Frame, data: SiloData) -> SiloState:
+        whitener, eta = whitener_of(own.whitener, self.model.dim, wide=self.wide), own.guide
         if own.centre is not None:
-            eta = guide.recentre(eta, Origin(own.centre, whitener), frame.centre, data)
-        return silo_from(optim, own.theta, eta, whitener)
+            eta = self.guide.recentre(eta, Origin(own.centre, whitener), frame.centre, data)
+        return self.silo_from(own.theta, eta, Origin(frame.centre, whitener))
 
-    exchange = Exchange(
-        broadcast, silo, server, name="sfvi", server_noise=server_noise, silo_noise=silo_noise
-    )
-    return FederatedAlgorithm(
-        init_server,
-        init_silo,
-        (exchange,),
-        shared,
-        private,
-        done=lambda state: settling.settled(state.course),
-        carry=Carry(carried_server, carried_silo),
-    )
+    def begin(self) -> Exchange:
+        """The exchange from the states of a search for the mode.
+
+        The server sends the frame; silos answer with nothing.
+        """
+
+        def silo(
+            noise: Any, down: Frame, state: Looked, data: SiloData
+        ) -> tuple[Reply[tuple[()]], SiloState]:
+            z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
+            held = {**down.theta, **state.private}
+            eta = local_guides(self.model, self.guide, held, down, z_L, data)
+            after = self.silo_from(state.private, eta, Origin(down.centre, down.whitener))
+            return Reply((), all_finite(eta)), after
+
+        def server(
+            state: Any, memo: tuple[Array, Frame], replies: Replies, server_data: Any
+        ) -> tuple[ServerState, Info]:
+            after = self.server_from(*memo)
+            return after, Info(jnp.zeros(()), replies.ok & all_finite(after))
+
+        return Exchange(
+            sending_frame(self.model), silo, server, name=BEGIN, server_noise=lambda key: key
+        )
+
+
+def noise_of(
+    bound: SiloBound, minibatches: Minibatches | None, key: Array, sizes: Sizes, particles: int
+) -> Noise:
+    """The noise of one step at a silo with so many rows of each silo plate."""
+    if minibatches is None:
+        return Noise(bound.noise(key, sizes, particles))
+    key, key_which = jax.random.split(key)
+    rows = bound.noise(key, minibatches.sizes(sizes), particles)
+    return Noise(rows, minibatches.noise(key_which))
 
 
 def placed(guide: Guide, params: dict[str, Any], reference: Reference | tuple[()]) -> Shared:
@@ -234,47 +331,22 @@ def placed_locals(guide: Guide, params: dict[str, Any], reference: Any) -> dict[
     return {p: g.moved(reference[p], params["guide"][p]) for p, g in guide.locals.items()}
 
 
-def server_from(
-    fm: FederatedModel, guide: Guide, optim: Any, key: Array, frame: Frame
-) -> ServerState:
-    """The server's state at a frame: no step from there."""
-    eta = guide.globals.around(key, frame.centre, frame.root)
-    params = jax.tree.map(jnp.zeros_like, {"theta": frame.theta, "guide": eta})
-    reference = Reference(frame.theta, frame.unit, eta)
-    return ServerState(params, optim.init(params), settling.begin(params), reference)
-
-
-def silo_from(
-    optim: Any, private: dict[str, Any], eta: dict[str, GuideParams], whitener: Array
-) -> SiloState:
-    """A silo's state with local guides ``eta``: no step from there."""
-    params = {"private": private, "guide": jax.tree.map(jnp.zeros_like, eta)}
-    return SiloState(params, optim.init(params), eta, whitener)
-
-
-def sfvi_from_mode(
-    fm: FederatedModel, guide: Guide, optim: optax.GradientTransformation
-) -> Exchange:
-    """Build the exchange from the states of a search for the mode to those of SFVI.
-
-    The server sends the frame; silos answer with nothing.
+def recentred(guide: Guide, state: Any, centre: Array, data: SiloData) -> Any:
+    """A silo's state with the same local guides, which measure the globals from another centre:
+    theirs may be far from where it was when the silo was last asked.
     """
-
-    def silo(
-        noise: Any, down: Frame, state: Looked, data: SiloData
-    ) -> tuple[Reply[tuple[()]], SiloState]:
-        z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
-        eta = local_guides(fm, guide, {**down.theta, **state.private}, down, z_L, data)
-        return Reply((), all_finite(eta)), silo_from(optim, state.private, eta, down.whitener)
-
-    def server(
-        state: Any, memo: tuple[Array, Frame], replies: Replies, server_data: Any
-    ) -> tuple[ServerState, Info]:
-        key, frame = memo
-        after = server_from(fm, guide, optim, key, frame)
-        return after, Info(jnp.zeros(()), replies.ok & all_finite(after))
-
-    def own_key(key: Array) -> Array:
-        return key
-
-    return Exchange(sending_frame(fm), silo, server, name=BEGIN, server_noise=own_key)
+    eta = placed_locals(guide, state.params, state.reference)
+    there = guide.recentre(eta, Origin(state.centre, state.whitener), centre, data)
+    own, reference = state.params["guide"], state.reference
+    for p in eta:
+        off = {name: there[p][name] - eta[p][name] for name in ("loc", "log_scale")}
+        # A step's mean is in units of the reference: that is shifted, and not the step.
+        held = reference if reference else own
+        shifted = {**held[p], "loc": held[p]["loc"] + off["loc"]}
+        if reference:
+            reference = {**reference, p: shifted}
+        else:
+            own = {**own, p: shifted}
+        own = {**own, p: {**own[p], "log_scale": own[p]["log_scale"] + off["log_scale"]}}
+    params = {**state.params, "guide": own}
+    return state._replace(params=params, reference=reference, centre=centre)

@@ -43,11 +43,12 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_frame, somewhere
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
-from numpyro_fed.algorithms.sfvi import Reference, placed, placed_locals
+from numpyro_fed.algorithms.sfvi import Reference, noise_of, placed, placed_locals, recentred
 from numpyro_fed.expfam.gaussian import cholesky_factor, cholesky_parts
 from numpyro_fed.guides.gaussian import GuideParams
 from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.trees import all_finite
@@ -213,7 +214,7 @@ class Averaging:
     num_silos : int
     by_rows : bool
         Whether a silo's weight is its number of rows, or one.
-    from_mode, wide : bool
+    minibatches, from_mode, wide
         As for SFVI.
     """
 
@@ -226,6 +227,7 @@ class Averaging:
     local_steps: int
     num_silos: int
     by_rows: bool
+    minibatches: Minibatches | None = None
     from_mode: bool = False
     wide: bool = False
 
@@ -314,18 +316,18 @@ class Averaging:
     ) -> tuple[Down, None]:
         return Down(state.params, state.rows), None
 
-    def noise(self, key: Array, i: Array, state: SiloState) -> tuple[Any, Rows]:
+    def noise(self, key: Array, i: Array, state: SiloState) -> tuple[Any, Noise]:
         """Of a local step, for the globals and the rows."""
         key_global, key_rows = jax.random.split(jax.random.fold_in(key, i))
         sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
         eps = self.guide.globals.noise(key_global, self.num_particles)
-        return eps, self.bound.noise(key_rows, sizes, self.num_particles)
+        return eps, noise_of(self.bound, self.minibatches, key_rows, sizes, self.num_particles)
 
     def terms(
         self,
         shared: dict[str, Any],
         own: dict[str, Any],
-        noise: tuple[Any, Rows],
+        noise: tuple[Any, Noise],
         state: SiloState,
         data: SiloData,
     ) -> tuple[Array, Array, Array]:
@@ -334,19 +336,21 @@ class Averaging:
         z_G, log_q = jax.vmap(self.guide.globals.draw, (None, 0))(eta, noise[0])
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
         origin = Origin(self.guide.globals.centre(eta), state.whitener)
-        held, local = {**theta, **own["private"]}, placed_locals(self.guide, own, state.reference)
+        here, places = drawn(self.minibatches, noise[1].which, data)
+        local = rows_at(placed_locals(self.guide, own, state.reference), places)
+        held = {**theta, **own["private"]}
 
         def at(z: Array, eps: Rows) -> Array:
-            return self.bound.value(held, local, z, origin, eps, data)
+            return self.bound.value(held, local, z, origin, eps, here)
 
-        return log_prior.mean(), log_q.mean(), jax.vmap(at, (0, 1))(z_G, noise[1]).mean()
+        return log_prior.mean(), log_q.mean(), jax.vmap(at, (0, 1))(z_G, noise[1].rows).mean()
 
     def silo(
         self, noise: Array, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         weight = self.weight(data)
         scale = down.rows / weight
-        state = self.recentred(state, self.centre(down.params, state), data)
+        state = recentred(self.guide, state, self.centre(down.params, state), data)
 
         def objective(shared: dict[str, Any], own: dict[str, Any], eps: Any) -> tuple[Array, Array]:
             log_prior, log_q, bound = self.terms(shared, own, eps, state, data)
@@ -379,27 +383,6 @@ class Averaging:
     def centre(self, shared: dict[str, Any], state: SiloState) -> Array:
         """Of the globals' guide, as the silo places it."""
         return self.guide.globals.centre(placed(self.guide, shared, state.shared_reference).guide)
-
-    def recentred(self, state: SiloState, centre: Array, data: SiloData) -> SiloState:
-        """The same local guides, which measure the globals from another centre: an average may be
-        far from where the silo's own steps have led.
-        """
-        eta = placed_locals(self.guide, state.params, state.reference)
-        origin = Origin(state.centre, state.whitener)
-        there = self.guide.recentre(eta, origin, centre, data)
-        own, reference = state.params["guide"], state.reference
-        for p in eta:
-            off = {name: there[p][name] - eta[p][name] for name in ("loc", "log_scale")}
-            # A step's mean is in units of the reference: that is shifted, and not the step.
-            held = reference if reference else own
-            shifted = {**held[p], "loc": held[p]["loc"] + off["loc"]}
-            if reference:
-                reference = {**reference, p: shifted}
-            else:
-                own = {**own, p: shifted}
-            own = {**own, p: {**own[p], "log_scale": own[p]["log_scale"] + off["log_scale"]}}
-        params = {**state.params, "guide": own}
-        return state._replace(params=params, reference=reference, centre=centre)
 
     def server(
         self, state: ServerState, memo: None, replies: Replies[Up], server_data: Any

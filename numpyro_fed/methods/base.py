@@ -34,6 +34,7 @@ from numpyro_fed.errors import (
     positive_int,
 )
 from numpyro_fed.methods.carrying import carried
+from numpyro_fed.methods.minibatches import check_alone
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode, NoStartError, begin, why_coupled
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, signature
@@ -69,6 +70,7 @@ class Method(ABC):
     """
 
     model: Callable
+    batch_size: int | None = None
     _layouts: dict[Any, tuple[Layout, Plan, Any]]
     _fits: dict[Any, Fit]
 
@@ -243,6 +245,7 @@ class Method(ABC):
         self, layout: Layout, shaped: Any, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
         """What the silos' values decide about the fit, by functions compiled once."""
+        check_alone(layout, self.batch_size, stacks)
         return ()
 
     @abstractmethod

@@ -27,7 +27,6 @@ from numpyro_fed.errors import GuideError, ModelError, NonFiniteError, positive_
 from numpyro_fed.expfam import Family
 from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.guides.structured import (
-    Guide,
     Resolved,
     Structured,
     build_resolved,
@@ -39,6 +38,7 @@ from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.base import Method, check_start, start_of
+from numpyro_fed.methods.minibatches import check_alone, check_guide, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_at
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
 from numpyro_fed.model.data import SiloData
@@ -273,7 +273,7 @@ class PVI(Method):
         """Whether the likelihood is conjugate; refuses minibatches of rows that do not allow it."""
         _, is_conjugate = shaped
         if self.local is not None:
-            _check_minibatch(layout, stacks, self.local)
+            check_alone(layout, self.local.batch_size, stacks)
         return (("conjugate", is_conjugate(stacks)),)
 
     def _local(self, plan: Plan) -> Local:
@@ -303,8 +303,8 @@ class PVI(Method):
         draws = draws_by_plate(self.objective, guide)
         bounds = (silo_bound(fm, guide, draws), silo_bound(fm, guide, draws, plain=True))
         local, closed = self._local(plan), plan.facts.verdict("conjugate")
-        _check_minibatch_guide(guide, local)
-        plate, rows = _minibatch(fm, plan.rows, local)
+        minibatches = minibatches_of(fm, plan.lengths, local.batch_size)
+        check_guide(guide, draws, minibatches)
         parts = Parts(
             model=fm,
             globals=chosen,
@@ -314,8 +314,7 @@ class PVI(Method):
             prior_local=_for_the_prior(chosen.family),
             conjugate=closed,
             optim=self.theta_optim or optax.adam(0.02),
-            plate=plate,
-            rows=rows,
+            minibatches=minibatches,
             divergence=_general(self.divergence, chosen),
             aggregate=aggregate(chosen.family, self.prior_divergence),
         )
@@ -459,51 +458,6 @@ def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:
             "local.Optax() or local.LBFGS()."
         )
     return local
-
-
-def _check_minibatch_guide(guide: Guide, local: Local) -> None:
-    joint = [plate for plate, g in guide.locals.items() if g.joint]
-    if local.batch_size is not None and joint:
-        raise GuideError(
-            f"batch_size={local.batch_size} cannot go with locals='joint' for silo_plate "
-            f"'{joint[0]}': one covariance over all rows has no part for a minibatch. Use "
-            "locals='full' or 'diagonal', or batch_size=None."
-        )
-
-
-def _minibatch(
-    fm: FederatedModel, rows_of: Mapping[str, str], local: Local
-) -> tuple[str | None, tuple[str, ...]]:
-    """The silo plate whose rows are drawn, and the arrays that hold them."""
-    batch = local.batch_size
-    if batch is None:
-        return None, ()
-    plate = fm.plates[0].name
-    rows = tuple(key for key, p in rows_of.items() if p == plate)
-    if len(fm.plates) > 1 or fm.nested or not rows:
-        raise GuideError(
-            f"batch_size={batch}: minibatches need one silo_plate, with its size taken from an "
-            f"array's shape; this model has {[p.name for p in fm.plates]}. Use batch_size=None."
-        )
-    return plate, rows
-
-
-def _check_minibatch(layout: Layout, stacks: Sequence[SiloData], local: Local) -> None:
-    """Refuse minibatches of rows that do not stand alone."""
-    plate, rows = _minibatch(layout.model, layout.rows, local)
-    if plate is None:
-        return
-    try:
-        alone = all(bool(layout.checks.minibatch(plate, rows, stack)) for stack in stacks)
-    except (TypeError, ValueError, IndexError):
-        alone = False
-    if not alone:
-        raise GuideError(
-            f"batch_size={local.batch_size}: the log density of a row of '{plate}' changes when "
-            f"other rows are left out of {list(rows)}, so that a minibatch is another model. "
-            "Compute what sums up rows (x.mean(0), say) before the run and pass it as data, or use "
-            "batch_size=None."
-        )
 
 
 def _general(divergence: Divergence, chosen: Globals) -> Callable[[Any, Any], Array] | None:

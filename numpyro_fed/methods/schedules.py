@@ -85,6 +85,34 @@ class Random:
 
 
 @dataclass(frozen=True)
+class Given:
+    """Who takes part in each round, row by row, and from the beginning again after the last.
+
+    Parameters
+    ----------
+    who : (rounds, k) array of int
+        Numbers of silos, distinct within a round. All silos come equally often, so that none
+        counts for more than others.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.schedules.Given([[0, 1], [2, 3]]).damping(4)
+    0.5
+    """
+
+    who: Sequence[Sequence[int]]
+
+    def build(self, num_silos: int) -> Schedule:
+        """The schedule for so many silos."""
+        return schedule.given(num_silos, self.who)
+
+    def damping(self, num_silos: int) -> float:
+        """A safe damping: one over the number of participants."""
+        return 1 / len(self.who[0])
+
+
+@dataclass(frozen=True)
 class Asynchronous:
     """Each silo at its own speed, from the posterior that it was sent when it last replied.
 
@@ -139,7 +167,7 @@ class Adaptive:
             raise ValueError(f"damping must be in (0, 1], got {self.damping}.")
 
 
-Spec = Sequential | Synchronous | Random | Asynchronous
+Spec = Sequential | Synchronous | Random | Given | Asynchronous
 NAMES: dict[str, Spec] = {
     "sequential": Sequential(),
     "synchronous": Synchronous(),
@@ -155,5 +183,16 @@ def named(spec: str | Spec) -> Spec:
         return spec
     raise ValueError(
         f"schedule={spec!r}: expected one of {sorted(NAMES)}, or one of numpyro_fed.schedules."
-        "Sequential(order), Synchronous(), Random(size), Asynchronous(seconds)."
+        "Sequential(order), Synchronous(), Random(size), Given(who), Asynchronous(seconds)."
     )
+
+
+def in_step(spec: str | Spec) -> Sequential | Synchronous | Random | Given:
+    """The same for methods whose silos answer at the step at which they are asked."""
+    found = named(spec)
+    if isinstance(found, Asynchronous):
+        raise ValueError(
+            "schedule='asynchronous': gradients must be of where the step is taken. Use "
+            "schedules.Random(size), or PVI, whose silos may answer late."
+        )
+    return found

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.sfvi import sfvi, sfvi_from_mode
+from numpyro_fed.algorithms.sfvi import StructuredVI
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import (
     Resolved,
@@ -22,7 +22,13 @@ from numpyro_fed.guides.structured import (
     resolve,
 )
 from numpyro_fed.methods.base import SEARCHED, Method, check_start, is_wide, start_of
+from numpyro_fed.methods.minibatches import (
+    check_batch_size,
+    check_guide,
+    minibatches_of,
+)
 from numpyro_fed.methods.mode import start_at
+from numpyro_fed.methods.schedules import Spec, in_step
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
@@ -112,6 +118,15 @@ class SFVI(Method):
         in ``result.start.report()``.
     starts : int
         Searches for the mode, side by side in one program; the highest is where the run starts.
+    schedule : {"synchronous", "sequential"} or one of numpyro_fed.schedules
+        Who takes part in a step: by default all silos. Of ``schedules.Random(k)`` and
+        ``schedules.Given(who)``, what the participants answer counts for all silos, J / k times,
+        so that steps are unbiased; a silo's own parameters and the count of its optimiser stay as
+        they are while it does not take part. A sequential round has a step for each silo.
+    batch_size : int, optional
+        Rows that a silo draws for each step, with replacement, of each silo plate with nothing
+        below it; they count n / B times. A silo with no more rows takes all of them. The search
+        for the mode reads all rows in any case.
 
     References
     ----------
@@ -144,6 +159,8 @@ class SFVI(Method):
     num_particles: int = field(default=1, kw_only=True)
     start: str | Result | None = field(default="mode", kw_only=True)
     starts: int = field(default=1, kw_only=True)
+    schedule: str | Spec = field(default="synchronous", kw_only=True)
+    batch_size: int | None = field(default=None, kw_only=True)
     _layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -152,6 +169,8 @@ class SFVI(Method):
         positive_int("num_particles", self.num_particles)
         positive_int("starts", self.starts)
         check_optimiser(self.optim)
+        check_batch_size(self.batch_size)
+        in_step(self.schedule)
 
     def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
         return result_of(run, fit, held, quiet=quiet)
@@ -166,6 +185,8 @@ class SFVI(Method):
             "starts": self.starts,
             "guide": resolve(self.guide, fm, largest, total, at_mode=start == "mode"),
             "objective": repr(self.objective),
+            "schedule": repr(in_step(self.schedule)),
+            "batch_size": self.batch_size,
         }
 
     def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
@@ -173,18 +194,23 @@ class SFVI(Method):
         draws = draws_by_plate(self.objective, guide)
         bound = silo_bound(fm, guide, draws)
         kind, optim = plan.chosen["start"], self.optim or default_optimiser()
-        algorithm = sfvi(
+        minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
+        check_guide(guide, draws, minibatches)
+        schedule = in_step(self.schedule).build(plan.num_silos)
+        parts = StructuredVI(
             fm,
             guide,
             bound,
             optim,
             self.num_particles,
+            plan.num_silos,
+            in_part=schedule is not None,
+            minibatches=minibatches,
             from_mode=kind is not None,
             wide=is_wide(kind, fm),
         )
         start = None
         if kind in SEARCHED:
-            begin = sfvi_from_mode(fm, guide, optim)
-            start = start_at(kind, fm, self.starts, init_loc_fn_of(self.guide), begin)
-        certify = importance_correct
-        return Built(fm, guide, bound, algorithm, None, draws, certify, start=start)
+            start = start_at(kind, fm, self.starts, init_loc_fn_of(self.guide), parts.begin())
+        algorithm, certify = parts.algorithm(), importance_correct
+        return Built(fm, guide, bound, algorithm, schedule, draws, certify, start=start)

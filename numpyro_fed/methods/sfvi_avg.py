@@ -20,7 +20,13 @@ from numpyro_fed.guides.structured import (
     resolve,
 )
 from numpyro_fed.methods.base import Method, start_of
+from numpyro_fed.methods.minibatches import (
+    check_batch_size,
+    check_guide,
+    minibatches_of,
+)
 from numpyro_fed.methods.mode import start_at
+from numpyro_fed.methods.schedules import Spec, in_step
 from numpyro_fed.methods.sfvi import check_optimiser, result_of
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.model.split import FederatedModel
@@ -79,9 +85,9 @@ class SFVIAvg(Method):
     guide : Structured, optional
         Of the globals a full covariance up to 300 of them and a diagonal one above, when left out;
         a low rank becomes a full one. Of others no barycenter is known.
-    objective, num_particles, start, starts
-        As for :class:`SFVI`. A run that starts at the mode averages in coordinates in which the
-        posterior is about standard.
+    objective, num_particles, start, starts, schedule, batch_size
+        As for :class:`SFVI`. What silos answer is averaged over those that take part. A run that
+        starts at the mode averages in coordinates in which the posterior is about standard.
 
     Raises
     ------
@@ -127,6 +133,8 @@ class SFVIAvg(Method):
     num_particles: int = field(default=1, kw_only=True)
     start: str | None = field(default="mode", kw_only=True)
     starts: int = field(default=1, kw_only=True)
+    schedule: str | Spec = field(default="synchronous", kw_only=True)
+    batch_size: int | None = field(default=None, kw_only=True)
     _layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -141,6 +149,8 @@ class SFVIAvg(Method):
         if self.start not in ("mode", None):
             raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
         check_optimiser(self.optim)
+        check_batch_size(self.batch_size)
+        in_step(self.schedule)
 
     def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
         return result_of(run, fit, held, quiet=quiet)
@@ -175,6 +185,8 @@ class SFVIAvg(Method):
             "starts": self.starts,
             "guide": guide,
             "objective": repr(self.objective),
+            "schedule": repr(in_step(self.schedule)),
+            "batch_size": self.batch_size,
         }
 
     def _guide(self, fm: FederatedModel) -> Structured:
@@ -200,6 +212,9 @@ class SFVIAvg(Method):
         guide = build_resolved(spec, resolved, fm)
         draws = draws_by_plate(self.objective, guide)
         bound, kind = silo_bound(fm, guide, draws), chosen["start"]
+        minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
+        check_guide(guide, draws, minibatches)
+        schedule = in_step(self.schedule).build(plan.num_silos)
         parts = Averaging(
             model=fm,
             guide=guide,
@@ -210,6 +225,7 @@ class SFVIAvg(Method):
             local_steps=self.local_steps,
             num_silos=plan.num_silos,
             by_rows=chosen["by_rows"],
+            minibatches=minibatches,
             from_mode=kind is not None,
             wide=kind == "wide",
         )
@@ -217,7 +233,7 @@ class SFVIAvg(Method):
         if kind is not None:
             start = start_at(kind, fm, self.starts, init_loc_fn_of(spec), parts.begin())
         algorithm, certify = parts.algorithm(), importance_correct
-        return Built(fm, guide, bound, algorithm, None, draws, certify, start=start)
+        return Built(fm, guide, bound, algorithm, schedule, draws, certify, start=start)
 
 
 def _both_ints(*values: Any) -> bool:

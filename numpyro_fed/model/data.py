@@ -31,6 +31,8 @@ class SiloData:
     masks : dict of str to bool array of shape (size,)
         For each silo plate that was padded: which rows are real. Plates that were not padded
         are left out.
+    weights : dict of str to () array
+        How often a row of a silo plate counts, where it stands for others.
     static : tuple of (str, value)
         Python ints, bools, strings and None: part of the program, not of its input.
     form : (PyTreeDef, names), optional
@@ -39,6 +41,7 @@ class SiloData:
 
     arrays: dict[str, Any]
     masks: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict, kw_only=True)
     static: tuple[tuple[str, Any], ...] = field(default=(), metadata={"static": True})
     form: tuple[PyTreeDef, tuple[str, ...]] | None = field(default=None, metadata={"static": True})
 
@@ -67,6 +70,11 @@ class SiloData:
             return rows
         mask = self.masks[plate]
         return jnp.where(mask.reshape(mask.shape + (1,) * (rows.ndim - 1)), rows, 0.0)
+
+    def total(self, rows: Mapping[str, Array]) -> Array:
+        """The sum of the terms of all rows, {plate: (size,)}, each as often as it counts."""
+        sums = (self.weights.get(p, 1.0) * terms.sum() for p, terms in rows.items())
+        return sum(sums, jnp.zeros(()))
 
 
 def read(silos: Sequence[Mapping[str, Any]], model: Callable | None = None) -> list[SiloData]:

@@ -127,7 +127,12 @@ class Plan:
     @property
     def rows(self) -> dict[str, str]:
         """Which arrays are rows of which silo plate."""
-        return {a.name: a.plates[0] for a in self.facts.arguments if a.plates}
+        return {name: plates[0] for name, plates in self.lengths.items()}
+
+    @property
+    def lengths(self) -> dict[str, tuple[str, ...]]:
+        """For each array that holds rows the silo plates of its length, the same at every silo."""
+        return {a.name: a.plates for a in self.facts.arguments if a.plates}
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -264,7 +269,7 @@ def _agreed(of_silos: Sequence[Argument]) -> Argument:
     """One argument for all: it holds rows of a plate only if it does at every silo."""
     plates = [p for p in of_silos[0].plates if all(p in a.plates for a in of_silos)]
     if plates:
-        return of_silos[0]._replace(plates=(plates[0],))
+        return of_silos[0]._replace(plates=tuple(plates))
     whole = [a for a in of_silos if not a.plates]
     if not whole:
         raise ModelError(

@@ -23,6 +23,14 @@ class Layout(NamedTuple):
     checks: Checks
     check_indices: Callable[[int, SiloData], None]  # at a silo, for the values of its data
 
+    @property
+    def lengths(self) -> dict[str, tuple[str, ...]]:
+        """For each array that holds rows the silo plates of its length, the same at every silo."""
+        return {key: self._alike(plate) for key, plate in self.rows.items()}
+
+    def _alike(self, plate: str) -> tuple[str, ...]:
+        return tuple(p for p in self.sizes[0] if all(n[p] == n[plate] for n in self.sizes))
+
     def arrange(self, silos: Sequence[SiloData]) -> list[Bucket]:
         """Bucket silos of these shapes, and make sure that padding changes nothing.
 

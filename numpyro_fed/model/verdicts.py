@@ -34,14 +34,15 @@ class Checks(NamedTuple):
         Whether padding changes nothing: the terms of real rows stay as they are whatever padded
         rows hold, and those of the ``i``-th silo are those of ``original``, which is not padded.
         ``rows`` says which arrays are rows of which plate, as a tuple of pairs.
-    minibatch : (plate, keys, stack) -> () bool
-        Whether the terms of some rows are the same without the other rows of the arrays ``keys``.
+    minibatch : (plates, keys, stack) -> () bool
+        Whether the terms of some rows of plates that are cut together are the same without the
+        other rows of the arrays ``keys``, and those of other plates, too.
     coupled : (plate, stack) -> (silos,) bool
         Whether a row's term reads latents of other rows of the plate.
     """
 
     padding: Callable[[SiloData, tuple[tuple[str, str], ...], SiloData, int], Array]
-    minibatch: Callable[[str, tuple[str, ...], SiloData], Array]
+    minibatch: Callable[[tuple[str, ...], tuple[str, ...], SiloData], Array]
     coupled: Callable[[str, SiloData], Array]
 
 
@@ -102,21 +103,23 @@ def checks(fm: FederatedModel) -> Checks:
         return latents(jax.tree.map(lambda a: a[0], stack))
 
     @partial(jit_once, static_argnums=(0, 1))
-    def minibatch(plate: str, keys: tuple[str, ...], stack: SiloData) -> Array:
+    def minibatch(plates: tuple[str, ...], keys: tuple[str, ...], stack: SiloData) -> Array:
         n = stack.arrays[keys[0]].shape[1]
         half = np.arange(0, n, 2)
         others = np.sort(np.random.default_rng(0).permutation(n)[: len(half)])
 
         def stand_alone(data: SiloData) -> Array:
             z_L = latents(data)
-            whole = terms(z_L, data)[plate]
-            real = data.masks.get(plate, jnp.ones(n, bool))
+            whole = terms(z_L, data)
 
             def same(some: Array) -> Array:
-                cut = {k: a[some] if k in keys else a for k, a in data.arrays.items()}
-                part = replace(data, arrays=cut, masks={})
-                found = terms({plate: z_L[plate][some]}, part, like=data)[plate]
-                return (_close(found, whole[some]) | ~real[some]).all()
+                def cut(rows: Rows) -> Rows:
+                    return {p: a[some] if p in plates else a for p, a in rows.items()}
+
+                arrays = {k: a[some] if k in keys else a for k, a in data.arrays.items()}
+                part = replace(data, arrays=arrays, masks=cut(data.masks))
+                found, expected = terms(cut(z_L), part, like=data), cut(whole)
+                return jnp.stack([_close(found[p], expected[p]).all() for p in whole]).all()
 
             return jax.lax.map(same, jnp.stack([half, others])).all()
 

@@ -92,6 +92,39 @@ def at_random(num_silos: int, size: int) -> Schedule:
     return _stateless(num_silos, 1, size, lambda key, change: _subset(key, num_silos, size))
 
 
+def given(num_silos: int, who: Any) -> Schedule:
+    """Those that stand in row ``i`` of ``who`` (rounds, k) take part in round ``i``, over and over.
+
+    Raises
+    ------
+    ValueError
+        For an array that is not of silos' numbers, a silo twice in a round, or silos of which some
+        come more often than others.
+    """
+    positive_int("num_silos", num_silos)
+    table = np.asarray(who)
+    if table.ndim != 2 or not table.size or table.dtype.kind not in "iu":
+        raise ValueError(
+            f"who must hold as many silo numbers for each round, got {who!r:.60}. Pass a list of "
+            f"lists of whole numbers from 0 to {num_silos - 1}."
+        )
+    _covering(num_silos, table.ravel().tolist(), "who")
+    if twice := [i for i, row in enumerate(table.tolist()) if len(set(row)) < len(row)]:
+        raise ValueError(f"who has a silo twice in round {twice[0]}: {table[twice[0]].tolist()}.")
+    often = np.bincount(table.ravel(), minlength=num_silos)
+    if often.min() < often.max():
+        most, least = int(often.argmax()), int(often.argmin())
+        raise ValueError(
+            f"who has silo {most} {often[most]} times and silo {least} {often[least]} times: the "
+            "data of one would count for more than those of the other. Let all come equally often."
+        )
+
+    def visits(key: Array, round: Array, carry: tuple, change: Array) -> tuple[Array, tuple]:
+        return jnp.asarray(table)[round % len(table)][None], carry
+
+    return Schedule(1, table.shape[1], lambda key: (), visits, num_silos)
+
+
 class Clock(NamedTuple):
     """When each silo finishes the job that it is at, from the end of the last round, and how many
     it has finished; both (num_silos,).
@@ -189,24 +222,24 @@ def _subset(key: Array, num_silos: int, size: int) -> Array:
     return jnp.sort(jax.lax.fori_loop(0, size, add, jnp.full(size, -1)))
 
 
-def _covering(num_silos: int, order: Sequence[int]) -> np.ndarray:
+def _covering(num_silos: int, order: Sequence[int], name: str = "order") -> np.ndarray:
     """A fixed order, if it is made of silos and leaves none out."""
     numbers = np.asarray(order)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         raise ValueError(
-            f"order must be a sequence of silo numbers, got {order!r:.60}. Pass a list of whole "
+            f"{name} must be a sequence of silo numbers, got {order!r:.60}. Pass a list of whole "
             f"numbers from 0 to {num_silos - 1}."
         )
     unknown = sorted(set(numbers.tolist()) - set(range(num_silos)))
     if unknown:
         raise ValueError(
-            f"order holds {_some(unknown)}, but silos are numbered 0 to {num_silos - 1}. Leave out "
-            "what is not a silo."
+            f"{name} holds {_some(unknown)}, but silos are numbered 0 to {num_silos - 1}. Leave "
+            "out what is not a silo."
         )
     missing = sorted(set(range(num_silos)) - set(numbers.tolist()))
     if missing:
         raise ValueError(
-            f"order never visits silo {_some(missing)}, whose data would count for nothing. Let "
+            f"{name} never visits silo {_some(missing)}, whose data would count for nothing. Let "
             "every silo come at least once, or leave it out of the list of silos."
         )
     return numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from numpyro_fed.algorithms.pvi.states import (
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.base import Noise, Problem, Solution
 from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.minibatch import drawn, rows_at
 from numpyro_fed.model.split import Rows
 from numpyro_fed.objectives import normals
 from numpyro_fed.trees import all_finite
@@ -213,25 +214,22 @@ class Silo(Role):
         own = {"private": state.params["private"], "guide": eta}
 
         def noise(key: Array, particles: int, batch: int | None) -> Noise:
-            index = None
-            if batch:
-                key, key_index = jax.random.split(key)
-                index = jax.random.randint(key_index, (batch,), 0, self._real_rows(data))
-            sizes = {p: batch or len(part["loc"]) for p, part in eta.items()}
-            return Noise(*self._noise(key, sizes, particles), index)
+            which, sizes = None, {p: len(part["loc"]) for p, part in eta.items()}
+            if batch and parts.minibatches:
+                key, key_which = jax.random.split(key)
+                which, sizes = parts.minibatches.noise(key_which), parts.minibatches.sizes(sizes)
+            return Noise(*self._noise(key, sizes, particles), which)
 
         def log_lik(psi: Any, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
-            here, local, scale = data, own["guide"], jnp.ones(())
-            if noise.which is not None:
-                here, local = self._minibatch(data, own["guide"], noise.which)
-                scale = jnp.asarray(self._real_rows(data) / len(noise.which))
+            here, places = drawn(parts.minibatches, noise.which, data)
+            local = rows_at(own["guide"], places)
             shared = {**theta, **own["private"]}
             origin = state.origin._replace(centre=family.centre(psi))
             bound = parts.bounds[1 if plain else 0]
 
             def at(noise_globals: Any, noise_rows: Rows) -> tuple[Array, Array]:
                 z = family.draw(psi, noise_globals)
-                return z, scale * bound.value(shared, local, z, origin, noise_rows, here)
+                return z, bound.value(shared, local, z, origin, noise_rows, here)
 
             return jax.vmap(at, (0, 1))(noise.globals, noise.rows)
 
@@ -283,17 +281,6 @@ class Silo(Role):
             return family.noise(key_globals, draws), normals(key, 0, shapes)[1]
         ahead, rows = normals(key, draws * family.dim, shapes)
         return family.from_normals(ahead.reshape(draws, family.dim)), rows
-
-    def _real_rows(self, data: SiloData) -> Array | int:
-        """How many rows a silo has, padded ones left out."""
-        if self.parts.plate in data.masks:
-            return data.masks[self.parts.plate].sum()
-        return len(next(data.arrays[key] for key in self.parts.rows))
-
-    def _minibatch(self, data: SiloData, eta: dict, index: Array) -> tuple[SiloData, dict]:
-        """Some of a silo's rows, and the local guide of these rows."""
-        arrays = {k: a[index] if k in self.parts.rows else a for k, a in data.arrays.items()}
-        return replace(data, arrays=arrays, masks={}), jax.tree.map(lambda a: a[index], eta)
 
 
 def _where(usable: Array, new: Any, old: Any) -> Any:

@@ -16,6 +16,7 @@ from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.local.base import Local
+from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
 
@@ -175,9 +176,9 @@ class Settings(NamedTuple):
 class Parts(NamedTuple):
     """What the algorithm is made of.
 
-    ``bounds`` holds the silo's term of the bound, and the same with a plain gradient. ``rows``
-    names the arrays of the silo plate ``plate`` that minibatches cut. ``divergence`` is that to
-    the cavity; ``aggregate`` makes a posterior of a prior and a sum of factors.
+    ``bounds`` holds the silo's term of the bound, and the same with a plain gradient.
+    ``divergence`` is that to the cavity; ``aggregate`` makes a posterior of a prior and a sum of
+    factors.
     """
 
     model: FederatedModel
@@ -188,8 +189,7 @@ class Parts(NamedTuple):
     prior_local: Local
     conjugate: bool
     optim: optax.GradientTransformation
-    plate: str | None
-    rows: tuple[str, ...]
+    minibatches: Minibatches | None
     divergence: Callable[[Natural, Natural], Array] | None
     aggregate: Callable[[Natural, Natural], Natural]
 
