@@ -16,6 +16,7 @@ from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Combine
 from numpyro_fed.algorithms.sfvi import ServerState
 from numpyro_fed.guides.structured import Origin
+from numpyro_fed.model.minibatch import Noise
 from numpyro_fed.model.padding import bucket
 from numpyro_fed.objectives import normals, silo_bound
 from numpyro_fed.runtime.combine import combine
@@ -536,7 +537,7 @@ def gradients(pooled, sizes):
 
     @jax.jit
     def run(server, states, noise, data):
-        down, (value, pull) = exchange.broadcast(eps, server, jnp.arange(len(sizes)), None)
+        down, (value, pull, _) = exchange.broadcast(eps, server, jnp.arange(len(sizes)), None)
         ask = jax.vmap(exchange.silo, (0, None, 0, 0))
         replies = [ask(e, down, s, d) for e, s, d in zip(noise, states, data, strict=True)]
         ups = [jax.tree.map(lambda a: a.sum(0), reply.up.gradient) for reply, _ in replies]
@@ -554,7 +555,7 @@ def gradients(pooled, sizes):
             each = jax.tree.map(lambda a, b: jnp.abs(a).sum(0) + jnp.abs(b), each, own)
         return total, steps, each
 
-    noise = [padded([pieces[j] for j in b.silos]) for b in buckets]
+    noise = [Noise(padded([pieces[j] for j in b.silos])) for b in buckets]
     total, steps, each = run(pooled.server, states, noise, [b.data for b in buckets])
     rows = [None] * len(sizes)
     for b, step in zip(buckets, steps, strict=True):
@@ -611,7 +612,7 @@ def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
         for r in range(5):
             eps, rows = pooled.noise(jax.random.fold_in(KEY, r))
             pieces = cut(rows, sizes)
-            noise = [padded([pieces[j] for j in b.silos]) for b in buckets]
+            noise = [Noise(padded([pieces[j] for j in b.silos])) for b in buckets]
             server, states, info = one_round(server, states, eps, noise, data)
             assert info.ok
             losses.append(float(info.loss))
