@@ -498,7 +498,7 @@ class Pooled:
         self.server = ServerState(params, optim.init(params), settling.begin(params))
         silo = p.algorithm.init_silo(KEY, p.silos[0])
         self.locals = {"private": {}, "guide": jitter(silo.params["guide"], 0.1, 1)}
-        self.noise_of = jax.jit(lambda k: p.algorithm.exchanges[0].silo_noise(k, silo))
+        self.noise_of = jax.jit(lambda k: p.algorithm.exchanges[0].silo_noise(k, silo).rows)
 
     def noise(self, key):
         """The server's and the rows' noise of one round."""
