@@ -55,6 +55,13 @@ def test_vertical_step(tmp_path):
         assert {"what", "ours", "pooled", "ratio", "target"} <= set(row)
 
 
+def test_minibatches(tmp_path):
+    report = run_quickly("minibatches.py", tmp_path)
+    assert len(report["steps"]) == 7
+    for row in report["steps"]:
+        assert {"what", "ours", "pooled", "ratio", "target"} <= set(row)
+
+
 def test_vertical_reveals(tmp_path):
     report = run_quickly("vertical_reveals.py", tmp_path)
     found = {(r["rho"], r["auxiliary"], r["when"], r["rounds"]): r for r in report["reveals"]}

@@ -179,11 +179,13 @@ class StructuredVI:
             whitener = jnp.ones(self.model.dim) if self.wide else jnp.eye(self.model.dim)
             return self.silo_from(private, eta, Origin(nowhere, whitener))
         params = {"private": private, "guide": eta}
-        return SiloState(params, self.optim.init(params), centre=self.kept(nowhere))
+        return SiloState(params, self.optim.init(params), **self.kept(Origin(nowhere)))
 
-    def kept(self, centre: Array) -> Array | None:
-        """What a silo keeps of where the globals' guide is."""
-        return centre if self.in_part else None
+    def kept(self, origin: Origin) -> dict[str, Any]:
+        """What a silo keeps of where its own guide, if it has one, measures the globals from."""
+        if not self.guide.locals:
+            return {}
+        return {"whitener": origin.whitener, "centre": origin.centre if self.in_part else None}
 
     def server_noise(self, key: Array) -> Any:
         return self.guide.globals.noise(key, self.num_particles)
@@ -211,7 +213,7 @@ class StructuredVI:
     def silo(
         self, noise: Noise, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        if self.in_part:
+        if self.in_part and self.guide.locals:
             state = recentred(self.guide, state, down.centre, data)
         here, places = drawn(self.minibatches, noise.which, data)
 
@@ -262,8 +264,7 @@ class StructuredVI:
     ) -> SiloState:
         """A silo's state with local guides ``eta``: no step from there."""
         params = {"private": private, "guide": jax.tree.map(jnp.zeros_like, eta)}
-        opt_state, centre = self.optim.init(params), self.kept(origin.centre)
-        return SiloState(params, opt_state, eta, origin.whitener, centre)
+        return SiloState(params, self.optim.init(params), eta, **self.kept(origin))
 
     def carried_server(self, key: Array, frame: Frame) -> ServerState:
         return self.server_from(key, frame)
