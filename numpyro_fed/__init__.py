@@ -11,6 +11,7 @@ from numpyro_fed.errors import (
     SavedStateError,
 )
 from numpyro_fed.methods import schedules
+from numpyro_fed.methods.cost import Cost
 from numpyro_fed.methods.fit import Fitted, fit
 from numpyro_fed.methods.mode import Mode, find_mode
 from numpyro_fed.methods.node import ServerNode
@@ -38,6 +39,7 @@ from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.reference.compare import Comparison, compare
 from numpyro_fed.reference.nuts import NutsResult, run_nuts
 from numpyro_fed.results.base import Result
+from numpyro_fed.results.communication import Communication
 from numpyro_fed.results.importance import Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.vertical import VerticalResult
@@ -60,8 +62,10 @@ __all__ = [
     "AlphaEP",
     "BlockPrior",
     "CallbackError",
+    "Communication",
     "Comparison",
     "Corrected",
+    "Cost",
     "DataError",
     "Facts",
     "FedGVI",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -34,6 +33,7 @@ from numpyro_fed.errors import (
     positive_int,
 )
 from numpyro_fed.methods.carrying import carried
+from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.methods.minibatches import check_alone
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode, NoStartError, begin, why_coupled
 from numpyro_fed.model import data as silo_data
@@ -195,6 +195,37 @@ class Method(ABC):
         """The result of a run, unless it failed."""
         result = replace(self._result(run, fit, held), start=start, ended=run.ended)
         return unless_failed(result, run)
+
+    def cost(self, silos: Sequence[Mapping[str, Any]]) -> Cost:
+        """What a run with these silos will cost, without running it.
+
+        Parameters
+        ----------
+        silos : list of dict
+
+        Returns
+        -------
+        Cost
+            Sizes, parameters, memory, and all arrays that cross between the server and a silo;
+            prints as text.
+
+        Examples
+        --------
+        >>> import numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with nf.silo_plate("row", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> found = nf.SFVI(model).cost([dict(y=np.zeros(5)), dict(y=np.zeros(7))])
+        >>> found.num_globals, found.communication.visit
+        (1, (8, 17))
+        >>> print(found)  # doctest: +ELLIPSIS
+        2 silos with 5 to 7 rows of 'row'
+        1 global latents, 0 shared parameters, 0 latents and parameters of a silo's own
+        ...
+        """
+        return cost_of(*self._prepare(silos, "simulation"))
 
     def load(
         self,
@@ -452,15 +483,7 @@ def start_of(asked: str | Result | None, fm: FederatedModel, *, wide: bool = Fal
 
 def check_memory(algorithm: FederatedAlgorithm, buckets: Sequence[Bucket]) -> None:
     """Refuse what cannot fit: the state, a copy of it, and a gradient."""
-
-    def size(init: Callable, *args: Any) -> int:
-        state = jax.eval_shape(init, jax.random.key(0), *args)
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-
-    needed = 3 * size(algorithm.init_server)
-    for b in buckets:
-        one = jax.tree.map(lambda a: a[0], b.data)
-        needed += 3 * size(algorithm.init_silo, one) * len(b.silos)
+    needed = COPIES * sum(state_sizes(algorithm, buckets))
     available = _memory()
     if needed > available:
         raise GuideError(

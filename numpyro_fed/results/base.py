@@ -25,6 +25,7 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.objectives import SiloBound
+from numpyro_fed.results.communication import Communication, communication
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.saving import save_state
 from numpyro_fed.runtime.schedule import Schedule
@@ -261,6 +262,14 @@ class Result:
                 "of them. Ask there, or run all silos in one process."
             )
         return self._silos
+
+    @property
+    def communication(self) -> Communication:
+        """What this run has cost in bytes down to the silos and up from them; prints as a table."""
+        data = self.plan.template() if self._silos is None else self._silos.data[0]
+        rounds, start = len(self.losses), self.start
+        built, number = self._fit.built, self.num_silos
+        return communication(built, data, num_silos=number, rounds=rounds, start=start)
 
     @property
     def settled(self) -> bool:

@@ -27,6 +27,7 @@ class Crossing(NamedTuple):
     dtype : str
     summed : bool
         Whether the server needs the sum over silos alone, which secure aggregation may form.
+    nbytes : int
     """
 
     when: str
@@ -36,6 +37,7 @@ class Crossing(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     summed: bool
+    nbytes: int
 
 
 class Crossings(NamedTuple):
@@ -43,6 +45,10 @@ class Crossings(NamedTuple):
 
     rows: tuple[Crossing, ...]
     parties: tuple[str, str] = ("server", "silo")
+
+    def nbytes(self, when: str, *, up: bool) -> int:
+        """Of one exchange of each kind."""
+        return sum(row.nbytes for row in self.rows if row.when == when and row.up is up)
 
     def __str__(self) -> str:
         server, silo = self.parties
@@ -88,7 +94,8 @@ def crossings(
             down, memo = exchange.broadcast(noise, server, jnp.arange(1), server_data)
             reply, state = exchange.visit(exchange.silo_noise(key, state), down, state, data)
             rows.extend(_rows(when, exchange, down, False))
-            rows.extend(_rows(when, exchange, reply.up, True))
+            sent = {"ok": reply.ok, "weight": reply.weight}
+            rows.extend(_rows(when, exchange, reply.up, True) + _rows(when, exchange, sent, True))
             stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
             replies = combine(exchange.combine, [stack])
             server, _ = exchange.server(server, memo, replies, server_data)
@@ -108,6 +115,7 @@ def _rows(when: str, exchange: Exchange, tree: Any, up: bool) -> list[Crossing]:
             tuple(leaf.shape),
             str(leaf.dtype),
             summed,
+            leaf.size * leaf.dtype.itemsize,
         )
         for path, leaf in jax.tree.leaves_with_path(tree)
     ]

@@ -1,0 +1,118 @@
+"""What a run will cost, before it: sizes, parameters, memory, messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from numpyro_fed.algorithms.base import FederatedAlgorithm
+from numpyro_fed.model.data import Sizes
+from numpyro_fed.model.padding import Bucket
+from numpyro_fed.results.base import Fit, Silos
+from numpyro_fed.results.communication import Communication, communication, size_in_words
+
+COPIES = 3  # of the state: itself, one more and a gradient
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run will cost; prints as text.
+
+    Attributes
+    ----------
+    sizes : tuple of dict
+        Rows of each silo plate at each silo.
+    num_globals, num_shared : int
+        Global latents, and shared parameters.
+    num_local : tuple of int
+        Numbers of each silo's own latents and parameters.
+    server, silos : int
+        Bytes of the server's state, and of all silos' states, the optimisers' part included.
+    data : int
+        Bytes of what all silos hold, padded to common shapes.
+    memory : int
+        Bytes that a run in one process needs, about.
+    communication : Communication
+        Of one round, without the search for a start. Its ``messages`` says what leaves a silo.
+    """
+
+    sizes: tuple[Sizes, ...] = field(repr=False)
+    num_globals: int
+    num_shared: int
+    num_local: tuple[int, ...] = field(repr=False)
+    server: int
+    silos: int
+    data: int
+    memory: int
+    communication: Communication = field(repr=False)
+
+    def __str__(self) -> str:
+        plates = ", ".join(
+            f"{_range([size[p] for size in self.sizes])} rows of '{p}'" for p in self.sizes[0]
+        )
+        visit = map(size_in_words, self.communication.visit)
+        return "\n".join(
+            [
+                f"{len(self.sizes):,} silos with {plates}",
+                f"{self.num_globals:,} global latents, {self.num_shared:,} shared parameters, "
+                f"{_range(self.num_local)} latents and parameters of a silo's own",
+                f"state: {size_in_words(self.server)} at the server, {size_in_words(self.silos)} "
+                f"at all silos together; data: {size_in_words(self.data)}; a run in one process: "
+                f"about {size_in_words(self.memory)}",
+                "a round, a silo that takes part: {} down, {} up".format(*visit),
+                "",
+                str(self.communication.messages),
+            ]
+        )
+
+
+def cost_of(fit: Fit, held: Silos) -> Cost:
+    """Of a fit that is ready to run."""
+    model, built = fit.model, fit.built
+    server, silos = state_sizes(built.algorithm, held.buckets)
+    data = sum(np.asarray(a).nbytes for b in held.buckets for a in jax.tree.leaves(b.data))
+    found = communication(built, held.data[0], num_silos=len(held.data), rounds=1)
+    theta = jax.eval_shape(model.init_theta, jax.random.key(0))
+    local = []
+    for own, size in zip(held.data, fit.sizes, strict=True):
+        private = jax.eval_shape(model.init_private, jax.random.key(0), own)
+        local.append(sum(size[p.name] * p.dim for p in model.plates) + _count(private))
+    return Cost(
+        fit.sizes,
+        model.dim,
+        _count(theta),
+        tuple(local),
+        server,
+        silos,
+        data,
+        COPIES * (server + silos) + data,
+        found,
+    )
+
+
+def state_sizes(algorithm: FederatedAlgorithm, buckets: Sequence[Bucket]) -> tuple[int, int]:
+    """Bytes of the server's state, and of all silos' states."""
+
+    def size(init: Callable, *args: Any) -> int:
+        state = jax.eval_shape(init, jax.random.key(0), *args)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+    silos = sum(
+        size(algorithm.init_silo, jax.tree.map(lambda a: a[0], b.data)) * len(b.silos)
+        for b in buckets
+    )
+    return size(algorithm.init_server), silos
+
+
+def _count(tree: Any) -> int:
+    return sum(math.prod(a.shape) for a in jax.tree.leaves(tree))
+
+
+def _range(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
