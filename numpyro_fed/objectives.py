@@ -185,7 +185,15 @@ def silo_bound(
     # covariance: a row's own noise then moves other rows, whose weights are others.
     together = k_rows > 1 and any(guide.locals[p].joint for p in guide.rows)
     stick_rows = k_outer == 1 and not plain and not together
-    stop = (lambda at: at) if plain else _stop
+    networks = {encoder.name for encoder in guide.encoders.values()}
+
+    def stopped(at: _At) -> _At:
+        """The same place with the guide's parameters stopped; ``z_G`` and the draws stay live."""
+        theta = {k: stop_gradient(v) if k in networks else v for k, v in at.theta.items()}
+        eta, origin = stop_gradient(at.eta), stop_gradient(at.origin)
+        return at._replace(theta=theta, eta=eta, origin=origin)
+
+    stop = (lambda at: at) if plain else stopped
 
     def shapes(sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
         return {
@@ -196,8 +204,11 @@ def silo_bound(
     def above(plate: str, at: _At) -> Array:
         return guide.above(plate, at.eta, at.z_G, at.origin, at.z_outer, at.data)
 
+    def eta_of(plate: str, at: _At) -> Any:
+        return guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
+
     def draw(plate: str, at: _At, eps: Array) -> Array:
-        return guide.locals[plate].draw(at.eta[plate], above(plate, at), eps)
+        return guide.locals[plate].draw(eta_of(plate, at), above(plate, at), eps)
 
     def draws_of(plates: tuple[str, ...], at: _At, eps: Rows) -> Rows:
         """All draws of some plates, {plate: (K, rows, dim)}."""
@@ -207,10 +218,10 @@ def silo_bound(
         """Draws as what moves with ``z_G`` plus what moves with the guide's parameters (zero)."""
         held = at._replace(z_G=stop_gradient(at.z_G), z_outer=stop_gradient(at.z_outer))
         own = draws_of(plates, held, eps)
-        return draws_of(plates, _stop(at), eps), jax.tree.map(lambda z: z - stop_gradient(z), own)
+        return draws_of(plates, stopped(at), eps), jax.tree.map(lambda z: z - stop_gradient(z), own)
 
     def log_q(plate: str, at: _At, z: Array) -> Array:
-        rows = guide.locals[plate].log_q(at.eta[plate], above(plate, at), z)
+        rows = guide.locals[plate].log_q(eta_of(plate, at), above(plate, at), z)
         return at.data.keep(plate, rows)
 
     def log_ratio(z: Rows, at: _At) -> Rows:
@@ -228,13 +239,13 @@ def silo_bound(
         """The bound's term for each row of each plate, {plate: (rows,)}, at given outer latents."""
         if k_rows == 1:
             z = {p: draw(p, at, eps[p][:, 0]) for p in guide.rows}
-            return log_ratio(z, _stop(at) if stick_rows else at)
+            return log_ratio(z, stopped(at) if stick_rows else at)
         eps = tiled(eps)
         if not stick_rows:
             z = draws_of(guide.rows, at, eps)
             return _log_mean_exp(jax.vmap(lambda z: log_ratio(z, at))(z), counts)
         moved, own = two_paths(guide.rows, at, eps)
-        return _doubly_reparametrised(row_weights, counts, own, (moved, _stop(at)))
+        return _doubly_reparametrised(row_weights, counts, own, (moved, stopped(at)))
 
     def row_weights(own: Rows, rest: tuple[Rows, _At]) -> Rows:
         moved, at = rest
@@ -300,11 +311,6 @@ def silo_bound(
 
 
 _OUTER = "outer plates"
-
-
-def _stop(at: _At) -> _At:
-    """The same place with the guide's parameters stopped; ``z_G`` and the draws stay live."""
-    return at._replace(eta=stop_gradient(at.eta), origin=stop_gradient(at.origin))
 
 
 def _total(rows: Rows) -> Array:

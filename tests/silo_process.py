@@ -22,6 +22,9 @@ METHODS = {
     "sfvi": lambda: nf.SFVI(model, optim=optax.adam(1e-2), num_particles=2),
     "averaged": lambda: nf.SFVIAvg(model, local_steps=5),
     "barycenter": lambda: nf.SFVIAvg(model, local_steps=5, aggregate="reverse_kl", start=None),
+    "amortised": lambda: nf.SFVI(
+        model, guide=nf.guides.Amortised(hidden=4), schedule=nf.schedules.Random(2), batch_size=3
+    ),
     "sequential": lambda: nf.PVI(model, local=nf.local.Optax(steps=50)),
     "synchronous": lambda: nf.PVI(model, schedule="synchronous", local=nf.local.Optax(steps=50)),
 }

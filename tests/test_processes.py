@@ -19,7 +19,14 @@ from numpyro_fed.runtime.messages import read, write
 KEY = jax.random.key(0)
 SIZES = (7, 5, 12)
 QUIET = {"progress_bar": False}
-ROUNDS = {"sfvi": 30, "averaged": 3, "barycenter": 3, "sequential": 2, "synchronous": 2}
+ROUNDS = {
+    "sfvi": 30,
+    "amortised": 20,
+    "averaged": 3,
+    "barycenter": 3,
+    "sequential": 2,
+    "synchronous": 2,
+}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 

@@ -44,6 +44,7 @@ from numpyro_fed.algorithms.begin import (
 )
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.guides.gaussian import GuideParams
 from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.model.data import SiloData, Sizes
@@ -146,6 +147,7 @@ class StructuredVI:
             self.shared,
             self.private,
             done=lambda state: settling.settled(state.course),
+            opening=standardising(self.guide),
             carry=Carry(self.carried_server, self.carried_silo),
         )
 
@@ -339,7 +341,7 @@ def recentred(guide: Guide, state: Any, centre: Array, data: SiloData) -> Any:
     eta = placed_locals(guide, state.params, state.reference)
     there = guide.recentre(eta, Origin(state.centre, state.whitener), centre, data)
     own, reference = state.params["guide"], state.reference
-    for p in eta:
+    for p in (p for p in eta if p not in guide.encoders):
         off = {name: there[p][name] - eta[p][name] for name in ("loc", "log_scale")}
         # A step's mean is in units of the reference: that is shifted, and not the step.
         held = reference if reference else own

@@ -44,6 +44,7 @@ from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_fra
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.sfvi import Reference, noise_of, placed, placed_locals, recentred
+from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.expfam.gaussian import cholesky_factor, cholesky_parts
 from numpyro_fed.guides.gaussian import GuideParams
 from numpyro_fed.guides.structured import Guide, Origin
@@ -240,7 +241,7 @@ class Averaging:
             self.shared,
             self.private,
             done=lambda state: settling.settled(state.course),
-            opening=(self.count,) if self.by_rows else (),
+            opening=(*standardising(self.guide), *((self.count,) if self.by_rows else ())),
         )
 
     @cached_property

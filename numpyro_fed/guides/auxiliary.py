@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -13,44 +12,11 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.lax import stop_gradient
 
-from numpyro_fed.errors import GuideError, positive_int
+from numpyro_fed.errors import GuideError
+from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.gaussian import GuideParams
 
-
-@dataclass(frozen=True, kw_only=True)
-class Amortised:
-    r"""Auxiliary variables as one small function of the predictor, the same for all rows.
-
-    .. math::
-        q(z_{ij} \mid \theta_j)
-        = N\big(g_{ij} + \rho\, m(h_{ij}),\; \rho^2 e^{2 s(h_{ij})}\big)
-
-    with ``(m, s)`` a network of one hidden layer and :math:`h_{ij}` the predictor and, where
-    clients know the response, that: both on a scale on which large numbers stay small (asinh). At
-    the start ``m = s = 0``, the conditional prior. How many parameters there are does not depend on
-    the number of rows.
-
-    Parameters
-    ----------
-    hidden : int
-        Units of the hidden layer.
-
-    References
-    ----------
-    Hassan, Sutton, Mira, Mengersen (2024), arXiv 2405.04043, section 4.1, equation 9. The paper's
-    network gives mean and scale themselves; here they are measured from the conditional prior.
-
-    Examples
-    --------
-    >>> import numpyro_fed as nf
-    >>> nf.guides.Amortised(hidden=8).hidden
-    8
-    """
-
-    hidden: int = 16
-
-    def __post_init__(self) -> None:
-        positive_int("hidden", self.hidden)
+HIDDEN = 16  # units, where it is not said
 
 
 class Known(NamedTuple):
@@ -127,15 +93,20 @@ def _mean_field(shape: tuple[int, ...], rho: float) -> AuxiliaryGuide:
 def _amortised(
     spec: Amortised, shape: tuple[int, ...], rho: float, num_responses: int
 ) -> AuxiliaryGuide:
-    width = math.prod(shape[1:])
+    if spec.encoder is not None:
+        raise GuideError(
+            "guides.Amortised(encoder=...) is for latents of rows: auxiliary variables have a "
+            "network of their own, of which hidden= says the size."
+        )
+    width, hidden = math.prod(shape[1:]), spec.hidden or HIDDEN
     inputs = width + num_responses
 
     def init(key: Array) -> GuideParams:
-        first = jax.random.normal(key, (inputs, spec.hidden)) * inputs**-0.5
+        first = jax.random.normal(key, (inputs, hidden)) * inputs**-0.5
         return {
             "first": first,
-            "bias": jnp.zeros(spec.hidden),
-            "second": jnp.zeros((spec.hidden, 2 * width)),
+            "bias": jnp.zeros(hidden),
+            "second": jnp.zeros((hidden, 2 * width)),
             "offset": jnp.zeros(2 * width),
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.errors import GuideError
-from numpyro_fed.guides import gaussian
+from numpyro_fed.guides import amortised, gaussian
+from numpyro_fed.guides.amortised import Amortised, Encoder, Row
 from numpyro_fed.guides.gaussian import GlobalGuide, GuideParams, LocalGuide
 from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.model.data import SiloData, Sizes
@@ -27,6 +28,7 @@ LOW_RANK_UP_TO = 20_000
 FULL_ROW_UP_TO = 30
 JOINT_UP_TO = 32
 COUPLINGS_UP_TO = 10_000_000
+AMORTISED = "amortised"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +51,10 @@ class Structured:
         bounded site and another one, else full up to 300, low rank up to 20,000, diagonal above.
     rank : int, optional
         Rank for ``"low_rank"``; by default the square root of the dimension, 20 at most.
-    locals : {"auto", "diagonal", "full", "joint"} or dict
+    locals : {"auto", "diagonal", "full", "joint"}, Amortised or dict
         Covariance of a row's latents; ``"full"`` within each row, ``"joint"`` over all rows of
-        the plate at a silo; or a dict by plate. ``"auto"`` is full up to 30 latents a row and
+        the plate at a silo; or a network that reads a row (:class:`Amortised`); or a dict by
+        plate. ``"auto"`` is full up to 30 latents a row and
         diagonal above; an outer plate is joint while a silo has at most 32 latents there.
     couple_mean, couple_scale : bool, optional
         Whether the mean (``C_i``) and the log-scale (``D_i``) of a row's guide are affine in what
@@ -77,7 +80,7 @@ class Structured:
 
     globals: str | AutoGuide = "auto"
     rank: int | None = None
-    locals: str | Mapping[str, str] = "auto"
+    locals: str | Amortised | Mapping[str, str | Amortised] = "auto"
     couple_mean: bool | None = None
     couple_scale: bool | None = None
     init_loc_fn: Callable | None = None
@@ -146,6 +149,8 @@ class Guide(NamedTuple):
         What the rows of a plate are coupled to, measured from the centres of the guides.
     recentre : ({plate: eta}, origin, centre, data) -> {plate: eta}
         The same local guides when the globals are measured from ``centre``, in the same units.
+    encoders : dict of str to Encoder
+        For the plates whose parameters a network gives.
     """
 
     globals: GlobalGuide
@@ -156,6 +161,16 @@ class Guide(NamedTuple):
     init_local: Callable[[Array, SiloData], dict[str, GuideParams]]
     above: Callable[[str, dict[str, GuideParams], Array, Origin, Rows, SiloData], Array]
     recentre: Callable[[dict[str, GuideParams], Origin, Array, SiloData], dict[str, GuideParams]]
+    encoders: dict[str, Encoder] = {}  # noqa: RUF012
+
+    def of_rows(
+        self, plate: str, theta: dict[str, Any], eta: GuideParams, z_G: Array, data: SiloData
+    ) -> GuideParams:
+        """The parameters of a plate's guide: what the silo holds of them, or a network's."""
+        if plate not in self.encoders:
+            return eta
+        encoder = self.encoders[plate]
+        return encoder.eta(theta[encoder.name], theta, z_G, data)
 
 
 class PlateGuide(NamedTuple):
@@ -204,8 +219,11 @@ class Resolved(NamedTuple):
         return cls(kind, rank, tuple(PlateGuide(*p) for p in plates))
 
 
+Spec: TypeAlias = Structured | Amortised | AutoGuide
+
+
 def resolve(
-    spec: Structured | AutoGuide | None,
+    spec: Spec | None,
     fm: Latents,
     largest: Mapping[str, int],
     total: Mapping[str, int],
@@ -216,7 +234,7 @@ def resolve(
 
     Parameters
     ----------
-    spec : Structured, AutoGuide or None
+    spec : Structured, Amortised, AutoGuide or None
     fm : FederatedModel
     largest, total : dict of str to int
         Rows of each silo plate at the largest silo, and at all together; up to powers of two.
@@ -234,10 +252,13 @@ def resolve(
 
     def of(p: Plate) -> PlateGuide:
         width = fm.dim + (0 if p.outer else width_outer)
+        kind = _local_covariance(spec, fm, p.name, p.dim, largest[p.name] * p.dim)
+        if kind == AMORTISED:
+            return PlateGuide(p.name, kind, False, False)
         couple = 0 < total[p.name] * p.dim * width <= COUPLINGS_UP_TO
         return PlateGuide(
             p.name,
-            _local_covariance(spec, fm, p.name, p.dim, largest[p.name] * p.dim),
+            kind,
             couple if spec.couple_mean is None else spec.couple_mean,
             couple if spec.couple_scale is None else spec.couple_scale,
         )
@@ -246,7 +267,7 @@ def resolve(
     return Resolved(kind, rank, tuple(map(of, with_latents)))
 
 
-def build(spec: Structured | AutoGuide | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
+def build(spec: Spec | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
     """Resolve a guide for a model and the rows of each silo plate at each silo, and build it."""
     largest = {p.name: max(size[p.name] for size in sizes) for p in fm.plates}
     total = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
@@ -254,16 +275,29 @@ def build(spec: Structured | AutoGuide | None, fm: FederatedModel, sizes: Sequen
 
 
 def build_resolved(
-    spec: Structured | AutoGuide | None, resolved: Resolved, fm: FederatedModel
+    spec: Spec | None,
+    resolved: Resolved,
+    fm: FederatedModel,
+    row_of: Callable[[str], Row] | None = None,
 ) -> Guide:
-    """The guide as pure functions."""
+    """The guide as pure functions; ``row_of`` says what arrays a row of a plate has."""
     spec = _structured(spec)
     dims = {p.name: p.dim for p in fm.plates}
     outer = tuple(p.name for p in fm.plates if p.dim and p.outer)
     rows = tuple(p.name for p in fm.plates if p.dim and not p.outer)
+    first = spec.init_scale
     locals_ = {
-        plate: gaussian.local(dims[plate], covariance, mean, scale, spec.init_scale)
+        plate: amortised.local(dims[plate], first)
+        if covariance == AMORTISED
+        else gaussian.local(dims[plate], covariance, mean, scale, first)
         for plate, covariance, mean, scale in resolved.locals
+    }
+    encoders = {
+        plate: amortised.encoder(
+            _local_spec(spec, fm, plate), fm, plate, dims[plate], row_of(plate), first
+        )
+        for plate, covariance, *_ in resolved.locals
+        if covariance == AMORTISED and row_of is not None
     }
 
     def init_global(key: Array) -> GuideParams:
@@ -301,15 +335,26 @@ def build_resolved(
         return moved
 
     global_ = _global_guide(spec, resolved, fm)
-    return Guide(global_, locals_, outer, rows, init_global, init_local, above, recentre)
+    return Guide(global_, locals_, outer, rows, init_global, init_local, above, recentre, encoders)
 
 
-def init_loc_fn_of(spec: Structured | AutoGuide | None) -> Callable | None:
+def init_loc_fn_of(spec: Spec | None) -> Callable | None:
     """Where a guide begins, if it was asked for."""
     return _structured(spec).init_loc_fn
 
 
-def _structured(spec: Structured | AutoGuide | None) -> Structured:
+def amortises(spec: Spec | None) -> bool:
+    """Whether any plate's parameters come from a network."""
+    kinds = _structured(spec).locals
+    return any(
+        isinstance(kind, Amortised)
+        for kind in (kinds.values() if isinstance(kinds, Mapping) else [kinds])
+    )
+
+
+def _structured(spec: Spec | None) -> Structured:
+    if isinstance(spec, Amortised):
+        spec = Structured(locals=spec)
     if isinstance(spec, AutoGuide):
         spec = Structured(globals=spec, init_loc_fn=spec.init_loc_fn)
     spec = Structured() if spec is None else spec
@@ -369,7 +414,8 @@ def _unbounded(fm: Latents, site: Site) -> bool:
     return base in (constraints.real, constraints.real_vector)
 
 
-def _local_covariance(spec: Structured, fm: Latents, plate: str, dim: int, size: int) -> str:
+def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
+    """What is asked for of a plate."""
     kind = spec.locals
     if isinstance(kind, Mapping):
         if plate not in kind:
@@ -379,14 +425,27 @@ def _local_covariance(spec: Structured, fm: Latents, plate: str, dim: int, size:
                 f"to locals={dict(kind)}."
             )
         kind = kind[plate]
+    return kind
+
+
+def _local_covariance(spec: Structured, fm: Latents, plate: str, dim: int, size: int) -> str:
+    kind = _local_spec(spec, fm, plate)
+    outer = next(p.outer for p in fm.plates if p.name == plate)
+    if isinstance(kind, Amortised):
+        if outer:
+            raise GuideError(
+                f"guides.Amortised for silo_plate '{plate}': rows of another plate depend on its "
+                f"latents, and a network reads one row at a time. Say locals={{'{plate}': 'full', "
+                "...}, and Amortised() for the plate below."
+            )
+        return AMORTISED
     if kind == "auto":
-        outer = next(p.outer for p in fm.plates if p.name == plate)
         if outer and size <= JOINT_UP_TO:
             return "joint"
         return "full" if dim <= FULL_ROW_UP_TO else "diagonal"
     if kind not in ("diagonal", "full", "joint"):
         raise GuideError(
-            f"locals={kind!r} for silo_plate '{plate}': expected 'auto', 'diagonal', 'full' or "
-            "'joint'."
+            f"locals={kind!r} for silo_plate '{plate}': expected 'auto', 'diagonal', 'full', "
+            "'joint' or guides.Amortised(...)."
         )
     return kind

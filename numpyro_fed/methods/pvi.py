@@ -29,6 +29,7 @@ from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.guides.structured import (
     Resolved,
     Structured,
+    amortises,
     build_resolved,
     init_loc_fn_of,
     resolve,
@@ -281,6 +282,11 @@ class PVI(Method):
         return self.local or (ClosedForm() if exact else Optax())
 
     def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+        if amortises(self.guide):
+            raise GuideError(
+                "guides.Amortised: a silo of PVI settles its own guides on its own, and a network "
+                "is learnt by all silos together. Use SFVI or SFVIAvg."
+            )
         spec = named(self.schedule)
         auto, damping = self._damping == "auto", self._damping
         return {

@@ -13,10 +13,12 @@ import optax
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.errors import positive_int
+from numpyro_fed.errors import GuideError, positive_int
+from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.structured import (
     Resolved,
     Structured,
+    amortises,
     build_resolved,
     init_loc_fn_of,
     resolve,
@@ -101,9 +103,10 @@ class SFVI(Method):
         with its own state. By default Adam, whose step decays from 0.03 after the first hundred
         rounds or so. A run that starts at the mode takes steps in coordinates in which the
         posterior is about standard: choose them for that, whatever the units of the data.
-    guide : Structured or AutoGuide, optional
+    guide : Structured, Amortised or AutoGuide, optional
         :class:`numpyro_fed.guides.Structured` chooses by the model's sizes when left out. A NumPyro
-        autoguide is used for the globals.
+        autoguide is used for the globals. With networks for rows
+        (:class:`numpyro_fed.guides.Amortised`) a run starts as by ``start=None``.
     objective : ELBO or LocallyEnhanced
         The bound. ``LocallyEnhanced(draws=20)`` is worth its price where rows have latents.
     num_particles : int
@@ -154,7 +157,7 @@ class SFVI(Method):
 
     model: Callable
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
-    guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
+    guide: Structured | Amortised | AutoGuide | None = field(default=None, kw_only=True)
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
     num_particles: int = field(default=1, kw_only=True)
     start: str | Result | None = field(default="mode", kw_only=True)
@@ -178,6 +181,13 @@ class SFVI(Method):
     def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         largest, total = dict(plan.largest), dict(plan.total)
         start = start_of(self.start, fm, wide=True)
+        if amortises(self.guide):
+            if start == "result":
+                raise GuideError(
+                    "start=result with guides.Amortised: nothing says which network gives the rows "
+                    "the guides that they have there. Go on by init_state=, or use start=None."
+                )
+            start = None
         return {
             "method": "SFVI",
             "num_particles": self.num_particles,
@@ -190,7 +200,8 @@ class SFVI(Method):
         }
 
     def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
-        guide = build_resolved(self.guide, Resolved.of(plan.chosen["guide"]), fm)
+        guide = build_resolved(self.guide, Resolved.of(plan.chosen["guide"]), fm, plan.row_of)
+        fm = with_encoders(fm, guide.encoders)
         draws = draws_by_plate(self.objective, guide)
         bound = silo_bound(fm, guide, draws)
         kind, optim = plan.chosen["start"], self.optim or default_optimiser()

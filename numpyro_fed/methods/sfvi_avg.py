@@ -11,10 +11,12 @@ from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.algorithms.sfvi_avg import Averaging, aggregation
 from numpyro_fed.errors import GuideError, ModelError, positive_int
+from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.structured import (
     FULL_UP_TO,
     Resolved,
     Structured,
+    amortises,
     build_resolved,
     init_loc_fn_of,
     resolve,
@@ -128,7 +130,7 @@ class SFVIAvg(Method):
     aggregate: str = field(default="wasserstein", kw_only=True)
     weights: str = field(default="rows", kw_only=True)
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
-    guide: Structured | AutoGuide | None = field(default=None, kw_only=True)
+    guide: Structured | Amortised | AutoGuide | None = field(default=None, kw_only=True)
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
     num_particles: int = field(default=1, kw_only=True)
     start: str | None = field(default="mode", kw_only=True)
@@ -181,7 +183,9 @@ class SFVIAvg(Method):
             "aggregate": self.aggregate,
             "by_rows": self.weights == "rows" and self.aggregate != "product",
             "num_particles": self.num_particles,
-            "start": start_of(self.start, fm, wide=guide.globals == "diagonal"),
+            "start": None
+            if amortises(self.guide)
+            else start_of(self.start, fm, wide=guide.globals == "diagonal"),
             "starts": self.starts,
             "guide": guide,
             "objective": repr(self.objective),
@@ -192,6 +196,8 @@ class SFVIAvg(Method):
     def _guide(self, fm: FederatedModel) -> Structured:
         """With a family of the globals that has a barycenter."""
         spec = Structured() if self.guide is None else self.guide
+        if isinstance(spec, Amortised):
+            spec = Structured(locals=spec)
         kind = spec.globals if isinstance(spec, Structured) else spec
         if kind == "auto":
             kind = "full" if fm.dim <= FULL_UP_TO else "diagonal"
@@ -209,7 +215,8 @@ class SFVIAvg(Method):
     def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
         chosen = plan.chosen
         resolved, spec = Resolved.of(chosen["guide"]), self._guide(fm)
-        guide = build_resolved(spec, resolved, fm)
+        guide = build_resolved(spec, resolved, fm, plan.row_of)
+        fm = with_encoders(fm, guide.encoders)
         draws = draws_by_plate(self.objective, guide)
         bound, kind = silo_bound(fm, guide, draws), chosen["start"]
         minibatches = minibatches_of(fm, plan.lengths, self.batch_size)

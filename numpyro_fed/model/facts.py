@@ -134,6 +134,11 @@ class Plan:
         """For each array that holds rows the silo plates of its length, the same at every silo."""
         return {a.name: a.plates for a in self.facts.arguments if a.plates}
 
+    def row_of(self, plate: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape of one row and dtype of each array that is as long as a plate."""
+        of = (a for a in self.facts.arguments if plate in a.plates)
+        return {a.name: (a.shape, a.dtype) for a in of}
+
     @property
     def chosen(self) -> dict[str, Any]:
         """What the method has resolved."""

@@ -55,6 +55,7 @@ class SiloLikelihood:
     ) -> Array:
         """The log of the estimate at one ``z_G``; ``eta`` are the local guides' parameters."""
         begun = self.guide.recentre(eta, origin, z_G, data)
+        begun = {p: self.guide.of_rows(p, theta, own, z_G, data) for p, own in begun.items()}
         at = _At(self, theta, begun, z_G, origin._replace(centre=z_G), data).refined_outer()
         key_outer, key_rows = jax.random.split(key)
         if not self.guide.outer:
