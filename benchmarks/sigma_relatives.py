@@ -30,7 +30,10 @@ NOISE = 0.5
 
 def counties() -> tuple[np.ndarray, np.ndarray]:
     """Adjacency and the state of each contiguous county."""
-    with np.load(Path(os.environ["NUMPYRO_FED_DATA"]) / "us_counties.npz") as d:
+    file = Path(os.environ.get("NUMPYRO_FED_DATA", "")) / "us_counties.npz"
+    if not file.is_file():
+        raise SystemExit("say by NUMPYRO_FED_DATA in which folder us_counties.npz lies")
+    with np.load(file) as d:
         kept = d["contiguous"]
         edges = (np.cumsum(kept) - 1)[d["edges"][kept[d["edges"]].all(1)]]
         state = d["state"][kept]

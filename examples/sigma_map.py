@@ -113,7 +113,10 @@ def sids(draws, side):
 
 def counties(states=None, seed=0):
     """Values of the counties of some states, or of all contiguous ones."""
-    with np.load(Path(os.environ[FOLDER]) / "us_counties.npz") as d:
+    file = Path(os.environ.get(FOLDER, "")) / "us_counties.npz"
+    if not file.is_file():
+        raise SystemExit("say by NUMPYRO_FED_DATA in which folder us_counties.npz lies")
+    with np.load(file) as d:
         kept = d["contiguous"]
         if states:
             kept = kept & np.isin(d["state_names"][d["state"]], states)
