@@ -159,6 +159,38 @@ def split_two_classes(x, y, num_clients=100, seed=0):
     return _silos(x, y, parts)
 
 
+def split_majority(data, num_clients=10, share=0.9, seed=0):
+    """Silos of equal size, most of whose rows show one digit, and test rows for each of them.
+
+    Silo ``j`` has a ``share`` of rows of the digit ``j % 10``, as far as the digit lasts; the
+    others are dealt out. Test rows of a digit are dealt out to silos as its training rows are.
+    Returns two lists of dicts.
+    """
+    r = np.random.default_rng(seed)
+    size = len(data.y_train) // num_clients
+    of_digit = [list(r.permutation(np.flatnonzero(data.y_train == d))) for d in range(10)]
+    wanted = round(share * size)
+    parts = []
+    for j in range(num_clients):
+        own = of_digit[j % 10]
+        parts.append(own[:wanted])
+        del own[:wanted]
+    rest = list(r.permutation(np.concatenate(of_digit).astype(int)))
+    for part in parts:
+        missing = size - len(part)
+        part += rest[:missing]
+        del rest[:missing]
+    counts = np.array([np.bincount(data.y_train[part], minlength=10) for part in parts])
+    tests = [[] for _ in parts]
+    for d in range(10):
+        rows = r.permutation(np.flatnonzero(data.y_test == d))
+        ends = np.round(len(rows) * np.cumsum(counts[:, d]) / counts[:, d].sum()).astype(int)
+        for test, own in zip(tests, np.split(rows, ends[:-1]), strict=True):
+            test.extend(own)
+    train = _silos(data.x_train, data.y_train, [np.array(part) for part in parts])
+    return train, _silos(data.x_test, data.y_test, [np.array(test, int) for test in tests])
+
+
 def _silos(x, y, parts):
     """One dict of a model's arguments for each set of rows."""
     return [dict(x=x[rows], y=y[rows]) for rows in parts]

@@ -265,3 +265,18 @@ def test_the_readme_lists_every_folder_and_module():
     modules = {p.name for p in package.glob("*.py")} - {"__init__.py"}
     folders = {f"{p.parent.name}/" for p in package.glob("*/__init__.py")}
     assert {name for name in modules | folders if f"`{name}`" not in text} == set()
+
+
+def test_networks_that_differ_between_silos(tmp_path):
+    r = np.random.default_rng(0)
+    images, digits = r.integers(0, 256, (300, 28, 28), np.uint8), np.arange(300) % 10
+    parts = dict(x_train=images, y_train=digits, x_test=images, y_test=digits)
+    np.savez(tmp_path / "mnist.npz", **parts)
+    command = [sys.executable, EXAMPLE.with_name("federated_mnist.py"), "--quick"]
+    command += ["--json", "out.json", "--plot", "out.png"]
+    here = os.environ | {"NUMPYRO_FED_DATA": str(tmp_path)}
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=here)
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [row["rounds"] for row in report.values()] == [20, 2, 20, 2]
+    assert all(len(row["accuracies"]) == 10 for row in report.values())
+    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3

@@ -116,6 +116,20 @@ def test_two_classes_in_each_silo():
         fd.split_two_classes(y, y, 7)
 
 
+def test_silos_with_a_majority_and_tests_in_their_proportions():
+    r = np.random.default_rng(0)
+    y, y_test = (r.permutation(np.repeat(np.arange(10), n)) for n in (100, 40))
+    x, x_test = (np.arange(len(a))[:, None] for a in (y, y_test))
+    silos, tests = fd.split_majority(fd.Dataset(x, y, x_test, y_test), 20)
+    np.testing.assert_array_equal(np.sort(rows(silos)), np.arange(1_000))
+    np.testing.assert_array_equal(np.sort(rows(tests)), np.arange(400))
+    for j, (silo, test) in enumerate(zip(silos, tests, strict=True)):
+        assert len(silo["y"]) == 50
+        assert 45 <= (silo["y"] == j % 10).sum() <= 50
+        shares = [np.bincount(s["y"], minlength=10) / len(s["y"]) for s in (silo, test)]
+        assert abs(shares[0] - shares[1]).max() < 0.12  # of some twenty test rows
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)

@@ -1,0 +1,201 @@
+"""Digits over silos each of which has mostly one: networks that differ between silos.
+
+Section 4.1 of Hassan, Salomone and Mengersen (2023, arXiv 2302.03314), Table 1. Of MNIST's 60,000
+images each of 10 or 50 silos gets as many as the others, nine in ten of them of one digit, and test
+images in the same proportions. Two networks of 64 hidden units (ReLU) share strength between silos:
+
+- the hierarchical network: weights of the first layer are ``mu + sigma eps[j]`` at silo j, ``mu``
+  and ``sigma`` unknown, those of the second each silo's own;
+- FedPop with a posterior for all of it: one first layer, each silo's second one from a population
+  of them.
+
+Guides are independent normals, as in the paper. A silo draws 128 of its rows for each step, where
+the paper takes all.
+
+    python examples/federated_mnist.py --json mnist.json --plot mnist.png
+    python examples/federated_mnist.py --silos 50 --json mnist50.json
+
+The data are those of ``federated_data.py``. ``--quick`` shows that everything runs, on few rows
+and with few hidden units.
+"""
+
+import argparse
+import json
+import time
+import warnings
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+from federated_data import load_mnist, split_majority
+from numpyro.infer import init_to_uniform
+
+import numpyro_fed as nf
+
+PIXELS, DIGITS = 784, 10
+DRAWS = 20  # of the weights, for predictions
+GUIDE = nf.guides.Structured(
+    globals="diagonal",
+    locals="diagonal",
+    couple_mean=False,
+    couple_scale=False,
+    init_loc_fn=init_to_uniform(
+        radius=0.1
+    ),  # hidden units are alike until something tells them apart
+    init_scale=0.02,
+)
+
+
+def normal(*shape):
+    return dist.Normal(0, 1).expand(shape).to_event(len(shape))
+
+
+def images(first, second, x, y):
+    """The rows of a silo with these weights."""
+    with nf.silo_plate("image", x.shape[0]):
+        logits = jax.nn.relu(x @ first) @ second
+        numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+
+def hierarchical(hidden):
+    """Both layers differ between silos, the first around a common one."""
+
+    def model(x, y=None):
+        mu = numpyro.sample("mu", normal(PIXELS, hidden))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+        with nf.silo_plate("silo", 1):
+            eps = numpyro.sample("eps", normal(PIXELS, hidden))
+            second = numpyro.sample("second", normal(hidden, DIGITS))
+        first = numpyro.deterministic("first", mu + sigma * eps[0])
+        images(first, second[0], x, y)
+
+    return model
+
+
+def fedpop(hidden):
+    """One first layer; the second one of each silo is from a population."""
+
+    def model(x, y=None):
+        first = numpyro.sample("first", normal(PIXELS, hidden))
+        mu = numpyro.sample("mu", normal(hidden, DIGITS))
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1))
+        with nf.silo_plate("silo", 1):
+            eps = numpyro.sample("eps", normal(hidden, DIGITS))
+        second = numpyro.deterministic("second", mu + sigma * eps[0])
+        images(first, second, x, y)
+
+    return model
+
+
+MODELS = {"hierarchical": hierarchical, "FedPop": fedpop}
+
+
+@jax.jit
+def accuracy(first, second, x, y):
+    """In per cent, of predictions averaged over draws of the weights (draws, ...)."""
+
+    def predict(weights):
+        first, second = weights
+        return jax.nn.softmax(jax.nn.relu(x @ first) @ second)
+
+    averaged = jax.lax.map(predict, (first, second)).mean(0)
+    return 100 * (averaged.argmax(-1) == y).mean()
+
+
+def scores(result, tests):
+    """Of each silo on its own test images."""
+    found = []
+    for j, test in enumerate(tests):
+        draws = result.sample_posterior(jax.random.key(2), DRAWS, silo=j)
+        second = draws["second"].reshape(DRAWS, -1, DIGITS)
+        found.append(float(accuracy(draws["first"], second, test["x"], test["y"])))
+    return found
+
+
+def methods(steps, rounds, batch, rate):
+    """By name, a method and its number of rounds."""
+    common = dict(guide=GUIDE, batch_size=batch, start=None)
+    local = max(1, steps // rounds)
+    down = optax.cosine_decay_schedule(rate, steps, 0.05)
+    return {
+        "SFVI": (lambda model: nf.SFVI(model, optim=optax.adam(down), **common), steps),
+        "SFVI-Avg": (
+            lambda model: nf.SFVIAvg(
+                model, local_steps=local, weights="even", optim=optax.adam(rate), **common
+            ),
+            rounds,
+        ),
+    }
+
+
+def plot(report):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+    for i, row in enumerate(report.values()):
+        found = np.array(row["accuracies"])
+        axis.plot(np.full(len(found), i) + np.linspace(-0.2, 0.2, len(found)), found, ".", ms=5)
+        axis.plot([i - 0.3, i + 0.3], [found.mean()] * 2, color="0.3", lw=1)
+    axis.set_xticks(range(len(report)), list(report))
+    axis.set_ylabel("test accuracy of a silo, %")
+    axis.set_title("a dot a silo, a line their mean", fontsize=9)
+    return figure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--silos", type=int, default=10)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--steps", type=int, default=5_000, help="of each silo, in all")
+    parser.add_argument("--rounds", type=int, default=20, help="of SFVI-Avg")
+    parser.add_argument("--rate", type=float, default=3e-3, help="Adam's first step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write the numbers")
+    parser.add_argument("--plot", metavar="FILE", help="draw the accuracies of silos")
+    parser.add_argument("--quick", action="store_true", help="few rows and hidden units")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*see result.report|.*still rising")
+    data = load_mnist()
+    if args.quick:
+        data = data._replace(x_train=data.x_train[:500], y_train=data.y_train[:500])
+        args.steps, args.rounds = 20, 2
+    silos, tests = split_majority(data, args.silos, seed=args.seed)
+    report = {}
+    for model_name in args.models:
+        model = MODELS[model_name](4 if args.quick else 64)
+        table = methods(args.steps, args.rounds, 8 if args.quick else 128, args.rate)
+        for name, (method, rounds) in table.items():
+            began = time.perf_counter()
+            fit = method(model)
+            result = fit.run(jax.random.key(args.seed), rounds, silos, progress_bar=False)
+            seconds = time.perf_counter() - began
+            found = scores(result, tests)
+            down, up = result.communication.total
+            report[f"{model_name}, {name}"] = {
+                "accuracy": float(np.mean(found)),
+                "sd": float(np.std(found)),
+                "accuracies": found,
+                "rounds": rounds,
+                "seconds": seconds,
+                "bytes_down": down,
+                "bytes_up": up,
+            }
+            print(
+                f"{model_name + ', ' + name:24} {np.mean(found):5.1f} % ({np.std(found):.2f}), "
+                f"{rounds} rounds, {seconds:.0f} s, {(down + up) / 1e9:.2g} GB",
+                flush=True,
+            )
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(report, file, indent=1)
+    if args.plot:
+        plot(report).savefig(args.plot, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
