@@ -35,6 +35,7 @@ from numpyro.infer import init_to_uniform
 import numpyro_fed as nf
 
 PIXELS, DIGITS = 784, 10
+METHODS = "SFVI", "SFVI-Avg"
 DRAWS = 20  # of the weights, for predictions
 GUIDE = nf.guides.Structured(
     globals="diagonal",
@@ -123,7 +124,7 @@ def methods(steps, rounds, batch, rate):
         "SFVI": (lambda model: nf.SFVI(model, optim=optax.adam(down), **common), steps),
         "SFVI-Avg": (
             lambda model: nf.SFVIAvg(
-                model, local_steps=local, weights="even", optim=optax.adam(rate), **common
+                model, local_steps=local, weights="even", optim=optax.adam(down), **common
             ),
             rounds,
         ),
@@ -151,6 +152,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--silos", type=int, default=10)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--steps", type=int, default=5_000, help="of each silo, in all")
     parser.add_argument("--rounds", type=int, default=20, help="of SFVI-Avg")
     parser.add_argument("--rate", type=float, default=3e-3, help="Adam's first step")
@@ -169,7 +171,7 @@ def main():
     for model_name in args.models:
         model = MODELS[model_name](4 if args.quick else 64)
         table = methods(args.steps, args.rounds, 8 if args.quick else 128, args.rate)
-        for name, (method, rounds) in table.items():
+        for name, (method, rounds) in ((name, table[name]) for name in args.methods):
             began = time.perf_counter()
             fit = method(model)
             result = fit.run(jax.random.key(args.seed), rounds, silos, progress_bar=False)

@@ -19,7 +19,8 @@ EXAMPLE = ROOT / "examples" / "six_cities.py"
 @pytest.fixture(scope="module")
 def six_cities_report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("six_cities")
-    command = [sys.executable, EXAMPLE, "--quick", "--json", "out.json", "--plot", "out.png"]
+    command = [sys.executable, EXAMPLE, "--quick", "--averages"]
+    command += ["--json", "out.json", "--plot", "out.png"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return json.loads((folder / "out.json").read_text()), matplotlib.image.imread(
         folder / "out.png"
@@ -31,7 +32,7 @@ def test_six_cities_reports_every_method_and_global(six_cities_report):
     labels = {"intercept", "smoking", "age", "smoking x age", "omega"}
     assert set(report) == {
         "sfvi", "sfvi_corrected", "nuts", "nuts_silo_0", "nuts_silo_1",
-        "pvi", "pvi_corrected",
+        "pvi", "pvi_corrected", "sfvi_avg_wasserstein",
     }  # fmt: skip
     for name, method in report.items():
         assert method["seconds"] > 0
