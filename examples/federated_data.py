@@ -15,8 +15,11 @@ The folder holds ``adult.npz`` (48,842 rows), ``bank_full.npz`` (45,211) and
 - ``cat_names`` (q,): their names, with an array ``levels_<name>`` of the levels of each;
 - ``y`` (n,): 0 or 1; 1 is an income over 50K, a deposit made, an application granted ('+');
 
-and ``mnist.npz`` with ``x_train`` (60000, 28, 28) from 0 to 255, ``y_train`` (60000,), and
-``x_test`` and ``y_test`` likewise. A file is needed only by who asks for its data set.
+``newsgroups20.npz`` with the words of each message (``train_indptr``, ``train_indices`` and
+``train_counts`` as of a CSR matrix, the same for ``test``) and the words' ``vocab``, in whose place
+scikit-learn fetches the messages; and ``mnist.npz`` with ``x_train`` (60000, 28, 28) from 0 to 255,
+``y_train`` (60000,), and ``x_test`` and ``y_test`` likewise. A file is needed only by who asks for
+its data set.
 """
 
 import math
@@ -28,13 +31,19 @@ import numpy as np
 
 FOLDER = "NUMPYRO_FED_DATA"
 
-# A data set: its file in the folder; its name, version and label of y = 1 at OpenML.
+# A data set: its file in the folder; its name, version and label of y = 1 at OpenML, if there.
 SOURCES = {
     "adult": ("adult.npz", "adult", 2, ">50K"),
     "bank": ("bank_full.npz", "bank-marketing", 1, "2"),
     "credit": ("credit_approval.npz", "credit-approval", 1, "+"),
     "mnist": ("mnist.npz", "mnist_784", 1, None),
+    "newsgroups": ("newsgroups20.npz", None, None, None),
 }
+
+HEADERS = (
+    "article", "distribution", "host", "keywords", "lines", "newsreader", "nntp", "organization",
+    "posting", "reply", "subject", "summary", "writes", "wrote",
+)  # fmt: skip
 
 # (beta, kappa) of an inhomogeneous split; of a homogeneous one both are 0. The pair of adult is one
 # that the authors of PVI ran on it. No client of credit can be filled with a kappa below -0.83: its
@@ -60,7 +69,8 @@ def load_tabular(name, seed=0, train_fraction=0.8):
     """
     if name not in ("adult", "bank", "credit"):
         raise ValueError(f"no tabular data set {name!r}; there are 'adult', 'bank' and 'credit'")
-    numeric, codes, sizes, y = _read(name, _table_from_file, _table_from_openml)
+    parts = _read(name, _table_from_file, lambda: _table_from_openml(*_openml(name)))
+    numeric, codes, sizes, y = parts
     y = 1 - y if name == "credit" else y
     order = np.random.default_rng(seed).permutation(len(y))
     train, test = np.split(order, [int(train_fraction * len(y))])
@@ -71,10 +81,23 @@ def load_tabular(name, seed=0, train_fraction=0.8):
 
 def load_mnist():
     """Digits: images (n, 784) from 0 to 1, labels (n,); the usual 60,000 and 10,000."""
-    parts = _read("mnist", _digits_from_file, _digits_from_openml)
+    parts = _read("mnist", _digits_from_file, lambda: _digits_from_openml(*_openml("mnist")))
     x_train, y_train, x_test, y_test = parts
     x_train, x_test = (x.reshape(len(x), -1) / np.float32(255) for x in (x_train, x_test))
     return Dataset(x_train, y_train.astype(np.int32), x_test, y_test.astype(np.int32))
+
+
+def load_newsgroups(words=2_000):
+    """Counts (messages, words) of the most common words in 20 Newsgroups, and the words.
+
+    Words of the messages' headers are left out, and so are messages without a word that is left.
+    """
+    counts, vocabulary = _read("newsgroups", _words_from_file, lambda: _words_fetched(words))
+    kept = ~np.isin(vocabulary, HEADERS)
+    counts, vocabulary = counts[:, kept], vocabulary[kept]
+    common = np.sort(np.argsort(-(counts > 0).sum(0), kind="stable")[:words])
+    counts = counts[:, common].astype(np.float32)
+    return counts[counts.any(1)], vocabulary[common]
 
 
 def standardised(numeric, train):
@@ -201,9 +224,9 @@ def _floor(value):
     return math.floor(value + 1e-9)
 
 
-def _read(name, from_file, from_openml):
-    """A data set from the folder, if one is named, or from OpenML."""
-    file, dataset, version, positive = SOURCES[name]
+def _read(name, from_file, fetch):
+    """A data set from the folder, if one is named, or from the network."""
+    file = SOURCES[name][0]
     if os.environ.get(FOLDER):
         path = Path(os.environ[FOLDER]) / file
         if not path.is_file():
@@ -213,16 +236,21 @@ def _read(name, from_file, from_openml):
         with np.load(path) as arrays:
             return from_file(arrays)
     try:
-        from sklearn.datasets import fetch_openml
-
-        options = dict(as_frame=False, parser="liac-arff")
-        return from_openml(fetch_openml(dataset, version=version, **options), positive)
+        return fetch()
     except (ImportError, OSError) as error:
         raise RuntimeError(
             f"no data set {name!r}: set {FOLDER} to a folder that holds {file} (its layout is at"
             f" the top of {Path(__file__).name}), or be online with scikit-learn installed, to"
-            f" fetch it from OpenML. What went wrong there: {error}"
+            f" fetch it. What went wrong there: {error}"
         ) from error
+
+
+def _openml(name):
+    """The data set and the label that counts as 1."""
+    from sklearn.datasets import fetch_openml
+
+    _, dataset, version, positive = SOURCES[name]
+    return fetch_openml(dataset, version=version, as_frame=False, parser="liac-arff"), positive
 
 
 def _table_from_file(arrays):
@@ -272,3 +300,27 @@ def main():
 
 if __name__ == "__main__":
     main()
+
+
+def _words_from_file(arrays):
+    """Counts (messages, words) and the words."""
+    return np.concatenate([_dense(arrays, part) for part in ("train", "test")]), arrays["vocab"]
+
+
+def _dense(arrays, part):
+    """A part of the messages as a matrix."""
+    ends, words, counts = (arrays[f"{part}_{name}"] for name in ("indptr", "indices", "counts"))
+    found = np.zeros((len(ends) - 1, len(arrays["vocab"])), np.uint16)
+    found[np.repeat(np.arange(len(found)), np.diff(ends)), words] = counts
+    return found
+
+
+def _words_fetched(words):
+    """The same from scikit-learn: the most common words of English letters."""
+    from sklearn.datasets import fetch_20newsgroups
+    from sklearn.feature_extraction.text import CountVectorizer
+
+    texts = fetch_20newsgroups(subset="all", remove=("headers",)).data
+    many = words + len(HEADERS)
+    made = CountVectorizer(stop_words="english", token_pattern="[a-z]{3,}", max_features=many)
+    return made.fit_transform(texts).toarray(), made.get_feature_names_out()

@@ -281,3 +281,24 @@ def test_networks_that_differ_between_silos(tmp_path):
     assert [row["rounds"] for row in report.values()] == [20, 2, 20, 2]
     assert all(len(row["accuracies"]) == 10 for row in report.values())
     assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
+
+
+def test_topics_of_silos_messages(tmp_path):
+    r = np.random.default_rng(0)
+    words = np.array([f"word{i}" for i in range(59)] + ["subject"])
+    counts = r.poisson(1, (600, 60)).astype(np.uint16)
+    arrays = {"vocab": words}
+    for part, of in {"train": counts[:400], "test": counts[400:]}.items():
+        found = of > 0
+        arrays[f"{part}_indptr"] = np.append(0, found.sum(1).cumsum())
+        arrays[f"{part}_indices"], arrays[f"{part}_counts"] = np.nonzero(found)[1], of[found]
+    np.savez(tmp_path / "newsgroups20.npz", **arrays)
+    command = [sys.executable, EXAMPLE.with_name("prod_lda.py"), "--quick"]
+    command += ["--json", "out.json", "--plot", "out.png", "--methods", "SFVI", "SFVI-Avg"]
+    here = os.environ | {"NUMPYRO_FED_DATA": str(tmp_path)}
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=here)
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert {name: row["rounds"] for name, row in report.items()} == {"SFVI": 20, "SFVI-Avg": 2}
+    assert all(len(row["coherence"]) == 3 for row in report.values())
+    assert all("subject" not in topic for row in report.values() for topic in row["topics"])
+    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3

@@ -204,7 +204,7 @@ def test_a_data_set_that_there_is_not():
 def openml(monkeypatch, answer):
     """In the place of scikit-learn's data sets, something that needs no network."""
     module = ModuleType("sklearn.datasets")
-    module.fetch_openml = answer
+    module.fetch_openml = module.fetch_20newsgroups = answer
     monkeypatch.delenv("NUMPYRO_FED_DATA", raising=False)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", module)
 
@@ -221,6 +221,8 @@ def test_neither_a_folder_nor_a_network(monkeypatch, installed):
         fd.load_tabular("adult")
     with pytest.raises(RuntimeError, match=r"mnist\.npz"):
         fd.load_mnist()
+    with pytest.raises(RuntimeError, match=r"newsgroups20\.npz"):
+        fd.load_newsgroups()
 
 
 def test_a_table_from_openml(monkeypatch):
@@ -262,3 +264,23 @@ def test_digits_from_openml(monkeypatch):
     assert data.x_train.shape == (60_000, 1)
     assert data.x_test.max() == 1
     assert data.y_test.tolist() == [0, 1]
+
+
+def test_words_of_messages_from_the_folder(folder):
+    np.savez(
+        folder / "newsgroups20.npz",
+        vocab=np.array(["subject", "god", "rare", "space"]),
+        train_indptr=[0, 3, 4], train_indices=[0, 1, 3, 0], train_counts=[9, 2, 1, 5],
+        test_indptr=[0, 3], test_indices=[1, 2, 3], test_counts=[1, 1, 4],
+    )  # fmt: skip
+    counts, words = fd.load_newsgroups(2)
+    assert words.tolist() == ["god", "space"]
+    np.testing.assert_array_equal(counts, [[2, 1], [1, 4]])
+
+
+def test_words_of_messages_from_scikit_learn(monkeypatch):
+    texts = ["God god space", "writes: the article", "god 12 rare rare space!"]
+    openml(monkeypatch, lambda subset, remove: SimpleNamespace(data=texts))
+    counts, words = fd.load_newsgroups(2)
+    assert words.tolist() == ["god", "space"]
+    np.testing.assert_array_equal(counts, [[2, 1], [1, 1]])
