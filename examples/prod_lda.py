@@ -88,7 +88,7 @@ def main():
     present = counts > 0
     order = np.random.default_rng(0).permutation(len(counts))
     silos = [dict(counts=counts[order[j::SILOS]]) for j in range(SILOS)]
-    model = prod_lda(args.topics, args.words, args.dirichlet)
+    model = prod_lda(args.topics, len(words), args.dirichlet)
     guide = nf.guides.Structured(
         globals="diagonal", locals=nf.guides.Amortised(hidden=100), init_scale=0.05,
         init_loc_fn=numpyro.infer.init_to_uniform(radius=0.1),
