@@ -9,8 +9,8 @@ images in the same proportions. Two networks of 64 hidden units (ReLU) share str
 - FedPop with a posterior for all of it: one first layer, each silo's second one from a population
   of them.
 
-Guides are independent normals, as in the paper. A silo draws 128 of its rows for each step, where
-the paper takes all.
+Compared are SFVI, SFVI-Avg and PVI, whose silos answer one after the other. Guides are independent
+normals, as in the paper. A silo draws 128 of its rows for each step, where the paper takes all.
 
     python examples/federated_mnist.py --json mnist.json --plot mnist.png
     python examples/federated_mnist.py --silos 50 --json mnist50.json
@@ -35,16 +35,15 @@ from numpyro.infer import init_to_uniform
 import numpyro_fed as nf
 
 PIXELS, DIGITS = 784, 10
-METHODS = "SFVI", "SFVI-Avg"
+METHODS = "SFVI", "SFVI-Avg", "PVI"
 DRAWS = 20  # of the weights, for predictions
 GUIDE = nf.guides.Structured(
     globals="diagonal",
     locals="diagonal",
     couple_mean=False,
     couple_scale=False,
-    init_loc_fn=init_to_uniform(
-        radius=0.1
-    ),  # hidden units are alike until something tells them apart
+    # hidden units are alike until something tells them apart
+    init_loc_fn=init_to_uniform(radius=0.1),
     init_scale=0.02,
 )
 
@@ -115,10 +114,13 @@ def scores(result, tests):
     return found
 
 
-def methods(steps, rounds, batch, rate):
+def methods(steps, rounds, pvi_rounds, batch, rate):
     """By name, a method and its number of rounds."""
     common = dict(guide=GUIDE, batch_size=batch, start=None)
     local = max(1, steps // rounds)
+    visit = nf.local.Optax(
+        optim=optax.adam(rate), steps=max(1, steps // pvi_rounds), batch_size=batch, num_particles=1
+    )
     down = optax.cosine_decay_schedule(rate, steps, 0.05)
     return {
         "SFVI": (lambda model: nf.SFVI(model, optim=optax.adam(down), **common), steps),
@@ -127,6 +129,12 @@ def methods(steps, rounds, batch, rate):
                 model, local_steps=local, weights="even", optim=optax.adam(down), **common
             ),
             rounds,
+        ),
+        "PVI": (
+            lambda model: nf.PVI(
+                model, family="diagonal", guide=GUIDE, local=visit, start=None, start_scale=0.02
+            ),
+            pvi_rounds,
         ),
     }
 
@@ -155,6 +163,7 @@ def main():
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--steps", type=int, default=5_000, help="of each silo, in all")
     parser.add_argument("--rounds", type=int, default=20, help="of SFVI-Avg")
+    parser.add_argument("--pvi-rounds", type=int, default=10)
     parser.add_argument("--rate", type=float, default=3e-3, help="Adam's first step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the numbers")
@@ -165,12 +174,13 @@ def main():
     data = load_mnist()
     if args.quick:
         data = data._replace(x_train=data.x_train[:500], y_train=data.y_train[:500])
-        args.steps, args.rounds = 20, 2
+        args.steps, args.rounds, args.pvi_rounds = 20, 2, 2
     silos, tests = split_majority(data, args.silos, seed=args.seed)
     report = {}
     for model_name in args.models:
         model = MODELS[model_name](4 if args.quick else 64)
-        table = methods(args.steps, args.rounds, 8 if args.quick else 128, args.rate)
+        batch = 8 if args.quick else 128
+        table = methods(args.steps, args.rounds, args.pvi_rounds, batch, args.rate)
         for name, (method, rounds) in ((name, table[name]) for name in args.methods):
             began = time.perf_counter()
             fit = method(model)
