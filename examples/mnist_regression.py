@@ -128,7 +128,12 @@ def main():
     if "SFVI" in args.methods:
         keep("SFVI", run("SFVI", sfvi(), args.steps)[1])
     if "PVI" in args.methods:
-        pvi = nf.PVI(regression, family="diagonal", schedule="synchronous")
+        visit = nf.local.Optax(
+            optim=optax.adam(args.rate),
+            steps=20 if args.quick else 500,
+            batch_size=common["batch_size"],
+        )
+        pvi = nf.PVI(regression, family="diagonal", local=visit, theta_optim=optax.adam(0.05))
         keep("PVI", run("PVI", pvi, args.pvi_rounds)[1])
     if args.json:
         with open(args.json, "w") as file:
@@ -159,7 +164,6 @@ def plot(runs):
         each = max(1, len(losses) // 100)
         bound = -np.asarray(losses)[: len(losses) // each * each].reshape(-1, each).mean(1)
         axis.plot(each * (np.arange(len(bound)) + 0.5), bound, label=name)
-    axis.set_yscale("symlog")
     axis.set(xlabel="steps of SFVI", ylabel="bound (ELBO), nats")
     axis.legend(frameon=False, fontsize=8)
     return figure

@@ -283,6 +283,21 @@ def test_networks_that_differ_between_silos(tmp_path):
     assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
 
 
+def test_prior_scales_are_learned_by_silos(tmp_path):
+    r = np.random.default_rng(0)
+    images, digits = r.integers(0, 256, (300, 28, 28), np.uint8), np.arange(300) % 10
+    parts = dict(x_train=images, y_train=digits, x_test=images, y_test=digits)
+    np.savez(tmp_path / "mnist.npz", **parts)
+    command = [sys.executable, EXAMPLE.with_name("mnist_regression.py"), "--quick"]
+    command += ["--json", "out.json", "--plot", "out.png"]
+    here = os.environ | {"NUMPYRO_FED_DATA": str(tmp_path)}
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=here)
+    report = json.loads((tmp_path / "out.json").read_text())
+    rounds = {"alone": 0, "SFVI-Avg(20)": 1, "SFVI-Avg(10)": 2, "SFVI": 20, "PVI": 1}
+    assert {name: row["rounds"] for name, row in report.items()} == rounds
+    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
+
+
 def test_topics_of_silos_messages(tmp_path):
     r = np.random.default_rng(0)
     words = np.array([f"word{i}" for i in range(59)] + ["subject"])

@@ -205,6 +205,24 @@ def test_runs_by_minibatches_reach_the_posterior(method):
     assert (abs(draws.std(0) / sd - 1) < 0.15).all()
 
 
+def test_rounds_of_pvi_below_plates_that_stay_whole_reach_the_posterior():
+    """Of a regression with effects of wards: 60 rows at each silo, 20 at a time."""
+    r, silos, terms = np.random.default_rng(0), [], []
+    for groups in (3, 4):
+        x, ward = r.normal(size=(60, 2)), r.permutation(np.arange(60) % groups)
+        y = 0.3 + 2 * r.normal(size=groups)[ward] + x @ np.array([0.5, -1]) + r.normal(size=60)
+        silos.append(dict(x=x, y=y, ward=ward, size=np.zeros(groups)))
+        precision = np.linalg.inv(np.eye(60) + 4.0 * (ward[:, None] == ward))
+        terms.append((x.T @ precision @ x, x.T @ precision @ (y - 0.3)))
+    covariance = np.linalg.inv(np.eye(2) + sum(a for a, _ in terms))
+    sd, mean = np.sqrt(np.diag(covariance)), covariance @ sum(b for _, b in terms)
+    local = nf.local.Optax(steps=1_500, batch_size=20, num_particles=2)
+    result = nf.PVI(wards, local=local, evidence_draws=1).run(KEY, 2, silos, **QUIET)
+    q = result.posterior()["beta"]
+    assert (abs(q.mean - mean) < 0.2 * sd).all()
+    assert (abs(np.sqrt(q.variance) / sd - 1) < 0.15).all()
+
+
 def test_what_cannot_be_cut_is_refused():
     def nested(y):
         beta = numpyro.sample("beta", dist.Normal(0, 1))
