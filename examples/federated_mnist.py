@@ -150,7 +150,7 @@ def plot(report):
         found = np.array(row["accuracies"])
         axis.plot(np.full(len(found), i) + np.linspace(-0.2, 0.2, len(found)), found, ".", ms=5)
         axis.plot([i - 0.3, i + 0.3], [found.mean()] * 2, color="0.3", lw=1)
-    axis.set_xticks(range(len(report)), list(report))
+    axis.set_xticks(range(len(report)), [name.replace(", ", "\n") for name in report])
     axis.set_ylabel("test accuracy of a silo, %")
     axis.set_title("a dot a silo, a line their mean", fontsize=9)
     return figure
