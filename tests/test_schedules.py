@@ -412,6 +412,22 @@ def test_two_runs_are_one_and_chunks_do_not_matter(name, where):
         assert runtime.advance._cache_size() == 1
 
 
+@pytest.mark.parametrize("exchanges", [1, 2])
+@pytest.mark.parametrize("where", ["one bucket", "buckets"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_drawn_ahead_is_what_would_be_drawn_step_by_step(where, size, exchanges):
+    """Over more rounds than one block has, in two calls, of which the first ends within one."""
+    schedule, found = at_random(SILOS, size), []
+    assert schedule.ahead
+    batches = batches_of(RUNTIMES[where][1])
+    for ahead in (True, False):
+        runtime = simulation(toy(exchanges=exchanges), schedule._replace(ahead=ahead))
+        state = runtime.init(KEY, batches)
+        state, first, _ = runtime.advance(KEY, state, batches, 3)
+        found.append((first, *runtime.advance(KEY, state, batches, base.BLOCK + 3)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *found)
+
+
 def test_a_call_logs_fewer_rounds_where_a_round_has_many_visits():
     assert simulation(toy()).chunk == base.CHUNK == 1024
     assert simulation(toy(), in_turn(SILOS)).chunk == 1024

@@ -35,6 +35,9 @@ class Schedule(NamedTuple):
         part alone, infinite before the first. The key is the same in all rounds.
     num_silos : int
         How many silos there are.
+    ahead : bool
+        Whether ``visits`` reads neither what it carries nor ``change``, so that participants of
+        many rounds can be drawn at once.
     """
 
     steps: int
@@ -42,6 +45,7 @@ class Schedule(NamedTuple):
     init: Callable[[Array], Any]
     visits: Callable[[Array, Array, Any, Array], tuple[Array, Any]]
     num_silos: int
+    ahead: bool = False
 
 
 def in_turn(num_silos: int, order: str | Sequence[int] = "fixed") -> Schedule:
@@ -68,7 +72,9 @@ def in_turn(num_silos: int, order: str | Sequence[int] = "fixed") -> Schedule:
     if order == "random":
         return _stateless(num_silos, num_silos, 1, lambda key, change: _shuffled(key, num_silos))
     if order == "largest_change":
-        return _stateless(num_silos, num_silos, 1, lambda key, change: _descending(change))
+        return _stateless(
+            num_silos, num_silos, 1, lambda key, change: _descending(change), ahead=False
+        )
     numbers = range(num_silos) if isinstance(order, str) else order
     fixed = _covering(num_silos, numbers)
     return _stateless(num_silos, len(fixed), 1, lambda key, change: jnp.asarray(fixed))
@@ -122,7 +128,7 @@ def given(num_silos: int, who: Any) -> Schedule:
     def visits(key: Array, round: Array, carry: tuple, change: Array) -> tuple[Array, tuple]:
         return jnp.asarray(table)[round % len(table)][None], carry
 
-    return Schedule(1, table.shape[1], lambda key: (), visits, num_silos)
+    return Schedule(1, table.shape[1], lambda key: (), visits, num_silos, ahead=True)
 
 
 class Clock(NamedTuple):
@@ -193,14 +199,18 @@ def asynchronous(
 
 
 def _stateless(
-    num_silos: int, steps: int, size: int, who: Callable[[Array, Array], Array]
+    num_silos: int,
+    steps: int,
+    size: int,
+    who: Callable[[Array, Array], Array],
+    ahead: bool = True,
 ) -> Schedule:
     """A schedule of each round's own key and the last changes."""
 
     def visits(key: Array, round: Array, carry: tuple, change: Array) -> tuple[Array, tuple]:
         return who(jax.random.fold_in(key, round), change).reshape(steps, size), carry
 
-    return Schedule(steps, size, lambda key: (), visits, num_silos)
+    return Schedule(steps, size, lambda key: (), visits, num_silos, ahead)
 
 
 def _shuffled(key: Array, num_silos: int) -> Array:

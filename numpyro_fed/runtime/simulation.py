@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +69,14 @@ def simulation(
         server = algorithm.init_server(key_server)
         return strong(State(jnp.zeros((), jnp.int32), server, silos, carry))
 
-    advance = _everyone(algorithm) if schedule is None else _scheduled(algorithm, schedule)
-    return Runtime(init, jit(advance), single, chunk_of(schedule), partial(single, jit=jit_once))
+    chunk = chunk_of(schedule)
+    if schedule is None:
+        advance = _in_blocks(algorithm, _everyone(algorithm), chunk)
+    elif schedule.ahead and schedule.steps == 1:
+        advance = _in_blocks(algorithm, _some_ahead(algorithm, schedule), chunk)
+    else:
+        advance = _step_by_step(algorithm, schedule)
+    return Runtime(init, jit(advance), single, chunk, partial(single, jit=jit_once))
 
 
 def single(exchange: Exchange, jit: Callable = jax.jit) -> Single:
@@ -142,23 +148,30 @@ def _ask_everyone(batches: tuple[Batch, ...], order: Array, watch: Watch | None)
     return ask
 
 
-def _everyone(algorithm: FederatedAlgorithm) -> Advance:
-    """All silos in every round, one step each; noise is drawn for many rounds at once."""
-    exchanges, watch, chunk = algorithm.exchanges, algorithm.watch, chunk_of(None)
+class Rounds(NamedTuple):
+    """Rounds of one step whose participants and noise are drawn for many of them at once.
 
-    @partial(jax.jit, inline=True)  # traced once, though it is also asked for its shapes
-    def one_round(
-        noise: list[Noise],
-        state: State,
-        batches: tuple[Batch, ...],
-        order: Array,
-        server_data: Any,
-    ) -> tuple[State, Info, Array, Any]:
-        who, ask = jnp.arange(_count(batches)), _ask_everyone(batches, order, watch)
-        server, silos, info, good, seen = step(
-            exchanges, ask, noise, state.server, state.silos, who, server_data
-        )
-        return State(state.round + 1, server, silos), info, good, seen
+    Attributes
+    ----------
+    places : batches -> pytree
+        Where the silos stand, found once.
+    draw : (key, numbers, state, batches) -> pytree, leaves (rounds, ...)
+        What rounds are drawn from.
+    one : (drawn, state, batches, places, server_data) -> (State, Info, who, good, seen)
+        A round; ``who`` is empty where everyone takes part.
+    by_number : (places, who, good) -> (silos,) bool
+        Which replies were good, by number.
+    """
+
+    places: Callable[[tuple[Batch, ...]], Any]
+    draw: Callable[[Array, Array, State, tuple[Batch, ...]], Any]
+    one: Callable[[Any, State, tuple[Batch, ...], Any, Any], tuple[State, Info, Any, Array, Any]]
+    by_number: Callable[[Any, Any, Array], Array]
+
+
+def _in_blocks(algorithm: FederatedAlgorithm, rounds: Rounds, chunk: int) -> Advance:
+    """Draw for a block of rounds, run them, and so on."""
+    one_round = jax.jit(rounds.one, inline=True)  # traced once, though asked for its shapes too
 
     def advance(
         key: Array,
@@ -168,16 +181,13 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
         server_data: Any = None,
         stop: bool = False,
     ) -> tuple[State, Log, Ended]:
-        def noise_of(numbers: Array, silos: Any) -> list[Noise]:
-            return _noise_of(exchanges, key, numbers, silos, batches)
-
-        one = jax.eval_shape(noise_of, state.round[None], state.silos)
+        places = rounds.places(batches)
+        one = jax.eval_shape(rounds.draw, key, state.round[None], state, batches)
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one)
         block = max(1, min(BLOCK, NOISE // max(_size(shapes), 1)))
-        order = in_order(batches)
-        inputs = (shapes, state, batches, order, server_data)
-        _, info, good, seen = jax.eval_shape(one_round, *inputs)
-        log = _log(chunk, 1, info, seen)
+        inputs = (shapes, state, batches, places, server_data)
+        _, info, who, good, seen = jax.eval_shape(one_round, *inputs)
+        log = _log(chunk, 1, info, who, seen)
 
         def go_on(carry: tuple) -> Array:
             i, state, _, ended = carry
@@ -185,30 +195,109 @@ def _everyone(algorithm: FederatedAlgorithm) -> Advance:
 
         def one_block(carry: tuple) -> tuple:
             first, state, _, _ = carry
-            rounds = state.round + jnp.arange(block)
-            noise = noise_of(rounds, state.silos)
+            drawn = rounds.draw(key, state.round + jnp.arange(block), state, batches)
 
             def go_on_here(carry: tuple) -> Array:
                 return (carry[0] - first < block) & go_on(carry)
 
             def body(carry: tuple) -> tuple:
                 i, state, log, _ = carry
-                here = jax.tree.map(lambda a: a[i - first], noise)
-                state, info, good, seen = one_round(here, state, batches, order, server_data)
-                return i + 1, state, _write(log, i, 0, info, seen), Ended(info.ok, good)
+                here = jax.tree.map(lambda a: a[i - first], drawn)
+                state, info, who, good, seen = one_round(here, state, batches, places, server_data)
+                return i + 1, state, _write(log, i, 0, info, who, seen), Ended(info.ok, good)
 
             return jax.lax.while_loop(go_on_here, body, carry)
 
         ended = Ended(jnp.array(True), jnp.ones(good.shape, bool))
         start = (jnp.zeros((), jnp.int32), state, log, ended)
-        _, state, log, ended = jax.lax.while_loop(go_on, one_block, start)
-        return state, log, ended._replace(replies=ended.replies[order])
+        i, state, log, ended = jax.lax.while_loop(go_on, one_block, start)
+        last = jax.tree.map(lambda a: a[jnp.maximum(i - 1, 0), 0], log.visits)
+        return state, log, ended._replace(replies=rounds.by_number(places, last, ended.replies))
 
     return advance
 
 
-def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
-    """Those that the schedule names, step by step."""
+def _everyone(algorithm: FederatedAlgorithm) -> Rounds:
+    """All silos in every round."""
+    exchanges, watch = algorithm.exchanges, algorithm.watch
+
+    def draw(key: Array, numbers: Array, state: State, batches: tuple[Batch, ...]) -> list[Noise]:
+        return _noise_of(exchanges, key, numbers, state.silos, batches)
+
+    def one(
+        noise: list[Noise], state: State, batches: tuple[Batch, ...], order: Array, server_data: Any
+    ) -> tuple[State, Info, Any, Array, Any]:
+        who, ask = jnp.arange(_count(batches)), _ask_everyone(batches, order, watch)
+        server, silos, info, good, seen = step(
+            exchanges, ask, noise, state.server, state.silos, who, server_data
+        )
+        return State(state.round + 1, server, silos), info, (), good, seen
+
+    return Rounds(in_order, draw, one, lambda order, who, good: good[order])
+
+
+def _some_ahead(algorithm: FederatedAlgorithm, schedule: Schedule) -> Rounds:
+    """Those whom a schedule names that is known ahead, in rounds of one step."""
+    exchanges, watch = algorithm.exchanges, algorithm.watch
+
+    def draw(
+        key: Array, numbers: Array, state: State, batches: tuple[Batch, ...]
+    ) -> tuple[Array, list[Noise]]:
+        def one_round(number: Array) -> tuple[Array, list[Noise]]:
+            (who,), _ = visits(schedule, key, number, state.schedule)
+            return who, _noise_of_some(exchanges, key, number, who, state.silos)
+
+        return jax.vmap(one_round)(numbers)
+
+    def one(
+        drawn: tuple[Array, list[Noise]],
+        state: State,
+        batches: tuple[Batch, ...],
+        places: Places,
+        server_data: Any,
+    ) -> tuple[State, Info, Any, Array, Any]:
+        who, noise = drawn
+        server, silos, info, good, seen = step(
+            exchanges,
+            _ask_some(batches, places, watch),
+            noise,
+            state.server,
+            state.silos,
+            who,
+            server_data,
+        )
+        carry, change = state.schedule
+        if schedule.size == 1:
+            change = change.at[who[0]].set(info.change)
+        return State(state.round + 1, server, silos, (carry, change)), info, who, good, seen
+
+    def by_number(places: Places, who: Array, good: Array) -> Array:
+        return jnp.ones(len(places[0]), bool).at[who].set(good)
+
+    return Rounds(_places, draw, one, by_number)
+
+
+def _noise_of_some(
+    exchanges: tuple[Exchange, ...], key: Array, number: Array, who: Array, silos: tuple[Any, ...]
+) -> list[Noise]:
+    """The noise of one step for its participants (k,), and the server's. Of several buckets, whose
+    noise differs in shape, it is the participants' keys.
+    """
+
+    def one(e: int, exchange: Exchange) -> Noise:
+        mine = exchange_key(key, number, e, len(exchanges))
+        keys = jax.vmap(partial(silo_key, mine))(who)
+        noise = keys
+        if len(silos) == 1:
+            state = jax.tree.map(lambda a: a[0], silos[0])
+            noise = jax.vmap(exchange.silo_noise, (0, None))(keys, state)
+        return Noise(exchange.server_noise(server_key(mine)), noise)
+
+    return [one(e, exchange) for e, exchange in enumerate(exchanges)]
+
+
+def _step_by_step(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
+    """Those whom the schedule names, step by step."""
     exchanges, chunk = algorithm.exchanges, chunk_of(schedule)
     steps, size = schedule.steps, schedule.size
 
@@ -223,11 +312,7 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         places: Places,
         server_data: Any,
     ) -> tuple[Any, Any, Info, Array, Any]:
-        keys = [exchange_key(key, number, e, len(exchanges)) for e in range(len(exchanges))]
-        noise = [
-            Noise(x.server_noise(server_key(mine)), jax.vmap(partial(silo_key, mine))(who))
-            for x, mine in zip(exchanges, keys, strict=True)
-        ]
+        noise = _noise_of_some(exchanges, key, number, who, silos)
         ask = _ask_some(batches, places, algorithm.watch)
         return step(exchanges, ask, noise, server, silos, who, server_data)
 
@@ -248,7 +333,6 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         def one_round(carry: tuple) -> tuple:
             i, (round_, server, silos, (_, change)), log, _ = carry
             who, plan = visits(schedule, key, round_, carry[1].schedule)
-            log = log._replace(visits=log.visits.at[i].set(who))
 
             def go_on_here(carry: tuple) -> Array:
                 return (carry[0] < steps) & carry[-1].ok
@@ -260,7 +344,7 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
                 server, silos, info, good, seen = one_step(*here)
                 if size == 1:
                     change = change.at[who[s, 0]].set(info.change)
-                log = _write(log, i, s, info, seen)
+                log = _write(log, i, s, info, who[s], seen)
                 ended = Ended(info.ok, ended.replies.at[who[s]].set(good))
                 return s + 1, server, silos, change, log, ended
 
@@ -273,8 +357,7 @@ def _scheduled(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         who = jax.ShapeDtypeStruct((size,), jnp.int32)
         here = (key, state.round, who, state.server, state.silos, batches, places, server_data)
         _, _, info, _, seen = jax.eval_shape(one_step, *here)
-        log = _log(chunk, steps, info, seen)
-        log = log._replace(visits=jnp.zeros((chunk, steps, size), jnp.int32))
+        log = _log(chunk, steps, info, who, seen)
         start = (jnp.zeros((), jnp.int32), state, log, Ended(jnp.array(True), every))
         _, state, log, ended = jax.lax.while_loop(go_on, one_round, start)
         return state, log, ended
@@ -290,29 +373,31 @@ def _goes_on(algorithm: FederatedAlgorithm, server: Any, ended: Ended, stop: Any
 def _ask_some(batches: tuple[Batch, ...], places: Places, watch: Watch | None) -> Ask:
     """Those that are named: side by side where there is one bucket, else one after the other.
 
-    ``noise`` (k,) are the participants' keys.
+    ``noise`` (k, ...) is as :func:`_noise_of_some` makes it.
     """
 
     def visit(
-        exchange: Exchange, key: Array, down: Any, state: Any, data: SiloData
+        exchange: Exchange, noise: Any, down: Any, state: Any, data: SiloData
     ) -> tuple[Reply, Any, Any]:
-        reply, state = exchange.visit(exchange.silo_noise(key, state), down, state, data)
+        if len(batches) > 1:
+            noise = exchange.silo_noise(noise, state)
+        reply, state = exchange.visit(noise, down, state, data)
         return strong((reply, state, watch(state) if watch else ()))
 
     def side_by_side(
-        exchange: Exchange, keys: Array, down: Any, who: Array, silos: Any
+        exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any
     ) -> tuple[Reply, Any, Any]:
         """Participants from the only bucket, mapped."""
         (stack,), (batch,) = silos, batches
         at = places[1][who]
         states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
         axes = (0, _axes(exchange), 0, 0)
-        replies, states, seen = jax.vmap(partial(visit, exchange), axes)(keys, down, states, data)
+        replies, states, seen = jax.vmap(partial(visit, exchange), axes)(noise, down, states, data)
         stack = jax.tree.map(lambda a, new: a.at[at].set(new), stack, states)
         return replies, (stack,), seen
 
     def alone(
-        exchange: Exchange, key: Array, down: Any, silo: Array, silos: Any
+        exchange: Exchange, noise: Any, down: Any, silo: Array, silos: Any
     ) -> tuple[Reply, Any, Any]:
         """One participant, from whichever bucket.
 
@@ -323,16 +408,16 @@ def _ask_some(batches: tuple[Batch, ...], places: Places, watch: Watch | None) -
         at = [jnp.clip(place_of[silo], 0, len(b.silos) - 1) for b in batches]
         before = tuple(_take(stack, i) for stack, i in zip(silos, at, strict=True))
 
-        def in_bucket(b: int) -> Callable[[Array, Any, Any], tuple[Any, Any, Any]]:
-            def branch(key: Array, down: Any, states: Any) -> tuple[Any, Any, Any]:
+        def in_bucket(b: int) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
+            def branch(noise: Any, down: Any, states: Any) -> tuple[Any, Any, Any]:
                 data = _take(batches[b].data, at[b])
-                reply, state, seen = visit(exchange, key, down, states[b], data)
+                reply, state, seen = visit(exchange, noise, down, states[b], data)
                 return reply, (*states[:b], state, *states[b + 1 :]), seen
 
             return branch
 
         branches = [in_bucket(b) for b in range(len(batches))]
-        reply, after, seen = jax.lax.switch(bucket_of[silo], branches, key, down, before)
+        reply, after, seen = jax.lax.switch(bucket_of[silo], branches, noise, down, before)
         silos = tuple(_put(*args) for args in zip(silos, after, at, strict=True))
         return reply, silos, seen
 
@@ -341,7 +426,9 @@ def _ask_some(batches: tuple[Batch, ...], places: Places, watch: Watch | None) -
 
         def one(silos: Any, i: Array | int) -> tuple[Any, Any]:
             sent = slices(exchange.scatter, down, i)
-            reply, silos, seen = alone(exchange, noise[i], sent, who[i], silos)
+            reply, silos, seen = alone(
+                exchange, jax.tree.map(lambda a: a[i], noise), sent, who[i], silos
+            )
             return silos, (reply, seen)
 
         if size > 1 and len(batches) == 1:
@@ -356,24 +443,23 @@ def _ask_some(batches: tuple[Batch, ...], places: Places, watch: Watch | None) -
     return ask
 
 
-def _log(chunk: int, steps: int, info: Info, watched: Any) -> Log:
+def _log(chunk: int, steps: int, info: Info, who: Any, watched: Any) -> Log:
     """Room for what rounds report."""
 
     def room(a: Any) -> Array:
         return jnp.zeros((chunk, steps, *a.shape), a.dtype)
 
-    return Log(jnp.zeros(chunk), *jax.tree.map(room, (info.report, (), watched)))
+    return Log(jnp.zeros(chunk), *jax.tree.map(room, (info.report, who, watched)))
 
 
-def _write(log: Log, i: Array, step: Array | int, info: Info, watched: Any) -> Log:
+def _write(log: Log, i: Array, step: Array | int, info: Info, who: Any, watched: Any) -> Log:
     """Put what step ``step`` of round ``i`` reports in its place."""
 
     def put(room: Array, a: Array) -> Array:
         return room.at[i, step].set(a)
 
     losses = log.losses.at[i].add(info.loss)
-    reports, watched = jax.tree.map(put, (log.reports, log.watched), (info.report, watched))
-    return Log(losses, reports, log.visits, watched)
+    return Log(losses, *jax.tree.map(put, tuple(log[1:]), (info.report, who, watched)))
 
 
 def _places(batches: tuple[Batch, ...]) -> Places:

@@ -178,4 +178,5 @@ def visits(schedule: Schedule, key: Array, round: Array, state: Any) -> tuple[Ar
 
 def in_order(batches: Sequence[Batch]) -> Array:
     """Where the silos stand in the buckets, one after the other, in the order of their numbers."""
-    return jnp.argsort(jnp.concatenate([b.silos for b in batches]))
+    numbers = jnp.concatenate([b.silos for b in batches])
+    return jnp.zeros_like(numbers).at[numbers].set(jnp.arange(len(numbers), dtype=numbers.dtype))
