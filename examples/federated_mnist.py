@@ -121,7 +121,7 @@ def methods(steps, rounds, pvi_rounds, batch, rate):
     visit = nf.local.Optax(
         optim=optax.adam(rate), steps=max(1, steps // pvi_rounds), batch_size=batch, num_particles=1
     )
-    down = optax.cosine_decay_schedule(rate, steps)
+    down = optax.cosine_decay_schedule(rate, steps, 0.05)
     return {
         "SFVI": (lambda model: nf.SFVI(model, optim=optax.adam(down), **common), steps),
         "SFVI-Avg": (
