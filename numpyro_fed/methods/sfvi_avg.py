@@ -42,12 +42,11 @@ AGGREGATES = ("wasserstein", "reverse_kl", "forward_kl", "product", "average")
 
 
 def default_optimiser(local_steps: int) -> optax.GradientTransformation:
-    """Adam whose steps become smaller within each round, and begin anew in the next, in round r at
-    1 / sqrt(r) of those of the first: a silo goes from what all have in common to where its own
-    rows lead, and noise, which makes standard deviations too narrow, averages out.
+    """Adam whose steps become smaller within each round, and begin anew in the next: a silo goes
+    from what all have in common to where its own rows lead.
     """
     course = optax.cosine_decay_schedule(STEP, local_steps, LEAST)
-    return optax.adam(lambda n: course(n % local_steps) * (1 + n // local_steps) ** -0.5)
+    return optax.adam(lambda count: course(count % local_steps))
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,9 @@ class SFVIAvg(Method):
         Of the silos in averages, with N / N_j or J as their factors. ``"rows"`` takes one more
         exchange before the first round, in which numbers of rows are added up.
     optim : optax.GradientTransformation, optional
-        By default Adam, whose step goes from 0.02 / sqrt(r) to a hundredth of that within round r =
-        1, 2, ..., in coordinates in which the posterior is about standard where a run starts at the
-        mode. Its state stays at each silo from round to round.
+        By default Adam, whose step goes from 0.02 to a hundredth of that within each round, in
+        coordinates in which the posterior is about standard where a run starts at the mode. Its
+        state stays at each silo from round to round.
     guide : Structured, optional
         Of the globals a full covariance up to 300 of them and a diagonal one above, when left out;
         a low rank becomes a full one. Of others no barycenter is known.
