@@ -131,10 +131,17 @@ def _barycenter(
             f"expected means (J, d), covariances (J, d, d) or (J, d) and weights (J,), got "
             f"{m.shape}, {S.shape} and {w.shape}."
         )
-    if not any(isinstance(a, jax.core.Tracer) for a in (m, S, w)):
+    if not m.size:
+        raise DataError(f"expected at least one Gaussian of one dimension, got means {m.shape}.")
+    full, known = S.ndim == 3, not any(isinstance(a, jax.core.Tracer) for a in (m, S, w))
+    if known:
         _check(np.asarray(m), np.asarray(S), np.asarray(w))
-    full = S.ndim == 3
     roots = jnp.linalg.cholesky(S) if full else jnp.sqrt(S)
+    if known and (bad := np.flatnonzero(~np.isfinite(roots).reshape(number, -1).all(1))).size:
+        raise DataError(
+            f"covariance {bad[0]} is not positive definite to the digits of {S.dtype}. Leave out a "
+            "coordinate that others determine, or enable double precision."
+        )
     loc, root = of(m, roots, w / w.sum())
     return loc, root @ root.T if full else root**2
 
@@ -210,8 +217,10 @@ def reverse_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Arr
         return (precision * locs).sum(0) / total, 1 / jnp.sqrt(total)
     eye = jnp.eye(roots.shape[-1], dtype=roots.dtype)
     K = jax.vmap(lambda L: solve_triangular(L, eye, lower=True))(roots)
-    precisions = weights[:, None, None] * jnp.einsum("jba,jbc->jac", K, K)
-    return of_precision(precisions.sum(0), jnp.einsum("jab,jb->a", precisions, locs))
+    K = jnp.sqrt(weights)[:, None, None] * K  # least squares, in which precisions are not formed
+    Q, R = jnp.linalg.qr(K.reshape(-1, K.shape[-1]))
+    loc = solve_triangular(R, Q.T @ jnp.einsum("jab,jb->ja", K, locs).reshape(-1))
+    return loc, lower(solve_triangular(R, eye))
 
 
 def of_precision(precision: Array, first: Array) -> tuple[Array, Array]:

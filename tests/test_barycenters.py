@@ -155,6 +155,25 @@ def test_bad_input_is_named(barycenter):
         barycenter(locs * np.nan, covs, w)
     with pytest.raises(DataError, match=r"got \(3, 2\), \(3, 3\)"):
         barycenter(locs, np.ones((3, 3)), w)
+    with pytest.raises(DataError, match="at least one Gaussian"):
+        barycenter(np.zeros((0, 3)), np.zeros((0, 3)), None)
+
+
+@pytest.mark.parametrize("barycenter", ALL)
+def test_singular_to_the_digits_is_refused_or_right_in_single_precision(barycenter):
+    r, refused = np.random.default_rng(0), 0
+    for eps in np.repeat([1e-8, 1e-7, 1e-6, 1e-5], 10):
+        v = r.normal(size=(10, 3))
+        cov = np.asarray(v @ v.T + eps * np.eye(10), np.float32)
+        locs = np.tile(np.asarray(r.normal(size=10), np.float32), (2, 1))
+        try:
+            loc, S = barycenter(locs, np.stack([cov, cov]), None)
+        except DataError:
+            refused += 1
+            continue
+        np.testing.assert_allclose(S, cov, atol=1e-3 * np.abs(cov).max())
+        np.testing.assert_allclose(loc, locs[0], atol=1e-3)
+    assert 0 < refused < 40
 
 
 def test_it_is_in_the_front_door():

@@ -121,6 +121,27 @@ def test_products_are_exact_for_conjugate_models(aggregate, weights):
     np.testing.assert_allclose(found[1] / np.outer(sd, sd), cov / np.outer(sd, sd), atol=0.02)
 
 
+@pytest.mark.parametrize("aggregate", ["wasserstein", "reverse_kl"])
+def test_silos_that_are_unlike_come_to_the_posterior_of_all_by_default(aggregate):
+    """Means 3 apart, where that of all rows has a standard deviation of 0.14: what a silo comes to
+    is further away than small steps lead, and the average of ways cut short is no average. That of
+    precisions also needs widths that are right after a long way.
+    """
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1_000))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    y = np.random.default_rng(0).normal(size=50) + np.repeat([0, 3], [20, 30])
+    method = nf.SFVIAvg(model, aggregate=aggregate)
+    result = method.run(KEY, 10, cut({"y": y}, (20, 30)), progress_bar=False)
+    mu = result.sample_posterior(jax.random.key(1), 40_000)["mu"]
+    sd = 50**-0.5
+    assert abs(float(mu.mean()) - y.mean()) < 0.05 * sd
+    assert abs(float(mu.std()) / sd - 1) < 0.05
+
+
 @pytest.mark.parametrize("globals", ["full", "diagonal"])
 @pytest.mark.parametrize("aggregate", ["wasserstein", "forward_kl", "reverse_kl", "average"])
 def test_all_averages_agree_where_silos_are_alike(aggregate, globals):
@@ -245,6 +266,26 @@ def test_silos_with_other_likelihoods_are_refused():
     silos = [dict(y=np.ones(3), robust=False), dict(y=np.ones(2), robust=True)]
     with pytest.raises(ModelError, match="'robust' is True at silo 1"):
         run(model, silos)
+
+
+def test_numbers_that_are_no_numbers_of_rows_are_refused():
+    def model(y, n, family=0):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", n):
+            noise = dist.Cauchy(mu, 1) if family else dist.Normal(mu, 1)
+            numpyro.sample("y", noise, obs=y)
+
+    run(model, [dict(y=np.ones(n), n=n) for n in (30, 9)])
+    with pytest.raises(ModelError, match="'family' is 1 at silo 1 and 0 at silo 0"):
+        run(model, [dict(y=np.ones(30), n=30, family=j) for j in (0, 1)])
+
+
+@pytest.mark.parametrize(
+    "schedule", ["sequential", nf.schedules.Random(1), nf.schedules.Given([[0], [1]])]
+)
+def test_an_average_of_one_silo_is_refused(schedule):
+    with pytest.raises(ValueError, match="an average of one silo"):
+        nf.SFVIAvg(glmm, schedule=schedule)
 
 
 @pytest.mark.parametrize("kind", ["skewed", numpyro.infer.autoguide.AutoIAFNormal(regression)])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
@@ -22,31 +25,48 @@ from numpyro_fed.guides.structured import (
     resolve,
 )
 from numpyro_fed.methods.base import Method, start_of
-from numpyro_fed.methods.minibatches import (
-    check_batch_size,
-    check_guide,
-    minibatches_of,
-)
+from numpyro_fed.methods.minibatches import check_batch_size, check_guide, minibatches_of
 from numpyro_fed.methods.mode import start_at
-from numpyro_fed.methods.schedules import Spec, in_step
+from numpyro_fed.methods.schedules import Given, Random, Sequential, Spec, in_step
 from numpyro_fed.methods.sfvi import check_optimiser, result_of
-from numpyro_fed.model.facts import Facts, Plan
+from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.runtime.drive import Run
 
-STEP, LEAST = 0.02, 0.01  # of Adam: its first step in a round, and the last one relative to it
+CENTRE, REST, STEP = 0.2, 0.01, 0.02  # of Adam: its first steps in a round
+LAST, MEMORY = 1e-4, 0.9  # the last one, and how second moments are averaged
 AGGREGATES = ("wasserstein", "reverse_kl", "forward_kl", "product", "average")
 
 
-def default_optimiser(local_steps: int) -> optax.GradientTransformation:
+def default_optimiser(local_steps: int, standard: bool) -> optax.GradientTransformation:
     """Adam whose steps become smaller within each round, and begin anew in the next: a silo goes
     from what all have in common to where its own rows lead.
+
+    That may be many standard deviations away. In ``standard`` coordinates, in which the posterior
+    is about standard, the centre of the globals therefore takes the largest steps, and the rest of
+    the guides the smallest: noise makes standard deviations too narrow. Second moments are of the
+    last tens of steps: those of the way there would keep what comes after from settling.
     """
-    course = optax.cosine_decay_schedule(STEP, local_steps, LEAST)
-    return optax.adam(lambda count: course(count % local_steps))
+
+    def falling(first: float) -> optax.GradientTransformation:
+        course = optax.cosine_decay_schedule(first, local_steps, LAST / first)
+        return optax.adam(lambda count: course(count % local_steps), b2=MEMORY)
+
+    if not standard:
+        return falling(STEP)
+    kinds = {"centre": falling(CENTRE), "rest": falling(REST), "other": falling(STEP)}
+    return optax.multi_transform(kinds, partial(jax.tree_util.tree_map_with_path, _kind))
+
+
+def _kind(path: tuple, _: Any) -> str:
+    """Of a leaf of shared parameters, or of a silo's own: which steps it takes."""
+    first, last = path[0].key, getattr(path[-1], "key", None)
+    if first != "guide":
+        return "other"
+    return "centre" if len(path) == 2 and last == "loc" else "rest"
 
 
 @dataclass(frozen=True)
@@ -61,8 +81,9 @@ class SFVIAvg(Method):
     the bound as it would be if all N rows were like its own, and the server puts an average in the
     place of what they have come to: shared parameters are averaged, the Gaussians of the globals
     replaced by their Wasserstein barycenter. Rows must be exchangeable over silos. Where silos are
-    unlike, what it comes to is not the posterior, however long it runs: use SFVI or PVI, which may
-    go on from its result.
+    unlike, or ``local_steps`` so few that they do not come to their own posteriors, what it comes
+    to is not the posterior, however long it runs; ``result.report()`` says so. Take more steps, or
+    SFVI or PVI, which may go on from its result.
 
     Parameters
     ----------
@@ -73,28 +94,33 @@ class SFVIAvg(Method):
     aggregate : {"wasserstein", "reverse_kl", "forward_kl", "product", "average"}
         What is put in the place of the silos' Gaussians: see :mod:`numpyro_fed.barycenters`.
         ``"reverse_kl"`` multiplies them, each to the power of its weight, and is the posterior
-        itself for a conjugate model; ``"forward_kl"`` covers them; ``"average"`` is of parameters
-        as they stand, which depends on how the family is written down. ``"product"`` leaves out
-        N / N_j, gives each silo its share 1 / J of the prior, and multiplies (consensus Monte
-        Carlo's rule).
+        itself for a conjugate model if silos come to theirs; ``"forward_kl"`` covers them;
+        ``"average"`` is of parameters as they stand, which depends on how the family is written
+        down. ``"product"`` leaves out N / N_j, gives each silo its share 1 / J of the prior, and
+        multiplies (consensus Monte Carlo's rule).
     weights : {"rows", "even"}
         Of the silos in averages, with N / N_j or J as their factors. ``"rows"`` takes one more
-        exchange before the first round, in which numbers of rows are added up.
+        exchange before the first round, in which numbers of rows are added up. In the rounds, a
+        full Wasserstein barycenter takes each silo's number by itself (its weight), the others
+        sums: where that must not be told, use ``"even"``, or another average.
     optim : optax.GradientTransformation, optional
-        By default Adam, whose step goes from 0.02 to a hundredth of that within each round, in
-        coordinates in which the posterior is about standard where a run starts at the mode. Its
-        state stays at each silo from round to round.
+        By default Adam, whose step falls to 1e-4 within each round: from 0.2 for the centre of the
+        globals, 0.01 for the rest of all guides, 0.02 for other parameters, in coordinates in which
+        the posterior is about standard. Without a start at the mode from 0.02 for all. Its state
+        stays at each silo from round to round.
     guide : Structured, optional
         Of the globals a full covariance up to 300 of them and a diagonal one above, when left out;
         a low rank becomes a full one. Of others no barycenter is known.
     objective, num_particles, start, starts, schedule, batch_size
-        As for :class:`SFVI`. What silos answer is averaged over those that take part. A run that
+        As for :class:`SFVI`, but for schedules with one silo at a time. What silos answer is
+        averaged over those that take part, so that the result is of the last of them. A run that
         starts at the mode averages in coordinates in which the posterior is about standard.
 
     Raises
     ------
     ModelError
-        For silos whose rows are not alike: private parameters, static arguments that differ.
+        For silos whose rows are not alike: private parameters, static arguments that differ and
+        are no numbers of rows.
     GuideError
         For a guide whose barycenter is not known.
 
@@ -149,10 +175,19 @@ class SFVIAvg(Method):
         if self.weights not in ("rows", "even"):
             raise ValueError(f"weights={self.weights!r}: expected 'rows' or 'even'.")
         if self.start not in ("mode", None):
-            raise ValueError(f"start={self.start!r}: expected 'mode' or None.")
+            found = repr(self.start) if isinstance(self.start, str) else type(self.start).__name__
+            raise ValueError(
+                f"start={found}: expected 'mode' or None. SFVI and PVI begin at results of others."
+            )
         check_optimiser(self.optim)
         check_batch_size(self.batch_size)
-        in_step(self.schedule)
+        schedule = in_step(self.schedule)
+        if isinstance(schedule, Sequential) or _of_one(schedule):
+            raise ValueError(
+                f"schedule={self.schedule!r:.80}: an average of one silo is what that silo has "
+                "come to, as if all rows were like its own. Let two or more take part in a round, "
+                "or use PVI, whose silos may answer one after the other."
+            )
 
     def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
         return result_of(run, fit, held, quiet=quiet)
@@ -161,8 +196,9 @@ class SFVIAvg(Method):
         first = dict(facts[0].static)
         for j, other in enumerate(facts):
             for name, value in other.static:
-                unlike = value != first.get(name) and not _both_ints(value, first.get(name))
-                if unlike and name in first:
+                if name not in first or value == first[name]:
+                    continue
+                if not (_counts_rows(value, other) and _counts_rows(first[name], facts[0])):
                     raise ModelError(
                         f"'{name}' is {value!r} at silo {j} and {first[name]!r} at silo 0, so that "
                         "their rows may have other likelihoods: SFVIAvg weighs each silo's rows as "
@@ -226,7 +262,7 @@ class SFVIAvg(Method):
             model=fm,
             guide=guide,
             bound=bound,
-            optim=self.optim or default_optimiser(self.local_steps),
+            optim=self.optim or default_optimiser(self.local_steps, kind is not None),
             num_particles=self.num_particles,
             aggregation=aggregation(self.aggregate, resolved.globals, fm.dim, plan.num_silos),
             local_steps=self.local_steps,
@@ -243,6 +279,14 @@ class SFVIAvg(Method):
         return Built(fm, guide, bound, algorithm, schedule, draws, certify, start=start)
 
 
-def _both_ints(*values: Any) -> bool:
-    """Numbers of something, which may differ."""
-    return all(isinstance(v, int) and not isinstance(v, bool) for v in values)
+def _of_one(schedule: Spec) -> bool:
+    """Whether a round has a single participant."""
+    if isinstance(schedule, Given):
+        return np.shape(schedule.who)[-1:] == (1,)
+    return isinstance(schedule, Random) and schedule.size == 1
+
+
+def _counts_rows(value: Any, facts: Facts) -> bool:
+    """Whether a static argument may be a number of the silo's rows, as far as facts tell it."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return whole and size_class(value) in dict(facts.sizes).values()
