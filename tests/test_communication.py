@@ -76,6 +76,18 @@ def test_numbers_by_hand():
     assert str(found).splitlines()[-1].split()[-4:] == ["1.08", "kB", "1.35", "kB"]
 
 
+@pytest.mark.parametrize("name", ["sfvi", "sums"])
+def test_a_run_that_goes_on_has_cost_its_rounds_and_a_loaded_one_what_it_had(name, tmp_path):
+    method, silos = METHODS[name][0], silos_of(5, 7, 6)
+    result = method.run(KEY, 2, silos, **QUIET)
+    assert min(result.communication.start) > 0
+    on = method.run(KEY, 3, silos, init_state=result.state, **QUIET).communication
+    assert (on.start, on.start_exchanges) == ((0, 0), 0)
+    assert on.total == tuple(3 * 3 * n for n in result.communication.visit)
+    result.save(tmp_path / "fit")
+    assert method.load(tmp_path / "fit", silos).communication == result.communication
+
+
 def test_what_a_run_will_cost_is_known_before_it():
     silos = silos_of(5, 7, 6)
     method = nf.SFVI(counts)

@@ -251,8 +251,9 @@ class Method(ABC):
             If the files belong to another model, guide, layout of silos or version.
         """
         fit, held = self._prepare(silos, runtime)
-        losses, state = load_state(path, fit.description(), fit.initial_state(held))
-        return self._result(Run(state, losses, None, None), fit, held)
+        losses, state, said = load_state(path, fit.description(), fit.initial_state(held))
+        result = self._result(Run(state, losses, None, None), fit, held)
+        return replace(result, _before=said.get("before"))
 
     def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Any:
         """The result of a run; ``run.log`` is None for what was loaded.

@@ -14,7 +14,12 @@ from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.model.data import Sizes
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.base import Fit, Silos
-from numpyro_fed.results.communication import Communication, communication, size_in_words
+from numpyro_fed.results.communication import (
+    Communication,
+    communication,
+    exchanged_before,
+    size_in_words,
+)
 
 COPIES = 3  # of the state: itself, one more and a gradient
 
@@ -76,7 +81,13 @@ def cost_of(fit: Fit, held: Silos) -> Cost:
     model, built = fit.model, fit.built
     server, silos = state_sizes(built.algorithm, held.buckets)
     data = sum(np.asarray(a).nbytes for b in held.buckets for a in jax.tree.leaves(b.data))
-    found = communication(built, held.data[0], num_silos=len(held.data), rounds=1)
+    found = communication(
+        built,
+        held.data[0],
+        num_silos=len(held.data),
+        rounds=1,
+        before=exchanged_before(built, None),
+    )
     theta = jax.eval_shape(model.init_theta, jax.random.key(0))
     local = []
     for own, size in zip(held.data, fit.sizes, strict=True):

@@ -169,7 +169,7 @@ class VerticalMethod(ABC):
         """
         fit, held = self._prepare(args, kwargs, runtime)
         like = fit.runtime.init(jax.random.key(0), held.batches)
-        losses, state = load_state(path, fit.description, like)
+        losses, state, _ = load_state(path, fit.description, like)
         return self._result(losses, state, fit, held)
 
     def _prepare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.objectives import SiloBound
-from numpyro_fed.results.communication import Communication, communication
+from numpyro_fed.results.communication import Communication, communication, exchanged_before
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.saving import save_state
 from numpyro_fed.runtime.schedule import Schedule
@@ -233,6 +233,7 @@ class Result:
     _silos: Silos | None = field(default=None, repr=False)  # of a run in one process
     start: Any = field(default=None, repr=False, kw_only=True)
     ended: str = field(default="rounds", kw_only=True)
+    _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)  # of a file
 
     @property
     def num_silos(self) -> int:
@@ -265,11 +266,21 @@ class Result:
 
     @property
     def communication(self) -> Communication:
-        """What this run has cost in bytes down to the silos and up from them; prints as a table."""
+        """What this run has cost in bytes down to the silos and up from them; prints as a table.
+
+        Of a run that goes on from another's state, what it has cost itself.
+        """
         data = self.plan.template() if self._silos is None else self._silos.data[0]
-        rounds, start = len(self.losses), self.start
-        built, number = self._fit.built, self.num_silos
-        return communication(built, data, num_silos=number, rounds=rounds, start=start)
+        rounds, number, before = len(self.losses), self.num_silos, self._exchanged_before
+        return communication(self._fit.built, data, num_silos=number, rounds=rounds, before=before)
+
+    @property
+    def _exchanged_before(self) -> Mapping[str, int]:
+        """How often each exchange took place before the first round of this run."""
+        if self._before is not None:
+            return self._before
+        goes_on = int(self.state.round) > len(self.losses)
+        return {} if goes_on else exchanged_before(self._fit.built, self.start)
 
     @property
     def settled(self) -> bool:
@@ -444,7 +455,8 @@ class Result:
 
         Read it back with :meth:`numpyro_fed.SFVI.load`.
         """
-        save_state(path, self._fit.description(), self.losses, self.state)
+        description = {**self._fit.description(), "before": dict(self._exchanged_before)}
+        save_state(path, description, self.losses, self.state)
 
 
 def bound_settled(losses: Any) -> bool:

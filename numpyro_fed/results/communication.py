@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from numpyro_fed.model.data import SiloData
@@ -63,19 +64,21 @@ class Communication(NamedTuple):
 
 
 def communication(
-    built: Any, data: SiloData, *, num_silos: int, rounds: int, start: Any = None
+    built: Any, data: SiloData, *, num_silos: int, rounds: int, before: Mapping[str, int]
 ) -> Communication:
-    """Of so many rounds that began at ``start``, of what a method has built."""
+    """Of so many rounds of what a method has built.
+
+    ``before`` is how often each exchange took place before them: see :func:`exchanged_before`.
+    """
     schedule = built.schedule
     visits = num_silos if schedule is None else schedule.steps * schedule.size
-    times = _times(built, start)
     found = messages(built, data)
     exchanged = [row for row in found.rows if row.when == "start"]
     down, up = (
-        sum(times[row.exchange] * row.nbytes for row in exchanged if row.up is way)
+        sum(before.get(row.exchange, 0) * row.nbytes for row in exchanged if row.up is way)
         for way in (False, True)
     )
-    return Communication(found, visits, num_silos, rounds, sum(times.values()), (down, up))
+    return Communication(found, visits, num_silos, rounds, sum(before.values()), (down, up))
 
 
 def messages(built: Any, data: SiloData) -> Crossings:
@@ -93,8 +96,10 @@ def messages(built: Any, data: SiloData) -> Crossings:
     return here._replace(rows=rows + here.rows)
 
 
-def _times(built: Any, start: Any) -> dict[str, int]:
-    """How often each exchange took place before the first round."""
+def exchanged_before(built: Any, start: Any) -> dict[str, int]:
+    """How often each exchange took place before the first round of a run that began at ``start``,
+    and not at the state of another run.
+    """
     times = {exchange.name: 1 for exchange in built.algorithm.opening}
     number = getattr(start, "num_exchanges", None)
     if built.start is None or number is None:

@@ -26,8 +26,10 @@ def save_state(path: str | Path, description: dict[str, Any], losses: Any, state
     _with(path, ".json").write_text(text + "\n")
 
 
-def load_state(path: str | Path, description: dict[str, Any], like: Any) -> tuple[np.ndarray, Any]:
-    """Read losses and a state of the same structure as ``like``.
+def load_state(
+    path: str | Path, description: dict[str, Any], like: Any
+) -> tuple[np.ndarray, Any, dict[str, Any]]:
+    """Read losses, a state of the same structure as ``like``, and what else is said of the fit.
 
     Raises
     ------
@@ -59,7 +61,7 @@ def load_state(path: str | Path, description: dict[str, Any], like: Any) -> tupl
                 "optimiser, runtime and precision that the fit was made with."
             )
         leaves.append(_like(wanted[name], arrays[name]))
-    return arrays["losses"], jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return arrays["losses"], jax.tree.unflatten(jax.tree.structure(like), leaves), saved
 
 
 def _read(text: Path, npz: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
