@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm
-from numpyro_fed.model.data import Sizes
+from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.base import Fit, Silos
 from numpyro_fed.results.communication import (
@@ -89,10 +89,15 @@ def cost_of(fit: Fit, held: Silos) -> Cost:
         before=exchanged_before(built, None),
     )
     theta = jax.eval_shape(model.init_theta, jax.random.key(0))
-    local = []
-    for own, size in zip(held.data, fit.sizes, strict=True):
-        private = jax.eval_shape(model.init_private, jax.random.key(0), own)
-        local.append(sum(size[p.name] * p.dim for p in model.plates) + _count(private))
+    has_own = any(model.named("param", p.name) for p in model.plates)
+
+    def latents_and_parameters(own: SiloData, size: Mapping[str, int]) -> int:
+        latents = sum(size[p.name] * p.dim for p in model.plates)
+        if not has_own:
+            return latents
+        return latents + _count(jax.eval_shape(model.init_private, jax.random.key(0), own))
+
+    local = map(latents_and_parameters, held.data, fit.sizes)
     return Cost(
         fit.sizes,
         model.dim,
