@@ -268,34 +268,30 @@ def test_the_readme_lists_every_folder_and_module():
     assert {name for name in modules | folders if f"`{name}`" not in text} == set()
 
 
-def test_networks_that_differ_between_silos(tmp_path):
+def on_digits(script, folder):
+    """What an example says of 300 images that mean nothing, once it has drawn its figure."""
     r = np.random.default_rng(0)
     images, digits = r.integers(0, 256, (300, 28, 28), np.uint8), np.arange(300) % 10
     parts = dict(x_train=images, y_train=digits, x_test=images, y_test=digits)
-    np.savez(tmp_path / "mnist.npz", **parts)
-    command = [sys.executable, EXAMPLE.with_name("federated_mnist.py"), "--quick"]
+    np.savez(folder / "mnist.npz", **parts)
+    command = [sys.executable, EXAMPLE.with_name(script), "--quick"]
     command += ["--json", "out.json", "--plot", "out.png"]
-    here = os.environ | {"NUMPYRO_FED_DATA": str(tmp_path)}
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=here)
-    report = json.loads((tmp_path / "out.json").read_text())
+    here = os.environ | {"NUMPYRO_FED_DATA": str(folder)}
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, env=here)
+    assert matplotlib.image.imread(folder / "out.png").ndim == 3
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_networks_that_differ_between_silos(tmp_path):
+    report = on_digits("federated_mnist.py", tmp_path)
     assert [row["rounds"] for row in report.values()] == [20, 2, 2, 20, 2, 2]
     assert all(len(row["accuracies"]) == 10 for row in report.values())
-    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
 
 
 def test_prior_scales_are_learned_by_silos(tmp_path):
-    r = np.random.default_rng(0)
-    images, digits = r.integers(0, 256, (300, 28, 28), np.uint8), np.arange(300) % 10
-    parts = dict(x_train=images, y_train=digits, x_test=images, y_test=digits)
-    np.savez(tmp_path / "mnist.npz", **parts)
-    command = [sys.executable, EXAMPLE.with_name("mnist_regression.py"), "--quick"]
-    command += ["--json", "out.json", "--plot", "out.png"]
-    here = os.environ | {"NUMPYRO_FED_DATA": str(tmp_path)}
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=here)
-    report = json.loads((tmp_path / "out.json").read_text())
+    report = on_digits("mnist_regression.py", tmp_path)
     rounds = {"alone": 0, "SFVI-Avg(20)": 1, "SFVI-Avg(10)": 2, "SFVI": 20, "PVI": 1}
     assert {name: row["rounds"] for name, row in report.items()} == rounds
-    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
 
 
 def test_topics_of_silos_messages(tmp_path):

@@ -177,6 +177,8 @@ def visits(schedule: Schedule, key: Array, round: Array, state: Any) -> tuple[Ar
 
 
 def in_order(batches: Sequence[Batch]) -> Array:
-    """Where the silos stand in the buckets, one after the other, in the order of their numbers."""
+    """Where the silos stand in the buckets, one after the other, in the order of their numbers,
+    which go from 0 to one less than there are.
+    """
     numbers = jnp.concatenate([b.silos for b in batches])
     return jnp.zeros_like(numbers).at[numbers].set(jnp.arange(len(numbers), dtype=numbers.dtype))
