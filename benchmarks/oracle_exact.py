@@ -258,9 +258,9 @@ def log_density(spec: Spec, silos: Sequence[dict], fine: bool = False) -> Callab
             return total + log_likelihood(spec, eta, noise, named, d) @ weight
         tau = named[spec.of("spread")[0].name] if spec.spread == "global" else spec.spread
         tau = np.broadcast_to(np.asarray(tau, float).reshape(-1, 1), (len(u), 1))
-        if spec.likelihood == "gaussian" and spec.local == "normal":
-            return total + _gaussian_locals(d, eta, noise, tau, weight)
-        return total + _integrated(spec, d, eta, noise, named, tau, weight, fine)
+        if _by_quadrature(spec):
+            return total + _integrated(spec, d, eta, noise, named, tau, weight, fine)
+        return total + _gaussian_locals(d, eta, noise, tau, weight)
 
     def chunked(u: Array) -> Array:
         each = n * (1 if spec.local is None else 8)
@@ -273,14 +273,26 @@ def log_density(spec: Spec, silos: Sequence[dict], fine: bool = False) -> Callab
     return chunked
 
 
+def _by_quadrature(spec: Spec) -> bool:
+    """Whether the locals have no closed form."""
+    return spec.local is not None and (spec.likelihood, spec.local) != ("gaussian", "normal")
+
+
 def _gaussian_locals(d: dict, eta: Array, noise: Any, tau: Array, weight: Array) -> Array:
-    """A likelihood to a power is Gaussian too, up to its norm, and so is its product."""
+    """A likelihood to a power is Gaussian too, up to its norm, and so is its product.
+
+    Squares are taken about each group's mean, so that nothing cancels where the noise is small.
+    """
     starts = np.flatnonzero(np.diff(d["group"], prepend=-1))
-    each = normal(d["y"], eta, noise) @ weight
-    precision = weight / np.broadcast_to(noise, eta.shape) ** 2
-    B = np.add.reduceat((d["y"] - eta) * precision, starts, 1)
-    V = 1 / (1 / tau**2 + np.add.reduceat(precision, starts, 1))
-    return each + (0.5 * np.log(V / tau**2) + 0.5 * B * B * V).sum(1)
+    counts = np.diff([*starts, len(d["y"])])
+    noise = np.broadcast_to(noise, eta.shape)
+    precision, residual = weight / noise**2, d["y"] - eta
+    P = np.add.reduceat(precision, starts, 1)
+    centre = np.add.reduceat(precision * residual, starts, 1) / np.where(P > 0, P, 1.0)
+    around = precision * (residual - np.repeat(centre, counts, 1)) ** 2
+    norm = -(np.log(noise) + 0.5 * LOG_2PI) @ weight
+    shrunk = 1 + P * tau**2
+    return norm - 0.5 * around.sum(1) - 0.5 * (np.log(shrunk) + P * centre**2 / shrunk).sum(1)
 
 
 STANDARD: dict[str, Callable[[Array], Array]] = {
@@ -323,12 +335,28 @@ def _integrated(
         h = np.clip(np.where(curved, 1 / np.sqrt(np.where(curved, bend, 1)), 4 * h), h / 4, 4 * h)
         if (abs(step) < 0.05 * h).all() and (abs(bend * h * h - 1) < 0.5).all():
             break
-    number = 80 if spec.local == "laplace" else 40  # a kink takes more
-    t = np.linspace(-5, 5, 2 * number + 1 if fine else number + 1)
+    bend = np.maximum(2 * top - f(best + h) - f(best - h), 1.0) / h**2
+    h = np.minimum(h, 1 / np.sqrt(bend))  # a spike that is narrower yet
+    if spec.local == "laplace":
+        return _in_panels(f, best, top, h, 8 if fine else 5).sum(1)
+    t = np.linspace(-5, 5, 81 if fine else 41)
     total = np.full(shape, -np.inf)
     for node in t:
         total = np.logaddexp(total, f(best + h * np.sinh(node)) + np.log(np.cosh(node)))
     return (total + np.log(h) + np.log(t[1] - t[0])).sum(1)
+
+
+def _in_panels(f: Callable, best: Array, top: Array, h: Array, order: int) -> Array:
+    """The log integrals (m, groups) by Gauss-Legendre between points, of which a kink at 0 is one."""
+    ends = [best + h * np.sinh(t) for t in np.linspace(-5, 5, 14)]
+    ends = np.sort([*ends, np.zeros_like(best)], axis=0)
+    nodes, weights = np.polynomial.legendre.leggauss(order)
+    total = np.zeros_like(best)
+    for low, high in itertools.pairwise(ends):
+        half = (high - low) / 2
+        for node, weight in zip(nodes, weights, strict=True):
+            total += weight * half * np.exp(np.minimum(f(low + half * (1 + node)) - top, 600))
+    return np.log(total) + top
 
 
 # ------------------------------------------------------------------ modes
@@ -419,6 +447,7 @@ def moments(
     scale: Array,
     check: Callable[[Array], Array] | None = None,
     budget: int = 1_000_000,
+    view: Callable[[Array], Array] = lambda u: u,
 ) -> Moments:
     """Moments of ``exp(f)`` over the whole space.
 
@@ -432,6 +461,8 @@ def moments(
         A first idea of the scale of each coordinate.
     budget : int
         Evaluations, at most, before the last pass.
+    view : (m, dim) -> (m, dim)
+        The coordinates whose moments are wanted.
 
     Raises
     ------
@@ -439,7 +470,7 @@ def moments(
     """
     z, top, root = find_modes(f, starts, scale)
     chosen = _distinct(z, top, root)
-    at = _Frame(z[chosen[0]], root[chosen[0]], float(top[chosen[0]]))
+    at = _Frame(z[chosen[0]], root[chosen[0]], float(top[chosen[0]]), view)
     dim, order = len(at.centre), {1: 9, 2: 7, 3: 5}[len(at.centre)]
     modes = [(_to_cube(np.linalg.solve(at.root, z[k] - at.centre)), root[k]) for k in chosen]
     coarse, usual, finer = (_rule(n, dim) for n in (order - 2, order, order + 2))
@@ -471,11 +502,12 @@ def moments(
 
 
 class _Frame(NamedTuple):
-    """Where coordinates are measured from, in what units, and what the density is there."""
+    """Where coordinates are measured from, in what units, what the density is, how they are read."""
 
     centre: Array
     root: Array
     height: float
+    view: Callable[[Array], Array]
 
 
 class _Cells(NamedTuple):
@@ -493,14 +525,16 @@ def _rule(n: int, dim: int) -> tuple[Array, Array]:
 
 
 def _evaluate(f: Callable, at: _Frame, cells: _Cells, rule: tuple[Array, Array]) -> Array:
-    """Mass and first and second moments (cells, 1 + 2 dim) about the frame's centre."""
+    """Mass and first and second moments (cells, 1 + 2 dim) of the view, about the centre's."""
     nodes, weights = rule
     t = cells.low[:, None] + cells.side[:, None] * (nodes + 1) / 2
     s, log_det = _from_cube(t)
-    d = s @ at.root.T
-    values = f((at.centre + d).reshape(-1, d.shape[-1])).reshape(t.shape[:2]) - at.height
+    z = (at.centre + s @ at.root.T).reshape(-1, t.shape[-1])
+    values = f(z).reshape(t.shape[:2]) - at.height
     mass = np.exp(np.minimum(values + log_det, 600.0)) * weights
     mass = np.nan_to_num(mass) * np.prod(cells.side / 2, -1)[:, None]
+    d = (at.view(z) - at.view(at.centre[None])).reshape(t.shape)
+    d = np.where(mass[..., None] > 0, d, 0.0)
     first, second = np.einsum("cn,cnd->cd", mass, d), np.einsum("cn,cnd->cd", mass, d * d)
     return np.concatenate([mass.sum(1, keepdims=True), first, second], 1)
 
@@ -552,7 +586,8 @@ def _summary(parts: Array, at: _Frame) -> Moments:
     if not (variance > 0).all():
         raise NotConverged("a variance that is not positive")
     log_evidence = np.log(total[0]) + at.height + np.linalg.slogdet(at.root)[1]
-    return Moments(at.centre + shift, np.sqrt(variance), float(log_evidence))
+    mean = at.view(at.centre[None])[0] + shift
+    return Moments(mean, np.sqrt(variance), float(log_evidence))
 
 
 def _close(a: Moments, b: Moments) -> bool:
@@ -564,13 +599,52 @@ def _close(a: Moments, b: Moments) -> bool:
 
 
 def exact(spec: Spec, silos: Sequence[dict], truth: Array, r: np.random.Generator) -> Moments:
-    """The posterior of a model's globals, by the cubature above."""
-    f, fine = log_density(spec, silos), log_density(spec, silos, fine=True)
+    """The posterior of a model's globals, by the cubature above.
+
+    Where a prior's scale is another global the cubature goes over its standardised values: in the
+    model's own the density has a ridge without end, which it may take for all there is.
+    """
+    scaled = _Scaled(spec)
+    f, fine = (scaled.density(log_density(spec, silos, fine)) for fine in (False, True))
     starts, scale = _starts(spec, truth, r)
+    starts, scale = scaled.standardised(starts), np.where(scaled.by >= 0, 1.0, scale)
     values = f(starts)
     best = starts[np.argsort(-values)[:12]]
     spread = starts[:12]
-    return moments(f, np.concatenate([spread, best]), scale, fine)
+    budget = 1_000_000 if _by_quadrature(spec) else 5_000_000
+    return moments(f, np.concatenate([spread, best]), scale, fine, budget, scaled.view)
+
+
+class _Scaled:
+    """Coordinates in units of the global that is the scale of their prior."""
+
+    def __init__(self, spec: Spec) -> None:
+        sizes = [unconstrained_size(g) for g in spec.globals]
+        starts = dict(zip([g.name for g in spec.globals], np.cumsum([0, *sizes]), strict=False))
+        by = [
+            [starts.get(g.prior.args[-1], -1)] * k for g, k in zip(spec.globals, sizes, strict=True)
+        ]
+        self.by = np.concatenate(by)
+        self.priors = {starts[g.name]: g.prior for g in spec.globals}
+
+    def log_scale(self, u: Array) -> Array:
+        """Of each coordinate (m, dim), zero for those that have none."""
+        scale = np.zeros(u.shape)
+        for i in np.flatnonzero(self.by >= 0):
+            of = self.by[i]
+            with np.errstate(all="ignore"):
+                scale[:, i] = np.log(constrain(self.priors[of], u[:, of : of + 1])[0][:, 0])
+        return scale
+
+    def view(self, u: Array) -> Array:
+        with np.errstate(all="ignore"):
+            return u * np.exp(self.log_scale(u))
+
+    def standardised(self, u: Array) -> Array:
+        return u * np.exp(-self.log_scale(u))
+
+    def density(self, f: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        return lambda u: f(self.view(u)) + self.log_scale(u).sum(1)
 
 
 def _starts(spec: Spec, truth: Array, r: np.random.Generator) -> tuple[Array, Array]:
