@@ -1,11 +1,12 @@
 """Exact posteriors of the oracle's models: densities by hand in float64, and their moments.
 
-Locals are integrated in closed form where rows and locals are Gaussian, and row by row by the
-trapezoid rule around each integrand's own mode elsewhere. Moments of the globals, in unconstrained
-space, come from adaptive cubature over all of it: modes from many starts; a frame that is white at
-the best of them, bent so that a cube covers the space; cells split where modes are, and where two
-rules on a cell disagree. A finer rule on the same cells (and twice the nodes for each local) has
-the last word: what changes by more than a thousandth of a standard deviation has not converged.
+Locals are integrated in closed form where rows and locals are Gaussian, and row by row around each
+integrand's own mode elsewhere: by the trapezoid rule, or in panels where there is a kink. Moments
+of the globals, in unconstrained space, come from adaptive cubature over all of it: modes from many
+starts; a frame that is white at the best of them, bent so that a cube covers the space; cells split
+where modes are, and where two rules on a cell disagree. A finer rule on the same cells (and twice
+the nodes for each local) has the last word: what changes by more than a thousandth of a standard
+deviation has not converged.
 """
 
 from __future__ import annotations
@@ -305,7 +306,7 @@ STANDARD: dict[str, Callable[[Array], Array]] = {
 def _integrated(
     spec: Spec, d: dict, eta: Array, noise: Any, named: dict, tau: Array, weight: Array, fine: bool
 ) -> Array:
-    """The locals integrated one by one: the trapezoid rule in ``asinh`` around their modes."""
+    """The locals integrated one by one, on a grid in ``asinh`` around their modes."""
     starts = np.flatnonzero(np.diff(d["group"], prepend=-1))
     counts = np.diff([*starts, len(d["y"])])
 
@@ -347,7 +348,7 @@ def _integrated(
 
 
 def _in_panels(f: Callable, best: Array, top: Array, h: Array, order: int) -> Array:
-    """The log integrals (m, groups) by Gauss-Legendre between points, of which a kink at 0 is one."""
+    """The log integrals (m, groups) by Gauss-Legendre between points; the kink at 0 is one."""
     ends = [best + h * np.sinh(t) for t in np.linspace(-5, 5, 14)]
     ends = np.sort([*ends, np.zeros_like(best)], axis=0)
     nodes, weights = np.polynomial.legendre.leggauss(order)
@@ -502,7 +503,7 @@ def moments(
 
 
 class _Frame(NamedTuple):
-    """Where coordinates are measured from, in what units, what the density is, how they are read."""
+    """Where coordinates start, their units, the density there, and how they are read."""
 
     centre: Array
     root: Array
@@ -621,10 +622,8 @@ class _Scaled:
     def __init__(self, spec: Spec) -> None:
         sizes = [unconstrained_size(g) for g in spec.globals]
         starts = dict(zip([g.name for g in spec.globals], np.cumsum([0, *sizes]), strict=False))
-        by = [
-            [starts.get(g.prior.args[-1], -1)] * k for g, k in zip(spec.globals, sizes, strict=True)
-        ]
-        self.by = np.concatenate(by)
+        by = [starts.get(g.prior.args[-1], -1) for g in spec.globals]
+        self.by = np.repeat(by, sizes)
         self.priors = {starts[g.name]: g.prior for g in spec.globals}
 
     def log_scale(self, u: Array) -> Array:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpyro.infer.util import potential_energy
-from scipy.special import digamma, polygamma
+from scipy import stats
+from scipy.special import digamma, log_ndtr, polygamma
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -108,6 +109,41 @@ def test_locals_row_by_row_as_in_closed_form():
     expected = oracle_exact._gaussian_locals(d, eta, d["s"], scale, weight)
     found = oracle_exact._integrated(s, d, eta, d["s"], {}, scale, weight, fine=False)
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_locals_with_a_kink_as_in_closed_form():
+    """Normal noise and Laplace locals, narrow, alike and wide: the convolution of the two."""
+    y = np.array([-3.0, 0.0, 0.5, 2.0])
+    d = dict(y=y, group=np.arange(4))
+    scales = np.array([(t, s) for t in (0.01, 0.3, 5.0) for s in (0.1, 1.0, 20.0) if s < 100 * t])
+    tau, noise = scales[:, :1], scales[:, 1:]
+    left = -y / tau + log_ndtr(y / noise - noise / tau)
+    right = y / tau + log_ndtr(-y / noise - noise / tau)
+    expected = np.logaddexp(left, right) + noise**2 / (2 * tau**2) - np.log(2 * tau)
+    for fine, atol in ((False, 1e-4), (True, 1e-6)):
+        found = oracle_exact._integrated(
+            spec(local="laplace"), d, np.zeros((len(tau), 4)), noise, {}, tau, np.ones(4), fine
+        )
+        np.testing.assert_allclose(found, expected.sum(1), atol=atol)
+
+
+def test_gaussian_locals_keep_their_digits_where_the_noise_is_small():
+    d = dict(y=np.array([1.0, 1.0 + 1e-6, -2.0]), group=np.array([0, 0, 1]))
+    noise, tau = np.full((1, 1), 1e-6), np.full((1, 1), 3.0)
+    found = oracle_exact._gaussian_locals(d, np.zeros((1, 3)), noise, tau, np.ones(3))
+    pair = stats.norm.logpdf(1e-6, 0, 2**0.5 * 1e-6) + stats.norm.logpdf(1 + 5e-7, 0, 3.0)
+    assert found[0] == pytest.approx(pair + stats.norm.logpdf(-2, 0, 3.0), abs=1e-8)
+
+
+def test_a_ridge_without_end_is_no_posterior():
+    """``beta ~ Normal(0, tau)``, nothing to tell: in ``(log tau, beta)`` there is no peak."""
+    tau = oracle_exact.Global("tau", Prior("exponential", (1.0,)), 0, "plain", "spread")
+    beta = oracle_exact.Global("beta0", Prior("normal", (0.0, "tau")), 0, "plain", "coef")
+    s = spec(globals=(tau, beta), local="normal", spread="global", sizes=(2,), noise=1e3)
+    silos = [dict(y=np.zeros(2, np.float32), x=np.zeros((2, 1), np.float32))]
+    found = oracle_exact.exact(s, silos, np.array([1.0, 0.0]), np.random.default_rng(0))
+    assert found.mean[0] == pytest.approx(-np.euler_gamma, abs=2e-3)  # of a log exponential
+    np.testing.assert_allclose(found.sd, [np.pi / 6**0.5, 2**0.5], rtol=2e-3)
 
 
 @pytest.mark.parametrize("number", [0, 2, 7, 19, 29])
