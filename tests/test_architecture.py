@@ -34,6 +34,7 @@ LAYERS = [
     },
     {"model.sites"},
     {"model.binding"},
+    {"model.priors"},
     {"model.split"},
     {"model.minibatch"},
     {"model", "guides", "objectives", "local"},

@@ -318,6 +318,36 @@ def test_locals_are_integrated_where_the_guide_does_not_reach():
         np.testing.assert_allclose(found, expected, atol=error)
 
 
+def neck(y):
+    """A funnel among the globals."""
+    tau = numpyro.sample("tau", dist.Exponential(1.0))
+    beta = numpyro.sample("beta", dist.Normal(0, tau))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(beta, 1), obs=y)
+
+
+def test_the_neck_of_a_funnel_is_weighed():
+    """A normal guide sits where ``tau`` is large; log tau has a long tail below."""
+    y = np.array([0.3, -0.2, 0.9, 0.4])
+    u = np.linspace(-30, 8, 20_001)
+    spread = np.exp(2 * u) + 1 / len(y)  # of the rows' mean
+    density = np.exp(u - np.exp(u) - y.mean() ** 2 / spread / 2 - np.log(spread) / 2)
+    density /= density.sum()
+    mean = density @ u
+    sd, kurtosis = (density @ (u - mean) ** 2) ** 0.5, density @ (u - mean) ** 4
+    kurtosis /= sd**4
+    result = result_at(
+        neck, cut({"y": y}, (1, 3)), np.array([-0.3, 0.2]), np.array([0.5, 0.4]), lambda arrays: {}
+    )
+    fixed = nf.importance_correct(KEY, result, 20_000)
+    assert fixed.reliable
+    found = np.log(np.asarray(fixed.draws["tau"], np.float64))
+    near = fixed.weights @ found
+    np.testing.assert_allclose(near, mean, atol=4 * sd / fixed.ess**0.5)
+    width = (fixed.weights @ (found - near) ** 2) ** 0.5
+    np.testing.assert_allclose(width / sd, 1, atol=4 * ((kurtosis - 1) / 4 / fixed.ess) ** 0.5)
+
+
 @pytest.mark.parametrize("width", [0.5, 1.0])
 def test_wider_draws_keep_weights_bounded(width):
     """At a share ``a`` of draws from a density ``g`` no weight exceeds ``p / (a g)``."""

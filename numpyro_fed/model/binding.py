@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,56 +96,3 @@ def trace_at(
     text = bind(model, unpack(sites, z_G, z_L), theta)
     seeded = handlers.seed(text, jax.random.key(0) if key is None else key)
     return compute_log_probs(seeded, (), data.kwargs, {}, sum_log_prob=False)
-
-
-class LocalPrior(NamedTuple):
-    """The distribution of a silo's latents given the globals, before its data are looked at.
-
-    Attributes
-    ----------
-    draw : (key, theta, z_G, z_L, data) -> {plate: (rows, dim)}
-        The latents of all silo plates, those in ``z_L`` as they are given.
-    log_density : (theta, z_G, z_L, data) -> {plate: (rows,)}
-        Of what ``draw`` draws: without the scale or factors that the text puts around it.
-    """
-
-    draw: Callable[[Array, Theta, Array, Rows, SiloData], Rows]
-    log_density: Callable[[Theta, Array, Rows, SiloData], Rows]
-
-
-def local_prior(model: Callable, sites: Sequence[Site]) -> LocalPrior:
-    """Read the local latents' distributions off the text."""
-    local = [s for s in sites if s.kind == "latent" and s.plate is not None]
-
-    def traced(theta: Theta, z_G: Array, z_L: Rows, data: SiloData, key: Array) -> dict[str, Any]:
-        given = [s for s in sites if s.plate is None or s.plate in z_L]
-        text = bind(model, unpack(given, z_G, z_L), theta)
-        return handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
-
-    def rows_of(s: Site, value: Array) -> Array:
-        moved = jnp.moveaxis(value, s.axis or 0, 0)
-        return moved.reshape(len(moved), -1)
-
-    def draw(key: Array, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
-        trace = traced(theta, z_G, z_L, data, key)
-        drawn: dict[str, list[Array]] = {}
-        for s in local:
-            if s.plate not in z_L:
-                site = trace[s.name]
-                unconstrained = biject_to(site["fn"].support).inv(site["value"])
-                drawn.setdefault(str(s.plate), []).append(rows_of(s, unconstrained))
-        return {**z_L, **{plate: jnp.concatenate(parts, 1) for plate, parts in drawn.items()}}
-
-    def log_density(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
-        trace = traced(theta, z_G, z_L, data, jax.random.key(0))
-        at, total = unpack(local, z_G, z_L), dict[str, Array]()
-        for s in local:
-            fn, value = trace[s.name]["fn"], trace[s.name]["value"]
-            batch = jnp.ndim(value) - fn.event_dim
-            log_det = biject_to(fn.support).log_abs_det_jacobian(at[s.name], value)
-            log_p = fn.log_prob(value) + sum_rightmost(log_det, jnp.ndim(log_det) - batch)
-            rows = sum_rows(rows_of(s, jnp.broadcast_to(log_p, jnp.shape(value)[:batch])))
-            total[str(s.plate)] = total.get(str(s.plate), 0.0) + rows
-        return {plate: data.keep(plate, rows) for plate, rows in total.items()}
-
-    return LocalPrior(draw, log_density)

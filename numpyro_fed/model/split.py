@@ -19,20 +19,14 @@ from numpyro.distributions import biject_to
 from numpyro.infer import init_to_sample
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.binding import (
-    LocalPrior,
-    Rows,
-    Theta,
-    local_prior,
-    sum_rows,
-    trace_at,
-)
+from numpyro_fed.model.binding import Rows, Theta, sum_rows, trace_at
 from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.handlers import localised
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.primitives import silo_plate_of
+from numpyro_fed.model.priors import GlobalPrior, LocalPrior, global_prior, local_prior
 from numpyro_fed.model.sites import (
     Plate,
     Site,
@@ -96,6 +90,8 @@ class FederatedModel(NamedTuple):
         The latents without a proper prior.
     local_prior : LocalPrior or None
         None where a local latent has none, or is masked.
+    global_prior : GlobalPrior or None
+        None where a global latent has none, or is masked.
     """
 
     text: Callable
@@ -117,6 +113,7 @@ class FederatedModel(NamedTuple):
     supports: dict[str, Any]
     flat: tuple[str, ...] = ()
     local_prior: LocalPrior | None = None
+    global_prior: GlobalPrior | None = None
 
     def draw_prior(self, key: Array, n: int) -> Array | None:
         """Unconstrained draws (n, dim) of the globals from their prior.
@@ -241,7 +238,10 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         Plate(p, max([s.stop for s in latents if s.plate == p], default=0), False) for p in at.sizes
     )
     without = {*at.masked, *at.improper}
-    no_prior = any(s.name in without for s in latents if s.plate is not None)
+    local_, global_ = (
+        not any(s.name in without for s in latents if (s.plate is None) == shared)
+        for shared in (False, True)
+    )
     # The global functions run the text on placeholders for data and local latents, inside jit so
     # that they stay abstract. None of them reaches the result: _check_reaches has made sure.
     template = jax.tree.map(np.zeros_like, silo)
@@ -350,7 +350,8 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         sizes=sizes,
         supports=at.supports,
         flat=(*(name for name, everywhere in at.masked.items() if everywhere), *at.improper),
-        local_prior=None if no_prior else local_prior(model, at.sites),
+        local_prior=local_prior(model, at.sites) if local_ else None,
+        global_prior=global_prior(model, at.sites, template, placeholder) if global_ else None,
     )
 
 

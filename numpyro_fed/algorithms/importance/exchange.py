@@ -61,7 +61,7 @@ def importance(
 
     def broadcast(noise: Any, state: Any, who: Array, server_data: Any) -> tuple[Down, Any]:
         theta, eta = fitted.shared(state)
-        z_G, log_q = proposal.draw(eta, noise)
+        z_G, log_q = proposal.draw(theta, eta, noise)
         log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
         return Down(theta, z_G, guide.globals.centre(eta)), (z_G, usable(log_prior - log_q))
 

@@ -25,8 +25,9 @@ from jax import Array
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
 from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.guides.structured import Guide, Origin
-from numpyro_fed.model.binding import LocalPrior, Rows, Theta
+from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.priors import LocalPrior
 from numpyro_fed.model.split import FederatedModel
 
 STEPS = 2  # of Newton's method from the guide's own mode

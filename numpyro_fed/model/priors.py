@@ -1,0 +1,154 @@
+"""The distributions of latents given those above them, as the text draws them, data not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from numpyro import handlers
+from numpyro.distributions import biject_to
+from numpyro.distributions.util import sum_rightmost
+from numpyro.infer.util import compute_log_probs
+
+from numpyro_fed.model.binding import Rows, Theta, bind, sum_rows, unpack
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.sites import Site
+
+
+class LocalPrior(NamedTuple):
+    """The distribution of a silo's latents given the globals, before its data are looked at.
+
+    Attributes
+    ----------
+    draw : (key, theta, z_G, z_L, data) -> {plate: (rows, dim)}
+        The latents of all silo plates, those in ``z_L`` as they are given.
+    log_density : (theta, z_G, z_L, data) -> {plate: (rows,)}
+        Of what ``draw`` draws: without the scale or factors that the text puts around it.
+    """
+
+    draw: Callable[[Array, Theta, Array, Rows, SiloData], Rows]
+    log_density: Callable[[Theta, Array, Rows, SiloData], Rows]
+
+
+def local_prior(model: Callable, sites: Sequence[Site]) -> LocalPrior:
+    """Read the local latents' distributions off the text."""
+    local = [s for s in sites if s.kind == "latent" and s.plate is not None]
+
+    def traced(theta: Theta, z_G: Array, z_L: Rows, data: SiloData, key: Array) -> dict[str, Any]:
+        given = [s for s in sites if s.plate is None or s.plate in z_L]
+        text = bind(model, unpack(given, z_G, z_L), theta)
+        return handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
+
+    def rows_of(s: Site, value: Array) -> Array:
+        moved = jnp.moveaxis(value, s.axis or 0, 0)
+        return moved.reshape(len(moved), -1)
+
+    def draw(key: Array, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        trace = traced(theta, z_G, z_L, data, key)
+        drawn: dict[str, list[Array]] = {}
+        for s in local:
+            if s.plate not in z_L:
+                site = trace[s.name]
+                unconstrained = biject_to(site["fn"].support).inv(site["value"])
+                drawn.setdefault(str(s.plate), []).append(rows_of(s, unconstrained))
+        return {**z_L, **{plate: jnp.concatenate(parts, 1) for plate, parts in drawn.items()}}
+
+    def log_density(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        trace = traced(theta, z_G, z_L, data, jax.random.key(0))
+        at, total = unpack(local, z_G, z_L), dict[str, Array]()
+        for s in local:
+            rows = sum_rows(rows_of(s, _log_density(trace[s.name], at[s.name])))
+            total[str(s.plate)] = total.get(str(s.plate), 0.0) + rows
+        return {plate: data.keep(plate, rows) for plate, rows in total.items()}
+
+    return LocalPrior(draw, log_density)
+
+
+class GlobalPrior(NamedTuple):
+    """The prior of those global latents whose prior other globals set, given these.
+
+    Attributes
+    ----------
+    children : () -> tuple of Site
+    draw : (key, theta, z_G) -> z_G
+        The children drawn anew, all others as they are given.
+    log_density : (theta, z_G) -> ()
+        Of what ``draw`` draws: without the scale or factors that the text puts around it.
+    """
+
+    children: Callable[[], tuple[Site, ...]]
+    draw: Callable[[Array, Theta, Array], Array]
+    log_density: Callable[[Theta, Array], Array]
+
+
+def global_prior(
+    model: Callable,
+    sites: Sequence[Site],
+    silo: SiloData,
+    placeholder: Callable[[Any, SiloData], tuple[SiloData, Rows]],
+) -> GlobalPrior:
+    """Read the globals' distributions off the text, which runs on placeholders for data."""
+    latents = [s for s in sites if s.kind == "latent" and s.plate is None]
+
+    def trace_of(values: dict[str, Array], theta: Theta, data: SiloData, key: Array) -> Any:
+        text = handlers.seed(bind(model, values, theta), key)
+        return handlers.trace(text).get_trace(**data.kwargs)
+
+    @cache
+    def children() -> tuple[Site, ...]:
+        _, z_L = placeholder(float, silo)
+        locals_ = unpack([s for s in sites if s.plate is not None], jnp.zeros(0), z_L)
+
+        def densities(**inputs: Any) -> dict[str, Array]:
+            data = replace(silo, arrays=inputs.pop(DATA))
+            text = handlers.seed(bind(model, {**locals_, **inputs}, {}), 0)
+            return compute_log_probs(text, (), data.kwargs, {}, sum_log_prob=False)[0]
+
+        values = {s.name: jnp.zeros(s.shape) for s in latents}
+        labels = provenance(densities, **values, **{DATA: silo.arrays})
+        return tuple(s for s in latents if labels[s.name] & (set(values) - {s.name}))
+
+    @jax.jit
+    def draw(key: Array, theta: Theta, z_G: Array, silo: SiloData) -> Array:
+        data, z_L = placeholder(z_G.dtype, silo)
+        values = unpack(sites, z_G, z_L)
+        for s in children():
+            del values[s.name]
+        trace = trace_of(values, theta, data, key)
+        for s in children():
+            site = trace[s.name]
+            unconstrained = biject_to(site["fn"].support).inv(site["value"])
+            z_G = z_G.at[s.start : s.stop].set(unconstrained.ravel())
+        return z_G
+
+    @jax.jit
+    def log_density(theta: Theta, z_G: Array, silo: SiloData) -> Array:
+        data, z_L = placeholder(z_G.dtype, silo)
+        values = unpack(sites, z_G, z_L)
+        trace = trace_of(values, theta, data, jax.random.key(0))
+        terms = (_log_density(trace[s.name], values[s.name]).sum() for s in children())
+        return sum(terms, jnp.zeros(()))
+
+    return GlobalPrior(
+        children,
+        lambda key, theta, z_G: draw(key, theta, z_G, silo),
+        lambda theta, z_G: log_density(theta, z_G, silo),
+    )
+
+
+DATA = " data"  # no name of a site
+
+
+def _log_density(site: dict[str, Any], unconstrained: Array) -> Array:
+    """A latent's log density in unconstrained space, one number for each of its batch."""
+    fn, value = site["fn"], site["value"]
+    batch = jnp.ndim(value) - fn.event_dim
+    log_det = biject_to(fn.support).log_abs_det_jacobian(unconstrained, value)
+    log_p = fn.log_prob(value) + sum_rightmost(log_det, jnp.ndim(log_det) - batch)
+    return jnp.broadcast_to(log_p, jnp.shape(value)[:batch])
