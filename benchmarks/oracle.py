@@ -71,7 +71,8 @@ EVERYTHING = {  # small programs, many of them the same for all models, are wort
 QUIET = dict(progress_bar=False)
 DRAWS = 20_000
 MEAN, RATIO = 0.1, 0.1  # what is right
-SFVI_ROUNDS, PVI_ROUNDS = 2_000, 5  # at most
+ROUNDS = {"SFVI": 2_000, "SFVI enhanced": 2_000, "SFVI-Avg": 5}  # at most
+ROUNDS |= {f"PVI {setting}": 5 for setting in ("exact", "factor", "Optax", "LBFGS", "natural")}
 ATTEMPTS = 5  # at a set of data that the cubature can do
 NUTS_ON = (0, 4, 8)  # sets of data
 OURS = (nf.ModelError, nf.DataError, nf.GuideError, nf.NonFiniteError)
@@ -100,7 +101,14 @@ class Case(NamedTuple):
     silos: list[dict]
     key: jax.Array
     exact: Moments
-    fits: dict[str, Any]
+    fits: dict[str, Run]
+
+
+class Run(NamedTuple):
+    """A fit, and what its run warned of."""
+
+    fit: Any
+    warned: list[warnings.WarningMessage]
 
 
 # ------------------------------------------------------------------ what answers say
@@ -156,34 +164,45 @@ def enhanced(spec: Spec) -> Any:
     return nf.LocallyEnhanced(draws={"hospital": 10} if spec.plate == "hospital" else 10)
 
 
-def _federated(name: str, rounds: int) -> Callable[[Any, Case], tuple[Any, Reading]]:
+def _federated(name: str) -> Callable[[Any, Case], tuple[Any, Reading]]:
     def run(methods: dict[str, Any], case: Case) -> tuple[Any, Reading]:
-        if name not in case.fits:
-            same, ends = _same_program(name, case.fits), dict(stop="converged", **QUIET)
-            case.fits[name] = same or methods[name].run(case.key, rounds, case.silos, **ends)
-        return case.fits[name], read_fit(case, case.fits[name])
+        fit, warned = _fit_of(name, methods, case)
+        for w in warned:
+            warnings.warn(w.message, w.category, stacklevel=2)
+        return fit, read_fit(case, fit)
 
     return run
 
 
-def _same_program(name: str, fits: dict[str, Any]) -> Any:
+def _fit_of(name: str, methods: dict[str, Any], case: Case) -> Run:
+    """Made once for each set of data."""
+    if name not in case.fits:
+        case.fits[name] = _same_program(name, case.fits) or _run(name, methods, case)
+    return case.fits[name]
+
+
+def _run(name: str, methods: dict[str, Any], case: Case) -> Run:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit = methods[name].run(case.key, ROUNDS[name], case.silos, stop="converged", **QUIET)
+    return Run(fit, caught)
+
+
+def _same_program(name: str, fits: dict[str, Run]) -> Run | None:
     """The fit of another setting that comes to the same program, if there is one."""
     if name == "PVI factor" and "PVI exact" in fits:
         exact = fits["PVI exact"]
-        return exact if exact._fit.factors.globals.prior_outside is None else None
+        return exact if exact.fit._fit.factors.globals.prior_outside is None else None
     if name == "PVI Optax" and "PVI factor" in fits:
-        chosen = fits["PVI factor"].plan.chosen["local"]
-        return fits["PVI factor"] if chosen.startswith("Optax") else None
+        factor = fits["PVI factor"]
+        return factor if factor.fit.plan.chosen["local"].startswith("Optax") else None
     return None
 
 
 def _corrected(best: Callable[[Spec], str]) -> Callable[[Any, Case], tuple[Any, Reading]]:
     def run(methods: dict[str, Any], case: Case) -> tuple[Any, Reading]:
-        name = best(case.spec)
-        if name not in case.fits:
-            METHODS[name](methods, case)
-        key = jax.random.fold_in(case.key, 2)
-        corrected = nf.importance_correct(key, case.fits[name])
+        fit, _ = _fit_of(best(case.spec), methods, case)
+        corrected = nf.importance_correct(jax.random.fold_in(case.key, 2), fit)
         return corrected, read_corrected(case, corrected)
 
     return run
@@ -203,15 +222,16 @@ def _fit(methods: dict[str, Any], case: Case) -> tuple[Any, Reading]:
 
 
 METHODS: dict[str, Callable[[Any, Case], tuple[Any, Reading]]] = {
-    "SFVI": _federated("SFVI", SFVI_ROUNDS),
-    "SFVI enhanced": _federated("SFVI enhanced", SFVI_ROUNDS),
+    "SFVI": _federated("SFVI"),
+    "SFVI enhanced": _federated("SFVI enhanced"),
+    "SFVI-Avg": _federated("SFVI-Avg"),
     "SFVI corrected": _corrected(lambda spec: "SFVI enhanced" if spec.local else "SFVI"),
-    "PVI exact": _federated("PVI exact", PVI_ROUNDS),
-    "PVI factor": _federated("PVI factor", PVI_ROUNDS),
+    "PVI exact": _federated("PVI exact"),
+    "PVI factor": _federated("PVI factor"),
     "PVI corrected": _corrected(lambda spec: "PVI factor"),
-    "PVI Optax": _federated("PVI Optax", PVI_ROUNDS),
-    "PVI LBFGS": _federated("PVI LBFGS", PVI_ROUNDS),
-    "PVI natural": _federated("PVI natural", PVI_ROUNDS),
+    "PVI Optax": _federated("PVI Optax"),
+    "PVI LBFGS": _federated("PVI LBFGS"),
+    "PVI natural": _federated("PVI natural"),
     "fit": _fit,
     "NUTS": _nuts,
 }
@@ -233,6 +253,7 @@ def objects(spec: Spec) -> dict[str, Any]:
         "model": model,
         "SFVI": nf.SFVI(model),
         "SFVI enhanced": nf.SFVI(model, **bound),
+        "SFVI-Avg": nf.SFVIAvg(model),
         "PVI exact": nf.PVI(model, prior="exact", **bound),
         "PVI factor": nf.PVI(model, **factor),
         "PVI Optax": nf.PVI(model, local=nf.local.Optax(), **factor),

@@ -26,6 +26,7 @@ LAYERS = [
             "model.substitution",
             "model.dependence",
             "model.feasible",
+            "model.kinks",
             "model.handlers",
             "model.clients",
             "losses",

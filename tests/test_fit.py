@@ -164,7 +164,10 @@ def test_a_mode_that_the_draws_do_not_reach_is_said():
     fitted = nf.fit(KEY, model, silos, progress_bar=False)
     assert len(fitted.missed) == 1
     (there,) = fitted.mode.z_G
-    assert sorted([round(float(there), 1), round(float(fitted.missed[0].z_G[0]), 1)]) == [-9.5, 10.5]
+    assert sorted([round(float(there), 1), round(float(fitted.missed[0].z_G[0]), 1)]) == [
+        -9.5,
+        10.5,
+    ]
     assert not fitted.trusted
     assert "modes" in fitted.verdict
 

@@ -313,27 +313,48 @@ def test_many_globals_begin_near_the_mode_in_their_own_units(double):
     assert -log_evidence < result.losses.mean() < -log_evidence + gap + 2
 
 
-def test_a_likelihood_with_a_kink_has_no_curvature_to_start_from():
-    """The posterior of a median, by quadrature."""
+def median(y, sd):
+    """Mean and sd of ``mu ~ Normal(0, sd)`` under ``y ~ Laplace(mu, 3)``, by quadrature."""
+    mu = np.median(y) + np.linspace(-9, 9, 20_001)
+    log_p = -(mu**2) / sd**2 / 2 - np.abs(y[:, None] - mu).sum(0) / 3
+    p = np.exp(log_p - log_p.max())
+    p /= p.sum()
+    return p @ mu, np.sqrt(p @ (mu - p @ mu) ** 2)
 
+
+def assert_at(result, mean, sd):
+    draws = np.asarray(result.sample_posterior(jax.random.key(1), 20_000)["mu"])
+    assert abs(draws.mean() - mean) < 0.1 * sd
+    assert 0.9 < draws.std() / sd < 1.1
+
+
+def test_a_likelihood_with_a_kink_has_no_curvature_to_start_from():
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 10.0))
         with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Laplace(mu, 3.0), obs=y)
+            numpyro.factor("y", -jnp.abs(y - mu) / 3)
 
     y = np.random.default_rng(0).laplace(4.0, 3.0, 20)
     with pytest.warns(UserWarning, match="kink"):
         result = nf.PVI(model).run(KEY, 3, cut({"y": y}, (12, 8)), **QUIET)
-    mu = np.linspace(-5, 13, 20_001)
-    log_p = -(mu**2) / 200 - np.abs(y[:, None] - mu).sum(0) / 3
-    p = np.exp(log_p - log_p.max())
-    p /= p.sum()
-    mean = p @ mu
-    sd = np.sqrt(p @ (mu - mean) ** 2)
-    draws = np.asarray(result.sample_posterior(jax.random.key(1), 20_000)["mu"])
     assert result.start is None
-    assert abs(draws.mean() - mean) < 0.1 * sd
-    assert 0.9 < draws.std() / sd < 1.1
+    assert_at(result, *median(y, 10.0))
+
+
+@pytest.mark.parametrize("method", [nf.PVI, nf.SFVI], ids=["PVI", "SFVI"])
+def test_a_laplace_likelihood_far_from_zero_is_started_without_its_kink(method):
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1e4))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Laplace(mu, 3.0), obs=y)
+
+    y = np.random.default_rng(0).laplace(2_000.0, 3.0, 20)
+    rounds = 3 if method is nf.PVI else 1_000
+    result = method(model).run(KEY, rounds, cut({"y": y}, (12, 8)), **QUIET)
+    mean, sd = median(y, 1e4)
+    assert abs(result.start.z_G[0] - mean) < 0.5 * sd
+    assert 0.7 < result.start.covariance[0, 0] ** 0.5 / sd < 1.6
+    assert_at(result, mean, sd)
 
 
 def test_many_effects_under_a_scale_have_no_mode_to_start_from():

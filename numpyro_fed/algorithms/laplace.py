@@ -9,7 +9,7 @@ and :math:`A = -\nabla^2 f(\hat z_L)`,
 Rows are independent given the globals and the latents of outer plates (a hospital above its
 patients): ``A`` is an arrow, a block for each row and a border for what stands above them, and is
 solved block by block, as TMB (Kristensen et al. 2016) and INLA (Rue, Martino and Chopin 2009) do it
-for pooled data.
+for pooled data. Kinks of densities are rounded off (:mod:`numpyro_fed.model.kinks`).
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Laplace:
     def _terms(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
         sizes = self.model.sizes(data)
         none = {p.name: jnp.zeros((sizes[p.name], 0)) for p in self.model.plates if not p.dim}
-        return self.model.log_silo(theta, z_G, {**none, **z}, data)
+        return self.model.rounded.log_silo(theta, z_G, {**none, **z}, data)
 
     def _total(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Array:
         terms = self._terms(theta, z_G, z, data)

@@ -219,7 +219,7 @@ def prior_of(
     unravel = unraveller(fm)
 
     def joint(x: Array) -> Array:
-        return fm.log_prior(*unravel(x))
+        return fm.rounded.log_prior(*unravel(x))
 
     def value(own: Array, x: Array) -> tuple[Array, tuple[()]]:
         if not len(effects):

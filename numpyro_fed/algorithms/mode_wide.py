@@ -91,7 +91,7 @@ def wide_mode(
     unravel, n = unraveller(fm), unravelled(fm)
 
     def log_prior(x: Array) -> tuple[Array, tuple[()]]:
-        return fm.log_prior(*unravel(x)), ()
+        return fm.rounded.log_prior(*unravel(x)), ()
 
     def init_server(key: Array) -> Climb:
         def begin(x: Array) -> Climb:

@@ -296,7 +296,7 @@ def _usable(fm: FederatedModel, search: Search | Climb) -> bool:
     if search.rests[i]:
         return bool((diagonal > 0).all())
     unravel = unraveller(fm)
-    of_prior = jit_once(jax.hessian(lambda x: fm.log_prior(*unravel(x))))(search.best.x[i])
+    of_prior = jit_once(jax.hessian(lambda x: fm.rounded.log_prior(*unravel(x))))(search.best.x[i])
     of_silos = np.diagonal(A) + np.diagonal(np.asarray(of_prior, float))
     if (np.abs(of_silos) <= UNFELT * diagonal).any():
         return False

@@ -17,6 +17,7 @@ from numpyro.distributions import biject_to, constraints
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.feasible import feasible, is_flat, unwrapped
+from numpyro_fed.model.kinks import has_kink
 from numpyro_fed.model.primitives import silo_frames, silo_plate_of
 
 PAD = (
@@ -90,6 +91,8 @@ class Structure(NamedTuple):
         The latents whose prior is ``ImproperUniform``.
     fields : tuple of str
         The global latents whose prior ties many entries together: maps, processes.
+    kinked : bool
+        Whether the density of a sample site has a kink.
     """
 
     sites: tuple[Site, ...]
@@ -99,6 +102,7 @@ class Structure(NamedTuple):
     masked: dict[str, bool]
     improper: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
+    kinked: bool = False
 
 
 def structures(model: Callable, silos: Sequence[SiloData]) -> list[Structure]:
@@ -180,12 +184,13 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
     masked: dict[str, bool] = {}
     fields: list[str] = []
     improper: list[str] = []
-    nested = False
+    nested, kinked = False, False
     for site in trace.values():
         plate = silo_plate_of(site)
         nested |= sum(f.name in sizes for f in site.get("cond_indep_stack", ())) > 1
         if site["type"] == "sample":
             entry = _read_sample(site, plate, sizes)
+            kinked |= has_kink(site["fn"])
             width = math.prod(entry.shape)
             if entry.kind == "latent":
                 start = places.get(plate, 0)
@@ -215,7 +220,8 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
                 f"site '{site['name']}' is mutable state (numpyro_mutable, batch norm), which has "
                 "no meaning in a log density. Use numpyro.param for what is learned."
             )
-    return Structure(tuple(sites), sizes, nested, supports, masked, tuple(improper), tuple(fields))
+    rest = tuple(improper), tuple(fields), kinked
+    return Structure(tuple(sites), sizes, nested, supports, masked, *rest)
 
 
 def _sizes(trace: dict[str, Any]) -> Sizes:

@@ -24,6 +24,7 @@ from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.handlers import localised
+from numpyro_fed.model.kinks import rounded
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.primitives import silo_plate_of
 from numpyro_fed.model.priors import GlobalPrior, LocalPrior, global_prior, local_prior
@@ -92,6 +93,8 @@ class FederatedModel(NamedTuple):
         None where a local latent has none, or is masked.
     global_prior : GlobalPrior or None
         None where a global latent has none, or is masked.
+    smooth : FederatedModel or None
+        Of the text with kinks rounded off (:mod:`numpyro_fed.model.kinks`), if there are any.
     """
 
     text: Callable
@@ -114,6 +117,12 @@ class FederatedModel(NamedTuple):
     flat: tuple[str, ...] = ()
     local_prior: LocalPrior | None = None
     global_prior: GlobalPrior | None = None
+    smooth: Any = None
+
+    @property
+    def rounded(self) -> FederatedModel:
+        """Without kinks, for what reads curvature."""
+        return self.smooth or self
 
     def draw_prior(self, key: Array, n: int) -> Array | None:
         """Unconstrained draws (n, dim) of the globals from their prior.
@@ -168,7 +177,10 @@ def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
     _warn_masked(found[0])
     _warn_fields(found[0])
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
-    fm = _federated_model(model, found[smallest], silos[smallest])
+    at, silo = found[smallest], silos[smallest]
+    fm = _federated_model(model, at, silo)
+    if at.kinked:
+        fm = fm._replace(smooth=_federated_model(rounded(model), at, silo))
     reaches = _dependence(fm, model, silos[smallest])
     _check_reaches(fm, reaches)
     _check_globals(model, fm, silos, [s.sizes for s in found])
@@ -183,7 +195,8 @@ def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
         )
         for p in fm.plates
     ]
-    return fm._replace(plates=tuple(plates))
+    smooth = fm.smooth and fm.smooth._replace(plates=tuple(plates))
+    return fm._replace(plates=tuple(plates), smooth=smooth)
 
 
 def _warn_masked(found: Structure) -> None:

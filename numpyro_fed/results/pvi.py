@@ -214,6 +214,14 @@ class PVIResult(Result):
         return found
 
     @property
+    def trusted(self) -> bool:
+        """As of any result, unless rounding moves the posterior by more than a tenth of an sd.
+
+        The certificate is computed in the same precision, and may not show that.
+        """
+        return self._rounding <= ROUNDED and super().trusted
+
+    @property
     def _dtype(self) -> str:
         return str(jax.tree.leaves(self.natural_parameters())[0].dtype)
 

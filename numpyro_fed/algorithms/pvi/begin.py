@@ -50,8 +50,10 @@ def _own_factor(parts: Parts, frame: Frame, none: Natural) -> Natural:
     if outside is None:
         return none
 
+    fm, theta = parts.model, frame.theta
+
     def rest(z: Array) -> Array:
-        return outside(frame.theta, z)
+        return outside(theta, z) + fm.rounded.log_prior(theta, z) - fm.log_prior(theta, z)
 
     z = frame.centre
     return parts.globals.family.around(z, jax.grad(rest)(z), -jax.hessian(rest)(z))
