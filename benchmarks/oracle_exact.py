@@ -1,12 +1,11 @@
 """Exact posteriors of the oracle's models: densities by hand in float64, and their moments.
 
-Locals are integrated in closed form where rows and locals are Gaussian, and row by row around each
-integrand's own mode elsewhere: by the trapezoid rule, or in panels where there is a kink. Moments
-of the globals, in unconstrained space, come from adaptive cubature over all of it: modes from many
-starts; a frame that is white at the best of them, bent so that a cube covers the space; cells split
-where modes are, and where two rules on a cell disagree. A finer rule on the same cells (and twice
-the nodes for each local) has the last word: what changes by more than a thousandth of a standard
-deviation has not converged.
+Locals are integrated in closed form where rows and locals are Gaussian, and row by row elsewhere,
+in panels around each integrand's own mode and around zero. Moments of the globals, in unconstrained
+space, come from adaptive cubature over all of it: modes from many starts; a frame that is white at
+the best of them, bent so that a cube covers the space; cells split where modes are, and where two
+rules on a cell disagree. A finer rule on the same cells (and twice the nodes for each local) has
+the last word: what changes by more than a thousandth of a standard deviation has not converged.
 """
 
 from __future__ import annotations
@@ -306,7 +305,7 @@ STANDARD: dict[str, Callable[[Array], Array]] = {
 def _integrated(
     spec: Spec, d: dict, eta: Array, noise: Any, named: dict, tau: Array, weight: Array, fine: bool
 ) -> Array:
-    """The locals integrated one by one, on a grid in ``asinh`` around their modes."""
+    """The locals integrated one by one, in panels that widen away from their modes."""
     starts = np.flatnonzero(np.diff(d["group"], prepend=-1))
     counts = np.diff([*starts, len(d["y"])])
 
@@ -338,19 +337,19 @@ def _integrated(
             break
     bend = np.maximum(2 * top - f(best + h) - f(best - h), 1.0) / h**2
     h = np.minimum(h, 1 / np.sqrt(bend))  # a spike that is narrower yet
-    if spec.local == "laplace":
-        return _in_panels(f, best, top, h, 8 if fine else 5).sum(1)
-    t = np.linspace(-5, 5, 81 if fine else 41)
-    total = np.full(shape, -np.inf)
-    for node in t:
-        total = np.logaddexp(total, f(best + h * np.sinh(node)) + np.log(np.cosh(node)))
-    return (total + np.log(h) + np.log(t[1] - t[0])).sum(1)
+    return _in_panels(f, best, top, h, 8 if fine else 5).sum(1)
 
 
 def _in_panels(f: Callable, best: Array, top: Array, h: Array, order: int) -> Array:
-    """The log integrals (m, groups) by Gauss-Legendre between points; the kink at 0 is one."""
-    ends = [best + h * np.sinh(t) for t in np.linspace(-5, 5, 14)]
-    ends = np.sort([*ends, np.zeros_like(best)], axis=0)
+    """The log integrals (m, groups) by Gauss-Legendre between points.
+
+    These lie around each integrand's mode and, as wide as the locals are by themselves, around
+    zero, where the density of some has a kink.
+    """
+    reach = np.sinh(np.linspace(-5, 5, 15))
+    ends = np.sort(
+        [*(best + h * t for t in reach), *(np.full_like(best, t) for t in reach)], axis=0
+    )
     nodes, weights = np.polynomial.legendre.leggauss(order)
     total = np.zeros_like(best)
     for low, high in itertools.pairwise(ends):

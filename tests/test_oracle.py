@@ -127,6 +127,17 @@ def test_locals_with_a_kink_as_in_closed_form():
         np.testing.assert_allclose(found, expected.sum(1), atol=atol)
 
 
+@pytest.mark.parametrize("local", ["laplace", "normal", "student"])
+def test_locals_that_are_wide_are_integrated_as_far_as_they_reach(local):
+    """As many ones as zeros at an even chance: by symmetry ``tau`` has its prior."""
+    tau = oracle_exact.Global("tau", Prior("half_cauchy", (1.0,)), 0, "plain", "spread")
+    s = spec(globals=(tau,), local=local, likelihood="bernoulli", spread="global", sizes=(2,))
+    silos = [dict(y=np.array([0, 1]), x=np.zeros((2, 0), np.float32))]
+    found = oracle_exact.exact(s, silos, np.array([1.0]), np.random.default_rng(0))
+    assert found.mean[0] == pytest.approx(0, abs=1e-3)  # of a log half-Cauchy
+    assert found.sd[0] == pytest.approx(np.pi / 2, rel=1e-3)
+
+
 def test_gaussian_locals_keep_their_digits_where_the_noise_is_small():
     d = dict(y=np.array([1.0, 1.0 + 1e-6, -2.0]), group=np.array([0, 0, 1]))
     noise, tau = np.full((1, 1), 1e-6), np.full((1, 1), 3.0)
