@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 Labels = frozenset[str]
 
 
-def provenance(fn: Callable, **inputs: Any) -> Any:
+def provenance(fn: Callable, /, **inputs: Any) -> Any:
     """The names of the inputs that reach each output of ``fn``: a pytree like its outputs.
 
     As ``numpyro.ops.provenance``, except that the outputs of a scan are told apart. Nothing is

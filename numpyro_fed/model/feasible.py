@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from numpyro.distributions import Distribution, biject_to
@@ -52,6 +53,13 @@ class feasible(Messenger):
 def is_flat(fn: Distribution) -> bool:
     """Whether a prior is ``ImproperUniform``, of which nothing can be drawn."""
     return isinstance(unwrapped(fn), dist.ImproperUniform)
+
+
+def is_foreign(fn: Distribution) -> bool:
+    """Whether a distribution, or a part of it, is the user's own: it may draw anything."""
+    inside = jax.tree.leaves(list(vars(fn).values()), is_leaf=lambda x: isinstance(x, Distribution))
+    ours = type(fn).__module__.partition(".")[0] in ("numpyro", "numpyro_fed")
+    return not ours or any(is_foreign(x) for x in inside if isinstance(x, Distribution))
 
 
 def unwrapped(fn: Distribution) -> Distribution:

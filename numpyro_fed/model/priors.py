@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.model.binding import Rows, Theta, bind, sum_rows, unpack
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.dependence import Labels, provenance
 from numpyro_fed.model.sites import Site
 
 
@@ -70,21 +70,29 @@ def local_prior(model: Callable, sites: Sequence[Site]) -> LocalPrior:
     return LocalPrior(draw, log_density)
 
 
+class Funnel(NamedTuple):
+    """Global latents whose prior the same others set, and these."""
+
+    children: tuple[Site, ...]
+    setters: tuple[Site, ...]
+
+
 class GlobalPrior(NamedTuple):
     """The prior of those global latents whose prior other globals set, given these.
 
     Attributes
     ----------
-    children : () -> tuple of Site
-    draw : (key, theta, z_G) -> z_G
-        The children drawn anew, all others as they are given.
-    log_density : (theta, z_G) -> ()
+    funnels : () -> tuple of Funnel
+        Without those of which some child has no distribution that could be drawn from.
+    draw : (key, theta, z_G, funnel) -> z_G
+        The children of a funnel drawn anew, all others as they are given.
+    log_density : (theta, z_G, funnel) -> ()
         Of what ``draw`` draws: without the scale or factors that the text puts around it.
     """
 
-    children: Callable[[], tuple[Site, ...]]
-    draw: Callable[[Array, Theta, Array], Array]
-    log_density: Callable[[Theta, Array], Array]
+    funnels: Callable[[], tuple[Funnel, ...]]
+    draw: Callable[[Array, Theta, Array, Funnel], Array]
+    log_density: Callable[[Theta, Array, Funnel], Array]
 
 
 def global_prior(
@@ -92,57 +100,89 @@ def global_prior(
     sites: Sequence[Site],
     silo: SiloData,
     placeholder: Callable[[Any, SiloData], tuple[SiloData, Rows]],
+    without: Collection[str],
 ) -> GlobalPrior:
-    """Read the globals' distributions off the text, which runs on placeholders for data."""
+    """Read the globals' distributions off the text, which runs on placeholders for data.
+
+    The latents ``without`` have no distribution that could be drawn from.
+    """
     latents = [s for s in sites if s.kind == "latent" and s.plate is None]
 
     def trace_of(values: dict[str, Array], theta: Theta, data: SiloData, key: Array) -> Any:
         text = handlers.seed(bind(model, values, theta), key)
         return handlers.trace(text).get_trace(**data.kwargs)
 
+    def given(z_G: Array, silo: SiloData) -> tuple[dict[str, Array], SiloData]:
+        data, z_L = placeholder(z_G.dtype, silo)
+        return unpack(sites, z_G, z_L), data
+
     @cache
-    def children() -> tuple[Site, ...]:
-        _, z_L = placeholder(float, silo)
-        locals_ = unpack([s for s in sites if s.plate is not None], jnp.zeros(0), z_L)
+    def funnels() -> tuple[Funnel, ...]:
+        zeros = jnp.zeros(max([s.stop for s in latents], default=0))
+        values, data = given(zeros, silo)
+        own = {s.name: values.pop(s.name) for s in latents}
 
         def densities(**inputs: Any) -> dict[str, Array]:
-            data = replace(silo, arrays=inputs.pop(DATA))
-            text = handlers.seed(bind(model, {**locals_, **inputs}, {}), 0)
-            return compute_log_probs(text, (), data.kwargs, {}, sum_log_prob=False)[0]
+            at = replace(data, arrays=inputs.pop(DATA))
+            text = handlers.seed(bind(model, {**values, **inputs}, {}), 0)
+            return compute_log_probs(text, (), at.kwargs, {}, sum_log_prob=False)[0]
 
-        values = {s.name: jnp.zeros(s.shape) for s in latents}
-        labels = provenance(densities, **values, **{DATA: silo.arrays})
-        return tuple(s for s in latents if labels[s.name] & (set(values) - {s.name}))
+        labels = provenance(densities, **own, **{DATA: data.arrays})
+        setters = {s.name: labels[s.name] & (set(own) - {s.name}) for s in latents}
 
-    @jax.jit
-    def draw(key: Array, theta: Theta, z_G: Array, silo: SiloData) -> Array:
-        data, z_L = placeholder(z_G.dtype, silo)
-        values = unpack(sites, z_G, z_L)
-        for s in children():
+        def drawn(**inputs: Any) -> dict[str, Array]:
+            at = replace(data, arrays=inputs[DATA])
+            roots = {name: own[name] for name in own if not setters[name]}
+            trace = trace_of({**values, **roots}, {}, at, inputs[KEY])
+            return {name: trace[name]["value"] for name in own}
+
+        keyed = provenance(drawn, **{DATA: data.arrays, KEY: jax.random.key(0)})
+        found = []
+        for names in _together({name: by for name, by in setters.items() if by}):
+            if all(name not in without and KEY in keyed[name] for name in names):
+                above = frozenset[str]().union(*(setters[name] for name in names)) - names
+                children = tuple(s for s in latents if s.name in names)
+                found.append(Funnel(children, tuple(s for s in latents if s.name in above)))
+        return tuple(found)
+
+    @partial(jax.jit, static_argnames="children")
+    def draw(
+        key: Array, theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]
+    ) -> Array:
+        values, data = given(z_G, silo)
+        for s in children:
             del values[s.name]
         trace = trace_of(values, theta, data, key)
-        for s in children():
+        for s in children:
             site = trace[s.name]
             unconstrained = biject_to(site["fn"].support).inv(site["value"])
             z_G = z_G.at[s.start : s.stop].set(unconstrained.ravel())
         return z_G
 
-    @jax.jit
-    def log_density(theta: Theta, z_G: Array, silo: SiloData) -> Array:
-        data, z_L = placeholder(z_G.dtype, silo)
-        values = unpack(sites, z_G, z_L)
+    @partial(jax.jit, static_argnames="children")
+    def log_density(theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]) -> Array:
+        values, data = given(z_G, silo)
         trace = trace_of(values, theta, data, jax.random.key(0))
-        terms = (_log_density(trace[s.name], values[s.name]).sum() for s in children())
+        terms = (_log_density(trace[s.name], values[s.name]).sum() for s in children)
         return sum(terms, jnp.zeros(()))
 
     return GlobalPrior(
-        children,
-        lambda key, theta, z_G: draw(key, theta, z_G, silo),
-        lambda theta, z_G: log_density(theta, z_G, silo),
+        funnels,
+        lambda key, theta, z_G, funnel: draw(key, theta, z_G, silo, funnel.children),
+        lambda theta, z_G, funnel: log_density(theta, z_G, silo, funnel.children),
     )
 
 
-DATA = " data"  # no name of a site
+def _together(setters: Mapping[str, Labels]) -> list[set[str]]:
+    """Groups of children: two are in one if they share a setter, or if one sets the other."""
+    groups: list[set[str]] = []
+    for child, by in setters.items():
+        near = [g for g in groups if any(by & {c, *setters[c]} or child in setters[c] for c in g)]
+        groups = [g for g in groups if g not in near] + [{child}.union(*near)]
+    return groups
+
+
+DATA, KEY = " data", " key"  # no names of sites
 
 
 def _log_density(site: dict[str, Any], unconstrained: Array) -> Array:

@@ -16,7 +16,7 @@ from numpyro.distributions import biject_to, constraints
 
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.model.data import SiloData, Sizes, signature
-from numpyro_fed.model.feasible import feasible, is_flat, unwrapped
+from numpyro_fed.model.feasible import feasible, is_flat, is_foreign, unwrapped
 from numpyro_fed.model.kinks import has_kink
 from numpyro_fed.model.primitives import silo_frames, silo_plate_of
 
@@ -91,6 +91,8 @@ class Structure(NamedTuple):
         The latents whose prior is ``ImproperUniform``.
     fields : tuple of str
         The global latents whose prior ties many entries together: maps, processes.
+    foreign : tuple of str
+        The latents whose distribution is neither NumPyro's nor of this package.
     kinked : bool
         Whether the density of a sample site has a kink.
     """
@@ -102,6 +104,7 @@ class Structure(NamedTuple):
     masked: dict[str, bool]
     improper: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
     kinked: bool = False
 
 
@@ -184,6 +187,7 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
     masked: dict[str, bool] = {}
     fields: list[str] = []
     improper: list[str] = []
+    foreign: list[str] = []
     nested, kinked = False, False
     for site in trace.values():
         plate = silo_plate_of(site)
@@ -199,6 +203,8 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
                 if plate is None:
                     supports[entry.name] = site["fn"].support
                 masked |= _masked(entry.name, site["fn"])
+                if is_foreign(site["fn"]):
+                    foreign.append(entry.name)
                 if is_flat(site["fn"]):
                     improper.append(entry.name)
                 if entry.plate is None and _is_field(entry.name, site["fn"]):
@@ -220,7 +226,7 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
                 f"site '{site['name']}' is mutable state (numpyro_mutable, batch norm), which has "
                 "no meaning in a log density. Use numpyro.param for what is learned."
             )
-    rest = tuple(improper), tuple(fields), kinked
+    rest = tuple(improper), tuple(fields), tuple(foreign), kinked
     return Structure(tuple(sites), sizes, nested, supports, masked, *rest)
 
 

@@ -90,9 +90,9 @@ class FederatedModel(NamedTuple):
     flat : tuple of str
         The latents without a proper prior.
     local_prior : LocalPrior or None
-        None where a local latent has none, or is masked.
-    global_prior : GlobalPrior or None
-        None where a global latent has none, or is masked.
+        None where a local latent has none, is masked, or has a distribution of the user's own,
+        which may not draw what its density says.
+    global_prior : GlobalPrior
     smooth : FederatedModel or None
         Of the text with kinks rounded off (:mod:`numpyro_fed.model.kinks`), if there are any.
     """
@@ -114,9 +114,9 @@ class FederatedModel(NamedTuple):
     init_local: Callable[..., Rows]
     sizes: Callable[[SiloData], Sizes]
     supports: dict[str, Any]
+    global_prior: GlobalPrior
     flat: tuple[str, ...] = ()
     local_prior: LocalPrior | None = None
-    global_prior: GlobalPrior | None = None
     smooth: Any = None
 
     @property
@@ -250,11 +250,8 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
     plates = tuple(
         Plate(p, max([s.stop for s in latents if s.plate == p], default=0), False) for p in at.sizes
     )
-    without = {*at.masked, *at.improper}
-    local_, global_ = (
-        not any(s.name in without for s in latents if (s.plate is None) == shared)
-        for shared in (False, True)
-    )
+    without = {*at.masked, *at.improper, *at.foreign}
+    no_prior = any(s.name in without for s in latents if s.plate is not None)
     # The global functions run the text on placeholders for data and local latents, inside jit so
     # that they stay abstract. None of them reaches the result: _check_reaches has made sure.
     template = jax.tree.map(np.zeros_like, silo)
@@ -363,8 +360,8 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         sizes=sizes,
         supports=at.supports,
         flat=(*(name for name, everywhere in at.masked.items() if everywhere), *at.improper),
-        local_prior=local_prior(model, at.sites) if local_ else None,
-        global_prior=global_prior(model, at.sites, template, placeholder) if global_ else None,
+        local_prior=None if no_prior else local_prior(model, at.sites),
+        global_prior=global_prior(model, at.sites, template, placeholder, without),
     )
 
 

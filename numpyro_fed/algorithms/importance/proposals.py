@@ -8,20 +8,23 @@ sampling", with fixed numbers of draws from each part)
 .. math::
     q_{\text{mix}} = \alpha_0\, q + \sum_{k} \alpha_k\, t_3(\bar m, (s_k L)(s_k L)')
     + \alpha_p\, t_3(m_p, \mathrm{diag}(s_p^2))
-    + \sum_{l} \alpha_l\, t_3(\bar m, (s_l L)(s_l L)')_r\, p(z_c \mid z_r),
+    + \sum_{c,\, l} \alpha_c\, t_3(\bar m, (S_{cl} L)(S_{cl} L)')_{-c}\, p(z_c \mid z_{-c}),
 
 with the mean and a root of the covariance of ``q``, and median and spread of the prior. No weight
 is then larger than where one of the parts meets the posterior, and a mode that the guide never
-visits shows in few draws of large weight. The last parts look into the necks of funnels, such as
-``beta ~ Normal(0, tau)`` for a small ``tau``: the latents :math:`z_c` whose prior others set come
-from this prior, and only the others, :math:`z_r`, from around the guide.
+visits shows in few draws of large weight.
+
+The last parts look into the necks of funnels, such as ``beta ~ Normal(0, tau)`` for a small
+``tau``. Of each group of latents :math:`z_c` whose prior the same others set, these come from that
+prior, those that set it from farther around the guide, by :math:`S_{cl}`, and all others from
+where the guide is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +34,13 @@ from jax import Array
 
 from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.model.binding import Theta
-from numpyro_fed.model.priors import GlobalPrior
+from numpyro_fed.model.priors import Funnel
+from numpyro_fed.model.sites import Site
 from numpyro_fed.model.split import FederatedModel
 
 SHARE = 0.2  # of the draws, from what is wider than the guide
 SCALES = (2.5, 8.0, 25.0)  # times the guide's own
+NECKS = 0.5  # of that share again, from the necks of funnels
 NECK_SCALES = (2.5, 8.0)
 FREEDOM = 3.0  # of the t distributions
 FULL_UP_TO = 100
@@ -60,9 +65,9 @@ class Proposal(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A wider part of the mixture: one draw by its key, and its log density at a point."""
+    """A wider part of the mixture: draws (key, n) -> (n, dim), and its log density at a point."""
 
-    sample: Callable[[Array], Array]
+    sample: Callable[[Array, int], Array]
     log_prob: Callable[[Array], Array]
 
 
@@ -70,47 +75,40 @@ def proposal(
     fm: FederatedModel, guide: GlobalGuide, num_draws: int, share: float = SHARE
 ) -> Proposal:
     """Build the mixture; the guide alone if its density is known at its own draws only."""
-    log_density, spread = guide.log_density, prior_spread(fm)
-    roots = _roots(fm)
-    parts = len(SCALES) + (spread is not None) + (len(NECK_SCALES) if roots is not None else 0)
-    each = int(share * num_draws / parts)
-    own = num_draws - parts * each
+    log_density = guide.log_density
 
-    def draw_own(eta: Any, noise: Any) -> tuple[Array, Array]:
+    def draw_own(theta: Theta, eta: Any, noise: Any) -> tuple[Array, Array]:
         return jax.vmap(guide.draw, (None, 0))(eta, noise)
 
-    if not each or not fm.dim or log_density is None:
-        return Proposal(
-            num_draws,
-            lambda key: guide.noise(key, num_draws),
-            lambda theta, eta, noise: draw_own(eta, noise),
-        )
+    if not share or not fm.dim or log_density is None:
+        return Proposal(num_draws, lambda key: guide.noise(key, num_draws), draw_own)
+    spread, funnels = prior_spread(fm), fm.global_prior.funnels()
+    wide = len(SCALES) + (spread is not None)
+    numbers = [int(share * num_draws / wide)] * wide
+    numbers += [int(NECKS * share * num_draws / len(funnels)) for _ in funnels]
+    own = num_draws - sum(numbers)
 
     def noise(key: Array) -> Any:
         key_own, key_wide = jax.random.split(key)
-        return guide.noise(key_own, own), jax.random.split(key_wide, parts)
+        return guide.noise(key_own, own), jax.random.split(key_wide, len(numbers))
 
     def wider(theta: Theta, z: Array) -> list[Part]:
         """The other parts of the mixture, around the guide's draws ``z`` (own, dim)."""
         centre, L = z.mean(0), _root(z)
-        wide = [_student(centre, s * L) for s in SCALES]
+        parts = [_student(centre, s * L) for s in SCALES]
         if spread is not None:
-            wide.append(_student(jnp.asarray(spread[0]), jnp.diag(spread[1])))
-        if roots is not None:
-            wide += [_neck(fm, roots, theta, centre, s * L) for s in NECK_SCALES]
-        return wide
+            parts.append(_student(jnp.asarray(spread[0]), jnp.diag(spread[1])))
+        return parts + [_neck(fm, funnel, theta, centre, L) for funnel in funnels]
 
     def draw(theta: Theta, eta: Any, noise: Any) -> tuple[Array, Array]:
-        z, log_q = draw_own(eta, noise[0])
-        others = wider(theta, z)
-        far = [
-            jax.vmap(part.sample)(jax.random.split(key, each))
-            for part, key in zip(others, noise[1], strict=True)
-        ]
-        log_q_far = [jax.vmap(partial(log_density, eta))(x) for x in far]
-        z, log_q = jnp.concatenate([z, *far]), jnp.concatenate([log_q, *log_q_far])
-        densities = jnp.stack([log_q, *(jax.vmap(part.log_prob)(z) for part in others)])
-        shares = jnp.array([own] + [each] * parts) / num_draws
+        z, log_q = draw_own(theta, eta, noise[0])
+        drawn = zip(wider(theta, z), noise[1], numbers, strict=True)
+        others = [(part, part.sample(key, n), n) for part, key, n in drawn if n]
+        log_q_far = [jax.vmap(partial(log_density, eta))(far) for _, far, _ in others]
+        z = jnp.concatenate([z, *(far for _, far, _ in others)])
+        log_q = jnp.concatenate([log_q, *log_q_far])
+        densities = jnp.stack([log_q, *(jax.vmap(part.log_prob)(z) for part, _, _ in others)])
+        shares = jnp.array([own, *(n for _, _, n in others)]) / num_draws
         return z, jax.nn.logsumexp(jnp.log(shares)[:, None] + densities, axis=0)
 
     return Proposal(own, noise, draw)
@@ -118,37 +116,38 @@ def proposal(
 
 def _student(centre: Array, L: Array) -> Part:
     found = dist.MultivariateStudentT(FREEDOM, centre, L)
-    return Part(found.sample, found.log_prob)
+    return Part(lambda key, n: found.sample(key, (n,)), found.log_prob)
 
 
-def _neck(fm: FederatedModel, roots: np.ndarray, theta: Theta, centre: Array, L: Array) -> Part:
-    """The coordinates ``roots`` from around the guide, all others from their prior given these."""
-    prior, rows = cast(GlobalPrior, fm.global_prior), L[roots]
-    above = _student(centre[roots], jnp.linalg.cholesky(rows @ rows.T))
+def _neck(fm: FederatedModel, funnel: Funnel, theta: Theta, centre: Array, L: Array) -> Part:
+    """The children of a funnel from their prior, what sets it from farther around the guide."""
+    prior = fm.global_prior
+    kept = np.setdiff1d(np.arange(fm.dim), _coordinates(funnel.children))
+    farther = np.isin(kept, _coordinates(funnel.setters))
+    R = jnp.linalg.qr(L[kept].T, mode="r")
+    root = R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
+    scales = [jnp.where(farther, s, 1.0)[:, None] for s in NECK_SCALES]
+    around = [_student(centre[kept], s * root) for s in scales]
 
-    def sample(key: Array) -> Array:
-        key_above, key_below = jax.random.split(key)
-        z = centre.at[roots].set(above.sample(key_above))
-        return prior.draw(key_below, theta, z)
+    def sample(key: Array, n: int) -> Array:
+        key_which, key_children, *keys = jax.random.split(key, 2 + len(around))
+        drawn = [part.sample(key, n) for part, key in zip(around, keys, strict=True)]
+        which = jax.random.randint(key_which, (n,), 0, len(around))
+        at = jnp.stack(drawn)[which, jnp.arange(n)]
+        z = jnp.broadcast_to(centre, (n, fm.dim)).at[:, kept].set(at)
+        anew = jax.vmap(lambda key, z: prior.draw(key, theta, z, funnel))
+        return anew(jax.random.split(key_children, n), z)
 
     def log_prob(z: Array) -> Array:
-        return above.log_prob(z[roots]) + prior.log_density(theta, z)
+        each = jnp.stack([part.log_prob(z[kept]) for part in around])
+        own = jax.nn.logsumexp(each) - np.log(len(around))
+        return own + prior.log_density(theta, z, funnel)
 
     return Part(sample, log_prob)
 
 
-def _roots(fm: FederatedModel) -> np.ndarray | None:
-    """The coordinates whose prior no other latent sets; None if that is all, or unknown."""
-    prior = fm.global_prior
-    if prior is None or not (children := prior.children()):
-        return None
-    theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
-    try:
-        jax.eval_shape(prior.draw, jax.random.key(0), theta, jnp.zeros(fm.dim))
-    except NotImplementedError:  # a distribution that cannot be drawn from
-        return None
-    below = np.concatenate([np.arange(s.start, s.stop) for s in children])
-    return np.setdiff1d(np.arange(fm.dim), below)
+def _coordinates(sites: Sequence[Site]) -> np.ndarray:
+    return np.concatenate([np.arange(s.start, s.stop) for s in sites])
 
 
 def _root(z: Array) -> Array:
