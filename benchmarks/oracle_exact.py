@@ -77,12 +77,17 @@ def unconstrain(g: Global, value: Array) -> Array:
             return np.log(v - (a[0] if support == "lower" else 0.0))
         if support == "interval":
             low, high = a if kind == "uniform" else (0.0, 1.0)
-            return np.log((v - low) / (high - v))
+            return np.log(_gap(v, low) / _gap(v, high))
         if support == "simplex":
             return np.log(v[:, :2] / (1 - v[:, :2].cumsum(1))) + np.log([2.0, 1.0])
         if support == "ordered":
             return np.stack([v[:, 0], np.log(v[:, 1] - v[:, 0])], 1)
         return np.arctanh(v) if support == "correlation" else v
+
+
+def _gap(value: Array, bound: float) -> Array:
+    """The distance from a bound; a draw that single precision rounded onto it was a little off."""
+    return np.maximum(abs(value - bound), float(np.spacing(np.float32(abs(bound)))) / 4)
 
 
 # ------------------------------------------------------------------ densities by hand

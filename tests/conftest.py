@@ -31,11 +31,11 @@ SLOW = Path(__file__).with_name("slow.txt").read_text().split()
 
 def pytest_collection_modifyitems(items):
     """Mark the tests of ``slow.txt``, those that take more than five seconds: of a function
-    all its cases, of a file all its tests.
+    all its cases or one, of a file all its tests.
     """
     for item in items:
         name = item.nodeid.split("[")[0]
-        if any(name == slow or name.startswith(f"{slow}::") for slow in SLOW):
+        if any(slow in (name, item.nodeid) or name.startswith(f"{slow}::") for slow in SLOW):
             item.add_marker("slow")
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -156,7 +157,7 @@ def test_a_mode_that_the_draws_do_not_reach_is_said():
     """y depends on the square of m: half of the mass is on the other side."""
 
     def model(y):
-        m = numpyro.sample("m", dist.Normal(0, 200.0))
+        m = numpyro.sample("m", dist.Normal(0, 2000.0))
         with nf.silo_plate("row", y.shape[0]):
             numpyro.sample("y", dist.Normal((m - 0.5) ** 2, 1.0), obs=y)
 
@@ -167,6 +168,30 @@ def test_a_mode_that_the_draws_do_not_reach_is_said():
     assert sorted([round(float(there), 1), round(float(fitted.missed[0].z_G[0]), 1)]) == [-2.5, 3.5]
     assert not fitted.trusted
     assert "modes" in fitted.verdict
+
+
+def test_spreads_that_hang_on_few_draws_take_more_of_them():
+    """The posterior of log size has a tail that four thousand draws hardly reach."""
+
+    def model(x, y):
+        size = numpyro.sample("size", dist.Exponential(1.0))
+        rate = numpyro.sample("rate", dist.Beta(2.0, 5.0).expand([2]).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.NegativeBinomial2(jnp.exp(x @ rate), size), obs=y)
+
+    r = np.random.default_rng(1)
+    silos = [
+        {"x": np.stack([np.ones(n), r.normal(size=n)], 1), "y": r.poisson(1.0, n) * 1.0}
+        for n in (3, 15)
+    ]
+    fitted = nf.fit(KEY, model, silos, progress_bar=False)
+    assert [stage.name for stage in fitted.stages] == ["PVI", "correction", "more draws"]
+    before, after = (stage.result for stage in fitted.stages[1:])
+    assert before.reliable
+    assert before.monte_carlo_error < 0.03
+    assert not before.spreads_known
+    assert len(after.weights) == 4 * len(before.weights)
+    assert fitted.trusted
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

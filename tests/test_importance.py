@@ -217,7 +217,7 @@ def test_the_report_trusts_a_wrong_guide_that_was_repaired():
     fixed = corrected(**OFF)
     assert fixed.pareto_k < fixed.threshold == 0.7
     assert fixed.reliable
-    known = replace(fixed, _moments=fixed._moments._replace(error=np.full((2, 1), 0.029)))
+    known = replace(fixed, _moments=fixed._moments._replace(error=np.full((2, 1), 0.029), tail=0.5))
     assert known.trusted
     assert "The corrected posterior of the globals can be trusted" in known.report()
     assert f"{fixed.ess:.0f} effective draws" in fixed.report()
@@ -628,8 +628,38 @@ def test_a_second_correction_compiles_nothing(compiled):
 def test_a_heavy_tail_of_weights_of_which_most_count_is_not_called_concentrated():
     good = nf.importance_correct(KEY, conjugate_at((4, 6)), num_draws=150, inner_draws=3)
     heavy = replace(good, pareto_k=0.9, ess=149.0)
-    assert "Most draws count" in heavy.report()
+    assert "Many draws count" in heavy.report()
     assert "few draws carry" not in heavy.report()
+
+
+def test_spreads_that_hang_on_few_draws_far_out_are_not_known():
+    """Of t distributions with 3 degrees of freedom squares have a tail of shape 2 / 3."""
+    r, weights, own = np.random.default_rng(0), np.full(16_000, 1 / 16_000), np.ones(16_000, bool)
+    heavy = moments(r.standard_t(3, (16_000, 1)), weights, own)
+    light = moments(r.normal(size=(16_000, 3)), weights, own)
+    assert abs(heavy.tail - 2 / 3) < 4 * (1 + 2 / 3) / np.sqrt(3 * 16_000**0.5)
+    assert light.tail < 0.5
+    good = nf.importance_correct(KEY, conjugate_at((4, 6)), num_draws=4_000, inner_draws=3)
+    assert good.trusted
+    unknown = replace(good, _moments=good._moments._replace(tail=heavy.tail))
+    assert not unknown.trusted
+    assert not unknown.fit_trusted
+    assert "Few draws far out carry a spread" in unknown.report()
+
+
+def test_half_of_the_draws_from_farther_tell_where_weights_end():
+    """Weights that no draw exceeds look as if they had no end when few of them come from far."""
+
+    def model(y):
+        s = numpyro.sample("s", dist.TruncatedNormal(0.0, 1.0, low=0.2, high=2.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(0, s), obs=y)
+
+    r = np.random.default_rng(0)
+    silos = [dict(y=r.normal(1, 1, n)) for n in (3, 5)]
+    fit = nf.PVI(model).run(KEY, 5, silos, stop="converged", progress_bar=False)
+    assert nf.importance_correct(KEY, fit, wider=0.2).pareto_k > 0.7
+    assert nf.importance_correct(KEY, fit).trusted
 
 
 def test_moments_that_are_not_finite_have_an_infinite_error():
@@ -638,3 +668,44 @@ def test_moments_that_are_not_finite_have_an_infinite_error():
         found = moments(z, weights, np.ones(3, bool))
     assert np.isfinite(found.error[:, 0]).all()
     assert np.isinf(found.error[:, 1]).all()
+
+
+COUNTS = (np.array([0.0, 5.0, 27.0]), np.array([20.0, 1.0, 413.0]))
+
+
+def a_level_of_rows(y):
+    level = numpyro.sample("level", dist.Uniform(-2.0, 3.0))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + b)), obs=y)
+
+
+def a_level_of_hospitals(y, hospital):
+    level = numpyro.sample("level", dist.Uniform(-2.0, 3.0))
+    with nf.silo_plate("hospital", hospital.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Poisson(jnp.exp(level + b[hospital])), obs=y)
+
+
+@pytest.mark.parametrize("model", [a_level_of_rows, a_level_of_hospitals])
+def test_latents_that_are_far_from_where_the_guide_expects_them_are_found(model):
+    """At levels next to the upper bound the guide's straight lines lead far away from them."""
+    rows = model is a_level_of_rows
+    silos = [dict(y=y) if rows else dict(y=y, hospital=np.arange(len(y))) for y in COUNTS]
+    z, b = np.linspace(-12, 25, 600), np.linspace(-8, 8, 20_001)
+    level = -2 + 5 / (1 + np.exp(-z))
+    log_p = -np.logaddexp(0, z) - np.logaddexp(0, -z)
+    for y in np.concatenate(COUNTS):
+        joint = [y * (v + b) - b**2 / 2 - np.exp(v + b) for v in level]
+        log_p += [jax.nn.logsumexp(each) for each in joint]
+    p = np.exp(log_p - log_p.max())
+    mean = p @ z / p.sum()
+    sd = (p @ (z - mean) ** 2 / p.sum()) ** 0.5
+
+    fit = nf.SFVI(model).run(KEY, 1, silos, progress_bar=False)
+    found = nf.importance_correct(KEY, fit, 16_000, 20)
+    assert found.trusted
+    drawn, w = np.asarray(found._z_G, np.float64)[:, 0], found.weights
+    assert abs(w @ drawn - mean) < 4 * found.monte_carlo_error * sd
+    assert abs((w @ (drawn - w @ drawn) ** 2) ** 0.5 / sd - 1) < 4 * found.monte_carlo_error

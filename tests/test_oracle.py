@@ -191,6 +191,17 @@ def test_coordinates_invert_the_supports():
             np.testing.assert_allclose(oracle_exact.unconstrain(g, value), u, rtol=1e-6, atol=1e-8)
 
 
+def test_draws_rounded_onto_a_bound_have_coordinates():
+    found = next(
+        g for i in range(200) for g in random_spec(0, i).globals if g.prior.kind == "uniform"
+    )
+    low, high = found.prior.args
+    z = oracle_exact.unconstrain(found, np.array([[low], [high]], np.float32))
+    assert (z[0] < -15).all()
+    assert (z[1] > 15).all()
+    assert np.isfinite(z).all()
+
+
 def test_the_grammar_has_it_all():
     specs = [random_spec(0, i) for i in range(200)]
     assert all(1 <= s.dim <= 3 and 2 <= len(s.sizes) <= 4 for s in specs)

@@ -52,6 +52,19 @@ class Arrow(NamedTuple):
     g_outer: Array
     outer: Array
 
+    def of_rows(self) -> Arrow:
+        """Without what stands above the rows."""
+        border = {p: jnp.zeros((*g.shape, 0)) for p, g in self.g_rows.items()}
+        return Arrow(self.g_rows, self.rows, border, jnp.zeros(0), jnp.zeros((0, 0)))
+
+
+class _Move(NamedTuple):
+    """A step of the search, the shares of it that are tried, and whether outer latents stay."""
+
+    direction: Rows
+    shares: Array
+    held: bool
+
 
 @dataclass(frozen=True)
 class Laplace:
@@ -117,39 +130,58 @@ class Laplace:
         arrow = self._arrow(theta, z_G, z, data)
         return {p: (z[p], A) for p, A in arrow.rows.items()}
 
-    def modes(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> Rows:
-        """By steps of Newton's method, of which no row takes one that leads down."""
+    def modes(
+        self,
+        theta: Theta,
+        z_G: Array,
+        data: SiloData,
+        start: Rows,
+        *,
+        held: bool = False,
+        within: float = PROMISED,
+        steps: int = STEPS,
+        shares: tuple[float, ...] = SHARES,
+    ) -> Rows:
+        """By steps of Newton's method, of which no row takes one that leads down.
+
+        With ``held`` latents of outer plates stay. The search ends ``within`` so many nats, and
+        tries these ``shares`` of each step.
+        """
 
         def step(carry: tuple[Array, Rows, Array]) -> tuple[Array, Rows, Array]:
             i, z, _ = carry
             arrow = self._arrow(theta, z_G, z, data)
+            arrow = arrow.of_rows() if held else arrow
+            moving = {p: v for p, v in z.items() if p in arrow.rows or not held}
             uphill = arrow._replace(rows={p: _positive(A) for p, A in arrow.rows.items()})
-            direction, _ = _newton(uphill, z, positive=True)
-            after = self._searched(theta, z_G, z, direction, data)
-            return i + 1, after, _promised(arrow, direction, self._outer)
+            direction, _ = _newton(uphill, moving, positive=True)
+            promised = _promised(arrow, direction, () if held else self._outer)
+            direction = {**jax.tree.map(jnp.zeros_like, z), **direction}
+            move = _Move(direction, jnp.array([*shares, 0.0]), held)
+            return i + 1, self._searched(theta, z_G, z, move, data), promised
 
         def go_on(carry: tuple[Array, Rows, Array]) -> Array:
             i, _, promised = carry
-            return (i < STEPS) & (promised > PROMISED)
+            return (i < steps) & (promised > within)
 
         none, far = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, jnp.result_type(float))
         return jax.lax.while_loop(go_on, step, (none, start, far))[1]
 
-    def _searched(self, theta: Theta, z_G: Array, z: Rows, direction: Rows, data: SiloData) -> Rows:
-        """The best of some shares of a step: for each row, or for all where a plate is above."""
-        shares = jnp.array([*SHARES, 0.0])
+    def _searched(self, theta: Theta, z_G: Array, z: Rows, move: _Move, data: SiloData) -> Rows:
+        """The best of some shares of a step: for each row, or for all where a plate moves above."""
+        direction, shares, held = move
 
         def at(share: Array) -> Rows:
             moved = jax.tree.map(lambda a, b: a + share * b, z, direction)
             return self._terms(theta, z_G, moved, data)
 
         terms = jax.lax.map(at, shares)
-        if self._outer:
+        if self._outer and not held:
             total = sum(t.sum(1) for t in terms.values())
             best = shares[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]
             return jax.tree.map(lambda a, b: a + best * b, z, direction)
-        moved = {}
-        for p in z:
+        moved = dict(z)
+        for p in [p for p in z if p not in self._outer]:
             values = jnp.where(jnp.isnan(terms[p]), -jnp.inf, terms[p])
             moved[p] = z[p] + shares[jnp.argmax(values, 0)][:, None] * direction[p]
         return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), moved, z)
@@ -188,8 +220,7 @@ class Laplace:
         blocks = {p: block(p) for p in rows}
         size = sum(z[p].size for p in outer)
         if not size:
-            border = {p: jnp.zeros((*z[p].shape, 0)) for p in rows}
-            return Arrow({p: g[p] for p in rows}, blocks, border, jnp.zeros(0), jnp.zeros((0, 0)))
+            return Arrow(g, blocks, {}, jnp.zeros(0), jnp.zeros((0, 0))).of_rows()
         columns = jax.vmap(lambda e: along(_unpacked(e, z, outer)))(jnp.eye(size))
         real = [jnp.repeat(self._real(p, z, data), z[p].shape[1]) for p in outer]
         corner = -jnp.concatenate([columns[p].reshape(size, -1) for p in outer], 1)

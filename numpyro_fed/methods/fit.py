@@ -41,7 +41,7 @@ KEPT = 8  # models whose compiled programs are kept for the next call
 KNOWN = 3  # effective draws for each global, from which on their covariance is worth something
 RARE = 0.02  # of the mass: a mode with less may be missed
 SAID = ("no mode", "silo")  # how warnings begin that a verdict should repeat
-ENOUGH = 0.3  # of the draws count: a better proposal would help less than more of them
+TAILS = 4  # times as many draws where tails decide
 
 
 class Stage(NamedTuple):
@@ -116,6 +116,11 @@ class Fitted:
             return f"The posterior of the globals can be trusted ({known})."
         if found.reliable:
             return f"Do not rely on the posterior's details: too few draws count ({known})."
+        if found.many_count:
+            return (
+                "Do not rely on the posterior's details: its tails reach beyond what was drawn "
+                f"({known})."
+            )
         return f"Do not trust this posterior: a few draws carry the weight ({known})."
 
     def _account(self) -> str:
@@ -361,10 +366,13 @@ class _Fitting:
             self.many, self.inner = True, 4 * self.inner
             again = self.corrected(best.result, "more draws of the rows' latents")
             best = self.better(best, again) or best
+        if not best.reliable and best.many_count and self.left > 0:
+            again = self.corrected(best.result, "more draws", TAILS * AT_ONCE)
+            best = self.better(best, again) or best
         for _ in range(AGAIN):
             if best.trusted or self.left <= 0:
                 break
-            if best.reliable and best.ess > ENOUGH * len(best.weights):
+            if best.reliable and best.many_count:
                 break
             proposal = rematched(best) if best.ess > KNOWN * self.fm.dim else None
             if proposal is None:
@@ -373,7 +381,8 @@ class _Fitting:
             again = self.corrected(proposal, name, 2 * AT_ONCE)
             best = self.better(best, again) or best
         if best.reliable and not best.trusted and math.isfinite(best.monte_carlo_error):
-            needed = 1.3 * len(best.weights) * (best.monte_carlo_error / ERROR) ** 2
+            more = 1.3 * (best.monte_carlo_error / ERROR) ** 2
+            needed = len(best.weights) * (more if best.spreads_known else max(more, TAILS))
             draws = min(DRAWS, math.ceil(needed / AT_ONCE) * AT_ONCE, self.left * AT_ONCE)
             if draws > len(best.weights):
                 best = self.better(best, self.corrected(best.result, "more draws", draws))

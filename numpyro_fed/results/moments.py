@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from blackjax.diagnostics import psis_weights
+from jax import Array
+
+AT_ONCE = 64  # coordinates
+FAR = 100.0  # log term, less the largest, that counts as none
 
 
 class Moments(NamedTuple):
@@ -25,6 +32,10 @@ class Moments(NamedTuple):
         Mean and sd of the fit less these, in sds.
     shift_error : (2, dim)
         Its standard errors.
+    tail : float
+        Shape of the tail of the terms :math:`w_i (z_i - m)^2` of a variance, the largest: below
+        0.5 that has a finite standard error, which the draws can tell (Vehtari et al. 2024,
+        section 2.4, on tails of other functions than the weights).
     """
 
     mean: np.ndarray
@@ -32,6 +43,7 @@ class Moments(NamedTuple):
     error: np.ndarray
     shift: np.ndarray
     shift_error: np.ndarray
+    tail: float
 
 
 def moments(z: np.ndarray, weights: np.ndarray, own: np.ndarray) -> Moments:
@@ -53,4 +65,14 @@ def moments(z: np.ndarray, weights: np.ndarray, own: np.ndarray) -> Moments:
 
     fit_sd = np.sqrt(fit @ (z - fit @ z) ** 2)
     shift = np.stack([(fit @ z - mean) / scale, (fit_sd - sd) / scale])
-    return Moments(mean + centre, sd, error(weights), shift, error(fit - weights))
+    terms = weights[:, None] * standard**2
+    tail = float(np.max(_shapes(jnp.log(jnp.asarray(terms.T))), initial=0.0))
+    return Moments(mean + centre, sd, error(weights), shift, error(fit - weights), tail)
+
+
+@jax.jit
+def _shapes(log_terms: Array) -> Array:
+    """The shape of the tail in each row (m, n); zero where there is none."""
+    log_terms = jnp.maximum(log_terms, log_terms.max(1, keepdims=True) - FAR)
+    shapes = jax.lax.map(lambda row: psis_weights(row)[1], log_terms, batch_size=AT_ONCE)
+    return jnp.where(jnp.isfinite(shapes), shapes, 0.0)

@@ -19,6 +19,8 @@ from numpyro_fed.results.moments import Moments
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
 CLOSE = 0.1  # sds
+FINITE = 0.5  # tails of variances with a smaller shape have a finite standard error
+MANY = 0.3  # of the draws
 NONE = -100.0  # log weight, less the largest, that counts as none
 
 
@@ -67,6 +69,16 @@ class Weighted(ABC):
         return self.pareto_k <= self.threshold
 
     @property
+    def spreads_known(self) -> bool:
+        """Whether no sd hangs on few draws far out, of which there may be more than were drawn."""
+        return self._moments.tail <= FINITE
+
+    @property
+    def many_count(self) -> bool:
+        """Whether no few draws carry the weight: more of them help, and only tails are unsure."""
+        return self.ess > MANY * len(self.weights)
+
+    @property
     def monte_carlo_error(self) -> float:
         """The largest standard error of a global's mean or sd, in posterior sds.
 
@@ -77,7 +89,7 @@ class Weighted(ABC):
     @property
     def trusted(self) -> bool:
         """Whether corrected means and sds are right to a tenth of an sd."""
-        return self.reliable and self.monte_carlo_error <= ERROR
+        return self.reliable and self.spreads_known and self.monte_carlo_error <= ERROR
 
     @property
     def fit_error(self) -> dict[str, dict[str, np.ndarray]]:
@@ -95,7 +107,7 @@ class Weighted(ABC):
     def fit_trusted(self) -> bool:
         """Whether the fit's own means and sds are right to a tenth of an sd."""
         off, error = np.abs(self._moments.shift), self._moments.shift_error
-        enough = self.reliable and len(self.weights) >= FEW
+        enough = self.reliable and self.spreads_known and len(self.weights) >= FEW
         return enough and bool((off + 2 * error <= CLOSE).all())
 
     def report(self) -> str:
@@ -105,12 +117,18 @@ class Weighted(ABC):
         return (
             f"Pareto k-hat {self.pareto_k:.2f} (at most {self.threshold:.2f} is reliable for "
             f"{len(self.weights)} draws), {self.ess:.0f} effective draws ({share:.0%})"
-            f"{evidence}. {self._verdict(share)}"
+            f"{evidence}. {self._verdict()}"
         )
 
-    def _verdict(self, share: float) -> str:
+    def _verdict(self) -> str:
         if len(self.weights) < FEW:
             return "Too few draws to tell: k-hat needs 100 or more."
+        if self.reliable and not self.spreads_known:
+            return (
+                "Few draws far out carry a spread (the tail of its terms has a k-hat of "
+                f"{self._moments.tail:.2f}, of which at most {FINITE} is reliable): take "
+                f"more num_draws. {self._fit_verdict()}"
+            )
         if self.reliable and not self.trusted:
             return (
                 f"Means and sds are known to {self.monte_carlo_error:.2g} sd only: take more "
@@ -121,11 +139,11 @@ class Weighted(ABC):
                 "The corrected posterior of the globals can be trusted: means and sds are known to "
                 f"{self.monte_carlo_error:.2g} sd. {self._fit_verdict()}"
             )
-        if share > 0.5:
+        if self.many_count:
             return (
-                "Most draws count, so the corrected means and spreads are about right, but the "
-                "posterior's tails reach beyond the guide's: do not trust tail probabilities, and "
-                "look at it with other keys and more draws."
+                "Many draws count, but the posterior's tails reach beyond the guide's: means are "
+                "about right, sds and tail probabilities may not be. "
+                "Take more num_draws."
             )
         return (
             "Neither the fit nor its correction can be trusted: a few draws carry the weight. "

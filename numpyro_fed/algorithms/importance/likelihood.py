@@ -1,8 +1,8 @@
 r"""Unbiased estimates of a silo's likelihood at a draw of the globals.
 
 A silo integrates its latents by weighted draws. Most of them come from the normal distribution at
-the latents' mode given these very globals, with the curvature there, to which a few steps of
-Newton's method lead from the guide; from the guide itself where they do not. Even that may be far
+the latents' mode given these very globals, with the curvature there, which is sought from where
+the guide expects it; from the guide itself where none is found. Even that may be far
 from the posterior, and the few draws that count would be missed without a trace. So a quarter of
 the draws comes from the latents' own distribution given the globals, and each is weighed by the
 density of the mixture: no weight exceeds four times a likelihood.
@@ -30,7 +30,8 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.priors import LocalPrior
 from numpyro_fed.model.split import FederatedModel
 
-STEPS = 2  # of Newton's method from the guide's own mode
+# The search for the modes of a silo's latents, from where a step of Newton's method will do.
+NEARBY: dict[str, Any] = dict(within=1.0, steps=10, shares=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
 SHARE = 0.25  # of the draws, from the latents' own distribution
 
 
@@ -57,7 +58,8 @@ class SiloLikelihood:
         """The log of the estimate at one ``z_G``; ``eta`` are the local guides' parameters."""
         begun = self.guide.recentre(eta, origin, z_G, data)
         begun = {p: self.guide.of_rows(p, theta, own, z_G, data) for p, own in begun.items()}
-        at = _At(self, theta, begun, z_G, origin._replace(centre=z_G), data).refined_outer()
+        start = {p: begun[p]["loc"] for p in self.guide.locals}
+        at = _At(self, theta, begun, start, z_G, origin._replace(centre=z_G), data).refined_outer()
         key_outer, key_rows = jax.random.split(key)
         if not self.guide.outer:
             return at.rows({}, key_rows)
@@ -70,11 +72,12 @@ class SiloLikelihood:
 
 @dataclass(frozen=True)
 class _At:
-    """A silo's latents at one draw of the globals."""
+    """A silo's latents at one draw of the globals; ``start`` is where their modes may be."""
 
     of: SiloLikelihood
     theta: Theta
     eta: dict[str, Any]
+    start: Rows
     z_G: Array
     origin: Origin
     data: SiloData
@@ -84,14 +87,12 @@ class _At:
         guide, laplace = self.of.guide, Laplace(self.of.model)
         if not guide.outer:
             return self
-        z = {p: self.eta[p]["loc"] for p in guide.locals}
-        for _ in range(STEPS):
-            z = laplace.stepped(self.theta, self.z_G, z, self.data)
+        z = laplace.modes(self.theta, self.z_G, self.data, self.start, **NEARBY)
         found = laplace.outer_given(self.theta, self.z_G, z, self.data)
         better = {
             p: guide.locals[p].around(*outer_precision(guide, p, *found[p])) for p in guide.outer
         }
-        return self._with(better)
+        return replace(self._with(better), start=z)
 
     def refined_rows(self, z_outer: Rows) -> _At:
         """The same with the guides of rows at the modes of their latents, given those above."""
@@ -100,11 +101,10 @@ class _At:
         if not plates:
             return self
         outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in guide.outer)])
-        z = {**{p: self.eta[p]["loc"] for p in guide.rows}, **z_outer}
-        found: dict[str, tuple[Array, Array]] = {}
-        for _ in range(STEPS):
-            found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
-            z = {**z, **{p: mode for p, (mode, _) in found.items()}}
+        z = laplace.modes(
+            self.theta, self.z_G, self.data, {**self.start, **z_outer}, held=True, **NEARBY
+        )
+        found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
         return self._with({p: guide.locals[p].around(*found[p]) for p in plates})
 
     def _with(self, better: dict[str, Any]) -> _At:

@@ -1,7 +1,7 @@
 r"""Where the importance correction looks for the posterior: the fitted guide, and wider.
 
 A guide that is too narrow, or that sits in one of several modes, gives weights that look perfect at
-its own draws. So a fifth of the draws comes from wider distributions, and all are weighed by the
+its own draws. So half of the draws come from wider distributions, and all are weighed by the
 density of the mixture (Hesterberg 1995; Owen and Zhou 2000, "Safe and effective importance
 sampling", with fixed numbers of draws from each part)
 
@@ -38,7 +38,7 @@ from numpyro_fed.model.priors import Funnel
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.split import FederatedModel
 
-SHARE = 0.2  # of the draws, from what is wider than the guide
+SHARE = 0.5  # of the draws, from what is wider than the guide
 SCALES = (2.5, 8.0, 25.0)  # times the guide's own
 NECKS = 0.5  # of that share again, from the necks of funnels
 NECK_SCALES = (2.5, 8.0)
