@@ -641,7 +641,9 @@ def test_spreads_that_hang_on_few_draws_far_out_are_not_known():
     assert light.tail < 0.5
     good = nf.importance_correct(KEY, conjugate_at((4, 6)), num_draws=4_000, inner_draws=3)
     assert good.trusted
-    unknown = replace(good, _moments=good._moments._replace(tail=heavy.tail))
+    enough = good._moments._replace(tail=heavy.tail, error=np.full((2, 1), 0.02))
+    assert replace(good, _moments=enough).trusted
+    unknown = replace(good, _moments=enough._replace(error=np.full((2, 1), 0.021)))
     assert not unknown.trusted
     assert not unknown.fit_trusted
     assert "Few draws far out carry a spread" in unknown.report()

@@ -114,6 +114,8 @@ class Fitted:
             )
         if self.trusted:
             return f"The posterior of the globals can be trusted ({known})."
+        if found.reliable and not found.spreads_known:
+            return f"Do not rely on the posterior's spreads: few draws far out carry one ({known})."
         if found.reliable:
             return f"Do not rely on the posterior's details: too few draws count ({known})."
         if found.many_count:

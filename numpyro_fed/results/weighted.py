@@ -18,6 +18,7 @@ from numpyro_fed.results.moments import Moments
 
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
+HEAVY_ERROR = 0.02  # sds: where a variance's terms have a heavy tail, errors come out too small
 CLOSE = 0.1  # sds
 FINITE = 0.5  # tails of variances with a smaller shape have a finite standard error
 MANY = 0.3  # of the draws
@@ -71,7 +72,8 @@ class Weighted(ABC):
     @property
     def spreads_known(self) -> bool:
         """Whether no sd hangs on few draws far out, of which there may be more than were drawn."""
-        return self._moments.tail <= FINITE
+        found = self._moments
+        return found.tail <= FINITE or float(found.error[1].max(initial=0.0)) <= HEAVY_ERROR
 
     @property
     def many_count(self) -> bool:
@@ -126,7 +128,7 @@ class Weighted(ABC):
         if self.reliable and not self.spreads_known:
             return (
                 "Few draws far out carry a spread (the tail of its terms has a k-hat of "
-                f"{self._moments.tail:.2f}, of which at most {FINITE} is reliable): take "
+                f"{self._moments.tail:.2f}, which makes errors of sds look small): take "
                 f"more num_draws. {self._fit_verdict()}"
             )
         if self.reliable and not self.trusted:
