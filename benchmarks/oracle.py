@@ -25,7 +25,14 @@ PVI come to the same program it runs once, and counts for both. Seconds are of o
     python benchmarks/oracle.py --seed 0 --models 0:200 --methods all --jobs 2 --out oracle.jsonl
     python benchmarks/oracle.py --out oracle.jsonl --table
 
-A run goes on where the file ends. One case alone::
+A run goes on where the file ends. ``oracle.csv`` beside this file keeps what came of each model
+(:mod:`oracle_ledger`). To enter those models that a run has finished, and to count them all::
+
+    python benchmarks/oracle.py --models 0:50 --out oracle.jsonl \\
+        --ledger benchmarks/oracle.csv --commit NAME
+    python benchmarks/oracle.py --ledger benchmarks/oracle.csv
+
+One case alone::
 
     python benchmarks/oracle.py --seed 0 --models 7 --datasets 4 --methods PVI --verbose
 """
@@ -57,6 +64,7 @@ os.environ.setdefault(  # before jax is imported
 
 import jax
 import numpy as np
+import oracle_ledger
 from numpyro.diagnostics import effective_sample_size
 from oracle_exact import Moments, NotConverged, exact, unconstrain
 from oracle_models import DATA_SETS, Global, Spec, random_silos, random_spec, text
@@ -414,12 +422,11 @@ def _spawn(args: argparse.Namespace, models: range) -> None:
 
 def table(records: dict[tuple[int, int, str], dict], seed: int) -> str:
     """Counts by method, and every case that is wrong in silence or crashed."""
-    lines = ["| method | cases | " + " | ".join(OUTCOMES) + " |", "|---" * 8 + "|"]
-    for name in METHODS:
-        found = Counter(r["outcome"] for (_, _, m), r in records.items() if m == name)
-        if found:
-            counts = " | ".join(str(found[o]) for o in OUTCOMES)
-            lines.append(f"| {name} | {found.total()} | {counts} |")
+    found: dict[str, Counter[str]] = {}
+    for (_, _, method), r in records.items():
+        if method in METHODS:
+            found.setdefault(method, Counter())[r["outcome"]] += 1
+    lines = [counted(found)]
     exact_ = [r for (_, _, m), r in records.items() if m == "exact"]
     again = sum(r["attempt"] or 0 for r in exact_)
     given_up = sum(r["attempt"] is None for r in exact_)
@@ -435,6 +442,25 @@ def table(records: dict[tuple[int, int, str], dict], seed: int) -> str:
             lines.append(f"Model {model}: {random_spec(seed, model)}")
             lines += [_told(seed, *k, r) for k, r in sorted(cases, key=_place) if k[0] == model]
     return "\n".join(lines)
+
+
+def counted(found: dict[str, Counter[str]]) -> str:
+    """A table of outcomes by method."""
+    lines = ["| method | sets | " + " | ".join(OUTCOMES) + " |", "|---" * 8 + "|"]
+    for name in METHODS:
+        if number := found.get(name, Counter()).total():
+            outcomes = " | ".join(str(found[name][o]) for o in OUTCOMES)
+            lines.append(f"| {name} | {number} | {outcomes} |")
+    return "\n".join(lines)
+
+
+def ledger(path: Path, records: dict[tuple[int, int, str], dict], commit: str | None) -> str:
+    """Enter what came of the models of ``records``; the table of all that the file has."""
+    if commit:
+        oracle_ledger.enter(path, records, list(METHODS), len(DATA_SETS), commit)
+    lines = oracle_ledger.read(path)
+    at = [f"{name}: {len(of)} models" for name, of in oracle_ledger.commits(lines).items()]
+    return "\n".join([counted(oracle_ledger.counts(lines)), "", "; ".join(at)])
 
 
 def _place(case: tuple[tuple[int, int, str], dict]) -> tuple[int, int, str]:
@@ -461,12 +487,19 @@ def main() -> None:
     parser.add_argument("--methods", default="all", help="names, with commas between")
     parser.add_argument("--out", type=Path, help="JSON lines; a run goes on where it ends")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--ledger", type=Path, help="only print the table of this CSV file")
+    parser.add_argument("--commit", help="before that, enter --models of --out as run on this")
     parser.add_argument("--table", action="store_true", help="only print the table of --out")
     parser.add_argument("--verbose", action="store_true", help="print each record")
     args = parser.parse_args()
     names = list(METHODS) if args.methods == "all" else args.methods.split(",")
     if unknown := set(names) - set(METHODS):
         parser.error(f"unknown methods {sorted(unknown)}: expected some of {list(METHODS)}")
+    if args.ledger:
+        records = read_records(args.out, args.seed)
+        wanted = {k: r for k, r in records.items() if k[0] in args.models}
+        print(ledger(args.ledger, wanted, args.commit))
+        return
     if args.table:
         print(table(read_records(args.out, args.seed), args.seed))
         return

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import oracle
 import oracle_exact
+import oracle_ledger
 import oracle_models
 from oracle_models import DATA_SETS, Prior, Spec, random_silos, random_spec, text
 
@@ -223,6 +224,18 @@ def test_sets_of_one_model_have_the_same_shapes():
         every = [random_silos(s, np.random.default_rng(i), k)[0] for i, k in enumerate(DATA_SETS)]
         shapes = [jax.tree.map(lambda a: (np.shape(a), np.asarray(a).dtype), e) for e in every]
         assert all(shape == shapes[0] for shape in shapes)
+
+
+def test_what_came_of_models_is_kept_in_a_line_each(tmp_path):
+    file = tmp_path / "oracle.csv"
+    records = {(3, i, "fit"): {"outcome": o} for i, o in enumerate(oracle.OUTCOMES)}
+    records |= {(3, 0, "exact"): {"attempt": 0}, (7, 1, "NUTS"): {"outcome": "right"}}
+    oracle.ledger(file, records, "first")
+    table = oracle.ledger(file, {(7, 0, "fit"): {"outcome": "right"}}, "second")
+    assert oracle_ledger.read(file)[0]["fit"] == "rasfcw----"
+    assert oracle_ledger.commits(oracle_ledger.read(file)) == {"first": [3], "second": [7]}
+    assert "| fit | 7 | 2 | 1 | 1 | 1 | 1 | 1 |" in table
+    assert "NUTS" not in table
 
 
 def test_outcomes():
