@@ -72,22 +72,24 @@ def unconstrain(g: Global, value: Array) -> Array:
         v = v[..., 0, 1]
     v = v.reshape(len(v), -1)
     support = SUPPORTS[kind]
-    with np.errstate(all="ignore"):
-        if support in ("positive", "lower"):
-            return np.log(v - (a[0] if support == "lower" else 0.0))
-        if support == "interval":
-            low, high = a if kind == "uniform" else (0.0, 1.0)
-            return np.log(_gap(v, low) / _gap(v, high))
-        if support == "simplex":
-            return np.log(v[:, :2] / (1 - v[:, :2].cumsum(1))) + np.log([2.0, 1.0])
-        if support == "ordered":
-            return np.stack([v[:, 0], np.log(v[:, 1] - v[:, 0])], 1)
-        return np.arctanh(v) if support == "correlation" else v
+    if support in ("positive", "lower"):
+        return np.log(_gap(v, a[0] if support == "lower" else 0.0))
+    if support == "interval":
+        low, high = a if kind == "uniform" else (0.0, 1.0)
+        return np.log(_gap(v, low) / _gap(v, high))
+    if support == "simplex":
+        return np.log(_gap(v[:, :2], 0.0) / _gap(v[:, :2].cumsum(1), 1.0)) + np.log([2.0, 1.0])
+    if support == "ordered":
+        return np.stack([v[:, 0], np.log(_gap(v[:, 1], v[:, 0]))], 1)
+    if support == "correlation":
+        return 0.5 * np.log(_gap(v, -1.0) / _gap(v, 1.0))
+    return v
 
 
-def _gap(value: Array, bound: float) -> Array:
-    """The distance from a bound; a draw that single precision rounded onto it was a little off."""
-    return np.maximum(abs(value - bound), float(np.spacing(np.float32(abs(bound)))) / 4)
+def _gap(value: Array, bound: Array | float) -> Array:
+    """The distance from a bound; what single precision rounded onto it or infinity was near it."""
+    least = np.spacing(np.abs(bound).astype(np.float32)).astype(np.float64) / 4
+    return np.clip(np.abs(value - bound), least, float(np.finfo(np.float32).max))
 
 
 # ------------------------------------------------------------------ densities by hand
