@@ -169,13 +169,16 @@ def mode(
     def server(
         state: Search, memo: Any, replies: Replies[Up], server_data: Any
     ) -> tuple[Search, Info]:
-        def one(search: Search, up: Up) -> Search:
+        def one(of: tuple[Search, Up]) -> Search:
+            search, up = of
             own = up.curvature[effects[:, None], effects]
             prior, _ = derivatives(partial(log_prior, own), search.trial)
             here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
             return _judged(search, Place(search.trial, *here), own, most)
 
-        after = jax.vmap(one)(state, replies.up)
+        # One after the other: XLA:CPU multiplies stacks of the stacks of matrices in here by plain
+        # loops, hundreds of times slower.
+        after = jax.lax.map(one, (state, replies.up))
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
     exchange = Exchange(broadcast, silo, server, name="mode")
