@@ -176,9 +176,7 @@ def mode(
             here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
             return _judged(search, Place(search.trial, *here), own, most)
 
-        # One after the other: XLA:CPU multiplies stacks of the stacks of matrices in here by plain
-        # loops, hundreds of times slower.
-        after = jax.lax.map(one, (state, replies.up))
+        after = one_by_one(one, (state, replies.up))
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
     exchange = Exchange(broadcast, silo, server, name="mode")
@@ -265,7 +263,9 @@ def asked(
     """
     laplace, unravel = Laplace(fm), unraveller(fm)
 
-    def at(x: Array, z_L: Rows, before: Up) -> tuple[Up, tuple[Rows, Up]]:
+    def at(of: tuple[Array, Rows, Up]) -> tuple[Up, tuple[Rows, Up]]:
+        x, z_L, before = of
+
         def value(x: Array) -> tuple[Array, Rows]:
             theta, z_G = unravel(x)
             return laplace.log_likelihood({**theta, **state.private}, z_G, data, z_L)
@@ -276,8 +276,15 @@ def asked(
         told = jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan), found)
         return told, chosen(fine, (modes, found), (z_L, before))
 
-    up, (modes, place) = jax.vmap(at)(places, state.z_L, state.place)
+    up, (modes, place) = one_by_one(at, (places, state.z_L, state.place))
     return Reply(up, jnp.array(True)), SiloState(modes, place, state.private)
+
+
+def one_by_one(f: Callable[[Any], Any], of: Any) -> Any:
+    """``f`` of each start, in turns: stacks of stacks of matrices XLA:CPU multiplies by plain
+    loops, which takes hundreds of times as long.
+    """
+    return jax.lax.map(f, of)
 
 
 def searching(
