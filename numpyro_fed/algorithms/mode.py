@@ -60,6 +60,7 @@ IDLE = 5  # steps in a row without a gain beyond rounding, after which a search 
 HALVINGS = 30  # of a start at which something is not finite
 ROUNDINGS = 8  # within which two numbers are alike
 TOGETHER = 16  # columns of a Hessian that are computed side by side
+SMALL = 4  # dimensions of a row's latents, up to which that is quicker than one by one
 
 
 class Place(NamedTuple):
@@ -140,6 +141,8 @@ def mode(
     """
     n = unravelled(fm)
     log_prior = prior_of(fm, effects)
+    small = all(p.dim <= SMALL for p in fm.plates)
+    derive = partial(derivatives, together=TOGETHER if small else 1)
 
     def init_server(key: Array) -> Search:
         def begin(x: Array) -> Search:
@@ -164,7 +167,7 @@ def mode(
     def silo(
         noise: Any, down: Array, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        return asked(fm, derivatives, down, state, data)
+        return asked(fm, derive, down, state, data)
 
     def server(
         state: Search, memo: Any, replies: Replies[Up], server_data: Any
@@ -395,7 +398,7 @@ def unravelled(fm: FederatedModel) -> int:
     return sum(math.prod(a.shape) for a in jax.tree.leaves(theta)) + fm.dim
 
 
-def derivatives(f: Any, x: Array) -> tuple[Place, Any]:
+def derivatives(f: Any, x: Array, *, together: int = TOGETHER) -> tuple[Place, Any]:
     """A function ``x -> (value, more)`` at a place: with its gradient and negative Hessian."""
 
     def gradient(x: Array) -> tuple[Array, tuple[Array, Any]]:
@@ -403,7 +406,7 @@ def derivatives(f: Any, x: Array) -> tuple[Place, Any]:
         return g, (value, more)
 
     g, column, (value, more) = jax.linearize(gradient, x, has_aux=True)
-    H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(TOGETHER, max(len(x), 1)))
+    H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(together, max(len(x), 1)))
     return Place(x, value, g, -0.5 * (H + H.T)), more
 
 
