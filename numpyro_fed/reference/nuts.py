@@ -61,12 +61,16 @@ class NutsResult:
     def monte_carlo_error(self) -> float:
         """The largest standard error of a global's mean or sd, in posterior sds.
 
-        From effective draws of each element and of its square about the mean; infinite where
-        chains that should agree do not (split R-hat above 1.05).
+        From effective draws of each element and of its square about the mean, and of the log of
+        each that is positive in all draws: a scale near zero shows in its log alone whether the
+        chains know the neck of the funnel. Infinite where chains that should agree do not (split
+        R-hat above 1.05).
         """
         worst = 0.0
         for draws in self.globals.values():
             flat = np.asarray(draws, np.float64).reshape(*draws.shape[:2], -1)
+            positive = (flat > 0).all((0, 1))
+            flat = np.concatenate([flat, np.log(flat[..., positive])], -1)
             mean, sd = flat.mean((0, 1)), flat.std((0, 1))
             standard = ((flat - mean) / np.where(sd > 0, sd, 1))[..., sd > ROUNDING * abs(mean)]
             for values in (standard, (standard**2 - 1) / 2):
