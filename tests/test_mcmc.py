@@ -409,3 +409,10 @@ def test_chains_start_far_apart_and_find_both_modes_of_a_prior():
             KEY, model, data, num_warmup=50, num_samples=500, num_chains=8, progress_bar=False
         )
     assert not nuts.trusted
+
+
+def test_a_scale_is_known_only_if_its_log_is():
+    log_tau = np.random.default_rng(0).normal(0, 0.5, (2, 4_000))
+    assert NutsResult({"tau": np.exp(log_tau)}, 0, dict).trusted
+    log_tau[:, 1_000:1_020] = -6  # the neck, where each chain has been once
+    assert not NutsResult({"tau": np.exp(log_tau)}, 0, dict).accurate
