@@ -127,7 +127,7 @@ def test_gaussian_locals_are_integrated_exactly_with_two_derivatives(padded, dou
     assert bool(data.masks) == padded
 
     def ours(z):
-        return laplace.log_likelihood({}, z, data, laplace.start(data))[0]
+        return laplace.differentiable({}, z, data, laplace.start(data))[0]
 
     x, y = rows["x"][9:], rows["y"][9:]
     for found, exact in zip(
@@ -144,7 +144,7 @@ def test_latents_above_others_are_integrated_with_them(double):
     laplace, z = Laplace(split(hospitals, [data])), jnp.array([0.3, -0.2])
 
     def ours(z):
-        return laplace.log_likelihood({}, z, data, laplace.start(data))[0]
+        return laplace.differentiable({}, z, data, laplace.start(data))[0]
 
     for found, exact in zip(
         derivatives(jax.jit(ours), z),
@@ -169,17 +169,43 @@ def glmm_rows(n=40):
     return {"x": x, "y": r.poisson(np.exp(x @ [0.5, 0.3] + 0.7 * r.normal(size=(n, 1))))}
 
 
-def test_derivatives_through_the_modes_are_those_of_the_value(double):
-    (data,) = read([glmm_rows(7)])
-    laplace = Laplace(split(glmm, [data]))
-    f = jax.jit(lambda z: laplace.log_likelihood({}, z, data, laplace.start(data))[0])
-    z, h = np.array([0.2, 0.1, 0.4]), 1e-4
-    g, H = jax.grad(f)(z), jax.hessian(f)(z)
-    steps = h * np.eye(3)
-    slopes = [(f(z + e) - f(z - e)) / (2 * h) for e in steps]
-    curves = [(jax.grad(f)(z + e) - jax.grad(f)(z - e)) / (2 * h) for e in steps]
-    np.testing.assert_allclose(g, slopes, rtol=1e-6)
-    np.testing.assert_allclose(H, np.stack(curves), rtol=1e-5, atol=1e-6)
+def wards(ward, n_wards, clinic, n_clinics, x, y):
+    """Two plates above the rows, and rows with a latent of two dimensions; nothing is Gaussian."""
+    mu = numpyro.sample("mu", dist.Normal(0, 3))
+    omega = numpyro.sample("omega", dist.Normal(0, 3))
+    with nf.silo_plate("ward", n_wards):
+        v = numpyro.sample("v", dist.Normal(mu, jnp.exp(omega)).expand([2]).to_event(1))
+    with nf.silo_plate("clinic", n_clinics):
+        u = numpyro.sample("u", dist.StudentT(4, 0, jnp.exp(omega / 2)))
+    with nf.silo_plate("row", x.shape[0]):
+        b = numpyro.sample("b", dist.Normal(mu, 0.5).expand([2]).to_event(1))
+        log_rate = v[ward, 0] + x * v[ward, 1] + u[clinic] + b[:, 0] + x * b[:, 1]
+        numpyro.sample("y", dist.Poisson(jnp.exp(log_rate)), obs=y)
+
+
+def wards_silo():
+    r = np.random.default_rng(3)
+    where = dict(ward=np.repeat([0, 1], 4), n_wards=2, clinic=np.tile([0, 1, 2, 1], 2), n_clinics=3)
+    return dict(**where, x=r.normal(size=8), y=r.poisson(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("model", "silo", "at"),
+    [(glmm, glmm_rows(7), [0.2, 0.1, 0.4]), (wards, wards_silo(), [0.2, -0.3])],
+    ids=["rows", "rows below two plates"],
+)
+def test_derivatives_through_the_modes_are_those_of_the_value(model, silo, at, double):
+    (data,) = read([silo])
+    laplace, z, h = Laplace(split(model, [data])), np.array(at), 1e-4
+    start = laplace.start(data)
+    value = jax.jit(lambda z: laplace.log_likelihood({}, z, data, start)[0])
+    slope = jax.jit(jax.grad(lambda z: laplace.differentiable({}, z, data, start)[0]))
+    steps = h * np.eye(len(at))
+    slopes = [(value(z + e) - value(z - e)) / (2 * h) for e in steps]
+    curves = [(slope(z + e) - slope(z - e)) / (2 * h) for e in steps]
+    np.testing.assert_allclose(slope(z), slopes, rtol=1e-6)
+    np.testing.assert_allclose(jax.jacobian(slope)(z), curves, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(laplace.differentiable({}, z, data, start)[0], value(z), rtol=1e-9)
 
 
 def test_no_partition_matters():

@@ -40,22 +40,64 @@ class Arrow(NamedTuple):
 
     Attributes
     ----------
-    g_rows, rows : {plate: (n, d)}, {plate: (n, d, d)}
+    g : {plate: (n, d)}
+    rows : {plate: (n, d, d)}
     border : {plate: (n, d, o)}
-    g_outer, outer : (o,), (o, o)
-        Of the ``o`` latents of all outer plates together.
+    corner : (o, o)
+        Of the ``o`` latents of all plates above the rows together.
     """
 
-    g_rows: Rows
+    g: Rows
     rows: Rows
     border: Rows
-    g_outer: Array
-    outer: Array
+    corner: Array
 
     def of_rows(self) -> Arrow:
         """Without what stands above the rows."""
-        border = {p: jnp.zeros((*g.shape, 0)) for p, g in self.g_rows.items()}
-        return Arrow(self.g_rows, self.rows, border, jnp.zeros(0), jnp.zeros((0, 0)))
+        g = {p: self.g[p] for p in self.rows}
+        border = {p: jnp.zeros((*a.shape, 0)) for p, a in g.items()}
+        return Arrow(g, self.rows, border, jnp.zeros((0, 0)))
+
+
+class Factor(NamedTuple):
+    """Cholesky factors of an arrow's blocks, and of its corner once the rows are integrated out.
+
+    ``inverse`` is the inverse of each row's block times its border.
+    """
+
+    rows: Rows
+    border: Rows
+    inverse: Rows
+    corner: Array
+
+    @classmethod
+    def of(cls, arrow: Arrow, *, positive: bool = False) -> Factor:
+        """``positive`` turns what is concave upwards in the corner around."""
+        rows = jax.tree.map(jnp.linalg.cholesky, arrow.rows)
+        inverse = {p: _solved(L, arrow.border[p]) for p, L in rows.items()}
+        corner = arrow.corner
+        for p, B in arrow.border.items():
+            corner = corner - jnp.einsum("ndo,ndq->oq", B, inverse[p])
+        corner = _positive(corner) if positive and len(corner) else corner
+        return cls(rows, arrow.border, inverse, jnp.linalg.cholesky(corner))
+
+    def solve(self, g: Rows) -> Rows:
+        """The inverse of the arrow times ``g``."""
+        outer = _above(g, self.rows)
+        own = {p: _solved(L, g[p][..., None])[..., 0] for p, L in self.rows.items()}
+        if not outer:
+            return own
+        right = _packed(g, outer)
+        for p, B in self.border.items():
+            right = right - jnp.einsum("ndo,nd->o", B, own[p])
+        above = _solved(self.corner, right[:, None])[:, 0]
+        own = {p: a - self.inverse[p] @ above for p, a in own.items()}
+        return {**own, **_unpacked(above, g, outer)}
+
+    def log_det(self) -> Array:
+        """Of the arrow."""
+        blocks = (*self.rows.values(), self.corner)
+        return sum((_log_det_of(L) for L in blocks), jnp.zeros(()))
 
 
 class _Move(NamedTuple):
@@ -81,27 +123,56 @@ class Laplace:
     def log_likelihood(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
     ) -> tuple[Array, Rows]:
-        """The silo's log likelihood, and the modes of its locals.
+        """The silo's log likelihood, and the modes of its locals."""
+        if not start:
+            return self._total(theta, z_G, start, data), start
+        z = self.stepped(theta, z_G, self.modes(theta, z_G, data, start), data)
+        arrow = self._arrow(theta, z_G, z, data)
+        factor = Factor.of(arrow)
+        log_det = self._near(arrow, factor, factor.log_det())
+        return self._laplace(self._total(theta, z_G, z, data), log_det, z, data), z
 
-        It may be differentiated twice: two steps of Newton's method from the modes, taken as given,
-        move with ``theta`` and ``z_G`` as the modes do, up to third derivatives.
+    def differentiable(
+        self, theta: Theta, z_G: Array, data: SiloData, start: Rows
+    ) -> tuple[Array, Rows]:
+        r"""The same, for derivatives up to the second in ``theta`` and ``z_G``, together ``x``.
+
+        The modes and the factors of ``A`` there are found once, and taken as given. With the step
+        :math:`z(x) = \hat z + A^{-1} \partial_z f(x, \hat z)` and
+        :math:`w = A^{-1} \partial_z \log \det A`,
+
+        .. math::
+            f(x, z(x)) - \tfrac12 \log \det A(x, z(x)) - \tfrac12 w' \partial_z f(x, z(x))
+
+        has the derivatives that it has at the modes as they move with ``x``: ``z(x)`` moves as they
+        do but for what is of second order, and of that the last two terms cancel.
         """
         if not start:
             return self._total(theta, z_G, start, data), start
-        z = self.modes(*jax.lax.stop_gradient((theta, z_G)), data, start)
-        for _ in range(2):
-            z = self.stepped(theta, z_G, z, data)
-        arrow = self._arrow(theta, z_G, z, data)
-        step, log_det = _newton(arrow, z)
-        log_det = jnp.where(_promised(arrow, step, self._outer) < AT_MODE, log_det, jnp.nan)
+        given = jax.lax.stop_gradient((theta, z_G))
+        z = self.stepped(*given, self.modes(*given, data, start), data)
+        here = self._arrow(*given, z, data)
+        factor = Factor.of(here)
+        w = factor.solve(jax.grad(lambda z: _log_det(self._arrow(*given, z, data)))(z))
+        moving = jax.tree.map(jnp.add, z, factor.solve(self._gradient(theta, z_G, z, data)))
+        arrow = self._arrow(theta, z_G, moving, data)
+        second = sum(jnp.vdot(w[p], g) for p, g in arrow.g.items())
+        log_det = self._near(here, factor, _log_det(arrow))
+        total = self._total(theta, z_G, moving, data) - 0.5 * second
+        return self._laplace(total, log_det, z, data), z
+
+    def _near(self, arrow: Arrow, factor: Factor, log_det: Array) -> Array:
+        """NaN where the search has not come to a mode."""
+        return jnp.where(_promised(arrow, factor.solve(arrow.g)) < AT_MODE, log_det, jnp.nan)
+
+    def _laplace(self, total: Array, log_det: Array, z: Rows, data: SiloData) -> Array:
         number = sum(jnp.sum(self._real(p, z, data)) * z[p].shape[1] for p in z)
-        value = self._total(theta, z_G, z, data) + 0.5 * (number * LOG_2PI - log_det)
-        return value, jax.lax.stop_gradient(z)
+        return total + 0.5 * (number * LOG_2PI - log_det)
 
     def stepped(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
         """The locals after a plain step of Newton's method."""
-        step, _ = _newton(self._arrow(theta, z_G, z, data), z)
-        return jax.tree.map(jnp.add, z, step)
+        arrow = self._arrow(theta, z_G, z, data)
+        return jax.tree.map(jnp.add, z, Factor.of(arrow).solve(arrow.g))
 
     def outer_given(
         self, theta: Theta, z_G: Array, z: Rows, data: SiloData
@@ -111,9 +182,10 @@ class Laplace:
         ``z`` are the modes at a place nearby. With one derivative, as all modes here.
         """
         z = self.stepped(theta, z_G, z, data)
-        covariance = jnp.linalg.inv(_corner(self._arrow(theta, z_G, z, data)))
+        corner = Factor.of(self._arrow(theta, z_G, z, data)).corner
+        covariance = _solved(corner, jnp.eye(len(corner)))
         found, start = {}, 0
-        for p in self._outer:
+        for p in sorted(self._outer):
             own = slice(start, start := start + z[p].size)
             found[p] = z[p], covariance[own, own]
         return found
@@ -126,7 +198,7 @@ class Laplace:
         arrow = self._arrow(theta, z_G, z, data)
         for p, A in arrow.rows.items():
             L = jnp.linalg.cholesky(A)
-            z = {**z, p: z[p] + _solved(L, arrow.g_rows[p][..., None])[..., 0]}
+            z = {**z, p: z[p] + _solved(L, arrow.g[p][..., None])[..., 0]}
         arrow = self._arrow(theta, z_G, z, data)
         return {p: (z[p], A) for p, A in arrow.rows.items()}
 
@@ -152,10 +224,9 @@ class Laplace:
             i, z, _ = carry
             arrow = self._arrow(theta, z_G, z, data)
             arrow = arrow.of_rows() if held else arrow
-            moving = {p: v for p, v in z.items() if p in arrow.rows or not held}
-            uphill = arrow._replace(rows={p: _positive(A) for p, A in arrow.rows.items()})
-            direction, _ = _newton(uphill, moving, positive=True)
-            promised = _promised(arrow, direction, () if held else self._outer)
+            uphill = arrow._replace(rows=jax.tree.map(_positive, arrow.rows))
+            direction = Factor.of(uphill, positive=True).solve(arrow.g)
+            promised = _promised(arrow, direction)
             direction = {**jax.tree.map(jnp.zeros_like, z), **direction}
             move = _Move(direction, jnp.array([*shares, 0.0]), held)
             return i + 1, self._searched(theta, z_G, z, move, data), promised
@@ -199,13 +270,18 @@ class Laplace:
         terms = self._terms(theta, z_G, z, data)
         return sum((rows.sum() for rows in terms.values()), jnp.zeros(()))
 
+    def _gradient(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
+        return jax.grad(lambda z: self._total(theta, z_G, z, data))(z)
+
     def _real(self, plate: str, z: Rows, data: SiloData) -> Array:
         return data.masks.get(plate, jnp.ones(len(z[plate]), bool))
 
     def _arrow(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Arrow:
         """Derivatives in the locals; padded rows have a curvature of one, and no slope."""
-        gradient = jax.grad(lambda z: self._total(theta, z_G, z, data))
-        nowhere, outer = jax.tree.map(jnp.zeros_like, z), self._outer
+        nowhere, outer = jax.tree.map(jnp.zeros_like, z), sorted(self._outer)
+
+        def gradient(z: Rows) -> Rows:
+            return self._gradient(theta, z_G, z, data)
 
         def along(direction: Rows) -> Rows:
             return jax.jvp(gradient, (z,), ({**nowhere, **direction},))[1]
@@ -220,56 +296,80 @@ class Laplace:
         blocks = {p: block(p) for p in rows}
         size = sum(z[p].size for p in outer)
         if not size:
-            return Arrow(g, blocks, {}, jnp.zeros(0), jnp.zeros((0, 0))).of_rows()
+            return Arrow(g, blocks, {}, jnp.zeros((0, 0))).of_rows()
         columns = jax.vmap(lambda e: along(_unpacked(e, z, outer)))(jnp.eye(size))
         real = [jnp.repeat(self._real(p, z, data), z[p].shape[1]) for p in outer]
         corner = -jnp.concatenate([columns[p].reshape(size, -1) for p in outer], 1)
         return Arrow(
-            {p: g[p] for p in rows},
+            g,
             blocks,
             {p: -jnp.moveaxis(columns[p], 0, -1) for p in rows},
-            jnp.concatenate([g[p].ravel() for p in outer]),
             corner + jnp.diag(jnp.where(jnp.concatenate(real), 0.0, 1.0)),
         )
 
 
-def _corner(arrow: Arrow) -> Array:
-    """The precision of the latents of outer plates, those of the rows integrated out."""
-    corner = arrow.outer
+def _log_det(arrow: Arrow) -> Array:
+    """The log determinant of an arrow, for derivatives up to the second."""
+    corner, found = arrow.corner, jnp.zeros(())
     for p, A in arrow.rows.items():
-        inverse = _solved(jnp.linalg.cholesky(A), arrow.border[p])
-        corner = corner - jnp.einsum("ndo,ndq->oq", arrow.border[p], inverse)
-    return corner
+        rows = _Series.of(A)
+        found += rows.log_det()
+        if len(corner):
+            B = arrow.border[p]
+            corner = corner - jnp.einsum("ndo,ndq->oq", B, rows.solve(B))
+    return found + _Series.of(corner).log_det() if len(corner) else found
 
 
-def _newton(arrow: Arrow, z: Rows, *, positive: bool = False) -> tuple[Rows, Array]:
-    """The step to the top of the parabola, and the log determinant of ``A``.
+class _Series(NamedTuple):
+    r"""Blocks :math:`A = A_0 + \Delta` by the inverse ``P`` of :math:`A_0`, their own value.
 
-    ``positive`` turns what is concave upwards among the latents of outer plates around.
+    :math:`A^{-1} = P - P \Delta P + P \Delta P \Delta P` and
+    :math:`\log\det A = \log\det A_0 + \mathrm{tr} P \Delta - \tfrac12 \mathrm{tr} (P \Delta)^2`
+    have the derivatives up to the second, for the cost of products alone.
     """
-    step, inverse = {}, {}
-    log_det, corner, right = jnp.zeros(()), arrow.outer, arrow.g_outer
-    for p, A in arrow.rows.items():
-        L = jnp.linalg.cholesky(A)
-        step[p] = _solved(L, arrow.g_rows[p][..., None])[..., 0]
-        inverse[p] = _solved(L, arrow.border[p])
-        corner = corner - jnp.einsum("ndo,ndq->oq", arrow.border[p], inverse[p])
-        right = right - jnp.einsum("ndo,nd->o", arrow.border[p], step[p])
-        log_det += 2 * jnp.log(jnp.diagonal(L, axis1=-2, axis2=-1)).sum()
-    outer = [p for p in z if p not in arrow.rows]
-    if not outer:
-        return step, log_det
-    L = jnp.linalg.cholesky(_positive(corner) if positive else corner)
-    above = _solved(L, right[:, None])[:, 0]
-    step = {p: own - inverse[p] @ above for p, own in step.items()}
-    return {**step, **_unpacked(above, z, outer)}, log_det + 2 * jnp.log(jnp.diagonal(L)).sum()
+
+    L: Array
+    P: Array
+    delta: Array
+
+    @classmethod
+    def of(cls, A: Array) -> _Series:
+        given = jax.lax.stop_gradient(A)
+        L = jnp.linalg.cholesky(given)
+        P = _solved(L, jnp.broadcast_to(jnp.eye(A.shape[-1]), A.shape))
+        return cls(L, P, A - given)
+
+    def log_det(self) -> Array:
+        E = self.P @ self.delta
+        first = jnp.trace(E, axis1=-2, axis2=-1).sum()
+        return _log_det_of(self.L) + first - 0.5 * (E * jnp.swapaxes(E, -1, -2)).sum()
+
+    def solve(self, B: Array) -> Array:
+        first = self.P @ B
+        second = self.P @ (self.delta @ first)
+        return first - second + self.P @ (self.delta @ second)
 
 
-def _promised(arrow: Arrow, step: Rows, outer: tuple[str, ...]) -> Array:
+def _promised(arrow: Arrow, step: Rows) -> Array:
     """What a step promises to gain, twice, in the row where that is most."""
-    rows = [jnp.sum(g * step[p], -1) for p, g in arrow.g_rows.items()]
-    above = jnp.concatenate([jnp.zeros(0), *(step[p].ravel() for p in outer)])
-    return jnp.concatenate([*rows, jnp.atleast_1d(arrow.g_outer @ above)]).max()
+    rows = [jnp.sum(arrow.g[p] * step[p], -1) for p in arrow.rows]
+    above = sum((jnp.vdot(arrow.g[p], step[p]) for p in _above(arrow.g, arrow.rows)), jnp.zeros(()))
+    return jnp.concatenate([*rows, above[None]]).max()
+
+
+def _above(g: Rows, rows: Rows) -> list[str]:
+    """The plates that stand above rows, in the order in which their latents are one vector."""
+    return sorted(g.keys() - rows.keys())
+
+
+def _packed(z: Rows, plates: list[str]) -> Array:
+    """The latents of some plates as one vector, one after the other."""
+    return jnp.concatenate([z[p].ravel() for p in plates])
+
+
+def _log_det_of(L: Array) -> Array:
+    """Of ``L L'``, of all blocks."""
+    return 2 * jnp.log(jnp.diagonal(L, axis1=-2, axis2=-1)).sum()
 
 
 def _solved(L: Array, right: Array) -> Array:

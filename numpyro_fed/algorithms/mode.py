@@ -59,7 +59,7 @@ NUDGE = 1e-2  # from zero, where some densities have a kink: NumPyro's Bernoulli
 IDLE = 5  # steps in a row without a gain beyond rounding, after which a search gives up
 HALVINGS = 30  # of a start at which something is not finite
 ROUNDINGS = 8  # within which two numbers are alike
-TOGETHER = 16  # columns of a Hessian that are computed side by side
+TOGETHER = 16  # columns of a Hessian, or places, that are computed side by side
 SMALL = 4  # dimensions of a row's latents, up to which that is quicker than one by one
 
 
@@ -141,8 +141,7 @@ def mode(
     """
     n = unravelled(fm)
     log_prior = prior_of(fm, effects)
-    small = all(p.dim <= SMALL for p in fm.plates)
-    derive = partial(derivatives, together=TOGETHER if small else 1)
+    derive = partial(derivatives, together=together(fm))
 
     def init_server(key: Array) -> Search:
         def begin(x: Array) -> Search:
@@ -271,7 +270,7 @@ def asked(
 
         def value(x: Array) -> tuple[Array, Rows]:
             theta, z_G = unravel(x)
-            return laplace.log_likelihood({**theta, **state.private}, z_G, data, z_L)
+            return laplace.differentiable({**theta, **state.private}, z_G, data, z_L)
 
         place, modes = derive(value, x)
         found = Up(*place[1:])
@@ -288,6 +287,11 @@ def one_by_one(f: Callable[[Any], Any], of: Any) -> Any:
     loops, which takes hundreds of times as long.
     """
     return jax.lax.map(f, of)
+
+
+def together(fm: FederatedModel) -> int:
+    """How many places, or columns of a Hessian, silos look at side by side."""
+    return TOGETHER if all(p.dim <= SMALL for p in fm.plates) else 1
 
 
 def searching(
@@ -321,7 +325,7 @@ class Shape(NamedTuple):
 
     Its axes and the coordinates' own (n, 2 n), in units of each coordinate's own curvature; the
     curvature along them (2 n,), unsure from ``threshold`` on down; and the log densities at places
-    on both sides of each, farther, far and near (12 n,).
+    on both sides of each, farther (where the curvature is sure, here), far and near (12 n,).
     """
 
     axes: Array
@@ -341,7 +345,10 @@ def parabola(search: Search) -> tuple[Shape, Around]:
     axes = jnp.concatenate([axes, jnp.eye(len(x))], 1)
     values = jnp.concatenate([values, jnp.ones(len(x))])
     away = (axes / jnp.sqrt(jnp.maximum(values, threshold)) / unit[:, None]).T
-    places = x + jnp.concatenate([share * away for far in AWAY for share in (far, -far)])
+    unsure = jnp.where(values <= threshold, away.T, 0.0).T
+    ways = (unsure, away, away)
+    sides = [(s * far, way) for far, way in zip(AWAY, ways, strict=True) for s in (1, -1)]
+    places = x + jnp.concatenate([share * way for share, way in sides])
     shape = Shape(axes, values, jnp.asarray(threshold), jnp.full(len(places), jnp.nan))
     return shape, Around(places, i)
 
@@ -370,7 +377,7 @@ def around(fm: FederatedModel, effects: np.ndarray) -> Exchange:
             theta, z_G = unravel(x)
             return laplace.log_likelihood({**theta, **state.private}, z_G, data, near)[0]
 
-        size = min(TOGETHER, len(down.places))
+        size = min(together(fm), len(down.places))
         values = jax.lax.map(value, down.places, batch_size=size)
         return Reply(values, jnp.array(True)), state
 
