@@ -307,6 +307,23 @@ def test_dual_gradient_on_both_sides_of_its_series(alpha):
     check(found["log"], 1 / (alpha * polygamma(1, alpha) - 1), rtol=1e-8)
 
 
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+def test_a_density_is_centred_where_it_draws_in_single_precision(covariance):
+    """A million sds from zero: the mean of ``R^{-1} Lambda m`` would be a third of an sd off."""
+    family = expfam.gaussian(2, covariance)
+    first, precision = [-1.5e8, 1.5e8], [[16_000.0, 4_000.0], [4_000.0, 20_000.0]]
+    with jax.enable_x64(False):
+        second = -0.5 * jnp.array(np.diag(precision) if covariance == "diagonal" else precision)
+        eta = {"first": jnp.array(first), "second": second}
+        psi = family.ordinary(eta)
+        z = family.draw(psi, jax.random.normal(KEY, (2,)))
+        found = family.log_density(eta, z)
+    Lambda = -2 * np.asarray(second if second.ndim == 2 else jnp.diag(second), float)
+    away = np.asarray(z, float) - np.asarray(psi["loc"], float)
+    exact = 0.5 * np.linalg.slogdet(Lambda / (2 * np.pi))[1] - 0.5 * away @ Lambda @ away
+    np.testing.assert_allclose(found, exact, atol=1e-3)
+
+
 def test_natural_parameters_with_a_large_condition_number_in_single_precision():
     rng = np.random.default_rng(0)
     Q = np.linalg.qr(rng.normal(size=(6, 6)))[0]

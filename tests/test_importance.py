@@ -495,7 +495,7 @@ def fit_behind(walls):
 def test_silos_whose_answer_is_of_no_use_are_named(walls, bad):
     result = fit_behind(walls)
     names = ", ".join(map(str, bad))
-    with pytest.raises(nf.NonFiniteError, match=f"because of silo {names}\\.") as caught:
+    with pytest.raises(nf.NonFiniteError, match=f"all zero, at silo {names}\\.") as caught:
         nf.importance_correct(KEY, result, 30, 3)
     assert caught.value.silos == bad
     assert caught.value.result is result
@@ -509,7 +509,7 @@ def test_a_prior_that_rules_out_every_draw_is_the_servers():
             numpyro.sample("y", dist.Normal(mu, 1), obs=y)
 
     result = result_at(impossible, cut({"y": Y}, (3, 7)), 0.0, 1.0, lambda arrays: {})
-    with pytest.raises(nf.NonFiniteError, match="because of the server") as caught:
+    with pytest.raises(nf.NonFiniteError, match="all zero, at the server") as caught:
         nf.importance_correct(KEY, result, 30)
     assert caught.value.silos == ()
 

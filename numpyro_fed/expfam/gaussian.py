@@ -215,8 +215,8 @@ def _full(dim: int) -> Family:
         return 0.5 * (jnp.sum(w**2) + dim * _LOG_2PI) - jnp.log(jnp.diagonal(R)).sum()
 
     def log_density(eta: Tree, z: Array) -> Array:
-        R, w = root(eta)
-        residual = _dot(z, R) - w
+        R, _ = root(eta)
+        residual = _dot(z - ordinary(eta)["loc"], R)  # from where it is drawn, to the last bit
         return jnp.log(jnp.diagonal(R)).sum() - 0.5 * (jnp.sum(residual**2) + dim * _LOG_2PI)
 
     def kl(eta_q: Tree, eta_p: Tree) -> Array:

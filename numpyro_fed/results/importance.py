@@ -149,7 +149,7 @@ def importance_correct(
             bad = failed_silos(good, states, batches)
             where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
             raise NonFiniteError(
-                f"the importance weights are NaN, or all zero, because of {where}. Fit for more "
+                f"the importance weights are NaN, or all zero, at {where}. Fit for more "
                 "rounds, or look at the data and the supports of the sites there.",
                 result=result,
                 round=int(state.round),

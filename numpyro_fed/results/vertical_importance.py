@@ -72,7 +72,7 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
             bad = failed_silos(good, states, batches)
             where = f"client {', '.join(map(str, bad))}" if bad else "the server"
             raise NonFiniteError(
-                f"the importance weights are NaN, or all zero, because of {where}. Fit for more "
+                f"the importance weights are NaN, or all zero, at {where}. Fit for more "
                 "rounds, or look at the data and the supports of the sites there.",
                 result=result,
                 round=int(result.state.round),
