@@ -318,6 +318,7 @@ def test_a_density_is_centred_where_it_draws_in_single_precision(covariance):
         psi = family.ordinary(eta)
         z = family.draw(psi, jax.random.normal(KEY, (2,)))
         found = family.log_density(eta, z)
+        assert abs(family.kl(eta, eta)) < 1e-5
     Lambda = -2 * np.asarray(second if second.ndim == 2 else jnp.diag(second), float)
     away = np.asarray(z, float) - np.asarray(psi["loc"], float)
     exact = 0.5 * np.linalg.slogdet(Lambda / (2 * np.pi))[1] - 0.5 * away @ Lambda @ away

@@ -123,7 +123,7 @@ class Laplace:
     def log_likelihood(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
     ) -> tuple[Array, Rows]:
-        """The silo's log likelihood, and the modes of its locals."""
+        """The silo's log likelihood, and the modes of its locals; not for derivatives."""
         if not start:
             return self._total(theta, z_G, start, data), start
         z = self.stepped(theta, z_G, self.modes(theta, z_G, data, start), data)
@@ -142,7 +142,7 @@ class Laplace:
         :math:`w = A^{-1} \partial_z \log \det A`,
 
         .. math::
-            f(x, z(x)) - \tfrac12 \log \det A(x, z(x)) - \tfrac12 w' \partial_z f(x, z(x))
+            f(x, z(x)) - \tfrac12 \log \det A(x, z(x)) - \tfrac12 w' (\partial_z f)(x, z(x))
 
         has the derivatives that it has at the modes as they move with ``x``: ``z(x)`` moves as they
         do but for what is of second order, and of that the last two terms cancel.
@@ -193,7 +193,9 @@ class Laplace:
     def rows_given(
         self, theta: Theta, z_G: Array, outer: Array, z: Rows, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
-        """Modes (n, d) and precisions (n, d, d) of the rows, given all latents of outer plates."""
+        """Modes (n, d) and precisions (n, d, d) of the rows, given all latents of outer plates, as
+        one vector in the model's order of plates.
+        """
         z = {**z, **_unpacked(outer, z, self._outer)}
         arrow = self._arrow(theta, z_G, z, data)
         for p, A in arrow.rows.items():

@@ -215,14 +215,16 @@ def _full(dim: int) -> Family:
         return 0.5 * (jnp.sum(w**2) + dim * _LOG_2PI) - jnp.log(jnp.diagonal(R)).sum()
 
     def log_density(eta: Tree, z: Array) -> Array:
-        R, _ = root(eta)
-        residual = _dot(z - ordinary(eta)["loc"], R)  # from where it is drawn, to the last bit
-        return jnp.log(jnp.diagonal(R)).sum() - 0.5 * (jnp.sum(residual**2) + dim * _LOG_2PI)
+        psi = ordinary(eta)  # by which it is drawn
+        L = cholesky_factor(psi, dim)
+        residual = solve_triangular(L, z - psi["loc"], lower=True)
+        return -psi["log_scale"].sum() - 0.5 * (jnp.sum(residual**2) + dim * _LOG_2PI)
 
     def kl(eta_q: Tree, eta_p: Tree) -> Array:
-        R, w = root(eta_p)
+        R, _ = root(eta_p)
         psi = ordinary(eta_q)
-        spread, shift = _dot(R.T, cholesky_factor(psi, dim)), _dot(psi["loc"], R) - w
+        away = psi["loc"] - ordinary(eta_p)["loc"]
+        spread, shift = _dot(R.T, cholesky_factor(psi, dim)), _dot(away, R)
         log_ratio = -(jnp.log(jnp.diagonal(R)) + psi["log_scale"])
         diagonal = jnp.diagonal(spread) ** 2
         off = jnp.sum(spread**2) - jnp.sum(diagonal)
