@@ -205,13 +205,13 @@ def _diagonal(dim: int) -> Family:
 
 
 def _full(dim: int) -> Family:
-    def root(eta: Tree) -> tuple[Array, Array]:
-        """``R`` with ``Lambda = R R'``, lower triangular, and ``R^{-1} Lambda m``."""
-        R = jnp.linalg.cholesky(_precision(eta))
-        return R, solve_triangular(R, eta["first"], lower=True)
+    def root(eta: Tree) -> Array:
+        """``R`` with ``Lambda = R R'``, lower triangular."""
+        return jnp.linalg.cholesky(_precision(eta))
 
     def log_partition(eta: Tree) -> Array:
-        R, w = root(eta)
+        R = root(eta)
+        w = solve_triangular(R, eta["first"], lower=True)  # R^{-1} Lambda m
         return 0.5 * (jnp.sum(w**2) + dim * _LOG_2PI) - jnp.log(jnp.diagonal(R)).sum()
 
     def log_density(eta: Tree, z: Array) -> Array:
@@ -221,7 +221,7 @@ def _full(dim: int) -> Family:
         return -psi["log_scale"].sum() - 0.5 * (jnp.sum(residual**2) + dim * _LOG_2PI)
 
     def kl(eta_q: Tree, eta_p: Tree) -> Array:
-        R, _ = root(eta_p)
+        R = root(eta_p)
         psi = ordinary(eta_q)
         away = psi["loc"] - ordinary(eta_p)["loc"]
         spread, shift = _dot(R.T, cholesky_factor(psi, dim)), _dot(away, R)
