@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+
+Own = TypeVar("Own", bound="HasPrecision")
+Args = ParamSpec("Args")
+T = TypeVar("T")
 
 
 @contextmanager
@@ -57,3 +63,54 @@ def copies_by_precision() -> bool:
 
 def _nothing() -> None:
     """What a dead reference returns."""
+
+
+def is_double() -> bool:
+    """Whether JAX computes in double precision here."""
+    return bool(jnp.result_type(float) == np.float64)
+
+
+def precision(*, double: bool) -> AbstractContextManager[None]:
+    """Double precision, or the process's own."""
+    return double_precision() if double and not is_double() else nullcontext()
+
+
+def in_this_precision(tree: T) -> T:
+    """The tree with its floating-point arrays in the precision that holds here."""
+
+    def rounded(leaf: Any) -> Any:
+        is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        return jnp.asarray(leaf, jnp.result_type(float)) if is_float else leaf
+
+    return jax.tree.map(rounded, tree)
+
+
+class HasPrecision(Protocol):
+    """An object whose numbers were computed in one of two precisions."""
+
+    @property
+    def double(self) -> bool:
+        """Whether that was double precision."""
+        ...
+
+
+def in_own_precision(method: Callable[Concatenate[Own, Args], T]) -> Callable[..., T]:
+    """Make a method compute in the precision of its object, whatever the process's is.
+
+    What an object of double precision returns to a process of single precision is NumPy arrays:
+    JAX would round its own to single precision in the next operation, without a word.
+    """
+
+    @wraps(method)
+    def call(self: Own, *args: Args.args, **kwargs: Args.kwargs) -> T:
+        if not self.double or is_double():
+            return method(self, *args, **kwargs)
+        with double_precision():
+            return jax.tree.map(_on_host, method(self, *args, **kwargs))
+
+    return call
+
+
+def _on_host(leaf: Any) -> Any:
+    is_float = isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return np.asarray(leaf) if is_float else leaf

@@ -15,6 +15,7 @@ from numpyro_fed.algorithms.begin import Frame
 from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.expfam.gaussian import cholesky_factor
 from numpyro_fed.guides.structured import FULL_UP_TO
+from numpyro_fed.precision import in_this_precision
 from numpyro_fed.results.base import Fit, Result, Silos
 from numpyro_fed.runtime.stack import State, init_schedule
 from numpyro_fed.trees import strong
@@ -68,8 +69,9 @@ def carried(fit: Fit, key: Array, held: Silos, result: Result) -> tuple[State, C
         raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
     _check_same(fit, result)
     frame, how = _frame(result)
+    frame = in_this_precision(frame)
     key_server, key_silos = jax.random.split(key)
-    privates = [result.private(j) for j in range(result.num_silos)]
+    privates = [in_this_precision(result.private(j)) for j in range(result.num_silos)]
     silos = []
     for bucket, batch in zip(held.buckets, held.batches, strict=True):
         own = jax.tree.map(lambda *a: jnp.stack(a), *(privates[j] for j in bucket.silos))

@@ -73,7 +73,7 @@ class Peak(NamedTuple):
     log_evidence: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mode:
     r"""The highest point of the posterior density that was found, unconstrained.
 

@@ -17,6 +17,8 @@ from numpyro_fed.errors import DataError
 
 Sizes = dict[str, int]
 
+GAPS = 50.0  # between numbers of single precision: a column with a smaller sd is made of rounding
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -153,6 +155,8 @@ def _read_array(owner: str, name: str, value: Any) -> np.ndarray:
             f"with dtype {array.dtype}. Convert it to a numeric array first."
         )
     original, array = array, array.astype(canonicalize_dtype(array.dtype), copy=False)
+    if array.dtype.kind == "f":
+        array = array.astype(np.result_type(array, jnp.result_type(float)), copy=False)
     if array.dtype.kind in "iu" and not np.array_equal(original, array):
         raise DataError(
             f"{owner}, '{name}': whole numbers beyond the range of {array.dtype}. Make them "
@@ -166,7 +170,30 @@ def _read_array(owner: str, name: str, value: Any) -> np.ndarray:
             "missing rows by a mask array in the data and numpyro.handlers.mask around the "
             "site, and put any finite number in their place."
         )
+    if array.size and array.dtype.itemsize < original.dtype.itemsize and array.dtype.kind == "f":
+        _check_cast(owner, name, original, array)
     return array
+
+
+def _check_cast(owner: str, name: str, original: np.ndarray, array: np.ndarray) -> None:
+    """Refuse a column whose values single precision moves by a share of their spread."""
+    rows = original.reshape(-1, original.shape[-1] if original.ndim > 1 else 1)
+    sd = np.std(rows - rows[:1], axis=0)
+    gap = np.spacing(np.abs(array).reshape(rows.shape).max(0, initial=0.0)).astype(np.float64)
+    moved = np.abs(array.reshape(rows.shape) - rows).max(0, initial=0.0) > 0
+    lost = moved & (sd > 0) & (sd < GAPS * gap)
+    if not lost.any():
+        return
+    column = int(lost.argmax())
+    where = f"column {column} of '{name}'" if original.ndim > 1 else f"'{name}'"
+    centre = float(rows[:, column].mean())
+    raise DataError(
+        f"{owner}, {where}: values near {centre:.6g} with an sd of {sd[column]:.2g}, but numbers "
+        f"of single precision are {gap[column]:.2g} apart there, so that most of what they say "
+        f"would be lost. Subtract one number from this column at every silo (such as {centre:.3g})"
+        ", or enable double precision by jax.config.update('jax_enable_x64', True), as "
+        "numpyro_fed.fit does by itself."
+    )
 
 
 def _check_alike(silos: Sequence[SiloData]) -> None:

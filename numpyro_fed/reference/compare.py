@@ -90,7 +90,7 @@ def compare(
     return Comparison(sites, pareto_k, draws, weights, nuts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Comparison:
     """What :func:`compare` found.
 

@@ -35,7 +35,7 @@ ROUNDING = 1e-5  # a smaller spread, relative, is none
 Position = dict[str, Any]  # {"z_G": (dim,), "z_L": {plate: (rows of all silos, dim)}}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NutsResult:
     """Draws from the joint posterior.
 

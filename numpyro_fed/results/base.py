@@ -25,6 +25,7 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.objectives import SiloBound
+from numpyro_fed.precision import in_own_precision, is_double
 from numpyro_fed.results.communication import Communication, communication, exchanged_before
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.saving import save_state
@@ -137,8 +138,9 @@ class Built(NamedTuple):
 class Fit(NamedTuple):
     """What was built, ready to run.
 
-    ``compiled`` holds single exchanges and what goes with them, by what they are for. Of silos in
-    other processes it knows neither the sizes nor how to ask about their values.
+    ``compiled`` holds single exchanges and what goes with them, by what they are for; ``double``
+    says whether it computes in double precision. Of silos in other processes it knows neither the
+    sizes nor how to ask about their values.
     """
 
     plan: Plan
@@ -146,6 +148,7 @@ class Fit(NamedTuple):
     runtime: Runtime
     posterior: Posterior
     compiled: dict[Any, Any]
+    double: bool
     sizes: tuple[Sizes, ...] = ()
     checks: Checks | None = None
 
@@ -153,7 +156,7 @@ class Fit(NamedTuple):
     def of(cls, plan: Plan, built: Built, runtime: Runtime, **layout: Any) -> Fit:
         """A fit with nothing compiled yet."""
         sampling = posterior(built.model, built.guide, built.bound)
-        return cls(plan, built, runtime, sampling, {}, **layout)
+        return cls(plan, built, runtime, sampling, {}, is_double(), **layout)
 
     @property
     def model(self) -> FederatedModel:
@@ -211,7 +214,7 @@ class Fit(NamedTuple):
         return check_state(state, jax.eval_shape(self.runtime.init, key, silos.batches))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result:
     """A federated fit.
 
@@ -227,13 +230,18 @@ class Result:
         Why there are no more rounds.
     """
 
-    losses: np.ndarray
-    state: State
+    losses: np.ndarray = field(repr=False)
+    state: State = field(repr=False)
     _fit: Fit = field(repr=False)
     _silos: Silos | None = field(default=None, repr=False)  # of a run in one process
     start: Any = field(default=None, repr=False, kw_only=True)
     ended: str = field(default="rounds", kw_only=True)
     _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)  # of a file
+
+    @property
+    def double(self) -> bool:
+        """Whether the fit was computed in double precision."""
+        return self._fit.double
 
     @property
     def num_silos(self) -> int:
@@ -265,6 +273,7 @@ class Result:
         return self._silos
 
     @property
+    @in_own_precision
     def communication(self) -> Communication:
         """What this run has cost in bytes down to the silos and up from them; prints as a table.
 
@@ -293,6 +302,7 @@ class Result:
         return bound_settled(self.losses)
 
     @cached_property
+    @in_own_precision
     def certificate(self) -> Any:
         """The fit's importance correction with default settings, computed once.
 
@@ -330,6 +340,7 @@ class Result:
         return f"{rounds} rounds; the bound was still rising, or they are too few to tell."
 
     @property
+    @in_own_precision
     def params(self) -> dict[str, Any]:
         """Shared parameters on their own supports, by name; the globals' guide as ``"guide"``."""
         theta, guide = self.shared
@@ -340,15 +351,18 @@ class Result:
         """What everybody may know: shared parameters, unconstrained, and the globals' guide."""
         return self._fit.algorithm.shared(self.state.server)
 
+    @in_own_precision
     def silo_params(self, silo: int) -> dict[str, Any]:
         """Silo ``j``'s private parameters on their own supports, and its guide as ``"guide"``."""
         private = self._fit.model.constrain_theta(self.private_parameters(silo))
         return {**private, "guide": self.private(silo).guide}
 
+    @in_own_precision
     def private_parameters(self, silo: int) -> dict[str, Any]:
         """Silo ``j``'s private parameters, unconstrained."""
         return self._real_private(silo, self.private(silo).theta)
 
+    @in_own_precision
     def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
         """Draw from the fitted posterior.
 
@@ -369,6 +383,7 @@ class Result:
         z_G, _ = self.draw_globals(key, n)
         return self.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._fit.posterior)
 
+    @in_own_precision
     def sites_at(
         self, key: Array, z_G: Array, silo: int | None, posterior: Posterior
     ) -> dict[str, Array]:
@@ -378,6 +393,7 @@ class Result:
             return sites
         return sites | self._sample_locals(key, z_G, silo, posterior)
 
+    @in_own_precision
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
         """Unconstrained draws ``z_G`` (n, dim) and their log densities (n,) under the guide."""
         guide = self.shared.guide
@@ -480,8 +496,8 @@ def check_state(state: Any, expected: State) -> State:
     shapes = [jax.tree.map(lambda a: (a.shape, a.dtype), x) for x in (state, expected)]
     if shapes[0] != shapes[1]:
         raise SavedStateError(
-            "init_state comes from another model, guide, optimiser, runtime or layout of silos. "
-            "Pass the .state of a run with the same settings and silos."
+            "init_state comes from another model, guide, optimiser, runtime, precision or layout "
+            "of silos. Pass the .state of a run with the same settings and silos."
         )
     return state
 

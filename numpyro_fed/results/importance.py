@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange
-from numpyro_fed.algorithms.importance.exchange import importance
+from numpyro_fed.algorithms.importance.exchange import Weighed, importance
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
 from numpyro_fed.errors import NonFiniteError, positive_int
@@ -23,17 +23,22 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
+from numpyro_fed.precision import in_own_precision, precision
 from numpyro_fed.results.base import Built, Fit, Result
 from numpyro_fed.results.moments import moments
 from numpyro_fed.results.posterior import Posterior, posterior
+from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
-from numpyro_fed.results.weighted import Weighted, systematic, weights_of
+from numpyro_fed.results.weighted import Weighted, systematic, threshold, weights_of
 from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Single
 
 AT_ONCE = 4_000  # draws in an exchange
 LITTLE = 2e7  # terms of rows: computed sooner than a program for them is optimised
+LOOKS = 3  # times that heavy draws are held against their neighbours
+NEXT_TO, GAPS = 1e-4, 8  # sds, and gaps between numbers: how far the neighbours of a draw are
+JUMP = 3.0  # nats: a density with that second difference over such a step is no density
 
 
 @overload
@@ -133,36 +138,38 @@ def importance_correct(
         )
     if not 0 <= wider < 1:
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
-    fit, silos, state = result._fit, result._silos, result.state
-    batches = () if silos is None else silos.batches
+    with precision(double=result.double):
+        return _corrected(key, result, num_draws, inner_draws, wider)
+
+
+def _corrected(
+    key: Array, result: Result, num_draws: int, inner_draws: int | Mapping[str, int], wider: float
+) -> Corrected:
+    """Weigh draws of a fit's globals, in the precision of the fit."""
+    fit, silos = result._fit, result._silos
     _check_weighable(fit)
     draws = _inner_draws(fit.guide, inner_draws)
     if silos is not None and fit.checks is not None:
         check_rows_apart(fit.model, fit.checks, draws, silos.buckets)
     size = min(num_draws, AT_ONCE)
     weigh, sampler, proposed = _compiled(fit, draws, size, wider)
-    parts, evidence = [], []
-    for i in range(-(-num_draws // size)):
-        mine = jax.random.fold_in(key, i) if i else key
-        weighed, states, info, good = weigh(mine, state.server, state.silos, batches)
-        if not bool(info.ok):
-            bad = failed_silos(good, states, batches)
-            where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
-            raise NonFiniteError(
-                f"the importance weights are NaN, or all zero, at {where}. Fit for more "
-                "rounds, or look at the data and the supports of the sites there.",
-                result=result,
-                round=int(state.round),
-                silos=bad,
-            )
-        parts.append(weighed)
-        evidence.append(-float(info.loss))
+    keys = [jax.random.fold_in(key, i) if i else key for i in range(-(-num_draws // size))]
+    parts = [_weighed(result, weigh, each) for each in keys]
     z_G, log_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
     own = np.tile(np.arange(size) < proposed.own, len(parts))
     pareto_k, weights = weights_of(log_weights)
+    for _ in range(0 if draws else LOOKS):
+        if pareto_k <= threshold(len(weights)):
+            break
+        unsmooth = _unsmooth(result, weigh, key, z_G, np.asarray(log_weights), own)
+        if not unsmooth.size:
+            break
+        log_weights = log_weights.at[unsmooth].set(-jnp.inf)
+        pareto_k, weights = weights_of(log_weights)
     ess = float(1 / (weights**2).sum())
     z_G = _without_the_weightless(z_G, weights)
-    log_evidence = float(np.logaddexp.reduce(evidence) - np.log(len(evidence)))
+    log_evidence = float(jax.nn.logsumexp(log_weights) - np.log(len(weights)))
+    found = moments(np.asarray(z_G), weights, own)
     return Corrected(
         log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
         ess=ess,
@@ -171,9 +178,59 @@ def importance_correct(
         result=result,
         _key=jax.random.fold_in(key, 1),
         _z_G=z_G,
-        _moments=moments(np.asarray(z_G), weights, own),
+        _moments=found,
+        _rounding=Rounding.of(z_G, weights, log_weights, found.mean, found.sd),
         _posterior=sampler,
     )
+
+
+def _weighed(result: Result, weigh: Single, key: Array, given: Array | None = None) -> Weighed:
+    """One exchange: draws of the globals, or the ``given`` ones, and their log weights.
+
+    Raises
+    ------
+    NonFiniteError
+        If a silo's estimate is NaN, or no draw has any weight.
+    """
+    state = result.state
+    batches = () if result._silos is None else result._silos.batches
+    found, states, info, good = weigh(key, state.server, state.silos, batches, given)
+    if not bool(info.ok):
+        bad = failed_silos(good, states, batches)
+        where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
+        raise NonFiniteError(
+            f"the importance weights are NaN, or all zero, at {where}. Fit for more "
+            "rounds, or look at the data and the supports of the sites there.",
+            result=result,
+            round=int(state.round),
+            silos=bad,
+        )
+    return found
+
+
+def _unsmooth(
+    result: Result, weigh: Single, key: Array, z_G: Array, log_weights: np.ndarray, own: np.ndarray
+) -> np.ndarray:
+    """Which of the heaviest draws owe their weight to the cancellation of large numbers.
+
+    A log density that rises by cancellation, as far out where the gamma functions of a Beta
+    distribution are subtracted, jumps from one number to the next. So each of these draws is
+    weighed again together with its two neighbours on both sides, a tiny share of an sd away: a
+    second difference of several nats is no curvature there.
+    """
+    z = np.asarray(z_G, np.float64)
+    size = min(len(z), AT_ONCE)
+    heavy = np.argsort(-log_weights)[: size // 3]
+    gap = np.spacing(np.abs(np.asarray(z_G))[heavy]).astype(np.float64)
+    signs = np.where(np.random.default_rng(0).random(z.shape[1]) < 0.5, -1, 1)
+    step = signs * np.maximum(NEXT_TO * z[own].std(0), GAPS * gap)
+    three = [z[heavy] - step, z[heavy], z[heavy] + step]
+    spare = np.broadcast_to(z[own].mean(0), (size - 3 * len(heavy), z.shape[1]))
+    places = jnp.asarray(np.concatenate([*three, spare]), z_G.dtype)
+    density = np.asarray(_weighed(result, weigh, key, places).log_weights, np.float64)
+    below, at, above = density[: 3 * len(heavy)].reshape(3, -1)
+    smooth = np.abs(above - 2 * at + below) <= JUMP
+    return heavy[~smooth & (log_weights[heavy] > -np.inf)]
 
 
 def _without_the_weightless(z_G: Array, weights: np.ndarray) -> Array:
@@ -190,7 +247,7 @@ def _check_weighable(fit: Fit) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corrected(Weighted):
     """An importance-corrected fit.
 
@@ -215,7 +272,13 @@ class Corrected(Weighted):
     def _sites(self) -> tuple[Site, ...]:
         return self.result._fit.model.named("latent")
 
+    @property
+    def double(self) -> bool:
+        """Whether the draws were computed in double precision."""
+        return self.result.double
+
     @cached_property
+    @in_own_precision
     def draws(self) -> dict[str, Array]:
         """Draws of the globals on their own supports, to be weighted by ``weights``."""
         theta = self.result.shared.theta
@@ -226,6 +289,7 @@ class Corrected(Weighted):
         """As many draws of the globals, resampled by their weights."""
         return self.sample_posterior(self._key, len(self.weights))
 
+    @in_own_precision
     def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
         """Draw from the corrected posterior; with ``silo``, also that silo's locals.
 

@@ -16,10 +16,11 @@ from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import Settings, Status
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.expfam.gaussian import rounding
+from numpyro_fed.precision import in_own_precision
 from numpyro_fed.results.base import Factors, Result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PVIResult(Result):
     """A fit by :class:`numpyro_fed.PVI` or a member of its family.
 
@@ -49,14 +50,17 @@ class PVIResult(Result):
     def _factors(self) -> Factors:
         return cast(Factors, self._fit.factors)
 
+    @in_own_precision
     def posterior(self) -> dict[str, dist.Distribution]:
         """Each global site's marginal, as a NumPyro distribution on its own support."""
         return self._factors.globals.marginals(self.state.server.params["guide"])
 
+    @in_own_precision
     def natural_parameters(self) -> Any:
         """Natural parameters of the posterior: the prior's, and all factors."""
         return self.state.server.params["guide"]
 
+    @in_own_precision
     def factor(self, silo: int) -> Any:
         """Natural parameters of a silo's factor; these sum to what the silos add to the prior.
 
@@ -72,6 +76,7 @@ class PVIResult(Result):
         return int(self.visits.size)
 
     @cached_property
+    @in_own_precision
     def log_evidence(self) -> np.ndarray:
         r"""Estimates of ``log p(y)`` (rounds,), one for the posterior after each round.
 
@@ -226,6 +231,7 @@ class PVIResult(Result):
         return str(jax.tree.leaves(self.natural_parameters())[0].dtype)
 
     @cached_property
+    @in_own_precision
     def _rounding(self) -> float:
         """About how many standard deviations single precision has lost, in sums over rows too."""
         eta, rows = self.natural_parameters(), max(n for _, n in self._fit.plan.largest)

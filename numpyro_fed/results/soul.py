@@ -12,7 +12,7 @@ from numpyro_fed.algorithms.vertical.soul import chosen
 from numpyro_fed.results.vertical import VerticalRun
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SOULResult(VerticalRun):
     """Draws of the clients' latents given the mode of auxiliary variables and of the server's.
 

@@ -93,12 +93,12 @@ class VerticalFit(NamedTuple):
         return check_state(state, jax.eval_shape(self.runtime.init, key, held.batches))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VerticalRun(ABC):
     """What the methods for vertical models return; each says what its numbers are."""
 
-    losses: np.ndarray
-    state: State
+    losses: np.ndarray = field(repr=False)
+    state: State = field(repr=False)
     _fit: VerticalFit = field(repr=False)
     _held: Silos | None = field(default=None, repr=False)  # of a run in one process
     ended: str = field(default="rounds", kw_only=True)
@@ -255,7 +255,7 @@ class VerticalRun(ABC):
         save_state(path, self._fit.description, self.losses, self.state)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VerticalResult(VerticalRun):
     """A vertical fit by variational inference.
 

@@ -13,6 +13,7 @@ from numpyro_fed.algorithms.vertical.weigh import parts, weigh
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import moments
+from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.results.weighted import Weighted, systematic, weights_of
 from numpyro_fed.runtime.drive import failed_silos
@@ -22,7 +23,7 @@ NUMBERS = 2**24  # in a client's reply, about
 TOGETHER = 2**20  # numbers that are computed at a time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VerticalCorrected(Weighted):
     """An importance-corrected vertical fit: the posterior of the model as it is written.
 
@@ -89,6 +90,7 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
     z, *rest = (jnp.where(known, a, a[weights.argmax()]) for a in (z, *draws))
     guides_own = np.tile(parts(v, size)[1] == 0, len(server))
     everything = np.concatenate([np.asarray(a) for a in (z, *rest)], 1)
+    found = moments(everything, weights, guides_own)
     return VerticalCorrected(
         log_evidence=float(np.logaddexp.reduce(evidence) - np.log(len(evidence))),
         ess=float(1 / (weights**2).sum()),
@@ -96,7 +98,8 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
         weights=weights,
         result=result,
         _key=key,
-        _moments=moments(everything, weights, guides_own),
+        _moments=found,
+        _rounding=Rounding.of(everything, weights, log_weights, found.mean, found.sd),
         _z=z,
         _own=tuple(rest),
     )

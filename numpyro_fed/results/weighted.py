@@ -15,6 +15,7 @@ from jax import Array
 
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import Moments
+from numpyro_fed.results.rounding import Rounding
 
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
@@ -25,7 +26,7 @@ MANY = 0.3  # of the draws
 NONE = -100.0  # log weight, less the largest, that counts as none
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Weighted(ABC):
     """Draws of latents that are the same for all, weighed by their posterior.
 
@@ -50,6 +51,7 @@ class Weighted(ABC):
     result: Any = field(repr=False)
     _key: Array = field(repr=False)
     _moments: Moments = field(repr=False)
+    _rounding: Rounding = field(repr=False)
 
     @property
     @abstractmethod
@@ -62,7 +64,7 @@ class Weighted(ABC):
 
         ``min(1 - 1 / log10(S), 0.7)`` (Vehtari et al. 2024, section 3.2.4).
         """
-        return _threshold(len(self.weights))
+        return threshold(len(self.weights))
 
     @property
     def reliable(self) -> bool:
@@ -91,7 +93,32 @@ class Weighted(ABC):
     @property
     def trusted(self) -> bool:
         """Whether corrected means and sds are right to a tenth of an sd."""
-        return self.reliable and self.spreads_known and self.monte_carlo_error <= ERROR
+        enough = self.reliable and self.spreads_known and self.monte_carlo_error <= ERROR
+        return enough and self.precise
+
+    @property
+    def precise(self) -> bool:
+        """Whether the precision of the computation can hold the posterior.
+
+        Where an sd is less than fifty gaps between numbers at its mean, or the rounding of a log
+        density moves it by a tenth of a nat, draws and weights are made of rounding.
+        """
+        return self._rounding.fine
+
+    @property
+    def doubt(self) -> str:
+        """Why the correction is not :attr:`trusted`, in a few words; empty where it is."""
+        if self.trusted:
+            return ""
+        if not self.precise:
+            return self._rounding.words(self._sites)
+        if not self.reliable and self.many_count:
+            return "its tails reach beyond what was drawn"
+        if not self.reliable:
+            return "a few draws carry the weight"
+        if not self.spreads_known:
+            return "few draws far out carry a spread"
+        return f"means and sds are known to {self.monte_carlo_error:.2g} sd only"
 
     @property
     def fit_error(self) -> dict[str, dict[str, np.ndarray]]:
@@ -110,7 +137,7 @@ class Weighted(ABC):
         """Whether the fit's own means and sds are right to a tenth of an sd."""
         off, error = np.abs(self._moments.shift), self._moments.shift_error
         enough = self.reliable and self.spreads_known and len(self.weights) >= FEW
-        return enough and bool((off + 2 * error <= CLOSE).all())
+        return enough and self.precise and bool((off + 2 * error <= CLOSE).all())
 
     def report(self) -> str:
         """Say in words whether the posterior can be trusted, and whether the fit can."""
@@ -125,6 +152,8 @@ class Weighted(ABC):
     def _verdict(self) -> str:
         if len(self.weights) < FEW:
             return "Too few draws to tell: k-hat needs 100 or more."
+        if not self.precise:
+            return f"Do not trust this posterior: {self.doubt}. {self._rounding.remedy}"
         if self.reliable and not self.spreads_known:
             return (
                 "Few draws far out carry a spread (the tail of its terms has a k-hat of "
@@ -184,12 +213,13 @@ def weights_of(log_weights: Array) -> tuple[float, np.ndarray]:
         weights = weights / weights.sum()
         share = float(1 / (weights**2).sum() / len(weights))
         pareto_k = _tail(float(k), share)
-        if pareto_k <= _threshold(len(weights)):
+        if pareto_k <= threshold(len(weights)):
             break
     return pareto_k, weights
 
 
-def _threshold(num_draws: int) -> float:
+def threshold(num_draws: int) -> float:
+    """The largest k-hat for which so many draws are enough (Vehtari et al. 2024)."""
     return min(1 - 1 / math.log10(max(num_draws, 11)), 0.7)
 
 

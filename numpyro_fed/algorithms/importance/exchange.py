@@ -48,7 +48,8 @@ def importance(
     """Build the exchange, from states of the algorithm ``fitted`` to :class:`Weighed`.
 
     A silo sends its log likelihood estimates (n,), and keeps its state; ``batch_size`` draws run
-    at a time.
+    at a time. Where the server has data, these are the draws (n, dim) that are weighed, without
+    the proposal's density.
     """
 
     def usable(values: Array) -> Array:
@@ -61,7 +62,10 @@ def importance(
 
     def broadcast(noise: Any, state: Any, who: Array, server_data: Any) -> tuple[Down, Any]:
         theta, eta = fitted.shared(state)
-        z_G, log_q = proposal.draw(theta, eta, noise)
+        if server_data is None:
+            z_G, log_q = proposal.draw(theta, eta, noise)
+        else:
+            z_G, log_q = server_data, jnp.zeros(num_draws)
         log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
         return Down(theta, z_G, guide.globals.centre(eta)), (z_G, usable(log_prior - log_q))
 
