@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,7 @@ def test_spreads_that_hang_on_few_draws_take_more_of_them():
     fitted = nf.fit(KEY, model, silos, progress_bar=False)
     assert [stage.name for stage in fitted.stages] == ["PVI", "correction", "more draws"]
     before, after = (stage.result for stage in fitted.stages[1:])
+    assert "not enough: few draws far out carry a spread" in fitted.verdict
     assert before.reliable
     assert before.monte_carlo_error < 0.03
     assert not before.spreads_known
@@ -219,3 +221,42 @@ def test_the_best_of_several_corrections_is_judged_by_new_draws():
     tried = [s.name for s in fitted.stages if isinstance(s.result, nf.Corrected)]
     assert len(tried) > 2
     assert tried[-1] == "judged by new draws" or not fitted.trusted
+
+
+def test_what_a_step_warns_of_is_in_the_verdict_once_and_the_rest_is_passed_on():
+    def model(y):
+        warnings.warn("this text has something to say", UserWarning, stacklevel=2)
+        warnings.warn("and is old", DeprecationWarning, stacklevel=2)
+        mu = numpyro.sample("mu", dist.Normal(0, 1.0))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = nf.fit(KEY, model, [{"y": np.ones(3)}], budget=1, progress_bar=False)
+    assert found.verdict.count("this text has something to say") == 1
+    assert "and is old" in {str(w.message) for w in caught}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why", "remedy"),
+    [
+        (dict(pareto_k=2.0, ess=10.0), "a few draws carry the weight", "NUTS on pooled data"),
+        (dict(pareto_k=2.0, ess=3_900.0), "tails reach beyond", "num_draws=100_000"),
+    ],
+)
+def test_a_verdict_that_is_not_good_says_why_and_what_to_try(fitted, changes, why, remedy):
+    worse = dataclasses.replace(fitted.corrected, **changes)
+    verdict = dataclasses.replace(fitted, corrected=worse).verdict
+    assert why in verdict
+    assert remedy in verdict
+    assert "not enough" not in fitted.verdict
+
+
+def test_a_fit_can_be_shown_and_be_a_key(fitted):
+    assert {fitted: 1}[fitted] == 1
+    assert {fitted.best: 1, fitted.stages[0].result: 2}
+    assert "\n" not in repr(fitted)
+    assert len(repr(fitted)) < 200
+    assert repr(fitted.stages[0]).startswith("Stage(name='PVI', words='")
+    assert len(repr(fitted.stages)) < 400
