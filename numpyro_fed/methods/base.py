@@ -36,6 +36,7 @@ from numpyro_fed.methods.carrying import carried
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.methods.minibatches import check_alone
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode, NoStartError, begin, why_coupled
+from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
@@ -234,7 +235,8 @@ class Method(ABC):
         *,
         runtime: str = "simulation",
     ) -> Any:
-        """Rebuild a fit from what :meth:`Result.save` wrote.
+        """Rebuild a fit from what :meth:`Result.save` wrote; or from the file of a correction the
+        fit that was corrected. See also :func:`numpyro_fed.load`.
 
         Parameters
         ----------
@@ -248,10 +250,18 @@ class Method(ABC):
         Raises
         ------
         SavedStateError
-            If the files belong to another model, guide, layout of silos or version.
+            If the file is damaged, or belongs to another model, guide, layout of silos or version,
+            to other data, or to the same silos in another order.
         """
+        return self.load_part(path, silos, runtime, "")
+
+    def load_part(
+        self, path: str | Path, silos: Sequence[Mapping[str, Any]], runtime: str, part: str
+    ) -> Any:
+        """One of the runs of a file, by its name there."""
         fit, held = self._prepare(silos, runtime)
-        losses, state, said = load_state(path, fit.description(), fit.initial_state(held))
+        like, made = fit.initial_state(held), fit.made(held.data)
+        losses, state, said = load_state(path, fit.description(), like, made, part)
         result = self._result(Run(state, losses, None, None), fit, held)
         return replace(result, _before=said.get("before"))
 
@@ -397,6 +407,7 @@ class Method(ABC):
                 RUNTIMES[runtime](built.algorithm, built.schedule),
                 sizes=layout.sizes,
                 checks=layout.checks,
+                recipe=recipe(self, runtime),
             )
         fit = self._fits[known]
         check_rows_apart(fit.model, layout.checks, fit.draws, buckets)

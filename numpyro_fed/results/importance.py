@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, random
 
 from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.algorithms.importance.exchange import importance
@@ -24,8 +24,9 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.results.base import Built, Fit, Result
-from numpyro_fed.results.moments import moments
+from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.posterior import Posterior, posterior
+from numpyro_fed.results.saving import WEIGHTS, Told
 from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
 from numpyro_fed.results.weighted import Weighted, systematic, weights_of
@@ -33,6 +34,7 @@ from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Single
 
 AT_ONCE = 4_000  # draws in an exchange
+MOMENTS = "moments/"  # names of arrays in a file
 LITTLE = 2e7  # terms of rows: computed sooner than a program for them is optimised
 
 
@@ -173,6 +175,7 @@ def importance_correct(
         _z_G=z_G,
         _moments=moments(np.asarray(z_G), weights, own),
         _posterior=sampler,
+        _inner_draws=draws,
     )
 
 
@@ -210,6 +213,7 @@ class Corrected(Weighted):
 
     _z_G: Array = field(repr=False)
     _posterior: Posterior = field(repr=False)
+    _inner_draws: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def _sites(self) -> tuple[Site, ...]:
@@ -220,6 +224,35 @@ class Corrected(Weighted):
         """Draws of the globals on their own supports, to be weighted by ``weights``."""
         theta = self.result.shared.theta
         return self._posterior.constrain_globals(theta, self._z_G)
+
+    def told(self) -> Told:
+        """The correction as it goes into a file, with what :meth:`from_file` needs."""
+        told = super().told()
+        found = self._moments._asdict()
+        arrays = {f"{MOMENTS}{name}": np.asarray(value) for name, value in found.items()}
+        arrays |= {"z_G": np.asarray(self._z_G), "key": np.asarray(random.key_data(self._key))}
+        inner = {"inner_draws": dict(self._inner_draws), "keys": str(random.key_impl(self._key))}
+        return replace(told, words={**told.words, **inner}, arrays=arrays)
+
+    @classmethod
+    def from_file(
+        cls, result: Result, arrays: Mapping[str, np.ndarray], words: Mapping[str, Any]
+    ) -> Corrected:
+        """The correction of a fit, from what :meth:`told` put into a file."""
+        fit, draws = result._fit, dict(words["inner_draws"])
+        found = {name: arrays[f"{MOMENTS}{name}"] for name in Moments._fields}
+        return cls(
+            log_evidence=words["log_evidence"],
+            ess=words["ess"],
+            pareto_k=words["pareto_k"],
+            weights=arrays[WEIGHTS],
+            result=result,
+            _key=random.wrap_key_data(jnp.asarray(arrays["key"]), impl=words["keys"]),
+            _moments=Moments(**{**found, "tail": float(found["tail"])}),
+            _z_G=jnp.asarray(arrays["z_G"]),
+            _posterior=posterior(fit.model, fit.guide, silo_bound(fit.model, fit.guide, draws)),
+            _inner_draws=draws,
+        )
 
     @cached_property
     def samples(self) -> dict[str, Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,11 @@ class VerticalCorrected(Weighted):
     @property
     def _sites(self) -> tuple[Site, ...]:
         return self.result.sites
+
+    @cached_property
+    def draws(self) -> dict[str, Array]:
+        """Draws of all parties' latents on their own supports, to be weighted by ``weights``."""
+        return self.result.sites_at(self._z, self._own)
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the corrected posterior: latents of all parties, resampled by their weights."""

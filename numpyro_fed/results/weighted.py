@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax import Array
 
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import Moments
+from numpyro_fed.results.saving import Told, save
 
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
@@ -166,6 +168,34 @@ class Weighted(ABC):
 
     def __str__(self) -> str:
         return self.report()
+
+    @property
+    @abstractmethod
+    def draws(self) -> dict[str, Array]:
+        """Draws on their own supports, to be weighted by ``weights``."""
+
+    def save(self, path: str | Path) -> None:
+        """Write draws, weights, the verdict and the fit that was corrected to ``path.npz``.
+
+        No data and no pickle; the file is whole or not there. :func:`numpyro_fed.load` reads it.
+
+        Parameters
+        ----------
+        path : str or Path
+            The name of the file without ``.npz``.
+        """
+        save(path, self.told(), self.result.saved_run(), self.result.made())
+
+    def told(self) -> Told:
+        """The correction as it goes into a file."""
+        words = {
+            "verdict": self.report(),
+            "trusted": self.trusted,
+            "log_evidence": self.log_evidence,
+            "ess": self.ess,
+            "pareto_k": self.pareto_k,
+        }
+        return Told(type(self).__name__, words, self.draws, self.weights)
 
 
 _smooth = jax.jit(psis_weights)  # a hundred small programs otherwise
