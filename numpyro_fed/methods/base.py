@@ -28,6 +28,7 @@ from numpyro_fed.errors import (
     CallbackError,
     DataError,
     GuideError,
+    Interrupted,
     ModelError,
     NonFiniteError,
     positive_int,
@@ -142,6 +143,9 @@ class Method(ABC):
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
         CallbackError
             If the callback raised; the error's ``result`` is what it was shown.
+        Interrupted
+            By Ctrl-C in its rounds: a ``KeyboardInterrupt`` whose ``result`` is that of the rounds
+            that were finished.
         """
         key = one_key(key)
         check_course(num_rounds, every, stop)
@@ -194,7 +198,8 @@ class Method(ABC):
 
     def _finish(self, run: Run, fit: Fit, held: Silos | None, start: Mode | None) -> Any:
         """The result of a run, unless it failed."""
-        result = replace(self._result(run, fit, held), start=start, ended=run.ended)
+        quiet = run.ended == "interrupted"
+        result = replace(self._result(run, fit, held, quiet=quiet), start=start, ended=run.ended)
         return unless_failed(result, run)
 
     def cost(self, silos: Sequence[Mapping[str, Any]]) -> Cost:
@@ -457,11 +462,19 @@ def driven(
         stop=stop is not None,
         watcher=None if callback is None else Watcher(look, every),
     )
-    return unless_failed(result_of(run, False), run)
+    return unless_failed(result_of(run, run.ended == "interrupted"), run)
 
 
 def unless_failed(result: Any, run: Run) -> Any:
     """The result, or an error that carries it."""
+    if run.ended == "interrupted":
+        rounds = int(run.state.round)
+        raise Interrupted(
+            f"interrupted; the last finished round is {rounds}. What was computed is in the "
+            "error's .result: error.result.save(path) keeps it, and "
+            "run(..., init_state=error.result.state) goes on.",
+            result=result,
+        )
     if run.failure is not None:
         raise _non_finite(result, run.failure)
     return result

@@ -12,6 +12,7 @@ from numpyro_fed.methods import schedules
 from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.results.base import Recipe
 
+
 def _is_public(kind: type, module: ModuleType) -> bool:
     return kind.__module__.startswith(module.__name__) and not kind.__name__.startswith("_")
 

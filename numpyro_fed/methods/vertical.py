@@ -124,6 +124,8 @@ class VerticalMethod(ABC):
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
         CallbackError
             If the callback raised; the error's ``result`` is what it was shown.
+        Interrupted
+            By Ctrl-C, as in :meth:`SFVI.run`.
         """
         key = one_key(key)
         check_course(num_rounds, every, stop)

@@ -54,8 +54,7 @@ def vertical_fingerprint(
     z = jax.ShapeDtypeStruct((model.server.dim,), real)
     programs = [jax.make_jaxpr(model.log_server)(theta, z, total, server)]
     parties = {
-        signature(data): (half, data)
-        for half, data in zip(model.clients, clients, strict=True)
+        signature(data): (half, data) for half, data in zip(model.clients, clients, strict=True)
     }
     for half, data in parties.values():
         theta = jax.eval_shape(half.init_theta, key, data)

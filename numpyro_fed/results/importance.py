@@ -26,15 +26,21 @@ from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.results.base import Built, Fit, Result
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.posterior import Posterior, posterior
-from numpyro_fed.results.saving import WEIGHTS, Told
+from numpyro_fed.results.saving import Told
 from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
-from numpyro_fed.results.weighted import Weighted, systematic, weights_of
+from numpyro_fed.results.weighted import (
+    Weighted,
+    systematic,
+    unless_interrupted,
+    until_interrupted,
+    weights_of,
+)
 from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Single
 
 AT_ONCE = 4_000  # draws in an exchange
-MOMENTS = "moments/"  # names of arrays in a file
+PART = "correction/"  # under which its arrays stand in a file
 LITTLE = 2e7  # terms of rows: computed sooner than a program for them is optimised
 
 
@@ -108,6 +114,9 @@ def importance_correct(
         If a row's term reads latents of other rows, unless ``inner_draws`` is 1 there.
     NonFiniteError
         If a silo's estimate is NaN, or no draw has any weight.
+    Interrupted
+        By Ctrl-C after the first of several exchanges: a ``KeyboardInterrupt`` whose ``result`` is
+        the correction by the draws so far.
 
     Examples
     --------
@@ -143,8 +152,9 @@ def importance_correct(
         check_rows_apart(fit.model, fit.checks, draws, silos.buckets)
     size = min(num_draws, AT_ONCE)
     weigh, sampler, proposed = _compiled(fit, draws, size, wider)
-    parts, evidence = [], []
-    for i in range(-(-num_draws // size)):
+
+    def exchange(i: int) -> tuple[Any, float]:
+        """Weighed draws, and an estimate of the log evidence."""
         mine = jax.random.fold_in(key, i) if i else key
         weighed, states, info, good = weigh(mine, state.server, state.silos, batches)
         if not bool(info.ok):
@@ -157,15 +167,17 @@ def importance_correct(
                 round=int(state.round),
                 silos=bad,
             )
-        parts.append(weighed)
-        evidence.append(-float(info.loss))
+        return weighed, -float(info.loss)
+
+    found, interrupted = until_interrupted(exchange, -(-num_draws // size))
+    parts, evidence = zip(*found, strict=True)
     z_G, log_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
     own = np.tile(np.arange(size) < proposed.own, len(parts))
     pareto_k, weights = weights_of(log_weights)
     ess = float(1 / (weights**2).sum())
     z_G = _without_the_weightless(z_G, weights)
     log_evidence = float(np.logaddexp.reduce(evidence) - np.log(len(evidence)))
-    return Corrected(
+    corrected = Corrected(
         log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
         ess=ess,
         pareto_k=pareto_k,
@@ -177,6 +189,7 @@ def importance_correct(
         _posterior=sampler,
         _inner_draws=draws,
     )
+    return unless_interrupted(corrected, interrupted, num_draws)
 
 
 def _without_the_weightless(z_G: Array, weights: np.ndarray) -> Array:
@@ -228,9 +241,9 @@ class Corrected(Weighted):
     def told(self) -> Told:
         """The correction as it goes into a file, with what :meth:`from_file` needs."""
         told = super().told()
-        found = self._moments._asdict()
-        arrays = {f"{MOMENTS}{name}": np.asarray(value) for name, value in found.items()}
-        arrays |= {"z_G": np.asarray(self._z_G), "key": np.asarray(random.key_data(self._key))}
+        key = random.key_data(self._key)
+        found = dict(self._moments._asdict(), z_G=self._z_G, weights=self.weights, key=key)
+        arrays = {f"{PART}{name}": np.asarray(value) for name, value in found.items()}
         inner = {"inner_draws": dict(self._inner_draws), "keys": str(random.key_impl(self._key))}
         return replace(told, words={**told.words, **inner}, arrays=arrays)
 
@@ -240,16 +253,17 @@ class Corrected(Weighted):
     ) -> Corrected:
         """The correction of a fit, from what :meth:`told` put into a file."""
         fit, draws = result._fit, dict(words["inner_draws"])
-        found = {name: arrays[f"{MOMENTS}{name}"] for name in Moments._fields}
+        own = {k.removeprefix(PART): a for k, a in arrays.items() if k.startswith(PART)}
+        found = {name: own[name] for name in Moments._fields}
         return cls(
             log_evidence=words["log_evidence"],
             ess=words["ess"],
             pareto_k=words["pareto_k"],
-            weights=arrays[WEIGHTS],
+            weights=own["weights"],
             result=result,
-            _key=random.wrap_key_data(jnp.asarray(arrays["key"]), impl=words["keys"]),
+            _key=random.wrap_key_data(jnp.asarray(own["key"]), impl=words["keys"]),
             _moments=Moments(**{**found, "tail": float(found["tail"])}),
-            _z_G=jnp.asarray(arrays["z_G"]),
+            _z_G=jnp.asarray(own["z_G"]),
             _posterior=posterior(fit.model, fit.guide, silo_bound(fit.model, fit.guide, draws)),
             _inner_draws=draws,
         )

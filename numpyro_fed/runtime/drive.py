@@ -31,7 +31,8 @@ class Run(NamedTuple):
     """The last good state, the losses of the rounds that led there, and what stopped the run.
 
     ``log`` is all that these rounds report, as NumPy arrays; None where it was not kept. ``ended``
-    says why there are no more: ``"rounds"``, ``"converged"``, ``"callback"`` or ``"failure"``.
+    says why there are no more: ``"rounds"``, ``"converged"``, ``"callback"``, ``"failure"`` or
+    ``"interrupted"``.
     """
 
     state: State
@@ -65,16 +66,21 @@ def drive(
     Rounds are run in chunks of one compiled program. Since a round is a function of the key, its
     number and the state, a chunk that fails is simply run again up to the round before. A step can
     also spoil parameters while its bound is still finite, so the state is looked at as well.
+
+    A ``KeyboardInterrupt`` ends the run at the last good state; a second one gets through.
     """
     logs: list[Log] = []
-    done, failure, ended = 0, None, "rounds"
+    done, failure, ended, begin = 0, None, "rounds", state.round
 
     def so_far() -> Run:
-        log = jax.tree.map(lambda *parts: np.concatenate(parts), *logs)
+        if not logs:  # interrupted in the first rounds
+            return Run(state, np.zeros(0, np.float32), failure, None, ended)
+        rounds = int(state.round) - int(begin)  # an interrupt may have come between log and state
+        log = jax.tree.map(lambda *parts: np.concatenate(parts)[:rounds], *logs)
         return Run(state, log.losses, failure, log, ended)
 
     n = 1 if progress_bar else runtime.chunk
-    with tqdm(total=num_rounds, disable=not progress_bar) as bar:
+    with _Interruption() as interruption, tqdm(total=num_rounds, disable=not progress_bar) as bar:
         while done < num_rounds and failure is None:
             n = min(n, runtime.chunk, num_rounds - done)
             if watcher is not None:
@@ -105,7 +111,22 @@ def drive(
                     if seconds < REFRESH
                     else max(1, int(n * REFRESH / seconds))
                 )
+    if interruption.came:
+        failure, ended = None, "interrupted"
     return so_far()
+
+
+class _Interruption:
+    """A block that Ctrl-C leaves quietly; ``came`` says whether it did."""
+
+    came = False
+
+    def __enter__(self) -> _Interruption:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> bool:
+        self.came = kind is not None and issubclass(kind, KeyboardInterrupt)
+        return self.came
 
 
 def _first(n: int, a: Any) -> np.ndarray:
