@@ -181,6 +181,7 @@ class Fitted:
         words = {
             **told.words,
             "verdict": self.verdict,
+            "report": told.words.get("verdict", self.verdict),
             "trusted": self.trusted,
             "stages": [[stage.name, stage.words] for stage in self.stages],
             "is_best": found is not None and best is found,

@@ -57,6 +57,8 @@ class Saved:
         Of the run behind it.
     settings : dict
         How that was made, in words.
+    report : str
+        The verdict of the correction alone, where there is one.
     """
 
     kind: str
@@ -70,6 +72,7 @@ class Saved:
     stages: tuple[Stage, ...] = field(repr=False)
     losses: np.ndarray = field(repr=False)
     settings: dict[str, Any] = field(repr=False)
+    report: str = field(repr=False)
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], saved: Mapping[str, Any]) -> Saved:
@@ -88,6 +91,7 @@ class Saved:
             stages=tuple(Stage(name, said, None) for name, said in words.get("stages", ())),
             losses=arrays["losses"],
             settings=dict(saved["settings"]),
+            report=words.get("report", words.get("verdict", EARLIER)),
         )
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, np.ndarray]:
@@ -195,8 +199,8 @@ def _fitted(
     """The fit by :func:`numpyro_fed.fit`, from its parts."""
     best = corrected if corrected is not None and words["is_best"] else others.get("best", run)
     numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
-    peaks = [{k: arrays[f"missed/{i}/{k}"] for k in Peak._fields} for i in numbers]
-    missed = tuple(Peak(**{**p, "log_evidence": float(p["log_evidence"])}) for p in peaks)
+    peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in Peak._fields] for i in numbers]
+    missed = tuple(Peak(z_G, curvature, float(evidence)) for z_G, curvature, evidence in peaks)
     stages = tuple(Stage(name, said, None) for name, said in words["stages"])
     return Fitted(best, corrected, stages, missed=missed, **words["fields"])
 
@@ -230,7 +234,7 @@ def _run(
 def _precision_of(arrays: Mapping[str, np.ndarray]) -> Iterator[None]:
     """Double precision for a state that is in it."""
     kinds = {a.dtype for name, a in arrays.items() if name.startswith("state")}
-    if np.dtype(np.float64) not in kinds or jax.config.jax_enable_x64:
+    if np.dtype(np.float64) not in kinds or jnp.result_type(float) == np.float64:
         yield
         return
     with double_precision():

@@ -556,7 +556,7 @@ def check_state(state: Any, expected: State) -> State:
     return state
 
 
-def to_arviz(draw: Callable[[Array, int], dict[str, Array]], key: Array | None, n: int) -> Any:
+def to_arviz(draw: Callable[[Array, int], Mapping[str, Any]], key: Array | None, n: int) -> Any:
     """Draws ``draw(key, n)`` as ArviZ ``InferenceData``."""
     try:
         import arviz

@@ -254,7 +254,7 @@ class Corrected(Weighted):
         """The correction of a fit, from what :meth:`told` put into a file."""
         fit, draws = result._fit, dict(words["inner_draws"])
         own = {k.removeprefix(PART): a for k, a in arrays.items() if k.startswith(PART)}
-        found = {name: own[name] for name in Moments._fields}
+        found: dict[str, Any] = {name: own[name] for name in Moments._fields}
         return cls(
             log_evidence=words["log_evidence"],
             ess=words["ess"],
