@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
+import struct
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,13 +20,26 @@ import numpy as np
 from numpyro_fed.errors import SavedStateError
 
 DESCRIPTION = "description.json"  # the member of an npz that says what its arrays are
+OLD = 3_600.0  # seconds, after which nobody is still writing a file
+DAMAGE = (  # what zipfile and NumPy raise for files that are not whole, or not what they say
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    EOFError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+)
 
 
 def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file so that its name always stands for a whole one: the new one or the one before.
 
     ``write`` is given a new file in the same folder, which takes the name once it is on the disk.
-    A process that is killed in between leaves that one behind, as ``.name.*.part``.
+    A process that is killed in between leaves that one behind, as ``.name.*.part``, which a save an
+    hour later takes away.
 
     Parameters
     ----------
@@ -41,7 +58,7 @@ def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> 
     file = Path(os.path.realpath(file))  # where a link points to, which stays one
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
     try:
-        with open(part, "xb") as stream:
+        with open(part, "x+b") as stream:
             write(stream)
             stream.flush()
             os.fsync(stream.fileno())
@@ -49,12 +66,21 @@ def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> 
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+    _sweep(file)
     if os.name == "posix":  # elsewhere a folder cannot be opened
         folder = os.open(file.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # so that the new name, too, outlives a loss of power
         finally:
             os.close(folder)
+
+
+def _sweep(file: Path) -> None:
+    """Remove what killed processes have left behind, but nothing that may still be written."""
+    for part in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
+        with suppress(OSError):
+            if time.time() - part.stat().st_mtime > OLD:
+                part.unlink()
 
 
 def write_npz(
@@ -89,7 +115,7 @@ def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         with np.load(file, allow_pickle=False) as members:
             found = dict(members)
         text = found.pop(DESCRIPTION, None)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except DAMAGE as error:
         raise _damaged(file, error) from error
     if text is None and not beside.exists():
         raise _missing(beside)

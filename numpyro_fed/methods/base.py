@@ -461,6 +461,7 @@ def driven(
         server_data,
         stop=stop is not None,
         watcher=None if callback is None else Watcher(look, every),
+        keep=True,
     )
     return unless_failed(result_of(run, run.ended == "interrupted"), run)
 

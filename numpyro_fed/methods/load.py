@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -178,14 +179,15 @@ def load(
         lacking = "model" if model is None else "silos"
         raise TypeError(f"give model and silos, or neither of them: {lacking}= is missing.")
     with _precision_of(arrays):
-        run = _run(path, saved, "", model, silos)
+        runs = _Runs(path, saved, model, silos)
+        run = runs.get("")
         words = saved.get("words", {})
         corrected = None
         if "inner_draws" in words:
             corrected = Corrected.from_file(run, arrays, words)
         if saved.get("kind") != Fitted.__name__:
             return run if corrected is None else corrected
-        others = {part: _run(path, saved, part, model, silos) for part in saved["others"]}
+        others = {part: runs.get(part) for part in saved["others"]}
         return _fitted(arrays, words, run, corrected, others)
 
 
@@ -205,29 +207,44 @@ def _fitted(
     return Fitted(best, corrected, stages, missed=missed, **words["fields"])
 
 
-def _run(
-    path: str | Path,
-    saved: Mapping[str, Any],
-    part: str,
-    model: Callable,
-    silos: Sequence[Mapping[str, Any]],
-) -> Result:
-    """One of the runs of a file, by the method that made it."""
-    said = saved["others"][part] if part else saved
-    recipe, name = said.get("recipe"), said["settings"].get("method", "")
-    if recipe is None or recipe["method"] not in METHODS:
-        raise SavedStateError(
-            f"{npz(path)} holds a fit by {name}, which nf.load reads without model and silos only: "
-            f"build the method as it was and use nf.{name}(...).load(path, ...)."
-        )
-    if recipe["lost"]:
-        settings = " and ".join(f"{setting}=" for setting in recipe["lost"])
-        raise SavedStateError(
-            f"{npz(path)} holds a fit by {name} with {settings} of its own, which no file can "
-            f"hold: build the method as it was and use nf.{name}(model, ...).load(path, silos)."
-        )
-    method = rebuilt(METHODS[recipe["method"]], model, recipe["settings"])
-    return method.load_part(path, silos, recipe["runtime"], part)
+class _Runs:
+    """The runs of a file, by the methods that made them."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        saved: Mapping[str, Any],
+        model: Callable,
+        silos: Sequence[Mapping[str, Any]],
+    ):
+        self._path, self._saved, self._model, self._silos = path, saved, model, silos
+        self._methods: dict[str, Method] = {}
+
+    def get(self, part: str) -> Result:
+        """A run by its name in the file."""
+        said = self._saved["others"][part] if part else self._saved
+        method = self._method(said)
+        return method.load_part(self._path, self._silos, said["recipe"]["runtime"], part)
+
+    def _method(self, said: Mapping[str, Any]) -> Method:
+        """The method of a run; one for all runs of one method, which compiles once."""
+        recipe, name, file = said.get("recipe"), said["settings"]["method"], npz(self._path)
+        if recipe is None or recipe["method"] not in METHODS:
+            raise SavedStateError(
+                f"{file} holds a fit by {name} that nf.load reads without model and silos only: "
+                f"build the method as it was and use nf.{name}(model, ...).load(path, ...)."
+            )
+        if recipe["lost"]:
+            settings = " and ".join(f"{setting}=" for setting in recipe["lost"])
+            raise SavedStateError(
+                f"{file} holds a fit by {name} with {settings} of its own, which no file can "
+                f"hold: build the method as it was and use nf.{name}(model, ...).load(path, silos)."
+            )
+        known = json.dumps(recipe, sort_keys=True)
+        if known not in self._methods:
+            kind = METHODS[recipe["method"]]
+            self._methods[known] = rebuilt(kind, self._model, recipe["settings"])
+        return self._methods[known]
 
 
 @contextmanager
