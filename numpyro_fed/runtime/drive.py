@@ -70,8 +70,8 @@ def drive(
     number and the state, a chunk that fails is simply run again up to the round before. A step can
     also spoil parameters while its bound is still finite, so the state is looked at as well.
 
-    With ``keep`` a ``KeyboardInterrupt`` ends the run at the last good state, and ``ended`` says so;
-    a second one gets through.
+    With ``keep`` a ``KeyboardInterrupt`` ends the run at the last good state, and ``ended`` says
+    so; a second one gets through.
     """
     logs: list[Log] = []
     done, failure, ended, begin = 0, None, "rounds", state.round
