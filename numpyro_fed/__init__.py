@@ -5,6 +5,7 @@ from numpyro_fed.errors import (
     CallbackError,
     DataError,
     GuideError,
+    Interrupted,
     MissingExtraError,
     ModelError,
     NonFiniteError,
@@ -13,6 +14,7 @@ from numpyro_fed.errors import (
 from numpyro_fed.methods import schedules
 from numpyro_fed.methods.cost import Cost
 from numpyro_fed.methods.fit import Fitted, fit
+from numpyro_fed.methods.load import Saved, load
 from numpyro_fed.methods.mode import Mode, find_mode
 from numpyro_fed.methods.node import ServerNode
 from numpyro_fed.methods.pvi import PVI
@@ -72,6 +74,7 @@ __all__ = [
     "Fitted",
     "GlobalVI",
     "GuideError",
+    "Interrupted",
     "LocallyEnhanced",
     "LowRankPrior",
     "MissingExtraError",
@@ -84,6 +87,7 @@ __all__ = [
     "PowerEP",
     "Result",
     "SFVIAvg",
+    "Saved",
     "SavedStateError",
     "SeparatorPrior",
     "ServerNode",
@@ -106,6 +110,7 @@ __all__ = [
     "guides",
     "handlers",
     "importance_correct",
+    "load",
     "local",
     "losses",
     "run_nuts",

@@ -57,6 +57,25 @@ class NonFiniteError(FloatingPointError):
         self.result, self.round, self.silos = result, round, silos
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C has ended a run, and what was computed until then is here.
+
+    A script stops as by any ``KeyboardInterrupt``, which this is one of. In an interactive session
+    the error is ``sys.last_value``.
+
+    Attributes
+    ----------
+    result : Result, Corrected or Fitted
+        Of the rounds, draws or stages that were finished, with ``ended="interrupted"`` or a verdict
+        that says so: ``error.result.save(path)`` keeps it, and a run goes on by
+        ``run(..., init_state=error.result.state)``.
+    """
+
+    def __init__(self, message: str, *, result: Any):
+        super().__init__(message)
+        self.result = result
+
+
 def positive_int(name: str, value: Any) -> None:
     """Refuse what is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

@@ -1,9 +1,14 @@
 """A saved fit is numbers and names; it is read back bit for bit, and only where it belongs."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
+import time
+import warnings
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,6 +20,7 @@ import optax
 import pytest
 
 import numpyro_fed as nf
+from numpyro_fed.files import read_npz, write_atomically, write_npz
 
 KEY = jax.random.key(0)
 quiet = {"progress_bar": False}
@@ -28,6 +34,12 @@ def model(x, y=None):
         offset = numpyro.param("offset", jnp.zeros(x.shape[0]))
         b = numpyro.sample("b", dist.Normal(mu, tau))
         numpyro.sample("y", dist.Normal(b + offset * x, scale), obs=y)
+
+
+def simple(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 2), obs=y)
 
 
 def silos(sizes=(3, 2)):
@@ -106,11 +118,12 @@ def test_keys_in_the_state_of_an_optimiser_are_read_back(tmp_path):
 def test_files_hold_numbers_and_names_only(fit, path):
     with np.load(f"{path}.npz", allow_pickle=False) as arrays:
         found = {name: arrays[name] for name in arrays}
+    text = json.loads(found.pop("description.json"))
     assert all(a.dtype.kind in "fiub" for a in found.values())
     assert len(found) == 1 + len(jax.tree.leaves(fit.state))
     np.testing.assert_array_equal(found["losses"], fit.losses)
-    text = json.loads(Path(f"{path}.json").read_text())
-    assert text["version"] == 1
+    assert [file.name for file in path.parent.iterdir()] == ["fit.npz"]
+    assert text["version"] == 2
     assert text["settings"]["method"] == "SFVI"
     assert text["sizes"] == [{"row": 3}, {"row": 2}]
     assert set(text["sites"]) == {"tau", "mu", "scale", "offset", "b", "y"}
@@ -119,7 +132,7 @@ def test_files_hold_numbers_and_names_only(fit, path):
 def test_data_are_not_saved(path):
     secret = silos()[0]["x"].astype(np.float32)
     with np.load(f"{path}.npz") as arrays:
-        for name in arrays:
+        for name in set(arrays) - {"description.json"}:
             assert not np.isin(secret, arrays[name]).any()
 
 
@@ -201,35 +214,71 @@ def test_a_fit_of_another_precision_is_refused(path):
         METHOD.load(path, silos())
 
 
+def rewritten(path, change):
+    """The file with its arrays and its description as ``change(arrays, description)`` left them."""
+    arrays, description = read_npz(path)
+    change(arrays, description)
+    write_npz(path, arrays, description)
+
+
 def test_a_fit_of_another_version_is_refused(path):
-    text = Path(f"{path}.json")
-    text.write_text(json.dumps({**json.loads(text.read_text()), "version": 2}))
-    with pytest.raises(nf.SavedStateError, match=r"version 2, this package reads version 1"):
+    rewritten(path, lambda arrays, description: description.update(version=3))
+    with pytest.raises(nf.SavedStateError, match=r"version 3, this package reads version 2"):
         METHOD.load(path, silos())
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".json"])
-def test_a_missing_file_is_named(path, suffix):
-    Path(f"{path}{suffix}").unlink()
-    with pytest.raises(nf.SavedStateError, match=rf"no file .*fit\{suffix}.*save"):
-        METHOD.load(path, silos())
+def test_a_missing_file_is_named(path):
+    with pytest.raises(nf.SavedStateError, match=r"no file .*another\.npz.*save"):
+        METHOD.load(path.with_name("another"), silos())
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".json"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.98])
-def test_a_truncated_file_is_named(path, suffix, share):
-    file = Path(f"{path}{suffix}")
+def test_a_truncated_file_is_named(path, share):
+    file = Path(f"{path}.npz")
     content = file.read_bytes()
     file.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(nf.SavedStateError, match=rf"fit\{suffix} cannot be read"):
+    with pytest.raises(nf.SavedStateError, match=r"fit\.npz cannot be read"):
         METHOD.load(path, silos())
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".json"])
-def test_another_kind_of_file_is_named(path, suffix):
-    Path(f"{path}{suffix}").write_text("[1, 2]")
-    with pytest.raises(nf.SavedStateError, match=rf"fit\{suffix} cannot be read"):
+def test_another_kind_of_file_is_named(path):
+    Path(f"{path}.npz").write_text("[1, 2]")
+    with pytest.raises(nf.SavedStateError, match=r"fit\.npz cannot be read"):
         METHOD.load(path, silos())
+    with open(f"{path}.npz", "wb") as stream:
+        np.save(stream, np.arange(3))
+    with pytest.raises(nf.SavedStateError, match=r"fit\.npz cannot be read"):
+        METHOD.load(path, silos())
+
+
+@pytest.mark.parametrize("bit", [1, 128])
+def test_no_damaged_byte_changes_what_is_loaded(tmp_path, bit):
+    """It is refused, or nothing depends on it (a date, say)."""
+    arrays = {"losses": np.arange(3.0), "state.x": np.ones((2, 2), np.float32)}
+    write_npz(tmp_path / "fit", arrays, {"version": 2})
+    file = tmp_path / "fit.npz"
+    content = file.read_bytes()
+    refused = 0
+    for i in range(len(content)):
+        file.write_bytes(content[:i] + bytes([content[i] ^ bit]) + content[i + 1 :])
+        try:
+            found, said = read_npz(tmp_path / "fit")
+        except nf.SavedStateError:
+            refused += 1
+            continue
+        assert said == {"version": 2}
+        assert found.keys() == arrays.keys()
+        assert all(identical(found[name], arrays[name]) for name in arrays)
+    assert refused > len(content) / 2
+
+
+def test_a_pair_of_files_of_an_earlier_release_is_read(fit, path):
+    arrays, description = read_npz(path)
+    old = {k: description[k] for k in ("settings", "sites", "sizes", "before")}
+    np.savez(f"{path}.npz", **arrays)
+    Path(f"{path}.json").write_text(json.dumps({"version": 1, **old}))
+    assert identical(METHOD.load(path, silos()).state, fit.state)
+    assert nf.load(path).settings["method"] == "SFVI"
 
 
 def test_half_precision_states_are_read_back(tmp_path):
@@ -237,3 +286,169 @@ def test_half_precision_states_are_read_back(tmp_path):
     fit = adam.run(KEY, 3, silos(), **quiet)
     fit.save(tmp_path / "fit")
     assert identical(adam.load(tmp_path / "fit", silos()).state, fit.state)
+
+
+# --- a save that is cut short ----------------------------------------------------------------
+
+
+def test_a_save_that_fails_leaves_the_one_before(fit, path, monkeypatch):
+    """Wherever it fails: while arrays are written, before they are on the disk, at the name."""
+
+    def fails(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for module, name in ((zipfile.ZipFile, "writestr"), (os, "fsync"), (os, "replace")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fails)
+            with pytest.raises(KeyboardInterrupt):
+                replace(fit, losses=fit.losses + 1).save(path)
+        np.testing.assert_array_equal(METHOD.load(path, silos()).losses, fit.losses)
+        assert [file.name for file in path.parent.iterdir()] == ["fit.npz"]
+
+
+def test_what_killed_saves_left_behind_goes_after_an_hour(tmp_path):
+    for age, name in ((4_000, ".a.old.part"), (10, ".a.new.part"), (4_000, ".b.old.part")):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    write_atomically(tmp_path / "a", lambda stream: stream.write(b"1"))
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {"a", ".a.new.part", ".b.old.part"}
+
+
+def test_a_link_stays_one_and_permissions_are_the_usual_ones(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "file")
+    write_atomically(tmp_path / "link", lambda stream: stream.write(b"1"))
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "plain").write_bytes(b"1")
+    modes = {(tmp_path / name).stat().st_mode for name in ("there/file", "plain")}
+    assert len(modes) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a child is forked")
+def test_after_a_kill_the_last_save_or_the_one_before_is_there(tmp_path):
+    script = Path(__file__).parent.parent / "benchmarks" / "kill_during_save.py"
+    report = tmp_path / "report.json"
+    command = [sys.executable, script, "--kills", "20", "--json", report]
+    subprocess.run([*map(str, command)], check=True, capture_output=True)
+    found = json.loads(report.read_text())
+    assert found["kills"] == 20
+    assert found["lost"] == 0
+    assert found["last"] + found["next"] == 20
+    assert found["cut_short"] > 0  # kills that came while a file was written
+
+
+# --- another text, other data, damaged numbers -----------------------------------------------
+
+
+def wider(x, y=None):
+    """As ``model``, but for the scale of a prior, which changes no shape and no support."""
+    tau = numpyro.param("tau", 0.5, constraint=dist.constraints.positive)
+    mu = numpyro.sample("mu", dist.Normal(0, 6))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    with nf.silo_plate("row", x.shape[0]):
+        offset = numpyro.param("offset", jnp.zeros(x.shape[0]))
+        b = numpyro.sample("b", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(b + offset * x, scale), obs=y)
+
+
+def test_another_text_of_the_same_sites_is_refused(path):
+    with pytest.raises(nf.SavedStateError, match="text is another than that of the fit"):
+        method(model=wider).load(path, silos())
+
+
+def test_under_other_versions_a_text_is_known_by_its_source(path):
+    """Of which programs are not the same: here that is feigned by another hash."""
+
+    def older(arrays, description):
+        description["made"].update(text="another", versions={"jax": "0.1", "numpyro": "0.1"})
+
+    rewritten(path, older)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        METHOD.load(path, silos())
+    with pytest.warns(UserWarning, match=r"under jax 0.1 and numpyro 0.1, and here are .*source"):
+        method(model=wider).load(path, silos())
+
+
+def test_fingerprints_are_the_same_in_every_process(fit):
+    here = fit.made().text()
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_saving import method, silos
+        fit, held = method()._prepare(silos(), "simulation")
+        print(fit.made(held.data).text())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [here]
+
+
+def test_other_data_are_refused_by_silo_and_array(path):
+    other = silos()
+    other[1]["y"] = other[1]["y"] + 1e-3
+    with pytest.raises(nf.SavedStateError, match=r"^silo 1, 'y': not the data that the fit"):
+        METHOD.load(path, other)
+
+
+def test_rows_in_another_order_are_refused(path):
+    other = silos()
+    other[0] = {k: v[::-1] for k, v in other[0].items()}
+    with pytest.raises(nf.SavedStateError, match=r"^silo 0, 'x', 'y'.*same order"):
+        METHOD.load(path, other)
+
+
+def test_swapped_silos_are_refused_by_number(tmp_path):
+    held = silos((2, 2, 2))
+    METHOD.run(KEY, 2, held, **quiet).save(tmp_path / "fit")
+    with pytest.raises(nf.SavedStateError, match=r"^silos 0 and 2 are swapped"):
+        METHOD.load(tmp_path / "fit", held[::-1])
+    with pytest.raises(nf.SavedStateError, match="silo 0 holds what silo 2 held, silo 1 holds"):
+        METHOD.load(tmp_path / "fit", [held[2], held[0], held[1]])
+
+
+def test_swapped_silos_of_unequal_sizes_are_refused_by_number(path):
+    with pytest.raises(nf.SavedStateError, match=r"^silos 0 and 1 are swapped"):
+        METHOD.load(path, silos()[::-1])
+
+
+def test_what_reading_makes_equal_is_equal(fit, path):
+    """Order of keys, and casts to the precision of the fit."""
+    same = [{"y": s["y"].astype(np.float32), "x": list(map(float, s["x"]))} for s in silos()]
+    assert identical(METHOD.load(path, same).state, fit.state)
+
+
+def test_digests_of_two_files_cannot_be_compared(fit, path):
+    fit.save(path.with_name("again"))
+    one, two = (read_npz(p)[1]["made"] for p in (path, path.with_name("again")))
+    assert one["text"] == two["text"]
+    assert one["digests"].keys() == two["digests"].keys() == {"silo 0", "silo 1"}
+    pairs = [(one["digests"][s][a], two["digests"][s][a]) for s in one["digests"] for a in "xy"]
+    assert all(a != b for a, b in pairs)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_state_that_is_not_finite_is_refused_by_its_leaf(path, value):
+    def spoil(arrays, description):
+        name = next(name for name in arrays if "loc" in name)
+        arrays[name] = arrays[name].copy()
+        arrays[name].ravel()[0] = value
+
+    rewritten(path, spoil)
+    with pytest.raises(nf.SavedStateError, match=r"state\..*loc.*: 1 of 2 numbers are NaN"):
+        METHOD.load(path, silos())
+
+
+def test_silos_that_were_not_visited_yet_stand_as_infinite(tmp_path):
+    one = method(model=simple, schedule=nf.schedules.Random(1))
+    held = [{"y": np.arange(3.0) + j} for j in range(3)]
+    result = one.run(KEY, 1, held, **quiet)
+    assert np.isinf(result.state.schedule[1]).any()
+    result.save(tmp_path / "fit")
+    assert identical(one.load(tmp_path / "fit", held).state, result.state)

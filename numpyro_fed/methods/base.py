@@ -28,6 +28,7 @@ from numpyro_fed.errors import (
     CallbackError,
     DataError,
     GuideError,
+    Interrupted,
     ModelError,
     NonFiniteError,
     positive_int,
@@ -36,6 +37,7 @@ from numpyro_fed.methods.carrying import carried
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.methods.minibatches import check_alone
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode, NoStartError, begin, why_coupled
+from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
@@ -141,6 +143,9 @@ class Method(ABC):
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
         CallbackError
             If the callback raised; the error's ``result`` is what it was shown.
+        Interrupted
+            By Ctrl-C in its rounds: a ``KeyboardInterrupt`` whose ``result`` is that of the rounds
+            that were finished.
         """
         key = one_key(key)
         check_course(num_rounds, every, stop)
@@ -193,7 +198,8 @@ class Method(ABC):
 
     def _finish(self, run: Run, fit: Fit, held: Silos | None, start: Mode | None) -> Any:
         """The result of a run, unless it failed."""
-        result = replace(self._result(run, fit, held), start=start, ended=run.ended)
+        quiet = run.ended == "interrupted"
+        result = replace(self._result(run, fit, held, quiet=quiet), start=start, ended=run.ended)
         return unless_failed(result, run)
 
     def cost(self, silos: Sequence[Mapping[str, Any]]) -> Cost:
@@ -234,7 +240,8 @@ class Method(ABC):
         *,
         runtime: str = "simulation",
     ) -> Any:
-        """Rebuild a fit from what :meth:`Result.save` wrote.
+        """Rebuild a fit from what :meth:`Result.save` wrote; or from the file of a correction the
+        fit that was corrected. See also :func:`numpyro_fed.load`.
 
         Parameters
         ----------
@@ -248,10 +255,18 @@ class Method(ABC):
         Raises
         ------
         SavedStateError
-            If the files belong to another model, guide, layout of silos or version.
+            If the file is damaged, or belongs to another model, guide, layout of silos or version,
+            to other data, or to the same silos in another order.
         """
+        return self.load_part(path, silos, runtime, "")
+
+    def load_part(
+        self, path: str | Path, silos: Sequence[Mapping[str, Any]], runtime: str, part: str
+    ) -> Any:
+        """One of the runs of a file, by its name there."""
         fit, held = self._prepare(silos, runtime)
-        losses, state, said = load_state(path, fit.description(), fit.initial_state(held))
+        like, made = fit.initial_state(held), fit.made(held.data)
+        losses, state, said = load_state(path, fit.description(), like, made, part)
         result = self._result(Run(state, losses, None, None), fit, held)
         return replace(result, _before=said.get("before"))
 
@@ -397,6 +412,7 @@ class Method(ABC):
                 RUNTIMES[runtime](built.algorithm, built.schedule),
                 sizes=layout.sizes,
                 checks=layout.checks,
+                recipe=recipe(self, runtime),
             )
         fit = self._fits[known]
         check_rows_apart(fit.model, layout.checks, fit.draws, buckets)
@@ -445,12 +461,21 @@ def driven(
         server_data,
         stop=stop is not None,
         watcher=None if callback is None else Watcher(look, every),
+        keep=True,
     )
-    return unless_failed(result_of(run, False), run)
+    return unless_failed(result_of(run, run.ended == "interrupted"), run)
 
 
 def unless_failed(result: Any, run: Run) -> Any:
     """The result, or an error that carries it."""
+    if run.ended == "interrupted":
+        rounds = int(run.state.round)
+        raise Interrupted(
+            f"interrupted; the last finished round is {rounds}. What was computed is in the "
+            "error's .result: error.result.save(path) keeps it, and "
+            "run(..., init_state=error.result.state) goes on.",
+            result=result,
+        )
     if run.failure is not None:
         raise _non_finite(result, run.failure)
     return result

@@ -6,7 +6,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from tqdm.auto import tqdm
 from numpyro_fed.errors import (
     CoupledRowsError,
     GuideError,
+    Interrupted,
     NonFiniteError,
     positive_int,
 )
@@ -32,6 +34,7 @@ from numpyro_fed.results.base import Result, to_arviz
 from numpyro_fed.results.importance import AT_ONCE, Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
+from numpyro_fed.results.saving import Told, save
 from numpyro_fed.results.weighted import ERROR
 from numpyro_fed.runtime.noise import one_key
 
@@ -43,6 +46,7 @@ DRAWS = 64_000  # of the globals in the correction, at most
 AGAIN = 3  # times that a proposal is matched to the weighted draws
 ROWS, OUTER = 20, 5  # draws of each row's latents in the bound; of outer plates' above such rows
 SMALL = 20_000  # numbers: less time goes into steps over them than into the program for these
+KEPT_DRAWS = 4_000  # of a fit that has no reliable correction, in a file
 KEPT = 8  # models whose compiled programs are kept for the next call
 KNOWN = 3  # effective draws for each global, from which on their covariance is worth something
 RARE = 0.02  # of the mass: a mode with less may be missed
@@ -78,6 +82,8 @@ class Fitted:
     missed : tuple of Peak
         Other modes that the search has found, of about as much mass as the one at which the
         posterior was sought, and that its draws do not reach.
+    interrupted : bool
+        Whether Ctrl-C has ended it, with what was reached by then.
     """
 
     best: Corrected | Result
@@ -85,6 +91,7 @@ class Fitted:
     stages: tuple[Stage, ...] = field(repr=False)
     num_exchanges: int
     missed: tuple[Peak, ...] = field(default=(), repr=False)
+    interrupted: bool = field(default=False, repr=False)
 
     @property
     def mode(self) -> Mode | None:
@@ -95,7 +102,8 @@ class Fitted:
     @property
     def trusted(self) -> bool:
         """Whether means and sds of the globals are right to a tenth of a posterior sd."""
-        return self.corrected is not None and self.corrected.trusted and not self.missed
+        found = self.corrected
+        return found is not None and found.trusted and not (self.missed or self.interrupted)
 
     @property
     def log_evidence(self) -> float | None:
@@ -110,14 +118,20 @@ class Fitted:
     def _judgement(self) -> str:
         found = self.corrected
         if found is None:
+            why = "the fit was interrupted" if self.interrupted else "it could not be checked"
             return (
-                "Do not trust this posterior: it could not be checked. What follows says why; "
+                f"Do not trust this posterior: {why}. What follows says more; "
                 "NUTS on pooled data (run_nuts), where that is allowed, would show it."
             )
         known = (
             f"{found.ess:,.0f} effective draws, Pareto k-hat {found.pareto_k:.2f}, Monte Carlo "
             f"error of means and sds at most {found.monte_carlo_error:.2g} sd"
         )
+        if self.interrupted:
+            return (
+                "Do not trust this posterior: the fit was interrupted before its check was done "
+                f"({known})."
+            )
         if self.missed:
             return (
                 "Do not trust this posterior: it is that around one of "
@@ -159,6 +173,46 @@ class Fitted:
     def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
         """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
         return to_arviz(self.sample_posterior, key, num_samples)
+
+    def save(self, path: str | Path) -> None:
+        """Write draws, weights, the verdict and the fit behind it to ``path.npz``.
+
+        No data and no pickle; the file is whole or not there. :func:`numpyro_fed.load` reads it,
+        without the model and the data to draw from the posterior, and with them to go on. Of the
+        ``stages`` it keeps names and words, and the fits that ``best`` and ``corrected`` rest on.
+
+        Parameters
+        ----------
+        path : str or Path
+            The name of the file without ``.npz``.
+        """
+        found, best = self.corrected, self.best
+        checked: Result = best if isinstance(best, Result) else best.result
+        told, others = Told("", {}), {}
+        if found is not None:
+            told, checked = found.told(), found.result
+        if isinstance(best, Result):
+            told = replace(told, draws=best.sample_posterior(jax.random.key(0), KEPT_DRAWS))
+            told = replace(told, weights=None)
+            others = {} if best is checked else {"best": best.saved_run()}
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        words = {
+            **told.words,
+            "verdict": self.verdict,
+            "report": told.words.get("verdict", self.verdict),
+            "trusted": self.trusted,
+            "stages": [[stage.name, stage.words] for stage in self.stages],
+            "is_best": found is not None and best is found,
+            "fields": {k: v for k, v in plain.items() if isinstance(v, bool | int | float | str)},
+        }
+        missed = {
+            f"missed/{i}/{name}": np.asarray(value)
+            for i, peak in enumerate(self.missed)
+            for name, value in peak._asdict().items()
+        }
+        arrays = {**told.arrays, **missed}
+        told = replace(told, kind=type(self).__name__, words=words, arrays=arrays)
+        save(path, told, checked.saved_run(), checked.made(), others)
 
     def __str__(self) -> str:
         return self.verdict
@@ -218,6 +272,9 @@ def fit(
         For input that cannot work, and an improper posterior.
     NonFiniteError
         Where neither method comes to a finite posterior.
+    Interrupted
+        By Ctrl-C once something was computed: a ``KeyboardInterrupt`` whose ``result`` has the
+        stages so far, and says that it was interrupted.
 
     References
     ----------
@@ -248,7 +305,11 @@ def fit(
         fm = split(model, read)
         with tqdm(total=3, disable=not progress_bar) as bar:
             methods = _Methods(model, fingerprint(fm, read))
-            return _Fitting(one_key(key), silos, fm, methods, budget, bar).run()
+            fitting = _Fitting(one_key(key), silos, fm, methods, budget, bar)
+            try:
+                return fitting.run()
+            except KeyboardInterrupt as error:
+                raise fitting.interrupted(error) from error
 
 
 _kept: dict[Any, PVI | SFVI] = {}
@@ -291,6 +352,7 @@ class _Fitting:
         self.warned: list[str] = []
         self.said: set[str] = set()
         self.spent = 0
+        self.doing = ""
 
     def run(self) -> Fitted:
         """Fit, correct, and go on while that may help and the budget lasts."""
@@ -314,6 +376,26 @@ class _Fitting:
         best = self.confirmed(best)
         reached = result if best is None or not best.reliable else best
         return Fitted(reached, best, tuple(self.stages), self.spent, self.missed(best))
+
+    def interrupted(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
+        """An error that carries what was reached; the same one if that is nothing."""
+        partly = getattr(error, "result", None)
+        if partly is not None:
+            self.tell(self.doing, "interrupted", partly)
+        if not self.results():
+            return error
+        best: Corrected | None = None
+        for stage in self.stages:
+            if isinstance(stage.result, Corrected):
+                best = self.better(best, stage.result)
+        reached = self.results()[-1] if best is None or not best.reliable else best
+        found = Fitted(reached, best, tuple(self.stages), self.spent, interrupted=True)
+        return Interrupted(
+            "interrupted; what the stages so far have reached is in the error's .result: "
+            "error.result.save(path) keeps it. The .result of a stage is a fit, whose .state is an "
+            "init_state to go on from.",
+            result=found,
+        )
 
     def suits_pvi(self) -> bool:
         """Whether there are globals, and not too many for a full covariance."""
@@ -460,6 +542,7 @@ class _Fitting:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Show it; what it warns of is for the verdict to say, each once."""
+        self.doing = name
         self.bar.set_description(name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -81,5 +81,6 @@ class ServerNode:
             warnings.warn(error.warning, stacklevel=2)
             state, start = opened(fit, key, runtime.init(key, ()), ()), None
         stops = stop is not None
-        run = drive(runtime, key, state, (), num_rounds, progress_bar, server_data, stop=stops)
+        course = (num_rounds, progress_bar, server_data)
+        run = drive(runtime, key, state, (), *course, stop=stops, keep=True)
         return self._method._finish(run, fit, None, start)

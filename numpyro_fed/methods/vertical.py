@@ -22,6 +22,7 @@ from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
+from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.model.padding import bucket, one_by_one
 from numpyro_fed.model.roles import Roles, Text, split, split_vertical, told
 from numpyro_fed.model.row_ids import check_same_ids, digest, read_ids
@@ -123,6 +124,8 @@ class VerticalMethod(ABC):
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
         CallbackError
             If the callback raised; the error's ``result`` is what it was shown.
+        Interrupted
+            By Ctrl-C, as in :meth:`SFVI.run`.
         """
         key = one_key(key)
         check_course(num_rounds, every, stop)
@@ -165,11 +168,11 @@ class VerticalMethod(ABC):
         Raises
         ------
         SavedStateError
-            If the files belong to another model, guide or version.
+            If the file is damaged, or belongs to another model, guide or version, or other data.
         """
         fit, held = self._prepare(args, kwargs, runtime)
         like = fit.runtime.init(jax.random.key(0), held.batches)
-        losses, state, _ = load_state(path, fit.description, like)
+        losses, state, _ = load_state(path, fit.description, like, fit.made(held))
         return self._result(losses, state, fit, held)
 
     def _prepare(
@@ -184,7 +187,8 @@ class VerticalMethod(ABC):
             built = self._build(roles)
             run = RUNTIMES[runtime](built.algorithm, None)
             description = self._description(built)
-            self._fits[known] = VerticalFit(built, run, description, {}, roles.server)
+            source = source_hash(self.model)
+            self._fits[known] = VerticalFit(built, run, description, {}, roles.server, source)
         return self._fits[known]._replace(server_data=roles.server), held
 
     def describe(self, silo: Any, row_ids: Any = None) -> Shapes:

@@ -131,7 +131,8 @@ class VerticalServerNode:
         state, start = self._method._begin(
             fit, key, (), lambda search: remote(search, None, self, line, begin=SEARCH)
         )
-        run = drive(runtime, key, state, (), num_rounds, progress_bar, self._held, stop=stops)
+        course = (num_rounds, progress_bar, self._held)
+        run = drive(runtime, key, state, (), *course, stop=stops, keep=True)
         result = self._method._result(run.losses, run.state, fit, ended=run.ended, start=start)
         return unless_failed(result, run)
 

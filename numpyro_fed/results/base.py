@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from numpyro_fed.errors import DataError, MissingExtraError, NonFiniteError, Sav
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
@@ -28,7 +29,8 @@ from numpyro_fed.objectives import SiloBound
 from numpyro_fed.precision import in_own_precision, is_double
 from numpyro_fed.results.communication import Communication, communication, exchanged_before
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
-from numpyro_fed.results.saving import save_state
+from numpyro_fed.results.recognise import Made
+from numpyro_fed.results.saving import SavedRun, Told, save
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
 
@@ -135,12 +137,39 @@ class Built(NamedTuple):
         return (*self.searching, *self.algorithm.opening)
 
 
+class Recipe(NamedTuple):
+    """How the method of a fit can be had again, from its class and the model.
+
+    Attributes
+    ----------
+    method : str
+        Its class.
+    settings : dict
+        Those that are not the default, JSON.
+    lost : tuple of str
+        Settings that JSON cannot hold: an optimiser, a function.
+    runtime : str
+    source : str
+        A hash of the model's source.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    lost: tuple[str, ...]
+    runtime: str
+    source: str
+
+    def description(self) -> dict[str, Any]:
+        """As a file keeps it."""
+        return {name: value for name, value in self._asdict().items() if name != "source"}
+
+
 class Fit(NamedTuple):
     """What was built, ready to run.
 
     ``compiled`` holds single exchanges and what goes with them, by what they are for; ``double``
     says whether it computes in double precision. Of silos in other processes it knows neither the
-    sizes nor how to ask about their values.
+    sizes nor how to ask about their values, and has no recipe.
     """
 
     plan: Plan
@@ -151,6 +180,7 @@ class Fit(NamedTuple):
     double: bool
     sizes: tuple[Sizes, ...] = ()
     checks: Checks | None = None
+    recipe: Recipe | None = None
 
     @classmethod
     def of(cls, plan: Plan, built: Built, runtime: Runtime, **layout: Any) -> Fit:
@@ -198,6 +228,17 @@ class Fit(NamedTuple):
             "sizes": list(self.sizes),
         }
 
+    def made(self, held: Sequence[SiloData]) -> Made:
+        """By what model and data are recognised in a file."""
+
+        def text() -> str:
+            if "text" not in self.compiled:
+                self.compiled["text"] = fingerprint(self.model, held)
+            return self.compiled["text"]
+
+        source = "" if self.recipe is None else self.recipe.source
+        return Made(text, source, {f"silo {j}": data for j, data in enumerate(held)})
+
     def single(self, name: str, exchange: Exchange) -> Single:
         """A single exchange by name, compiled once."""
         if name not in self.compiled:
@@ -226,7 +267,7 @@ class Result:
         Everything that a run needs to go on: ``run(..., init_state=result.state)``.
     start : Mode, Carried or None
         The mode at which the run began, or what it took over from another result.
-    ended : {"rounds", "converged", "callback", "failure"}
+    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
         Why there are no more rounds.
     """
 
@@ -466,13 +507,42 @@ class Result:
 
         return to_arviz(draw, key, num_samples)
 
-    def save(self, path: str | Path) -> None:
-        """Write the state to ``path.npz`` and a description to ``path.json``; no data, no pickle.
+    def save(self, path: str | Path, *, draws: int = 0) -> None:
+        """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
 
-        Read it back with :meth:`numpyro_fed.SFVI.load`.
+        The file is whole or not there: a save that is cut short leaves the one before as it is.
+        Read it back with :meth:`numpyro_fed.SFVI.load` or :func:`numpyro_fed.load`, which refuse
+        another model and other data; for that the file has a digest of each silo's arrays, keyed
+        by random bytes of its own. It also holds what silos keep to themselves, of a run in one
+        process: give it to nobody who may not see that.
+
+        Parameters
+        ----------
+        path : str or Path
+            The name of the file without ``.npz``.
+        draws : int
+            Draws of the globals that go into the file, for those who have neither the model nor
+            the data.
         """
-        description = {**self._fit.description(), "before": dict(self._exchanged_before)}
-        save_state(path, description, self.losses, self.state)
+        words = {"ended": self.ended, "verdict": self.report(certificate=False), "trusted": None}
+        key = jax.random.key(0)
+        drawn = self.sample_posterior(key, draws) if draws else {}
+        told = Told(type(self).__name__, words, drawn)
+        save(path, told, self.saved_run(), self.made())
+
+    def saved_run(self) -> SavedRun:
+        """The run as it goes into a file."""
+        recipe = self._fit.recipe
+        description = {
+            **self._fit.description(),
+            "before": dict(self._exchanged_before),
+            "recipe": None if recipe is None else recipe.description(),
+        }
+        return SavedRun(description, self.losses, self.state)
+
+    def made(self) -> Made | None:
+        """By what model and data are recognised; None where silos are elsewhere."""
+        return None if self._silos is None else self._fit.made(self._silos.data)
 
 
 def bound_settled(losses: Any) -> bool:
@@ -502,7 +572,7 @@ def check_state(state: Any, expected: State) -> State:
     return state
 
 
-def to_arviz(draw: Callable[[Array, int], dict[str, Array]], key: Array | None, n: int) -> Any:
+def to_arviz(draw: Callable[[Array, int], Mapping[str, Any]], key: Array | None, n: int) -> Any:
     """Draws ``draw(key, n)`` as ArviZ ``InferenceData``."""
     try:
         import arviz

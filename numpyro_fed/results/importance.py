@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, random
 
 from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.algorithms.importance.exchange import Weighed, importance
@@ -25,16 +25,25 @@ from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.precision import in_own_precision, precision
 from numpyro_fed.results.base import Built, Fit, Result
-from numpyro_fed.results.moments import moments
+from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.results.rounding import Rounding
+from numpyro_fed.results.saving import Told
 from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
-from numpyro_fed.results.weighted import Weighted, systematic, threshold, weights_of
+from numpyro_fed.results.weighted import (
+    Weighted,
+    systematic,
+    threshold,
+    unless_interrupted,
+    until_interrupted,
+    weights_of,
+)
 from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Single
 
 AT_ONCE = 4_000  # draws in an exchange
+PART = "correction/"  # under which its arrays stand in a file
 LITTLE = 2e7  # terms of rows: computed sooner than a program for them is optimised
 LOOKS = 3  # times that heavy draws are held against their neighbours
 NEXT_TO, GAPS = 1e-4, 8  # sds, and gaps between numbers: how far the neighbours of a draw are
@@ -111,6 +120,9 @@ def importance_correct(
         If a row's term reads latents of other rows, unless ``inner_draws`` is 1 there.
     NonFiniteError
         If a silo's estimate is NaN, or no draw has any weight.
+    Interrupted
+        By Ctrl-C after the first of several exchanges: a ``KeyboardInterrupt`` whose ``result`` is
+        the correction by the draws so far.
 
     Examples
     --------
@@ -153,8 +165,11 @@ def _corrected(
         check_rows_apart(fit.model, fit.checks, draws, silos.buckets)
     size = min(num_draws, AT_ONCE)
     weigh, sampler, proposed = _compiled(fit, draws, size, wider)
-    keys = [jax.random.fold_in(key, i) if i else key for i in range(-(-num_draws // size))]
-    parts = [_weighed(result, weigh, each) for each in keys]
+
+    def exchange(i: int) -> Weighed:
+        return _weighed(result, weigh, jax.random.fold_in(key, i) if i else key)
+
+    parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
     z_G, log_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
     own = np.tile(np.arange(size) < proposed.own, len(parts))
     pareto_k, weights = weights_of(log_weights)
@@ -170,7 +185,7 @@ def _corrected(
     z_G = _without_the_weightless(z_G, weights)
     log_evidence = float(jax.nn.logsumexp(log_weights) - np.log(len(weights)))
     found = moments(np.asarray(z_G), weights, own)
-    return Corrected(
+    corrected = Corrected(
         log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
         ess=ess,
         pareto_k=pareto_k,
@@ -181,7 +196,9 @@ def _corrected(
         _moments=found,
         _rounding=Rounding.of(z_G, weights, log_weights, found.mean, found.sd),
         _posterior=sampler,
+        _inner_draws=draws,
     )
+    return unless_interrupted(corrected, interrupted, num_draws)
 
 
 def _weighed(result: Result, weigh: Single, key: Array, given: Array | None = None) -> Weighed:
@@ -267,6 +284,7 @@ class Corrected(Weighted):
 
     _z_G: Array = field(repr=False)
     _posterior: Posterior = field(repr=False)
+    _inner_draws: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def _sites(self) -> tuple[Site, ...]:
@@ -283,6 +301,42 @@ class Corrected(Weighted):
         """Draws of the globals on their own supports, to be weighted by ``weights``."""
         theta = self.result.shared.theta
         return self._posterior.constrain_globals(theta, self._z_G)
+
+    def told(self) -> Told:
+        """The correction as it goes into a file, with what :meth:`from_file` needs."""
+        told = super().told()
+        key = random.key_data(self._key)
+        found = dict(self._moments._asdict(), z_G=self._z_G, weights=self.weights, key=key)
+        arrays = {f"{PART}{name}": np.asarray(value) for name, value in found.items()}
+        more = {
+            "inner_draws": dict(self._inner_draws),
+            "keys": str(random.key_impl(self._key)),
+            "rounding": {"dtype": self._rounding.dtype, "nats": self._rounding.nats},
+        }
+        return replace(told, words={**told.words, **more}, arrays=arrays)
+
+    @classmethod
+    def from_file(
+        cls, result: Result, arrays: Mapping[str, np.ndarray], words: Mapping[str, Any]
+    ) -> Corrected:
+        """The correction of a fit, from what :meth:`told` put into a file."""
+        fit, draws = result._fit, dict(words["inner_draws"])
+        own = {k.removeprefix(PART): a for k, a in arrays.items() if k.startswith(PART)}
+        found: dict[str, Any] = {name: own[name] for name in Moments._fields}
+        known = Moments(**{**found, "tail": float(found["tail"])})
+        return cls(
+            log_evidence=words["log_evidence"],
+            ess=words["ess"],
+            pareto_k=words["pareto_k"],
+            weights=own["weights"],
+            result=result,
+            _key=random.wrap_key_data(jnp.asarray(own["key"]), impl=words["keys"]),
+            _moments=known,
+            _rounding=Rounding(mean=known.mean, sd=known.sd, **words["rounding"]),
+            _z_G=jnp.asarray(own["z_G"]),
+            _posterior=posterior(fit.model, fit.guide, silo_bound(fit.model, fit.guide, draws)),
+            _inner_draws=draws,
+        )
 
     @cached_property
     def samples(self) -> dict[str, Array]:

@@ -23,8 +23,6 @@ class Rounding(NamedTuple):
         Of the numbers in which the draws and their densities were computed.
     mean, sd : (dim,) array
         Of the draws, by coordinate.
-    gap : (dim,) array
-        From each mean to the next number of this precision.
     nats : float
         About how far rounding moves a log weight: the precision's machine epsilon times the
         largest log density, in size, of a draw that counts.
@@ -33,7 +31,6 @@ class Rounding(NamedTuple):
     dtype: str
     mean: np.ndarray
     sd: np.ndarray
-    gap: np.ndarray
     nats: float
 
     @classmethod
@@ -49,8 +46,12 @@ class Rounding(NamedTuple):
         dtype = np.dtype(z.dtype)
         size = np.abs(np.asarray(log_weights, np.float64)[weights > 0])
         nats = float(np.finfo(dtype).eps * size[np.isfinite(size)].max(initial=0.0))
-        gap = np.spacing(np.abs(mean).astype(dtype)).astype(np.float64)
-        return cls(str(dtype), mean, sd, gap, nats)
+        return cls(str(dtype), mean, sd, nats)
+
+    @property
+    def gap(self) -> np.ndarray:
+        """The distance from each mean (dim,) to the next number of this precision."""
+        return np.spacing(np.abs(self.mean).astype(self.dtype)).astype(np.float64)
 
     @property
     def lost(self) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""States as npz and JSON: numbers and names, no pickle."""
+"""Fits as one npz with a description in JSON: numbers and names, no pickle."""
 
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,74 +13,144 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.errors import SavedStateError
+from numpyro_fed.files import npz, read_npz, write_npz
+from numpyro_fed.results.recognise import Made
 
-VERSION = 1
+VERSION = 2
+READ = 1, 2  # of version 1 a description in a file of its own, without fingerprints
+DRAWS, WEIGHTS = "draws/", "weights"  # names of arrays that can be used without the model
 
 
-def save_state(path: str | Path, description: dict[str, Any], losses: Any, state: Any) -> None:
-    """Write ``path.npz`` and ``path.json``."""
-    arrays: dict[str, Any] = {f"state{name}": _numbers(leaf) for name, leaf in _leaves(state)}
-    arrays["losses"] = np.asarray(losses)
-    np.savez(_with(path, ".npz"), **arrays)
-    text = json.dumps({"version": VERSION, **description}, indent=1, sort_keys=True)
-    _with(path, ".json").write_text(text + "\n")
+@dataclass(frozen=True)
+class SavedRun:
+    """One run as it goes into a file: what it must agree with, its losses and its state."""
+
+    description: Mapping[str, Any]
+    losses: Any
+    state: Any
+
+    def arrays(self, part: str = "") -> dict[str, np.ndarray]:
+        """By name, those of a second run of a file under its name."""
+        named = {f"{part}state{name}": _numbers(leaf) for name, leaf in _leaves(self.state)}
+        return {**named, f"{part}losses": np.asarray(self.losses)}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a file tells without the model and the data.
+
+    Attributes
+    ----------
+    kind : str
+        The class that was saved.
+    words : dict
+        Verdicts and numbers, JSON.
+    draws : dict of str to (n, ...) array
+        Of latents that are the same for all, by site.
+    weights : (n,) array, optional
+        Of the draws; by default even.
+    arrays : dict of str to array
+        What else the class is put together from.
+    """
+
+    kind: str
+    words: Mapping[str, Any]
+    draws: Mapping[str, Any] = field(default_factory=dict)
+    weights: np.ndarray | None = None
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def save(
+    path: str | Path,
+    told: Told,
+    run: SavedRun,
+    made: Made | None,
+    others: Mapping[str, SavedRun] | None = None,
+) -> None:
+    """Write ``path.npz``, so that a save that is cut short leaves the one before as it is.
+
+    Parameters
+    ----------
+    path : str or Path
+    told : Told
+    run : SavedRun
+    made : Made or None
+        By which model and data are recognised; None where the data are elsewhere.
+    others : dict of str to SavedRun, optional
+        Further runs by a name of their own.
+    """
+    arrays = {**told.arrays, **run.arrays()}
+    arrays |= {f"{DRAWS}{site}": np.asarray(values) for site, values in told.draws.items()}
+    if told.draws:
+        number = len(next(iter(told.draws.values())))
+        even = np.full(number, 1 / number)
+        arrays[WEIGHTS] = even if told.weights is None else np.asarray(told.weights)
+    for name, other in (others or {}).items():
+        arrays |= other.arrays(name)
+    description = {
+        "version": VERSION,
+        "kind": told.kind,
+        "words": dict(told.words),
+        "made": None if made is None else made.record(),
+        "others": {name: dict(other.description) for name, other in (others or {}).items()},
+        **run.description,
+    }
+    write_npz(path, arrays, description)
+
+
+def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Read the arrays and the description of a file of a version that is known.
+
+    Raises
+    ------
+    SavedStateError
+        If the file is missing, damaged, or of another version.
+    """
+    arrays, saved = read_npz(path)
+    version = saved.get("version")
+    if version not in READ or "losses" not in arrays:
+        raise SavedStateError(
+            f"{npz(path)} has format version {version}, this package reads version {VERSION}. Run "
+            "the fit again, or load it with the release that wrote it."
+        )
+    return arrays, saved
 
 
 def load_state(
-    path: str | Path, description: dict[str, Any], like: Any
+    path: str | Path, description: dict[str, Any], like: Any, made: Made | None, part: str = ""
 ) -> tuple[np.ndarray, Any, dict[str, Any]]:
     """Read losses, a state of the same structure as ``like``, and what else is said of the fit.
 
     Raises
     ------
     SavedStateError
-        If files are missing, or belong to another version, model, guide or layout of silos.
+        If the file is missing, or belongs to another version, model, guide or layout of silos, to
+        other data, or holds numbers that are not finite.
     """
-    npz, text = _with(path, ".npz"), _with(path, ".json")
-    for file in (npz, text):
-        if not file.exists():
-            raise SavedStateError(f"there is no file {file}: give the path that save was given.")
-    saved, arrays = _read(text, npz)
-    version = saved.pop("version", None)
-    if version != VERSION:
-        raise SavedStateError(
-            f"{text} has format version {version}, this package reads version {VERSION}. Run the "
-            "fit again, or load it with the release that wrote it."
-        )
+    arrays, saved = read(path)
+    file, record = npz(path), saved.get("made")
+    said = saved["others"][part] if part else saved
+    if made is not None and record is not None:
+        made.check_order(record)
     expected = json.loads(json.dumps(description))
-    for part, wanted in expected.items():
-        if saved.get(part) != wanted:
-            raise SavedStateError(f"{text} belongs to another fit: {_differ(part, saved, wanted)}")
-    wanted = {f"state{name}": leaf for name, leaf in _leaves(like)}
+    for name, wanted in expected.items():
+        if said.get(name) != wanted:
+            raise SavedStateError(f"{file} belongs to another fit: {_differ(name, said, wanted)}")
+    wanted = {f"{part}state{name}": leaf for name, leaf in _leaves(like)}
+    known = {name for name in arrays if name.startswith(f"{part}state")}
     leaves = []
-    for name in [*wanted, *sorted(arrays.keys() - wanted.keys() - {"losses"})]:
+    for name in [*wanted, *sorted(known - wanted.keys())]:
         here, there = _kind(_numbers(wanted.get(name))), _kind(arrays.get(name))
         if here != there:
             raise SavedStateError(
-                f"{npz} does not fit: expected {here} for {name}, found {there}. Use the guide, "
+                f"{file} does not fit: expected {here} for {name}, found {there}. Use the guide, "
                 "optimiser, runtime and precision that the fit was made with."
             )
-        leaves.append(_like(wanted[name], arrays[name]))
-    return arrays["losses"], jax.tree.unflatten(jax.tree.structure(like), leaves), saved
-
-
-def _read(text: Path, npz: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    try:
-        saved = dict(json.loads(text.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise _damaged(text, error) from error
-    try:
-        with np.load(npz, allow_pickle=False) as arrays:
-            return saved, {"losses": arrays["losses"], **arrays}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise _damaged(npz, error) from error
-
-
-def _damaged(file: Path, error: Exception) -> SavedStateError:
-    return SavedStateError(
-        f"{file} cannot be read, it is damaged or not complete ({error}). Copy it again from "
-        "where it was saved, or run the fit again."
-    )
+        leaves.append(_like(wanted[name], arrays[name], f"{file}: {name}"))
+    if made is not None and record is not None:
+        made.check(record)
+    state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return arrays[f"{part}losses"], state, said
 
 
 def _numbers(leaf: Any) -> Any:
@@ -91,10 +161,26 @@ def _numbers(leaf: Any) -> Any:
     return numbers.view(f"u{numbers.dtype.itemsize}") if numbers.dtype.kind == "V" else numbers
 
 
-def _like(leaf: Any, numbers: np.ndarray) -> Any:
+def _like(leaf: Any, numbers: np.ndarray, name: str) -> Any:
     if _is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(leaf))
-    return jnp.asarray(numbers.view(leaf.dtype))
+    numbers = numbers.view(leaf.dtype)
+    _check_finite(numbers, name)
+    return jnp.asarray(numbers)
+
+
+def _check_finite(array: np.ndarray, name: str) -> None:
+    """Refuse NaN; infinity stands in schedules alone, for a silo that has not been visited yet."""
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return
+    allowed = (array == np.inf) & ("state.schedule" in name)
+    bad = int((~(np.isfinite(array) | allowed)).sum())
+    if bad:
+        raise SavedStateError(
+            f"{name}: {bad} of {array.size} numbers are NaN or infinite, which no run leaves "
+            "behind. The file was changed, or is damaged: copy it again from where it was saved, "
+            "or run the fit again."
+        )
 
 
 def _is_key(leaf: Any) -> bool:
@@ -119,8 +205,3 @@ def _differ(part: str, saved: dict[str, Any], wanted: Any) -> str:
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(p), leaf) for p, leaf in jax.tree.leaves_with_path(tree)]
-
-
-def _with(path: str | Path, suffix: str) -> Path:
-    path = Path(path)
-    return path.with_name(path.name + suffix)

@@ -22,7 +22,7 @@ class SOULResult(VerticalRun):
         Minus the log density of latents, auxiliary variables and response, its mean over draws.
     state : State
         Everything that a run needs to go on: ``run(..., init_state=result.state)``.
-    ended : {"rounds", "converged", "callback", "failure"}
+    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
         Why there are no more rounds.
     """
 

@@ -18,10 +18,12 @@ from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, S
 from numpyro_fed.errors import DataError, NonFiniteError, positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.fingerprint import vertical_fingerprint
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.base import Silos, bound_settled, check_state, to_arviz
-from numpyro_fed.results.saving import save_state
+from numpyro_fed.results.recognise import Made
+from numpyro_fed.results.saving import SavedRun, Told, save
 from numpyro_fed.runtime.stack import Runtime, State
 
 
@@ -76,6 +78,7 @@ class VerticalFit(NamedTuple):
     description: dict[str, Any]
     compiled: dict[str, Any]
     server_data: SiloData
+    source: str = ""  # a hash of that of the text
 
     @property
     def vertical(self) -> Any:
@@ -86,6 +89,18 @@ class VerticalFit(NamedTuple):
     def algorithm(self) -> FederatedAlgorithm:
         """The algorithm."""
         return self.built.algorithm
+
+    def made(self, held: Silos) -> Made:
+        """By what model and data are recognised in a file."""
+
+        def text() -> str:
+            if "text" not in self.compiled:
+                found = vertical_fingerprint(self.built.model, self.server_data, held.data)
+                self.compiled["text"] = found
+            return self.compiled["text"]
+
+        clients = {f"client {j}": data for j, data in enumerate(held.data)}
+        return Made(text, self.source, {**clients, "the server": self.server_data})
 
     def check_state(self, state: Any, held: Silos) -> State:
         """``state`` itself, if it is one of this fit."""
@@ -247,12 +262,33 @@ class VerticalRun(ABC):
         """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
         return to_arviz(self.sample_posterior, key, num_samples)
 
-    def save(self, path: str | Path) -> None:
-        """Write the state to ``path.npz`` and a description to ``path.json``; no data, no pickle.
+    def save(self, path: str | Path, *, draws: int = 0) -> None:
+        """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
 
-        Read it back with the ``load`` of the method.
+        Read it back with the ``load`` of the method; see :meth:`Result.save`.
+
+        Parameters
+        ----------
+        path : str or Path
+            The name of the file without ``.npz``.
+        draws : int
+            Draws that go into the file, for those who have neither the model nor the data.
         """
-        save_state(path, self._fit.description, self.losses, self.state)
+        words = {"ended": self.ended, "verdict": self._course(), "trusted": None}
+        drawn = self.sample_posterior(jax.random.key(0), draws) if draws else {}
+        save(path, Told(type(self).__name__, words, drawn), self.saved_run(), self.made())
+
+    def _course(self) -> str:
+        end = "had settled" if self.settled else "was still rising, or they are too few to tell"
+        return f"{len(self.losses)} rounds; the bound {end}."
+
+    def saved_run(self) -> SavedRun:
+        """The run as it goes into a file."""
+        return SavedRun(self._fit.description, self.losses, self.state)
+
+    def made(self) -> Made | None:
+        """By what model and data are recognised; None where clients are elsewhere."""
+        return None if self._held is None else self._fit.made(self._held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +301,7 @@ class VerticalResult(VerticalRun):
         Minus the bound, one number for each round of this run.
     state : State
         Everything that a run needs to go on: ``run(..., init_state=result.state)``.
-    ended : {"rounds", "converged", "callback", "failure"}
+    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
         Why there are no more rounds.
     start : VerticalStart or None
         The mode at which the run began, if it did.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,13 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import moments
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.vertical import VerticalResult
-from numpyro_fed.results.weighted import Weighted, systematic, weights_of
+from numpyro_fed.results.weighted import (
+    Weighted,
+    systematic,
+    unless_interrupted,
+    until_interrupted,
+    weights_of,
+)
 from numpyro_fed.runtime.drive import failed_silos
 
 AT_ONCE = 4_000  # draws in an exchange
@@ -48,6 +56,11 @@ class VerticalCorrected(Weighted):
     def _sites(self) -> tuple[Site, ...]:
         return self.result.sites
 
+    @cached_property
+    def draws(self) -> dict[str, Array]:
+        """Draws of all parties' latents on their own supports, to be weighted by ``weights``."""
+        return self.result.sites_at(self._z, self._own)
+
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the corrected posterior: latents of all parties, resampled by their weights."""
         chosen = systematic(key, jnp.asarray(self.weights), n)
@@ -63,8 +76,9 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
     exchange = weigh(v, size, max(1, min(size, TOGETHER // row_numbers)))
     if exchange.name not in fit.compiled:
         fit.compiled[exchange.name] = fit.runtime.single(exchange)
-    server, own, evidence = [], [], []
-    for i in range(-(-num_draws // size)):
+
+    def one(i: int) -> tuple[Any, list[Any], float]:
+        """The server's weighed draws, the clients' own, and an estimate of the log evidence."""
         mine = jax.random.fold_in(key, i)
         weighed, states, info, good = fit.compiled[exchange.name](
             mine, result.state.server, result.state.silos, batches, fit.server_data
@@ -79,10 +93,11 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
                 round=int(result.state.round),
                 silos=bad,
             )
-        server.append(weighed)
         places = [] if held is None else map(held.place, range(result.num_clients))
-        own.append([states[b][i] for b, i in places])
-        evidence.append(-float(info.loss))
+        return weighed, [states[b][i] for b, i in places], -float(info.loss)
+
+    weighed, interrupted = until_interrupted(one, -(-num_draws // size))
+    server, own, evidence = zip(*weighed, strict=True)
     z, log_weights = (jnp.concatenate(part) for part in zip(*server, strict=True))
     draws = tuple(jnp.concatenate(part) for part in zip(*own, strict=True))
     pareto_k, weights = weights_of(log_weights)
@@ -91,7 +106,7 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
     guides_own = np.tile(parts(v, size)[1] == 0, len(server))
     everything = np.concatenate([np.asarray(a) for a in (z, *rest)], 1)
     found = moments(everything, weights, guides_own)
-    return VerticalCorrected(
+    corrected = VerticalCorrected(
         log_evidence=float(np.logaddexp.reduce(evidence) - np.log(len(evidence))),
         ess=float(1 / (weights**2).sum()),
         pareto_k=pareto_k,
@@ -103,3 +118,4 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
         _z=z,
         _own=tuple(rest),
     )
+    return unless_interrupted(corrected, interrupted, num_draws)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,11 @@ import numpy as np
 from blackjax.diagnostics import psis_weights
 from jax import Array
 
+from numpyro_fed.errors import Interrupted
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import Moments
 from numpyro_fed.results.rounding import Rounding
+from numpyro_fed.results.saving import Told, save
 
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
@@ -195,6 +199,65 @@ class Weighted(ABC):
 
     def __str__(self) -> str:
         return self.report()
+
+    @property
+    @abstractmethod
+    def draws(self) -> dict[str, Array]:
+        """Draws on their own supports, to be weighted by ``weights``."""
+
+    def save(self, path: str | Path) -> None:
+        """Write draws, weights, the verdict and the fit that was corrected to ``path.npz``.
+
+        No data and no pickle; the file is whole or not there. :func:`numpyro_fed.load` reads it.
+
+        Parameters
+        ----------
+        path : str or Path
+            The name of the file without ``.npz``.
+        """
+        save(path, self.told(), self.result.saved_run(), self.result.made())
+
+    def told(self) -> Told:
+        """The correction as it goes into a file."""
+        words = {
+            "verdict": self.report(),
+            "trusted": self.trusted,
+            "log_evidence": self.log_evidence,
+            "ess": self.ess,
+            "pareto_k": self.pareto_k,
+        }
+        return Told(type(self).__name__, words, self.draws, self.weights)
+
+
+Part = TypeVar("Part")
+Correction = TypeVar("Correction", bound=Weighted)
+
+
+def until_interrupted(exchange: Callable[[int], Part], number: int) -> tuple[list[Part], bool]:
+    """What ``number`` exchanges give, or those before Ctrl-C if there are any; and whether it came.
+
+    A second Ctrl-C gets through.
+    """
+    found: list[Part] = []
+    try:
+        for i in range(number):
+            found.append(exchange(i))
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        return found, True
+    return found, False
+
+
+def unless_interrupted(found: Correction, interrupted: bool, num_draws: int) -> Correction:
+    """The correction, or an error that carries it."""
+    if not interrupted:
+        return found
+    raise Interrupted(
+        f"interrupted after {len(found.weights):,} of {num_draws:,} draws: the correction by these "
+        "is in the error's .result, and error.result.save(path) keeps it.",
+        result=found,
+    )
 
 
 _smooth = jax.jit(psis_weights)  # a hundred small programs otherwise

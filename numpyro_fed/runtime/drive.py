@@ -18,6 +18,8 @@ from numpyro_fed.runtime.stack import Batch, Log, Runtime, State
 from numpyro_fed.trees import all_finite
 
 REFRESH = 0.25  # seconds between updates of the progress bar
+LOST = 2.0  # seconds of work, about, that Ctrl-C may cost a run without one
+FIRST = 64  # rounds of such a run, after which it is known how long they take
 
 
 class Failure(NamedTuple):
@@ -31,7 +33,8 @@ class Run(NamedTuple):
     """The last good state, the losses of the rounds that led there, and what stopped the run.
 
     ``log`` is all that these rounds report, as NumPy arrays; None where it was not kept. ``ended``
-    says why there are no more: ``"rounds"``, ``"converged"``, ``"callback"`` or ``"failure"``.
+    says why there are no more: ``"rounds"``, ``"converged"``, ``"callback"``, ``"failure"`` or
+    ``"interrupted"``.
     """
 
     state: State
@@ -59,22 +62,32 @@ def drive(
     *,
     stop: bool = False,
     watcher: Watcher | None = None,
+    keep: bool = False,
 ) -> Run:
     """Run ``num_rounds`` rounds from ``state``; with ``stop``, until the algorithm is done.
 
     Rounds are run in chunks of one compiled program. Since a round is a function of the key, its
     number and the state, a chunk that fails is simply run again up to the round before. A step can
     also spoil parameters while its bound is still finite, so the state is looked at as well.
+
+    With ``keep`` a ``KeyboardInterrupt`` ends the run at the last good state, and ``ended`` says
+    so; a second one gets through.
     """
     logs: list[Log] = []
-    done, failure, ended = 0, None, "rounds"
+    done, failure, ended, begin = 0, None, "rounds", state.round
 
     def so_far() -> Run:
-        log = jax.tree.map(lambda *parts: np.concatenate(parts), *logs)
+        if not logs:  # interrupted in the first rounds
+            return Run(state, np.zeros(0, np.float32), failure, None, ended)
+        rounds = int(state.round) - int(begin)  # an interrupt may have come between log and state
+        log = jax.tree.map(lambda *parts: np.concatenate(parts)[:rounds], *logs)
         return Run(state, log.losses, failure, log, ended)
 
-    n = 1 if progress_bar else runtime.chunk
-    with tqdm(total=num_rounds, disable=not progress_bar) as bar:
+    n, seconds_each = (1, REFRESH) if progress_bar else (FIRST, LOST)
+    with (
+        _Interruption(keep) as interruption,
+        tqdm(total=num_rounds, disable=not progress_bar) as bar,
+    ):
         while done < num_rounds and failure is None:
             n = min(n, runtime.chunk, num_rounds - done)
             if watcher is not None:
@@ -99,13 +112,30 @@ def drive(
             if progress_bar and n:
                 bar.update(n)
                 bar.set_postfix_str(f"bound: {-logs[-1].losses.mean():.4f}", refresh=False)
+            if n:
                 seconds = time.perf_counter() - began
                 n = (
                     min(2 * n, runtime.chunk)
-                    if seconds < REFRESH
-                    else max(1, int(n * REFRESH / seconds))
+                    if seconds < seconds_each
+                    else max(1, int(n * seconds_each / seconds))
                 )
+    if interruption.came:
+        failure, ended = None, "interrupted"
     return so_far()
+
+
+class _Interruption:
+    """A block that Ctrl-C leaves quietly, if it is to; ``came`` says whether it did."""
+
+    def __init__(self, quietly: bool):
+        self._quietly, self.came = quietly, False
+
+    def __enter__(self) -> _Interruption:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> bool:
+        self.came = self._quietly and kind is not None and issubclass(kind, KeyboardInterrupt)
+        return self.came
 
 
 def _first(n: int, a: Any) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from jax import Array
 from numpyro.distributions import Distribution
 
 from numpyro_fed.errors import MissingExtraError, ModelError, SavedStateError, positive_int
+from numpyro_fed.files import npz, read_npz, write_npz
 from numpyro_fed.model.substitution import Blocks, block_name
 from numpyro_fed.sigma.check import Check, checked
 from numpyro_fed.sigma.source import Scales, Source, different, hyperparameters
@@ -33,10 +33,6 @@ def default_optim(num_steps: int) -> optax.GradientTransformation:
     """Adam; a prior with heavy tails has draws whose gradient would lead a long way off."""
     adam = optax.adam(optax.cosine_decay_schedule(2e-3, num_steps))
     return optax.chain(optax.clip_by_global_norm(1.0), adam)
-
-
-def _with(path: str | Path, suffix: str) -> Path:
-    return Path(path).with_name(Path(path).name + suffix)
 
 
 def _networks() -> Any:
@@ -375,7 +371,10 @@ class SigmaPrior:
         return checked(key, self, at, num_draws)
 
     def save(self, path: str | Path) -> None:
-        """Write weights and scales to ``path.npz``, sizes to ``path.json``; no pickle."""
+        """Write weights, scales and sizes to ``path.npz``; no pickle.
+
+        The file is whole or not there: a save that is cut short leaves the one before as it is.
+        """
         leaves = [a for a in jax.tree.leaves(self.networks) if hasattr(a, "dtype")]
         arrays = {f"weight{i}": np.asarray(a) for i, a in enumerate(leaves)}
         arrays |= {f"scale.{k}": np.asarray(v) for k, v in self.scales._asdict().items()}
@@ -385,8 +384,6 @@ class SigmaPrior:
             "losses": self.losses,
             "signature": self.source.signature(self.scales),
         }
-        found: dict[str, Any] = {**arrays, **own}
-        np.savez(_with(path, ".npz"), **found)
         said = {
             "version": VERSION,
             "site": self.site,
@@ -397,7 +394,7 @@ class SigmaPrior:
             "times": self.times,
             "is_auxiliary": self.is_auxiliary,
         }
-        _with(path, ".json").write_text(json.dumps(said, indent=1) + "\n")
+        write_npz(path, {name: np.asarray(a) for name, a in (arrays | own).items()}, said)
 
     def _sizes(self) -> Any:
         nets, net = _networks(), self.networks
@@ -433,10 +430,10 @@ class SigmaPrior:
             If it was trained for another site, other hyperparameters or other blocks. A model whose
             prior of the hyperparameters goes beyond the training's range is warned of.
         """
-        nets, text = _networks(), _with(path, ".json")
-        if not text.exists():
-            raise SavedStateError(f"there is no file {text}: give the path that save was given.")
-        said = json.loads(text.read_text())
+        nets, file = _networks(), npz(path)
+        arrays, said = read_npz(path)
+        if "ranges" not in said:
+            raise SavedStateError(f"{file} holds no SigmaPrior, but a fit: use numpyro_fed.load.")
         ranges = {k: (float(v[0]), float(v[1])) for k, v in said["ranges"].items()}
         source = Source.of(model, site, dict(model_kwargs or {}), {})
         found = Blocks.read(blocks, source.size, site)
@@ -446,12 +443,16 @@ class SigmaPrior:
             ("hyperparameters", said["phi"], list(source.phi)),
         ):
             if saved != here:
-                raise SavedStateError(f"{text} was trained for the {what} {saved}, not {here}.")
-        with np.load(_with(path, ".npz"), allow_pickle=False) as file:
-            arrays = dict(file)
+                raise SavedStateError(f"{file} was trained for the {what} {saved}, not {here}.")
+        for name, array in arrays.items():
+            if name.startswith(("weight", "tau")) and not np.isfinite(array).all():
+                raise SavedStateError(
+                    f"{file}: {name} has numbers that are NaN or infinite. The file was changed, "
+                    "or is damaged: copy it again, or train the prior again."
+                )
         if not np.array_equal(arrays["table"], found.table):
             raise SavedStateError(
-                f"{text} was trained for other blocks of '{site}' than these: "
+                f"{file} was trained for other blocks of '{site}' than these: "
                 f"{len(arrays['table'])} there, {found.number} here, or other entries in them."
             )
         like = nets.Networks(nets.Sizes(**said["sizes"]), jax.random.key(0))
@@ -464,7 +465,7 @@ class SigmaPrior:
         scales = Scales(**{k: jnp.asarray(arrays[f"scale.{k}"]) for k in Scales._fields})
         if different(source.signature(scales), arrays["signature"]):
             raise SavedStateError(
-                f"{text} was trained for another prior of '{site}': its distribution at the same "
+                f"{file} was trained for another prior of '{site}': its distribution at the same "
                 "hyperparameters is another one here."
             )
         source.warn_beyond(jax.random.key(0), scales)

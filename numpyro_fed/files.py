@@ -1,0 +1,147 @@
+"""Files that are whole or not there: arrays and a description in one npz, written atomically."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import secrets
+import struct
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from numpyro_fed.errors import SavedStateError
+
+DESCRIPTION = "description.json"  # the member of an npz that says what its arrays are
+OLD = 3_600.0  # seconds, after which nobody is still writing a file
+DAMAGE = (  # what zipfile and NumPy raise for files that are not whole, or not what they say
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    EOFError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+)
+
+
+def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file so that its name always stands for a whole one: the new one or the one before.
+
+    ``write`` is given a new file in the same folder, which takes the name once it is on the disk.
+    A process that is killed in between leaves that one behind, as ``.name.*.part``, which a save an
+    hour later takes away.
+
+    Parameters
+    ----------
+    file : str or Path
+    write : callable
+        Given a binary stream to write to.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "numbers"
+    >>> write_atomically(file, lambda stream: stream.write(b"1 2 3"))
+    >>> file.read_bytes()
+    b'1 2 3'
+    """
+    file = Path(os.path.realpath(file))  # where a link points to, which stays one
+    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+    try:
+        with open(part, "x+b") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _sweep(file)
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # so that the new name, too, outlives a loss of power
+        finally:
+            os.close(folder)
+
+
+def _sweep(file: Path) -> None:
+    """Remove what killed processes have left behind, but nothing that may still be written."""
+    for part in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
+        with suppress(OSError):
+            if time.time() - part.stat().st_mtime > OLD:
+                part.unlink()
+
+
+def write_npz(
+    path: str | Path, arrays: Mapping[str, np.ndarray], description: Mapping[str, Any]
+) -> None:
+    """Write ``path.npz``: arrays by name, and a description as JSON; atomically, and no pickle."""
+    text = json.dumps(description, indent=1, sort_keys=True) + "\n"
+
+    def write(stream: IO[bytes]) -> None:
+        # NumPy's stubs take keywords for allow_pickle.
+        np.savez(stream, **arrays)  # type: ignore[arg-type]
+        with zipfile.ZipFile(stream, "a") as archive:
+            archive.writestr(DESCRIPTION, text)
+
+    write_atomically(npz(path), write)
+
+
+def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Read the arrays and the description that :func:`write_npz` wrote, with dtypes as they are.
+
+    Of earlier releases also a description in a file of its own, ``path.json``.
+
+    Raises
+    ------
+    SavedStateError
+        If the file is missing, damaged, or not one of this package.
+    """
+    file, beside = npz(path), _with(path, ".json")
+    if not file.exists():
+        raise _missing(file)
+    try:
+        with np.load(file, allow_pickle=False) as members:
+            found = dict(members)
+        text = found.pop(DESCRIPTION, None)
+    except DAMAGE as error:
+        raise _damaged(file, error) from error
+    if text is None and not beside.exists():
+        raise _missing(beside)
+    try:
+        description = json.loads(beside.read_text() if text is None else bytes(text))
+        return found, dict(description)
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(beside if text is None else file, error) from error
+
+
+def npz(path: str | Path) -> Path:
+    """The file of a path that was given to a ``save``."""
+    return _with(path, ".npz")
+
+
+def _with(path: str | Path, suffix: str) -> Path:
+    path = Path(path)
+    return path.with_name(path.name + suffix)
+
+
+def _missing(file: Path) -> SavedStateError:
+    return SavedStateError(f"there is no file {file}: give the path that save was given.")
+
+
+def _damaged(file: Path, error: Exception) -> SavedStateError:
+    return SavedStateError(
+        f"{file} cannot be read, it is damaged or not complete ({error}). Copy it again from "
+        "where it was saved, or run the fit again."
+    )

@@ -1,0 +1,251 @@
+"""What was saved, read back: without model and data what can be read off, with them the fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_fed.errors import SavedStateError, positive_int
+from numpyro_fed.files import npz
+from numpyro_fed.methods.base import Method
+from numpyro_fed.methods.fit import Fitted, Stage
+from numpyro_fed.methods.mode import Peak
+from numpyro_fed.methods.pvi import PVI
+from numpyro_fed.methods.recipe import rebuilt
+from numpyro_fed.methods.sfvi import SFVI
+from numpyro_fed.methods.sfvi_avg import SFVIAvg
+from numpyro_fed.precision import precision
+from numpyro_fed.results.base import Result, to_arviz
+from numpyro_fed.results.importance import Corrected
+from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
+from numpyro_fed.results.weighted import systematic
+
+METHODS: dict[str, type[Method]] = {kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg)}
+EARLIER = "Saved by an earlier release, which kept no verdict."
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A saved fit as it can be read without the model and the data.
+
+    Attributes
+    ----------
+    kind : str
+        The class that was saved: ``"Fitted"``, ``"Corrected"``, ``"PVIResult"``, ...
+    verdict : str
+        What it said of itself.
+    trusted : bool or None
+        Whether means and sds of the globals are right to a tenth of an sd; None where that was not
+        asked, as of a run without its correction.
+    draws : dict of str to array
+        Draws of the globals (n, *shape) on their own supports, with the dtypes of the file, to be
+        weighted by ``weights``. Of a run those that were asked for: ``result.save(path, draws=n)``.
+    weights : (n,) array
+    log_evidence, ess, pareto_k : float or None
+        As of :class:`Corrected`; None where there was no correction.
+    stages : tuple of Stage
+        Names and words of the steps of :func:`numpyro_fed.fit`.
+    losses : (rounds,) array
+        Of the run behind it.
+    settings : dict
+        How that was made, in words.
+    report : str
+        The verdict of the correction alone, where there is one.
+    """
+
+    kind: str
+    verdict: str
+    trusted: bool | None
+    draws: dict[str, np.ndarray] = field(repr=False)
+    weights: np.ndarray = field(repr=False)
+    log_evidence: float | None
+    ess: float | None
+    pareto_k: float | None
+    stages: tuple[Stage, ...] = field(repr=False)
+    losses: np.ndarray = field(repr=False)
+    settings: dict[str, Any] = field(repr=False)
+    report: str = field(repr=False)
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray], saved: Mapping[str, Any]) -> Saved:
+        """What the arrays and the description of a file say."""
+        words = saved.get("words", {})
+        sites = (name for name in arrays if name.startswith(DRAWS))
+        return cls(
+            kind=saved.get("kind", "Result"),
+            verdict=words.get("verdict", EARLIER),
+            trusted=words.get("trusted"),
+            draws={name.removeprefix(DRAWS): arrays[name] for name in sites},
+            weights=arrays.get(WEIGHTS, np.zeros(0)),
+            log_evidence=words.get("log_evidence"),
+            ess=words.get("ess"),
+            pareto_k=words.get("pareto_k"),
+            stages=tuple(Stage(name, said, None) for name, said in words.get("stages", ())),
+            losses=arrays["losses"],
+            settings=dict(saved["settings"]),
+            report=words.get("report", words.get("verdict", EARLIER)),
+        )
+
+    def sample_posterior(self, key: Array, n: int) -> dict[str, np.ndarray]:
+        """Draw globals, resampled from the draws of the file by their weights.
+
+        Of a fit that has a reliable correction these are its own draws for the same key. Of
+        another one there are only as many different ones as the file holds.
+
+        Parameters
+        ----------
+        key : jax.Array
+        n : int
+            Number of draws, the leading axis of every site.
+        """
+        positive_int("n", n)
+        if not len(self.weights):
+            raise SavedStateError(
+                f"no draws were saved with this {self.kind}: save it by save(path, draws=4_000), "
+                "or load it with its model and silos."
+            )
+        key = jax.random.fold_in(key, 0)
+        chosen = np.asarray(systematic(key, jnp.asarray(self.weights), n))
+        return {site: values[chosen] for site, values in self.draws.items()}
+
+    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
+        """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
+        return to_arviz(self.sample_posterior, key, num_samples)
+
+    def __str__(self) -> str:
+        return self.verdict
+
+
+def load(
+    path: str | Path,
+    model: Callable | None = None,
+    silos: Sequence[Mapping[str, Any]] | None = None,
+) -> Any:
+    """Read what ``save`` of a :class:`Fitted`, a :class:`Corrected` or a result wrote.
+
+    Parameters
+    ----------
+    path : str or Path
+        The same path as was given to ``save``.
+    model : callable, optional
+    silos : list of dict, optional
+        With both of them comes back what was saved, to go on with: locals of a silo, corrections,
+        ``run(..., init_state=)``. Refused unless they are the model and the data of the fit.
+
+    Returns
+    -------
+    Saved, or Fitted, Corrected, Result
+        Without model and silos draws of the globals, weights and verdict. Of a :class:`Fitted` the
+        ``stages`` have names and words, and the results that ``best`` and ``corrected`` rest on.
+
+    Raises
+    ------
+    SavedStateError
+        If the file is missing or damaged, belongs to another model or other silos, or to a method
+        whose settings no file can hold (an optimiser): then its ``load`` reads it.
+
+    Examples
+    --------
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, tempfile
+    >>> import numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    >>> silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([3.0, 4.0, 5.0]))]
+    >>> result = nf.PVI(model).run(jax.random.key(0), 1, silos, progress_bar=False)
+    >>> path = f"{tempfile.mkdtemp()}/fit"
+    >>> nf.importance_correct(jax.random.key(1), result).save(path)
+    >>> saved = nf.load(path)
+    >>> saved.trusted, saved.sample_posterior(jax.random.key(2), 5)["mu"].shape
+    (True, (5,))
+    >>> again = nf.load(path, model, silos)
+    >>> bool((again.weights == saved.weights).all()), round(float(again.result.losses[0]), 2)
+    (True, 11.45)
+    """
+    arrays, saved = read(path)
+    if model is None and silos is None:
+        return Saved.of(arrays, saved)
+    if model is None or silos is None:
+        lacking = "model" if model is None else "silos"
+        raise TypeError(f"give model and silos, or neither of them: {lacking}= is missing.")
+    with precision(double=_is_double(arrays)):
+        runs = _Runs(path, saved, model, silos)
+        run = runs.get("")
+        words = saved.get("words", {})
+        corrected = None
+        if "inner_draws" in words:
+            corrected = Corrected.from_file(run, arrays, words)
+        if saved.get("kind") != Fitted.__name__:
+            return run if corrected is None else corrected
+        others = {part: runs.get(part) for part in saved["others"]}
+        return _fitted(arrays, words, run, corrected, others)
+
+
+def _fitted(
+    arrays: Mapping[str, np.ndarray],
+    words: Mapping[str, Any],
+    run: Result,
+    corrected: Corrected | None,
+    others: Mapping[str, Result],
+) -> Fitted:
+    """The fit by :func:`numpyro_fed.fit`, from its parts."""
+    best = corrected if corrected is not None and words["is_best"] else others.get("best", run)
+    numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
+    peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in Peak._fields] for i in numbers]
+    missed = tuple(Peak(z_G, curvature, float(evidence)) for z_G, curvature, evidence in peaks)
+    stages = tuple(Stage(name, said, None) for name, said in words["stages"])
+    return Fitted(best, corrected, stages, missed=missed, **words["fields"])
+
+
+class _Runs:
+    """The runs of a file, by the methods that made them."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        saved: Mapping[str, Any],
+        model: Callable,
+        silos: Sequence[Mapping[str, Any]],
+    ):
+        self._path, self._saved, self._model, self._silos = path, saved, model, silos
+        self._methods: dict[str, Method] = {}
+
+    def get(self, part: str) -> Result:
+        """A run by its name in the file."""
+        said = self._saved["others"][part] if part else self._saved
+        method = self._method(said)
+        return method.load_part(self._path, self._silos, said["recipe"]["runtime"], part)
+
+    def _method(self, said: Mapping[str, Any]) -> Method:
+        """The method of a run; one for all runs of one method, which compiles once."""
+        recipe, name, file = said.get("recipe"), said["settings"]["method"], npz(self._path)
+        if recipe is None or recipe["method"] not in METHODS:
+            raise SavedStateError(
+                f"{file} holds a fit by {name} that nf.load reads without model and silos only: "
+                f"build the method as it was and use nf.{name}(model, ...).load(path, ...)."
+            )
+        if recipe["lost"]:
+            settings = " and ".join(f"{setting}=" for setting in recipe["lost"])
+            raise SavedStateError(
+                f"{file} holds a fit by {name} with {settings} of its own, which no file can "
+                f"hold: build the method as it was and use nf.{name}(model, ...).load(path, silos)."
+            )
+        known = json.dumps(recipe, sort_keys=True)
+        if known not in self._methods:
+            kind = METHODS[recipe["method"]]
+            self._methods[known] = rebuilt(kind, self._model, recipe["settings"])
+        return self._methods[known]
+
+
+def _is_double(arrays: Mapping[str, np.ndarray]) -> bool:
+    """Whether a saved state is in double precision."""
+    return any(a.dtype == np.float64 and name.startswith("state") for name, a in arrays.items())

@@ -1,0 +1,90 @@
+"""A method's settings as JSON, and back, so that a saved fit can be had again from its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import ModuleType
+from typing import Any
+
+from numpyro_fed import divergences, guides, local, losses, objectives
+from numpyro_fed.methods import schedules
+from numpyro_fed.model.fingerprint import source_hash
+from numpyro_fed.results.base import Recipe
+
+
+def _is_public(kind: type, module: ModuleType) -> bool:
+    return kind.__module__.startswith(module.__name__) and not kind.__name__.startswith("_")
+
+
+# Settings that are objects. A file names one of these, and nothing else is ever called.
+PARTS = {
+    f"{module.__name__.rpartition('.')[2]}.{kind.__name__}": kind
+    for module in (divergences, guides, local, losses, objectives, schedules)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and is_dataclass(kind) and _is_public(kind, module)
+}
+NAMES = {kind: name for name, kind in PARTS.items()}
+PLAIN = bool, int, float, str, type(None)
+
+
+class LostError(TypeError):
+    """A setting that JSON cannot hold."""
+
+
+def recipe(method: Any, runtime: str) -> Recipe:
+    """How to have a method again, from its class and the model."""
+    settings, lost = {}, []
+    for f in fields(method):
+        value = getattr(method, f.name)
+        if not f.init or f.name == "model" or _is_default(f, value):
+            continue
+        try:
+            settings[f.name] = encoded(value)
+        except LostError:
+            lost.append(f.name)
+    source = source_hash(method.model)
+    return Recipe(type(method).__name__, settings, tuple(lost), runtime, source)
+
+
+def rebuilt(kind: Callable[..., Any], model: Callable, settings: Mapping[str, Any]) -> Any:
+    """The method, from the settings of its recipe."""
+    return kind(model, **{name: decoded(value) for name, value in settings.items()})
+
+
+def encoded(value: Any) -> Any:
+    """A setting as JSON.
+
+    Raises
+    ------
+    LostError
+        For what is neither a number, a text, a sequence or dict of these nor an object of
+        :data:`PARTS`.
+    """
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {"of": "dict", "items": {name: encoded(v) for name, v in value.items()}}
+    if type(value) in (list, tuple):
+        return {"of": type(value).__name__, "items": [encoded(v) for v in value]}
+    if type(value) in NAMES:
+        parts = {f.name: encoded(getattr(value, f.name)) for f in fields(value) if f.init}
+        return {"of": NAMES[type(value)], "items": parts}
+    raise LostError(f"{type(value).__name__} cannot be written down.")
+
+
+def decoded(found: Any) -> Any:
+    """The setting that :func:`encoded` wrote down."""
+    if not isinstance(found, dict):
+        return found
+    kind, items = found["of"], found["items"]
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(map(decoded, items))
+    parts = {name: decoded(value) for name, value in items.items()}
+    return parts if kind == "dict" else PARTS[kind](**parts)
+
+
+def _is_default(f: Field[Any], value: Any) -> bool:
+    if f.default is MISSING:
+        return False
+    return type(value) is type(f.default) and bool(value == f.default)
