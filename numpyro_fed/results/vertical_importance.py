@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import Array
 from numpyro_fed.algorithms.vertical.weigh import parts, weigh
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.model.sites import Site
+from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.moments import moments
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.results.weighted import Weighted, systematic, weights_of
@@ -51,6 +53,11 @@ class VerticalCorrected(Weighted):
         """Draw from the corrected posterior: latents of all parties, resampled by their weights."""
         chosen = systematic(key, jnp.asarray(self.weights), n)
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
+
+    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
+        """Corrected draws for ArviZ; see :meth:`Corrected.to_arviz`."""
+        sample, known = self.sample_posterior, self._attributes
+        return to_arviz(sample, key, num_samples, worth=self.ess, attributes=known)
 
 
 def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> VerticalCorrected:
