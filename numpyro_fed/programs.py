@@ -50,9 +50,20 @@ def jit_double(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def quick_options() -> dict[str, Any]:
-    """XLA's options for programs that are soon compiled, if this version has them all."""
+    """Those of XLA's options for programs that are soon compiled that this version has."""
+    return known_options(QUICK)
+
+
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the compiler that the installed XLA knows: it refuses to compile with others.
+
+    From version to version options come and go, where what they chose is the only way.
+    """
     try:
-        jax.jit(lambda: 0, compiler_options=QUICK).lower().compile()
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
     except jax.errors.JaxRuntimeError:
-        return {}
-    return QUICK
+        if len(options) == 1:
+            return {}
+        each = (known_options({name: value}) for name, value in options.items())
+        return {name: value for found in each for name, value in found.items()}
+    return options

@@ -4,20 +4,16 @@ import gc
 import os
 from pathlib import Path
 
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_cpu_enable_concurrency_optimized_scheduler=false "
-    "--xla_disable_hlo_passes=while-loop-invariant-code-motion,while-loop-simplifier,"
-    "conditional_simplification",
-)
+from xla_flags import remembered_flags
+
+CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
+if "XLA_FLAGS" not in os.environ:  # workers of xdist have them from the process that starts them
+    os.environ["XLA_FLAGS"] = " ".join(remembered_flags(CACHE.parent))
 # One thread a worker. In a pool of two, two of jaxlib's batched LAPACK kernels (0.10) can wait for
 # each other for ever: each takes a thread, and waits there for work that it has put into the queue.
 os.environ.setdefault("NPROC", "1")
 gc.set_threshold(200_000, 20, 50)  # traces are many small objects that live on
 
-CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

@@ -24,6 +24,7 @@ LAYERS = [
             "model.padding",
             "model.primitives",
             "model.substitution",
+            "model.jaxprs",
             "model.dependence",
             "model.feasible",
             "model.kinks",

@@ -38,6 +38,19 @@ def fitted():
     return nf.fit(KEY, raw, raw_silos(), progress_bar=False)
 
 
+def test_arviz_gets_what_the_verdict_says(fitted):
+    posterior = fitted.to_arviz(KEY, 1_000_000)["posterior"]
+    assert posterior["beta"].shape == (1, int(fitted.corrected.ess), 2)
+    assert posterior.attrs["verdict"] == fitted.verdict
+    assert posterior.attrs["ess"] == fitted.corrected.ess
+    assert posterior.attrs["pareto_k"] == fitted.corrected.pareto_k
+    uncorrected = dataclasses.replace(fitted, best=fitted.corrected.result).to_arviz(KEY, 70)[
+        "posterior"
+    ]
+    assert uncorrected["beta"].shape == (1, 70, 2)
+    assert uncorrected.attrs["ess"] == fitted.corrected.ess
+
+
 def test_a_raw_regression_is_right_and_trusted(fitted):
     """Against the t posterior of the coefficients under flat priors, which these nearly are."""
     silos = raw_silos()

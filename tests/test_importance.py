@@ -4,6 +4,7 @@ import warnings
 from dataclasses import replace
 from functools import cache
 
+import arviz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -443,6 +444,30 @@ def test_draws_are_resampled_as_often_as_their_weights_say():
         assert count.sum() == n
         assert (np.abs(count - n * weights) < 1 + 1e-3).all()
     assert (np.diff(chosen) < 0).any()
+
+
+@pytest.mark.parametrize(
+    "settings", [OFF, {"shift": 1.5, "width": 0.6}, {"shift": 2, "width": 0.5}]
+)
+def test_arviz_is_not_told_of_more_draws_than_count(settings):
+    """ArviZ takes a draw that repeats for as many; the draws are about 770, 30 and 6 of 4,000."""
+    fixed = corrected(**settings)
+    posterior = fixed.to_arviz(KEY, 4_000, silo=1)["posterior"]
+    n = int(fixed.ess)
+    assert posterior["mu"].shape == (1, n)
+    assert posterior["b"].shape == (1, n, 7)
+    assert 0.3 * fixed.ess < arviz.ess(posterior["mu"].values) < 1.5 * fixed.ess
+    assert posterior.attrs["ess"] == fixed.ess
+    assert posterior.attrs["pareto_k"] == fixed.pareto_k
+    assert posterior.attrs["verdict"] == fixed.report()
+
+
+def test_arviz_gets_no_more_draws_than_are_asked_for():
+    posterior = corrected(**OFF).to_arviz(KEY, 50)["posterior"]
+    assert posterior["mu"].shape == (1, 50)
+    np.testing.assert_array_equal(
+        posterior["mu"][0], corrected(**OFF).sample_posterior(KEY, 50)["mu"]
+    )
 
 
 def test_a_correction_is_a_function_of_its_key():

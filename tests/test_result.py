@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 
+import arviz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -252,12 +253,16 @@ def test_the_same_text_runs_under_predictive_and_nuts():
 
 
 def test_arviz_gets_the_same_draws(result):
-    found = result.to_arviz(KEY, 30, silo=1).posterior
+    """With ArviZ 1, whose data are nested groups, and with those before."""
+    found = result.to_arviz(KEY, 30, silo=1)["posterior"]
     draws = result.sample_posterior(KEY, 30, silo=1)
     assert set(found.data_vars) == set(draws)
     for name, value in draws.items():
         assert found[name].shape == (1, *value.shape)
         np.testing.assert_array_equal(found[name][0], value)
+    assert len(arviz.summary(result.to_arviz(KEY, 30))) == sum(
+        v[0].size for v in result.sample_posterior(KEY, 1).values()
+    )
 
 
 def test_without_arviz_the_extra_is_named(result, monkeypatch):

@@ -626,6 +626,21 @@ def test_no_global_site_may_depend_on_a_number_of_rows(model, what, sizes):
         split(model, read([{"y": np.zeros(n)} for n in sizes]))
 
 
+@pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["outside", "in a jit"])
+def test_no_global_site_may_depend_on_a_constant_that_differs(inside):
+    """Wherever in the program the constant is."""
+
+    def model(n, y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1).expand([2]).to_event(1))
+        numpyro.deterministic("scaled", inside(lambda mu: mu * np.array([1.0, n]))(mu))
+        with silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu.sum(), 1), obs=y)
+
+    silos = read([{"n": n, "y": np.zeros(3)} for n in (1, 2)])
+    with pytest.raises(ModelError, match=r"value of the global site 'scaled'.*differs.* silo 1"):
+        split(model, silos)
+
+
 def test_a_global_of_as_many_numbers_as_an_array_is_long_is_left_alone():
     def model(x, y):
         b = numpyro.sample("b", dist.Normal(0, 1).expand([x.shape[0]]).to_event(1))

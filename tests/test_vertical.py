@@ -1245,6 +1245,7 @@ def test_a_corrected_fit_is_the_posterior_of_the_text(settings):
     fit = nf.VFL(known_noise, optim=optim, **settings).run(KEY, 1_000, xs, y, progress_bar=False)
     fixed = nf.importance_correct(KEY, fit, 20_000)
     assert fixed.reliable
+    assert fixed.to_arviz(KEY, 10**6)["posterior"]["b"].shape[1] == int(fixed.ess)
     draws = fixed.sample_posterior(KEY, 20_000)
     found = np.column_stack([draws["b"], *(draws[f"client_{j}/beta"] for j in range(3))])
     error = fixed.monte_carlo_error + 20_000**-0.5

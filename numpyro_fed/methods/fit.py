@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.precision import precision as precision_as
-from numpyro_fed.results.base import Result, to_arviz
+from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import AT_ONCE, Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
@@ -170,9 +172,20 @@ class Fitted:
         """Draw from the best posterior that was reached; see :meth:`Result.sample_posterior`."""
         return self.best.sample_posterior(key, n, silo=silo)
 
-    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
-        """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
-        return to_arviz(self.sample_posterior, key, num_samples)
+    def to_arviz(
+        self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
+    ) -> Any:
+        """Posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
+
+        Of weighted draws there are at most as many as these are worth, so that ``arviz.ess`` is
+        about true. The group ``posterior`` has the attributes ``verdict``, and ``ess`` and
+        ``pareto_k`` of the correction. Needs the extra ``examples``.
+        """
+        sample = partial(self.sample_posterior, silo=silo)
+        known = {} if self.corrected is None else self.corrected._attributes
+        worth = self.best.ess if isinstance(self.best, Corrected) else math.inf
+        attributes = {**known, "verdict": self.verdict}
+        return to_arviz(sample, key, num_samples, worth=worth, attributes=attributes)
 
     def save(self, path: str | Path) -> None:
         """Write draws, weights, the verdict and the fit behind it to ``path.npz``.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend.core import Literal
+
+from numpyro_fed.model.jaxprs import Scan, branches, called, opened, scan
 
 Labels = frozenset[str]
 
@@ -19,7 +21,7 @@ def provenance(fn: Callable, /, **inputs: Any) -> Any:
     """
     program, out = jax.make_jaxpr(lambda inputs: fn(**inputs), return_shape=True)(inputs)
     labels = [frozenset({path[0].key}) for path, _ in jax.tree.leaves_with_path(inputs)]
-    return jax.tree.unflatten(jax.tree.structure(out), follow(program.jaxpr, labels))
+    return jax.tree.unflatten(jax.tree.structure(out), follow(opened(program).jaxpr, labels))
 
 
 def follow(jaxpr: Any, labels: Sequence[Labels]) -> list[Labels]:
@@ -38,57 +40,25 @@ def labels_of(known: dict[Any, Labels], variable: Any) -> Labels:
 
 def through(eqn: Any, into: Sequence[Labels]) -> list[Labels]:
     """The labels of one operation's outputs."""
-    inner = programs(eqn)
-    if eqn.primitive.name == "scan":
-        labels = entering_scan(eqn, into)
-        out = follow(inner[0].jaxpr, labels)
-        first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
-        return [*labels[first : first + carried], *out[carried:]]
+    if (loop := scan(eqn)) is not None:
+        labels = entering_scan(loop, into)
+        out = follow(loop.body.jaxpr, labels)
+        return [*labels[loop.carry], *out[loop.num_carry :]]
     if (program := called(eqn)) is not None:
         return follow(program.jaxpr, into)
-    if eqn.primitive.name == "cond":
+    if (choices := branches(eqn)) is not None:
         which, *operands = into
-        branches = [follow(program.jaxpr, operands) for program in inner]
-        return [which.union(*labels) for labels in zip(*branches, strict=True)]
+        outs = [follow(program.jaxpr, operands) for program in choices]
+        return [which.union(*labels) for labels in zip(*outs, strict=True)]
     return [frozenset[str]().union(*into)] * len(eqn.outvars)
 
 
-def entering_scan(eqn: Any, into: Sequence[Labels]) -> list[Labels]:
+def entering_scan(loop: Scan, into: Sequence[Labels]) -> list[Labels]:
     """Of the inputs of a scan's body: what one step carries on reaches all steps after it."""
-    (body,), labels = programs(eqn), list(into)
-    first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
-    place = slice(first, first + carried)
+    labels = list(into)
     while True:
-        out = follow(body.jaxpr, labels)[:carried]
-        carry = [a | b for a, b in zip(labels[place], out, strict=True)]
-        if carry == labels[place]:
+        out = follow(loop.body.jaxpr, labels)[: loop.num_carry]
+        carry = [a | b for a, b in zip(labels[loop.carry], out, strict=True)]
+        if carry == labels[loop.carry]:
             return labels
-        labels[place] = carry
-
-
-class Program(NamedTuple):
-    """A program inside of an operation."""
-
-    jaxpr: Any
-    consts: Sequence[Any]
-
-
-def programs(eqn: Any) -> list[Program]:
-    """The programs inside of an operation."""
-    found = []
-    for value in eqn.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(each, "jaxpr", each)
-            if hasattr(jaxpr, "eqns"):
-                found.append(Program(jaxpr, getattr(each, "consts", ())))
-    return found
-
-
-def called(eqn: Any) -> Program | None:
-    """The one program that an operation calls as it stands, on its operands; None for others."""
-    inner = programs(eqn)
-    if len(inner) != 1 or eqn.primitive.name in ("scan", "while", "cond"):
-        return None
-    (program,) = inner
-    alike = len(program.jaxpr.invars) == len(eqn.invars)
-    return program if alike and len(program.jaxpr.outvars) == len(eqn.outvars) else None
+        labels[loop.carry] = carry

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from numpyro_fed.model.data import SiloData, signature
+from numpyro_fed.model.jaxprs import Program, constants, traced
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.vertical import VerticalModel
 
@@ -31,15 +30,15 @@ def fingerprint(fm: FederatedModel, silos: Sequence[SiloData]) -> str:
     key, z_G = jax.random.key(0), jax.ShapeDtypeStruct((fm.dim,), jnp.result_type(float))
     theta = jax.eval_shape(fm.init_theta, key)
     programs = [
-        jax.make_jaxpr(fm.init_theta)(key),
-        jax.make_jaxpr(fm.log_prior)(theta, z_G),
-        jax.make_jaxpr(fm.constrain_global)(theta, z_G),
+        traced(fm.init_theta, key),
+        traced(fm.log_prior, theta, z_G),
+        traced(fm.constrain_global, theta, z_G),
     ]
     for silo in {signature(silo): silo for silo in silos}.values():
         sizes = fm.sizes(silo)
         z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
         private = jax.eval_shape(fm.init_private, key, silo)
-        programs.append(jax.make_jaxpr(fm.log_silo)({**theta, **private}, z_G, z_L, silo))
+        programs.append(traced(fm.log_silo, {**theta, **private}, z_G, z_L, silo))
     return _hashed(repr((fm.sites, fm.plates, sorted(fm.supports))), programs)
 
 
@@ -52,14 +51,14 @@ def vertical_fingerprint(
     told = model.with_total(server, jnp.zeros(model.shape, model.dtype))
     theta = jax.eval_shape(model.server.init_theta, key, told)
     z = jax.ShapeDtypeStruct((model.server.dim,), real)
-    programs = [jax.make_jaxpr(model.log_server)(theta, z, total, server)]
+    programs = [traced(model.log_server, theta, z, total, server)]
     parties = {
         signature(data): (half, data) for half, data in zip(model.clients, clients, strict=True)
     }
     for half, data in parties.values():
         theta = jax.eval_shape(half.init_theta, key, data)
         z = jax.ShapeDtypeStruct((half.dim,), real)
-        programs.append(jax.make_jaxpr(partial(model.predict, half))(theta, z, data))
+        programs.append(traced(partial(model.predict, half), theta, z, data))
     halves = (model.server, *(half for half, _ in parties.values()))
     return _hashed(repr([(half.sites, sorted(half.supports)) for half in halves]), programs)
 
@@ -79,30 +78,12 @@ def source_hash(model: Callable) -> str:
     return hashlib.sha256(inspect.cleandoc(text).encode()).hexdigest()
 
 
-def _hashed(words: str, programs: Iterable[ClosedJaxpr]) -> str:
+def _hashed(words: str, programs: Iterable[Program]) -> str:
     found = hashlib.sha256(words.encode())
     for program in programs:
         found.update(ADDRESS.sub("", str(program.jaxpr)).encode())
-        for constant in _constants(program):
+        for constant in constants(program):
             a = np.asarray(constant)
             found.update(f"{a.dtype}{a.shape}".encode())
             found.update(a.tobytes())
     return found.hexdigest()
-
-
-def _constants(program: ClosedJaxpr) -> Iterator[Any]:
-    """Arrays that a program holds, those of programs within it included."""
-    yield from program.consts
-    yield from _within(program.jaxpr)
-
-
-def _within(jaxpr: Jaxpr) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield from (v.val for v in equation.invars if isinstance(v, Literal))
-        for part in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda a: isinstance(a, ClosedJaxpr | Jaxpr)
-        ):
-            if isinstance(part, ClosedJaxpr):
-                yield from _constants(part)
-            elif isinstance(part, Jaxpr):
-                yield from _within(part)

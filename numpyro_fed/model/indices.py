@@ -17,7 +17,8 @@ from jax.lax import GatherScatterMode
 
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.dependence import Labels, called, entering_scan, labels_of, programs, through
+from numpyro_fed.model.dependence import Labels, entering_scan, labels_of, through
+from numpyro_fed.model.jaxprs import Program, Scan, branches, called, scan, traced
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.programs import jit_once
 
@@ -83,13 +84,15 @@ def _watched(rows: Callable[[SiloData], Rows], data: SiloData) -> int:
 
     Indices that do not depend on data are left alone: libraries use harmless ones out of range.
     """
-    program, arrays = jax.make_jaxpr(rows)(data), jax.tree.leaves(data)
+    program, arrays = traced(rows, data), jax.tree.leaves(data)
     count: list[int] = []
     _run(program, arrays, [frozenset({"data"})] * len(arrays), count)
     return sum(count)
 
 
-def _run(program: Any, values: Sequence[Any], labels: Sequence[Labels], count: list) -> list[Any]:
+def _run(
+    program: Program, values: Sequence[Any], labels: Sequence[Labels], count: list
+) -> list[Any]:
     jaxpr = program.jaxpr
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *values), strict=True))
     known = dict(zip(jaxpr.invars, labels, strict=True))
@@ -116,10 +119,10 @@ def _apply(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) -
     """One operation, looked into where it is a call or a scan."""
     if (program := called(eqn)) is not None:
         return _run(program, values, labels, count)
-    if eqn.primitive.name == "scan":
-        return _scan(eqn, values, entering_scan(eqn, labels), count)
-    if eqn.primitive.name == "cond":
-        return _cond(eqn, values, labels, count)
+    if (loop := scan(eqn)) is not None:
+        return _scan(loop, values, entering_scan(loop, labels), count)
+    if (choices := branches(eqn)) is not None:
+        return _cond(choices, values, labels, count)
 
     if _indexed_by_data(eqn, labels):
         count.append(1)
@@ -138,26 +141,23 @@ def _apply(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) -
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _scan(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) -> list[Any]:
-    (body,), params = programs(eqn), eqn.params
-    first = params["num_consts"]
-    start = first + params["num_carry"]
-
+def _scan(loop: Scan, values: list[Any], labels: Sequence[Labels], count: list) -> list[Any]:
     def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
-        out = _run(body, [*values[:first], *carry, *x], labels, count)
-        return out[: start - first], out[start - first :]
+        out = _run(loop.body, [*values[: loop.num_consts], *carry, *x], labels, count)
+        return out[: loop.num_carry], out[loop.num_carry :]
 
-    length, reverse = params["length"], params["reverse"]
-    carry, ys = jax.lax.scan(step, values[first:start], values[start:], length, reverse)
+    xs = values[loop.carry.stop :]
+    carry, ys = jax.lax.scan(step, values[loop.carry], xs, loop.length, loop.reverse)
     return [*carry, *ys]
 
 
-def _cond(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) -> list[Any]:
-    def branch(program: Any) -> Callable:
+def _cond(
+    choices: list[Program], values: list[Any], labels: Sequence[Labels], count: list
+) -> list[Any]:
+    def branch(program: Program) -> Callable:
         return lambda *operands: _run(program, operands, labels[1:], count)
 
-    branches = [branch(program) for program in eqn.params["branches"]]
-    return jax.lax.switch(values[0], branches, *values[1:])
+    return jax.lax.switch(values[0], [branch(program) for program in choices], *values[1:])
 
 
 def _counted_from_the_end(eqn: Any, made: dict[Any, Any]) -> Any:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.interpreters.partial_eval import dce_jaxpr
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer import init_to_sample
@@ -24,6 +23,7 @@ from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.handlers import localised
+from numpyro_fed.model.jaxprs import constants, needed, traced
 from numpyro_fed.model.kinks import rounded
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.primitives import silo_plate_of
@@ -511,13 +511,8 @@ def _differs(
 
 def _program(fn: Callable, *arguments: Any) -> tuple[str, list[Any]]:
     """What a function computes, in words: without what its outputs do not need; its constants."""
-    traced = jax.make_jaxpr(fn)(*arguments)
-    needed, _ = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-    read = {id(v) for vs in (needed.outvars, *(e.invars for e in needed.eqns)) for v in vs}
-    constants = zip(needed.constvars, traced.consts, strict=True)
-    kept = {v: c for v, c in constants if id(v) in read}
-    words = str(needed.replace(constvars=list(kept)))
-    return re.sub("0x[0-9a-f]+", "", words), list(kept.values())
+    program = needed(traced(fn, *arguments))
+    return re.sub("0x[0-9a-f]+", "", str(program.jaxpr)), list(constants(program))
 
 
 def _same_program(a: tuple[str, list[Any]], b: tuple[str, list[Any]]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Shared
 from numpyro_fed.algorithms.pvi.families import Globals
-from numpyro_fed.errors import DataError, MissingExtraError, NonFiniteError, SavedStateError
+from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.facts import Plan
@@ -27,6 +27,7 @@ from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.precision import in_own_precision, is_double
+from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.communication import Communication, communication, exchanged_before
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.recognise import Made
@@ -500,12 +501,11 @@ class Result:
     def to_arviz(
         self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
     ) -> Any:
-        """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
+        """Posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
 
-        def draw(key: Array, n: int) -> dict[str, Array]:
-            return self.sample_posterior(key, n, silo=silo)
-
-        return to_arviz(draw, key, num_samples)
+        Needs the extra ``examples``.
+        """
+        return to_arviz(partial(self.sample_posterior, silo=silo), key, num_samples)
 
     def save(self, path: str | Path, *, draws: int = 0) -> None:
         """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
@@ -570,13 +570,3 @@ def check_state(state: Any, expected: State) -> State:
             "of silos. Pass the .state of a run with the same settings and silos."
         )
     return state
-
-
-def to_arviz(draw: Callable[[Array, int], Mapping[str, Any]], key: Array | None, n: int) -> Any:
-    """Draws ``draw(key, n)`` as ArviZ ``InferenceData``."""
-    try:
-        import arviz
-    except ImportError as error:
-        raise MissingExtraError("arviz", "examples") from error
-    draws = draw(jax.random.key(0) if key is None else key, n)
-    return arviz.from_dict(posterior={k: np.asarray(v)[None] for k, v in draws.items()})

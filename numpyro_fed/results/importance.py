@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, overload
 
 import jax
@@ -24,6 +24,7 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
 from numpyro_fed.precision import in_own_precision, precision
+from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import Built, Fit, Result
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.posterior import Posterior, posterior
@@ -352,6 +353,18 @@ class Corrected(Weighted):
         """
         chosen = self._z_G[systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
         return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
+
+    def to_arviz(
+        self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
+    ) -> Any:
+        """Corrected draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
+
+        At most as many as the weighted draws are worth, so that ``arviz.ess`` is about true. The
+        group ``posterior`` has the attributes ``ess``, ``pareto_k`` and ``verdict``. Needs the
+        extra ``examples``.
+        """
+        sample = partial(self.sample_posterior, silo=silo)
+        return to_arviz(sample, key, num_samples, worth=self.ess, attributes=self._attributes)
 
 
 def weighing(built: Built, name: str) -> tuple[Exchange, Proposal]:

@@ -21,7 +21,8 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.fingerprint import vertical_fingerprint
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
-from numpyro_fed.results.base import Silos, bound_settled, check_state, to_arviz
+from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.base import Silos, bound_settled, check_state
 from numpyro_fed.results.recognise import Made
 from numpyro_fed.results.saving import SavedRun, Told, save
 from numpyro_fed.runtime.stack import Runtime, State
@@ -259,7 +260,10 @@ class VerticalRun(ABC):
         return sites
 
     def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
-        """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
+        """Posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
+
+        Needs the extra ``examples``.
+        """
         return to_arviz(self.sample_posterior, key, num_samples)
 
     def save(self, path: str | Path, *, draws: int = 0) -> None:

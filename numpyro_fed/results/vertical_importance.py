@@ -14,6 +14,7 @@ from jax import Array
 from numpyro_fed.algorithms.vertical.weigh import parts, weigh
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.model.sites import Site
+from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.moments import moments
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.vertical import VerticalResult
@@ -65,6 +66,11 @@ class VerticalCorrected(Weighted):
         """Draw from the corrected posterior: latents of all parties, resampled by their weights."""
         chosen = systematic(key, jnp.asarray(self.weights), n)
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
+
+    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
+        """Corrected draws for ArviZ; see :meth:`Corrected.to_arviz`."""
+        sample, known = self.sample_posterior, self._attributes
+        return to_arviz(sample, key, num_samples, worth=self.ess, attributes=known)
 
 
 def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> VerticalCorrected:

@@ -153,6 +153,11 @@ class Weighted(ABC):
             f"{evidence}. {self._verdict()}"
         )
 
+    @property
+    def _attributes(self) -> dict[str, float | str]:
+        """What goes with the draws into other libraries' objects."""
+        return dict(ess=self.ess, pareto_k=self.pareto_k, verdict=self.report())
+
     def _verdict(self) -> str:
         if len(self.weights) < FEW:
             return "Too few draws to tell: k-hat needs 100 or more."
