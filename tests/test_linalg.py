@@ -1,7 +1,5 @@
 """Factors, solves and eigenvalues of stacks: as by ``jnp.linalg``, and without its kernels."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_fed import linalg
+from tests.kernels import lapack_shapes
 
 DIMS = (1, 2, 5, 8, 9)
 CASES = settings(max_examples=8, deadline=None)
@@ -107,13 +106,17 @@ def test_nested_vmaps_of_gradients_are_lapacks(d, double):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
+def kernels_of(f, *args):
+    return lapack_shapes(jax.jit(f).lower(*args).as_text())
+
+
 @pytest.mark.parametrize("d", [3, 9])
 def test_columns_of_one_matrix_are_solved_together(d, double):
     """A stack of right sides of one matrix is one solve of as many columns."""
     L, B = jnp.linalg.cholesky(stack(0, (), d)), right(0, (4,), d, 2)
     each = jax.jit(jax.vmap(lambda B: linalg.solve(L, B)))
     np.testing.assert_allclose(each(B), lapack_solve(jnp.broadcast_to(L, (4, d, d)), B, False))
-    assert len(kernels(each, B)) == 1
+    assert len(kernels_of(each, B)) == 1
     assert "while" not in each.lower(B).as_text()
 
 
@@ -179,13 +182,6 @@ def test_what_is_empty_stays_empty():
     assert linalg.eigh(jnp.zeros((0, 0)))[1].shape == (0, 0)
 
 
-def kernels(f, *args):
-    """The shapes that a program hands to LAPACK, of each call the first."""
-    text = jax.jit(f).lower(*args).as_text()
-    found = re.findall(r"custom_call @lapack_.*? : \(tensor<([0-9x]*)x?f", text)
-    return [tuple(map(int, shape.strip("x").split("x"))) for shape in found]
-
-
 @pytest.mark.parametrize("d", [2, 8, 9, 40])
 def test_no_stack_goes_to_lapack(d):
     """A kernel for a single matrix waits for no other thread; one for a stack does."""
@@ -197,7 +193,7 @@ def test_no_stack_goes_to_lapack(d):
         return linalg.cholesky_solve(L, A), values, linalg.inverse(A), others
 
     A = jnp.broadcast_to(jnp.eye(d), (3, d, d))
-    assert kernels(jnp.linalg.cholesky, A) == [(3, d, d)]  # so that the pattern is right
+    assert kernels_of(jnp.linalg.cholesky, A) == [(3, d, d)]  # so that the pattern is right
     for f, x in ((all_of, A), (jax.vmap(all_of), jnp.stack([A, A]))):
-        assert all(shape == (d, d) for shape in kernels(f, x))
-    assert len(kernels(lambda A: linalg.cholesky(A), A)) == (d > linalg.SMALL)
+        assert all(shape == (d, d) for shape in kernels_of(f, x))
+    assert len(kernels_of(lambda A: linalg.cholesky(A), A)) == (d > linalg.SMALL)
