@@ -1,5 +1,9 @@
 """Federated Bayesian inference for ordinary NumPyro models."""
 
+from numpyro_fed.threads import make_pool_large_enough
+
+make_pool_large_enough()  # before any import that has JAX make an array
+
 from numpyro_fed import barycenters, divergences, expfam, guides, local, losses, testing
 from numpyro_fed.errors import (
     CallbackError,

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 
+from numpyro_fed import linalg
 from numpyro_fed.errors import DataError
 
 MOST = 100  # steps of the fixed point
@@ -136,7 +136,7 @@ def _barycenter(
     full, known = S.ndim == 3, not any(isinstance(a, jax.core.Tracer) for a in (m, S, w))
     if known:
         _check(np.asarray(m), np.asarray(S), np.asarray(w))
-    roots = jnp.linalg.cholesky(S) if full else jnp.sqrt(S)
+    roots = linalg.cholesky(S) if full else jnp.sqrt(S)
     if known and (bad := np.flatnonzero(~np.isfinite(roots).reshape(number, -1).all(1))).size:
         raise DataError(
             f"covariance {bad[0]} is not positive definite to the digits of {S.dtype}. Leave out a "
@@ -176,7 +176,7 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
     def step(L: Array) -> Array:
         """One transport of the mean by the average of the maps to all of them."""
         M = jnp.einsum("j,jab->ab", weights, jax.vmap(partial(_map_to, L))(roots))
-        return lower(solve_triangular(L, M, lower=True, trans="T"))
+        return linalg.root_of(linalg.solve(L, M, transposed=True))
 
     def go_on(carry: tuple[Array, Array, Array]) -> Array:
         i, _, moved = carry
@@ -188,14 +188,14 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
         scale = jnp.sqrt((after**2).sum(1))
         return i + 1, after, (jnp.abs(after - L) / scale[:, None]).max()
 
-    first = lower(jnp.einsum("j,jab->ab", weights, roots))
+    first = linalg.root_of(jnp.einsum("j,jab->ab", weights, roots))
     start = jnp.zeros((), jnp.int32), first, jnp.array(jnp.inf, roots.dtype)
     return loc, jax.lax.while_loop(go_on, advance, start)[1]
 
 
 def _map_to(L: Array, root: Array) -> Array:
     """:math:`(L' R R' L)^{1/2}`, by the singular values of :math:`L' R`."""
-    U, d, _ = jnp.linalg.svd(L.T @ root, full_matrices=False)
+    U, d, _ = linalg.svd(L.T @ root)
     return (U * d) @ U.T
 
 
@@ -206,7 +206,7 @@ def forward_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Arr
     if roots.ndim == 2:
         return loc, jnp.sqrt(weights @ (roots**2 + off**2))
     parts = jnp.concatenate([roots, off[:, :, None]], 2) * jnp.sqrt(weights)[:, None, None]
-    return loc, lower(jnp.concatenate(list(parts), 1))
+    return loc, linalg.root_of(jnp.concatenate(list(parts), 1))
 
 
 def reverse_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
@@ -216,21 +216,15 @@ def reverse_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Arr
         total = precision.sum(0)
         return (precision * locs).sum(0) / total, 1 / jnp.sqrt(total)
     eye = jnp.eye(roots.shape[-1], dtype=roots.dtype)
-    K = jax.vmap(lambda L: solve_triangular(L, eye, lower=True))(roots)
+    K = linalg.solve(roots, eye)
     K = jnp.sqrt(weights)[:, None, None] * K  # least squares, in which precisions are not formed
     Q, R = jnp.linalg.qr(K.reshape(-1, K.shape[-1]))
-    loc = solve_triangular(R, Q.T @ jnp.einsum("jab,jb->ja", K, locs).reshape(-1))
-    return loc, lower(solve_triangular(R, eye))
+    right = Q.T @ jnp.einsum("jab,jb->ja", K, locs).reshape(-1)
+    loc = linalg.solve(R.T, right, transposed=True)
+    return loc, linalg.root_of(linalg.solve(R.T, eye, transposed=True))
 
 
 def of_precision(precision: Array, first: Array) -> tuple[Array, Array]:
     """Mean and Cholesky factor of the covariance, from natural parameters."""
-    flipped = jnp.linalg.cholesky(precision[::-1, ::-1])[::-1, ::-1].T
-    root = solve_triangular(flipped, jnp.eye(len(first), dtype=first.dtype), lower=True)
+    root = linalg.cholesky_of_inverse(precision)
     return root @ (root.T @ first), root
-
-
-def lower(root: Array) -> Array:
-    """The Cholesky factor of ``root root'``, by a decomposition that does not square it."""
-    R = jnp.linalg.qr(root.T, mode="r")
-    return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)

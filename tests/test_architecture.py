@@ -16,7 +16,7 @@ ROOT = Path(numpyro_fed.__file__).parent
 # long as these do not go round in a circle. What is not named here is the front door: it may
 # import everything, and only the front door may import it.
 LAYERS = [
-    {"errors", "files", "trees", "precision"},
+    {"errors", "files", "trees", "precision", "linalg", "threads"},
     {"programs"},
     {
         *(
@@ -160,6 +160,20 @@ def test_no_module_asserts(module):
     """Wrong input is an error with a message, and asserts vanish under ``python -O``."""
     tree = ast.parse(MODULES[module].read_text())
     assert not [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Assert)]
+
+
+# Of single matrices at the server, and in no program that runs for many of them.
+ALONE = {("barycenters", "qr"), ("sigma.source", "pinv")}
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"linalg"}))
+def test_stacks_of_matrices_are_for_linalg(module):
+    """jaxlib's own kernels for them can stop a program for ever: see ``numpyro_fed/linalg.py``."""
+    text = MODULES[module].read_text()
+    found = {(module, name) for name in re.findall(r"\bjnp\.linalg\.(\w+)", text)}
+    others = re.findall(r"jax\.scipy\.linalg|jax\.lax\.linalg|util import .*cholesky_of", text)
+    assert found <= ALONE | {(module, "norm")}
+    assert not others
 
 
 def test_slow_tests_are_there():

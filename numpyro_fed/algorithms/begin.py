@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.scipy.linalg import solve_triangular
 
+from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import Broadcast
 from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.algorithms.mode import Searching, highest, unraveller
@@ -56,7 +56,7 @@ class Frame(NamedTuple):
         """The inverse of ``root``."""
         if self.root.ndim == 1:
             return 1 / self.root
-        return solve_triangular(self.root, jnp.eye(len(self.root)), lower=True)
+        return linalg.solve(self.root, jnp.eye(len(self.root)))
 
     def place(self, u: Array) -> Array:
         """The globals at coordinates ``u``."""
@@ -106,11 +106,10 @@ def covariance_root(precision: Array, least: Array | float = FLAT) -> Array:
         return precision
     diagonal = jnp.abs(jnp.diagonal(precision))
     unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
-    values, V = jnp.linalg.eigh(precision / unit / unit[:, None])
+    values, V = linalg.eigh(precision / unit / unit[:, None])
     size = jnp.abs(values)
     size = jnp.maximum(size, least * jnp.maximum(size.max(), FLAT))
-    R = jnp.linalg.qr((V / jnp.sqrt(size)).T / unit, mode="r")
-    return R.T * jnp.sign(jnp.diagonal(R))
+    return linalg.root_of(V / jnp.sqrt(size) / unit[:, None])
 
 
 def local_guides(
@@ -159,10 +158,9 @@ def outer_precision(
     """A mode, and the precision that the guide of an outer plate takes."""
     n, d = mode.shape
     if guide.locals[plate].joint:
-        return mode, jnp.linalg.inv(covariance)
+        return mode, linalg.inverse(covariance)
     rows = jnp.arange(n)
-    blocks = covariance.reshape(n, d, n, d)[rows, :, rows]
-    return mode, jnp.linalg.inv(blocks)
+    return mode, linalg.inverse(covariance.reshape(n, d, n, d)[rows, :, rows])
 
 
 def row_precision(guide: Guide, plate: str, mode: Array, precision: Array) -> tuple[Array, Array]:
@@ -170,8 +168,8 @@ def row_precision(guide: Guide, plate: str, mode: Array, precision: Array) -> tu
     if not guide.locals[plate].joint:
         return mode, precision
     n, d = mode.shape
-    blocks = jnp.einsum("nij,nm->nimj", precision, jnp.eye(n))
-    return mode, blocks.reshape(n * d, n * d)
+    whole = jnp.einsum("nij,nm->nimj", precision, jnp.eye(n))
+    return mode, whole.reshape(n * d, n * d)
 
 
 def _coupled(f: Any, at: Array, like: dict[str, GuideParams], wide: bool) -> dict[str, GuideParams]:

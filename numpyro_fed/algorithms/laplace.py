@@ -21,8 +21,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.scipy.linalg import solve_triangular
 
+from numpyro_fed import linalg
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows, Theta
 
@@ -73,24 +73,24 @@ class Factor(NamedTuple):
     @classmethod
     def of(cls, arrow: Arrow, *, positive: bool = False) -> Factor:
         """``positive`` turns what is concave upwards in the corner around."""
-        rows = jax.tree.map(jnp.linalg.cholesky, arrow.rows)
-        inverse = {p: _solved(L, arrow.border[p]) for p, L in rows.items()}
+        rows = jax.tree.map(linalg.cholesky, arrow.rows)
+        inverse = {p: linalg.cholesky_solve(L, arrow.border[p]) for p, L in rows.items()}
         corner = arrow.corner
         for p, B in arrow.border.items():
             corner = corner - jnp.einsum("ndo,ndq->oq", B, inverse[p])
         corner = _positive(corner) if positive and len(corner) else corner
-        return cls(rows, arrow.border, inverse, jnp.linalg.cholesky(corner))
+        return cls(rows, arrow.border, inverse, linalg.cholesky(corner))
 
     def solve(self, g: Rows) -> Rows:
         """The inverse of the arrow times ``g``."""
         outer = _above(g, self.rows)
-        own = {p: _solved(L, g[p][..., None])[..., 0] for p, L in self.rows.items()}
+        own = {p: linalg.cholesky_solve(L, g[p][..., None])[..., 0] for p, L in self.rows.items()}
         if not outer:
             return own
         right = _packed(g, outer)
         for p, B in self.border.items():
             right = right - jnp.einsum("ndo,nd->o", B, own[p])
-        above = _solved(self.corner, right[:, None])[:, 0]
+        above = linalg.cholesky_solve(self.corner, right[:, None])[:, 0]
         own = {p: a - self.inverse[p] @ above for p, a in own.items()}
         return {**own, **_unpacked(above, g, outer)}
 
@@ -183,7 +183,7 @@ class Laplace:
         """
         z = self.stepped(theta, z_G, z, data)
         corner = Factor.of(self._arrow(theta, z_G, z, data)).corner
-        covariance = _solved(corner, jnp.eye(len(corner)))
+        covariance = linalg.cholesky_solve(corner, jnp.eye(len(corner)))
         found, start = {}, 0
         for p in sorted(self._outer):
             own = slice(start, start := start + z[p].size)
@@ -199,8 +199,8 @@ class Laplace:
         z = {**z, **_unpacked(outer, z, self._outer)}
         arrow = self._arrow(theta, z_G, z, data)
         for p, A in arrow.rows.items():
-            L = jnp.linalg.cholesky(A)
-            z = {**z, p: z[p] + _solved(L, arrow.g[p][..., None])[..., 0]}
+            L = linalg.cholesky(A)
+            z = {**z, p: z[p] + linalg.cholesky_solve(L, arrow.g[p][..., None])[..., 0]}
         arrow = self._arrow(theta, z_G, z, data)
         return {p: (z[p], A) for p, A in arrow.rows.items()}
 
@@ -337,8 +337,8 @@ class _Series(NamedTuple):
     @classmethod
     def of(cls, A: Array) -> _Series:
         given = jax.lax.stop_gradient(A)
-        L = jnp.linalg.cholesky(given)
-        P = _solved(L, jnp.broadcast_to(jnp.eye(A.shape[-1]), A.shape))
+        L = linalg.cholesky(given)
+        P = linalg.cholesky_solve(L, jnp.broadcast_to(jnp.eye(A.shape[-1]), A.shape))
         return cls(L, P, A - given)
 
     def log_det(self) -> Array:
@@ -374,12 +374,6 @@ def _log_det_of(L: Array) -> Array:
     return 2 * jnp.log(jnp.diagonal(L, axis1=-2, axis2=-1)).sum()
 
 
-def _solved(L: Array, right: Array) -> Array:
-    """``(L L')^{-1} right``, block by block."""
-    half = solve_triangular(L, right, lower=True)
-    return solve_triangular(jnp.swapaxes(L, -1, -2), half, lower=False)
-
-
 def _unpacked(vector: Array, z: Rows, plates: tuple[str, ...] | list[str]) -> Rows:
     """One vector as the latents of some plates, one after the other."""
     parts, start = {}, 0
@@ -395,7 +389,7 @@ def _positive(A: Array) -> Array:
         size = jnp.where(jnp.isfinite(A), jnp.abs(A), 0.0)
         return jnp.maximum(size, jnp.maximum(FLAT * size.max(), jnp.finfo(A.dtype).tiny))
     A = jnp.where(jnp.isfinite(A), A, 0.0)
-    values, vectors = jnp.linalg.eigh(0.5 * (A + jnp.swapaxes(A, -1, -2)))
+    values, vectors = linalg.eigh(0.5 * (A + jnp.swapaxes(A, -1, -2)))
     size = jnp.abs(values)
     size = jnp.maximum(size, jnp.maximum(FLAT * size.max(-1, keepdims=True), FLAT))
     return (vectors * size[..., None, :]) @ jnp.swapaxes(vectors, -1, -2)

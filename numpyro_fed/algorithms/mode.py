@@ -34,6 +34,7 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
+from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import (
     Exchange,
     FederatedAlgorithm,
@@ -228,7 +229,7 @@ def prior_of(
         if not len(effects):
             return joint(x), ()
         precision = own - jax.hessian(lambda b: joint(x.at[effects].set(b)))(x[effects])
-        log_det = 2 * jnp.log(jnp.diagonal(jnp.linalg.cholesky(precision))).sum()
+        log_det = 2 * jnp.log(jnp.diagonal(linalg.cholesky(precision))).sum()
         return joint(x) + 0.5 * (len(effects) * LOG_2PI - log_det), ()
 
     return value
@@ -340,7 +341,7 @@ def parabola(search: Search) -> tuple[Shape, Around]:
     x, curvature = search.best.x[i], search.best.curvature[i]
     diagonal = jnp.abs(jnp.diagonal(curvature))
     unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
-    values, axes = jnp.linalg.eigh(curvature / unit / unit[:, None])
+    values, axes = linalg.eigh(curvature / unit / unit[:, None])
     threshold = ROUNDINGS * len(x) * jnp.finfo(x.dtype).eps
     axes = jnp.concatenate([axes, jnp.eye(len(x))], 1)
     values = jnp.concatenate([values, jnp.ones(len(x))])
@@ -491,7 +492,7 @@ def _judged(search: Search, here: Place, own: Array, most: int | None) -> Search
 def _climb(at: Place, scale: Array, damping: Array) -> tuple[Array, Array, Array]:
     """A damped step, what it promises, and what an undamped one would: much, at a saddle."""
     unit = jnp.sqrt(jnp.where(scale > 0, scale, 1.0))
-    values, V = jnp.linalg.eigh(at.curvature / unit / unit[:, None])
+    values, V = linalg.eigh(at.curvature / unit / unit[:, None])
     slope = V.T @ (at.gradient / unit)
     flat = ROUNDINGS * len(scale) * jnp.finfo(scale.dtype).eps
     size = jnp.maximum(jnp.abs(values), flat)

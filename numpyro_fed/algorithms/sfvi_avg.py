@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed import barycenters
+from numpyro_fed import barycenters, linalg
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import (
     Combine,
@@ -171,13 +171,13 @@ def aggregation(name: str, kind: str, dim: int, num_silos: int) -> Aggregation:
         off, second = mean
         if diagonal:
             return roots.params(sent["loc"] + off, jnp.sqrt(second - off**2))
-        return roots.params(sent["loc"] + off, jnp.linalg.cholesky(second - jnp.outer(off, off)))
+        return roots.params(sent["loc"] + off, linalg.cholesky(second - jnp.outer(off, off)))
 
     def natural(eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
         off, root = eta["loc"] - sent["loc"], roots.root(eta)
         if diagonal:
             return off / root**2, 1 / root**2
-        K = jax.scipy.linalg.solve_triangular(root, jnp.eye(dim), lower=True)
+        K = linalg.solve(root, jnp.eye(dim))
         return K.T @ (K @ off), K.T @ K
 
     def multiplied(mean: tuple[Array, Array], weights: Array, sent: GuideParams) -> GuideParams:

@@ -12,6 +12,8 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from numpyro.distributions import Distribution
 
+from numpyro_fed import linalg
+
 Natural = Any  # eta: a tree of natural parameters, or of statistics, whose inner product counts
 Ordinary = Any  # psi: a tree of unconstrained ordinary parameters, for optimisers
 Tree = Any
@@ -127,7 +129,7 @@ def around(
     slopes = jax.jacfwd(flat)(z)  # (statistics, dim)
     bends = jnp.diagonal(jax.jacfwd(jax.jacfwd(flat))(z), axis1=1, axis2=2)
     wanted = jnp.concatenate([gradient, -jnp.diagonal(curvature)])
-    found, *_ = jnp.linalg.lstsq(jnp.concatenate([slopes, bends], 1).T, wanted)
+    found = linalg.least_squares(jnp.concatenate([slopes, bends], 1).T, wanted)
     return unravel(found.astype(T.dtype))
 
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from jax.scipy.linalg import solve_triangular
-from numpyro.distributions.util import cholesky_of_inverse, vec_to_tril_matrix
+from numpyro.distributions.util import vec_to_tril_matrix
 
+from numpyro_fed import linalg
 from numpyro_fed.expfam.base import Family, Index, Tree, usable
 from numpyro_fed.trees import all_finite
 
@@ -105,8 +105,7 @@ def unit_lower(below: Array, dim: int) -> Array:
 
 def solve_unit(T: Array, vector: Array) -> Array:
     """Solve ``T x = vector`` with ``T`` unit lower triangular (..., dim, dim)."""
-    solution = solve_triangular(T, vector[..., None], lower=True, unit_diagonal=True)
-    return solution[..., 0]
+    return linalg.solve(T, vector)
 
 
 def _diagonal(dim: int) -> Family:
@@ -207,17 +206,17 @@ def _diagonal(dim: int) -> Family:
 def _full(dim: int) -> Family:
     def root(eta: Tree) -> Array:
         """``R`` with ``Lambda = R R'``, lower triangular."""
-        return jnp.linalg.cholesky(_precision(eta))
+        return linalg.cholesky(_precision(eta))
 
     def log_partition(eta: Tree) -> Array:
         R = root(eta)
-        w = solve_triangular(R, eta["first"], lower=True)  # R^{-1} Lambda m
+        w = linalg.solve(R, eta["first"])  # R^{-1} Lambda m
         return 0.5 * (jnp.sum(w**2) + dim * _LOG_2PI) - jnp.log(jnp.diagonal(R)).sum()
 
     def log_density(eta: Tree, z: Array) -> Array:
         psi = ordinary(eta)  # by which it is drawn
         L = cholesky_factor(psi, dim)
-        residual = solve_triangular(L, z - psi["loc"], lower=True)
+        residual = linalg.solve(L, z - psi["loc"])
         return -psi["log_scale"].sum() - 0.5 * (jnp.sum(residual**2) + dim * _LOG_2PI)
 
     def kl(eta_q: Tree, eta_p: Tree) -> Array:
@@ -231,7 +230,7 @@ def _full(dim: int) -> Family:
         return jnp.sum(log_ratio + 0.5 * (diagonal - 1)) + 0.5 * (off + jnp.sum(shift**2))
 
     def ordinary(eta: Tree) -> Tree:
-        L = cholesky_of_inverse(_precision(eta))
+        L = linalg.cholesky_of_inverse(_precision(eta))
         return {"loc": _dot(L, _dot(eta["first"], L)), **cholesky_parts(L)}
 
     def natural(psi: Tree) -> Tree:
@@ -245,7 +244,7 @@ def _full(dim: int) -> Family:
         return psi["loc"], jnp.linalg.norm(cholesky_factor(psi, dim), axis=-1)
 
     def proper(eta: Tree) -> Array:
-        factor = jnp.linalg.cholesky(_precision(eta))
+        factor = linalg.cholesky(_precision(eta))
         return all_finite((eta, factor)) & usable(*spread(ordinary(eta)))
 
     def increment(z: Array, u: Array) -> Tree:
@@ -254,7 +253,7 @@ def _full(dim: int) -> Family:
 
     def from_mean(mu: Tree) -> Tree:
         covariance = _symmetric(mu["second"]) - jnp.outer(mu["first"], mu["first"])
-        return _from_factor(mu["first"], jnp.linalg.cholesky(covariance))
+        return _from_factor(mu["first"], linalg.cholesky(covariance))
 
     def fit(f: Callable[[Array], Array]) -> Tree:
         def gradient(z: Array) -> tuple[Array, Array]:
@@ -266,8 +265,9 @@ def _full(dim: int) -> Family:
     def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
         psi = ordinary(eta)
         g, L = jax.grad(f)(psi), cholesky_factor(psi, dim)
-        half = solve_triangular(L.T, _by_covariance(L, _by_factor(psi, g, dim)), lower=False)
-        by_covariance = _symmetric(solve_triangular(L.T, half.T, lower=False))
+        slope = _by_covariance(L, _by_factor(psi, g, dim))
+        half = linalg.solve(L, slope, transposed=True)
+        by_covariance = _symmetric(linalg.solve(L, half.T, transposed=True))
         return {"first": g["loc"] - 2 * _dot(by_covariance, psi["loc"]), "second": by_covariance}
 
     def move(psi: Tree, gradient: Tree) -> Array:
@@ -284,7 +284,7 @@ def _full(dim: int) -> Family:
 
     def out_of(psi: Tree, eta: Tree) -> Tree:
         L = cholesky_factor(psi, dim)
-        K = solve_triangular(L, jnp.eye(dim), lower=True)
+        K = linalg.solve(L, jnp.eye(dim))
         second = _symmetric(_dot(K.T, _dot(eta["second"], K)))
         return {"first": _dot(eta["first"], K) - 2 * _dot(second, psi["loc"]), "second": second}
 
@@ -370,7 +370,7 @@ def cholesky_parts(L: Array) -> Tree:
 
 def _from_factor(loc: Array, L: Array) -> Tree:
     """Natural parameters from the mean and a Cholesky factor of the covariance."""
-    K = solve_triangular(L, jnp.eye(len(L)), lower=True)
+    K = linalg.solve(L, jnp.eye(len(L)))
     return {"first": _dot(_dot(K, loc), K), "second": -0.5 * _symmetric(_dot(K.T, K))}
 
 

@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
-from jax.scipy.linalg import cho_factor, cho_solve
 
+from numpyro_fed import linalg
 from numpyro_fed.expfam.gaussian import cholesky_factor
 from numpyro_fed.guides.gaussian import GlobalGuide, GuideParams, full
 
@@ -89,6 +89,6 @@ def log_ratio(shared: GuideParams, b: Array, A: Array) -> Array:
     s, rank = shared["loc"], len(b)
     L = cholesky_factor(shared, rank)
     r = L.T @ (b - A @ s)
-    factor = cho_factor(jnp.eye(rank) + L.T @ A @ L, lower=True)
-    log_det = 2 * jnp.log(jnp.diagonal(factor[0])).sum()
-    return s @ b - 0.5 * s @ A @ s + 0.5 * r @ cho_solve(factor, r) - 0.5 * log_det
+    root = linalg.cholesky(jnp.eye(rank) + L.T @ A @ L)
+    half_log_det = jnp.log(jnp.diagonal(root)).sum()
+    return s @ b - 0.5 * s @ A @ s + 0.5 * (linalg.solve(root, r) ** 2).sum() - half_log_det

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 from jax import Array
 from jax.lax import stop_gradient
-from jax.scipy.linalg import solve_triangular
-from numpyro.distributions.util import cholesky_of_inverse
 
+from numpyro_fed import linalg
 from numpyro_fed.expfam.gaussian import (
     cholesky_parts,
     moved_full,
@@ -206,8 +204,7 @@ def skewed(dim: int, order: np.ndarray, init_scale: float) -> GlobalGuide:
         return _standard_normal(noise).sum() - log_scales.sum()
 
     def around(key: Array, loc: Array, root: Array) -> GuideParams:
-        R = jnp.linalg.qr(as_matrix(root)[order].T, mode="r")
-        parts = cholesky_parts(R.T * jnp.sign(jnp.diagonal(R)))
+        parts = cholesky_parts(linalg.root_of(as_matrix(root)[order]))
         return {"loc": loc, **parts, "scale_coupling": jnp.zeros((dim, dim))}
 
     def moved(eta: GuideParams, step: GuideParams) -> GuideParams:
@@ -222,7 +219,7 @@ def skewed(dim: int, order: np.ndarray, init_scale: float) -> GlobalGuide:
         D, T = coupling(fixed), unit_lower(fixed["below"], dim)
         scale = jnp.exp(fixed["log_scale"] + D @ noise)
         slope = T @ (scale[:, None] * (jnp.eye(dim) + noise[:, None] * D))
-        moved = solve_triangular(slope, (z - stop_gradient(z))[order], lower=True)
+        moved = linalg.solve(slope, (z - stop_gradient(z))[order])
         at = noise + moved
         return z, _standard_normal(at).sum() - (fixed["log_scale"] + D @ at).sum()
 
@@ -243,8 +240,13 @@ def low_rank(dim: int, rank: int, init_scale: float) -> GlobalGuide:
         return eta["loc"] + jnp.exp(eta["log_scale"]) * own + eta["factor"] @ shared
 
     def log_density(eta: GuideParams, z: Array) -> Array:
-        variance = jnp.exp(2 * eta["log_scale"])
-        return dist.LowRankMultivariateNormal(eta["loc"], eta["factor"], variance).log_prob(z)
+        """By Woodbury's formula, with :math:`L L' = I + W' e^{-2 s} W`."""
+        scale = jnp.exp(eta["log_scale"])
+        off, W = (z - eta["loc"]) / scale, eta["factor"] / scale[:, None]
+        L = linalg.cholesky(jnp.eye(rank) + W.T @ W)
+        shared = linalg.solve(L, W.T @ off)
+        log_det = eta["log_scale"].sum() + jnp.log(jnp.diagonal(L)).sum()
+        return _standard_normal(off).sum() + 0.5 * (shared**2).sum() - log_det
 
     def around(key: Array, loc: Array, root: Array) -> GuideParams:
         log_scale = _conditional_log_scale(root)
@@ -271,7 +273,7 @@ def _conditional_log_scale(root: Array) -> Array:
     """Of each number given all others, from a Cholesky factor of the covariance, or from them."""
     if root.ndim == 1:
         return jnp.log(root)
-    inverse = solve_triangular(root, jnp.eye(len(root)), lower=True)
+    inverse = linalg.solve(root, jnp.eye(len(root)))
     return -0.5 * jnp.log((inverse**2).sum(0))
 
 
@@ -375,7 +377,7 @@ def local(
 
     def around(mode: Array, precision: Array) -> GuideParams:
         if covariance != "diagonal":
-            return of_factor(mode, cholesky_of_inverse(precision))
+            return of_factor(mode, linalg.cholesky_of_inverse(precision))
         return {"loc": mode, "log_scale": -0.5 * jnp.log(jnp.diagonal(precision, 0, -2, -1))}
 
     def moved(eta: GuideParams, step: GuideParams) -> GuideParams:

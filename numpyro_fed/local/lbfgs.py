@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.scipy.linalg import solve_triangular
 
+from numpyro_fed import linalg
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Ordinary
 from numpyro_fed.local.base import AT_REST, Noise, Problem, Solution, free_energy, minimise
@@ -85,5 +85,5 @@ def _standardised(noise: Array) -> Array:
     centred = noise - noise.mean(0)
     if n <= dim + 1:
         return centred / jnp.maximum(centred.std(0), 1e-3) if n > 2 else noise
-    L = jnp.linalg.cholesky(centred.T @ centred / len(noise))
-    return solve_triangular(L, centred.T, lower=True).T
+    L = linalg.cholesky(centred.T @ centred / len(noise))
+    return linalg.solve(L, centred.T).T

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import Private
 from numpyro_fed.algorithms.begin import Frame
 from numpyro_fed.errors import DataError, GuideError
@@ -105,7 +106,7 @@ def _frame(result: Result) -> tuple[Frame, str]:
         z, _ = result.draw_globals(jax.random.key(0), DRAWS if not wide else DRAWS // 10)
         centre, root = z.mean(0), z.std(0)
         if not wide:
-            root = jnp.linalg.cholesky(jnp.cov(z.T).reshape(dim, dim))
+            root = linalg.cholesky(jnp.cov(z.T).reshape(dim, dim))
     spread = "covariance" if root.ndim == 2 else "standard deviations"
     if root.ndim == 1 and not wide:
         root = jnp.diag(root)

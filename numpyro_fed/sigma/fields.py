@@ -11,6 +11,7 @@ from jax import Array
 from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.util import promote_shapes, validate_sample
 
+from numpyro_fed import linalg
 from numpyro_fed.errors import DataError
 
 JITTER = 1e-4  # of the variance: what a smooth field in single precision needs
@@ -165,9 +166,10 @@ class Leroux(Distribution):
         return self.conditional_precision * (own + self.correlation * laplacian)
 
     def sample(self, key: Any, sample_shape: tuple[int, ...] = ()) -> Array:
-        L = jnp.linalg.cholesky(self.precision_matrix)
+        L = linalg.cholesky(self.precision_matrix)
         noise = jax.random.normal(key, (*sample_shape, *self.event_shape))
-        return self.mean + jax.scipy.linalg.solve_triangular(L.T, noise[..., None])[..., 0]
+        off = linalg.solve(L, noise.reshape(-1, len(L)).T, transposed=True).T
+        return self.mean + off.reshape(noise.shape)
 
     @validate_sample
     def log_prob(self, value: Any) -> Array:
@@ -185,4 +187,4 @@ def eigenvalues(adjacency: Any) -> Any:
     if isinstance(adjacency, np.ndarray):
         return np.linalg.eigvalsh(np.diag(adjacency.sum(1)) - adjacency).clip(0)
     W = jnp.asarray(adjacency)
-    return jnp.linalg.eigvalsh(jnp.diag(W.sum(1)) - W).clip(0)
+    return linalg.eigh(jnp.diag(W.sum(1)) - W)[0].clip(0)

@@ -20,6 +20,7 @@ import scipy.linalg
 from jax import Array
 from numpyro.distributions import Distribution
 
+from numpyro_fed import linalg
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.feasible import unwrapped
 from numpyro_fed.sigma.fields import Leroux
@@ -66,12 +67,12 @@ class Dense(NamedTuple):
         """What ``basis' theta`` (rank,) says of all entries: (n, rank), of standard normals."""
         V = jnp.asarray(basis.copy(), self.cov.dtype)
         KV = self.cov @ V
-        L = jnp.linalg.cholesky(lifted(V.T @ KV))
-        return jax.scipy.linalg.solve_triangular(L, KV.T, lower=True).T
+        L = linalg.cholesky(lifted(V.T @ KV))
+        return linalg.solve(L, KV.T).T
 
     def of_normals(self, noise: Array) -> Array:
         """Draws (..., n), which are what standard normals (..., n) make of themselves."""
-        return self.loc + noise @ jnp.linalg.cholesky(self.cov).T
+        return self.loc + noise @ linalg.cholesky(self.cov).T
 
 
 class Spectral(NamedTuple):

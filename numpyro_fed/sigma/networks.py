@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed import linalg
+
 WIDTH_MIXING = 32
 LARGEST = 10.0  # log variance: draws far out must not overflow
 MIXED = 300  # shared latents, more of which are not mixed
@@ -109,7 +111,7 @@ class Components(eqx.Module):
         of which those of less variance than the decoder's noise begin near zero.
         """
         size = len(self.inward)
-        _, singular, axes = jnp.linalg.svd(theta, full_matrices=False)
+        _, singular, axes = linalg.svd(theta)
         short = max(size - len(singular), 0)
         variances = jnp.pad(singular**2 / len(theta), (0, short))[:size]
         axes = jnp.pad(axes, ((0, short), (0, 0)))[:size]
@@ -122,7 +124,7 @@ class Components(eqx.Module):
         """The linear map nearest to draws of the normals that they are made of, both (draws,
         entries).
         """
-        loadings = jnp.linalg.lstsq(made_of, theta)[0].T
+        loadings = linalg.least_squares(made_of, theta).T
         return self._at(self.inward, self.log_variance, loadings, table)
 
     def _at(self, inward: Array, log_variance: Array, loadings: Array, table: Array) -> Components:

@@ -14,6 +14,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import Distribution
 
+from numpyro_fed import linalg
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.feasible import unwrapped
 from numpyro_fed.model.substitution import Blocks, block_name, site_of, traced
@@ -141,7 +142,7 @@ class BlockPrior(ClosedForm):
 
         def one(block: Array, eps: Array) -> Array:
             rows, there = self.blocks.rows(block)
-            return shared.loc[rows] + jnp.linalg.cholesky(lifted(shared.among(rows, there))) @ eps
+            return shared.loc[rows] + linalg.cholesky(lifted(shared.among(rows, there))) @ eps
 
         return jax.vmap(one)(which, noise)
 
@@ -217,7 +218,7 @@ class LowRankPrior(ClosedForm):
             rows, there = self.blocks.rows(block)
             own = jnp.where(there[:, None], A[rows], 0.0)
             cov = known.among(rows, there)
-            return mean[rows] + jnp.linalg.cholesky(lifted(cov - own @ own.T, cov)) @ eps
+            return mean[rows] + linalg.cholesky(lifted(cov - own @ own.T, cov)) @ eps
 
         return jax.vmap(one)(which, noise)
 
@@ -333,7 +334,7 @@ class SeparatorPrior(ClosedForm):
         def lost(block: Array) -> tuple[Array, Array]:
             near = fresh(self.near)[block]
             L, across = self._parts(Q, block)
-            half = jax.scipy.linalg.solve_triangular(L, across, lower=True)
+            half = linalg.solve(L, across)
             return near, half.T @ half
 
         near, off = jax.vmap(lost)(jnp.arange(self.blocks.number))
@@ -349,20 +350,19 @@ class SeparatorPrior(ClosedForm):
         areas = jnp.append(fresh(self.border), 0)[near]
         own = jnp.where(there & there[:, None], Q[rows[:, None], rows], jnp.eye(len(rows)))
         across = jnp.where(there[:, None] & beside, Q[rows[:, None], areas], 0.0)
-        return jnp.linalg.cholesky(own), across
+        return linalg.cholesky(own), across
 
     def local(self, shared: Any, fn: Distribution, phi: Mapping[str, Array], which: Array) -> Array:
         """Interiors (blocks, largest), given the areas at borders."""
         Q, loc, at_border = shared
         noise = self._noise("noise", which)
-        solve = jax.scipy.linalg.solve_triangular
 
         def one(block: Array, eps: Array) -> Array:
             rows, _ = self.blocks.rows(block)
             L, across = self._parts(Q, block)
             off = jnp.append(at_border - loc[fresh(self.border)], 0.0)[fresh(self.near)[block]]
-            pull = solve(L, across @ off, lower=True)
-            return loc[rows] + solve(L, eps - pull, lower=True, trans="T")
+            pull = linalg.solve(L, across @ off)
+            return loc[rows] + linalg.solve(L, eps - pull, transposed=True)
 
         return jax.vmap(one)(which, noise)
 

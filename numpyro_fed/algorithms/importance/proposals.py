@@ -22,6 +22,7 @@ where the guide is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
+from jax.scipy.special import gammaln
 
+from numpyro_fed import linalg
 from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.priors import Funnel
@@ -115,8 +118,16 @@ def proposal(
 
 
 def _student(centre: Array, L: Array) -> Part:
-    found = dist.MultivariateStudentT(FREEDOM, centre, L)
-    return Part(lambda key, n: found.sample(key, (n,)), found.log_prob)
+    found, dim = dist.MultivariateStudentT(FREEDOM, centre, L), len(centre)
+    at_centre = gammaln((FREEDOM + dim) / 2) - gammaln(FREEDOM / 2)
+    at_centre -= dim / 2 * math.log(FREEDOM * math.pi)
+
+    def log_prob(z: Array) -> Array:
+        off = linalg.solve(L, z - centre)
+        beyond = (FREEDOM + dim) / 2 * jnp.log1p((off**2).sum() / FREEDOM)
+        return at_centre - jnp.log(jnp.diagonal(L)).sum() - beyond
+
+    return Part(lambda key, n: found.sample(key, (n,)), log_prob)
 
 
 def _neck(fm: FederatedModel, funnel: Funnel, theta: Theta, centre: Array, L: Array) -> Part:
@@ -124,8 +135,7 @@ def _neck(fm: FederatedModel, funnel: Funnel, theta: Theta, centre: Array, L: Ar
     prior = fm.global_prior
     kept = np.setdiff1d(np.arange(fm.dim), _coordinates(funnel.children))
     farther = np.isin(kept, _coordinates(funnel.setters))
-    R = jnp.linalg.qr(L[kept].T, mode="r")
-    root = R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
+    root = linalg.root_of(L[kept])
     scales = [jnp.where(farther, s, 1.0)[:, None] for s in NECK_SCALES]
     around = [_student(centre[kept], s * root) for s in scales]
 
@@ -157,7 +167,7 @@ def _root(z: Array) -> Array:
     if dim > FULL_UP_TO or n < 10 * dim:
         return jnp.diag(sd)
     standard = (z - z.mean(0)) / sd
-    L = jnp.linalg.cholesky(standard.T @ standard / n + 1e-4 * jnp.eye(dim))
+    L = linalg.cholesky(standard.T @ standard / n + 1e-4 * jnp.eye(dim))
     return sd[:, None] * jnp.where(jnp.isfinite(L).all(), L, jnp.eye(dim))
 
 

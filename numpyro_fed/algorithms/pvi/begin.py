@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import Carry, Exchange, Info, Private, Replies, Reply
 from numpyro_fed.algorithms.begin import (
     BEGIN,
@@ -70,7 +71,7 @@ def pvi_carry(parts: Parts, settings: Settings) -> Carry:
         """The first state, all factors together, and the server's own."""
         begun = server_role.init(key)
         root = as_matrix(frame.root)
-        K = jax.scipy.linalg.solve_triangular(root, jnp.eye(len(root)), lower=True)
+        K = linalg.solve(root, jnp.eye(len(root)))
         posterior = family.around(frame.centre, jnp.zeros_like(frame.centre), K.T @ K)
         total = jax.tree.map(jnp.subtract, posterior, server_role.prior(frame.theta))
         return begun, total, _own_factor(parts, frame, begun.server_factor)

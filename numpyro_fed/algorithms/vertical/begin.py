@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply
 from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Start, Vertical
 from numpyro_fed.algorithms.vertical.curvature import Local, at_point, mode_of, root_of
@@ -182,7 +183,7 @@ def beginning(v: Vertical) -> Exchange:
         size = jnp.sqrt(jnp.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
         # Of all rotations of the shared noise the one that brings V next to the anchor: directions
         # of about the same curvature are as rounding has it, and what comes of them is not.
-        left, _, right = jnp.linalg.svd(size[:, None] * state.angles)
+        left, _, right = linalg.svd(size[:, None] * state.angles)
         return state.ritz.combine[:, : v.rank] * size @ (left @ right), tau
 
     def start(z: Array, root: Array, basis: Array, combine: Any, tau: Array, key: Array) -> Start:
@@ -245,13 +246,13 @@ def _directions(gram: Array, curvature: Array) -> tuple[Array, Array]:
     """
     diagonal = jnp.diagonal(gram)
     scale = jax.lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1.0))
-    values, vectors = jnp.linalg.eigh(gram * scale * scale[:, None])
+    values, vectors = linalg.eigh(gram * scale * scale[:, None])
     there = values > PARALLEL * values.max()
     whiten = scale[:, None] * vectors * jnp.where(there, jax.lax.rsqrt(values), 0.0)
     projected = whiten.T @ curvature @ whiten
     last = 10 * (1 + jnp.abs(projected).max())
     projected = 0.5 * (projected + projected.T) + jnp.diag(jnp.where(there, 0.0, last))
-    curvatures, rotation = jnp.linalg.eigh(projected)
+    curvatures, rotation = linalg.eigh(projected)
     combine, known = whiten @ rotation, curvatures < 0.9 * last
     # Rayleigh quotients: small ones are more exact than those of eigh, once the basis is good.
     size = jnp.where(known, ((gram @ combine) * combine).sum(0), 1.0)

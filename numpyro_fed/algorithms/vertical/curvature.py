@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed import linalg
+
 Function = Callable[[Array], Array]
 LEAST = 1e-6  # of a curvature, relative
 NEWTON_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
@@ -45,7 +47,7 @@ def _spectrum(curvature: Array) -> tuple[Array, Array, Array]:
     """Scales (dim,), eigenvalues and vectors of a curvature in these scales, made positive."""
     diagonal = jnp.abs(jnp.diagonal(curvature))
     scale = jax.lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1.0))
-    values, vectors = jnp.linalg.eigh(curvature * scale * scale[:, None])
+    values, vectors = linalg.eigh(curvature * scale * scale[:, None])
     least = LEAST * jnp.maximum(jnp.abs(values).max(initial=0.0), 1.0)
     return scale, jnp.maximum(jnp.abs(values), least), vectors
 
@@ -67,8 +69,7 @@ def root_of(curvature: Array) -> Array:
     """A lower triangular root of the inverse."""
     scale, values, vectors = _spectrum(curvature)
     half = (scale[:, None] * vectors) * jax.lax.rsqrt(values)
-    R = jnp.linalg.qr(half.T, mode="r").T
-    return R * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
+    return linalg.root_of(half)
 
 
 def mode_of(log_density: Function, z: Array) -> Array:

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import (
     Exchange,
     FederatedAlgorithm,
@@ -321,7 +322,7 @@ def _best(fn: Any) -> tuple[Array, Array]:
         size = jnp.abs(jnp.diagonal(hessian)) + jnp.finfo(ab.dtype).tiny
         scale = jax.lax.rsqrt(size)
         A = -hessian * scale * scale[:, None] + damping * jnp.eye(2)
-        values, vectors = jnp.linalg.eigh(A)
+        values, vectors = linalg.eigh(A)
         inverse = (vectors / jnp.maximum(jnp.abs(values), 1e-4)) @ vectors.T
         trial = ab + scale * (inverse @ (scale * slope))
         found = fn(trial)

@@ -1,0 +1,265 @@
+r"""Cholesky factors, triangular solves and other decompositions for stacks of matrices.
+
+They take the place of :mod:`jax.numpy.linalg` wherever a matrix may be one of a stack, as it is
+under :func:`jax.vmap` over silos, rows or draws. jaxlib 0.10 hands a stack to a LAPACK kernel that
+holds a thread of XLA's pool and waits there for work which it has put into the same pool: a few of
+them side by side stop a small pool for ever. A kernel for a single matrix waits for nobody. So here
+
+- a single matrix goes to LAPACK,
+- a stack of matrices of up to :data:`SMALL` dimensions is factored and solved by loops over
+  columns, of which each step is of the whole stack at once, and
+- any other stack goes to LAPACK matrix by matrix, one after the other.
+
+:func:`cholesky`, :func:`solve` and :func:`root_of` have derivatives of every order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_batching import custom_vmap, sequential_vmap
+from jax.scipy.linalg import solve_triangular
+
+SMALL = 8  # dimensions, up to which work on a whole stack is the quicker
+
+_dot = partial(jnp.matmul, precision="highest")
+
+
+def cholesky(A: Array) -> Array:
+    r"""Cholesky factors ``L`` of symmetric matrices, :math:`A = L L'`.
+
+    Parameters
+    ----------
+    A : (..., d, d)
+        The symmetric part is taken.
+
+    Returns
+    -------
+    (..., d, d)
+        Lower triangular; NaN for a matrix that is not positive definite.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import linalg
+    >>> linalg.cholesky(jnp.array([[[4.0, 2.0], [2.0, 10.0]]]))
+    Array([[[2., 0.],
+            [1., 3.]]], dtype=float32)
+    """
+    return _cholesky(0.5 * (A + jnp.swapaxes(A, -1, -2)))
+
+
+def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
+    r"""Solutions of :math:`L X = B`, or of :math:`L' X = B`, for lower triangular ``L``.
+
+    Parameters
+    ----------
+    L : (..., d, d)
+        What stands above the diagonal is not read.
+    B : (..., d, k) or (..., d)
+        Columns, or a vector for each matrix: with one axis less than ``L``.
+    transposed : bool
+
+    Returns
+    -------
+    As ``B``.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import linalg
+    >>> linalg.solve(jnp.array([[2.0, 0.0], [1.0, 3.0]]), jnp.array([2.0, 7.0]))
+    Array([1., 2.], dtype=float32)
+    """
+    if B.ndim == L.ndim - 1:
+        return solve(L, B[..., None], transposed=transposed)[..., 0]
+    stack = jnp.broadcast_shapes(L.shape[:-2], B.shape[:-2])
+    L, B = (jnp.broadcast_to(a, (*stack, *a.shape[-2:])) for a in (L, B))
+    if not B.size:
+        return B
+    if L.shape[-1] == 1:
+        return B / L
+    lower = jnp.tril(L)
+    upper = jnp.swapaxes(lower, -1, -2)
+
+    def by_lower(_: Any, B: Array) -> Array:
+        return _each(_forward, lower, B)
+
+    def by_upper(_: Any, B: Array) -> Array:
+        """From the last row up, which is from the first down with both axes turned around."""
+        return _each(_forward, upper[..., ::-1, ::-1], B[..., ::-1, :])[..., ::-1, :]
+
+    if transposed:
+        return jax.lax.custom_linear_solve(partial(_dot, upper), B, by_upper, by_lower)
+    return jax.lax.custom_linear_solve(partial(_dot, lower), B, by_lower, by_upper)
+
+
+def cholesky_solve(L: Array, B: Array) -> Array:
+    """Solutions of ``L L' X = B``, with shapes as in :func:`solve`."""
+    return solve(L, solve(L, B), transposed=True)
+
+
+def cholesky_of_inverse(A: Array) -> Array:
+    """Cholesky factors of the inverses of positive definite matrices (..., d, d)."""
+    flipped = cholesky(A[..., ::-1, ::-1])[..., ::-1, ::-1]  # A = U U' with U upper triangular
+    eye = jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
+    return solve(jnp.swapaxes(flipped, -1, -2), eye)
+
+
+def inverse(A: Array) -> Array:
+    """The inverses of positive definite matrices (..., d, d)."""
+    K = cholesky_of_inverse(A)
+    return _dot(K, jnp.swapaxes(K, -1, -2))
+
+
+def eigh(A: Array) -> tuple[Array, Array]:
+    """Eigenvalues (..., d) and eigenvectors (..., d, d), in columns, of symmetric matrices.
+
+    In ascending order, and not for derivatives.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed import linalg
+    >>> linalg.eigh(jnp.array([[[2.0, 1.0], [1.0, 2.0]]]))[0]
+    Array([[1., 3.]], dtype=float32)
+    """
+    if A.shape[-1] < 2:
+        return A.sum(-1), jnp.ones_like(A)
+    return _each(_eigh, A)
+
+
+@jax.custom_jvp
+def root_of(M: Array) -> Array:
+    """The Cholesky factor (d, d) of ``M M'``, for ``M`` (d, k) with ``k`` at least ``d``.
+
+    By a QR decomposition: ``M M'`` is not formed, whose condition is the square of that of ``M``.
+    """
+    return _by_qr(M)
+
+
+@root_of.defjvp
+def _root_of_jvp(at: tuple[Array], moving: tuple[Array]) -> tuple[Array, Array]:
+    (M,), (change,) = at, moving
+    L, across = root_of(M), _dot(change, M.T)
+    return L, _changed(L, across + across.T)
+
+
+@sequential_vmap
+def svd(A: Array) -> tuple[Array, Array, Array]:
+    """``U`` (n, r), singular values (r,) and ``V'`` (r, k) of ``A`` (n, k); not for derivatives."""
+    return tuple(jnp.linalg.svd(A, full_matrices=False))
+
+
+@sequential_vmap
+def least_squares(A: Array, b: Array) -> Array:
+    """The shortest ``x`` of least ``|A x - b|``, for ``A`` (n, k) and ``b`` (n,) or (n, m)."""
+    return jnp.linalg.lstsq(A, b)[0]
+
+
+@sequential_vmap
+def _by_qr(M: Array) -> Array:
+    R = jnp.linalg.qr(M.T, mode="r")
+    return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
+
+
+@sequential_vmap
+def _eigh(A: Array) -> tuple[Array, Array]:
+    values, vectors = jnp.linalg.eigh(A)
+    return values, vectors
+
+
+def _each(f: Callable[..., Any], *stacks: Array) -> Any:
+    """``f`` of each matrix of stacks of one shape."""
+    for _ in range(stacks[0].ndim - 2):
+        f = jax.vmap(f)
+    return f(*stacks)
+
+
+def _in_turn(f: Callable[..., Any], *stacks: Array) -> Any:
+    """``f`` of each matrix, one after the other."""
+    return jax.lax.map(lambda each: f(*each), stacks)
+
+
+@jax.custom_jvp
+def _cholesky(A: Array) -> Array:
+    if not A.size:
+        return A
+    if A.shape[-1] == 1:
+        return jnp.sqrt(jnp.where(A > 0, A, jnp.nan))
+    return _each(_factor, A)
+
+
+@_cholesky.defjvp
+def _cholesky_jvp(at: tuple[Array], moving: tuple[Array]) -> tuple[Array, Array]:
+    L, (change,) = _cholesky(*at), moving
+    return L, _changed(L, change)
+
+
+def _changed(L: Array, change: Array) -> Array:
+    r"""What a change of :math:`A = L L'` changes in ``L``: :math:`L \Phi(L^{-1} \dot A L^{-T})`.
+
+    Of a matrix, :math:`\Phi` keeps what stands below the diagonal, and half of the diagonal.
+    """
+    inner = solve(L, jnp.swapaxes(solve(L, change), -1, -2))
+    return _dot(L, jnp.tril(inner) * (1 - 0.5 * jnp.eye(L.shape[-1], dtype=L.dtype)))
+
+
+@custom_vmap
+def _factor(A: Array) -> Array:
+    return jnp.linalg.cholesky(A, symmetrize_input=False)
+
+
+@_factor.def_vmap
+def _factors(size: int, batched: list[bool], A: Array) -> tuple[Array, bool]:
+    d = A.shape[-1]
+    if d > SMALL:
+        return _in_turn(_factor, A), True
+    place = jnp.arange(d)
+
+    def step(j: Array, A: Array) -> Array:
+        """Column ``j`` of the factors, and what it leaves of the columns to its right."""
+        column = jax.lax.dynamic_index_in_dim(A, j, -1, keepdims=False)
+        pivot = jax.lax.dynamic_index_in_dim(column, j, -1)
+        column = jnp.where(place >= j, column / jnp.sqrt(pivot), 0.0)
+        right = jnp.where(place > j, column, 0.0)
+        return jnp.where(place == j, column[..., None], A - column[..., None] * right[..., None, :])
+
+    L = jax.lax.fori_loop(0, d, step, A)
+    positive = (jnp.diagonal(L, axis1=-2, axis2=-1) > 0).all(-1)
+    return jnp.tril(jnp.where(positive[..., None, None], L, jnp.nan)), True
+
+
+@custom_vmap
+def _forward(L: Array, B: Array) -> Array:
+    return solve_triangular(L, B, lower=True)
+
+
+@_forward.def_vmap
+def _forwards(size: int, batched: list[bool], L: Array, B: Array) -> tuple[Array, bool]:
+    if not batched[0]:  # one matrix, and columns of all
+        d, k = B.shape[1:]
+        X = _forward(L, jnp.moveaxis(B, 0, 1).reshape(d, size * k))
+        return jnp.moveaxis(X.reshape(d, size, k), 1, 0), True
+    if not batched[1]:
+        B = jnp.broadcast_to(B, (size, *B.shape))
+    d = L.shape[-1]
+    if d > SMALL:
+        return _in_turn(_forward, L, B), True
+    place = jnp.arange(d)
+
+    def step(j: Array, X: Array) -> Array:
+        """Row ``j`` of the solutions, and what it leaves of the right sides below it."""
+        column = jax.lax.dynamic_index_in_dim(L, j, -1, keepdims=False)
+        pivot = jax.lax.dynamic_index_in_dim(column, j, -1)
+        row = jax.lax.dynamic_index_in_dim(X, j, -2, keepdims=False) / pivot
+        below = jnp.where(place > j, column, 0.0)
+        left = X - below[..., None] * row[..., None, :]
+        return jnp.where((place == j)[:, None], row[..., None, :], left)
+
+    return jax.lax.fori_loop(0, d, step, B), True

@@ -1,0 +1,199 @@
+"""Factors, solves and eigenvalues of stacks: as by ``jnp.linalg``, and without its kernels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.scipy.linalg import solve_triangular
+
+from numpyro_fed import linalg
+from tests.kernels import lapack_shapes
+
+DIMS = (1, 2, 5, 8, 9)
+CASES = settings(max_examples=8, deadline=None)
+
+
+def stack(seed, shape, d):
+    """Positive definite matrices (*shape, d, d) with eigenvalues from 0.5 on."""
+    M = np.random.default_rng(seed).normal(size=(*shape, d, d)) / np.sqrt(d)
+    return jnp.asarray(M @ np.swapaxes(M, -1, -2) + 0.5 * np.eye(d))
+
+
+def right(seed, shape, d, k):
+    return jnp.asarray(np.random.default_rng(seed + 1).normal(size=(*shape, d, k)))
+
+
+def lapack_solve(L, B, transposed):
+    return solve_triangular(L, B, lower=True, trans="T" if transposed else 0)
+
+
+shapes = st.sampled_from([(), (1,), (3,), (2, 3)])
+seeds = st.integers(0, 2**16)
+
+
+@CASES
+@given(seeds, shapes, st.sampled_from(DIMS))
+def test_factors_are_lapacks(seed, shape, d):
+    with jax.enable_x64(True):
+        A = stack(seed, shape, d)
+        np.testing.assert_allclose(linalg.cholesky(A), jnp.linalg.cholesky(A), atol=1e-12)
+
+
+@CASES
+@given(seeds, shapes, st.sampled_from(DIMS), st.booleans(), st.integers(1, 3))
+def test_solves_are_lapacks(seed, shape, d, transposed, k):
+    with jax.enable_x64(True):
+        L, B = jnp.linalg.cholesky(stack(seed, shape, d)), right(seed, shape, d, k)
+        noise = jnp.triu(jnp.ones((d, d)), 1)  # which is not read
+        found = linalg.solve(L + noise, B, transposed=transposed)
+        np.testing.assert_allclose(found, lapack_solve(L, B, transposed), atol=1e-11)
+        vector = linalg.solve(L, B[..., 0], transposed=transposed)
+        np.testing.assert_allclose(vector, found[..., 0], atol=1e-11)
+
+
+@CASES
+@given(seeds, shapes, st.sampled_from(DIMS))
+def test_eigenvalues_are_lapacks(seed, shape, d):
+    with jax.enable_x64(True):
+        A = stack(seed, shape, d) - jnp.eye(d)
+        values, vectors = linalg.eigh(A)
+        np.testing.assert_allclose(values, jnp.linalg.eigvalsh(A), atol=1e-12)
+        np.testing.assert_allclose(A @ vectors, vectors * values[..., None, :], atol=1e-12)
+        gram = jnp.swapaxes(vectors, -1, -2) @ vectors
+        np.testing.assert_allclose(gram, jnp.broadcast_to(jnp.eye(d), gram.shape), atol=1e-12)
+
+
+def of_ours(A, B):
+    L = linalg.cholesky(A)
+    return jnp.sum(jnp.sin(linalg.solve(L, B))) + jnp.sum(linalg.cholesky_solve(L, B) ** 2)
+
+
+def of_lapack(A, B):
+    L = jnp.linalg.cholesky(A)
+    first = lapack_solve(L, B, False)
+    return jnp.sum(jnp.sin(first)) + jnp.sum(lapack_solve(L, first, True) ** 2)
+
+
+@pytest.mark.parametrize("d", [1, 4, 9])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_derivatives_up_to_the_second_are_lapacks(d, shape, double):
+    A, B = stack(0, shape, d), right(0, shape, d, 2)
+    direction = right(1, shape, d, d), right(2, shape, d, 2)
+
+    def everything(f):
+        gradient = jax.grad(f, (0, 1))
+        value, slope = jax.jvp(f, (A, B), direction)
+        forward = jax.jvp(gradient, (A, B), direction)  # forward over reverse
+        back = jax.grad(lambda A, B: jax.jvp(f, (A, B), direction)[1], (0, 1))(A, B)
+        return value, slope, forward, back
+
+    found, known = jax.jit(lambda: (everything(of_ours), everything(of_lapack)))()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(known), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("d", [3, 9])
+def test_nested_vmaps_of_gradients_are_lapacks(d, double):
+    A, B = stack(0, (2, 3), d), right(0, (3,), d, 2)
+
+    def nested(f):
+        rows = jax.vmap(jax.grad(f, (0, 1)))
+        return jax.vmap(rows, (0, None))(A, B)
+
+    for a, b in zip(nested(of_ours), nested(of_lapack), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def kernels_of(f, *args):
+    return lapack_shapes(jax.jit(f).lower(*args).as_text())
+
+
+@pytest.mark.parametrize("d", [3, 9])
+def test_columns_of_one_matrix_are_solved_together(d, double):
+    """A stack of right sides of one matrix is one solve of as many columns."""
+    L, B = jnp.linalg.cholesky(stack(0, (), d)), right(0, (4,), d, 2)
+    each = jax.jit(jax.vmap(lambda B: linalg.solve(L, B)))
+    np.testing.assert_allclose(each(B), lapack_solve(jnp.broadcast_to(L, (4, d, d)), B, False))
+    assert len(kernels_of(each, B)) == 1
+    assert "while" not in each.lower(B).as_text()
+
+
+@pytest.mark.parametrize("d", [1, 2, 5, 9])
+def test_what_is_not_positive_definite_is_nan(d):
+    A = jnp.stack([jnp.eye(d), jnp.eye(d).at[-1, -1].set(-1.0), jnp.zeros((d, d)), jnp.eye(d)])
+    A = A.at[3].set(jnp.nan)
+    found = linalg.cholesky(A)
+    np.testing.assert_array_equal(found, jnp.linalg.cholesky(A))
+    assert jnp.isnan(jnp.diagonal(found[1:], axis1=1, axis2=2)).all()
+
+
+@pytest.mark.parametrize("d", [2, 8])
+def test_single_precision_is_as_good_as_lapacks(d):
+    """Residuals of a factor and of its inverse, for a condition of about 10^4."""
+    rng = np.random.default_rng(0)
+    Q = np.linalg.qr(rng.normal(size=(200, d, d)))[0]
+    A = (Q * np.geomspace(1, 1e4, d)) @ np.swapaxes(Q, -1, -2)
+    single = jnp.asarray(A, jnp.float32)
+
+    def worst(cholesky, solve):
+        L = cholesky(single)
+        X = np.asarray(solve(L, jnp.broadcast_to(jnp.eye(d), L.shape)), float)
+        rebuilt = np.asarray(L, float) @ np.swapaxes(np.asarray(L, float), -1, -2)
+        factor = np.abs(rebuilt - np.asarray(single, float)).max((1, 2)).mean()
+        inverse = np.abs(X @ np.asarray(L, float) - np.eye(d)).max((1, 2)).mean()
+        return np.array([factor, inverse])
+
+    ours = worst(linalg.cholesky, linalg.solve)
+    theirs = worst(jnp.linalg.cholesky, lambda L, B: lapack_solve(L, B, False))
+    assert (ours < 2 * theirs).all(), (ours, theirs)
+
+
+def test_inverses_are_of_their_matrices(double):
+    A = stack(0, (3,), 5)
+    eye = jnp.broadcast_to(jnp.eye(5), A.shape)
+    np.testing.assert_allclose(linalg.inverse(A) @ A, eye, atol=1e-12)
+    K = linalg.cholesky_of_inverse(A)
+    np.testing.assert_allclose(jnp.tril(K), K)
+    np.testing.assert_allclose(K @ jnp.swapaxes(K, -1, -2) @ A, eye, atol=1e-12)
+
+
+def test_roots_are_lower_triangular_with_a_positive_diagonal(double):
+    M = right(0, (2,), 4, 6)
+    L = jax.vmap(linalg.root_of)(M)
+    np.testing.assert_allclose(L @ jnp.swapaxes(L, -1, -2), M @ jnp.swapaxes(M, -1, -2))
+    assert (jnp.diagonal(L, axis1=1, axis2=2) > 0).all()
+    np.testing.assert_array_equal(jnp.tril(L), L)
+
+
+def test_least_squares_of_each_are_lapacks(double):
+    A, b = right(0, (3,), 5, 2), right(1, (3,), 5, 1)[..., 0]
+    found = jax.vmap(linalg.least_squares)(A, b)
+    for x, a, y in zip(found, A, b, strict=True):
+        np.testing.assert_allclose(x, np.linalg.lstsq(a, y)[0])
+
+
+def test_what_is_empty_stays_empty():
+    assert linalg.cholesky(jnp.zeros((0, 0))).shape == (0, 0)
+    assert linalg.cholesky(jnp.zeros((0, 3, 3))).shape == (0, 3, 3)
+    assert linalg.solve(jnp.zeros((0, 0)), jnp.zeros((0, 2))).shape == (0, 2)
+    assert linalg.solve(jnp.eye(2), jnp.zeros((2, 0))).shape == (2, 0)
+    assert linalg.eigh(jnp.zeros((0, 0)))[1].shape == (0, 0)
+
+
+@pytest.mark.parametrize("d", [2, 8, 9, 40])
+def test_no_stack_goes_to_lapack(d):
+    """A kernel for a single matrix waits for no other thread; one for a stack does."""
+
+    def all_of(A):
+        L = linalg.cholesky(A)
+        values, _ = linalg.eigh(A)
+        others = jax.vmap(linalg.root_of)(A), jax.vmap(linalg.least_squares)(A, A[..., 0])
+        return linalg.cholesky_solve(L, A), values, linalg.inverse(A), others
+
+    A = jnp.broadcast_to(jnp.eye(d), (3, d, d))
+    assert kernels_of(jnp.linalg.cholesky, A) == [(3, d, d)]  # so that the pattern is right
+    for f, x in ((all_of, A), (jax.vmap(all_of), jnp.stack([A, A]))):
+        assert all(shape == (d, d) for shape in kernels_of(f, x))
+    assert len(kernels_of(lambda A: linalg.cholesky(A), A)) == (d > linalg.SMALL)
