@@ -8,6 +8,7 @@ from numpyro_fed.errors import (
     MissingExtraError,
     ModelError,
     NonFiniteError,
+    ReplyError,
     SavedStateError,
 )
 from numpyro_fed.methods import schedules
@@ -82,6 +83,7 @@ __all__ = [
     "PVIResult",
     "Plan",
     "PowerEP",
+    "ReplyError",
     "Result",
     "SFVIAvg",
     "SavedStateError",
@@ -113,3 +115,7 @@ __all__ = [
     "silo_plate",
     "testing",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -25,6 +25,13 @@ from numpyro.distributions.util import sum_rightmost
 
 from numpyro_fed.errors import ModelError
 
+__all__ = ["beta_loss", "gamma_loss", "generalised_cross_entropy", "log_loss"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Loss = Callable[[Distribution, Any], Array]
 
 _LOG_2PI = math.log(2 * math.pi)

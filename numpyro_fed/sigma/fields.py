@@ -13,6 +13,13 @@ from numpyro.distributions.util import promote_shapes, validate_sample
 
 from numpyro_fed.errors import DataError
 
+__all__ = ["Leroux", "matern", "rbf"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 JITTER = 1e-4  # of the variance: what a smooth field in single precision needs
 
 
