@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
+from numpyro_fed.errors import ReplyError
 from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.stack import Batch, Log, Runtime, State
 from numpyro_fed.trees import all_finite
@@ -21,7 +22,7 @@ REFRESH = 0.25  # seconds between updates of the progress bar
 
 
 class Failure(NamedTuple):
-    """The round that was not ok, and the silos whose own reply was not finite."""
+    """The round that was not ok, and the silos whose own reply could not be used."""
 
     round: int
     silos: tuple[int, ...]
@@ -32,6 +33,8 @@ class Run(NamedTuple):
 
     ``log`` is all that these rounds report, as NumPy arrays; None where it was not kept. ``ended``
     says why there are no more: ``"rounds"``, ``"converged"``, ``"callback"`` or ``"failure"``.
+    ``unusable`` are the silos whose reply in the last round could not be used: a search goes on.
+    ``refused`` is what was wrong with a reply that was not even taken.
     """
 
     state: State
@@ -39,6 +42,8 @@ class Run(NamedTuple):
     failure: Failure | None
     log: Log | None
     ended: str = "rounds"
+    unusable: tuple[int, ...] = ()
+    refused: ReplyError | None = None
 
 
 class Watcher(NamedTuple):
@@ -68,10 +73,14 @@ def drive(
     """
     logs: list[Log] = []
     done, failure, ended = 0, None, "rounds"
+    unusable: tuple[int, ...] = ()
+    refused: ReplyError | None = None
 
     def so_far() -> Run:
+        if not logs:
+            return Run(state, np.zeros(0), failure, None, ended, unusable, refused)
         log = jax.tree.map(lambda *parts: np.concatenate(parts), *logs)
-        return Run(state, log.losses, failure, log, ended)
+        return Run(state, log.losses, failure, log, ended, unusable, refused)
 
     n = 1 if progress_bar else runtime.chunk
     with tqdm(total=num_rounds, disable=not progress_bar) as bar:
@@ -80,7 +89,13 @@ def drive(
             if watcher is not None:
                 n = min(n, watcher.every - done % watcher.every)
             began = time.perf_counter()
-            after, log, last = runtime.advance(key, state, batches, n, server_data, stop)
+            try:
+                after, log, last = runtime.advance(key, state, batches, n, server_data, stop)
+            except ReplyError as error:
+                failure, ended = Failure(int(state.round), (error.silo,)), "failure"
+                unusable, refused = (error.silo,), error
+                break
+            unusable = failed_silos(last.replies, (), ())
             while n and not (last.ok and _all_finite(after, batches)):
                 bad = failed_silos(last.replies, after.silos, batches)
                 failure, ended = Failure(int(after.round) - 1, bad), "failure"
