@@ -46,6 +46,8 @@ _POINTS = _STEP * np.arange(-8, 13)
 
 @dataclass(frozen=True, repr=False)
 class _LogLoss:
+    """Minus the log density: with it a posterior is the ordinary one."""
+
     def __call__(self, distribution: Distribution, value: Any) -> Array:
         return -jnp.asarray(distribution.log_prob(value))
 

@@ -108,7 +108,7 @@ def spoilt_numbers(value):
 )
 def test_the_silo_whose_reply_is_not_finite_is_named_and_no_other(name, value):
     there = federation(name)
-    there.spoilt = edited(spoilt_numbers(value), after=1)
+    there.spoilt = edited(spoilt_numbers(value), after=3)
     with pytest.raises(NonFiniteError, match=f"at silo {BAD}\\.") as caught:
         there.run(8)
     assert caught.value.silos == (BAD,)

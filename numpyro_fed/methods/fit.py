@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
+from numpyro_fed import html
 from numpyro_fed.errors import CoupledRowsError, GuideError, NonFiniteError, positive_int
 from numpyro_fed.methods.mode import APART, SEARCHED_UP_TO, Mode, Peak, distance
 from numpyro_fed.methods.pvi import PVI
@@ -139,6 +140,9 @@ class Fitted:
 
     def __str__(self) -> str:
         return self.verdict
+
+    def _repr_html_(self) -> str:
+        return html.words(self.verdict)
 
 
 def fit(

@@ -17,6 +17,7 @@ from jax import Array
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
+from numpyro_fed import html
 from numpyro_fed.errors import positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, Sizes, signature
@@ -143,6 +144,9 @@ class NutsResult:
                 "another form of the model."
             )
         return f"{self.divergences} divergent transitions; {known}. {verdict}"
+
+    def _repr_html_(self) -> str:
+        return html.words(self.report())
 
     def ess(self) -> dict[str, np.ndarray]:
         """Effective sample size of each element of each global site; NaN where it is constant."""

@@ -13,6 +13,7 @@ import numpy as np
 from blackjax.diagnostics import psis_weights
 from jax import Array
 
+from numpyro_fed import html
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import Moments
 
@@ -166,6 +167,9 @@ class Weighted(ABC):
 
     def __str__(self) -> str:
         return self.report()
+
+    def _repr_html_(self) -> str:
+        return html.words(self.report())
 
 
 _smooth = jax.jit(psis_weights)  # a hundred small programs otherwise

@@ -95,7 +95,8 @@ def drive(
                 failure, ended = Failure(int(state.round), (error.silo,)), "failure"
                 unusable, refused = (error.silo,), error
                 break
-            unusable = failed_silos(last.replies, (), ())
+            if int(after.round) > int(state.round):
+                unusable = failed_silos(last.replies, (), ())
             while n and not (last.ok and _all_finite(after, batches)):
                 bad = failed_silos(last.replies, after.silos, batches)
                 failure, ended = Failure(int(after.round) - 1, bad), "failure"
