@@ -13,6 +13,7 @@ from numpyro_fed.errors import (
     MissingExtraError,
     ModelError,
     NonFiniteError,
+    ReplyError,
     SavedStateError,
 )
 from numpyro_fed.methods import schedules
@@ -89,6 +90,7 @@ __all__ = [
     "PVIResult",
     "Plan",
     "PowerEP",
+    "ReplyError",
     "Result",
     "SFVIAvg",
     "Saved",
@@ -122,3 +124,7 @@ __all__ = [
     "silo_plate",
     "testing",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -20,6 +20,13 @@ from jax.typing import ArrayLike
 from numpyro_fed import linalg
 from numpyro_fed.errors import DataError
 
+__all__ = ["forward_kl", "reverse_kl", "wasserstein"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 MOST = 100  # steps of the fixed point
 
 

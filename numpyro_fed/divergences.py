@@ -22,6 +22,12 @@ from numpyro_fed.errors import GuideError
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
 
+__all__ = ["KL", "AlphaRenyi", "FisherRao", "ReverseKL", "WeightedKL"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class _ForEveryFamily:
     def check(self, family: Family) -> None:

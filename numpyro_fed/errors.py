@@ -76,6 +76,22 @@ class Interrupted(KeyboardInterrupt):
         self.result = result
 
 
+class ReplyError(DataError):
+    """A silo's reply is not one that was agreed: it is refused as it arrives.
+
+    Attributes
+    ----------
+    silo : int
+    exchange : str
+    result : Result or None
+        The fit at the last good round; None where there is none yet.
+    """
+
+    def __init__(self, message: str, *, silo: int, exchange: str):
+        super().__init__(f"the reply of silo {silo} to the exchange '{exchange}' {message}")
+        self.silo, self.exchange, self.result = silo, exchange, None
+
+
 def positive_int(name: str, value: Any) -> None:
     """Refuse what is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

@@ -25,6 +25,13 @@ from numpyro.distributions.util import sum_rightmost
 
 from numpyro_fed.errors import ModelError
 
+__all__ = ["beta_loss", "gamma_loss", "generalised_cross_entropy", "log_loss"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Loss = Callable[[Distribution, Any], Array]
 
 _LOG_2PI = math.log(2 * math.pi)
@@ -39,6 +46,8 @@ _POINTS = _STEP * np.arange(-8, 13)
 
 @dataclass(frozen=True, repr=False)
 class _LogLoss:
+    """Minus the log density: with it a posterior is the ordinary one."""
+
     def __call__(self, distribution: Distribution, value: Any) -> Array:
         return -jnp.asarray(distribution.log_prob(value))
 

@@ -15,10 +15,12 @@ from numpyro.infer.util import potential_energy
 from problems import cut, jitter
 
 import numpyro_fed as nf
+from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.reference.nuts import NutsResult, _joint_density, _parameters
+from numpyro_fed.reference.starts import good_starts, some_from_prior, uniform
 
 KEY = jax.random.key(0)
 BACKENDS = ("numpyro", "blackjax")
@@ -365,6 +367,63 @@ def test_a_density_that_is_not_finite_is_refused_before_sampling():
         nf.run_nuts(KEY, impossible, cut({"y": Y}, SIZES), num_chains=2)
 
 
+FREQUENCY = jnp.arange(1, 13) * np.pi / 3  # of sines that vanish at -1.5 and 1.5
+
+
+def smooth(x, y):
+    """A Gaussian process by its spectral density, which underflows at long length scales: there
+    the density is finite, and the derivatives of the root are not.
+    """
+    amplitude = numpyro.sample("amplitude", dist.InverseGamma(4.0, 1.0))
+    length = numpyro.sample("length", dist.InverseGamma(2.0, 10.0))
+    weight = numpyro.sample("weight", dist.Normal(0, 1).expand([12]).to_event(1))
+    spectrum = amplitude**2 * length * jnp.exp(-0.5 * (length * FREQUENCY) ** 2)
+    with nf.silo_plate("row", x.shape[0]):
+        basis = jnp.sin(FREQUENCY * (x[:, None] + 1.5))
+        numpyro.sample("y", dist.Normal(basis @ (jnp.sqrt(spectrum) * weight), 0.5), obs=y)
+
+
+@pytest.mark.parametrize("num_chains", [1, 4])
+def test_chains_start_where_the_gradient_is_finite(num_chains):
+    """Of the first draws in (-2, 2) some have a density, and no gradient."""
+    x = np.linspace(-1, 1, 12)
+    layout, buckets = lay_out(smooth, read(cut({"x": x, "y": np.sin(4 * x)}, (5, 7))))
+    density = _joint_density(layout.model, layout.sizes, buckets, {}, [{}, {}])
+    look = jax.jit(jax.vmap(jax.value_and_grad(density)))
+    shapes = {"z_G": (num_chains, layout.model.dim), "z_L": {"row": (num_chains, 12, 0)}}
+    first, found = [], []
+    for i in range(20):
+        key = jax.random.key(i)
+        first.append(look(uniform(key, shapes)))
+        start = good_starts(key, lambda k: uniform(k, shapes), layout.model, density)
+        found.append(look(some_from_prior(key, layout.model, density, start)))
+    assert all(bool(jnp.isfinite(value).all()) for value, _ in first)
+    assert not all(bool(jnp.isfinite(slope["z_G"]).all()) for _, slope in first)
+    assert all(bool(jnp.isfinite(slope["z_G"]).all()) for _, slope in found)
+
+
+def test_nuts_moves_from_the_start_that_it_has_chosen():
+    x = np.linspace(-1, 1, 12)
+    silos, few = cut({"x": x, "y": np.sin(4 * x)}, (5, 7)), dict(num_warmup=20, num_samples=20)
+    for i in range(3):
+        nuts = nf.run_nuts(jax.random.key(i), smooth, silos, **few, progress_bar=False)
+        assert nuts.divergences < 20
+        assert nuts.globals["length"].std() > 1e-3
+
+
+def test_a_gradient_that_is_nowhere_finite_is_refused_with_its_sites():
+    def rooted(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        scale = numpyro.sample("scale", dist.LogNormal(0, 1).expand([2]).to_event(1))
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            wall = jnp.sqrt(0 * scale[1]) + jnp.sqrt(0 * b)
+            numpyro.sample("y", dist.Normal(mu + wall, 1), obs=y)
+
+    with pytest.raises(ModelError, match=r"gradient is not, for 'scale', 'b', nor is it at 99"):
+        nf.run_nuts(KEY, rooted, cut({"y": Y}, SIZES), progress_bar=False)
+
+
 # --- can it be trusted? ----------------------------------------------------------------------
 
 
@@ -392,6 +451,21 @@ def test_chains_that_do_not_agree_are_not_trusted():
 def test_an_element_that_does_not_vary_has_no_error():
     draws = np.random.default_rng(0).normal(size=(2, 1_000, 2)) * np.array([1.0, 0.0]) + 1.0
     assert nuts_result(draws).monte_carlo_error < 0.05
+
+
+def test_draws_that_stand_still_know_nothing():
+    """All the same, or all but rounding; all from transitions that diverged; some of them NaN."""
+    r = np.random.default_rng(0)
+    draws, still = r.normal(size=(2, 500)), np.full((2, 500), 3.0)
+    broken = np.where(np.arange(500) == 7, np.nan, draws)
+    rounded = still.astype(np.float32) * (1 + 1e-7 * draws)
+    for result in map(nuts_result, (still, rounded, broken)):
+        assert result.monte_carlo_error == np.inf
+        assert not result.accurate
+        assert "known to" not in result.report()
+    diverged = nuts_result(draws, divergences=1_000)
+    assert diverged.monte_carlo_error == np.inf
+    assert "1000 divergent transitions; that is every transition" in diverged.report()
 
 
 def test_chains_start_far_apart_and_find_both_modes_of_a_prior():

@@ -469,7 +469,7 @@ def counting(how, bad=None):
     return FederatedAlgorithm(
         lambda key: jnp.zeros(()),
         lambda key, data: jnp.zeros(()),
-        (Exchange(broadcast, silo, server, combine=how),),
+        (Exchange(broadcast, silo, server, combine=how, weighted=True),),
         None,
         None,
     )

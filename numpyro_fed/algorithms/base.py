@@ -15,6 +15,7 @@ from jax import Array
 from numpyro_fed.errors import ModelError
 from numpyro_fed.guides.structured import Origin
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.trees import all_finite
 
 Server = TypeVar("Server")
 Silo = TypeVar("Silo")
@@ -25,9 +26,9 @@ Up = TypeVar("Up")
 class Combine(Enum):
     """How replies are put together before the server sees them.
 
-    ``SUM`` adds them leaf by leaf, each times its weight, so that secure aggregation can be used
-    and the server never sees one silo's reply. ``GATHER`` stacks them along a leading axis, in the
-    order of the participants that ``broadcast`` was given.
+    ``SUM`` adds them leaf by leaf, each times its weight where the exchange is weighted, so that
+    secure aggregation can be used and the server never sees one silo's reply. ``GATHER`` stacks
+    them along a leading axis, in the order of the participants that ``broadcast`` was given.
     """
 
     SUM = "sum"
@@ -65,13 +66,15 @@ class Reply(NamedTuple, Generic[Up]):
         has, nor on its data.
     ok : () bool
         Whether the numbers are good; zeros are sent instead of numbers that are not.
-    weight : () float
-        By which ``up`` counts in a sum: a silo's number of rows, say.
+    weight : () float, or ()
+        By which ``up`` counts in a sum: a silo's number of rows, say. It is sent and read only in
+        an exchange that is ``weighted``; in all others each reply counts once, whatever a silo
+        would like it to count.
     """
 
     up: Up
     ok: Array
-    weight: Array | float = 1.0
+    weight: Array | float | tuple[()] = ()
 
 
 class Replies(NamedTuple, Generic[Up]):
@@ -84,7 +87,7 @@ class Replies(NamedTuple, Generic[Up]):
     ok : () bool, or (k,)
         Whether all are good, or each.
     weight : (), or (k,)
-        The sum of their weights, or all of them.
+        The sum of their weights, or all of them; a reply without one counts as 1.
     """
 
     up: Up
@@ -176,6 +179,14 @@ class Exchange(NamedTuple, Generic[Server, Silo, Down, Up]):
         Which leaves of ``Down`` have a leading axis of length k, in the order of ``who``, of which
         each participant gets its own slice: one answer for all, or a prefix of ``Down``'s tree,
         such as ``Down(eta=False, factor=True)``.
+    weighted : bool
+        Whether replies have weights.
+    usable : up -> () bool
+        Whether what a silo sends can be used. The silo asks this before it sends, and a server
+        whose silos are elsewhere once more, of each reply by itself.
+    lenient : bool
+        Whether what cannot be used is handed on all the same: in a search, a place that is too far
+        for a silo is a step that fails, and the round is kept.
     """
 
     broadcast: Broadcast
@@ -187,13 +198,24 @@ class Exchange(NamedTuple, Generic[Server, Silo, Down, Up]):
     silo_noise: Callable[[Array, Any], Any] = no_noise
     combine: Combine = Combine.SUM
     scatter: Any = False
+    weighted: bool = False
+    usable: Callable[[Any], Array] = all_finite
+    lenient: bool = False
 
     def visit(self, noise: Any, down: Any, state: Any, data: SiloData) -> tuple[Reply, Any]:
         """A silo's whole part: what it sends, with zeros for what is not good, and its state."""
         reply, draft = self.silo(noise, down, state, data)
-        sent = jax.tree.map(lambda a: jnp.where(reply.ok, a, jnp.zeros_like(a)), reply.up)
-        weight = jnp.asarray(reply.weight, jnp.result_type(float))
-        return Reply(sent, jnp.asarray(reply.ok), weight), self.commit(draft, sent)
+        weight = jnp.asarray(reply.weight, jnp.result_type(float)) if self.weighted else ()
+        reply = self.checked(reply._replace(weight=weight))
+        return reply, self.commit(draft, reply.up)
+
+    def checked(self, reply: Reply) -> Reply:
+        """A reply with zeros for what cannot be used, and ``ok`` only if it can."""
+        ok = jnp.asarray(reply.ok) & self.usable(reply.up)
+        if self.lenient:
+            return reply._replace(ok=ok)
+        up = jax.tree.map(lambda a: jnp.where(ok, a, jnp.zeros_like(a)), reply.up)
+        return reply._replace(up=up, ok=ok)
 
 
 class Shared(NamedTuple):
@@ -251,6 +273,8 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     private : silo_state -> Private
     watch : silo_state -> pytree of scalars, optional
         Logged for each visit of a silo, for the user of a simulation; not a message.
+    told : up -> pytree of scalars, optional
+        The same, as far as a silo's reply tells it, for a server whose silos are elsewhere.
     done : server_state -> () bool, optional
         Whether it has come to its end by itself; no round is begun after that.
     opening : tuple of Exchange
@@ -264,6 +288,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     shared: Callable[[Server], Shared]
     private: Callable[[Silo], Private]
     watch: Callable[[Silo], Any] | None = None
+    told: Callable[[Any], Any] | None = None
     done: Callable[[Server], Array] | None = None
     opening: tuple[Exchange, ...] = ()
     carry: Carry | None = None

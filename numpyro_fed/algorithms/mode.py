@@ -182,7 +182,7 @@ def mode(
         after = one_by_one(one, (state, replies.up))
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
-    exchange = Exchange(broadcast, silo, server, name="mode")
+    exchange = Exchange(broadcast, silo, server, name="mode", lenient=True)
     return searching(fm, init_server, init_silo, exchange)
 
 
@@ -390,7 +390,7 @@ def around(fm: FederatedModel, effects: np.ndarray) -> Exchange:
         seen = shape._replace(densities=prior + replies.up)
         return seen, Info(jnp.zeros(()), jnp.array(True))
 
-    return Exchange(broadcast, silo, server, name="around the mode")
+    return Exchange(broadcast, silo, server, name="around the mode", lenient=True)
 
 
 def unraveller(fm: FederatedModel) -> Any:

@@ -129,7 +129,7 @@ def wide_mode(
         after = jax.vmap(one)(state, replies.up)
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
-    exchange = Exchange(broadcast, silo, server, name="mode")
+    exchange = Exchange(broadcast, silo, server, name="mode", lenient=True)
     return searching(fm, init_server, init_silo, exchange)
 
 

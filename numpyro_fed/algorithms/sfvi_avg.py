@@ -254,6 +254,7 @@ class Averaging:
             name="sfvi_avg",
             silo_noise=lambda key, state: key,
             combine=self.aggregation.combine,
+            weighted=self.by_rows,
         )
 
     @cached_property
@@ -266,14 +267,14 @@ class Averaging:
             return (), ()
 
         def silo(noise: Any, down: tuple, state: SiloState, data: SiloData) -> tuple[Reply, Any]:
-            return Reply(self.weight(data), jnp.array(True)), state
+            return Reply((), jnp.array(True), self.weight(data)), state
 
         def server(
             state: ServerState, memo: tuple, replies: Replies, server_data: Any
         ) -> tuple[ServerState, Info]:
-            return state._replace(rows=replies.up), Info(jnp.zeros(()), replies.ok)
+            return state._replace(rows=replies.weight), Info(jnp.zeros(()), replies.ok)
 
-        return Exchange(ask, silo, server, name=COUNT)
+        return Exchange(ask, silo, server, name=COUNT, weighted=True)
 
     def weight(self, data: SiloData) -> Array:
         """Of a silo: its rows, or one."""

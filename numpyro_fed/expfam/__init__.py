@@ -18,3 +18,7 @@ __all__ = [
     "marginal",
     "product",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

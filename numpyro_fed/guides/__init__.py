@@ -4,3 +4,7 @@ from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.structured import MeanField, Structured
 
 __all__ = ["Amortised", "MeanField", "Structured"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,3 +15,7 @@ from numpyro_fed.local.lbfgs import LBFGS
 from numpyro_fed.local.natural import ClosedForm, NaturalGradient, PowerEP
 
 __all__ = ["LBFGS", "ClosedForm", "NaturalGradient", "Optax", "PowerEP"]
+
+
+def __dir__() -> list[str]:
+    return __all__

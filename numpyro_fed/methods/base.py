@@ -225,7 +225,7 @@ class Method(ABC):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
         >>> found = nf.SFVI(model).cost([dict(y=np.zeros(5)), dict(y=np.zeros(7))])
         >>> found.num_globals, found.communication.visit
-        (1, (8, 17))
+        (1, (8, 13))
         >>> print(found)  # doctest: +ELLIPSIS
         2 silos with 5 to 7 rows of 'row'
         1 global latents, 0 shared parameters, 0 latents and parameters of a silo's own
@@ -476,9 +476,12 @@ def unless_failed(result: Any, run: Run) -> Any:
             "run(..., init_state=error.result.state) goes on.",
             result=result,
         )
-    if run.failure is not None:
-        raise _non_finite(result, run.failure)
-    return result
+    if run.failure is None:
+        return result
+    if run.refused is not None:
+        run.refused.result = result
+        raise run.refused
+    raise _non_finite(result, run.failure)
 
 
 def check_start(start: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from numpyro_fed import html
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import Bucket
@@ -56,7 +57,8 @@ class Cost:
     memory: int
     communication: Communication = field(repr=False)
 
-    def __str__(self) -> str:
+    def _summary(self) -> str:
+        """All but the messages, in words."""
         plates = ", ".join(
             f"{_range([size[p] for size in self.sizes])} rows of '{p}'" for p in self.sizes[0]
         )
@@ -70,10 +72,14 @@ class Cost:
                 f"at all silos together; data: {size_in_words(self.data)}; a run in one process: "
                 f"about {size_in_words(self.memory)}",
                 "a round, a silo that takes part: {} down, {} up".format(*visit),
-                "",
-                str(self.communication.messages),
             ]
         )
+
+    def __str__(self) -> str:
+        return f"{self._summary()}\n\n{self.communication.messages}"
+
+    def _repr_html_(self) -> str:
+        return html.words(self._summary()) + self.communication.messages._repr_html_()
 
 
 def cost_of(fit: Fit, held: Silos) -> Cost:

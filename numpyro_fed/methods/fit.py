@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
+from numpyro_fed import html
 from numpyro_fed.errors import (
     CoupledRowsError,
     GuideError,
@@ -229,6 +230,9 @@ class Fitted:
 
     def __str__(self) -> str:
         return self.verdict
+
+    def _repr_html_(self) -> str:
+        return html.words(self.verdict)
 
 
 def fit(

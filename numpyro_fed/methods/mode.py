@@ -35,7 +35,7 @@ from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks, coupled_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.base import Fit, Start
-from numpyro_fed.runtime.drive import drive
+from numpyro_fed.runtime.drive import drive, failed_silos
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule, on_device
 from numpyro_fed.trees import strong
@@ -202,7 +202,7 @@ def find_mode(
     run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True)
     search = jax.tree.map(np.asarray, run.state.server)
     if not search.known.any():
-        raise _not_found(int(run.state.round), starts)
+        raise _not_found(int(run.state.round), starts, run.unusable)
     shape, exchanges = None, int(run.state.round)
     if not wide:
         looked = runtime.single(around(fm, effects))
@@ -243,6 +243,9 @@ def begin(
     key_search, key_begin = jax.random.split(jax.random.fold_in(key, OPENING))
     state = runtime.init(key_search, batches)
     run = drive(runtime, key_search, state, batches, max(MOST.values()) + 2, False, stop=True)
+    unusable = run.unusable
+    if run.refused is not None:
+        raise run.refused
     search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
     if search.known.any() and not _usable(fm, search):
         raise NoStartError(
@@ -259,17 +262,18 @@ def begin(
             if found.flat:
                 raise _improper(fm, found.flat)
         begun = _single(fit, runtime, start.begin)
-        server, silos, info, _ = begun(key_begin, run.state.server, run.state.silos, batches)
+        server, silos, info, good = begun(key_begin, run.state.server, run.state.silos, batches)
+        unusable = failed_silos(good, (), ())
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
             zero = jnp.zeros((), jnp.int32)
             state = strong(State(zero, server, silos, carry))
             return opened(fit, key, state, batches), found
     if fm.flat:
-        raise _not_found(exchanges, 1)
+        raise _not_found(exchanges, 1, unusable)
     raise NoStartError(
-        "no mode to start from was found where log density, gradient and Hessian are finite. "
-        "Double precision (jax.config.update('jax_enable_x64', True)) may help"
+        "no mode to start from was found where log density, gradient and Hessian are finite"
+        f"{_which(unusable)}. Double precision (jax.config.update('jax_enable_x64', True)) may help"
     )
 
 
@@ -277,7 +281,16 @@ def opened(fit: Fit, key: Array, state: State, batches: tuple[Batch, ...]) -> St
     """The state after the exchanges with which the algorithm itself opens."""
     for exchange in fit.built.algorithm.opening:
         once = _single(fit, fit.runtime, exchange)
-        server, silos, _, _ = once(key, state.server, state.silos, batches)
+        server, silos, info, good = once(key, state.server, state.silos, batches)
+        if not bool(info.ok):
+            bad = failed_silos(good, (), ())
+            raise NonFiniteError(
+                f"what silos say before the first round (exchange '{exchange.name}') is not finite"
+                f"{_which(bad)}. Look at the data there.",
+                result=None,
+                round=0,
+                silos=bad,
+            )
         state = strong(state._replace(server=server, silos=silos))
     return state
 
@@ -325,15 +338,20 @@ def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:
     )
 
 
-def _not_found(exchanges: int, starts: int) -> NonFiniteError:
+def _which(silos: tuple[int, ...]) -> str:
+    """Whose numbers those are that are not finite, if that is known."""
+    return f" (those of silo {', '.join(map(str, silos))} were not)" if silos else ""
+
+
+def _not_found(exchanges: int, starts: int, silos: tuple[int, ...]) -> NonFiniteError:
     return NonFiniteError(
-        "no place was found at which the log density, its gradient and its Hessian are finite, "
-        f"from {starts} starts in {exchanges} exchanges. In double precision "
+        "no place was found at which the log density, its gradient and its Hessian are finite"
+        f"{_which(silos)}, from {starts} starts in {exchanges} exchanges. In double precision "
         "(jax.config.update('jax_enable_x64', True)) they may be, or from more starts "
         "(starts=8); or look at the data and the supports of the sites.",
         result=None,
         round=exchanges,
-        silos=(),
+        silos=silos,
     )
 
 

@@ -15,7 +15,7 @@ from numpyro_fed.methods.mode import NoStartError, begin, opened
 from numpyro_fed.model.facts import Facts
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.runtime.drive import drive
-from numpyro_fed.runtime.node import SEARCH, Line, Send, remote
+from numpyro_fed.runtime.node import SEARCH, Line, Send, Weights, remote
 from numpyro_fed.runtime.stack import Runtime
 
 
@@ -48,7 +48,9 @@ class ServerNode:
                 "nodes begin at the mode (start='mode'), or at none."
             )
         self._method = method
-        self._plan = method.agree([Facts.from_json(f) for f in facts])
+        told = [Facts.from_json(f) for f in facts]
+        self._plan = method.agree(told)
+        self._rows = [rows_of(f) for f in told]
         self._built = method.build(self._plan)
         self.plan = self._plan.to_json()
 
@@ -68,7 +70,7 @@ class ServerNode:
         :func:`numpyro_fed.importance_correct` (which asks the silos once more). A silo's latents
         stay there.
         """
-        built, plan, line = self._built, self._plan, Line(send, self._plan.num_silos)
+        built, plan, line = self._built, self._plan, Line(send, self._plan.num_silos, self._rows)
         runtime = remote(built.algorithm, built.schedule, plan, line)
         fit = Fit.of(plan, built, runtime)
 
@@ -84,3 +86,12 @@ class ServerNode:
         course = (num_rounds, progress_bar, server_data)
         run = drive(runtime, key, state, (), *course, stop=stops, keep=True)
         return self._method._finish(run, fit, None, start)
+
+
+def rows_of(facts: Facts) -> Weights:
+    """What a silo's number of rows may be, by its facts: each plate's up to a power of two, and
+    above the half of it.
+    """
+    sizes = dict(facts.sizes)
+    most = [sizes[plate.name] for plate in facts.plates if not plate.outer]
+    return Weights(sum(n // 2 + 1 for n in most), sum(most))

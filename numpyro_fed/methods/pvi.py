@@ -373,12 +373,7 @@ class PVI(Method):
         if not visits.size:
             num_silos = fit.plan.num_silos
             visits = np.broadcast_to(np.arange(num_silos), (rounds, 1, num_silos))
-        if held is None:  # replies are added up: of several the worst, for each of them
-            counts = np.asarray(run.log.reports.statuses).reshape(*visits.shape[:2], len(Status))
-            worst = (np.arange(len(Status)) * (counts > 0)).max(-1)
-            status = np.broadcast_to(worst[..., None], visits.shape)
-        else:
-            status = np.asarray(run.log.watched).reshape(visits.shape)
+        status = np.asarray(run.log.watched).reshape(visits.shape)
         result = PVIResult(
             run.losses,
             run.state,

@@ -11,6 +11,12 @@ from numpyro_fed.errors import positive_int
 from numpyro_fed.runtime import schedule
 from numpyro_fed.runtime.schedule import Schedule
 
+__all__ = ["Adaptive", "Asynchronous", "Given", "Random", "Sequential", "Synchronous"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 @dataclass(frozen=True)
 class Sequential:

@@ -23,6 +23,12 @@ from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
 from numpyro_fed.model.substitution import substitute_prior as substitute_prior
 
+__all__ = ["at_silo", "augment", "generalised", "joint", "power_likelihood", "substitute_prior"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class at_silo(Messenger):
     """Rename what is local to ``silo_{j}/name``; globals keep their names.

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from scipy.stats import gaussian_kde, wasserstein_distance
 
+from numpyro_fed import html
 from numpyro_fed.errors import MissingExtraError, NonFiniteError
 from numpyro_fed.reference.nuts import NutsResult
 from numpyro_fed.results.base import Result
@@ -114,19 +115,30 @@ class Comparison:
         """``{"sites": {site: {...}}, "pareto_k": ...}`` of NumPy arrays and a float."""
         return {"sites": self.sites, "pareto_k": self.pareto_k}
 
-    def __str__(self) -> str:
-        header = ("site", "mean error (sd)", "sd ratio", "Wasserstein (sd)")
+    def _cells(self) -> list[tuple[str, ...]]:
+        """The table: names of columns, and a row for each element."""
         rows = [
             (_label(name, i), *(f"{measures[m][i]:.3f}" for m in _MEASURES))
             for name, measures in self.sites.items()
             for i in np.ndindex(measures["sd_ratio"].shape)
         ]
-        width = max(len(row[0]) for row in (header, *rows))
+        return [("site", "mean error (sd)", "sd ratio", "Wasserstein (sd)"), *rows]
+
+    def _note(self) -> list[str]:
+        """What the table does not say."""
+        if np.isnan(self.pareto_k):
+            return []
+        return [f"Pareto k-hat of the fit's importance weights: {self.pareto_k:.2f}"]
+
+    def __str__(self) -> str:
+        rows = self._cells()
+        width = max(len(row[0]) for row in rows)
         line = f"{{:<{width}}}  {{:>15}}  {{:>8}}  {{:>16}}"
-        lines = [line.format(*row) for row in (header, *rows)]
-        if not np.isnan(self.pareto_k):
-            lines.append(f"Pareto k-hat of the fit's importance weights: {self.pareto_k:.2f}")
-        return "\n".join(lines)
+        return "\n".join([*(line.format(*row) for row in rows), *self._note()])
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._cells()
+        return "".join([html.table(head, rows), *map(html.words, self._note())])
 
     def plot(self, *, label: str = "federated", max_panels: int = 24) -> Any:
         """Marginal densities of the globals over NUTS's, as a matplotlib figure.

@@ -17,6 +17,7 @@ from jax import Array
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
+from numpyro_fed import html
 from numpyro_fed.errors import positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, Sizes, signature
@@ -24,6 +25,7 @@ from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket, grouped, stacked
 from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.reference.starts import Position, good_starts, some_from_prior, uniform
 from numpyro_fed.results.base import Result
 
 ENOUGH = 500  # samples of a chain, for a verdict without being asked
@@ -31,8 +33,6 @@ RHAT = 1.05
 ERROR = 0.05  # sds: 400 effective draws
 DIVERGENT = 0.005  # of all transitions
 ROUNDING = 1e-5  # a smaller spread, relative, is none
-
-Position = dict[str, Any]  # {"z_G": (dim,), "z_L": {plate: (rows of all silos, dim)}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,11 @@ class NutsResult:
         From effective draws of each element and of its square about the mean, and of the log of
         each that is positive in all draws: a scale near zero shows in its log alone whether the
         chains know the neck of the funnel. Infinite where chains that should agree do not (split
-        R-hat above 1.05).
+        R-hat above 1.05), and where nothing is known: where some draw is NaN, all draws are the
+        same, or every transition diverged.
         """
+        if self._stuck:
+            return float(np.inf)
         worst = 0.0
         for draws in self.globals.values():
             flat = np.asarray(draws, np.float64).reshape(*draws.shape[:2], -1)
@@ -82,6 +85,26 @@ class NutsResult:
         return float(worst)
 
     @property
+    def _stuck(self) -> bool:
+        """Whether draws of globals say nothing about a spread."""
+        if not self.globals:
+            return False
+        held = [np.asarray(v) for v in self.globals.values()]
+        if self._diverges or any(np.isnan(v).any() for v in held):
+            return True
+        return not any(_varies(v) for v in held)
+
+    @property
+    def _diverges(self) -> bool:
+        """Whether no transition was sound."""
+        return self.divergences >= self._transitions > 0
+
+    @property
+    def _transitions(self) -> int:
+        """How many there are after warm-up, all chains together; 0 where there are no globals."""
+        return math.prod(next(iter(self.globals.values())).shape[:2]) if self.globals else 0
+
+    @property
     def num_chains(self) -> int:
         """How many chains there are."""
         return len(next(iter(self.globals.values()))) if self.globals else 1
@@ -89,7 +112,7 @@ class NutsResult:
     @property
     def accurate(self) -> bool:
         """Whether the chains know the mode that they are in: few divergences, and small errors."""
-        total = math.prod(next(iter(self.globals.values())).shape[:2]) if self.globals else 1
+        total = self._transitions or 1
         return self.divergences <= DIVERGENT * total and self.monte_carlo_error <= ERROR
 
     @property
@@ -102,7 +125,9 @@ class NutsResult:
     def report(self) -> str:
         """Say in words whether these draws can be trusted."""
         error = self.monte_carlo_error
-        if np.isinf(error):
+        if self._diverges:
+            known = "that is every transition, so that the draws say nothing"
+        elif np.isinf(error):
             known = "the chains do not agree (or stand still): run more of them, and longer"
         else:
             known = f"means and sds of the globals are known to {error:.2g} sd"
@@ -119,6 +144,9 @@ class NutsResult:
                 "another form of the model."
             )
         return f"{self.divergences} divergent transitions; {known}. {verdict}"
+
+    def _repr_html_(self) -> str:
+        return html.words(self.report())
 
     def ess(self) -> dict[str, np.ndarray]:
         """Effective sample size of each element of each global site; NaN where it is constant."""
@@ -188,6 +216,12 @@ def run_nuts(
     UserWarning
         If the draws cannot serve as a reference (:meth:`NutsResult.report`).
 
+    Raises
+    ------
+    ModelError
+        If density or gradient are not finite at any of a hundred random starts, with the sites
+        whose gradient is not.
+
     Examples
     --------
     >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
@@ -222,18 +256,19 @@ def run_nuts(
         "z_G": (num_chains, fm.dim),
         "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
     }
-    begin = _uniform(key_init, shapes)
     place: Callable[[Array], Array] = _identity
     if start is not None:
-        begin["z_G"] = jax.random.normal(key_init, begin["z_G"].shape)
         place, log_density = _within(start, fm.dim, log_density)
-    elif num_chains > 1:
-        begin = _some_from_prior(key_init, fm, log_density, begin)
-    if not bool(jnp.isfinite(jax.jit(jax.vmap(log_density))(begin)).all()):
-        raise ValueError(
-            "the joint log density is not finite at a random start in unconstrained space. Look at "
-            "the data and the supports of the sites."
-        )
+
+    def draw(key: Array) -> Position:
+        begin = uniform(key, shapes)
+        if start is not None:
+            begin["z_G"] = jax.random.normal(key, begin["z_G"].shape)
+        return begin
+
+    begin = good_starts(key_init, draw, fm, log_density)
+    if start is None and num_chains > 1:
+        begin = some_from_prior(key_init, fm, log_density, begin)
     draws, divergences = _BACKENDS[backend](
         key_run, log_density, begin, num_warmup, num_samples, target_accept_prob, progress_bar
     )
@@ -251,6 +286,12 @@ def run_nuts(
     return result
 
 
+def _varies(draws: np.ndarray) -> bool:
+    """Whether an element of a site (chains, n, ...) takes values that differ beyond rounding."""
+    mean, sd = draws.mean((0, 1), dtype=np.float64), draws.std((0, 1), dtype=np.float64)
+    return bool((sd > ROUNDING * abs(mean)).any())
+
+
 def _identity(z_G: Array) -> Array:
     return z_G
 
@@ -266,32 +307,6 @@ def _within(
         return centre + u @ L.T
 
     return place, lambda position: log_density({**position, "z_G": place(position["z_G"])})
-
-
-def _uniform(key: Array, shapes: Any) -> Any:
-    """Starts in (-2, 2), as NumPyro's: all zeros would start a hierarchical model in its funnel."""
-    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    keys = jax.random.split(key, len(leaves))
-    draws = [
-        jax.random.uniform(k, s, minval=-2, maxval=2) for k, s in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, draws)
-
-
-def _some_from_prior(
-    key: Array, fm: FederatedModel, log_density: Callable[[Position], Array], start: Position
-) -> Position:
-    """Every other chain's globals from the prior: starts that all lie near zero may share a mode.
-
-    Not where the prior cannot be drawn from, or where the density there is not finite.
-    """
-    chains = len(start["z_G"])
-    drawn = fm.draw_prior(jax.random.fold_in(key, 1), chains)
-    if drawn is None:
-        return start
-    fine = jnp.isfinite(jax.jit(jax.vmap(log_density))({**start, "z_G": drawn}))
-    chosen = (jnp.arange(chains) % 2 == 1) & fine
-    return {**start, "z_G": jnp.where(chosen[:, None], drawn, start["z_G"])}
 
 
 def _join_chains(draws: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from numpyro_fed import html
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.crossing import Crossings, crossings
 
@@ -51,16 +52,24 @@ class Communication(NamedTuple):
         )
         return down, up
 
-    def __str__(self) -> str:
+    def _cells(self) -> list[tuple[str, ...]]:
+        """The table: names of columns, and rows."""
         each = "" if self.visits == self.num_silos else f", {self.visits} in a round"
         rows = (
             (f"before the first round, a silo ({self.start_exchanges} exchanges)", *self.start),
             (f"a round, a silo that takes part{each}", *self.visit),
             (f"this run ({self.rounds} rounds, {self.num_silos} silos)", *self.total),
         )
-        width = max(len(name) for name, *_ in rows)
-        lines = [("", "down", "up"), *((name, *map(size_in_words, n)) for name, *n in rows)]
+        return [("", "down", "up"), *((name, *map(size_in_words, n)) for name, *n in rows)]
+
+    def __str__(self) -> str:
+        lines = self._cells()
+        width = max(len(name) for name, *_ in lines)
         return "\n".join(f"{name:{width}}  {down:>10}  {up:>10}" for name, down, up in lines)
+
+    def _repr_html_(self) -> str:
+        head, *lines = self._cells()
+        return html.table(head, lines)
 
 
 def communication(

@@ -15,6 +15,7 @@ import numpy as np
 from blackjax.diagnostics import psis_weights
 from jax import Array
 
+from numpyro_fed import html
 from numpyro_fed.errors import Interrupted
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import Moments
@@ -204,6 +205,9 @@ class Weighted(ABC):
 
     def __str__(self) -> str:
         return self.report()
+
+    def _repr_html_(self) -> str:
+        return html.words(self.report())
 
     @property
     @abstractmethod

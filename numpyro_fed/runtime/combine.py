@@ -20,12 +20,22 @@ def combine(how: Combine, stacks: Sequence[Reply], order: Array | None = None) -
         weight = sum((w for _, w in parts[1:]), parts[0][1])
         return Replies(up, jnp.concatenate([reply.ok for reply in stacks]).all(), weight)
     which = slice(None) if order is None else order
-    return Replies(*jax.tree.map(lambda *parts: jnp.concatenate(parts)[which], *stacks))
+    each = [(reply.up, reply.ok, _weights(reply)) for reply in stacks]
+    return Replies(*jax.tree.map(lambda *parts: jnp.concatenate(parts)[which], *each))
+
+
+def _weights(stack: Reply) -> Array:
+    """The weight of each reply of a stack; of one that has none, 1."""
+    if isinstance(stack.weight, tuple):
+        return jnp.ones(jnp.shape(stack.ok))
+    return jnp.asarray(stack.weight)
 
 
 def _weighted(stack: Reply) -> tuple[Any, Array]:
     """The sum of a stack of replies, counts as they are; the sum of the weights."""
-    weight = jnp.asarray(stack.weight)
+    weight = _weights(stack)
+    if isinstance(stack.weight, tuple):
+        return jax.tree.map(lambda a: a.sum(0), stack.up), weight.sum()
 
     def total(a: Array) -> Array:
         if not jnp.issubdtype(a.dtype, jnp.inexact):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from numpyro_fed import html
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.combine import combine
@@ -50,10 +51,11 @@ class Crossings(NamedTuple):
         """Of one exchange of each kind."""
         return sum(row.nbytes for row in self.rows if row.when == when and row.up is up)
 
-    def __str__(self) -> str:
+    def _cells(self) -> tuple[tuple[str, ...], ...]:
+        """The table: names of columns, and a row for each array."""
         server, silo = self.parties
         head = ("when", "exchange", "from", "to", "array", "shape", "dtype", "")
-        lines = [
+        lines = (
             (
                 row.when,
                 row.exchange,
@@ -65,12 +67,20 @@ class Crossings(NamedTuple):
                 "summed" if row.up and row.summed else "",
             )
             for row in self.rows
-        ]
-        widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
+        )
+        return head, *lines
+
+    def __str__(self) -> str:
+        lines = self._cells()
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
             "  ".join(word.ljust(w) for word, w in zip(line, widths, strict=True)).rstrip()
-            for line in (head, *lines)
+            for line in lines
         )
+
+    def _repr_html_(self) -> str:
+        head, *lines = self._cells()
+        return html.table(head, lines)
 
 
 def crossings(

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from tqdm.auto import tqdm
 
+from numpyro_fed.errors import ReplyError
 from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.stack import Batch, Log, Runtime, State
 from numpyro_fed.trees import all_finite
@@ -23,7 +24,7 @@ FIRST = 64  # rounds of such a run, after which it is known how long they take
 
 
 class Failure(NamedTuple):
-    """The round that was not ok, and the silos whose own reply was not finite."""
+    """The round that was not ok, and the silos whose own reply could not be used."""
 
     round: int
     silos: tuple[int, ...]
@@ -35,6 +36,8 @@ class Run(NamedTuple):
     ``log`` is all that these rounds report, as NumPy arrays; None where it was not kept. ``ended``
     says why there are no more: ``"rounds"``, ``"converged"``, ``"callback"``, ``"failure"`` or
     ``"interrupted"``.
+    ``unusable`` are the silos whose reply in the last round could not be used: a search goes on.
+    ``refused`` is what was wrong with a reply that was not even taken.
     """
 
     state: State
@@ -42,6 +45,8 @@ class Run(NamedTuple):
     failure: Failure | None
     log: Log | None
     ended: str = "rounds"
+    unusable: tuple[int, ...] = ()
+    refused: ReplyError | None = None
 
 
 class Watcher(NamedTuple):
@@ -75,13 +80,16 @@ def drive(
     """
     logs: list[Log] = []
     done, failure, ended, begin = 0, None, "rounds", state.round
+    unusable: tuple[int, ...] = ()
+    refused: ReplyError | None = None
 
     def so_far() -> Run:
         if not logs:  # interrupted in the first rounds
-            return Run(state, np.zeros(0, np.float32), failure, None, ended)
+            none = np.zeros(0, np.float32)
+            return Run(state, none, failure, None, ended, unusable, refused)
         rounds = int(state.round) - int(begin)  # an interrupt may have come between log and state
         log = jax.tree.map(lambda *parts: np.concatenate(parts)[:rounds], *logs)
-        return Run(state, log.losses, failure, log, ended)
+        return Run(state, log.losses, failure, log, ended, unusable, refused)
 
     n, seconds_each = (1, REFRESH) if progress_bar else (FIRST, LOST)
     with (
@@ -93,7 +101,14 @@ def drive(
             if watcher is not None:
                 n = min(n, watcher.every - done % watcher.every)
             began = time.perf_counter()
-            after, log, last = runtime.advance(key, state, batches, n, server_data, stop)
+            try:
+                after, log, last = runtime.advance(key, state, batches, n, server_data, stop)
+            except ReplyError as error:
+                failure, ended = Failure(int(state.round), (error.silo,)), "failure"
+                unusable, refused = (error.silo,), error
+                break
+            if int(after.round) > int(state.round):
+                unusable = failed_silos(last.replies, (), ())
             while n and not (last.ok and _all_finite(after, batches)):
                 bad = failed_silos(last.replies, after.silos, batches)
                 failure, ended = Failure(int(after.round) - 1, bad), "failure"

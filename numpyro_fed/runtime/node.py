@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Reply, Sampled
-from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.errors import DataError, ModelError, ReplyError
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.host import alone, compiled, rounds
 from numpyro_fed.runtime.messages import pack, read, unpack, write
@@ -276,11 +278,22 @@ def reply_like(algorithm: FederatedAlgorithm, exchange: Exchange, template: Silo
     return jax.eval_shape(answer, jax.random.key(0), template)
 
 
-class Line:
-    """The server's line to the silos: ``send(silo, message) -> reply``, and the run that is on."""
+class Weights(NamedTuple):
+    """Between which numbers, both allowed, the weight of a silo's replies must be."""
 
-    def __init__(self, send: Send, num_silos: int):
+    least: float
+    most: float
+
+
+class Line:
+    """The server's line to the silos: ``send(silo, message) -> reply``, and the run that is on.
+
+    ``weights`` says for each silo what its replies may count, as far as that is known.
+    """
+
+    def __init__(self, send: Send, num_silos: int, weights: Sequence[Weights] | None = None):
         self._send, self.num_silos, self._run = send, num_silos, np.zeros(0)
+        self._weights = weights or [Weights(0.0, np.finfo(np.float64).max)] * num_silos
 
     def begin(self, name: str, key: Array) -> None:
         """Tell every silo to begin a new run."""
@@ -294,6 +307,39 @@ class Line:
         head = {"exchange": np.array(name), "run": self._run, "key": bits}
         return self._send(silo, write({**head, **arrays}))
 
+    def ask(self, silo: int, exchange: Exchange, key: Array, down: Any, like: Reply) -> Reply:
+        """A silo's reply to an exchange, of the agreed shapes and with an allowed weight.
+
+        Raises
+        ------
+        ReplyError
+            For any other reply.
+        """
+        name = exchange.name
+        answer = self.send(silo, name, key, pack("down", down))
+        try:
+            reply = unpack("reply", like, read(answer))
+        except DataError as error:
+            raise ReplyError(f"is refused: {error}", silo=silo, exchange=name) from error
+        except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise ReplyError(
+                f"cannot be read: {len(answer)} bytes that are no arrays in NumPy's npz format. "
+                "SiloNode.handle makes them, and nothing on the way may change them.",
+                silo=silo,
+                exchange=name,
+            ) from error
+        if exchange.weighted:
+            allowed, weight = self._weights[silo], float(np.asarray(reply.weight))
+            if not allowed.least <= weight <= allowed.most:
+                raise ReplyError(
+                    f"has weight {weight:g}, where {allowed.least:g} to {allowed.most:g} is "
+                    "allowed by what the silo has said of its number of rows. Its facts must be "
+                    "of the data that it holds; or use weights='even'.",
+                    silo=silo,
+                    exchange=name,
+                )
+        return reply
+
 
 def remote(
     algorithm: FederatedAlgorithm,
@@ -305,8 +351,9 @@ def remote(
 ) -> Runtime:
     """The server's side: a runtime whose silos are asked over a line."""
     init_server, template = jax.jit(algorithm.init_server), plan.template()
-
+    told = None if algorithm.told is None else jax.jit(algorithm.told)
     likes: dict[str, Reply] = {}
+    checks: dict[str, Callable[[Reply], Reply]] = {}
 
     def init(key: Array, batches: tuple[Batch, ...]) -> State:
         key_server, key_silos = init_keys(key)
@@ -319,14 +366,17 @@ def remote(
     def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
         if exchange.name not in likes:
             likes[exchange.name] = reply_like(algorithm, exchange, template)
-        replies = []
+            checks[exchange.name] = jax.jit(exchange.checked)
+        like, check = likes[exchange.name], checks[exchange.name]
+        last = exchange.name == algorithm.exchanges[-1].name
+        replies, seen = [], []
         for i, j in enumerate(np.asarray(who).tolist()):
-            sent = pack("down", strong(slices(exchange.scatter, down, i)))
-            answer = read(line.send(j, exchange.name, noise, sent))
-            reply = unpack("reply", likes[exchange.name], answer)
+            sent = strong(slices(exchange.scatter, down, i))
+            reply = check(line.ask(j, exchange, noise, sent, like))  # a silo's own ok is its word
             replies.append(jax.tree.map(lambda a: a[None], reply))
+            seen.append(told(reply.up) if told and last else ())
         ok = jnp.concatenate([reply.ok for reply in replies])
-        return Answers(combine(exchange.combine, replies), ok, silos)
+        return Answers(combine(exchange.combine, replies), ok, silos, stacked(seen))
 
     def num_silos(batches: tuple[Batch, ...]) -> int:
         return plan.num_silos

@@ -72,6 +72,8 @@ def step(
         down, memo = exchange.broadcast(drawn.server, server, who, server_data)
         answers = ask(exchange, drawn.silos, down, who, silos)
         server, info = exchange.server(server, memo, answers.replies, server_data)
+        if not exchange.lenient:
+            info = info._replace(ok=info.ok & answers.ok.all())
         silos, seen, good = answers.silos, answers.seen, good & answers.ok
         infos.append(info)
     return server, silos, fold(infos), good, seen

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from numpyro_fed import html
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.substitution import Blocks
 from numpyro_fed.sigma.gaussian import Dense, field_of
@@ -72,18 +73,23 @@ class Check(NamedTuple):
     true: tuple[np.ndarray, ...]
     found: tuple[np.ndarray, ...]
 
-    def __str__(self) -> str:
-        lines = [
-            f"{'hyperparameters':28} {'within':>8} {'across':>8} {'variance':>9} {'jump':>7} "
-            f"{'energy':>8} {'p':>6}"
+    def _cells(self) -> list[tuple[str, ...]]:
+        """The table: names of columns, and a row for each setting of the hyperparameters."""
+        head = ("hyperparameters", "within", "across", "variance", "jump", "energy", "p")
+        at = [
+            ", ".join(f"{name}={float(np.mean(v)):.3g}" for name, v in row.phi.items())
+            for row in self.rows
         ]
-        for row in self.rows:
-            at = ", ".join(f"{name}={float(np.mean(v)):.3g}" for name, v in row.phi.items())
-            lines.append(
-                f"{at[:28]:28} {row.within:8.3f} {row.across:8.3f} {row.variance:9.3f} "
-                f"{row.jump:7.3f} {row.energy:8.3f} {row.p_value:6.3f}"
-            )
-        return "\n".join(lines)
+        numbers = [[f"{x:.3f}" for x in row[1:]] for row in self.rows]
+        return [head, *((phi, *row) for phi, row in zip(at, numbers, strict=True))]
+
+    def __str__(self) -> str:
+        line = "{:28} {:>8} {:>8} {:>9} {:>7} {:>8} {:>6}"
+        return "\n".join(line.format(phi[:28], *row) for phi, *row in self._cells())
+
+    def _repr_html_(self) -> str:
+        head, *lines = self._cells()
+        return html.table(head, lines)
 
 
 def checked(

@@ -14,6 +14,13 @@ from numpyro.distributions.util import promote_shapes, validate_sample
 from numpyro_fed import linalg
 from numpyro_fed.errors import DataError
 
+__all__ = ["Leroux", "matern", "rbf"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 JITTER = 1e-4  # of the variance: what a smooth field in single precision needs
 
 

@@ -15,3 +15,7 @@ __all__ = [
     "partitions",
     "silos",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

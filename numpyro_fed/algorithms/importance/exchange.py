@@ -52,7 +52,7 @@ def importance(
     the proposal's density.
     """
 
-    def usable(values: Array) -> Array:
+    def without_overflow(values: Array) -> Array:
         """Far from the guide densities may overflow, which gives a draw no weight."""
         far = jnp.arange(num_draws) >= proposal.own
         return jnp.where(far & ~(values < jnp.inf), -jnp.inf, values)
@@ -67,7 +67,10 @@ def importance(
         else:
             z_G, log_q = server_data, jnp.zeros(num_draws)
         log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
-        return Down(theta, z_G, guide.globals.centre(eta)), (z_G, usable(log_prior - log_q))
+        return Down(theta, z_G, guide.globals.centre(eta)), (
+            z_G,
+            without_overflow(log_prior - log_q),
+        )
 
     def silo(noise: Array, down: Down, state: Any, data: SiloData) -> tuple[Reply[Array], Any]:
         own = fitted.private(state)
@@ -80,9 +83,8 @@ def importance(
             return likelihood.log_estimate(mine, theta, own.guide, z_G, origin, data)
 
         draws = (jnp.arange(num_draws), down.z_G)
-        values = usable(jax.lax.map(estimate, draws, batch_size=batch_size))
-        ok = (values < jnp.inf).all() & (values > -jnp.inf).any()
-        return Reply(values, ok), state
+        values = without_overflow(jax.lax.map(estimate, draws, batch_size=batch_size))
+        return Reply(values, jnp.array(True)), state
 
     def server(
         state: Any, memo: Any, replies: Replies[Array], server_data: Any
@@ -94,5 +96,16 @@ def importance(
         return Weighed(z_G, log_weights), Info(-evidence, replies.ok & some)
 
     return Exchange(
-        broadcast, silo, server, name, server_noise=proposal.noise, silo_noise=silo_noise
+        broadcast,
+        silo,
+        server,
+        name,
+        server_noise=proposal.noise,
+        silo_noise=silo_noise,
+        usable=some_count,
     )
+
+
+def some_count(values: Array) -> Array:
+    """Whether log likelihoods (n,) are numbers, and some draw has any weight."""
+    return (values < jnp.inf).all() & (values > -jnp.inf).any()

@@ -20,10 +20,14 @@ silos' factors is always the server's.
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+from jax import Array
+
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
-from numpyro_fed.algorithms.pvi.states import SCATTERED, Down, Parts, Settings
+from numpyro_fed.algorithms.pvi.states import SCATTERED, Down, Parts, Settings, Up
+from numpyro_fed.trees import all_finite
 
 
 def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
@@ -38,6 +42,7 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
         server_noise=server.noise,
         silo_noise=silo.noise,
         scatter=Down(*SCATTERED),
+        usable=usable,
     )
     return FederatedAlgorithm(
         server.init,
@@ -46,5 +51,14 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
         server.view,
         silo.view,
         watch=lambda state: state.status,
+        told=lambda up: jnp.argmax(up.statuses),
         done=server.done,
     )
+
+
+def usable(up: Up) -> Array:
+    """Whether the server can use a proposal: the expected log likelihood may be minus infinity, at
+    a vague prior, and a visit ends in one way.
+    """
+    counted = (up.statuses >= 0).all() & (up.statuses.sum() == 1)
+    return all_finite((up.change, up.theta)) & (up.log_lik < jnp.inf) & counted

@@ -265,7 +265,7 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
         return after, Info(jnp.zeros(()), replies.ok & all_finite(ab))
 
     exchanges = (
-        Exchange(place, go, judge, name="try"),
+        Exchange(place, go, judge, name="try", lenient=True),
         Exchange(tell, turn, aim, name="turn"),
     )
     return FederatedAlgorithm(

@@ -131,7 +131,12 @@ def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
         g, own = jax.lax.map(one, drawn.z, batch_size=at_once)
         tie = coupling.Tie(drawn.b, products(private.guide)) if v.rank else ()
         up = Up(g, own, drawn.log_q, tie)
-        return Reply(up, ~jnp.isnan(own).any() & all_finite(drawn.log_q)), drawn.z
+        return Reply(up, jnp.array(True)), drawn.z
+
+    def usable(up: Up) -> Array:
+        """Densities far out, and predictors there, may overflow: such a draw has no weight."""
+        near = up.predictor[of == 0]
+        return ~jnp.isnan(up.own).any() & ~jnp.isnan(near).any() & all_finite((up.log_q, up.tie))
 
     def products(params: Any) -> Array:
         return params["coupling"].T @ params["coupling"]
@@ -166,4 +171,5 @@ def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
         name=json.dumps({"weigh": num_draws, "at_once": at_once}),
         server_noise=partial(v.server_draws, n=num_draws),
         silo_noise=partial(v.client_draws, n=num_draws),
+        usable=usable,
     )

@@ -1,0 +1,36 @@
+"""Results in notebooks: what they print, as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+
+def words(text: str) -> str:
+    """Text as a paragraph of HTML; text of several lines as it stands.
+
+    Examples
+    --------
+    >>> from numpyro_fed.html import words
+    >>> words("k-hat < 0.7")
+    '<p>k-hat &lt; 0.7</p>'
+    """
+    tag = "pre" if "\n" in text else "p"
+    return f"<{tag}>{escape(text)}</{tag}>"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of HTML, from the names of its columns and the cells of its rows.
+
+    Examples
+    --------
+    >>> from numpyro_fed.html import table
+    >>> table(["site", "sd ratio"], [["mu", "0.98"]])
+    '<table><tr><th>site</th><th>sd ratio</th></tr><tr><td>mu</td><td>0.98</td></tr></table>'
+    """
+    lines = [_line("th", head), *(_line("td", row) for row in rows)]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _line(tag: str, cells: Sequence[str]) -> str:
+    return "".join(["<tr>", *(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells), "</tr>"])

@@ -1,0 +1,333 @@
+"""What a server makes of replies that it cannot use: it looks at each, and names whose it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.transforms import ReplyTransform, transformed
+from numpyro_fed.errors import DataError, NonFiniteError, ReplyError
+from numpyro_fed.methods.base import RUNTIMES
+from numpyro_fed.runtime.drive import drive
+from numpyro_fed.runtime.messages import read, write
+
+KEY = jax.random.key(0)
+ROWS = [{"y": np.arange(n, dtype=np.float32)} for n in (3, 5, 4)]
+BAD = 1
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def normal(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def averaging(**settings):
+    return nf.SFVIAvg(normal, local_steps=3, optim=optax.sgd(1e-3), start=None, **settings)
+
+
+METHODS = {
+    "SFVI": lambda: nf.SFVI(normal, optim=optax.sgd(1e-3), start=None),
+    "SFVI of some": lambda: nf.SFVI(normal, start=None, schedule=nf.schedules.Random(2)),
+    "averages of sums": lambda: averaging(aggregate="reverse_kl"),
+    "barycenters of all": lambda: averaging(weights="even"),
+    "sequential PVI": lambda: nf.PVI(normal, start=None),
+    "synchronous PVI": lambda: nf.PVI(normal, start=None, schedule="synchronous"),
+    "asynchronous PVI": lambda: nf.PVI(normal, start=None, schedule="asynchronous"),
+    "random PVI": lambda: nf.PVI(normal, start=None, schedule=nf.schedules.Random(2)),
+}
+
+
+class Federation:
+    """A server, and silos to whose replies something happens on the way."""
+
+    def __init__(self, method, rows=ROWS):
+        self.nodes = [nf.SiloNode(method, silo) for silo in rows]
+        self.server = nf.ServerNode(method, [node.facts() for node in self.nodes])
+        for j, node in enumerate(self.nodes):
+            node.accept(self.server.plan, j)
+        self.spoilt = None
+
+    def send(self, silo, message):
+        reply = self.nodes[silo].handle(message)
+        name = str(read(message)["exchange"])
+        return self.spoilt(silo, name, reply) if self.spoilt else reply
+
+    def run(self, rounds=3):
+        return self.server.run(KEY, rounds, self.send)
+
+
+BUILT = {}
+
+
+def federation(name):
+    """One for each method, whose nodes begin anew with each run, and nothing spoilt yet."""
+    found = BUILT.get(name) or Federation(METHODS[name]())
+    BUILT[name], found.spoilt = found, None
+    return found
+
+
+def edited(change, *, silo=BAD, exchange=None, after=0):
+    """Arrays of one silo's replies are what ``change(name, array)`` makes of them, from its
+    ``after``-th reply on: to one exchange, or to all in which it says something.
+    """
+    seen = []
+
+    def spoil(j, name, reply):
+        arrays = read(reply)
+        asked = name == exchange if exchange else any(".up" in k for k in arrays)
+        if j != silo or not asked:
+            return reply
+        seen.append(name)
+        if len(seen) <= after:
+            return reply
+        return write({k: np.asarray(change(k, a), a.dtype) for k, a in arrays.items()})
+
+    return spoil
+
+
+def spoilt_numbers(value):
+    """All real numbers of what a silo says are this one; it says that they are good."""
+
+    def change(name, a):
+        return np.full_like(a, value) if ".up" in name and a.dtype.kind == "f" else a
+
+    return change
+
+
+# --- not finite ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [*((name, np.nan) for name in METHODS), ("SFVI", np.inf)]
+)
+def test_the_silo_whose_reply_is_not_finite_is_named_and_no_other(name, value):
+    there = federation(name)
+    there.spoilt = edited(spoilt_numbers(value), after=3)
+    with pytest.raises(NonFiniteError, match=f"at silo {BAD}\\.") as caught:
+        there.run(8)
+    assert caught.value.silos == (BAD,)
+    assert jax.tree.all(jax.tree.map(lambda a: np.isfinite(a).all(), caught.value.result.params))
+    assert len(caught.value.result.losses) == caught.value.round > 0
+
+
+def test_a_first_reply_that_is_not_finite_leaves_the_first_state():
+    there = federation("synchronous PVI")
+    there.spoilt = edited(spoilt_numbers(np.nan))
+    with pytest.raises(NonFiniteError) as caught:
+        there.run()
+    assert caught.value.silos == (BAD,)
+    assert (caught.value.round, len(caught.value.result.losses)) == (0, 0)
+
+
+def test_a_start_at_the_mode_says_whose_numbers_stand_in_its_way():
+    there = Federation(nf.SFVI(normal))
+    there.spoilt = edited(spoilt_numbers(np.nan), exchange="mode")
+    with pytest.warns(UserWarning, match=rf"no mode .* \(those of silo {BAD} were not\)"):
+        there.run(1)
+
+
+def test_a_search_for_the_mode_names_the_silo_whose_density_overflows():
+    rows = [*ROWS[:2], {"y": np.full(3, 1e30, np.float32)}]
+    with pytest.raises(NonFiniteError, match=r"those of silo 2 were not") as caught:
+        nf.find_mode(KEY, normal, rows)
+    assert caught.value.silos == (2,)
+
+
+def test_an_importance_correction_names_the_silo_that_sends_what_is_no_number():
+    there = federation("SFVI")
+    result = there.run()
+    there.spoilt = edited(spoilt_numbers(np.nan))
+    with pytest.raises(NonFiniteError, match=f"at silo {BAD}\\.") as caught:
+        nf.importance_correct(KEY, result, 100)
+    assert caught.value.silos == (BAD,)
+
+
+def test_an_evaluation_names_the_silo_that_sends_what_is_no_number():
+    there = federation("synchronous PVI")
+    result = there.run()
+    there.spoilt = edited(spoilt_numbers(np.nan))
+    with pytest.raises(NonFiniteError) as caught:
+        _ = result.log_evidence
+    assert caught.value.silos == (BAD,)
+
+
+def test_a_visit_that_could_not_be_used_is_counted_for_its_own_silo_over_nodes():
+    """Its data overflow: it says so, and changes nothing."""
+    rows = [ROWS[0], {"y": np.full(4, 1e30, np.float32)}, ROWS[2]]
+    result = Federation(METHODS["synchronous PVI"](), rows).run(2)
+    together = METHODS["synchronous PVI"]().run(KEY, 2, rows, progress_bar=False)
+    np.testing.assert_array_equal(result.status, together.status)
+    assert ((result.status > 1) == (np.arange(3) == 1)).all()
+
+
+def test_a_visit_ends_in_one_way():
+    """A silo that says of its visits that there were five is not believed."""
+
+    def change(name, a):
+        return 5 * a if "statuses" in name else a
+
+    there = federation("sequential PVI")
+    there.spoilt = edited(change)
+    with pytest.raises(NonFiniteError) as caught:
+        there.run()
+    assert caught.value.silos == (BAD,)
+
+
+def test_a_client_of_a_vertical_model_is_named():
+    def predictor(x):
+        return x @ numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
+
+    def model(xs, y=None):
+        eta = nf.client_sum("client", predictor, xs)
+        with numpyro.plate("row", eta.shape[0]):
+            numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+    method = nf.VFL(model, rho=1.0, start=None)
+    nodes = [nf.SiloNode(method, np.ones((5, p), np.float32)) for p in (1, 2)]
+    held = {"y": np.zeros(5, np.float32)}
+    server = nf.VerticalServerNode(
+        method, [n.facts() for n in nodes], lambda xs: {"xs": xs, **held}
+    )
+    for j, node in enumerate(nodes):
+        node.accept(server.plan, j)
+    spoil = edited(spoilt_numbers(np.nan))
+
+    def send(j, message):
+        return spoil(j, str(read(message)["exchange"]), nodes[j].handle(message))
+
+    with pytest.raises(NonFiniteError) as caught:
+        server.run(KEY, 2, send)
+    assert caught.value.silos == (1,)
+
+
+# --- weights ---------------------------------------------------------------------------------
+
+
+def weighing(weight):
+    """A silo would like its replies to count so much."""
+
+    def change(name, a):
+        return np.full_like(a, weight) if name.endswith(".weight") else a
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["SFVI", "barycenters of all", "sequential PVI"])
+def test_a_weight_that_nobody_asked_for_is_not_read(name):
+    there = federation(name)
+    names = []
+
+    def spoil(silo, exchange, reply):
+        arrays = read(reply)
+        names.extend(arrays)
+        claimed = {"reply.weight": np.array(-1.0, np.float32)} if arrays else {}
+        return write({**arrays, **claimed})
+
+    honest = there.run()
+    there.spoilt = spoil
+    found = there.run()
+    assert names
+    assert not any("weight" in n for n in names)
+    jax.tree.map(np.testing.assert_array_equal, found.params, honest.params)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "weight"),
+    [("rows", w) for w in (-1.0, 4.0, 9.0, np.nan)]
+    + [("sfvi_avg", w) for w in (-1.0, 3.0, np.inf)],
+)
+def test_a_weight_that_a_silos_rows_do_not_explain_is_refused_by_name(exchange, weight):
+    """Of 5 rows, which the facts give as up to 8."""
+    there = federation("averages of sums")
+    there.spoilt = edited(weighing(weight), exchange=exchange)
+    words = rf"silo 1 to the exchange '{exchange}' has weight {weight:g}, where 5 to 8 is allowed"
+    with pytest.raises(ReplyError, match=words) as caught:
+        there.run()
+    assert (caught.value.silo, caught.value.exchange) == (BAD, exchange)
+    assert isinstance(caught.value, DataError)
+
+
+def test_a_refused_reply_leaves_the_rounds_before_it():
+    there = federation("averages of sums")
+    honest = there.run(2)
+    there.spoilt = edited(weighing(-1.0), exchange="sfvi_avg", after=2)
+    with pytest.raises(ReplyError) as caught:
+        there.run(5)
+    np.testing.assert_array_equal(caught.value.result.losses, honest.losses)
+    jax.tree.map(np.testing.assert_array_equal, caught.value.result.params, honest.params)
+    assert caught.value.result.ended == "failure"
+
+
+def test_weights_that_rows_explain_are_taken():
+    found = federation("averages of sums").run()
+    expected = METHODS["averages of sums"]().run(KEY, 3, ROWS, progress_bar=False)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert float(found.state.server.rows) == 12.0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_exchange_but_an_average_by_rows_is_weighted(name):
+    there = federation(name).server._built
+    weighted = {x.name for x in (*there.opening, *there.algorithm.exchanges) if x.weighted}
+    assert weighted == ({"rows", "sfvi_avg"} if name == "averages of sums" else set())
+
+
+# --- of another kind -------------------------------------------------------------------------
+
+
+def test_a_reply_of_another_shape_is_refused_by_name():
+    def wider(silo, exchange, reply):
+        arrays = read(reply)
+        if silo == 2:
+            arrays = {k: np.stack([a, a]) if "gradient" in k else a for k, a in arrays.items()}
+        return write(arrays)
+
+    there = federation("SFVI")
+    there.spoilt = wider
+    with pytest.raises(ReplyError, match=r"silo 2 to the exchange 'sfvi'.*float32\(2, .*agreed"):
+        there.run()
+
+
+@pytest.mark.parametrize("answer", [b"", b"no arrays", b"PK\x03\x04 and no more"])
+def test_a_reply_that_cannot_be_read_is_refused_by_name(answer):
+    there = federation("SFVI")
+    there.spoilt = lambda silo, exchange, reply: answer if silo == 2 else reply
+    words = rf"silo 2 to the exchange 'sfvi' cannot be read: {len(answer)} bytes"
+    with pytest.raises(ReplyError, match=words) as caught:
+        there.run()
+    assert caught.value.result is not None
+
+
+def test_a_refused_reply_in_a_search_ends_it():
+    there = Federation(nf.SFVI(normal))
+    there.spoilt = lambda silo, exchange, reply: b"" if exchange == "mode" else reply
+    with pytest.raises(ReplyError, match="silo 0 to the exchange 'mode' cannot be read"):
+        there.run()
+
+
+# --- in one process --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runtime", ["simulation", "host"])
+@pytest.mark.parametrize("schedule", ["sequential", "synchronous", "asynchronous"])
+def test_a_reply_that_a_transform_spoils_is_that_of_its_silo(schedule, runtime):
+    """What happens to a reply before it leaves is looked at, too."""
+    rows = [ROWS[0], {"y": ROWS[1]["y"] + 1e4}, ROWS[2]]
+    method = nf.PVI(normal, start=None, schedule=schedule)
+    fit, held = method._prepare(rows, runtime)
+
+    def apply(noise, up):
+        largest = jnp.stack([jnp.abs(a).max() for a in jax.tree.leaves(up.change)]).max()
+        broken = jnp.where(largest > 1e3, jnp.nan, 1.0)
+        return up._replace(change=jax.tree.map(lambda a: a * broken, up.change))
+
+    algorithm = transformed(fit.algorithm, ReplyTransform(apply))
+    spoilt = RUNTIMES[runtime](algorithm, fit.built.schedule)
+    run = drive(spoilt, KEY, spoilt.init(KEY, held.batches), held.batches, 5, False)
+    assert run.failure.silos == (BAD,)
