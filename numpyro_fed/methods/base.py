@@ -300,7 +300,7 @@ class Method(ABC):
             )
         (data,) = silo_data.read([silo], self.model)
         layout = layout_of(self._text(), [data])
-        layout.check_indices(0, data)
+        layout.arrange([data])
         fm, sizes = layout.model, layout.sizes[0]
         facts = with_globals(facts_of(fm, data, sizes), fm, data, sizes)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)

@@ -24,6 +24,7 @@ from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.sites import NEEDS_VALUES, structure
 from numpyro_fed.model.vertical import PREDICTOR, TOTAL, Half, VerticalModel
+from numpyro_fed.tracing import TRACING
 
 LATENTS = "the server's latents"  # a label
 ROWS_READ_ROWS = (
@@ -98,7 +99,7 @@ class Text(NamedTuple):
 
         at = at_client_sum(reached)
         try:
-            with handlers.block(), handlers.seed(rng_seed=key), feasible(), at:
+            with TRACING, handlers.block(), handlers.seed(rng_seed=key), feasible(), at:
                 self.run(arrays)
         except _Reached:
             pass
@@ -364,7 +365,8 @@ def above(half: Half, data: SiloData) -> tuple[bool, ...]:
 
     def densities(**latents: Array) -> dict[str, Array]:
         text = handlers.seed(bind(half.text, latents, theta), 0)
-        return compute_log_probs(text, (), data.kwargs, {}, sum_log_prob=False)[0]
+        with TRACING:
+            return compute_log_probs(text, (), data.kwargs, {}, sum_log_prob=False)[0]
 
     labels = provenance(densities, **latents)
     read = frozenset[str]().union(*(labels[name] - {name} for name in latents))
