@@ -49,11 +49,11 @@ class Layout(NamedTuple):
         ModelError
             With ``summaries``, for a row that reads the data of other rows (``x.mean(0)``).
         """
-        for j, silo in enumerate(silos):
-            self.check_indices(j, silo)
         buckets = bucket(silos, self.sizes, may_pad=not self.model.nested)
         for b in buckets:
             self.supports.check(b)
+        for j, silo in enumerate(silos):
+            self.check_indices(j, silo)
         if summaries:
             check_summaries(self.checks, self.separable, buckets)
         if all(self._padding_is_harmless(silos, b) for b in buckets if padded([b])):
@@ -84,7 +84,7 @@ def layout_of(model: Callable, silos: Sequence[SiloData]) -> Layout:
     sizes = tuple(s.sizes for s in structures(model, silos))
     rows = padded_keys(silos, sizes)
     alone = separable(fm, silos, sizes, rows)
-    return Layout(fm, sizes, rows, checks(fm), index_check(fm), Supports(fm), alone)
+    return Layout(fm, sizes, rows, checks(fm), index_check(fm), Supports.of_silos(fm), alone)
 
 
 def lay_out(

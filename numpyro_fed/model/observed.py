@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +19,11 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.primitives import silo_frames
+from numpyro_fed.model.sites import Site
 from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.vertical import TOTAL, VerticalModel
 from numpyro_fed.programs import jit_once
 
-SUM = 1e-3  # by which the parts of a whole may miss it
 POINTS = 3  # at which a density is looked at on the edge of its support
 
 
@@ -32,9 +35,9 @@ class Seen(NamedTuple):
     value : Array
         With the axes of the event besides.
     inside : bool Array
-        Whether the support holds the value, or a mask leaves it out.
+        Whether the support or its edge holds the value, or a mask leaves it out.
     edge : bool Array
-        Whether it lies on the edge of a closed support, as 0 and 1 of a Beta distribution do.
+        Whether it lies on the edge, as 0 and 1 do of a Beta distribution's: the density decides.
     """
 
     value: Array
@@ -53,16 +56,20 @@ class Kind(NamedTuple):
     dim: int
 
 
+At = Callable[[SiloData, Any], tuple[dict[str, Array], dict[str, Any]]]
+
+
 class Supports:
     """The check of a model's observed values, compiled once for each shape of silos.
 
-    A site is judged where its support and masks depend on data alone: one whose bounds are latents
-    (``Uniform(0, theta)``) is left to its density.
+    ``at(data, point)`` returns the density and the message of each site where all latents are one
+    number. A site is judged where its support and masks depend on data alone: one whose bounds are
+    latents (``Uniform(0, theta)``) is left to its density.
     """
 
-    def __init__(self, fm: FederatedModel):
-        self._fm = fm
-        self._observed = [s.name for s in fm.sites if s.kind == "observed" and s.plate]
+    def __init__(self, sites: Sequence[Site], at: At, owner: str):
+        self._observed = [s.name for s in sites if s.kind == "observed"]
+        self._at, self._owner = at, owner
         self._known: dict[Any, dict[str, Kind]] = {}
 
         @jit_once
@@ -74,6 +81,31 @@ class Supports:
             return jax.vmap(self._possible)(stack)
 
         self._look, self._evaluate = observed_values, densities_at_edges
+
+    @classmethod
+    def of_silos(cls, fm: FederatedModel) -> Supports:
+        """Of a model whose rows are split over silos."""
+
+        def at(data: SiloData, point: Array | float) -> Any:
+            key, sizes = jax.random.key(0), fm.sizes(data)
+            theta = {**fm.init_theta(key), **fm.init_private(key, data)}
+            z_L = {p.name: jnp.full((sizes[p.name], p.dim), point) for p in fm.plates}
+            return trace_at(fm.text, fm.sites, theta, jnp.full(fm.dim, point), z_L, data)
+
+        return cls(fm.sites, at, "silo {}")
+
+    @classmethod
+    def of_server(cls, model: VerticalModel) -> Supports:
+        """Of the server of a vertical model, which holds the response."""
+        half = model.server
+
+        def at(data: SiloData, point: Array | float) -> Any:
+            total = jnp.full(model.shape, point, model.dtype)
+            whole = replace(data, arrays={**data.arrays, TOTAL: total})
+            theta = half.init_theta(jax.random.key(0), whole)
+            return half.log_probs(theta, jnp.full(half.dim, point), whole)
+
+        return cls(half.sites, at, "the server")
 
     def check(self, b: Bucket) -> None:
         """Refuse a value that its distribution cannot have.
@@ -95,13 +127,6 @@ class Supports:
                 if bad.any():
                     why = " and has no density at the edge"
                     self._refuse(b, name, seen[name].value, bad, why)
-
-    def _at(self, data: SiloData, point: Array | float) -> tuple[dict[str, Array], dict[str, Any]]:
-        """The density and the message of each site, all latents being at one number."""
-        fm, key, sizes = self._fm, jax.random.key(0), self._fm.sizes(data)
-        theta = {**fm.init_theta(key), **fm.init_private(key, data)}
-        z_L = {p.name: jnp.full((sizes[p.name], p.dim), point) for p in fm.plates}
-        return trace_at(fm.text, fm.sites, theta, jnp.full(fm.dim, point), z_L, data)
 
     def _judged(self, data: SiloData) -> dict[str, Kind]:
         """The observed sites whose supports and masks depend on data alone."""
@@ -137,14 +162,20 @@ class Supports:
         i, *place = (int(k) for k in np.argwhere(bad)[0])
         silo = jax.tree.map(lambda a: a[i], b.data)
         kind, count = self._judged(silo)[name], int(bad[i].sum())
-        row = place[kind.dim] if -kind.dim <= len(place) else 0
+        row = place[kind.dim] if place else 0
         value = np.array2string(values[(i, *place)], precision=6, threshold=8)
         others = f", the first of {count} such values" if count > 1 else ""
+        owner = self._owner.format(b.silos[i])
         raise DataError(
-            f"silo {b.silos[i]}, site '{name}': the observed value {value} of row {row}{others} "
-            f"is impossible: {kind.name} takes {kind.takes}{why}. {kind.remedy}Leave out what is "
+            f"{owner}, site '{name}': the observed value {value} of row {row}{others} is "
+            f"impossible: {kind.name} takes {kind.takes}{why}. {kind.remedy}Leave out what is "
             "missing by a boolean array in the data and numpyro.handlers.mask around the site."
         )
+
+
+def alone(data: SiloData) -> Bucket:
+    """What one party holds, as a bucket."""
+    return Bucket((0,), ({},), jax.tree.map(lambda a: np.asarray(a)[None], data))
 
 
 def _seen_at(site: dict[str, Any]) -> Seen:
@@ -176,12 +207,12 @@ def _inside(fn: Distribution, value: Array) -> tuple[Array, Array]:
     if support.is_discrete or value.dtype.kind != "f":
         return inside, jnp.zeros(batch, bool)
     step = jnp.maximum(1e-30, 2 * jnp.finfo(value.dtype).eps * jnp.abs(value))
-    return inside, inside & ~(_holds(support, value - step) & _holds(support, value + step))
+    below, above = _holds(support, value - step), _holds(support, value + step)
+    closed = inside | below | above
+    return closed, closed & ~(inside & below & above)
 
 
 def _holds(support: Any, value: Array) -> Array:
-    if support is constraints.simplex:  # whose parts may have been rounded
-        return (value >= 0).all(-1) & (jnp.abs(value.sum(-1) - 1) < SUM)
     return jnp.asarray(support(value), bool)
 
 
@@ -195,11 +226,13 @@ def _kind_of(site: dict[str, Any]) -> Kind:
     takes, remedy = _words(getattr(fn, "support", None))
     if isinstance(fn, dist.Beta):
         remedy = "(y * (n - 1) + 0.5) / n moves 0 and 1 of n values inside. "
-    return Kind(name, takes, remedy, silo_frames(site)[0].dim)
+    plates = silo_frames(site) or site["cond_indep_stack"]
+    return Kind(name, takes, remedy, plates[0].dim if plates else 0)
 
 
 def _words(support: Any) -> tuple[str, str]:
     """Which values a support has, and what to do about others."""
+    whole = "Divide them by their sum: y / y.sum(-1, keepdims=True). "
     known: list[tuple[Any, str, str]] = [
         (constraints.boolean, "0 and 1", "Outcomes coded 1 and 2 become 0 and 1 by y - 1. "),
         (constraints.nonnegative_integer, "whole numbers from 0", ""),
@@ -207,7 +240,7 @@ def _words(support: Any) -> tuple[str, str]:
         (constraints.positive, "numbers above 0", ""),
         (constraints.nonnegative, "numbers from 0", ""),
         (constraints.unit_interval, "numbers between 0 and 1", ""),
-        (constraints.simplex, "parts that sum to 1", ""),
+        (constraints.simplex, "parts that sum to 1", whole),
         (constraints.real, "finite numbers", "Look at what is computed of the data there. "),
     ]
     for constraint, words, remedy in known:

@@ -255,11 +255,10 @@ def check_summaries(
     for plate, names in keys.items():
         for b in buckets:
             found = jax.tree.map(np.asarray, asks.summary(plate, names, b.data))
-            if found.moved.any():
+            if found.moved.any() and not np.asarray(asks.coupled(plate, b.data)).any():
                 i = int(found.moved.argmax())
-                raise ModelError(
-                    summarised(Moved(*(a[i] for a in found)), b.silos[i], plate, names)
-                )
+                first = Moved(*(a[i] for a in found))
+                raise ModelError(summarised(first, b.silos[i], plate, names))
 
 
 def summarised(found: Moved, silo: int, plate: str, keys: Sequence[str]) -> str:

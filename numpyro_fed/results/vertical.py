@@ -18,6 +18,7 @@ from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, S
 from numpyro_fed.errors import DataError, NonFiniteError, positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.base import Silos, bound_settled, check_state, to_arviz
@@ -76,6 +77,7 @@ class VerticalFit(NamedTuple):
     description: dict[str, Any]
     compiled: dict[str, Any]
     server_data: SiloData
+    supports: Supports
 
     @property
     def vertical(self) -> Any:
