@@ -1,6 +1,7 @@
 """log_prior plus all rows is the log density of the joint model, for models of many kinds."""
 
 import sys
+from contextlib import nullcontext
 
 import equinox as eqx
 import jax
@@ -232,11 +233,15 @@ def test_nested_silo_plates():
 
 
 def test_observations_wider_than_the_plate():
-    def model(y):
-        with silo_plate("row", y.shape[-1]):
+    def model(y, inner):
+        visits = numpyro.plate("visit", y.shape[0], dim=-2) if inner else nullcontext()
+        with silo_plate("row", y.shape[-1], dim=-1), visits:
             numpyro.sample("y", dist.Normal(0, 1), obs=y)
 
-    check_decomposition(model, [{"y": RNG.normal(size=(2, 3))}])
+    silo = {"y": RNG.normal(size=(2, 3))}
+    check_decomposition(model, [{**silo, "inner": True}])
+    with pytest.raises(ModelError, match=r"silo 0: site 'y' has 2 entries at dim -2.*no plate"):
+        check_decomposition(model, [{**silo, "inner": False}])
 
 
 def test_a_silo_plate_that_is_entered_twice():

@@ -18,6 +18,7 @@ from numpyro_fed.guides import gaussian
 from numpyro_fed.guides.gaussian import GuideParams, LocalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.tracing import TRACING
 
 HIDDEN = 64  # units, of a network for rows
 READS_UP_TO = 32  # globals, that the default network reads
@@ -155,7 +156,7 @@ def encoder(
 
     def called(phi: dict[str, Array], *args: Any) -> Any:
         given = jax.tree.unflatten(tree, [phi[n] for n in names])
-        with handlers.block(), handlers.substitute(data={f"{name}$params": given}):
+        with TRACING, handlers.block(), handlers.substitute(data={f"{name}$params": given}):
             return eqx_module(name, module)(*args)
 
     def numbers(data: SiloData) -> Array:

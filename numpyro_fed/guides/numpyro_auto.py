@@ -31,6 +31,7 @@ from numpyro_fed.guides.gaussian import (
     low_rank,
     standard_normals,
 )
+from numpyro_fed.tracing import TRACING
 
 FRAME = "frame"  # of a flow that begins around a mode: the mean and the root that it acts within
 
@@ -68,7 +69,7 @@ def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
         auto = copy.copy(guide)
         auto.model, auto.prototype_trace = globals_alone, None
         auto.init_loc_fn = init_to_value(values={"z_G": loc})
-        with handlers.block(), handlers.seed(rng_seed=0):
+        with TRACING, handlers.block(), handlers.seed(rng_seed=0):
             auto._setup_prototype()
         return auto
 
@@ -81,7 +82,8 @@ def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
         raise _refused(kind)
 
     def parameters(auto: AutoContinuous, key: Any) -> dict[str, Any]:
-        trace = handlers.trace(handlers.seed(auto, key)).get_trace()
+        with TRACING:
+            trace = handlers.trace(handlers.seed(auto, key)).get_trace()
         return {name: site for name, site in trace.items() if site["type"] == "param"}
 
     bijections = {

@@ -315,7 +315,7 @@ class Method(ABC):
             )
         (data,) = silo_data.read([silo], self.model)
         layout = layout_of(self._text(), [data])
-        layout.check_indices(0, data)
+        layout.arrange([data])
         fm, sizes = layout.model, layout.sizes[0]
         facts = with_globals(facts_of(fm, data, sizes), fm, data, sizes)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
@@ -390,15 +390,16 @@ class Method(ABC):
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         read = silo_data.read(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
-        if shapes not in self._layouts:
-            layout = layout_of(self._text(), read)
+        known_layout = self._layouts.get(shapes)
+        layout = layout_of(self._text(), read) if known_layout is None else known_layout[0]
+        buckets = layout.arrange(read)  # refuses, before anything else is compiled
+        if known_layout is None:
             facts = [
                 facts_of(layout.model, data, size)
                 for data, size in zip(read, layout.sizes, strict=True)
             ]
             self._layouts[shapes] = layout, self._agreed(facts), self._shaped(layout.model)
         layout, agreed, shaped = self._layouts[shapes]
-        buckets = layout.arrange(read)
         verdicts = self._verdicts(layout, shaped, [b.data for b in buckets])
         plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
         known = (runtime, shapes, padded(buckets), plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -320,7 +321,7 @@ def fit(
     with precision_as(double=precision == "double"):
         read = silo_data.read(silos, model)
         fm = split(model, read)
-        with tqdm(total=3, disable=not progress_bar) as bar:
+        with _ONE, tqdm(total=3, disable=not progress_bar) as bar:
             methods = _Methods(model, fingerprint(fm, read))
             fitting = _Fitting(one_key(key), silos, fm, methods, budget, bar)
             try:
@@ -330,6 +331,7 @@ def fit(
 
 
 _kept: dict[Any, PVI | SFVI] = {}
+_ONE = threading.RLock()  # a thread at a time: warnings that a fit repeats are caught for all
 
 
 class _Methods(NamedTuple):

@@ -23,6 +23,7 @@ from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.fingerprint import source_hash
+from numpyro_fed.model.observed import Supports, alone
 from numpyro_fed.model.padding import bucket, one_by_one
 from numpyro_fed.model.roles import Roles, Text, split, split_vertical, told
 from numpyro_fed.model.row_ids import check_same_ids, digest, read_ids
@@ -187,9 +188,12 @@ class VerticalMethod(ABC):
             built = self._build(roles)
             run = RUNTIMES[runtime](built.algorithm, None)
             description = self._description(built)
-            source = source_hash(self.model)
-            self._fits[known] = VerticalFit(built, run, description, {}, roles.server, source)
-        return self._fits[known]._replace(server_data=roles.server), held
+            source, supports = source_hash(self.model), Supports.of_server(roles.model)
+            built_for = roles.server, supports, source
+            self._fits[known] = VerticalFit(built, run, description, {}, *built_for)
+        fit = self._fits[known]
+        fit.supports.check(alone(roles.server))
+        return fit._replace(server_data=roles.server), held
 
     def describe(self, silo: Any, row_ids: Any = None) -> Shapes:
         """What a client says of its columns: shapes, dtypes and plain values, and by which digest

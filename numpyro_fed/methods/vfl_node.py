@@ -14,6 +14,7 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.methods.base import check_course, unless_failed
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import read_one
+from numpyro_fed.model.observed import Supports, alone
 from numpyro_fed.model.roles import Text, split
 from numpyro_fed.model.row_ids import check_same_digests, digest, read_ids
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
@@ -88,6 +89,8 @@ class VerticalServerNode:
         held = dict(arguments(zeros))
         text = Text.of(method.model, (), held)
         roles = split(text, share_response=method.share_response)
+        self._supports = Supports.of_server(roles.model)
+        self._supports.check(alone(roles.server))
         told = shared_text(roles.server.arrays) if method.share_response else ""
         if row_ids is not None:
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
@@ -126,7 +129,7 @@ class VerticalServerNode:
         algorithm = self._built.algorithm
         line = Line(send, self.num_silos)
         runtime = remote(algorithm, None, self, line)
-        fit = VerticalFit(self._built, runtime, self._description, {}, self._held)
+        fit = VerticalFit(self._built, runtime, self._description, {}, self._held, self._supports)
         key, stops = one_key(key), stop is not None
         state, start = self._method._begin(
             fit, key, (), lambda search: remote(search, None, self, line, begin=SEARCH)

@@ -18,6 +18,7 @@ from numpyro.infer.util import compute_log_probs
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.sites import Site
+from numpyro_fed.tracing import TRACING
 
 Theta = dict[str, Any]
 Rows = dict[str, Array]
@@ -95,4 +96,5 @@ def trace_at(
     """Log probability of each sample site, not summed, and the trace; none depends on the key."""
     text = bind(model, unpack(sites, z_G, z_L), theta)
     seeded = handlers.seed(text, jax.random.key(0) if key is None else key)
-    return compute_log_probs(seeded, (), data.kwargs, {}, sum_log_prob=False)
+    with TRACING:
+        return compute_log_probs(seeded, (), data.kwargs, {}, sum_log_prob=False)

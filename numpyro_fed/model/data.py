@@ -148,6 +148,14 @@ def _all_numbers(value: Any) -> bool:
 
 
 def _read_array(owner: str, name: str, value: Any) -> np.ndarray:
+    if np.ma.is_masked(value):
+        raise DataError(
+            f"{owner}, '{name}': a masked array, of which {np.ma.count_masked(value)} of "
+            f"{np.ma.size(value)} values are masked. A model would read the numbers behind the "
+            f"mask. Pass {name}.filled(0) (any number that can be observed), and a boolean array "
+            f"seen=~numpy.ma.getmaskarray({name}) besides; then write "
+            "`with numpyro.handlers.mask(mask=seen):` around the observed site."
+        )
     array = np.asarray(value)
     if array.dtype.kind not in "fiub":
         raise DataError(
@@ -220,9 +228,11 @@ def _check_kind(name: str, j: int, value: Any, i: int, other: Any) -> None:
     if not isinstance(value, np.ndarray):
         return
     if value.dtype != other.dtype:
+        common = jnp.promote_types(value.dtype, other.dtype)
+        silos = [f"silo {k}" for k, a in ((j, value), (i, other)) if a.dtype != common]
         raise DataError(
-            f"silo {j}, '{name}' has dtype {value.dtype} but silo {i} has {other.dtype}. "
-            f"Convert one of them, for example with .astype('{other.dtype}')."
+            f"silo {j}, '{name}' has dtype {value.dtype} but silo {i} has {other.dtype}. Convert "
+            f"'{name}' of {' and '.join(silos)} with .astype('{common}'), which holds both."
         )
     if value.ndim != other.ndim:
         raise DataError(

@@ -22,6 +22,7 @@ from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
 from numpyro_fed.model.substitution import substitute_prior as substitute_prior
+from numpyro_fed.tracing import TRACING
 
 __all__ = ["at_silo", "augment", "generalised", "joint", "power_likelihood", "substitute_prior"]
 
@@ -110,7 +111,8 @@ def localised(model: Callable, data: Mapping[str, Any]) -> Callable:
     def run(values: dict[str, Any], arrays: dict[int, Any]) -> dict[str, Any]:
         given = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
         text = handlers.seed(handlers.substitute(model, data=values), 0)
-        with handlers.block(), feasible():  # what runs the joint model is not to see this
+        # What runs the joint model is not to see this.
+        with TRACING, handlers.block(), feasible():
             found.append(handlers.trace(text).get_trace(**given))
         return {
             name: site["value"]

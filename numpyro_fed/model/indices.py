@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,13 +15,16 @@ from jax import Array
 from jax.experimental import checkify
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
+from numpyro import handlers
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.data import SiloData, read_one
 from numpyro_fed.model.dependence import Labels, entering_scan, labels_of, through
+from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.jaxprs import Program, Scan, branches, called, scan, traced
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.programs import jit_once
+from numpyro_fed.tracing import TRACING
 
 
 def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
@@ -40,8 +44,39 @@ def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
     callable
         It raises a DataError for an index out of range, with the number of the silo.
     """
+    return _check(partial(_rows, fm), "silo {}")
+
+
+def new_data_check(model: Callable, silo: int | None) -> Callable[..., None]:
+    """The same for new data, for which a text predicts: called as the text is.
+
+    Latents are drawn from their priors, so that outcomes that are to be predicted may be missing.
+    Arguments that are no data of a silo are left alone.
+    """
+
+    def values(data: SiloData) -> dict[str, Any]:
+        with TRACING, handlers.block(), feasible():
+            trace = handlers.trace(handlers.seed(model, 0)).get_trace(**data.kwargs)
+        return {n: s["value"] for n, s in trace.items() if s["type"] == "sample"}
+
+    check = _check(values, "new data" if silo is None else "new data of silo {}")
+
+    def check_arguments(*args: Any, **kwargs: Any) -> None:
+        try:
+            given = inspect.signature(model).bind(*args, **kwargs).arguments
+            within = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
+            data = None if within else read_one("new data", given)
+        except (TypeError, DataError):
+            return
+        if data is not None:
+            with jax.ensure_compile_time_eval():  # within a program of Predictive's
+                check(silo or 0, data)
+
+    return check_arguments
+
+
+def _check(rows: Callable[[SiloData], Any], owner: str) -> Callable[[int, SiloData], None]:
     known: dict[tuple, bool] = {}
-    rows = partial(_rows, fm)
 
     @jit_once
     def errors(data: SiloData) -> Any:
@@ -52,7 +87,7 @@ def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
         if kind not in known:
             known[kind] = _checkable(partial(_watched, rows), data)
         if known[kind] and (found := errors(data).get()):
-            raise DataError(_message(j, data, found, errors))
+            raise DataError(_message(owner.format(j), data, found, errors))
 
     return check
 
@@ -79,7 +114,7 @@ def _rows(fm: FederatedModel, data: SiloData) -> Rows:
     return fm.log_silo(theta, jnp.zeros(fm.dim), z_L, data)
 
 
-def _watched(rows: Callable[[SiloData], Rows], data: SiloData) -> int:
+def _watched(rows: Callable[[SiloData], Any], data: SiloData) -> int:
     """Run the text, with a check wherever data reach an index; how many checks there are.
 
     Indices that do not depend on data are left alone: libraries use harmless ones out of range.
@@ -217,7 +252,7 @@ def _deliberate(eqn: Any) -> bool:
     return not np.isnan(fill)
 
 
-def _message(j: int, data: SiloData, found: str, errors: Callable[[SiloData], Any]) -> str:
+def _message(owner: str, data: SiloData, found: str, errors: Callable[[SiloData], Any]) -> str:
     """What is out of range; the array to blame is one without which nothing is."""
 
     def without(name: str) -> SiloData:
@@ -230,7 +265,7 @@ def _message(j: int, data: SiloData, found: str, errors: Callable[[SiloData], An
     ]
     where = found.splitlines()[0].removesuffix(" (`check` failed)")
     return (
-        f"silo {j}: {where}{''.join(blamed)} Indices must count from 0 within each silo, up to one "
+        f"{owner}: {where}{''.join(blamed)} Indices must count from 0 within each silo, up to one "
         "less than the length of what they index: renumber them, for example by "
         "np.unique(ids, return_inverse=True)[1]. Where one out of range is meant, say what it "
         "reads: table.at[h].get(mode='fill', fill_value=0.0, wrap_negative_indices=False)."

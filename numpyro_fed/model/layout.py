@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.indices import index_check
+from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
+from numpyro_fed.model.rows import separable
 from numpyro_fed.model.sites import structures
 from numpyro_fed.model.split import FederatedModel, split
-from numpyro_fed.model.verdicts import Checks, checks
+from numpyro_fed.model.verdicts import Checks, check_summaries, checks
 
 
 class Layout(NamedTuple):
@@ -22,6 +24,8 @@ class Layout(NamedTuple):
     rows: dict[str, str]  # which arrays are rows of which silo plate
     checks: Checks
     check_indices: Callable[[int, SiloData], None]  # at a silo, for the values of its data
+    supports: Supports
+    separable: dict[str, tuple[str, ...]]  # arrays of each silo plate, where rows must stand alone
 
     @property
     def lengths(self) -> dict[str, tuple[str, ...]]:
@@ -31,16 +35,27 @@ class Layout(NamedTuple):
     def _alike(self, plate: str) -> tuple[str, ...]:
         return tuple(p for p in self.sizes[0] if all(n[p] == n[plate] for n in self.sizes))
 
-    def arrange(self, silos: Sequence[SiloData]) -> list[Bucket]:
-        """Bucket silos of these shapes, and make sure that padding changes nothing.
+    def arrange(self, silos: Sequence[SiloData], *, summaries: bool = True) -> list[Bucket]:
+        """Bucket silos of these shapes, and make sure that their values can be used.
 
-        Padded and unpadded densities are compared at a random point. A model that summarises its
-        rows (``x.mean(0)``, say) fails that comparison; the silos then stay unpadded, bucketed by
+        Padded and unpadded densities are compared at a random point. A model in which rows read
+        each other's latents fails that comparison; the silos then stay unpadded, bucketed by
         their sizes, and a warning says so.
+
+        Raises
+        ------
+        DataError
+            For an index out of range, or an observed value that is impossible.
+        ModelError
+            With ``summaries``, for a row that reads the data of other rows (``x.mean(0)``).
         """
+        buckets = bucket(silos, self.sizes, may_pad=not self.model.nested)
+        for b in buckets:
+            self.supports.check(b)
         for j, silo in enumerate(silos):
             self.check_indices(j, silo)
-        buckets = bucket(silos, self.sizes, may_pad=not self.model.nested)
+        if summaries:
+            check_summaries(self.checks, self.separable, buckets)
         if all(self._padding_is_harmless(silos, b) for b in buckets if padded([b])):
             return buckets
         warnings.warn(
@@ -67,10 +82,14 @@ def layout_of(model: Callable, silos: Sequence[SiloData]) -> Layout:
     """Split the model at silos of these shapes."""
     fm = split(model, silos)
     sizes = tuple(s.sizes for s in structures(model, silos))
-    return Layout(fm, sizes, padded_keys(silos, sizes), checks(fm), index_check(fm))
+    rows = padded_keys(silos, sizes)
+    alone = separable(fm, silos, sizes, rows)
+    return Layout(fm, sizes, rows, checks(fm), index_check(fm), Supports.of_silos(fm), alone)
 
 
-def lay_out(model: Callable, silos: Sequence[SiloData]) -> tuple[Layout, list[Bucket]]:
-    """Split the model and bucket the silos."""
+def lay_out(
+    model: Callable, silos: Sequence[SiloData], *, summaries: bool = True
+) -> tuple[Layout, list[Bucket]]:
+    """Split the model and bucket the silos; see :meth:`Layout.arrange`."""
     layout = layout_of(model, silos)
-    return layout, layout.arrange(silos)
+    return layout, layout.arrange(silos, summaries=summaries)

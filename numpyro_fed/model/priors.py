@@ -19,6 +19,7 @@ from numpyro_fed.model.binding import Rows, Theta, bind, sum_rows, unpack
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.dependence import Labels, provenance
 from numpyro_fed.model.sites import Site
+from numpyro_fed.tracing import TRACING
 
 
 class LocalPrior(NamedTuple):
@@ -43,7 +44,8 @@ def local_prior(model: Callable, sites: Sequence[Site]) -> LocalPrior:
     def traced(theta: Theta, z_G: Array, z_L: Rows, data: SiloData, key: Array) -> dict[str, Any]:
         given = [s for s in sites if s.plate is None or s.plate in z_L]
         text = bind(model, unpack(given, z_G, z_L), theta)
-        return handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
+        with TRACING:
+            return handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
 
     def rows_of(s: Site, value: Array) -> Array:
         moved = jnp.moveaxis(value, s.axis or 0, 0)
@@ -110,7 +112,8 @@ def global_prior(
 
     def trace_of(values: dict[str, Array], theta: Theta, data: SiloData, key: Array) -> Any:
         text = handlers.seed(bind(model, values, theta), key)
-        return handlers.trace(text).get_trace(**data.kwargs)
+        with TRACING:
+            return handlers.trace(text).get_trace(**data.kwargs)
 
     def given(z_G: Array, silo: SiloData) -> tuple[dict[str, Array], SiloData]:
         data, z_L = placeholder(z_G.dtype, silo)
@@ -125,7 +128,8 @@ def global_prior(
         def densities(**inputs: Any) -> dict[str, Array]:
             at = replace(data, arrays=inputs.pop(DATA))
             text = handlers.seed(bind(model, {**values, **inputs}, {}), 0)
-            return compute_log_probs(text, (), at.kwargs, {}, sum_log_prob=False)[0]
+            with TRACING:
+                return compute_log_probs(text, (), at.kwargs, {}, sum_log_prob=False)[0]
 
         labels = provenance(densities, **own, **{DATA: data.arrays})
         setters = {s.name: labels[s.name] & (set(own) - {s.name}) for s in latents}

@@ -24,6 +24,7 @@ from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.sites import NEEDS_VALUES, structure
 from numpyro_fed.model.vertical import PREDICTOR, TOTAL, Half, VerticalModel
+from numpyro_fed.tracing import TRACING
 
 LATENTS = "the server's latents"  # a label
 ROWS_READ_ROWS = (
@@ -98,7 +99,7 @@ class Text(NamedTuple):
 
         at = at_client_sum(reached)
         try:
-            with handlers.block(), handlers.seed(rng_seed=key), feasible(), at:
+            with TRACING, handlers.block(), handlers.seed(rng_seed=key), feasible(), at:
                 self.run(arrays)
         except _Reached:
             pass
@@ -185,6 +186,7 @@ def split(whole: Text, *, share_response: bool = False) -> Roles:
     shape, dtype = predicted[0].shape, str(predicted[0].dtype)
     everything = {**arrays, TOTAL: np.zeros(shape, dtype)}
     server = _half(text.at_server(shape[0]), SiloData(everything), "the server")
+    _check_observed(server, halves)
     reach = _server_reach(server, everything)
     parted = _parted(columns, readers, arrays)
     _check_readers(reach, readers, parted, len(clients), share_response)
@@ -197,6 +199,17 @@ def split(whole: Text, *, share_response: bool = False) -> Roles:
         found.name, shape, dtype, server, tuple(halves), reach.by_row, reach.response, reach.below
     )
     return Roles(model, SiloData(own), tuple(clients), signature(whole.data))
+
+
+def _check_observed(server: Half, clients: Sequence[Half]) -> None:
+    """Refuse a text that says nothing about data: its posterior would be its prior."""
+    if not any(s.kind in ("observed", "factor") for half in (server, *clients) for s in half.sites):
+        latents = ", ".join(f"'{s.name}'" for s in server.named("latent"))
+        raise ModelError(
+            "no site is observed, so that the posterior would be the prior"
+            + (f": was obs= forgotten at one of {latents}? " if latents else ". ")
+            + "Pass the response as numpyro.sample(..., obs=y)."
+        )
 
 
 def told(client: SiloData, server: Mapping[str, Any]) -> SiloData:
@@ -364,7 +377,8 @@ def above(half: Half, data: SiloData) -> tuple[bool, ...]:
 
     def densities(**latents: Array) -> dict[str, Array]:
         text = handlers.seed(bind(half.text, latents, theta), 0)
-        return compute_log_probs(text, (), data.kwargs, {}, sum_log_prob=False)[0]
+        with TRACING:
+            return compute_log_probs(text, (), data.kwargs, {}, sum_log_prob=False)[0]
 
     labels = provenance(densities, **latents)
     read = frozenset[str]().union(*(labels[name] - {name} for name in latents))

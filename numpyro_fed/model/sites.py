@@ -19,6 +19,8 @@ from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.feasible import feasible, is_flat, is_foreign, unwrapped
 from numpyro_fed.model.kinks import has_kink
 from numpyro_fed.model.primitives import silo_frames, silo_plate_of
+from numpyro_fed.model.shapes import check_shapes, lengths
+from numpyro_fed.tracing import TRACING
 
 PAD = (
     " Pad the axis that differs (visits, say) to the largest size with any finite numbers, and "
@@ -125,9 +127,10 @@ def structure(model: Callable, data: SiloData, owner: str, *, split: bool = True
     found: list[Structure] = []
 
     def run(key: Array, data: SiloData) -> None:
-        with feasible():
+        with TRACING, feasible():
             trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
         found.append(_read_trace(trace, split))
+        check_shapes(trace, _shapes(data))
 
     try:
         jax.eval_shape(run, jax.random.key(0), data)
@@ -147,8 +150,10 @@ def structure(model: Callable, data: SiloData, owner: str, *, split: bool = True
             f"{error}"
         ) from error
     except Exception as error:
+        unequal = lengths(_shapes(data)) if "shape" in str(error) else ""
         raise ModelError(
-            f"the model raised {type(error).__name__} at {owner}, which holds {held(data)}: {error}"
+            f"the model raised {type(error).__name__} at {owner}, which holds {held(data)}: "
+            f"{unequal}{error}"
         ) from error
     return found[0]
 
@@ -166,6 +171,10 @@ NEEDS_VALUES = (
 def held(data: SiloData) -> dict[str, Any]:
     """What a silo holds, for messages: the shapes of arrays, and plain values."""
     return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
+
+
+def _shapes(data: SiloData) -> dict[str, tuple[int, ...]]:
+    return {name: a.shape for name, a in data.arrays.items()}
 
 
 def _read_trace(trace: dict[str, Any], split: bool) -> Structure:

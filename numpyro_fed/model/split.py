@@ -38,6 +38,7 @@ from numpyro_fed.model.sites import (
     structures,
 )
 from numpyro_fed.programs import jit_once
+from numpyro_fed.tracing import TRACING
 
 
 class FederatedModel(NamedTuple):
@@ -183,6 +184,7 @@ def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
         fm = fm._replace(smooth=_federated_model(rounded(model), at, silo))
     reaches = _dependence(fm, model, silos[smallest])
     _check_reaches(fm, reaches)
+    _check_observed(at, silo)
     _check_globals(model, fm, silos, [s.sizes for s in found])
     plates = [
         p._replace(
@@ -197,6 +199,23 @@ def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
     ]
     smooth = fm.smooth and fm.smooth._replace(plates=tuple(plates))
     return fm._replace(plates=tuple(plates), smooth=smooth)
+
+
+def _check_observed(found: Structure, silo: SiloData) -> None:
+    """Refuse a text that says nothing about data: its posterior would be its prior."""
+    if any(s.kind in ("observed", "factor") and s.plate for s in found.sites):
+        return
+    latents = [s for s in found.sites if s.kind == "latent" and s.plate]
+    alike = [s for s in latents if s.name in silo.leaves] or latents
+    named = " or ".join(f"'{s.name}' (silo_plate '{s.plate}')" for s in alike)
+    missing = [name for name, value in silo.static if value is None]
+    raise ModelError(
+        "no site in a silo_plate is observed, so that the posterior would be the prior: "
+        + (f"was obs= forgotten at {named}? " if named else "there is no site in a silo_plate. ")
+        + (f"A silo holds None for {missing}. " if missing else "")
+        + "Pass the data as numpyro.sample(..., obs=y), or add a numpyro.factor. "
+        "Draws from the prior are numpyro.infer.Predictive's."
+    )
 
 
 def _warn_masked(found: Structure) -> None:
@@ -300,7 +319,7 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         names = [s.name for s in at.sites if s.kind == "param" and (s.plate is not None) == local]
         if not names:
             return {}
-        with feasible():
+        with TRACING, feasible():
             trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
         return {n: biject_to(at.supports[n]).inv(trace[n]["value"]) for n in names}
 
@@ -312,7 +331,8 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
         key: Array, data: SiloData, init_loc_fn: Callable, plate: str | None
     ) -> list[tuple[Site, Array]]:
         text = handlers.substitute(handlers.seed(model, key), substitute_fn=init_loc_fn)
-        trace = handlers.trace(text).get_trace(**data.kwargs)
+        with TRACING:
+            trace = handlers.trace(text).get_trace(**data.kwargs)
         sites = [s for s in latents if s.plate == plate]
         fns, values = ([trace[s.name][k] for s in sites] for k in ("fn", "value"))
         inverse = [biject_to(f.support).inv(v) for f, v in zip(fns, values, strict=True)]
@@ -383,7 +403,7 @@ def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str
 
     def initial(data: dict[str, Array]) -> Theta:
         at = replace(silo, arrays=data)
-        with feasible():
+        with TRACING, feasible():
             trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(**at.kwargs)
         return {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "param"}
 

@@ -20,6 +20,7 @@ from numpyro.primitives import Messenger
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.primitives import silo_plate
+from numpyro_fed.tracing import TRACING
 from numpyro_fed.trees import fresh
 
 REAL = constraints.real, constraints.real_vector
@@ -266,7 +267,8 @@ def entries_read(
 
         def density(value: Array) -> Array:
             at = handlers.substitute(handlers.seed(model, 0), {**latents, site: value})
-            terms, _ = compute_log_probs(at, (), kwargs, {})
+            with TRACING:
+                terms, _ = compute_log_probs(at, (), kwargs, {})
             return sum(p.sum() for n, p in terms.items() if n != site and n not in others)
 
         near = [jax.grad(density)(share * latents[site]) for share in NEARER]
@@ -287,7 +289,7 @@ def traced(
     is wrong is left to be said by those who know what for.
     """
     at = handlers.substitute(handlers.seed(model, key), known or {})
-    with handlers.block(), validation_enabled(False), feasible():
+    with TRACING, handlers.block(), validation_enabled(False), feasible():
         return handlers.trace(at).get_trace(**kwargs)
 
 

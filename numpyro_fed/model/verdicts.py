@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.special import ndtri
 
-from numpyro_fed.errors import CoupledRowsError
+from numpyro_fed.errors import CoupledRowsError, ModelError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel, Rows
@@ -22,6 +22,7 @@ from numpyro_fed.programs import jit_once
 
 TOLERANCE = 1e-4  # between two programs
 PADDINGS = 4  # ways of filling padded rows that must agree
+SUMMARIES = 4  # times that half of the rows are replaced by others
 NUMBERS = 2**20  # rows, about, that are looked at side by side
 
 
@@ -39,11 +40,24 @@ class Checks(NamedTuple):
         other rows of the arrays ``keys``, and those of other plates, too.
     coupled : (plate, stack) -> (silos,) bool
         Whether a row's term reads latents of other rows of the plate.
+    summary : (plate, keys, stack) -> Moved, of each silo
+        Whether a row's term moves when the rows of the arrays ``keys`` that belong to other rows
+        of the plate are replaced by each other, as it does where the text reads ``x.mean(0)``.
     """
 
     padding: Callable[[SiloData, tuple[tuple[str, str], ...], SiloData, int], Array]
     minibatch: Callable[[tuple[str, ...], tuple[str, ...], SiloData], Array]
     coupled: Callable[[str, SiloData], Array]
+    summary: Callable[[str, tuple[str, ...], SiloData], Moved]
+
+
+class Moved(NamedTuple):
+    """The first row whose term changed although it should not have: was there one, and which."""
+
+    moved: Array
+    row: Array
+    before: Array
+    after: Array
 
 
 def checks(fm: FederatedModel) -> Checks:
@@ -141,20 +155,33 @@ def checks(fm: FederatedModel) -> Checks:
 
         return jax.lax.map(one, stack)
 
-    return Checks(padding, minibatch, coupled)
+    @partial(jit_once, static_argnums=(0, 1))
+    def summary(plate: str, keys: tuple[str, ...], stack: SiloData) -> Moved:
+        def one(data: SiloData) -> Moved:
+            z_L = latents(data)
+            size = len(z_L[plate])
+            place, real = jnp.arange(size), data.masks.get(plate, jnp.ones(size, bool))
+            n = real.sum()
+            half = [_scrambled(i, size) % 2 == 0 for i in range(1, 1 + SUMMARIES // 2)]
+            some = jnp.stack([jnp.zeros(size, bool), *half, *(~h for h in half)]) & real
+            sources = [place, place * 0, place * 0 + n - 1, place * 0 + n // 2]
+            source = jnp.stack([*sources, _scrambled(0, size) % n])
+
+            def when(i: Array) -> Array:
+                index = jnp.where(some[i], source[i], place)
+                arrays = {k: a[index] if k in keys else a for k, a in data.arrays.items()}
+                return terms(z_L, replace(data, arrays=arrays), like=data)[plate]
+
+            rows = jax.lax.map(when, jnp.arange(1 + SUMMARIES))
+            return first_moved(rows[0], rows[1:], some[1:] | ~real, default_rtol())
+
+        return jax.lax.map(one, stack)
+
+    return Checks(padding, minibatch, coupled, summary)
 
 
 def _close(a: Array, b: Array) -> Array:
     return jnp.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-class Moved(NamedTuple):
-    """The first row whose term changed although it should not have: was there one, and which."""
-
-    moved: Array
-    row: Array
-    before: Array
-    after: Array
 
 
 def first_moved(before: Array, after: Array, may_move: Any, rtol: float) -> Moved:
@@ -203,6 +230,47 @@ def check_rows_apart(
                     "need no independent rows; or put what rows share outside of the silo_plate, "
                     "or in an outer silo_plate."
                 )
+
+
+def check_summaries(
+    asks: Checks, keys: Mapping[str, tuple[str, ...]], buckets: Sequence[Bucket]
+) -> None:
+    """Refuse a text in which a row reads the data of other rows of its silo.
+
+    Such a text says one thing of all rows together and another of the same rows cut into silos.
+    Nothing is refused where rows read each other's latents, too: these are one process of the silo.
+
+    Parameters
+    ----------
+    asks : Checks
+    keys : dict
+        The arrays of each silo plate whose rows can be told apart.
+    buckets : sequence of Bucket
+
+    Raises
+    ------
+    ModelError
+        Naming silo, plate and arrays.
+    """
+    for plate, names in keys.items():
+        for b in buckets:
+            found = jax.tree.map(np.asarray, asks.summary(plate, names, b.data))
+            if found.moved.any() and not np.asarray(asks.coupled(plate, b.data)).any():
+                i = int(found.moved.argmax())
+                first = Moved(*(a[i] for a in found))
+                raise ModelError(summarised(first, b.silos[i], plate, names))
+
+
+def summarised(found: Moved, silo: int, plate: str, keys: Sequence[str]) -> str:
+    """What to say where a row reads the data of others."""
+    return (
+        f"silo {silo}, silo_plate '{plate}': the term of row {int(found.row)} went from "
+        f"{float(found.before):.6g} to {float(found.after):.6g} when only data of other rows, in "
+        f"{list(keys)}, were replaced by those of yet others. The same rows cut into other silos "
+        "are then another model: compute what sums up rows (x.mean(0), say) before the run, over "
+        "all silos, and pass it as data. Where the rows of a silo belong together (a time "
+        "series), make them one row: silo_plate('silo', 1), and .to_event(1) of y[None]."
+    )
 
 
 def coupled_rows(

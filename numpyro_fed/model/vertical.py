@@ -15,6 +15,7 @@ from numpyro_fed.model.binding import Theta, trace_at
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.sites import Site, Structure
+from numpyro_fed.tracing import TRACING
 
 TOTAL = "the sum over clients"  # the name under which the server's text is given it
 PREDICTOR = "_predictor"  # the site at which a client's text shows its predictor
@@ -72,13 +73,14 @@ class Half(NamedTuple):
         names = [s.name for s in self.named("param")]
         if not names:
             return {}
-        with feasible():
+        with TRACING, feasible():
             trace = handlers.trace(handlers.seed(self.text, key)).get_trace(**data.kwargs)
         return {n: biject_to(self.supports[n]).inv(trace[n]["value"]) for n in names}
 
     def draw_prior(self, key: Array, data: SiloData) -> Array:
         """A draw of the latents from their prior, unconstrained (dim,)."""
-        return self.flat(handlers.trace(handlers.seed(self.text, key)).get_trace(**data.kwargs))
+        with TRACING:
+            return self.flat(handlers.trace(handlers.seed(self.text, key)).get_trace(**data.kwargs))
 
     def flat(self, trace: Mapping[str, Any]) -> Array:
         """The latents of a trace, unconstrained, in one vector."""
@@ -125,7 +127,8 @@ class Given(NamedTuple):
         if init_loc_fn is None or not self.dim:
             return jnp.zeros(self.dim)
         text = handlers.substitute(handlers.seed(self.half.text, key), substitute_fn=init_loc_fn)
-        return self.half.flat(handlers.trace(text).get_trace(**self.data.kwargs))
+        with TRACING:
+            return self.half.flat(handlers.trace(text).get_trace(**self.data.kwargs))
 
 
 class VerticalModel(NamedTuple):

@@ -22,6 +22,7 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.fingerprint import fingerprint
+from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
@@ -487,7 +488,10 @@ class Result:
             if s.kind == "latent" and (s.plate is None or silo is not None)
         }
 
+        check = new_data_check(self._fit.model.text, silo)
+
         def guide(*args: Any, **kwargs: Any) -> None:
+            check(*args, **kwargs)
             key = numpyro.prng_key()
             with numpyro.handlers.block():  # drawing runs the model's text, which nobody is to see
                 drawn = draw(key)

@@ -19,6 +19,7 @@ from numpyro_fed.errors import DataError, NonFiniteError, positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.fingerprint import vertical_fingerprint
+from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.arviz import to_arviz
@@ -79,6 +80,7 @@ class VerticalFit(NamedTuple):
     description: dict[str, Any]
     compiled: dict[str, Any]
     server_data: SiloData
+    supports: Supports
     source: str = ""  # a hash of that of the text
 
     @property

@@ -22,6 +22,7 @@ from numpyro_fed.model.substitution import Blocks, block_name
 from numpyro_fed.sigma.check import Check, checked
 from numpyro_fed.sigma.source import Scales, Source, different, hyperparameters
 from numpyro_fed.sigma.training import Settings, drawn, train
+from numpyro_fed.tracing import TRACING
 from numpyro_fed.trees import fresh
 
 VERSION = 2
@@ -344,7 +345,7 @@ class SigmaPrior:
     def _draw(self, key: Array, phi: Mapping[str, Any]) -> Array:
         """One draw of the site (entries,)."""
         which = jnp.arange(self.blocks.number)
-        with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=key):
+        with TRACING, numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=key):
             shared = self.shared(dist.Delta(0.0), phi)
             with numpyro.plate("blocks", self.blocks.number):
                 parts = self.local(shared, dist.Delta(0.0), phi, which)

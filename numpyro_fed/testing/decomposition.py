@@ -19,8 +19,10 @@ from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
+from numpyro_fed.model.rows import follows
 from numpyro_fed.model.split import Rows, Theta
-from numpyro_fed.model.verdicts import Moved, default_rtol, first_moved, groups
+from numpyro_fed.model.verdicts import Moved, default_rtol, first_moved, groups, summarised
+from numpyro_fed.tracing import TRACING
 
 
 def check_decomposition(
@@ -114,7 +116,7 @@ class _Check:
     """The split model next to NumPyro's own joint model, each compiled once for all points."""
 
     def __init__(self, model: Callable, data: Sequence[SiloData], key: Array, rtol: float):
-        self.layout, self.buckets = lay_out(model, data)
+        self.layout, self.buckets = lay_out(model, data, summaries=False)
         fm = self.fm = self.layout.model
         self.sizes = self.layout.sizes
         self.data, self.key, self.rtol = data, key, rtol
@@ -139,7 +141,8 @@ class _Check:
                 own = {**fm.constrain_theta(private), **z_L}
                 values |= {local_name(j, name): value for name, value in own.items()}
             seeded = handlers.seed(joint(model, [d.kwargs for d in data]), 0)
-            return prior, -potential_energy(seeded, (), {}, values)
+            with TRACING:
+                return prior, -potential_energy(seeded, (), {}, values)
 
         def log_silo(theta: Theta, private: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
             return fm.log_silo({**theta, **private}, z_G, z_L, data)
@@ -261,14 +264,8 @@ class _Check:
                 "silo_plate of its own that the rows index.",
             )
         for plate, found in by_data.items():
-            self.refuse(
-                found,
-                j,
-                plate,
-                f"data of other rows, in {self.keys(plate)}, were replaced by those of yet others. "
-                "The same rows cut into other silos are then another model: compute what sums up "
-                "rows (x.mean(0), say) before the run and pass it as data.",
-            )
+            if found.moved:
+                raise ModelError(summarised(found, j, plate, self.keys(plate)))
         return {plate: np.asarray(rows) for plate, rows in terms.items()}
 
     def refuse(self, found: Moved, j: int, plate: str, when: str) -> None:
@@ -283,18 +280,7 @@ class _Check:
         keys = [key for key, p in self.layout.rows.items() if p == plate]
         if len({size[plate] for size in self.sizes}) > 1 or self.sizes[0][plate] == 1:
             return keys
-        first = self.data[0]
-        cut = replace(
-            first, arrays={k: a[:-1] if k in keys else a for k, a in first.arrays.items()}
-        )
-        try:
-            sizes = self.fm.sizes(cut)
-            z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.fm.plates}
-            theta = {**self.theta, **self.private[0]}
-            jax.eval_shape(self.fm.log_silo, theta, jnp.zeros(self.fm.dim), z_L, cut)
-        except (TypeError, ValueError):
-            return []
-        return keys if sizes[plate] == self.sizes[0][plate] - 1 else []
+        return keys if follows(self.fm, self.data[0], keys, plate) else []
 
     def total(self, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
         """NumPyro's joint log density against the prior plus all rows."""
@@ -360,12 +346,13 @@ def _shapes(model: Callable, data: Sequence[SiloData]) -> dict[str, tuple[int, .
 
     def run(data: Sequence[SiloData]) -> dict[str, Array]:
         text = handlers.seed(joint(model, [d.kwargs for d in data]), 0)
-        values = {
-            name: site["value"]
-            for name, site in handlers.trace(text).get_trace().items()
-            if site["type"] == "sample" and not site["is_observed"]
-        }
-        return unconstrain_fn(text, (), {}, values)
+        with TRACING:
+            values = {
+                name: site["value"]
+                for name, site in handlers.trace(text).get_trace().items()
+                if site["type"] == "sample" and not site["is_observed"]
+            }
+            return unconstrain_fn(text, (), {}, values)
 
     return {name: a.shape for name, a in jax.eval_shape(run, data).items()}
 

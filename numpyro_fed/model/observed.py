@@ -1,0 +1,255 @@
+"""Whether observed values lie in the supports of their distributions, at each silo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from numpyro.distributions import Distribution, constraints
+
+from numpyro_fed.errors import DataError
+from numpyro_fed.model.binding import trace_at
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.padding import Bucket
+from numpyro_fed.model.primitives import silo_frames
+from numpyro_fed.model.sites import Site
+from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.vertical import TOTAL, VerticalModel
+from numpyro_fed.programs import jit_once
+
+POINTS = 3  # at which a density is looked at on the edge of its support
+
+
+class Seen(NamedTuple):
+    """The observed values of a site, and where they lie; all have the site's batch shape first.
+
+    Attributes
+    ----------
+    value : Array
+        With the axes of the event besides.
+    inside : bool Array
+        Whether the support or its edge holds the value, or a mask leaves it out.
+    edge : bool Array
+        Whether it lies on the edge, as 0 and 1 do of a Beta distribution's: the density decides.
+    """
+
+    value: Array
+    inside: Array
+    edge: Array
+
+
+class Kind(NamedTuple):
+    """What a message says of a site: its distribution, the values that it takes, a remedy, and the
+    dimension of its silo plate.
+    """
+
+    name: str
+    takes: str
+    remedy: str
+    dim: int
+
+
+At = Callable[[SiloData, Any], tuple[dict[str, Array], dict[str, Any]]]
+
+
+class Supports:
+    """The check of a model's observed values, compiled once for each shape of silos.
+
+    ``at(data, point)`` returns the density and the message of each site where all latents are one
+    number. A site is judged where its support and masks depend on data alone: one whose bounds are
+    latents (``Uniform(0, theta)``) is left to its density.
+    """
+
+    def __init__(self, sites: Sequence[Site], at: At, owner: str):
+        self._observed = [s.name for s in sites if s.kind == "observed"]
+        self._at, self._owner = at, owner
+        self._known: dict[Any, dict[str, Kind]] = {}
+
+        @jit_once
+        def observed_values(stack: SiloData) -> dict[str, Seen]:
+            return jax.vmap(self._seen)(stack)
+
+        @jit_once
+        def densities_at_edges(stack: SiloData) -> dict[str, Array]:
+            return jax.vmap(self._possible)(stack)
+
+        self._look, self._evaluate = observed_values, densities_at_edges
+
+    @classmethod
+    def of_silos(cls, fm: FederatedModel) -> Supports:
+        """Of a model whose rows are split over silos."""
+
+        def at(data: SiloData, point: Array | float) -> Any:
+            key, sizes = jax.random.key(0), fm.sizes(data)
+            theta = {**fm.init_theta(key), **fm.init_private(key, data)}
+            z_L = {p.name: jnp.full((sizes[p.name], p.dim), point) for p in fm.plates}
+            return trace_at(fm.text, fm.sites, theta, jnp.full(fm.dim, point), z_L, data)
+
+        return cls(fm.sites, at, "silo {}")
+
+    @classmethod
+    def of_server(cls, model: VerticalModel) -> Supports:
+        """Of the server of a vertical model, which holds the response."""
+        half = model.server
+
+        def at(data: SiloData, point: Array | float) -> Any:
+            total = jnp.full(model.shape, point, model.dtype)
+            whole = replace(data, arrays={**data.arrays, TOTAL: total})
+            theta = half.init_theta(jax.random.key(0), whole)
+            return half.log_probs(theta, jnp.full(half.dim, point), whole)
+
+        return cls(half.sites, at, "the server")
+
+    def check(self, b: Bucket) -> None:
+        """Refuse a value that its distribution cannot have.
+
+        Raises
+        ------
+        DataError
+            Naming silo, site, row and value.
+        """
+        if not self._judged(jax.tree.map(lambda a: a[0], b.data)):
+            return
+        seen = jax.tree.map(np.asarray, self._look(b.data))
+        for name, found in seen.items():
+            if not found.inside.all():
+                self._refuse(b, name, found.value, ~found.inside, "")
+        if any(found.edge.any() for found in seen.values()):
+            for name, possible in self._evaluate(b.data).items():
+                bad = seen[name].edge & ~np.asarray(possible)
+                if bad.any():
+                    why = " and has no density at the edge"
+                    self._refuse(b, name, seen[name].value, bad, why)
+
+    def _judged(self, data: SiloData) -> dict[str, Kind]:
+        """The observed sites whose supports and masks depend on data alone."""
+        kind = (data.static, tuple((k, a.dtype, np.ndim(a)) for k, a in data.arrays.items()))
+        if kind not in self._known:
+            kinds: dict[str, Kind] = {}
+
+            def run(arrays: dict[str, Any], point: Array) -> dict[str, Array]:
+                at = SiloData(arrays, static=data.static, form=data.form)
+                trace = self._at(at, point)[1]
+                kinds.update({n: _kind_of(trace[n]) for n in self._observed})
+                return {n: _seen_at(trace[n]).inside for n in self._observed}
+
+            labels = provenance(run, arrays=data.arrays, point=jnp.zeros(()))
+            self._known[kind] = {n: kinds[n] for n in kinds if "point" not in labels[n]}
+        return self._known[kind]
+
+    def _seen(self, data: SiloData) -> dict[str, Seen]:
+        trace = self._at(data, 0.0)[1]
+        return {n: _seen_at(trace[n]) for n in self._judged(data)}
+
+    def _possible(self, data: SiloData) -> dict[str, Array]:
+        """Whether the density of each value is a positive number at one of a few points."""
+
+        def finite(point: Array) -> dict[str, Array]:
+            terms = self._at(data, point)[0]
+            return {n: jnp.isfinite(terms[n]) for n in self._judged(data)}
+
+        each = jax.lax.map(finite, jnp.linspace(0.0, 1.0, POINTS))
+        return {n: found.any(0) for n, found in each.items()}
+
+    def _refuse(self, b: Bucket, name: str, values: np.ndarray, bad: np.ndarray, why: str) -> None:
+        i, *place = (int(k) for k in np.argwhere(bad)[0])
+        silo = jax.tree.map(lambda a: a[i], b.data)
+        kind, count = self._judged(silo)[name], int(bad[i].sum())
+        row = place[kind.dim] if place else 0
+        value = np.array2string(values[(i, *place)], precision=6, threshold=8)
+        others = f", the first of {count} such values" if count > 1 else ""
+        owner = self._owner.format(b.silos[i])
+        raise DataError(
+            f"{owner}, site '{name}': the observed value {value} of row {row}{others} is "
+            f"impossible: {kind.name} takes {kind.takes}{why}. {kind.remedy}Leave out what is "
+            "missing by a boolean array in the data and numpyro.handlers.mask around the site."
+        )
+
+
+def alone(data: SiloData) -> Bucket:
+    """What one party holds, as a bucket."""
+    return Bucket((0,), ({},), jax.tree.map(lambda a: np.asarray(a)[None], data))
+
+
+def _seen_at(site: dict[str, Any]) -> Seen:
+    fn, value = site["fn"], jnp.asarray(site["value"])
+    whole = jnp.broadcast_shapes(jnp.shape(value), fn.batch_shape + fn.event_shape)
+    value = jnp.broadcast_to(value, whole)
+    batch = whole[: len(whole) - fn.event_dim]
+    inside, edge = _inside(fn, value)
+    return Seen(value, jnp.broadcast_to(inside, batch), jnp.broadcast_to(edge, batch))
+
+
+def _inside(fn: Distribution, value: Array) -> tuple[Array, Array]:
+    """Whether a value lies in the support, and on its edge; without what is masked."""
+    if isinstance(fn, dist.MaskedDistribution):
+        inside, edge = _inside(fn.base_dist, value)
+        return inside | ~jnp.asarray(fn._mask), edge & jnp.asarray(fn._mask)
+    if isinstance(fn, dist.Independent):
+        inside, edge = _inside(fn.base_dist, value)
+        axes = tuple(range(-fn.reinterpreted_batch_ndims, 0))
+        return inside.all(axes), edge.any(axes)
+    if isinstance(fn, dist.ExpandedDistribution):
+        return _inside(fn.base_dist, value)
+    batch = value.shape[: value.ndim - fn.event_dim]
+    try:
+        support = fn.support
+        inside = _holds(support, value)
+    except (NotImplementedError, AssertionError, TypeError, ValueError):
+        return jnp.ones(batch, bool), jnp.zeros(batch, bool)  # it does not say what it takes
+    if support.is_discrete or value.dtype.kind != "f":
+        return inside, jnp.zeros(batch, bool)
+    step = jnp.maximum(1e-30, 2 * jnp.finfo(value.dtype).eps * jnp.abs(value))
+    below, above = _holds(support, value - step), _holds(support, value + step)
+    closed = inside | below | above
+    return closed, closed & ~(inside & below & above)
+
+
+def _holds(support: Any, value: Array) -> Array:
+    return jnp.asarray(support(value), bool)
+
+
+def _kind_of(site: dict[str, Any]) -> Kind:
+    fn = site["fn"]
+    wrappers = dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution
+    while isinstance(fn, wrappers):
+        fn = fn.base_dist
+    name = type(fn).__name__
+    name = {"BernoulliProbs": "Bernoulli", "BernoulliLogits": "Bernoulli"}.get(name, name)
+    takes, remedy = _words(getattr(fn, "support", None))
+    if isinstance(fn, dist.Beta):
+        remedy = "(y * (n - 1) + 0.5) / n moves 0 and 1 of n values inside. "
+    plates = silo_frames(site) or site["cond_indep_stack"]
+    return Kind(name, takes, remedy, plates[0].dim if plates else 0)
+
+
+def _words(support: Any) -> tuple[str, str]:
+    """Which values a support has, and what to do about others."""
+    whole = "Divide them by their sum: y / y.sum(-1, keepdims=True). "
+    known: list[tuple[Any, str, str]] = [
+        (constraints.boolean, "0 and 1", "Outcomes coded 1 and 2 become 0 and 1 by y - 1. "),
+        (constraints.nonnegative_integer, "whole numbers from 0", ""),
+        (constraints.positive_integer, "whole numbers from 1", ""),
+        (constraints.positive, "numbers above 0", ""),
+        (constraints.nonnegative, "numbers from 0", ""),
+        (constraints.unit_interval, "numbers between 0 and 1", ""),
+        (constraints.simplex, "parts that sum to 1", whole),
+        (constraints.real, "finite numbers", "Look at what is computed of the data there. "),
+    ]
+    for constraint, words, remedy in known:
+        if support is constraint:
+            return words, remedy
+    if isinstance(support, type(constraints.integer_interval(0, 1))):
+        bounds = support.lower_bound, support.upper_bound
+        if not any(isinstance(b, jax.core.Tracer) or np.ndim(b) for b in bounds):
+            low, high = bounds
+            return f"whole numbers from {low} to {high}", "Categories count from 0. "
+        return "whole numbers from 0 to the total count of the row", ""
+    return f"values of {support}" if support is not None else "other values", ""
