@@ -85,6 +85,18 @@ def test_single_precision_is_not_trusted_with_what_it_cannot_hold():
     assert "double precision" in found.report()
 
 
+def test_nuts_does_not_know_what_single_precision_cannot_hold():
+    """Sixteen gaps between numbers: the sd comes out some percent off, and was trusted."""
+    silos = cut({"y": far(1e5)}, (20, 40))
+    with pytest.warns(UserWarning, match="no reference"):
+        nuts = nf.run_nuts(
+            KEY, level, silos, num_warmup=100, num_samples=500, num_chains=2, progress_bar=False
+        )
+    assert not nuts.trusted
+    assert not nuts.accurate
+    assert "single precision cannot hold it" in nuts.report()
+
+
 def rounding(z, log_weights):
     weights = np.full(len(z), 1 / len(z))
     mean, sd = np.mean(z, 0, float), np.std(z, 0, dtype=float)

@@ -24,9 +24,11 @@ from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket, grouped, stacked
+from numpyro_fed.model.sites import Site
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.reference.starts import Position, good_starts, some_from_prior, uniform
 from numpyro_fed.results.base import Result
+from numpyro_fed.results.rounding import Rounding
 
 ENOUGH = 500  # samples of a chain, for a verdict without being asked
 RHAT = 1.05
@@ -50,6 +52,7 @@ class NutsResult:
     globals: dict[str, np.ndarray] = field(repr=False)
     divergences: int
     _locals: Callable[[], dict[str, np.ndarray]] = field(repr=False)
+    _rounded: str = field(default="", repr=False)  # why the precision does not hold the posterior
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray]:
@@ -65,9 +68,9 @@ class NutsResult:
         each that is positive in all draws: a scale near zero shows in its log alone whether the
         chains know the neck of the funnel. Infinite where chains that should agree do not (split
         R-hat above 1.05), and where nothing is known: where some draw is NaN, all draws are the
-        same, or every transition diverged.
+        same, every transition diverged, or an sd is a few gaps between numbers.
         """
-        if self._stuck:
+        if self._stuck or self._rounded:
             return float(np.inf)
         worst = 0.0
         for draws in self.globals.values():
@@ -127,6 +130,8 @@ class NutsResult:
         error = self.monte_carlo_error
         if self._diverges:
             known = "that is every transition, so that the draws say nothing"
+        elif self._rounded:
+            known = self._rounded
         elif np.isinf(error):
             known = "the chains do not agree (or stand still): run more of them, and longer"
         else:
@@ -280,7 +285,8 @@ def run_nuts(
         flat = jax.tree.map(_join_chains, draws)
         return _local_sites(fm, read, sizes, flat, [{**shared, **own} for own in private])
 
-    result = NutsResult(globals_, int(divergences), local_sites)
+    words = _rounded(_join_chains(np.asarray(draws["z_G"])), fm.named("latent"))
+    result = NutsResult(globals_, int(divergences), local_sites, words)
     if num_samples >= ENOUGH and not result.accurate:
         warnings.warn(f"NUTS: {result.report()}", stacklevel=2)
     return result
@@ -290,6 +296,15 @@ def _varies(draws: np.ndarray) -> bool:
     """Whether an element of a site (chains, n, ...) takes values that differ beyond rounding."""
     mean, sd = draws.mean((0, 1), dtype=np.float64), draws.std((0, 1), dtype=np.float64)
     return bool((sd > ROUNDING * abs(mean)).any())
+
+
+def _rounded(z_G: np.ndarray, latents: Sequence[Site]) -> str:
+    """Why the precision of draws (n, dim) does not hold the posterior; empty where it does."""
+    if not z_G.size:
+        return ""
+    exact = z_G.astype(np.float64)
+    found = Rounding(str(z_G.dtype), exact.mean(0), exact.std(0), 0.0)
+    return "" if found.fine else f"{found.words(latents)} ({found.remedy})"
 
 
 def _identity(z_G: Array) -> Array:
