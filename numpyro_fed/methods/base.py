@@ -51,6 +51,7 @@ from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.drive import Failure, Run, Watcher, drive
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
 
@@ -88,7 +89,7 @@ class Method(ABC):
         silos: Sequence[Mapping[str, Any]],
         *,
         init_state: State | None = None,
-        progress_bar: bool = True,
+        progress_bar: bool | Progress = True,
         runtime: str = "simulation",
         server_data: Any = None,
         stop: str | None = None,
@@ -113,7 +114,7 @@ class Method(ABC):
             Go on from ``result.state``: ``run(key, a)`` and then ``run(key, b, init_state=...)``
             is ``run(key, a + b)``, bit for bit.
         progress_bar : bool
-            Show rounds and the bound.
+            Show the search for the mode, then rounds and the bound.
         runtime : {"simulation", "quick", "host"}
             One compiled program; the same with few of XLA's optimisations, which is compiled in
             less than half of the time and runs slower, for small data; or a plain loop over silos
@@ -156,7 +157,8 @@ class Method(ABC):
             if init_state is None and isinstance(earlier, Result):
                 state, start = carried(fit, key, held, earlier)
             elif init_state is None:
-                state, start = begin(fit, key, held.batches, SEARCHES[runtime], held.buckets)
+                search = SEARCHES[runtime]
+                state, start = begin(fit, key, held.batches, search, held.buckets, progress_bar)
             else:
                 state, start = fit.check_state(init_state, held), None
         except NoStartError as error:
@@ -439,7 +441,7 @@ def driven(
     result_of: Callable[[Run, bool], Any],
     *,
     server_data: Any,
-    progress_bar: bool,
+    progress_bar: bool | Progress,
     stop: str | None,
     callback: Callable[[Any], Any] | None,
     every: int,

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from tqdm.auto import tqdm
 
 from numpyro_fed import html
 from numpyro_fed.errors import (
@@ -41,6 +40,7 @@ from numpyro_fed.results.rematch import rematched
 from numpyro_fed.results.saving import Told, save
 from numpyro_fed.results.weighted import ERROR
 from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.runtime.progress import StageBar
 
 STARTS = 4  # searches for the mode, side by side
 ROUNDS, STEPS = 10, 3_000  # of PVI, of SFVI, at most
@@ -318,16 +318,15 @@ def fit(
     positive_int("budget", budget)
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected one of {list(PRECISIONS)}.")
-    with precision_as(double=precision == "double"):
+    with precision_as(double=precision == "double"), _ONE, StageBar(progress_bar) as bar:
         read = silo_data.read(silos, model)
         fm = split(model, read)
-        with _ONE, tqdm(total=3, disable=not progress_bar) as bar:
-            methods = _Methods(model, fingerprint(fm, read))
-            fitting = _Fitting(one_key(key), silos, fm, methods, budget, bar)
-            try:
-                return fitting.run()
-            except KeyboardInterrupt as error:
-                raise fitting.interrupted(error) from error
+        methods = _Methods(model, fingerprint(fm, read))
+        fitting = _Fitting(one_key(key), silos, fm, methods, budget, bar)
+        try:
+            return fitting.run()
+        except KeyboardInterrupt as error:
+            raise fitting.interrupted(error) from error
 
 
 _kept: dict[Any, PVI | SFVI] = {}
@@ -360,7 +359,13 @@ class _Fitting:
     """The steps of one call, and what they have led to."""
 
     def __init__(
-        self, key: Array, silos: Any, fm: FederatedModel, methods: _Methods, budget: int, bar: tqdm
+        self,
+        key: Array,
+        silos: Any,
+        fm: FederatedModel,
+        methods: _Methods,
+        budget: int,
+        bar: StageBar,
     ):
         self.key, self.silos, self.fm, self.methods = key, silos, fm, methods
         self.left, self.bar = budget, bar
@@ -430,7 +435,7 @@ class _Fitting:
     def ran(self, kind: type[PVI] | type[SFVI], name: str, rounds: int, **options: Any) -> Result:
         """A run, under the plain bound where rows read each other's latents."""
         rounds = min(rounds, max(self.left, 1))
-        settings = dict(stop="converged", progress_bar=False, runtime=self.runtime, **options)
+        settings = dict(stop="converged", progress_bar=self.bar, runtime=self.runtime, **options)
         key = self.new_key()
         with self.stage(name):
             try:
@@ -562,7 +567,7 @@ class _Fitting:
     def stage(self, name: str) -> Iterator[None]:
         """Show it; what it warns of is for the verdict to say, each once."""
         self.doing = name
-        self.bar.set_description(name)
+        self.bar.stage(name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield
@@ -579,12 +584,11 @@ class _Fitting:
         """Note what came of a step."""
         self.stages.append(Stage(name, " ".join([words, *map("({})".format, self.warned)]), result))
         self.warned = []
-        self.bar.total = max(self.bar.total, len(self.stages))
-        self.bar.update()
 
     def spend(self, exchanges: int) -> None:
         self.left -= exchanges
         self.spent += exchanges
+        self.bar.account(self.spent)
 
 
 def _wants_more(found: Corrected | None) -> bool:

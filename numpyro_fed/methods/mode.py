@@ -36,6 +36,7 @@ from numpyro_fed.model.verdicts import Checks, coupled_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.base import Fit, Start
 from numpyro_fed.runtime.drive import drive, failed_silos
+from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule, on_device
 from numpyro_fed.trees import strong
@@ -199,7 +200,7 @@ def find_mode(
         )
     runtime = simulation(wide_mode(fm, starts) if wide else mode(fm, starts, effects=effects))
     state = runtime.init(key, batches)
-    run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True)
+    run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True, search=True)
     search = jax.tree.map(np.asarray, run.state.server)
     if not search.known.any():
         raise _not_found(int(run.state.round), starts, run.unusable)
@@ -219,6 +220,7 @@ def begin(
     batches: tuple[Batch, ...],
     runtime_of: Callable[..., Runtime],
     buckets: Sequence[Bucket] = (),
+    progress_bar: bool | Progress = False,
 ) -> tuple[State, Mode | None]:
     """The first state of a run that starts at the mode, and the mode.
 
@@ -242,7 +244,8 @@ def begin(
     runtime = fit.compiled[SEARCH]
     key_search, key_begin = jax.random.split(jax.random.fold_in(key, OPENING))
     state = runtime.init(key_search, batches)
-    run = drive(runtime, key_search, state, batches, max(MOST.values()) + 2, False, stop=True)
+    most = max(MOST.values()) + 2
+    run = drive(runtime, key_search, state, batches, most, progress_bar, stop=True, search=True)
     unusable = run.unusable
     if run.refused is not None:
         raise run.refused

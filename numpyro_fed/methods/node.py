@@ -78,7 +78,7 @@ class ServerNode:
             return remote(search, None, plan, line, begin=SEARCH)
 
         try:
-            state, start = begin(fit, key, (), runtime_of)
+            state, start = begin(fit, key, (), runtime_of, progress_bar=progress_bar)
         except NoStartError as error:
             warnings.warn(error.warning, stacklevel=2)
             state, start = opened(fit, key, runtime.init(key, ()), ()), None

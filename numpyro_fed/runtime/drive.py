@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from tqdm.auto import tqdm
 
 from numpyro_fed.errors import ReplyError
 from numpyro_fed.programs import jit_once
+from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batch, Log, Runtime, State
 from numpyro_fed.trees import all_finite
 
@@ -62,14 +62,18 @@ def drive(
     state: State,
     batches: tuple[Batch, ...],
     num_rounds: int,
-    progress_bar: bool,
+    progress_bar: bool | Progress,
     server_data: Any = None,
     *,
     stop: bool = False,
     watcher: Watcher | None = None,
     keep: bool = False,
+    search: bool = False,
 ) -> Run:
     """Run ``num_rounds`` rounds from ``state``; with ``stop``, until the algorithm is done.
+
+    ``search`` says that they are exchanges of a search for the mode, to whoever is shown the
+    progress.
 
     Rounds are run in chunks of one compiled program. Since a round is a function of the key, its
     number and the state, a chunk that fails is simply run again up to the round before. A step can
@@ -91,11 +95,9 @@ def drive(
         log = jax.tree.map(lambda *parts: np.concatenate(parts)[:rounds], *logs)
         return Run(state, log.losses, failure, log, ended, unusable, refused)
 
-    n, seconds_each = (1, REFRESH) if progress_bar else (FIRST, LOST)
-    with (
-        _Interruption(keep) as interruption,
-        tqdm(total=num_rounds, disable=not progress_bar) as bar,
-    ):
+    progress = progress_of(progress_bar)
+    n, seconds_each = (1, REFRESH) if progress.shows else (FIRST, LOST)
+    with _Interruption(keep) as interruption, progress.under_way(search, num_rounds):
         while done < num_rounds and failure is None:
             n = min(n, runtime.chunk, num_rounds - done)
             if watcher is not None:
@@ -118,15 +120,14 @@ def drive(
             if n or not logs:  # a run of no rounds may not know what rounds report
                 logs.append(jax.tree.map(partial(_first, n), log))
             state, done = after, done + n
+            if n:
+                progress.step(n, -float(logs[-1].losses.mean()))
             if n < asked:
                 ended = "converged"
                 break
             if watcher is not None and n and done % watcher.every == 0 and watcher.look(so_far()):
                 ended = "callback"
                 break
-            if progress_bar and n:
-                bar.update(n)
-                bar.set_postfix_str(f"bound: {-logs[-1].losses.mean():.4f}", refresh=False)
             if n:
                 seconds = time.perf_counter() - began
                 n = (
