@@ -18,7 +18,8 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.methods import schedules
 from numpyro_fed.methods.cost import Cost
-from numpyro_fed.methods.fit import Fitted, fit
+from numpyro_fed.methods.fit import fit
+from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.load import Saved, load
 from numpyro_fed.methods.mode import Mode, find_mode
 from numpyro_fed.methods.node import ServerNode

@@ -13,7 +13,7 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.files import read_npz, write_npz
-from numpyro_fed.methods.fit import Stage
+from numpyro_fed.methods.fitted import Stage
 from numpyro_fed.methods.mode import Peak
 from numpyro_fed.methods.recipe import PARTS, LostError, decoded, encoded, rebuilt, recipe
 

@@ -16,7 +16,7 @@ from jax import Array
 from numpyro_fed.errors import SavedStateError, positive_int
 from numpyro_fed.files import npz
 from numpyro_fed.methods.base import Method
-from numpyro_fed.methods.fit import Fitted, Stage
+from numpyro_fed.methods.fitted import Fitted, Stage
 from numpyro_fed.methods.mode import Peak
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import rebuilt

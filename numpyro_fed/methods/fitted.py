@@ -1,0 +1,200 @@
+"""The result of one call: the posterior, and a verdict in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_fed import html
+from numpyro_fed.methods.mode import Mode, Peak
+from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.base import Result
+from numpyro_fed.results.importance import Corrected
+from numpyro_fed.results.saving import Told, save
+
+KEPT_DRAWS = 4_000  # of a fit that has no reliable correction, in a file
+
+
+class Stage(NamedTuple):
+    """A step that was taken: its name, what came of it in words, and its result."""
+
+    name: str
+    words: str
+    result: Any
+
+    def __repr__(self) -> str:
+        return f"Stage(name={self.name!r}, words={self.words!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What :func:`numpyro_fed.fit` returns.
+
+    Attributes
+    ----------
+    best : Corrected or Result
+        The best that was reached: the correction, if its weights are reliable, else the fit.
+    corrected : Corrected or None
+        The correction by which the fit is judged, if there is one.
+    stages : tuple of Stage
+        All steps that were taken, with their results.
+    num_exchanges : int
+        Messages that each silo sent, about.
+    missed : tuple of Peak
+        Other modes that the search has found, of about as much mass as the one at which the
+        posterior was sought, and that its draws do not reach.
+    interrupted : bool
+        Whether Ctrl-C has ended it, with what was reached by then.
+    """
+
+    best: Corrected | Result
+    corrected: Corrected | None = field(repr=False)
+    stages: tuple[Stage, ...] = field(repr=False)
+    num_exchanges: int
+    missed: tuple[Peak, ...] = field(default=(), repr=False)
+    interrupted: bool = field(default=False, repr=False)
+
+    @property
+    def mode(self) -> Mode | None:
+        """Where the search began to sample, if it did at a mode."""
+        fits = (s.result for s in self.stages if isinstance(s.result, Result))
+        return next((fit.start for fit in fits if fit.start is not None), None)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether means and sds of the globals are right to a tenth of a posterior sd."""
+        found = self.corrected
+        return found is not None and found.trusted and not (self.missed or self.interrupted)
+
+    @property
+    def log_evidence(self) -> float | None:
+        """Estimate of ``log p(y)``; None where no correction gives one."""
+        return None if self.corrected is None else self.corrected.log_evidence
+
+    @property
+    def verdict(self) -> str:
+        """In words: whether to trust the posterior, what error is left, what was done."""
+        return f"{self._judgement()} {self._account()}"
+
+    def _judgement(self) -> str:
+        found = self.corrected
+        if found is None:
+            why = "the fit was interrupted" if self.interrupted else "it could not be checked"
+            return (
+                f"Do not trust this posterior: {why}. What follows says more; "
+                "NUTS on pooled data (run_nuts), where that is allowed, would show it."
+            )
+        known = (
+            f"{found.ess:,.0f} effective draws, Pareto k-hat {found.pareto_k:.2f}, Monte Carlo "
+            f"error of means and sds at most {found.monte_carlo_error:.2g} sd"
+        )
+        if self.interrupted:
+            return (
+                "Do not trust this posterior: the fit was interrupted before its check was done "
+                f"({known})."
+            )
+        if self.missed:
+            return (
+                "Do not trust this posterior: it is that around one of "
+                f"{1 + len(self.missed)} modes"
+                f" that the search has found, and others hold about as much of the mass ({known}). "
+                "A prior or a constraint that tells them apart (a sign, an order) leaves one; "
+                ".missed has the others."
+            )
+        if self.trusted:
+            return f"The posterior of the globals can be trusted ({known})."
+        if not found.precise:
+            return f"Do not trust this posterior: {found.doubt} ({known}). {found._rounding.remedy}"
+        if found.reliable:
+            part = "details" if found.spreads_known else "spreads"
+            return (
+                f"Do not rely on the posterior's {part}: {found.doubt} ({known}). Try "
+                "importance_correct(key, fitted.corrected.result, num_draws=100_000), or a larger "
+                "budget."
+            )
+        if found.many_count:
+            return (
+                f"Do not rely on the posterior's details: {found.doubt} ({known}). Try "
+                "importance_correct(key, fitted.corrected.result, num_draws=100_000)."
+            )
+        return (
+            f"Do not trust this posterior: {found.doubt} ({known}). Try effects as "
+            "scale times a standard normal or the other way round, a prior that holds what the "
+            "data leave open, a larger budget, or NUTS on pooled data where that is allowed."
+        )
+
+    def _account(self) -> str:
+        taken = "; ".join(f"{stage.name}: {stage.words}" for stage in self.stages)
+        return f"{self.num_exchanges} exchanges. {taken}."
+
+    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
+        """Draw from the best posterior that was reached; see :meth:`Result.sample_posterior`."""
+        return self.best.sample_posterior(key, n, silo=silo)
+
+    def to_arviz(
+        self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
+    ) -> Any:
+        """Posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
+
+        Of weighted draws there are at most as many as these are worth, so that ``arviz.ess`` is
+        about true. The group ``posterior`` has the attributes ``verdict``, and ``ess`` and
+        ``pareto_k`` of the correction. Needs the extra ``examples``.
+        """
+        sample = partial(self.sample_posterior, silo=silo)
+        known = {} if self.corrected is None else self.corrected._attributes
+        worth = self.best.ess if isinstance(self.best, Corrected) else math.inf
+        attributes = {**known, "verdict": self.verdict}
+        return to_arviz(sample, key, num_samples, worth=worth, attributes=attributes)
+
+    def save(self, path: str | Path) -> None:
+        """Write draws, weights, the verdict and the fit behind it to ``path.npz``.
+
+        No data and no pickle; the file is whole or not there. :func:`numpyro_fed.load` reads it,
+        without the model and the data to draw from the posterior, and with them to go on. Of the
+        ``stages`` it keeps names and words, and the fits that ``best`` and ``corrected`` rest on.
+
+        Parameters
+        ----------
+        path : str or Path
+            The name of the file without ``.npz``.
+        """
+        found, best = self.corrected, self.best
+        checked: Result = best if isinstance(best, Result) else best.result
+        told, others = Told("", {}), {}
+        if found is not None:
+            told, checked = found.told(), found.result
+        if isinstance(best, Result):
+            told = replace(told, draws=best.sample_posterior(jax.random.key(0), KEPT_DRAWS))
+            told = replace(told, weights=None)
+            others = {} if best is checked else {"best": best.saved_run()}
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        words = {
+            **told.words,
+            "verdict": self.verdict,
+            "report": told.words.get("verdict", self.verdict),
+            "trusted": self.trusted,
+            "stages": [[stage.name, stage.words] for stage in self.stages],
+            "is_best": found is not None and best is found,
+            "fields": {k: v for k, v in plain.items() if isinstance(v, bool | int | float | str)},
+        }
+        missed = {
+            f"missed/{i}/{name}": np.asarray(value)
+            for i, peak in enumerate(self.missed)
+            for name, value in peak._asdict().items()
+        }
+        arrays = {**told.arrays, **missed}
+        told = replace(told, kind=type(self).__name__, words=words, arrays=arrays)
+        save(path, told, checked.saved_run(), checked.made(), others)
+
+    def __str__(self) -> str:
+        return self.verdict
+
+    def _repr_html_(self) -> str:
+        return html.words(self.verdict)
