@@ -17,7 +17,7 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.split import split
 
-KEY = jax.random.key(0)
+KEY, OTHER_KEY = jax.random.key(0), jax.random.key(5)
 
 
 def raw(x, y):
@@ -75,7 +75,7 @@ def test_the_verdict_states_the_error_that_is_left(fitted):
 
 
 def test_a_second_call_compiles_nothing(fitted, compiled):
-    again = nf.fit(jax.random.key(5), raw, raw_silos(), progress_bar=False)
+    again = nf.fit(OTHER_KEY, raw, raw_silos(), progress_bar=False)
     assert [s.name for s in again.stages] == [s.name for s in fitted.stages]
     assert compiled == []
 

@@ -288,7 +288,7 @@ MALFORMED = {
         linear,
         [changed(5, "x", FLOATS > 2), pair(5)],
         D,
-        r"silo 1, 'x' has dtype float32.*'x' of silo 0 with .astype\('float32'\)",
+        r"silo 1, 'x' has dtype float(32|64).*'x' of silo 0 with .astype\('float(32|64)'\)",
     ),
     "float and bool": (
         linear,
@@ -306,7 +306,7 @@ MALFORMED = {
         BERNOULLI,
         [outcomes([True]), outcomes([1])],
         D,
-        r"'y' of silo 0 with .astype\('int32'\)",
+        r"'y' of silo 0 with .astype\('int(32|64)'\)",
     ),
     "other keys": (linear, [GOOD, pair(5, z=1.0)], D, "silo 1 has the keys"),
     "an array and a number": (linear, [pair(5), changed(5, "x", 1)], D, "silo 1, 'x'"),

@@ -13,7 +13,7 @@ import numpyro_fed as nf
 from numpyro_fed.model.data import read
 from numpyro_fed.results.rounding import Rounding
 
-KEY = jax.random.key(0)
+KEY, OTHER_KEY = jax.random.key(0), jax.random.key(7)
 
 
 def level(y):
@@ -69,7 +69,7 @@ def test_all_that_comes_of_such_a_fit_is_in_its_precision(fitted):
 
 
 def test_a_second_call_compiles_nothing_in_double_precision_either(fitted, compiled):
-    nf.fit(jax.random.key(7), level, cut({"y": far(3e7)}, (20, 40)), progress_bar=False)
+    nf.fit(OTHER_KEY, level, cut({"y": far(3e7)}, (20, 40)), progress_bar=False)
     assert compiled == []
 
 

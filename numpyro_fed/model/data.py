@@ -17,7 +17,7 @@ from numpyro_fed.errors import DataError
 
 Sizes = dict[str, int]
 
-GAPS = 50.0  # between numbers of single precision: a column with a smaller sd is made of rounding
+GAPS = 10.0  # between numbers of single precision: a smaller sd of a column is off by 3 % or more
 
 
 @jax.tree_util.register_dataclass
