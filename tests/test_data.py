@@ -160,10 +160,11 @@ def test_two_plates_over_the_same_rows_are_both_masked():
     assert padded([b])
 
 
-def test_a_model_that_summarises_its_rows_stays_unpadded_with_a_warning():
+def test_a_model_whose_rows_read_each_others_latents_stays_unpadded_with_a_warning():
     def model(y):
         with silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal(y.mean(0), 1), obs=y)
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(b - b.mean(0), 1), obs=y)
 
     with pytest.warns(UserWarning, match="summaries before the run"):
         _, buckets = lay_out(model, read(rows(2, 4, 4)))

@@ -317,12 +317,16 @@ def test_a_model_that_changes_between_calls_is_refused():
 
 
 def test_values_outside_of_the_support_are_reported():
-    def model(y):
+    def model(y, known):
+        high = 1 if known else numpyro.sample("high", dist.Beta(1, 1))
         with silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Uniform(0, 1), obs=y)
+            numpyro.sample("y", dist.Uniform(0, high), obs=y)
 
+    silo = {"y": np.full(3, 2.0)}
+    with pytest.raises(DataError, match=r"site 'y': the observed value 2\. .* between 0 and 1"):
+        check_decomposition(model, [{**silo, "known": True}])
     with pytest.raises(ModelError, match=r"joint log density is -inf.*supports"):
-        check_decomposition(model, [{"y": np.full(3, 2.0)}])
+        check_decomposition(model, [{**silo, "known": False}])
 
 
 def test_rtol_and_key_are_used():

@@ -238,7 +238,8 @@ def test_what_cannot_be_cut_is_refused():
     def summing(y):
         beta = numpyro.sample("beta", dist.Normal(0, 1))
         with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal(beta + y.mean(), 1), obs=y)
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(beta + b.mean(), 1), obs=y)
 
     def joint(y, of):
         with nf.silo_plate("ward", of.shape[0]):

@@ -143,11 +143,12 @@ def test_a_model_that_is_conjugate_at_some_silos_alone_is_not_taken_for_conjugat
     assert not other._prepare([zero, one], "simulation")[0].factors.conjugate
 
 
-def test_minibatches_of_a_model_that_sums_up_its_rows_are_refused():
+def test_minibatches_of_a_model_whose_rows_read_each_others_latents_are_refused():
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0, 2))
         with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=w * (x - x.mean())), obs=y)
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Bernoulli(logits=w * x + b - b.mean()), obs=y)
 
     rows = logistic_rows()
     silos = cut(dict(x=rows["x"][:, 0], y=rows["y"]), (12, 12))

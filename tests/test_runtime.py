@@ -155,9 +155,11 @@ def test_rounds_that_draw_much_noise_are_the_same_numbers(monkeypatch):
 
 
 def summarising(x, y):
+    """Rows read each other's latents, unless ``x`` is one."""
     mu = numpyro.sample("mu", dist.Normal(0, 5))
     with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu * x.mean(0), 1), obs=y)
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(mu * x + b - (x - 1) * b.mean(0), 1), obs=y)
 
 
 def silos_of(values, *sizes):

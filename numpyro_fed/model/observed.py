@@ -224,6 +224,8 @@ def _kind_of(site: dict[str, Any]) -> Kind:
     name = type(fn).__name__
     name = {"BernoulliProbs": "Bernoulli", "BernoulliLogits": "Bernoulli"}.get(name, name)
     takes, remedy = _words(getattr(fn, "support", None))
+    if name.startswith("Categorical"):
+        name, remedy = "Categorical", "Categories count from 0. "
     if isinstance(fn, dist.Beta):
         remedy = "(y * (n - 1) + 0.5) / n moves 0 and 1 of n values inside. "
     plates = silo_frames(site) or site["cond_indep_stack"]
@@ -246,10 +248,12 @@ def _words(support: Any) -> tuple[str, str]:
     for constraint, words, remedy in known:
         if support is constraint:
             return words, remedy
+    bounds = getattr(support, "lower_bound", None), getattr(support, "upper_bound", None)
+    plain = not any(isinstance(b, jax.core.Tracer) or np.asarray(b).ndim for b in bounds)
     if isinstance(support, type(constraints.integer_interval(0, 1))):
-        bounds = support.lower_bound, support.upper_bound
-        if not any(isinstance(b, jax.core.Tracer) or np.ndim(b) for b in bounds):
-            low, high = bounds
-            return f"whole numbers from {low} to {high}", "Categories count from 0. "
+        if plain:
+            return f"whole numbers from {bounds[0]} to {bounds[1]}", ""
         return "whole numbers from 0 to the total count of the row", ""
-    return f"values of {support}" if support is not None else "other values", ""
+    if isinstance(support, type(constraints.interval(0, 1))) and plain:
+        return f"numbers between {bounds[0]} and {bounds[1]}", ""
+    return f"values of the support {type(support).__name__.lstrip('_')}", ""
