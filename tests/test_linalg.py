@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.scipy.linalg import solve_triangular
+from kernels import lapack_shapes
 
 from numpyro_fed import linalg
-from tests.kernels import lapack_shapes
 
 DIMS = (1, 2, 5, 8, 9)
 CASES = settings(max_examples=8, deadline=None)

@@ -12,9 +12,9 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from kernels import lapack_shapes, stacks
 
 import numpyro_fed as nf
-from tests.kernels import lapack_shapes, stacks
 
 
 def hospitals(hospital, n_hospitals, x, y=None):
@@ -40,10 +40,9 @@ def silos(columns=2, sizes=((12, 2), (15, 2), (15, 3))):
 @pytest.fixture
 def lowered(tmp_path):
     """The texts of all programs that are lowered in a test."""
-    before = jax.config.jax_dump_ir_to
     jax.config.update("jax_dump_ir_to", str(tmp_path))
     yield lambda: [f.read_text() for f in tmp_path.glob("*.mlir")]
-    jax.config.update("jax_dump_ir_to", before)
+    jax.config.update("jax_dump_ir_to", "")
 
 
 def test_programs_are_seen(lowered):
