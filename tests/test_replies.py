@@ -32,14 +32,14 @@ def averaging(**settings):
 
 
 METHODS = {
-    "SFVI": lambda: nf.SFVI(normal, optim=optax.sgd(1e-3), start=None),
-    "SFVI of some": lambda: nf.SFVI(normal, start=None, schedule=nf.schedules.Random(2)),
-    "averages of sums": lambda: averaging(aggregate="reverse_kl"),
-    "barycenters of all": lambda: averaging(weights="even"),
-    "sequential PVI": lambda: nf.PVI(normal, start=None),
-    "synchronous PVI": lambda: nf.PVI(normal, start=None, schedule="synchronous"),
-    "asynchronous PVI": lambda: nf.PVI(normal, start=None, schedule="asynchronous"),
-    "random PVI": lambda: nf.PVI(normal, start=None, schedule=nf.schedules.Random(2)),
+    "sfvi": lambda: nf.SFVI(normal, optim=optax.sgd(1e-3), start=None),
+    "sfvi_of_some": lambda: nf.SFVI(normal, start=None, schedule=nf.schedules.Random(2)),
+    "averages_of_sums": lambda: averaging(aggregate="reverse_kl"),
+    "barycenters_of_all": lambda: averaging(weights="even"),
+    "pvi_sequential": lambda: nf.PVI(normal, start=None),
+    "pvi_synchronous": lambda: nf.PVI(normal, start=None, schedule="synchronous"),
+    "pvi_asynchronous": lambda: nf.PVI(normal, start=None, schedule="asynchronous"),
+    "pvi_random": lambda: nf.PVI(normal, start=None, schedule=nf.schedules.Random(2)),
 }
 
 
@@ -104,7 +104,7 @@ def spoilt_numbers(value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [*((name, np.nan) for name in METHODS), ("SFVI", np.inf)]
+    ("name", "value"), [*((name, np.nan) for name in METHODS), ("sfvi", np.inf)]
 )
 def test_the_silo_whose_reply_is_not_finite_is_named_and_no_other(name, value):
     there = federation(name)
@@ -117,7 +117,7 @@ def test_the_silo_whose_reply_is_not_finite_is_named_and_no_other(name, value):
 
 
 def test_a_first_reply_that_is_not_finite_leaves_the_first_state():
-    there = federation("synchronous PVI")
+    there = federation("pvi_synchronous")
     there.spoilt = edited(spoilt_numbers(np.nan))
     with pytest.raises(NonFiniteError) as caught:
         there.run()
@@ -140,7 +140,7 @@ def test_a_search_for_the_mode_names_the_silo_whose_density_overflows():
 
 
 def test_an_importance_correction_names_the_silo_that_sends_what_is_no_number():
-    there = federation("SFVI")
+    there = federation("sfvi")
     result = there.run()
     there.spoilt = edited(spoilt_numbers(np.nan))
     with pytest.raises(NonFiniteError, match=f"at silo {BAD}\\.") as caught:
@@ -149,7 +149,7 @@ def test_an_importance_correction_names_the_silo_that_sends_what_is_no_number():
 
 
 def test_an_evaluation_names_the_silo_that_sends_what_is_no_number():
-    there = federation("synchronous PVI")
+    there = federation("pvi_synchronous")
     result = there.run()
     there.spoilt = edited(spoilt_numbers(np.nan))
     with pytest.raises(NonFiniteError) as caught:
@@ -160,8 +160,8 @@ def test_an_evaluation_names_the_silo_that_sends_what_is_no_number():
 def test_a_visit_that_could_not_be_used_is_counted_for_its_own_silo_over_nodes():
     """Its data overflow: it says so, and changes nothing."""
     rows = [ROWS[0], {"y": np.full(4, 1e30, np.float32)}, ROWS[2]]
-    result = Federation(METHODS["synchronous PVI"](), rows).run(2)
-    together = METHODS["synchronous PVI"]().run(KEY, 2, rows, progress_bar=False)
+    result = Federation(METHODS["pvi_synchronous"](), rows).run(2)
+    together = METHODS["pvi_synchronous"]().run(KEY, 2, rows, progress_bar=False)
     np.testing.assert_array_equal(result.status, together.status)
     assert ((result.status > 1) == (np.arange(3) == 1)).all()
 
@@ -172,7 +172,7 @@ def test_a_visit_ends_in_one_way():
     def change(name, a):
         return 5 * a if "statuses" in name else a
 
-    there = federation("sequential PVI")
+    there = federation("pvi_sequential")
     there.spoilt = edited(change)
     with pytest.raises(NonFiniteError) as caught:
         there.run()
@@ -218,7 +218,7 @@ def weighing(weight):
     return change
 
 
-@pytest.mark.parametrize("name", ["SFVI", "barycenters of all", "sequential PVI"])
+@pytest.mark.parametrize("name", ["sfvi", "barycenters_of_all", "pvi_sequential"])
 def test_a_weight_that_nobody_asked_for_is_not_read(name):
     there = federation(name)
     names = []
@@ -244,7 +244,7 @@ def test_a_weight_that_nobody_asked_for_is_not_read(name):
 )
 def test_a_weight_that_a_silos_rows_do_not_explain_is_refused_by_name(exchange, weight):
     """Of 5 rows, which the facts give as up to 8."""
-    there = federation("averages of sums")
+    there = federation("averages_of_sums")
     there.spoilt = edited(weighing(weight), exchange=exchange)
     words = rf"silo 1 to the exchange '{exchange}' has weight {weight:g}, where 5 to 8 is allowed"
     with pytest.raises(ReplyError, match=words) as caught:
@@ -254,7 +254,7 @@ def test_a_weight_that_a_silos_rows_do_not_explain_is_refused_by_name(exchange, 
 
 
 def test_a_refused_reply_leaves_the_rounds_before_it():
-    there = federation("averages of sums")
+    there = federation("averages_of_sums")
     honest = there.run(2)
     there.spoilt = edited(weighing(-1.0), exchange="sfvi_avg", after=2)
     with pytest.raises(ReplyError) as caught:
@@ -265,8 +265,8 @@ def test_a_refused_reply_leaves_the_rounds_before_it():
 
 
 def test_weights_that_rows_explain_are_taken():
-    found = federation("averages of sums").run()
-    expected = METHODS["averages of sums"]().run(KEY, 3, ROWS, progress_bar=False)
+    found = federation("averages_of_sums").run()
+    expected = METHODS["averages_of_sums"]().run(KEY, 3, ROWS, progress_bar=False)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     assert float(found.state.server.rows) == 12.0
 
@@ -275,7 +275,7 @@ def test_weights_that_rows_explain_are_taken():
 def test_no_exchange_but_an_average_by_rows_is_weighted(name):
     there = federation(name).server._built
     weighted = {x.name for x in (*there.opening, *there.algorithm.exchanges) if x.weighted}
-    assert weighted == ({"rows", "sfvi_avg"} if name == "averages of sums" else set())
+    assert weighted == ({"rows", "sfvi_avg"} if name == "averages_of_sums" else set())
 
 
 # --- of another kind -------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_reply_of_another_shape_is_refused_by_name():
             arrays = {k: np.stack([a, a]) if "gradient" in k else a for k, a in arrays.items()}
         return write(arrays)
 
-    there = federation("SFVI")
+    there = federation("sfvi")
     there.spoilt = wider
     with pytest.raises(ReplyError, match=r"silo 2 to the exchange 'sfvi'.*float32\(2, .*agreed"):
         there.run()
@@ -296,7 +296,7 @@ def test_a_reply_of_another_shape_is_refused_by_name():
 
 @pytest.mark.parametrize("answer", [b"", b"no arrays", b"PK\x03\x04 and no more"])
 def test_a_reply_that_cannot_be_read_is_refused_by_name(answer):
-    there = federation("SFVI")
+    there = federation("sfvi")
     there.spoilt = lambda silo, exchange, reply: answer if silo == 2 else reply
     words = rf"silo 2 to the exchange 'sfvi' cannot be read: {len(answer)} bytes"
     with pytest.raises(ReplyError, match=words) as caught:

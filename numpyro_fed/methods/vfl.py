@@ -446,6 +446,8 @@ def _searched(
     asked = 0
     for cycle in range(CYCLES):
         run = drive(runtime, key, state, batches, MOST, False, fit.server_data, stop=True)
+        if run.refused is not None:
+            raise run.refused
         if run.failure is not None:
             return None, 0
         state = run.state
