@@ -254,6 +254,7 @@ MALFORMED = {
             "negative binomial": (NB, [3], [-3], "silo 1, site 'y'.* -3 of row 0"),
             "Beta at 0": (BETA, [0.5], [0.5, 0.0], "silo 1, site 'y'.* 0. of row 1.*at the edge"),
             "Beta at 1": (BETA, [1.0], [0.5], "silo 0, site 'y'.* 1. of row 0.*at the edge"),
+            "Beta of whole numbers": (BETA, [0], [1], "silo 0, site 'y'.* 0 of row 0.*at the edge"),
             "Beta in percent": (BETA, [0.5], [35.0], "silo 1, site 'y'.* 35. of row 0"),
             "Gamma at 0": (GAMMA, [1.0], [0.0], "silo 1, site 'y'.*numbers above 0"),
             "Gamma below 0": (GAMMA, [1.0], [2.0, -0.5], "silo 1, site 'y'.* -0.5 of row 1"),

@@ -199,17 +199,29 @@ def _inside(fn: Distribution, value: Array) -> tuple[Array, Array]:
     if isinstance(fn, dist.ExpandedDistribution):
         return _inside(fn.base_dist, value)
     batch = value.shape[: value.ndim - fn.event_dim]
+    support, nothing = _support_of(fn), jnp.zeros(batch, bool)
+    if support is None:
+        return ~nothing, nothing
     try:
-        support = fn.support
+        discrete = support.is_discrete
+        value = value if discrete else value.astype(jnp.result_type(float, value))
         inside = _holds(support, value)
-    except (NotImplementedError, AssertionError, TypeError, ValueError):
-        return jnp.ones(batch, bool), jnp.zeros(batch, bool)  # it does not say what it takes
-    if support.is_discrete or value.dtype.kind != "f":
-        return inside, jnp.zeros(batch, bool)
+    except (NotImplementedError, TypeError, ValueError):
+        return ~nothing, nothing  # it does not say what it holds
+    if discrete:
+        return inside, nothing
     step = jnp.maximum(1e-30, 2 * jnp.finfo(value.dtype).eps * jnp.abs(value))
     below, above = _holds(support, value - step), _holds(support, value + step)
     closed = inside | below | above
     return closed, closed & ~(inside & below & above)
+
+
+def _support_of(fn: Distribution) -> Any:
+    """None where a distribution does not say what it takes."""
+    try:
+        return fn.support
+    except (NotImplementedError, AssertionError):
+        return None
 
 
 def _holds(support: Any, value: Array) -> Array:
@@ -223,7 +235,7 @@ def _kind_of(site: dict[str, Any]) -> Kind:
         fn = fn.base_dist
     name = type(fn).__name__
     name = {"BernoulliProbs": "Bernoulli", "BernoulliLogits": "Bernoulli"}.get(name, name)
-    takes, remedy = _words(getattr(fn, "support", None))
+    takes, remedy = _words(_support_of(fn))
     if name.startswith("Categorical"):
         name, remedy = "Categorical", "Categories count from 0. "
     if isinstance(fn, dist.Beta):
