@@ -407,8 +407,8 @@ def test_nuts_moves_from_the_start_that_it_has_chosen():
     silos, few = cut({"x": x, "y": np.sin(4 * x)}, (5, 7)), dict(num_warmup=20, num_samples=20)
     for i in range(3):
         nuts = nf.run_nuts(jax.random.key(i), smooth, silos, **few, progress_bar=False)
-        assert nuts.divergences < 20
         assert nuts.globals["length"].std() > 1e-3
+        assert not nuts.accurate
 
 
 def test_a_gradient_that_is_nowhere_finite_is_refused_with_its_sites():

@@ -15,6 +15,7 @@ import numpyro_fed as nf
 from numpyro_fed.html import table, words
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import Moments
+from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.sigma.check import Check, Row
 
 SUBMODULES = sorted(n for n in nf.__all__ if inspect.ismodule(getattr(nf, n)))
@@ -97,7 +98,10 @@ def results():
     sites = (Site("mu", "latent", None, start=0, stop=1),)
     fit = SimpleNamespace(model=SimpleNamespace(named=lambda kind: sites))
     moments = Moments(none, none + 1, both, both, both, 0.1)
-    corrected = replace(corrected, result=SimpleNamespace(_fit=fit), _moments=moments)
+    rounding = Rounding("float32", np.zeros(1), np.ones(1), 0.0)
+    corrected = replace(
+        corrected, result=SimpleNamespace(_fit=fit), _moments=moments, _rounding=rounding
+    )
     return {
         "comparison": nf.compare(nuts, nuts),
         "cost": cost,

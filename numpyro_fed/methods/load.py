@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_fed import html
 from numpyro_fed.errors import SavedStateError, positive_int
 from numpyro_fed.files import npz
 from numpyro_fed.methods.base import Method
@@ -122,6 +123,9 @@ class Saved:
 
     def __str__(self) -> str:
         return self.verdict
+
+    def _repr_html_(self) -> str:
+        return html.words(self.verdict)
 
 
 def load(

@@ -236,15 +236,12 @@ class VFL(VerticalMethod):
         start  begin at zero  server  client  told.curvature  (3,)    float32
         start  begin at zero  server  client  tau             ()      float32
         start  begin at zero  client  server  ok              ()      bool     summed
-        start  begin at zero  client  server  weight          ()      float32  summed
         round  draw           client  server  part            (1, 3)  float32  summed
         round  draw           client  server  own             ()      float32  summed
         round  draw           client  server  ok              ()      bool     summed
-        round  draw           client  server  weight          ()      float32  summed
         round  step           server  client  part            (1, 3)  float32
         round  step           client  server  resting         ()      float32  summed
         round  step           client  server  ok              ()      bool     summed
-        round  step           client  server  weight          ()      float32  summed
         """
         return super().messages(*args, **kwargs)
 
