@@ -27,7 +27,7 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.objectives import SiloBound
-from numpyro_fed.precision import in_own_precision, is_double
+from numpyro_fed.precision import in_own_precision, is_double, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.communication import Communication, communication, exchanged_before
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
@@ -235,7 +235,8 @@ class Fit(NamedTuple):
 
         def text() -> str:
             if "text" not in self.compiled:
-                self.compiled["text"] = fingerprint(self.model, held)
+                with precision(double=self.double):
+                    self.compiled["text"] = fingerprint(self.model, held)
             return self.compiled["text"]
 
         source = "" if self.recipe is None else self.recipe.source
