@@ -28,8 +28,10 @@ from jax.scipy.linalg import solve_triangular
 SMALL = 8  # dimensions, up to which work on a whole stack is the quicker
 
 _dot = partial(jnp.matmul, precision="highest")
+_jit = partial(jax.jit, inline=True)  # or each call outside of a program would compile its loops
 
 
+@_jit
 def cholesky(A: Array) -> Array:
     r"""Cholesky factors ``L`` of symmetric matrices, :math:`A = L L'`.
 
@@ -54,6 +56,7 @@ def cholesky(A: Array) -> Array:
     return _cholesky(0.5 * (A + jnp.swapaxes(A, -1, -2)))
 
 
+@partial(_jit, static_argnames="transposed")
 def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
     r"""Solutions of :math:`L X = B`, or of :math:`L' X = B`, for lower triangular ``L``.
 
@@ -99,11 +102,13 @@ def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
     return jax.lax.custom_linear_solve(partial(_dot, lower), B, by_lower, by_upper)
 
 
+@_jit
 def cholesky_solve(L: Array, B: Array) -> Array:
     """Solutions of ``L L' X = B``, with shapes as in :func:`solve`."""
     return solve(L, solve(L, B), transposed=True)
 
 
+@_jit
 def cholesky_of_inverse(A: Array) -> Array:
     """Cholesky factors of the inverses of positive definite matrices (..., d, d)."""
     flipped = cholesky(A[..., ::-1, ::-1])[..., ::-1, ::-1]  # A = U U' with U upper triangular
@@ -111,12 +116,14 @@ def cholesky_of_inverse(A: Array) -> Array:
     return solve(jnp.swapaxes(flipped, -1, -2), eye)
 
 
+@_jit
 def inverse(A: Array) -> Array:
     """The inverses of positive definite matrices (..., d, d)."""
     K = cholesky_of_inverse(A)
     return _dot(K, jnp.swapaxes(K, -1, -2))
 
 
+@_jit
 def eigh(A: Array) -> tuple[Array, Array]:
     """Eigenvalues (..., d) and eigenvectors (..., d, d), in columns, of symmetric matrices.
 
@@ -134,28 +141,23 @@ def eigh(A: Array) -> tuple[Array, Array]:
     return _each(_eigh, A)
 
 
-@jax.custom_jvp
+@_jit
 def root_of(M: Array) -> Array:
     """The Cholesky factor (d, d) of ``M M'``, for ``M`` (d, k) with ``k`` at least ``d``.
 
     By a QR decomposition: ``M M'`` is not formed, whose condition is the square of that of ``M``.
     """
-    return _by_qr(M)
+    return _root_of(M)
 
 
-@root_of.defjvp
-def _root_of_jvp(at: tuple[Array], moving: tuple[Array]) -> tuple[Array, Array]:
-    (M,), (change,) = at, moving
-    L, across = root_of(M), _dot(change, M.T)
-    return L, _changed(L, across + across.T)
-
-
+@_jit
 @sequential_vmap
 def svd(A: Array) -> tuple[Array, Array, Array]:
     """``U`` (n, r), singular values (r,) and ``V'`` (r, k) of ``A`` (n, k); not for derivatives."""
     return tuple(jnp.linalg.svd(A, full_matrices=False))
 
 
+@_jit
 @sequential_vmap
 def least_squares(A: Array, b: Array) -> Array:
     """The shortest ``x`` of least ``|A x - b|``, for ``A`` (n, k) and ``b`` (n,) or (n, m)."""
@@ -208,6 +210,18 @@ def _changed(L: Array, change: Array) -> Array:
     """
     inner = solve(L, jnp.swapaxes(solve(L, change), -1, -2))
     return _dot(L, jnp.tril(inner) * (1 - 0.5 * jnp.eye(L.shape[-1], dtype=L.dtype)))
+
+
+@jax.custom_jvp
+def _root_of(M: Array) -> Array:
+    return _by_qr(M)
+
+
+@_root_of.defjvp
+def _root_of_jvp(at: tuple[Array], moving: tuple[Array]) -> tuple[Array, Array]:
+    (M,), (change,) = at, moving
+    L, across = _root_of(M), _dot(change, M.T)
+    return L, _changed(L, across + across.T)
 
 
 @custom_vmap
