@@ -223,7 +223,7 @@ def reverse_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Arr
         total = precision.sum(0)
         return (precision * locs).sum(0) / total, 1 / jnp.sqrt(total)
     eye = jnp.eye(roots.shape[-1], dtype=roots.dtype)
-    K = linalg.solve(roots, jnp.broadcast_to(eye, roots.shape))
+    K = linalg.solve(roots, eye)
     K = jnp.sqrt(weights)[:, None, None] * K  # least squares, in which precisions are not formed
     Q, R = jnp.linalg.qr(K.reshape(-1, K.shape[-1]))
     right = Q.T @ jnp.einsum("jab,jb->ja", K, locs).reshape(-1)

@@ -64,8 +64,8 @@ def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
     ----------
     L : (..., d, d)
         What stands above the diagonal is not read.
-    B : (..., d, k) or (..., d)
-        Columns, or a vector for each matrix: with one axis less than ``L``.
+    B : (..., d, k) or (d,)
+        Columns for each matrix, or one vector.
     transposed : bool
 
     Returns
@@ -79,7 +79,7 @@ def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
     >>> linalg.solve(jnp.array([[2.0, 0.0], [1.0, 3.0]]), jnp.array([2.0, 7.0]))
     Array([1., 2.], dtype=float32)
     """
-    if B.ndim == L.ndim - 1:
+    if B.ndim == 1:
         return solve(L, B[..., None], transposed=transposed)[..., 0]
     stack = jnp.broadcast_shapes(L.shape[:-2], B.shape[:-2])
     L, B = (jnp.broadcast_to(a, (*stack, *a.shape[-2:])) for a in (L, B))

@@ -49,8 +49,15 @@ def test_solves_are_lapacks(seed, shape, d, transposed, k):
         noise = jnp.triu(jnp.ones((d, d)), 1)  # which is not read
         found = linalg.solve(L + noise, B, transposed=transposed)
         np.testing.assert_allclose(found, lapack_solve(L, B, transposed), atol=1e-11)
-        vector = linalg.solve(L, B[..., 0], transposed=transposed)
-        np.testing.assert_allclose(vector, found[..., 0], atol=1e-11)
+
+
+def test_right_sides_go_to_all_matrices_of_a_stack(double):
+    """As many matrices as dimensions, so that nothing is taken for vectors of a stack."""
+    L, B = jnp.linalg.cholesky(stack(0, (3,), 3)), right(0, (), 3, 3)
+    for j, found in enumerate(linalg.solve(L, B)):
+        np.testing.assert_allclose(found, lapack_solve(L[j], B, False), atol=1e-12)
+        vector = linalg.solve(L, B[:, 0])[j]
+        np.testing.assert_allclose(vector, found[:, 0], atol=1e-12)
 
 
 @CASES

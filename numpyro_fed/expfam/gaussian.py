@@ -105,7 +105,7 @@ def unit_lower(below: Array, dim: int) -> Array:
 
 def solve_unit(T: Array, vector: Array) -> Array:
     """Solve ``T x = vector`` with ``T`` unit lower triangular (..., dim, dim)."""
-    return linalg.solve(T, vector)
+    return linalg.solve(T, vector[..., None])[..., 0]
 
 
 def _diagonal(dim: int) -> Family:
