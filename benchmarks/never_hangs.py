@@ -36,8 +36,8 @@ import numpyro
 import numpyro.distributions as dist
 
 import numpyro_fed as nf
-from numpyro_fed.threads import VARIABLES, cores
 
+VARIABLES = "PJRT_NPROC", "NPROC", "XLA_FLAGS"  # that would say how many threads there are
 STILL = 20.0  # seconds without any processor time, after which a child stands still
 COLUMNS = 3
 OUTCOMES = 6
@@ -135,10 +135,11 @@ def made_up(text: Text, seed: int) -> list[dict[str, Any]]:
 def fit_again(name: str, first: int, last: int) -> None:
     """Fit a model with data of these seeds, and say of each when it is done: what a child does."""
     text = MODELS[name]
+    method = nf.PVI(text.model)  # which keeps its programs
     warnings.simplefilter("ignore")  # of fits that are cut short
     for seed in range(first, last):
         key, silos = jax.random.key(seed), made_up(text, seed)
-        result = nf.PVI(text.model).run(key, 1, silos, progress_bar=False)
+        result = method.run(key, 1, silos, progress_bar=False)
         corrected = nf.importance_correct(key, result, 128, 16)
         jax.block_until_ready(corrected.weights)
         print(seed, flush=True)
@@ -174,24 +175,24 @@ def watched(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
 
 def measure(name: str, fits: int, number: int, pool: bool, cache: str) -> dict[str, Any]:
     """Fits of a model on so many cores, and how many of them stood still."""
-    kept = {k: v for k, v in os.environ.items() if k not in (*VARIABLES, "XLA_FLAGS")}
+    kept = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     env = {
         **kept,
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    pool = pool or number > cores()
+    own = sorted(os.sched_getaffinity(0))
+    pool = pool or number > len(own)
     if pool:
         env["PJRT_NPROC"] = str(number)
-    own = sorted(os.sched_getaffinity(0))[:number]
-    prefix = [] if pool else ["taskset", "-c", ",".join(map(str, own))]
+    prefix = [] if pool else ["taskset", "-c", ",".join(map(str, own[:number]))]
     began, done, still = time.monotonic(), 0, 0
     while done + still < fits:
         rest = ["--child", name, str(done + still), str(fits)]
         more, stood = watched([*prefix, sys.executable, __file__, *rest], env)
         done, still = done + more, still + stood
-    where = f"a pool of {number} threads on {cores()} cores" if pool else f"{number} cores"
+    where = f"a pool of {number} threads on {len(own)} cores" if pool else f"{number} cores"
     seconds = time.monotonic() - began
     print(f"{name}, {where}: {done} fits done, {still} stood still, {seconds:.0f} s", flush=True)
     return {"model": name, "where": where, "done": done, "still": still, "seconds": seconds}
