@@ -41,6 +41,12 @@ def test_three_level(tmp_path):
     assert {"pareto_k", "ess", "reliable"} <= set(report["correction"])
 
 
+def test_never_hangs(tmp_path):
+    report = run_quickly("never_hangs.py", tmp_path)
+    assert report["still"] == 0
+    assert [(run["model"], run["done"]) for run in report["runs"]] == [("intercepts", 1)]
+
+
 def test_pvi_step(tmp_path):
     report = run_quickly("pvi_step.py", tmp_path)
     assert len(report["steps"]) == 2

@@ -63,3 +63,12 @@ def test_no_stack_goes_to_lapack_in_a_search_for_the_mode(lowered):
     texts = lowered()
     assert any(lapack_shapes(text) for text in texts)
     assert [found for text in texts if (found := stacks(text))] == []
+
+
+def test_no_stack_goes_to_lapack_in_a_fit(lowered):
+    """From the search for the mode by a round of PVI to the importance correction."""
+    result = nf.PVI(hospitals).run(jax.random.key(0), 1, silos(), progress_bar=False)
+    nf.importance_correct(jax.random.key(1), result, 64, 8)
+    texts = lowered()
+    assert any(lapack_shapes(text) for text in texts)
+    assert [found for text in texts if (found := stacks(text))] == []
