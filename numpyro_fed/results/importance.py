@@ -18,7 +18,7 @@ from numpyro_fed.algorithms.base import Exchange
 from numpyro_fed.algorithms.importance.exchange import Weighed, importance
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
-from numpyro_fed.errors import NonFiniteError, positive_int
+from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.verdicts import check_rows_apart
@@ -34,6 +34,7 @@ from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
 from numpyro_fed.results.weighted import (
     Weighted,
+    no_weights,
     systematic,
     threshold,
     unless_interrupted,
@@ -214,15 +215,7 @@ def _weighed(result: Result, weigh: Single, key: Array, given: Array | None = No
     batches = () if result._silos is None else result._silos.batches
     found, states, info, good = weigh(key, state.server, state.silos, batches, given)
     if not bool(info.ok):
-        bad = failed_silos(good, states, batches)
-        where = f"silo {', '.join(map(str, bad))}" if bad else "the server"
-        raise NonFiniteError(
-            f"the importance weights are NaN, or all zero, at {where}. Fit for more "
-            "rounds, or look at the data and the supports of the sites there.",
-            result=result,
-            round=int(state.round),
-            silos=bad,
-        )
+        raise no_weights(result, "silo", failed_silos(good, states, batches))
     return found
 
 

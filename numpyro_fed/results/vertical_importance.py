@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.vertical.weigh import parts, weigh
-from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.moments import moments
@@ -20,6 +19,7 @@ from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.results.weighted import (
     Weighted,
+    no_weights,
     systematic,
     unless_interrupted,
     until_interrupted,
@@ -90,15 +90,7 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
             mine, result.state.server, result.state.silos, batches, fit.server_data
         )
         if not bool(info.ok):
-            bad = failed_silos(good, states, batches)
-            where = f"client {', '.join(map(str, bad))}" if bad else "the server"
-            raise NonFiniteError(
-                f"the importance weights are NaN, or all zero, at {where}. Fit for more "
-                "rounds, or look at the data and the supports of the sites there.",
-                result=result,
-                round=int(result.state.round),
-                silos=bad,
-            )
+            raise no_weights(result, "client", failed_silos(good, states, batches))
         places = [] if held is None else map(held.place, range(result.num_clients))
         return weighed, [states[b][i] for b, i in places], -float(info.loss)
 

@@ -16,7 +16,7 @@ from blackjax.diagnostics import psis_weights
 from jax import Array
 
 from numpyro_fed import html
-from numpyro_fed.errors import Interrupted
+from numpyro_fed.errors import Interrupted, NonFiniteError
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import Moments
 from numpyro_fed.results.rounding import Rounding
@@ -240,6 +240,18 @@ class Weighted(ABC):
 
 Part = TypeVar("Part")
 Correction = TypeVar("Correction", bound=Weighted)
+
+
+def no_weights(result: Any, owner: str, bad: tuple[int, ...]) -> NonFiniteError:
+    """The error where weights are NaN or all zero; ``bad`` are the silos or clients at fault."""
+    where = f"{owner} {', '.join(map(str, bad))}" if bad else "the server"
+    return NonFiniteError(
+        f"the importance weights are NaN, or all zero, at {where}. Fit for more "
+        "rounds, or look at the data and the supports of the sites there.",
+        result=result,
+        round=int(result.state.round),
+        silos=bad,
+    )
 
 
 def until_interrupted(exchange: Callable[[int], Part], number: int) -> tuple[list[Part], bool]:
