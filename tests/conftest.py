@@ -25,14 +25,25 @@ import pytest
 SLOW = Path(__file__).with_name("slow.txt").read_text().split()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="K/N", help="of the slow tests every N-th, from the K-th")
+
+
+def pytest_collection_modifyitems(config, items):
     """Mark the tests of ``slow.txt``, those that take more than five seconds: of a function
-    all its cases or one, of a file all its tests.
+    all its cases or one, of a file all its tests. With ``--part`` leave out the other parts.
     """
+    slow = []
     for item in items:
         name = item.nodeid.split("[")[0]
-        if any(slow in (name, item.nodeid) or name.startswith(f"{slow}::") for slow in SLOW):
+        if any(line in (name, item.nodeid) or name.startswith(f"{line}::") for line in SLOW):
             item.add_marker("slow")
+            slow.append(item)
+    if part := config.getoption("part", None):
+        k, n = map(int, part.split("/"))
+        others = set(slow) - set(slow[k % n :: n])
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=list(others))
 
 
 @pytest.fixture(scope="module", autouse=True)

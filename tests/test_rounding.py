@@ -140,6 +140,7 @@ def test_a_cast_that_loses_a_columns_spread_is_an_error(y, words):
     "y",
     [
         np.full(5, 1e8 + 0.3),  # constant: nothing is lost
+        1 + 4e-16 * np.arange(7.0),  # constant, but for the rounding of a computation in double
         1e6 + np.arange(20.0),  # held exactly
         1.7e9 + 1e7 * np.arange(20.0),  # moved by a small share of the spread
         np.zeros((0, 3)),

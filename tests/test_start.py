@@ -152,7 +152,7 @@ def test_units_of_the_covariates_do_not_matter(method, rounds, data):
     shift, mix = data.draw(st.floats(-3, 3)), data.draw(st.floats(-2, 2))
     A = np.array([[1.0, shift * scale], [0.0, scale]]) @ np.array([[1.0, 0.0], [mix / scale, 1.0]])
     mean, sd = predictor(method, rounds, rows)
-    other, width = predictor(method, rounds, {**rows, "x": rows["x"] @ A})
+    other, width = predictor(method, rounds, {**rows, "x": (rows["x"] @ A).astype(np.float32)})
     assert (np.abs(other - mean) < 0.05 * sd).all()
     assert (np.abs(width / sd - 1) < 0.05).all()
 

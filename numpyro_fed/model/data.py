@@ -187,9 +187,12 @@ def _check_cast(owner: str, name: str, original: np.ndarray, array: np.ndarray) 
     """Refuse a column whose values single precision moves by a share of their spread."""
     rows = original.reshape(-1, original.shape[-1] if original.ndim > 1 else 1)
     sd = np.std(rows - rows[:1], axis=0)
-    gap = np.spacing(np.abs(array).reshape(rows.shape).max(0, initial=0.0)).astype(np.float64)
+    largest = np.abs(array).reshape(rows.shape).max(0, initial=0.0)
+    gap = np.spacing(largest).astype(np.float64)
     moved = np.abs(array.reshape(rows.shape) - rows).max(0, initial=0.0) > 0
-    lost = moved & (sd > 0) & (sd < GAPS * gap)
+    # A column of ones that was computed holds 1 + 1e-16: it is constant, and stays so.
+    varies = sd > 64 * np.finfo(rows.dtype).eps * largest
+    lost = moved & varies & (sd < GAPS * gap)
     if not lost.any():
         return
     column = int(lost.argmax())
