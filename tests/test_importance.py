@@ -17,7 +17,7 @@ from problems import cut, parts
 import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.exchange import importance
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
-from numpyro_fed.algorithms.importance.proposals import proposal
+from numpyro_fed.algorithms.importance.proposals import _root, proposal
 from numpyro_fed.guides.structured import Origin
 from numpyro_fed.results import importance as correction
 from numpyro_fed.results.importance import _inner_draws
@@ -362,6 +362,20 @@ def test_wider_draws_keep_weights_bounded(width):
     assert fixed.pareto_k < 0.5
     assert fixed.fit_trusted == (width == 1.0)
     np.testing.assert_allclose(fixed.log_evidence, exact()[2], atol=4 / np.sqrt(fixed.ess))
+
+
+def test_wider_draws_stay_on_a_narrow_ridge():
+    """Of a line over a covariate near 1e7, where intercept and slope are next to one number.
+
+    Beside the ridge no wider draw had weight, and a guide that was 30 times too narrow looked fine.
+    """
+    with jax.enable_x64(True):
+        z = np.random.default_rng(0).normal(size=(1_000, 2))
+        z = jnp.asarray(z @ [[1.0, -1e-7], [0.0, 1e-14]])
+        L = _root(z)
+        beside = np.linalg.cond(np.linalg.solve(L, (z - z.mean(0)).T))
+    assert beside == pytest.approx(1, rel=1e-2)
+
 
 
 def test_too_few_draws_for_a_tail_are_not_trusted():

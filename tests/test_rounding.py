@@ -11,7 +11,6 @@ from problems import cut
 
 import numpyro_fed as nf
 from numpyro_fed.model.data import read
-from numpyro_fed.results.moments import moments
 from numpyro_fed.results.rounding import Rounding
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(7)
@@ -239,15 +238,3 @@ def test_precision_of_gamma_functions_does_not_spoil_a_beta_regression():
     found = nf.fit(KEY, model, cut({"y": y}, (30, 50)), progress_bar=False)
     assert found.trusted
     assert abs(found.log_evidence) < 100
-
-
-def test_nothing_is_known_where_the_draws_from_farther_lie_in_one_point():
-    """So they did for a covariate near 2,000 with a spread of 6e-6: the fit's draws alone, of an
-    sd that was 30 times too small, looked like those of a good fit.
-    """
-    z = np.random.default_rng(0).normal(size=(400, 1))
-    own = np.arange(400) < 200
-    even = np.full(400, 1 / 400)
-    assert np.isfinite(moments(np.where(own[:, None], z, 20 * z), even, own).error).all()
-    assert np.isfinite(moments(z, even, np.full(400, True)).error).all()
-    assert np.isinf(moments(np.where(own[:, None], z, 3.0), even, own).error).all()

@@ -361,6 +361,8 @@ class _Fitting:
         if best is None or start is None or start.log_evidence is None:
             return ()
         evidence = np.array([start.log_evidence, *(p.log_evidence for p in start.others)])
+        if not np.isfinite(evidence.max()):
+            return ()
         share = np.exp(evidence - np.logaddexp.reduce(evidence))[1:]
         z, w = np.asarray(best._z_G, float), best.weights
         near = [w @ (distance(p, z) <= APART + math.sqrt(self.fm.dim)) for p in start.others]

@@ -11,7 +11,6 @@ from blackjax.diagnostics import psis_weights
 from jax import Array
 
 AT_ONCE = 64  # coordinates
-NARROW = 0.1  # times the fit's sd: other draws that lie closer together do not reach beyond it
 FAR = 100.0  # log term, less the largest, that counts as none
 
 
@@ -28,8 +27,7 @@ class Moments(NamedTuple):
     ----------
     mean, sd : (dim,)
     error : (2, dim)
-        Standard errors of mean and sd, in sds; infinite where the draws that are meant to reach
-        farther than the fit's lie in one point, since rounding has taken their directions away.
+        Standard errors of mean and sd, in sds.
     shift : (2, dim)
         Mean and sd of the fit less these, in sds.
     shift_error : (2, dim)
@@ -60,13 +58,10 @@ def moments(z: np.ndarray, weights: np.ndarray, own: np.ndarray) -> Moments:
     standard = (z - mean) / scale
     first, second = standard, (standard**2 - (sd > 0)) / 2
 
-    others = z[~own].std(0) if not own.all() else np.full(z.shape[1], np.inf)
-    blind = others < NARROW * z[own].std(0)
-
     def error(w: np.ndarray) -> np.ndarray:
         """Infinite where a mean or an sd is not finite: nothing is known there."""
         found = np.sqrt(np.stack([w**2 @ first**2, w**2 @ second**2]))
-        return np.where(np.isfinite(mean) & np.isfinite(sd) & ~blind, found, np.inf)
+        return np.where(np.isfinite(mean) & np.isfinite(sd), found, np.inf)
 
     fit_sd = np.sqrt(fit @ (z - fit @ z) ** 2)
     shift = np.stack([(fit @ z - mean) / scale, (fit_sd - sd) / scale])

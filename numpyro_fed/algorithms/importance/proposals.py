@@ -161,14 +161,18 @@ def _coordinates(sites: Sequence[Site]) -> np.ndarray:
 
 
 def _root(z: Array) -> Array:
-    """A lower triangular root of the covariance of draws (n, dim); of its diagonal for many."""
+    """A lower triangular root of the covariance of draws (n, dim); of its diagonal for many.
+
+    From the draws themselves, since a covariance holds no correlation above 1 - 1e-16: wider
+    draws beside a narrow ridge, as of a line over a far covariate, would meet nothing.
+    """
     n, dim = z.shape
     sd = z.std(0)
     if dim > FULL_UP_TO or n < 10 * dim:
         return jnp.diag(sd)
-    standard = (z - z.mean(0)) / sd
-    L = linalg.cholesky(standard.T @ standard / n + 1e-4 * jnp.eye(dim))
-    return sd[:, None] * jnp.where(jnp.isfinite(L).all(), L, jnp.eye(dim))
+    L = linalg.root_of(((z - z.mean(0)) / sd).T / math.sqrt(n))
+    usable = jnp.isfinite(L).all() & (jnp.diagonal(L) > 0).all()
+    return sd[:, None] * jnp.where(usable, L, jnp.eye(dim))
 
 
 def prior_spread(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray] | None:
