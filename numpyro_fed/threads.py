@@ -17,8 +17,7 @@ import warnings
 import jaxlib.version
 
 AFFECTED = (0, 10, 0), (0, 11, 1)  # versions of jaxlib: from the first on, before the second
-ENOUGH = 16  # threads, which no program is known to have stopped
-POOL = 32  # threads: more than are needed cost nothing but memory, as most of them wait
+POOL = 32  # threads, which no program is known to have stopped: most of them wait
 VARIABLES = ("PJRT_NPROC", "NPROC")
 
 
@@ -30,7 +29,7 @@ def make_pool_large_enough() -> None:
     Where JAX has its pool already there is a warning.
     """
     first, past = AFFECTED
-    alone_or_enough = cores() == 1 or cores() >= ENOUGH
+    alone_or_enough = cores() == 1 or cores() >= POOL
     if not first <= jaxlib_version() < past or alone_or_enough or set(VARIABLES) & set(os.environ):
         return
     if backend_is_there():

@@ -377,7 +377,6 @@ def test_wider_draws_stay_on_a_narrow_ridge():
     assert beside == pytest.approx(1, rel=1e-2)
 
 
-
 def test_too_few_draws_for_a_tail_are_not_trusted():
     fixed = corrected(num_draws=1, inner_draws=2)
     assert fixed.pareto_k == np.inf

@@ -118,6 +118,10 @@ def test_draws_go_to_arviz(corrected, tmp_path):
     corrected.save(tmp_path / "fit")
     found = nf.load(tmp_path / "fit").to_arviz(num_samples=30)
     assert found.posterior["mu"].shape == (1, 30)
+    most = nf.load(tmp_path / "fit").to_arviz(num_samples=5_000).posterior
+    assert most["mu"].shape == (1, int(corrected.ess))
+    assert most.attrs["verdict"] == corrected.report()
+    assert most.attrs["ess"] == pytest.approx(corrected.ess)
 
 
 # --- with them -------------------------------------------------------------------------------
@@ -181,6 +185,9 @@ def test_the_whole_of_fit_goes_on(tmp_path):
     fitted.save(tmp_path / "fit")
     again = nf.load(tmp_path / "fit", model, silos())
     assert again.verdict == fitted.verdict
+    without = nf.load(tmp_path / "fit")
+    assert without.double
+    assert equal(without.sample_posterior(KEY, 99), fitted.sample_posterior(KEY, 99))
     assert equal(again.sample_posterior(KEY, 9, silo=1), fitted.sample_posterior(KEY, 9, silo=1))
     assert type(again.corrected.result) is type(fitted.corrected.result)
 

@@ -210,6 +210,12 @@ MALFORMED = {
         M,
         "silo 1, silo_plate 'row'",
     ),
+    "standardised, sizes that are numbers": (
+        lambda x, y, n: static_size((x - x.mean()) / x.std(), y, n),
+        [pair(20, n=20), pair(15, n=15)],
+        M,
+        "silo 0, silo_plate 'row': the term of row",
+    ),
     "centred outcomes": (
         lambda x, y: linear(x, y - y.mean()),
         [pair(8), pair(9)],
@@ -252,6 +258,7 @@ MALFORMED = {
                 "silo 1, site 'y': the observed value 2 of row 1.*3 such.*0 and 1.*y - 1",
             ),
             "Bernoulli -1 and 1": (BERNOULLI, [-1, 1], [1], "silo 0, site 'y'.* -1 of row 0"),
+            "soft labels": (BERNOULLI, [0.0, 1.0], [0.3], "silo 1.* 0.3 of row 0.*numpyro.factor"),
             "negative counts": (POISSON, [3], [3, 2, -1], "silo 1, site 'y'.* -1 of row 2"),
             "counts with halves": (POISSON, [3.0], [2.5], "silo 1, site 'y'.* 2.5 of row 0"),
             "negative binomial": (NB, [3], [-3], "silo 1, site 'y'.* -3 of row 0"),
@@ -347,6 +354,13 @@ def test_malformed_input_is_refused_before_a_method_compiles(model, silos, kind,
     with pytest.raises(kind, match=words):
         nf.fit(KEY, model, silos, **QUIET)
     assert programs_of_methods(compiled) == []
+
+
+def test_rows_that_fill_up_a_silo_are_not_counted():
+    """Three values are wrong at silo 0, which is filled up to the length of silo 1."""
+    silos = [outcomes([2, 1, 2, 2], 4), outcomes([0, 1], 6)]
+    with pytest.raises(D, match=r"silo 0.* 2 of row 0, the first of 3 such values"):
+        nf.PVI(BERNOULLI).run(KEY, 1, silos, **QUIET)
 
 
 def test_there_are_forty_of_them():
@@ -524,6 +538,12 @@ def map_of(n):
     return {"W": RNG.random((n, n)), **pair(n)}
 
 
+def bounded_by_a_parameter(x, y):
+    top = numpyro.param("top", 1.0)
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Uniform(0, top), obs=y)
+
+
 LEGIT = {
     "hospitals": (hospitals, [with_hospitals(0, 1, 1), with_hospitals(0, 0, n=1)]),
     "ragged visits": (ragged, [seen_counts(4), seen_counts(5)]),
@@ -550,6 +570,11 @@ LEGIT = {
     "neighbours, one silo": (neighbours, [map_of(4)]),
     "matched sets": (matched, [{"sets": np.arange(n) % 3, **outcomes([1, 0], n)} for n in (6, 9)]),
     "bounds that are latents": (bounded_by_a_latent, [outcomes([9.0]), outcomes([0.5])]),
+    "bounds that are parameters": (bounded_by_a_parameter, [outcomes([3.0]), outcomes([0.5])]),
+    "angles from 0 to a full circle": (
+        under(lambda b, x: dist.VonMises(b, 2.0)),
+        [outcomes([0.5, 6.0]), outcomes([-3.0])],
+    ),
     "total counts": (counted, [{"total": np.array([3, 9]), "y": np.array([3, 4])}] * 2),
     "a mask without entries": (linear, [changed(5, "y", np.ma.masked_array(FLOATS)), GOOD]),
     "sizes that are numbers": (static_size, [pair(4, n=4), pair(5, n=5)]),
@@ -567,6 +592,14 @@ LEGIT = {
 @pytest.mark.parametrize(("model", "silos"), LEGIT.values(), ids=LEGIT)
 def test_models_of_many_kinds_are_not_refused(model, silos):
     nf.SFVI(model, start=None).cost(silos)
+
+
+def test_a_bound_in_single_precision_may_lie_beyond_itself():
+    """0.6 of single precision is above that of double, and has no density there."""
+    y = np.array([0.1, 0.6], np.float32)
+    tenths = under(lambda b, x: dist.Uniform(0.1, 0.6))
+    with jax.enable_x64(True), pytest.raises(D, match=r"0.60000002.*single precision.*clip"):
+        nf.SFVI(tenths, start=None).cost([{"x": np.zeros(2, np.float32), "y": y}] * 2)
 
 
 def test_each_runs_own_values_are_judged_by_programs_of_the_first(compiled):

@@ -11,6 +11,7 @@ from problems import cut
 
 import numpyro_fed as nf
 from numpyro_fed.model.data import read
+from numpyro_fed.results.moments import moments
 from numpyro_fed.results.rounding import Rounding
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(7)
@@ -110,6 +111,17 @@ def test_an_sd_is_held_against_the_gap_between_numbers():
     assert found.lost.tolist() == [False, True]
     np.testing.assert_allclose(found.gap[1], 0.0625)
     assert rounding(z[:, :1], np.zeros(500, np.float32)).fine
+
+
+def test_one_draw_that_has_all_the_weight_says_nothing_of_rounding():
+    """Its sd of 0 is no lost precision: another fit may still do better."""
+    z, weights = np.linspace(-1, 1, 400)[:, None], np.eye(400)[7]
+    found = moments(z, weights, np.arange(400) < 200)
+    assert found.sd == 0
+    assert np.isinf(found.error).all()
+    assert not Rounding.of(z, weights, jnp.zeros(400), found.mean, found.sd).lost.any()
+    even = np.full(400, 1 / 400)
+    assert Rounding.of(z, even, jnp.zeros(400), found.mean, found.sd).lost.all()
 
 
 def test_large_log_densities_are_rounded_by_nats():

@@ -142,7 +142,10 @@ def fit(
         try:
             return fitting.run()
         except KeyboardInterrupt as error:
-            raise fitting.interrupted(error) from error
+            partly = fitting.interrupted(error)
+            if partly is error:
+                raise
+            raise partly from error
 
 
 _kept: dict[Any, PVI | SFVI] = {}

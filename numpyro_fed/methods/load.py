@@ -23,8 +23,9 @@ from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
-from numpyro_fed.precision import precision
-from numpyro_fed.results.base import Result, to_arviz
+from numpyro_fed.precision import in_own_precision, precision
+from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.results.weighted import systematic
@@ -60,6 +61,8 @@ class Saved:
         How that was made, in words.
     report : str
         The verdict of the correction alone, where there is one.
+    double : bool
+        Whether the fit was made in double precision.
     """
 
     kind: str
@@ -74,6 +77,7 @@ class Saved:
     losses: np.ndarray = field(repr=False)
     settings: dict[str, Any] = field(repr=False)
     report: str = field(repr=False)
+    double: bool
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], saved: Mapping[str, Any]) -> Saved:
@@ -93,8 +97,10 @@ class Saved:
             losses=arrays["losses"],
             settings=dict(saved["settings"]),
             report=words.get("report", words.get("verdict", EARLIER)),
+            double=_is_double(arrays),
         )
 
+    @in_own_precision
     def sample_posterior(self, key: Array, n: int) -> dict[str, np.ndarray]:
         """Draw globals, resampled from the draws of the file by their weights.
 
@@ -118,8 +124,12 @@ class Saved:
         return {site: values[chosen] for site, values in self.draws.items()}
 
     def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
-        """Posterior draws as ArviZ ``InferenceData`` (needs the extra ``examples``)."""
-        return to_arviz(self.sample_posterior, key, num_samples)
+        """Posterior draws for ArviZ, as of the fit that was saved: see :meth:`Fitted.to_arviz`."""
+        attributes: dict[str, float | str] = {"verdict": self.verdict}
+        if self.ess is not None and self.pareto_k is not None:
+            attributes |= {"ess": self.ess, "pareto_k": self.pareto_k}
+        worth = 1 / (self.weights**2).sum() if len(self.weights) else 0.0
+        return to_arviz(self.sample_posterior, key, num_samples, worth=worth, attributes=attributes)
 
     def __str__(self) -> str:
         return self.verdict

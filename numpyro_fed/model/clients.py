@@ -125,11 +125,11 @@ def _plain_sum(clients: Clients) -> Array:
 
 def total(clients: Clients, predictions: Sequence[Array]) -> Array:
     """The sum, once it is known that all predictions have one shape."""
-    check_shapes(clients, predictions)
+    check_predictions(clients, predictions)
     return sum(predictions[1:], predictions[0])
 
 
-def check_shapes(clients: Clients, predictions: Sequence[Any]) -> None:
+def check_predictions(clients: Clients, predictions: Sequence[Any]) -> None:
     """Refuse predictors whose results (anything with a shape and a dtype) differ."""
     first = predictions[0]
     for j, g in enumerate(predictions):

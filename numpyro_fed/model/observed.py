@@ -14,7 +14,7 @@ from jax import Array
 from numpyro.distributions import Distribution, constraints
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.binding import trace_at
+from numpyro_fed.model.binding import Theta, trace_at
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.padding import Bucket
@@ -46,14 +46,26 @@ class Seen(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a message says of a site: its distribution, the values that it takes, a remedy, and the
-    dimension of its silo plate.
+    """What a message says of a site.
+
+    Attributes
+    ----------
+    name : str
+        Of its distribution.
+    takes : str
+        The values that this takes, in words.
+    remedy : str
+    plates : tuple of (str, int)
+        The silo plates around it, and their dimensions among the batch's.
+    whole : bool
+        Whether it takes whole numbers only.
     """
 
     name: str
     takes: str
     remedy: str
-    dim: int
+    plates: tuple[tuple[str, int], ...]
+    whole: bool
 
 
 At = Callable[[SiloData, Any], tuple[dict[str, Array], dict[str, Any]]]
@@ -64,7 +76,7 @@ class Supports:
 
     ``at(data, point)`` returns the density and the message of each site where all latents are one
     number. A site is judged where its support and masks depend on data alone: one whose bounds are
-    latents (``Uniform(0, theta)``) is left to its density.
+    latents or parameters (``Uniform(0, theta)``) is left to its density.
     """
 
     def __init__(self, sites: Sequence[Site], at: At, owner: str):
@@ -88,7 +100,7 @@ class Supports:
 
         def at(data: SiloData, point: Array | float) -> Any:
             key, sizes = jax.random.key(0), fm.sizes(data)
-            theta = {**fm.init_theta(key), **fm.init_private(key, data)}
+            theta = _moved({**fm.init_theta(key), **fm.init_private(key, data)}, point)
             z_L = {p.name: jnp.full((sizes[p.name], p.dim), point) for p in fm.plates}
             return trace_at(fm.text, fm.sites, theta, jnp.full(fm.dim, point), z_L, data)
 
@@ -102,7 +114,7 @@ class Supports:
         def at(data: SiloData, point: Array | float) -> Any:
             total = jnp.full(model.shape, point, model.dtype)
             whole = replace(data, arrays={**data.arrays, TOTAL: total})
-            theta = half.init_theta(jax.random.key(0), whole)
+            theta = _moved(half.init_theta(jax.random.key(0), whole), point)
             return half.log_probs(theta, jnp.full(half.dim, point), whole)
 
         return cls(half.sites, at, "the server")
@@ -161,16 +173,32 @@ class Supports:
     def _refuse(self, b: Bucket, name: str, values: np.ndarray, bad: np.ndarray, why: str) -> None:
         i, *place = (int(k) for k in np.argwhere(bad)[0])
         silo = jax.tree.map(lambda a: a[i], b.data)
-        kind, count = self._judged(silo)[name], int(bad[i].sum())
-        row = place[kind.dim] if place else 0
-        value = np.array2string(values[(i, *place)], precision=6, threshold=8)
+        kind, real = self._judged(silo)[name], bad[i]
+        for plate, dim in kind.plates:
+            mask = silo.masks.get(plate, np.array(True))
+            real = real & mask.reshape(mask.shape + (1,) * (mask.ndim * (-dim - 1)))
+        count = int(real.sum())
+        row = place[kind.plates[0][1] if kind.plates else 0] if place else 0
+        found = values[(i, *place)]
+        value = np.array2string(found, precision=9 if why else 6, threshold=8)
+        remedy = kind.remedy
+        if why and not remedy:
+            remedy = "Rounded to single precision a bound may lie beyond itself: clip there. "
+        if kind.whole and (found % 1).any():
+            remedy = "A term of numbers that are not whole is a numpyro.factor. "
         others = f", the first of {count} such values" if count > 1 else ""
         owner = self._owner.format(b.silos[i])
         raise DataError(
             f"{owner}, site '{name}': the observed value {value} of row {row}{others} is "
-            f"impossible: {kind.name} takes {kind.takes}{why}. {kind.remedy}Leave out what is "
+            f"impossible: {kind.name} takes {kind.takes}{why}. {remedy}Leave out what is "
             "missing by a boolean array in the data and numpyro.handlers.mask around the site."
         )
+
+
+def _moved(theta: Theta, point: Array | float) -> Theta:
+    """Parameters as they are, but as values that depend on the point, like latents."""
+    nothing = 0.0 * jnp.asarray(point)
+    return {name: jax.tree.map(lambda a: a + nothing, value) for name, value in theta.items()}
 
 
 def alone(data: SiloData) -> Bucket:
@@ -210,18 +238,20 @@ def _inside(fn: Distribution, value: Array) -> tuple[Array, Array]:
         return ~nothing, nothing  # it does not say what it holds
     if discrete:
         return inside, nothing
-    step = jnp.maximum(1e-30, 2 * jnp.finfo(value.dtype).eps * jnp.abs(value))
+    single = jnp.finfo(jnp.float32).eps  # in which data often come, whatever is computed in
+    step = jnp.maximum(1e-30, 2 * single * jnp.abs(value))
     below, above = _holds(support, value - step), _holds(support, value + step)
     closed = inside | below | above
     return closed, closed & ~(inside & below & above)
 
 
 def _support_of(fn: Distribution) -> Any:
-    """None where a distribution does not say what it takes."""
+    """The support; None where a distribution does not say it, or takes all angles."""
     try:
-        return fn.support
+        support = fn.support
     except (NotImplementedError, AssertionError):
         return None
+    return None if support is constraints.circular else support
 
 
 def _holds(support: Any, value: Array) -> Array:
@@ -240,8 +270,8 @@ def _kind_of(site: dict[str, Any]) -> Kind:
         name, remedy = "Categorical", "Categories count from 0. "
     if isinstance(fn, dist.Beta):
         remedy = "(y * (n - 1) + 0.5) / n moves 0 and 1 of n values inside. "
-    plates = silo_frames(site) or site["cond_indep_stack"]
-    return Kind(name, takes, remedy, plates[0].dim if plates else 0)
+    plates = tuple((f.name, f.dim) for f in silo_frames(site) or site["cond_indep_stack"])
+    return Kind(name, takes, remedy, plates, bool(getattr(_support_of(fn), "is_discrete", False)))
 
 
 def _words(support: Any) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.binding import Theta, bind, trace_at
-from numpyro_fed.model.clients import Clients, at_client_sum, check_shapes
+from numpyro_fed.model.clients import Clients, at_client_sum, check_predictions
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.feasible import feasible
@@ -180,7 +180,7 @@ def split(whole: Text, *, share_response: bool = False) -> Roles:
     alike = zip(predictors, halves, strict=True)
     halves = [known.setdefault((predictor, half.sites), half) for predictor, half in alike]
     predicted = [_predicted(half, data) for half, data in zip(halves, clients, strict=True)]
-    check_shapes(replace(found, columns=tuple(columns)), predicted)
+    check_predictions(replace(found, columns=tuple(columns)), predicted)
     for j, (half, data) in enumerate(zip(halves, clients, strict=True)):
         _check_client(text, arrays, half, data, j)
     shape, dtype = predicted[0].shape, str(predicted[0].dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,8 +26,8 @@ def separable(
 
     A plate is left out where nobody can say what its rows would be on their own: where a site
     stands in two silo plates at once, where the text does not run with a row less (an adjacency
-    matrix, a size that is a number), or where it joins rows by an index among the data (the sum
-    over the members of a group).
+    matrix), or where it joins rows by an index among the data (the sum over the members of a
+    group).
 
     Parameters
     ----------
@@ -53,14 +54,22 @@ def separable(
 
 
 def follows(fm: FederatedModel, silo: SiloData, keys: Sequence[str], plate: str) -> bool:
-    """Whether the text runs when these arrays are a row shorter, and the plate is so, too."""
+    """Whether the text runs when these arrays are a row shorter, and the plate is so, too.
+
+    Where the plate's size is a number among the arguments, with that number one less.
+    """
+    size = fm.sizes(silo)[plate]
     cut = replace(silo, arrays={k: a[:-1] if k in keys else a for k, a in silo.arrays.items()})
-    try:
-        sizes = fm.sizes(cut)
-        jax.eval_shape(lambda data: _terms(fm, data), cut)
-    except (TypeError, ValueError, IndexError):
-        return False
-    return bool(keys) and sizes[plate] == fm.sizes(silo)[plate] - 1
+    less = tuple((k, v - 1 if type(v) is int and v == size else v) for k, v in silo.static)
+    for shorter in (cut, replace(cut, static=less)) if keys else ():
+        try:
+            sizes = fm.sizes(shorter)
+            jax.eval_shape(partial(_terms, fm), shorter)
+        except (TypeError, ValueError, IndexError):
+            continue
+        if sizes[plate] == size - 1:
+            return True
+    return False
 
 
 def _terms(fm: FederatedModel, data: SiloData) -> Rows:

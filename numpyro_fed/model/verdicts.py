@@ -269,7 +269,8 @@ def summarised(found: Moved, silo: int, plate: str, keys: Sequence[str]) -> str:
         f"{list(keys)}, were replaced by those of yet others. The same rows cut into other silos "
         "are then another model: compute what sums up rows (x.mean(0), say) before the run, over "
         "all silos, and pass it as data. Where the rows of a silo belong together (a time "
-        "series), make them one row: silo_plate('silo', 1), and .to_event(1) of y[None]."
+        "series, the strata of a partial likelihood), make them one row: with "
+        "silo_plate('silo', 1), .to_event(1) of y[None], or numpyro.factor('l', terms.sum()[None])."
     )
 
 

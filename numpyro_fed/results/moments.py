@@ -27,7 +27,7 @@ class Moments(NamedTuple):
     ----------
     mean, sd : (dim,)
     error : (2, dim)
-        Standard errors of mean and sd, in sds.
+        Standard errors of mean and sd, in sds; infinite where all draws that count coincide.
     shift : (2, dim)
         Mean and sd of the fit less these, in sds.
     shift_error : (2, dim)
@@ -59,9 +59,9 @@ def moments(z: np.ndarray, weights: np.ndarray, own: np.ndarray) -> Moments:
     first, second = standard, (standard**2 - (sd > 0)) / 2
 
     def error(w: np.ndarray) -> np.ndarray:
-        """Infinite where a mean or an sd is not finite: nothing is known there."""
+        """Infinite where nothing is known: where draws coincide, or a moment is not finite."""
         found = np.sqrt(np.stack([w**2 @ first**2, w**2 @ second**2]))
-        return np.where(np.isfinite(mean) & np.isfinite(sd), found, np.inf)
+        return np.where(np.isfinite(mean) & np.isfinite(sd) & (sd > 0), found, np.inf)
 
     fit_sd = np.sqrt(fit @ (z - fit @ z) ** 2)
     shift = np.stack([(fit @ z - mean) / scale, (fit_sd - sd) / scale])

@@ -11,6 +11,7 @@ from jax import Array
 from numpyro_fed.model.sites import Site
 
 SPACINGS = 50.0  # an sd of fewer gaps between numbers is made of rounding to a percent or more
+FEW = 10.0  # effective draws: the sd of fewer says nothing of rounding
 NATS = 0.1  # by which rounding may move a log weight: an sd then stays right to a percent
 
 
@@ -22,7 +23,7 @@ class Rounding(NamedTuple):
     dtype : str
         Of the numbers in which the draws and their densities were computed.
     mean, sd : (dim,) array
-        Of the draws, by coordinate.
+        Of the draws, by coordinate; sds are infinite where too few draws count to tell them.
     nats : float
         About how far rounding moves a log weight: the precision's machine epsilon times the
         largest log density, in size, of a draw that counts.
@@ -44,6 +45,8 @@ class Rounding(NamedTuple):
     ) -> Rounding:
         """Judge draws ``z`` (n, dim) by their weights, and by their mean and sd (dim,)."""
         dtype = np.dtype(z.dtype)
+        known = 1 / (weights**2).sum() >= FEW
+        sd = sd if known else np.full_like(sd, np.inf)
         size = np.abs(np.asarray(log_weights, np.float64)[weights > 0])
         nats = float(np.finfo(dtype).eps * size[np.isfinite(size)].max(initial=0.0))
         return cls(str(dtype), mean, sd, nats)
