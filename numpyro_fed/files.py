@@ -69,9 +69,11 @@ def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> 
     _sweep(file)
     if os.name == "posix":  # elsewhere a folder cannot be opened
         folder = os.open(file.parent, os.O_RDONLY)
-        with suppress(OSError):  # some network file systems know no such thing
-            os.fsync(folder)  # so that the new name, too, outlives a loss of power
-        os.close(folder)
+        try:
+            with suppress(OSError):  # some network file systems know no such thing
+                os.fsync(folder)  # so that the new name, too, outlives a loss of power
+        finally:
+            os.close(folder)
 
 
 def _sweep(file: Path) -> None:

@@ -182,8 +182,8 @@ class Supports:
         found = values[(i, *place)]
         value = np.array2string(found, precision=9 if why else 6, threshold=8)
         remedy = kind.remedy
-        if why and not remedy:
-            remedy = "Rounded to single precision a bound may lie beyond itself: clip there. "
+        if why and not remedy and (found % 1).any():
+            remedy = "Single precision may round a bound to a number beyond it: clip to the bound. "
         if kind.whole and (found % 1).any():
             remedy = "A term of numbers that are not whole is a numpyro.factor. "
         others = f", the first of {count} such values" if count > 1 else ""
