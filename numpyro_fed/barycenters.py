@@ -229,9 +229,3 @@ def reverse_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Arr
     right = Q.T @ jnp.einsum("jab,jb->ja", K, locs).reshape(-1)
     loc = linalg.solve(R.T, right, transposed=True)
     return loc, linalg.root_of(linalg.solve(R.T, eye, transposed=True))
-
-
-def of_precision(precision: Array, first: Array) -> tuple[Array, Array]:
-    """Mean and Cholesky factor of the covariance, from natural parameters."""
-    root = linalg.cholesky_of_inverse(precision)
-    return root @ (root.T @ first), root

@@ -79,29 +79,6 @@ class LocallyEnhanced:
     draws: int | Mapping[str, int] = 20
 
 
-class SiloBound(NamedTuple):
-    """A silo's term of the bound as pure functions.
-
-    Attributes
-    ----------
-    shapes : (sizes, particles) -> {plate: (rows, particles, K_outer, K, dim)}
-        Of the noise of one evaluation, standard normals.
-    value : (theta, eta, z_G, origin, noise, data) -> ()
-        The bound at one ``z_G``; ``noise`` is that of one particle, (rows, K_outer, K, dim).
-        ``jax.grad`` of it is the estimator that the objective stands for.
-    sample : (key, theta, eta, z_G, origin, data) -> z_L
-        One draw of the locals, {plate: (rows, dim)}, resampled by its weight where ``K > 1``.
-    """
-
-    shapes: Callable[[Sizes, int], dict[str, tuple[int, ...]]]
-    value: Callable[..., Array]
-    sample: Callable[..., Rows]
-
-    def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
-        """All noise of one evaluation; padded rows shift nobody's draws."""
-        return normals(key, 0, self.shapes(sizes, particles))[1]
-
-
 def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Array, Rows]:
     """Standard normals: ``number`` of them, and for each plate an array, rows first.
 
@@ -168,146 +145,188 @@ class _At(NamedTuple):
     data: SiloData
 
 
-def silo_bound(
-    fm: FederatedModel, guide: Guide, draws: Mapping[str, int], *, plain: bool = False
-) -> SiloBound:
-    """Build a silo's term of the bound for given numbers of draws.
+@dataclass(frozen=True, eq=False)
+class SiloBound:
+    """A silo's term of the bound, for a model, a guide and numbers of draws.
 
-    The gradient of a ``plain`` one is the derivative of its value, as line searches need it.
+    Attributes
+    ----------
+    model : FederatedModel
+    guide : Guide
+    draws : dict of str to int
+        ``K`` of each silo plate that has latents: :func:`draws_by_plate`.
+    plain : bool
+        Whether the gradient is the derivative of the value, as line searches need it, and not the
+        estimator that the objective stands for.
     """
-    k_outer = max((draws[p] for p in guide.outer), default=1)
-    k_rows = max((draws[p] for p in guide.rows), default=1)
-    dims = {p.name: p.dim for p in fm.plates if p.dim}
-    counts = tuple((p.name, draws[p.name] if p.name in guide.rows else 1) for p in fm.plates)
-    no_latents = [p.name for p in fm.plates if not p.dim]
-    # More than one draw at an outer plate: its weights multiply whatever stands below, so that
-    # only the outermost gradient may be reparametrised twice. Nor may that of rows which share a
-    # covariance: a row's own noise then moves other rows, whose weights are others.
-    together = k_rows > 1 and any(guide.locals[p].joint for p in guide.rows)
-    stick_rows = k_outer == 1 and not plain and not together
-    networks = {encoder.name for encoder in guide.encoders.values()}
 
-    def stopped(at: _At) -> _At:
-        """The same place with the guide's parameters stopped; ``z_G`` and the draws stay live."""
-        theta = {k: stop_gradient(v) if k in networks else v for k, v in at.theta.items()}
-        eta, origin = stop_gradient(at.eta), stop_gradient(at.origin)
-        return at._replace(theta=theta, eta=eta, origin=origin)
+    model: FederatedModel
+    guide: Guide
+    draws: Mapping[str, int]
+    plain: bool = False
 
-    stop = (lambda at: at) if plain else stopped
-
-    def shapes(sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
+    def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
+        """Return {plate: (rows, particles, K_outer, K, dim)}: the normals of one evaluation."""
+        dims, rows = {p.name: p.dim for p in self.model.plates}, self.guide.rows
         return {
-            p: (sizes[p], particles, k_outer, draws[p] if p in guide.rows else 1, dims[p])
-            for p in guide.locals
+            p: (sizes[p], particles, self._k_outer, self.draws[p] if p in rows else 1, dims[p])
+            for p in self.guide.locals
         }
 
-    def above(plate: str, at: _At) -> Array:
-        return guide.above(plate, at.eta, at.z_G, at.origin, at.z_outer, at.data)
-
-    def eta_of(plate: str, at: _At) -> Any:
-        return guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
-
-    def draw(plate: str, at: _At, eps: Array) -> Array:
-        return guide.locals[plate].draw(eta_of(plate, at), above(plate, at), eps)
-
-    def draws_of(plates: tuple[str, ...], at: _At, eps: Rows) -> Rows:
-        """All draws of some plates, {plate: (K, rows, dim)}."""
-        return {p: jax.vmap(partial(draw, p, at), 1)(eps[p]) for p in plates}
-
-    def two_paths(plates: tuple[str, ...], at: _At, eps: Rows) -> tuple[Rows, Rows]:
-        """Draws as what moves with ``z_G`` plus what moves with the guide's parameters (zero)."""
-        held = at._replace(z_G=stop_gradient(at.z_G), z_outer=stop_gradient(at.z_outer))
-        own = draws_of(plates, held, eps)
-        return draws_of(plates, stopped(at), eps), jax.tree.map(lambda z: z - stop_gradient(z), own)
-
-    def log_q(plate: str, at: _At, z: Array) -> Array:
-        rows = guide.locals[plate].log_q(eta_of(plate, at), above(plate, at), z)
-        return at.data.keep(plate, rows)
-
-    def log_ratio(z: Rows, at: _At) -> Rows:
-        """log p of every row, less log q of the rows' own latents."""
-        sizes = fm.sizes(at.data) if no_latents else {}
-        empty = {p: jnp.zeros((sizes[p], 0)) for p in no_latents}
-        rows = fm.log_silo(at.theta, at.z_G, {**empty, **at.z_outer, **z}, at.data)
-        return {p: v - log_q(p, at, z[p]) if p in z else v for p, v in rows.items()}
-
-    def tiled(eps: Rows) -> Rows:
-        """Noise of the row plates with as many draws for each as the plate with the most has."""
-        return {p: eps[p][:, jnp.arange(k_rows) % draws[p]] for p in guide.rows}
-
-    def row_terms(at: _At, eps: Rows) -> Rows:
-        """The bound's term for each row of each plate, {plate: (rows,)}, at given outer latents."""
-        if k_rows == 1:
-            z = {p: draw(p, at, eps[p][:, 0]) for p in guide.rows}
-            return log_ratio(z, stopped(at) if stick_rows else at)
-        eps = tiled(eps)
-        if not stick_rows:
-            z = draws_of(guide.rows, at, eps)
-            return _log_mean_exp(jax.vmap(lambda z: log_ratio(z, at))(z), counts)
-        moved, own = two_paths(guide.rows, at, eps)
-        return _doubly_reparametrised(row_weights, counts, own, (moved, stopped(at)))
-
-    def row_weights(own: Rows, rest: tuple[Rows, _At]) -> Rows:
-        moved, at = rest
-        return jax.vmap(lambda z: log_ratio(z, at))(jax.tree.map(jnp.add, moved, own))
-
-    def outer_term(at: _At, z_outer: Rows, eps: Rows) -> Array:
-        """The silo's whole term at one draw of the outer latents."""
-        terms = row_terms(at._replace(z_outer=z_outer), eps)
-        outer = {p: log_q(p, stop(at), z_outer[p]) for p in guide.outer}
-        return at.data.total(terms) - _total(outer)
-
-    def outer_weights(own: Rows, rest: tuple[Rows, _At, Rows]) -> dict[str, Array]:
-        moved, at, eps = rest
-        z_outer = jax.tree.map(jnp.add, moved, own)
-        each = jax.vmap(lambda z, e: outer_term(at, z, e), (0, 1))(z_outer, eps)
-        return {_OUTER: each}
+    def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
+        """Return all noise of one evaluation; padded rows shift nobody's draws."""
+        return normals(key, 0, self.shapes(sizes, particles))[1]
 
     def value(
-        theta: Theta, eta: dict, z_G: Array, origin: Origin, noise: Rows, data: SiloData
+        self, theta: Theta, eta: dict, z_G: Array, origin: Origin, noise: Rows, data: SiloData
     ) -> Array:
+        """Return the bound at one ``z_G``; noise is that of one particle (rows, K_outer, K, dim).
+
+        Its gradient is the estimator that the objective stands for.
+        """
+        guide, k_outer = self.guide, self._k_outer
         at = _At(theta, eta, origin, z_G, {}, data)
         eps = {p: noise[p] for p in guide.rows}
         if k_outer == 1:
-            z_outer = {p: draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
-            return outer_term(at, z_outer, {p: e[:, 0] for p, e in eps.items()})
-        if plain:
-            z_outer = draws_of(guide.outer, at, {p: noise[p][:, :, 0] for p in guide.outer})
-            each = jax.vmap(lambda z, e: outer_term(at, z, e), (0, 1))(z_outer, eps)
-            return jax.nn.logsumexp(each) - math.log(k_outer)
-        moved, own = two_paths(guide.outer, at, {p: noise[p][:, :, 0] for p in guide.outer})
-        outer_count = ((_OUTER, k_outer),)
-        return _doubly_reparametrised(outer_weights, outer_count, own, (moved, at, eps))[_OUTER]
+            z_outer = {p: self._draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
+            return self._silo_term(at, z_outer, {p: e[:, 0] for p, e in eps.items()})
+        outer = {p: noise[p][:, :, 0] for p in guide.outer}
+        if self.plain:
+            log_weights = self._each_outer(at, self._draws(guide.outer, at, outer), eps)
+            return jax.nn.logsumexp(log_weights) - math.log(k_outer)
+        moved, own = self._two_paths(guide.outer, at, outer)
+        counts = ((_OUTER, k_outer),)
+        return _doubly_reparametrised(self._outer_weights, counts, own, (moved, at, eps))[_OUTER]
 
     def sample(
-        key: Array, theta: Theta, eta: dict, z_G: Array, origin: Origin, data: SiloData
+        self, key: Array, theta: Theta, eta: dict, z_G: Array, origin: Origin, data: SiloData
     ) -> Rows:
+        """Return a draw of the locals, {plate: (rows, dim)}, resampled by weight if ``K > 1``."""
+        guide = self.guide
         if not guide.locals:
             return {}
         key_noise, key_rows, key_outer = jax.random.split(key, 3)
         sizes = {p: len(eta[p]["loc"]) for p in guide.locals}
-        eps = {p: e[:, 0] for p, e in normals(key_noise, 0, shapes(sizes, 1))[1].items()}
+        eps = {p: e[:, 0] for p, e in self.noise(key_noise, sizes, 1).items()}
         at = _At(theta, eta, origin, z_G, {}, data)
 
         def one(eps: Rows) -> tuple[Array, Rows]:
-            """The silo's log weight, and rows resampled by theirs, at one outer draw."""
-            z_outer = {p: draw(p, at, eps[p][:, 0]) for p in guide.outer}
+            """Return the log weight, and rows resampled by theirs, of one outer draw."""
+            z_outer = {p: self._draw(p, at, eps[p][:, 0]) for p in guide.outer}
             here = at._replace(z_outer=z_outer)
-            z = draws_of(guide.rows, here, tiled(eps))
-            weights = jax.vmap(lambda z: log_ratio(z, here), axis_size=k_rows)(z)
-            q = _total({p: log_q(p, at, z_outer[p]) for p in guide.outer})
-            total = _total(_log_mean_exp(weights, counts)) - q
+            z = self._draws(guide.rows, here, self._tiled(eps))
+            weights = jax.vmap(partial(self._log_ratio, at=here), axis_size=self._k_rows)(z)
+            q = _total({p: self._log_q(p, at, z_outer[p]) for p in guide.outer})
             chosen = {
-                p: _choose(jax.random.fold_in(key_rows, i), weights[p][: draws[p]], z[p])
+                p: _choose(jax.random.fold_in(key_rows, i), weights[p][: self.draws[p]], z[p])
                 for i, p in enumerate(guide.rows)
             }
+            total = _total(_log_mean_exp(weights, self._counts)) - q
             return total, {**z_outer, **chosen}
 
         totals, z = jax.vmap(one, 1)(eps)
         k = jax.random.categorical(key_outer, totals)
         return jax.tree.map(lambda a: a[k], z)
 
-    return SiloBound(shapes, value, sample)
+    @property
+    def _k_outer(self) -> int:
+        return max((self.draws[p] for p in self.guide.outer), default=1)
+
+    @property
+    def _k_rows(self) -> int:
+        return max((self.draws[p] for p in self.guide.rows), default=1)
+
+    @property
+    def _counts(self) -> tuple[tuple[str, int], ...]:
+        """``K`` of each plate, 1 for those that stand above rows."""
+        rows = self.guide.rows
+        return tuple(
+            (p.name, self.draws[p.name] if p.name in rows else 1) for p in self.model.plates
+        )
+
+    @property
+    def _rows_stick(self) -> bool:
+        """Whether the gradient of rows' terms is reparametrised twice.
+
+        More than one draw at an outer plate: its weights multiply whatever stands below, so that
+        only the outermost gradient may be. Nor may that of rows which share a covariance: a row's
+        own noise then moves other rows, whose weights are others.
+        """
+        joint = any(self.guide.locals[p].joint for p in self.guide.rows)
+        return self._k_outer == 1 and not self.plain and not (self._k_rows > 1 and joint)
+
+    def _stopped(self, at: _At) -> _At:
+        """Return the same place with the guide's parameters stopped; draws stay live."""
+        networks = {encoder.name for encoder in self.guide.encoders.values()}
+        theta = {k: stop_gradient(v) if k in networks else v for k, v in at.theta.items()}
+        eta, origin = stop_gradient(at.eta), stop_gradient(at.origin)
+        return at._replace(theta=theta, eta=eta, origin=origin)
+
+    def _given(self, plate: str, at: _At) -> tuple[Any, Array]:
+        """Return the parameters of a plate's guide, and what its rows are coupled to."""
+        eta = self.guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
+        return eta, self.guide.above(plate, at.eta, at.z_G, at.origin, at.z_outer, at.data)
+
+    def _draw(self, plate: str, at: _At, eps: Array) -> Array:
+        return self.guide.locals[plate].draw(*self._given(plate, at), eps)
+
+    def _draws(self, plates: tuple[str, ...], at: _At, eps: Rows) -> Rows:
+        """Return all draws of some plates, {plate: (K, rows, dim)}."""
+        return {p: jax.vmap(partial(self._draw, p, at), 1)(eps[p]) for p in plates}
+
+    def _two_paths(self, plates: tuple[str, ...], at: _At, eps: Rows) -> tuple[Rows, Rows]:
+        """Return draws as what moves with ``z_G``, and what moves with the guide (zero)."""
+        held = at._replace(z_G=stop_gradient(at.z_G), z_outer=stop_gradient(at.z_outer))
+        own = jax.tree.map(lambda z: z - stop_gradient(z), self._draws(plates, held, eps))
+        return self._draws(plates, self._stopped(at), eps), own
+
+    def _log_q(self, plate: str, at: _At, z: Array) -> Array:
+        return at.data.keep(plate, self.guide.locals[plate].log_q(*self._given(plate, at), z))
+
+    def _log_ratio(self, z: Rows, at: _At) -> Rows:
+        """Return log p of every row, less log q of the rows' own latents."""
+        without = [p.name for p in self.model.plates if not p.dim]
+        sizes = self.model.sizes(at.data) if without else {}
+        empty = {p: jnp.zeros((sizes[p], 0)) for p in without}
+        rows = self.model.log_silo(at.theta, at.z_G, {**empty, **at.z_outer, **z}, at.data)
+        return {p: v - self._log_q(p, at, z[p]) if p in z else v for p, v in rows.items()}
+
+    def _tiled(self, eps: Rows) -> Rows:
+        """Return rows' noise with as many draws for each plate as the one with most has."""
+        return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in self.guide.rows}
+
+    def _row_terms(self, at: _At, eps: Rows) -> Rows:
+        """Return the term of each row of each plate, {plate: (rows,)}, at given outer latents."""
+        rows = self.guide.rows
+        if self._k_rows == 1:
+            z = {p: self._draw(p, at, eps[p][:, 0]) for p in rows}
+            return self._log_ratio(z, self._stopped(at) if self._rows_stick else at)
+        eps = self._tiled(eps)
+        if not self._rows_stick:
+            z = self._draws(rows, at, eps)
+            return _log_mean_exp(jax.vmap(partial(self._log_ratio, at=at))(z), self._counts)
+        moved, own = self._two_paths(rows, at, eps)
+        rest = moved, self._stopped(at)
+        return _doubly_reparametrised(self._row_weights, self._counts, own, rest)
+
+    def _row_weights(self, own: Rows, rest: tuple[Rows, _At]) -> Rows:
+        moved, at = rest
+        return jax.vmap(partial(self._log_ratio, at=at))(jax.tree.map(jnp.add, moved, own))
+
+    def _silo_term(self, at: _At, z_outer: Rows, eps: Rows) -> Array:
+        """Return the silo's whole term at one draw of the outer latents."""
+        terms = self._row_terms(at._replace(z_outer=z_outer), eps)
+        held = at if self.plain else self._stopped(at)
+        outer = {p: self._log_q(p, held, z_outer[p]) for p in self.guide.outer}
+        return at.data.total(terms) - _total(outer)
+
+    def _each_outer(self, at: _At, z_outer: Rows, eps: Rows) -> Array:
+        """Return that at all draws of the outer latents (K_outer,)."""
+        return jax.vmap(lambda z, e: self._silo_term(at, z, e), (0, 1))(z_outer, eps)
+
+    def _outer_weights(self, own: Rows, rest: tuple[Rows, _At, Rows]) -> dict[str, Array]:
+        moved, at, eps = rest
+        return {_OUTER: self._each_outer(at, jax.tree.map(jnp.add, moved, own), eps)}
 
 
 _OUTER = "outer plates"

@@ -17,7 +17,7 @@ from numpyro_fed.guides.structured import Guide, build
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.sites import structures
 from numpyro_fed.model.split import FederatedModel, split
-from numpyro_fed.objectives import SiloBound, draws_by_plate, silo_bound
+from numpyro_fed.objectives import SiloBound, draws_by_plate
 
 
 def glmm(x, y=None):
@@ -77,7 +77,7 @@ def parts(model, silos, *, guide=None, objective=None, optim=None, num_particles
     fm = split(model, data)
     sizes = [s.sizes for s in structures(model, data)]
     built = build(guide, fm, sizes)
-    bound = silo_bound(fm, built, draws_by_plate(objective or nf.ELBO(), built))
+    bound = SiloBound(fm, built, draws_by_plate(objective or nf.ELBO(), built))
     method = StructuredVI(fm, built, bound, optim or optax.sgd(1.0), num_particles, len(data))
     algorithm = method.algorithm()
     return Parts(fm, built, bound, algorithm, data, sizes)

@@ -158,7 +158,14 @@ def fixed_noise(monkeypatch, points=32):
         nodes = (nodes - nodes.mean(0)) @ jnp.linalg.inv(jnp.linalg.cholesky(jnp.cov(nodes.T)).T)
         names = list(chosen.family.fit(lambda z: z.sum()))
         assert names == ["gaussian"]
-        family = chosen.family._replace(noise=lambda key, n: {"gaussian": nodes}, from_normals=None)
+
+        class OnNodes(type(chosen.family)):
+            of_normals = False
+
+            def noise(self, key, n):
+                return {"gaussian": nodes}
+
+        family = OnNodes(dim, chosen.family.members)
         return chosen._replace(family=family)
 
     monkeypatch.setattr(module, "globals_of", globals_of)

@@ -19,7 +19,7 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.facts import agree, facts_of
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, Noise, rows_at
-from numpyro_fed.objectives import draws_by_plate, silo_bound
+from numpyro_fed.objectives import SiloBound, draws_by_plate
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 WIDTH, NOISE = 0.8, 0.5
@@ -69,7 +69,7 @@ class Split:
         resolved = Resolved.of(resolved)
         self.guide = build_resolved(spec, resolved, fm, self.plan.row_of)
         self.fm = with_encoders(fm, self.guide.encoders)
-        self.bound = silo_bound(self.fm, self.guide, draws_by_plate(objective, self.guide))
+        self.bound = SiloBound(self.fm, self.guide, draws_by_plate(objective, self.guide))
         self.held, self.data = held, jax.tree.map(jnp.asarray, bucket.data)
 
 
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_the_bound(double, objective):
     """Against the derivative of its value, as means over the same draws of noise."""
     spec = nf.guides.Amortised(encoder=Shrink(0.5, 0.7))
     split = Split(spec, 3, objective=objective)
-    plain = silo_bound(split.fm, split.guide, draws_by_plate(objective, split.guide), plain=True)
+    plain = SiloBound(split.fm, split.guide, draws_by_plate(objective, split.guide), plain=True)
     theta, z_G = split.fm.init_theta(KEY), jnp.array([0.3, -0.2])
     data, origin = split.held[0], Origin(jnp.zeros(2))
     eta = split.guide.init_local(KEY, data)

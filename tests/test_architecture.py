@@ -33,7 +33,7 @@ LAYERS = [
             "model.clients",
             "losses",
         ),
-        *("expfam", "divergences", "barycenters"),
+        *("gaussian", "expfam", "divergences", "barycenters"),
     },
     {"model.sites"},
     {"model.binding"},

@@ -395,7 +395,7 @@ def test_full_with_a_diagonal_covariance_is_diagonal():
 
 def test_full_has_the_convention_of_the_guides():
     psi, noise = parameters("full"), jax.random.normal(KEY, (3,))
-    z, log_q = guides.full(3, 1.0).draw(psi, noise)
+    z, log_q = guides.Full(3, 1.0).draw(psi, noise)
     family = FAMILIES["full"]
     check(family.draw(psi, noise), z)
     check(family.log_density(family.natural(psi), z), log_q)

@@ -13,16 +13,16 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
 from numpyro_fed.errors import GuideError
-from numpyro_fed.guides import gaussian
+from numpyro_fed.guides import gaussian, rows
 from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.guides.structured import Origin
 from numpyro_fed.model.padding import bucket
 
 KEY = jax.random.key(0)
 GLOBALS = {
-    "diagonal": lambda dim: gaussian.diagonal(dim, 0.5),
-    "full": lambda dim: gaussian.full(dim, 0.5),
-    "low_rank": lambda dim: gaussian.low_rank(dim, 1, 0.5),
+    "diagonal": lambda dim: gaussian.Diagonal(dim, 0.5),
+    "full": lambda dim: gaussian.Full(dim, 0.5),
+    "low_rank": lambda dim: gaussian.LowRank(dim, 0.5, 1),
 }
 
 
@@ -166,7 +166,7 @@ LOCALS = [(c, m, s) for c in ("diagonal", "full", "joint") for m in (0, 1) for s
 
 
 def local_case(covariance, couple_mean, couple_scale):
-    guide = gaussian.local(DIM, covariance, bool(couple_mean), bool(couple_scale), 0.5)
+    guide = rows.LocalGuide(DIM, covariance, bool(couple_mean), bool(couple_scale), 0.5)
     eta = jitter(guide.init(jnp.zeros((ROWS, DIM)), WIDTH))
     above = 0.5 * jax.random.normal(jax.random.key(9), (WIDTH,))
     return guide, eta, above
@@ -223,7 +223,7 @@ def test_draws_of_a_local_guide_have_its_mean_and_covariance(
 
 @pytest.mark.parametrize("covariance", ["diagonal", "full", "joint"])
 def test_a_local_guide_of_one_latent_a_row(x64, covariance):
-    guide = gaussian.local(1, covariance, True, True, 0.5)
+    guide = rows.LocalGuide(1, covariance, True, True, 0.5)
     eta = jitter(guide.init(jnp.zeros((1, 1)), 2))
     above = jnp.array([0.3, -0.2])
     mean = eta["loc"][0, 0] + eta["mean_coupling"][0, 0] @ above
@@ -237,7 +237,7 @@ def test_a_local_guide_of_one_latent_a_row(x64, covariance):
 @pytest.mark.parametrize("covariance", ["diagonal", "full", "joint"])
 def test_real_rows_of_a_local_guide_do_not_depend_on_padded_ones(x64, covariance):
     real, extra = 3, 2
-    guide = gaussian.local(DIM, covariance, True, True, 0.5)
+    guide = rows.LocalGuide(DIM, covariance, True, True, 0.5)
     eta = jitter(guide.init(jnp.zeros((real + extra, DIM)), WIDTH))
     mine = {k: v[:real] for k, v in eta.items()}
     if covariance == "joint":
@@ -532,7 +532,7 @@ ORDER = np.array([2, 0, 3, 1])
 
 
 def skewed_guide():
-    guide = gaussian.skewed(4, ORDER, 0.3)
+    guide = gaussian.Skewed(4, 0.3, tuple(ORDER))
     start = guide.init(KEY, jnp.arange(4.0))
     return guide, jax.tree.map(lambda a: a + 0.3 * jax.random.normal(KEY, a.shape), start)
 

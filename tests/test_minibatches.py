@@ -15,7 +15,7 @@ from numpyro_fed.guides.structured import Origin, build
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
-from numpyro_fed.objectives import draws_by_plate, silo_bound
+from numpyro_fed.objectives import SiloBound, draws_by_plate
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 
@@ -84,7 +84,7 @@ class Split:
         layout, (bucket,) = lay_out(MODELS[name], held)
         self.fm, self.data = layout.model, jax.tree.map(jnp.asarray, bucket.data)
         guide = build(nf.guides.Structured(locals="full"), self.fm, layout.sizes)
-        bound = silo_bound(self.fm, guide, draws_by_plate(objective, guide))
+        bound = SiloBound(self.fm, guide, draws_by_plate(objective, guide))
         self.minibatches = Minibatches.of(self.fm, layout.lengths, size)
         settings = guide, bound, optax.sgd(1.0), 1, len(held)
         self.whole = StructuredVI(self.fm, *settings)

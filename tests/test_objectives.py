@@ -18,7 +18,7 @@ from numpyro_fed.algorithms.sfvi import ServerState
 from numpyro_fed.guides.structured import Origin
 from numpyro_fed.model.minibatch import Noise
 from numpyro_fed.model.padding import bucket
-from numpyro_fed.objectives import normals, silo_bound
+from numpyro_fed.objectives import SiloBound, normals
 from numpyro_fed.runtime.combine import combine
 
 KEY = jax.random.key(0)
@@ -118,7 +118,7 @@ def test_the_gradient_of_rows_that_share_a_covariance_is_unbiased_by_quadrature(
 
     noise = {"row": grid.reshape(-1, 2, 1, 2, 1)}
     got = jax.jit(jax.grad(value, (0, 1, 2, 3)))(*at)
-    p = p._replace(bound=silo_bound(p.model, p.guide, {"row": 2}, plain=True))
+    p = p._replace(bound=SiloBound(p.model, p.guide, {"row": 2}, plain=True))
     expected = jax.jit(jax.grad(value, (0, 1, 2, 3)))(*at)
     assert abs(expected[1]["row"]["below"]).max() > 0.1
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, expected)

@@ -13,6 +13,7 @@ from problems import cut, glmm, glmm_silos
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
+from numpyro_fed.algorithms.sfvi_avg import AverageOfParameters
 from numpyro_fed.errors import GuideError, ModelError
 from numpyro_fed.runtime.combine import combine
 
@@ -188,8 +189,7 @@ def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
         combine(x.combine, [jax.tree.map(lambda a, j=j: a[j : j + 1], sent) for j in range(3)]),
         None,
     )
-    itself = parts.aggregation._replace(message=lambda eta, sent: eta)
-    etas = replies_of(replace(parts, aggregation=itself)).up.guide
+    etas = replies_of(replace(parts, aggregation=AverageOfParameters())).up.guide
     eta, w = after.params["guide"], sizes / sizes.sum()
     if aggregate == "average":
         jax.tree.map(

@@ -17,7 +17,7 @@ from numpyro.infer.util import log_density
 import numpyro_fed as nf
 from numpyro_fed.algorithms.transforms import round_to_grid, transformed
 from numpyro_fed.algorithms.vertical.weigh import parts, weigh
-from numpyro_fed.expfam.gaussian import unit_lower
+from numpyro_fed.gaussian import unit_lower
 from numpyro_fed.methods.base import SEARCHES
 from numpyro_fed.methods.vfl import begin
 from numpyro_fed.model.roles import split_vertical

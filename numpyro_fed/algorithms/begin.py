@@ -20,7 +20,8 @@ from numpyro_fed.algorithms.base import Broadcast
 from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.algorithms.mode import Searching, highest, unraveller
 from numpyro_fed.algorithms.mode_wide import positive
-from numpyro_fed.guides.gaussian import GuideParams
+from numpyro_fed.gaussian import Curvature
+from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows, Theta
@@ -97,19 +98,10 @@ def sending_frame(fm: FederatedModel) -> Broadcast:
 
 
 def covariance_root(precision: Array, least: Array | float = FLAT) -> Array:
-    """A Cholesky factor of the inverse, the absolute eigenvalues taken, and none of them less than
-    so much of the largest.
-
-    Coordinates are scaled by their own curvature first: no unit matters.
-    """
+    """Return a Cholesky factor of the inverse of a precision, made positive."""
     if not len(precision):
         return precision
-    diagonal = jnp.abs(jnp.diagonal(precision))
-    unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
-    values, V = linalg.eigh(precision / unit / unit[:, None])
-    size = jnp.abs(values)
-    size = jnp.maximum(size, least * jnp.maximum(size.max(), FLAT))
-    return linalg.root_of(V / jnp.sqrt(size) / unit[:, None])
+    return Curvature.of(precision).positive(least).root_of_inverse()
 
 
 def local_guides(

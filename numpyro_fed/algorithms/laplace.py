@@ -14,7 +14,6 @@ for pooled data. Kinks of densities are rounded off (:mod:`numpyro_fed.model.kin
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed import linalg
+from numpyro_fed.gaussian import LOG_2PI, Curvature, symmetric
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows, Theta
 
@@ -32,7 +32,6 @@ SHARES = tuple(2.0**-i for i in range(10))  # of a step that are tried
 AT_MODE = 1e-2  # nats that a step promises, at most, where Laplace's method may be used
 PROMISED = 1e-6  # nats that a step promises, at most, where the search ends
 FLAT = 1e-6  # of the largest curvature of a block: with less, a direction counts as flat
-LOG_2PI = math.log(2 * math.pi)
 
 
 class Arrow(NamedTuple):
@@ -388,8 +387,5 @@ def _positive(A: Array) -> Array:
     if A.shape[-1] == 1:
         size = jnp.where(jnp.isfinite(A), jnp.abs(A), 0.0)
         return jnp.maximum(size, jnp.maximum(FLAT * size.max(), jnp.finfo(A.dtype).tiny))
-    A = jnp.where(jnp.isfinite(A), A, 0.0)
-    values, vectors = linalg.eigh(0.5 * (A + jnp.swapaxes(A, -1, -2)))
-    size = jnp.abs(values)
-    size = jnp.maximum(size, jnp.maximum(FLAT * size.max(-1, keepdims=True), FLAT))
-    return (vectors * size[..., None, :]) @ jnp.swapaxes(vectors, -1, -2)
+    A = symmetric(jnp.where(jnp.isfinite(A), A, 0.0))
+    return Curvature.of(A, jnp.ones(A.shape[:-1])).positive(FLAT).matrix()

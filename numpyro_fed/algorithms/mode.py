@@ -44,7 +44,8 @@ from numpyro_fed.algorithms.base import (
     Reply,
     Shared,
 )
-from numpyro_fed.algorithms.laplace import LOG_2PI, Laplace
+from numpyro_fed.algorithms.laplace import Laplace
+from numpyro_fed.gaussian import LOG_2PI, Curvature
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.programs import jit_once
@@ -339,9 +340,7 @@ def parabola(search: Search) -> tuple[Shape, Around]:
     """The parabola, densities unknown, and the places at which to look at them."""
     i = highest(search)
     x, curvature = search.best.x[i], search.best.curvature[i]
-    diagonal = jnp.abs(jnp.diagonal(curvature))
-    unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
-    values, axes = linalg.eigh(curvature / unit / unit[:, None])
+    unit, values, axes = Curvature.of(curvature)
     threshold = ROUNDINGS * len(x) * jnp.finfo(x.dtype).eps
     axes = jnp.concatenate([axes, jnp.eye(len(x))], 1)
     values = jnp.concatenate([values, jnp.ones(len(x))])
@@ -492,7 +491,7 @@ def _judged(search: Search, here: Place, own: Array, most: int | None) -> Search
 def _climb(at: Place, scale: Array, damping: Array) -> tuple[Array, Array, Array]:
     """A damped step, what it promises, and what an undamped one would: much, at a saddle."""
     unit = jnp.sqrt(jnp.where(scale > 0, scale, 1.0))
-    values, V = linalg.eigh(at.curvature / unit / unit[:, None])
+    _, values, V = Curvature.of(at.curvature, unit)
     slope = V.T @ (at.gradient / unit)
     flat = ROUNDINGS * len(scale) * jnp.finfo(scale.dtype).eps
     size = jnp.maximum(jnp.abs(values), flat)

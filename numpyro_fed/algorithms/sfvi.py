@@ -45,7 +45,7 @@ from numpyro_fed.algorithms.begin import (
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.standardise import standardising
-from numpyro_fed.guides.gaussian import GuideParams
+from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at

@@ -17,10 +17,10 @@ that a single silo with one local step is SFVI, and weights may be the silos' nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,8 @@ from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.sfvi import Reference, noise_of, placed, placed_locals, recentred
 from numpyro_fed.algorithms.standardise import standardising
-from numpyro_fed.expfam.gaussian import cholesky_factor, cholesky_parts
-from numpyro_fed.guides.gaussian import GuideParams
+from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide, Origin
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
@@ -103,103 +103,128 @@ class Up(NamedTuple):
     guide: Any
 
 
-class Aggregation(NamedTuple):
-    """How guides are averaged.
+@dataclass(frozen=True)
+class Aggregation(ABC):
+    """How silos' Gaussian guides of the globals are averaged.
 
     Attributes
     ----------
     combine : Combine
-    message : (eta, sent) -> tree
-        What a silo sends of its guide, given the one that it was sent.
-    average : (message, weights, sent) -> eta
-        Of the weighted mean of messages, or of all of them and weights (J,) that sum to one.
     scaled : bool
         Whether a silo weighs its data as if they were all; if not, the prior counts for its share.
     """
 
-    combine: Combine
-    message: Callable[[GuideParams, GuideParams], Any]
-    average: Callable[[Any, Array, GuideParams], GuideParams]
-    scaled: bool = True
+    combine: ClassVar[Combine] = Combine.SUM
+    scaled: ClassVar[bool] = True
+
+    @abstractmethod
+    def message(self, eta: GuideParams, sent: GuideParams) -> Any:
+        """Return what a silo sends of its guide, given the one that it was sent."""
+
+    @abstractmethod
+    def average(self, message: Any, weights: Array, sent: GuideParams) -> GuideParams:
+        """Return the average guide.
+
+        From the weighted mean of all messages; or from them all, gathered, and weights (J,) that
+        sum to one.
+        """
 
 
-class Roots(NamedTuple):
-    """A Gaussian family's parameters as means and roots of covariances, and back."""
+class AverageOfParameters(Aggregation):
+    """The average of the guides' parameters, whatever they are."""
 
-    root: Callable[[GuideParams], Array]
-    params: Callable[[Array, Array], GuideParams]
-
-    @classmethod
-    def of(cls, kind: str, dim: int) -> Roots:
-        """Of a diagonal or a full one."""
-        if kind == "diagonal":
-            return cls(
-                lambda eta: jnp.exp(eta["log_scale"]),
-                lambda loc, root: {"loc": loc, "log_scale": jnp.log(root)},
-            )
-        return cls(
-            lambda eta: cholesky_factor(eta, dim),
-            lambda loc, root: {"loc": loc, **cholesky_parts(root)},
-        )
-
-
-def aggregation(name: str, kind: str, dim: int, num_silos: int) -> Aggregation:
-    """By name, for a diagonal or a full family."""
-    roots, diagonal = Roots.of(kind, dim), kind == "diagonal"
-
-    def itself(eta: GuideParams, sent: GuideParams) -> GuideParams:
+    def message(self, eta: GuideParams, sent: GuideParams) -> GuideParams:
         return eta
 
-    def parameters(mean: GuideParams, weights: Array, sent: GuideParams) -> GuideParams:
-        return mean
+    def average(self, message: GuideParams, weights: Array, sent: GuideParams) -> GuideParams:
+        return message
 
-    def scales(eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
-        return eta["loc"], roots.root(eta)
 
-    def mean_scale(mean: tuple[Array, Array], weights: Array, sent: GuideParams) -> GuideParams:
-        return roots.params(*mean)
+class DiagonalWasserstein(Aggregation):
+    """The Wasserstein barycenter of independent normals: average means and standard deviations."""
 
-    def barycenter(each: GuideParams, weights: Array, sent: GuideParams) -> GuideParams:
-        found = barycenters.wasserstein_of(each["loc"], jax.vmap(roots.root)(each), weights)
-        return roots.params(*found)
+    def message(self, eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
+        q = Gaussian.of(eta)
+        return q.loc, q.scale
 
-    def moments(eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
-        off, root = eta["loc"] - sent["loc"], roots.root(eta)
-        return off, root**2 + off**2 if diagonal else root @ root.T + jnp.outer(off, off)
+    def average(
+        self, message: tuple[Array, Array], weights: Array, sent: GuideParams
+    ) -> GuideParams:
+        return Gaussian.of_root(*message).params()
 
-    def matched(mean: tuple[Array, Array], weights: Array, sent: GuideParams) -> GuideParams:
-        off, second = mean
-        if diagonal:
-            return roots.params(sent["loc"] + off, jnp.sqrt(second - off**2))
-        return roots.params(sent["loc"] + off, linalg.cholesky(second - jnp.outer(off, off)))
 
-    def natural(eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
-        off, root = eta["loc"] - sent["loc"], roots.root(eta)
-        if diagonal:
-            return off / root**2, 1 / root**2
-        K = linalg.solve(root, jnp.eye(dim))
-        return K.T @ (K @ off), K.T @ K
+class Wasserstein(Aggregation):
+    """The Wasserstein barycenter of full Gaussians, for which the server sees each guide."""
 
-    def multiplied(mean: tuple[Array, Array], weights: Array, sent: GuideParams) -> GuideParams:
-        first, precision = mean
-        if diagonal:
-            return roots.params(sent["loc"] + first / precision, 1 / jnp.sqrt(precision))
-        off, root = barycenters.of_precision(precision, first)
-        return roots.params(sent["loc"] + off, root)
+    combine = Combine.GATHER
 
-    def product(mean: tuple[Array, Array], weights: Array, sent: GuideParams) -> GuideParams:
-        return multiplied(jax.tree.map(lambda a: num_silos * a, mean), weights, sent)
+    def message(self, eta: GuideParams, sent: GuideParams) -> GuideParams:
+        return eta
 
-    if name == "wasserstein" and diagonal:
-        return Aggregation(Combine.SUM, scales, mean_scale)
+    def average(self, message: GuideParams, weights: Array, sent: GuideParams) -> GuideParams:
+        q = Gaussian.of(message)
+        return Gaussian.of_root(*barycenters.wasserstein_of(q.loc, q.root, weights)).params()
+
+
+class ForwardKL(Aggregation):
+    """The Gaussian with the moments of the mixture, measured from the guide that was sent."""
+
+    def message(self, eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
+        q = Gaussian.of(eta)
+        off = q.loc - sent["loc"]
+        return off, q.covariance + _square(off, q.covariance)
+
+    def average(
+        self, message: tuple[Array, Array], weights: Array, sent: GuideParams
+    ) -> GuideParams:
+        off, second = message
+        covariance = second - _square(off, second)
+        root = jnp.sqrt(covariance) if covariance.ndim == 1 else linalg.cholesky(covariance)
+        return Gaussian.of_root(sent["loc"] + off, root).params()
+
+
+class ReverseKL(Aggregation):
+    """The weighted geometric mean of the guides, measured from the guide that was sent."""
+
+    def message(self, eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
+        q = Gaussian.of(eta)
+        return q._replace(loc=q.loc - sent["loc"]).natural()
+
+    def average(
+        self, message: tuple[Array, Array], weights: Array, sent: GuideParams
+    ) -> GuideParams:
+        q = Gaussian.of_natural(*message)
+        return q._replace(loc=sent["loc"] + q.loc).params()
+
+
+@dataclass(frozen=True)
+class ProductOfGuides(ReverseKL):
+    """The product of the guides of ``num_silos`` silos, each with its share of the prior."""
+
+    num_silos: int
+    scaled = False
+
+    def average(
+        self, message: tuple[Array, Array], weights: Array, sent: GuideParams
+    ) -> GuideParams:
+        first, second = (self.num_silos * part for part in message)
+        return super().average((first, second), weights, sent)
+
+
+def aggregation(name: str, kind: str, num_silos: int) -> Aggregation:
+    """Return an aggregation by its name, for a diagonal or a full family."""
     if name == "wasserstein":
-        return Aggregation(Combine.GATHER, itself, barycenter)
-    return {
-        "average": Aggregation(Combine.SUM, itself, parameters),
-        "forward_kl": Aggregation(Combine.SUM, moments, matched),
-        "reverse_kl": Aggregation(Combine.SUM, natural, multiplied),
-        "product": Aggregation(Combine.SUM, natural, product, scaled=False),
-    }[name]
+        return DiagonalWasserstein() if kind == "diagonal" else Wasserstein()
+    if name == "product":
+        return ProductOfGuides(num_silos)
+    if name == "average":
+        return AverageOfParameters()
+    return ForwardKL() if name == "forward_kl" else ReverseKL()
+
+
+def _square(off: Array, like: Array) -> Array:
+    """Return ``off off'``, or its diagonal where that is what ``like`` is."""
+    return off**2 if like.ndim == 1 else jnp.outer(off, off)
 
 
 @dataclass(frozen=True)

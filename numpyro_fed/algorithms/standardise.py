@@ -25,7 +25,7 @@ def standardising(guide: Guide) -> tuple[Exchange, ...]:
     reads, and then squares of how far that is from the mean, which keeps the digits of numbers
     that are far from zero.
     """
-    if not any(encoder.features for encoder in guide.encoders.values()):
+    if not any(encoder.standardises for encoder in guide.encoders.values()):
         return ()
     return _exchange(guide, "means", 1), _exchange(guide, "deviations", 2)
 
@@ -35,7 +35,7 @@ def _exchange(guide: Guide, name: str, power: int) -> Exchange:
 
     def ask(noise: Any, state: Any, who: Array, server_data: Any) -> tuple[dict, tuple]:
         theta = state.params["theta"]
-        fed = [e.name for e in guide.encoders.values() if e.features]
+        fed = [e.name for e in guide.encoders.values() if e.standardises]
         return {name: theta[name]["shift"] for name in fed}, ()
 
     def silo(
@@ -43,7 +43,7 @@ def _exchange(guide: Guide, name: str, power: int) -> Exchange:
     ) -> tuple[Reply[dict[str, Sums]], Any]:
         sums: dict[str, Sums] = {}
         for plate, encoder in guide.encoders.items():
-            if encoder.features:
+            if encoder.standardises:
                 x = encoder.features(data) - down[encoder.name]
                 number = data.keep(plate, jnp.ones(len(x))).sum()
                 sums[encoder.name] = Sums(number, data.keep(plate, x**power).sum(0))

@@ -1,9 +1,11 @@
-"""What an exponential family is here: a tuple of pure functions of its parameters."""
+"""The interface of an exponential family, and what can be computed for every family."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro.distributions import Distribution
 
 from numpyro_fed import linalg
+from numpyro_fed.trees import all_finite
 
 Natural = Any  # eta: a tree of natural parameters, or of statistics, whose inner product counts
 Ordinary = Any  # psi: a tree of unconstrained ordinary parameters, for optimisers
@@ -20,7 +23,8 @@ Tree = Any
 Index = slice | np.ndarray
 
 
-class Family(NamedTuple):
+@dataclass(frozen=True)
+class Family(ABC):
     r"""An exponential family of a flat vector ``z`` of unconstrained numbers.
 
     .. math::
@@ -33,104 +37,149 @@ class Family(NamedTuple):
 
     Attributes
     ----------
-    name : str
     dim : int
         Length of ``z``.
-    statistics : z (dim,) -> T
-    increment : (z, u) -> T
-        ``T(z + u) - T(z)``, without the cancellation of the two where ``T`` is a polynomial.
-    log_base : z -> ()
-        ``log h(z)``.
-    log_partition : eta -> ()
-        ``A(eta)``.
-    ordinary : eta -> psi
-    natural : psi -> eta
-    moments : psi -> mu
-        The mean parameters ``E_q[T]``, which are the gradient of ``A``.
-    from_mean : mu -> eta
-    entropy : psi -> ()
-        ``-E_q[log q(z) - log h(z)] = A(eta) - <eta, mu>``.
-    noise : (key, n) -> noise
-        What ``n`` draws take, with a leading axis ``n``: standard normals, or keys.
-    from_normals : (n, dim) -> noise, or None
-        Standard normals as noise, where a draw takes ``dim`` of them and nothing else.
-    draw : (psi, noise) -> z
-        One draw from the noise of one, with gradients to ``psi``.
-    centre : psi -> (dim,)
-        A central ``z``: the mean of a Gaussian, else the mean of ``x``, mapped.
-    spread : psi -> ((dim,), (dim,))
-        Mean and standard deviation of each number of ``z``.
-    proper : eta -> () bool
-        Whether ``eta`` is normalisable, and its mean and scales are finite in the precision in use.
-    fit : f -> eta
-        The natural parameters of a function ``f(z) = c + <eta, T(z)>``, from its derivatives.
-    dual_gradient : (f, eta) -> tree like eta
-        The gradient of a function ``f(psi)`` with respect to ``mu``, which is the natural gradient
-        with respect to ``eta``.
-    move : (psi, gradient) -> (2 dim,)
-        How far a full natural-gradient step would move, to first order, the mean of each number of
-        ``z``, in standard deviations, and each log standard deviation; ``gradient`` is in ``psi``.
-    log_density : (eta, z) -> ()
-    kl : (eta_q, eta_p) -> ()
-    marginal : (eta, index, shape, event_dim) -> Distribution
-        Of the coordinates ``z[index]``, which are one site: see :func:`marginal`.
-    around : (z, gradient, curvature) -> eta
-        Natural parameters of a function with this gradient (dim,) and negative Hessian (dim, dim)
-        at ``z``; with its diagonal, or what comes near it, where the family has no more.
-    standard : psi -> psi
-        The member itself in its own coordinates: a standard normal distribution for Gaussians.
-        Other families have no coordinates but ``z``, and these four functions leave them alone.
-    moved : (psi, step) -> psi
-        The member that is ``step`` in the coordinates of ``psi``.
-    into, out_of : (psi, eta) -> eta
-        Natural parameters in the coordinates of ``psi``, from those in ``z``, and back. Linear in
-        ``eta``.
+    name : str
+        What messages call the family.
     """
 
-    name: str
     dim: int
-    statistics: Callable[[Array], Tree]
-    increment: Callable[[Array, Array], Tree]
-    log_base: Callable[[Array], Array]
-    log_partition: Callable[[Tree], Array]
-    ordinary: Callable[[Tree], Tree]
-    natural: Callable[[Tree], Tree]
-    moments: Callable[[Tree], Tree]
-    from_mean: Callable[[Tree], Tree]
-    entropy: Callable[[Tree], Array]
-    noise: Callable[[Array, int], Tree]
-    from_normals: Callable[[Array], Tree] | None
-    draw: Callable[[Tree, Tree], Array]
-    centre: Callable[[Tree], Array]
-    spread: Callable[[Tree], tuple[Array, Array]]
-    proper: Callable[[Tree], Array]
-    fit: Callable[[Callable[[Array], Array]], Tree]
-    dual_gradient: Callable[[Callable[[Tree], Array], Tree], Tree]
-    move: Callable[[Tree, Tree], Array]
-    log_density: Callable[[Tree, Array], Array]
-    kl: Callable[[Tree, Tree], Array]
-    marginal: Callable[[Tree, Index, tuple[int, ...], int], Distribution]
-    around: Callable[[Array, Array, Array], Tree]
-    standard: Callable[[Tree], Tree] = lambda psi: psi
-    moved: Callable[[Tree, Tree], Tree] = lambda psi, step: step
-    into: Callable[[Tree, Tree], Tree] = lambda psi, eta: eta
-    out_of: Callable[[Tree, Tree], Tree] = lambda psi, eta: eta
+    name: ClassVar[str]
 
+    @property
+    def of_normals(self) -> bool:
+        """Whether the noise of a draw is ``dim`` standard normals and nothing else."""
+        return False
 
-def around(
-    statistics: Callable[[Array], Tree], z: Array, gradient: Array, curvature: Array
-) -> Tree:
-    """Natural parameters by least squares, for gradient and diagonal of the negative Hessian."""
-    T, unravel = ravel_pytree(statistics(z))
+    @abstractmethod
+    def statistics(self, z: Array) -> Tree:
+        """Return the statistics ``T(z)``."""
 
-    def flat(z: Array) -> Array:
-        return ravel_pytree(statistics(z))[0]
+    @abstractmethod
+    def log_base(self, z: Array) -> Array:
+        """Return ``log h(z)``."""
 
-    slopes = jax.jacfwd(flat)(z)  # (statistics, dim)
-    bends = jnp.diagonal(jax.jacfwd(jax.jacfwd(flat))(z), axis1=1, axis2=2)
-    wanted = jnp.concatenate([gradient, -jnp.diagonal(curvature)])
-    found = linalg.least_squares(jnp.concatenate([slopes, bends], 1).T, wanted)
-    return unravel(found.astype(T.dtype))
+    @abstractmethod
+    def log_partition(self, eta: Natural) -> Array:
+        """Return ``A(eta)``."""
+
+    @abstractmethod
+    def ordinary(self, eta: Natural) -> Ordinary:
+        """Return ordinary parameters, from natural ones."""
+
+    @abstractmethod
+    def natural(self, psi: Ordinary) -> Natural:
+        """Return natural parameters, from ordinary ones."""
+
+    @abstractmethod
+    def moments(self, psi: Ordinary) -> Tree:
+        """Return the mean parameters ``E_q[T]``, which are the gradient of ``A``."""
+
+    @abstractmethod
+    def from_mean(self, mu: Tree) -> Natural:
+        """Return natural parameters, from mean parameters."""
+
+    @abstractmethod
+    def noise(self, key: Array, n: int) -> Tree:
+        """Return what ``n`` draws take, along a leading axis: standard normals, or keys."""
+
+    @abstractmethod
+    def draw(self, psi: Ordinary, noise: Tree) -> Array:
+        """Return one draw from the noise of one, with gradients to ``psi``."""
+
+    @abstractmethod
+    def centre(self, psi: Ordinary) -> Array:
+        """Return a central ``z``: the mean of a Gaussian, else the mean of ``x``, mapped."""
+
+    @abstractmethod
+    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+        """Return the mean and the standard deviation of each number of ``z``."""
+
+    @abstractmethod
+    def fit(self, f: Callable[[Array], Array]) -> Natural:
+        """Return the natural parameters of ``f(z) = c + <eta, T(z)>``, from its derivatives."""
+
+    @abstractmethod
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+        """Return the gradient of ``f(psi)`` in ``mu``: the natural gradient in ``eta``."""
+
+    @abstractmethod
+    def kl(self, eta_q: Natural, eta_p: Natural) -> Array:
+        """Return the Kullback-Leibler divergence: see :func:`kl`."""
+
+    @abstractmethod
+    def marginal(
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+    ) -> Distribution:
+        """Return the distribution of ``z[index]``, which is one site: see :func:`marginal`."""
+
+    def from_normals(self, normals: Array) -> Tree:
+        """Return standard normals (n, dim) as the noise of ``n`` draws, where they are."""
+        raise TypeError(f"a draw of the {self.name} family takes more than {self.dim} normals.")
+
+    def increment(self, z: Array, u: Array) -> Tree:
+        """Return ``T(z + u) - T(z)``, without their cancellation where ``T`` is a polynomial."""
+        return jax.tree.map(jnp.subtract, self.statistics(z + u), self.statistics(z))
+
+    def entropy(self, psi: Ordinary) -> Array:
+        """Return ``-E_q[log q(z) - log h(z)] = A(eta) - <eta, mu>``."""
+        eta = self.natural(psi)
+        return self.log_partition(eta) - inner(eta, self.moments(psi))
+
+    def proper(self, eta: Natural) -> Array:
+        """Return whether ``eta`` is normalisable, with mean and scales finite in this precision."""
+        return all_finite((eta, self.ordinary(eta)))
+
+    def log_density(self, eta: Natural, z: Array) -> Array:
+        """Return the log density: see :func:`log_density`."""
+        return self.log_base(z) + inner(eta, self.statistics(z)) - self.log_partition(eta)
+
+    def move(self, psi: Ordinary, gradient: Tree) -> Array:
+        """Return how far a full natural-gradient step would move ``q``, to first order (2 dim,).
+
+        First the mean of each number of ``z``, in standard deviations, then each log standard
+        deviation; ``gradient`` is in ``psi``.
+        """
+        eta = self.natural(psi)
+        step = self.dual_gradient(lambda psi: inner(gradient, psi), eta)
+        return move_along(self, eta, step)
+
+    def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
+        """Return natural parameters of a function with this gradient (dim,) at ``z``.
+
+        ``curvature`` (dim, dim) is its negative Hessian there. By least squares, from its diagonal,
+        where the family cannot have all of that.
+        """
+        T, unravel = ravel_pytree(self.statistics(z))
+
+        def flat(z: Array) -> Array:
+            return ravel_pytree(self.statistics(z))[0]
+
+        slopes = jax.jacfwd(flat)(z)  # (statistics, dim)
+        bends = jnp.diagonal(jax.jacfwd(jax.jacfwd(flat))(z), axis1=1, axis2=2)
+        wanted = jnp.concatenate([gradient, -jnp.diagonal(curvature)])
+        found = linalg.least_squares(jnp.concatenate([slopes, bends], 1).T, wanted)
+        return unravel(found.astype(T.dtype))
+
+    def standard(self, psi: Ordinary) -> Ordinary:
+        """Return the member itself in its own coordinates: a standard normal for Gaussians.
+
+        Other families have no coordinates but ``z``, and this function and the three below leave
+        them alone.
+        """
+        return psi
+
+    def moved(self, psi: Ordinary, step: Ordinary) -> Ordinary:
+        """Return the member that is ``step`` in the coordinates of ``psi``."""
+        return step
+
+    def into(self, psi: Ordinary, eta: Natural) -> Natural:
+        """Return natural parameters in the coordinates of ``psi``, from those in ``z``."""
+        return eta
+
+    def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
+        """Return natural parameters in ``z``, from those in the coordinates of ``psi``."""
+        return eta
 
 
 def usable(mean: Array, sd: Array) -> Array:

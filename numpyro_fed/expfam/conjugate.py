@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,7 @@ from jax import Array, lax
 from jax.nn import log_sigmoid, logsumexp, one_hot
 from jax.scipy.special import digamma, gammaln, polygamma
 
-from numpyro_fed.expfam.base import Family, Index, Tree, around, inner, move_along
-from numpyro_fed.trees import all_finite
+from numpyro_fed.expfam.base import Family, Index, Natural, Ordinary, Tree
 
 _FAR = 8.0  # fits look at sigmoid(+-8), at exp(+-8)
 _NORMAL = 14.0  # log concentration from which the logarithm of a Gamma variable is drawn as normal
@@ -53,77 +54,7 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
     >>> round(float(q.concentration), 4), round(float(q.rate), 4)
     (7.0, 2.0)
     """
-    dim = math.prod(shape)
-
-    def of(eta: Tree) -> dist.Gamma:
-        return dist.Gamma(eta["log"] + 1, -eta["linear"])
-
-    def statistics(z: Array) -> Tree:
-        z = z.reshape(shape)
-        return {"log": z, "linear": jnp.exp(z)}
-
-    def log_partition(eta: Tree) -> Array:
-        alpha, beta = eta["log"] + 1, -eta["linear"]
-        return jnp.sum(gammaln(alpha) - alpha * jnp.log(beta))
-
-    def ordinary(eta: Tree) -> Tree:
-        return {"log_concentration": jnp.log1p(eta["log"]), "log_rate": jnp.log(-eta["linear"])}
-
-    def natural(psi: Tree) -> Tree:
-        return {"log": jnp.expm1(psi["log_concentration"]), "linear": -jnp.exp(psi["log_rate"])}
-
-    def moments(psi: Tree) -> Tree:
-        log_alpha, log_beta = psi["log_concentration"], psi["log_rate"]
-        return {
-            "log": digamma(jnp.exp(log_alpha)) - log_beta,
-            "linear": jnp.exp(log_alpha - log_beta),
-        }
-
-    def from_mean(mu: Tree) -> Tree:
-        alpha = _shape_of_gamma(jnp.log(mu["linear"]) - mu["log"])
-        return {"log": alpha - 1, "linear": -alpha / mu["linear"]}
-
-    def draw(psi: Tree, key: Array) -> Array:
-        return (_log_gamma(key, psi["log_concentration"]) - psi["log_rate"]).reshape(dim)
-
-    def fit(f: Callable[[Array], Array]) -> Tree:
-        below, above = (jax.grad(f)(jnp.full(dim, z, float)).reshape(shape) for z in (-_FAR, _FAR))
-        slope = (above - below) / (math.exp(_FAR) - math.exp(-_FAR))
-        return {"log": below - slope * math.exp(-_FAR), "linear": slope}
-
-    def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
-        psi = ordinary(eta)
-        g = jax.grad(f)(psi)
-        by_alpha, by_rate = g["log_concentration"], g["log_rate"]
-        alpha = eta["log"] + 1
-        excess = _excess(alpha)
-        return {
-            "log": (by_alpha + by_rate) / excess,
-            "linear": eta["linear"] * (polygamma(1, alpha) * by_rate + by_alpha / alpha) / excess,
-        }
-
-    def spread(psi: Tree) -> tuple[Array, Array]:
-        alpha = jnp.exp(psi["log_concentration"]).reshape(dim)
-        return digamma(alpha) - psi["log_rate"].reshape(dim), jnp.sqrt(polygamma(1, alpha))
-
-    return _with_keys(
-        name="gamma",
-        dim=dim,
-        of=of,
-        statistics=statistics,
-        log_base=jnp.sum,
-        log_partition=log_partition,
-        ordinary=ordinary,
-        natural=natural,
-        moments=moments,
-        from_mean=from_mean,
-        draw=draw,
-        centre=lambda psi: (psi["log_concentration"] - psi["log_rate"]).reshape(dim),
-        spread=spread,
-        fit=fit,
-        dual_gradient=dual_gradient,
-        event_dim=0,
-    )
+    return Gamma(math.prod(shape), shape)
 
 
 def beta(shape: tuple[int, ...] = ()) -> Family:
@@ -153,11 +84,7 @@ def beta(shape: tuple[int, ...] = ()) -> Family:
     >>> family.moments(family.ordinary({"log": jnp.zeros(2)}))["log"]   # E[log x], x uniform
     Array([-1., -1.], dtype=float32)
     """
-
-    def of(eta: Tree) -> dist.Beta:
-        return dist.Beta(eta["log"][..., 0] + 1, eta["log"][..., 1] + 1)
-
-    return _simplex("beta", shape, 2, of, event_dim=0)
+    return Beta(math.prod(shape), shape, 2)
 
 
 def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family:
@@ -188,11 +115,7 @@ def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family:
     >>> expfam.marginal(family, eta, slice(0, 2), (2,), event_dim=1).concentration
     Array([2., 3., 4.], dtype=float32)
     """
-
-    def of(eta: Tree) -> dist.Dirichlet:
-        return dist.Dirichlet(eta["log"] + 1)
-
-    return _simplex("dirichlet", batch_shape, k, of, event_dim=1)
+    return Dirichlet(math.prod(batch_shape) * (k - 1), batch_shape, k)
 
 
 def categorical(batch_shape: tuple[int, ...], k: int) -> Family:
@@ -222,55 +145,267 @@ def categorical(batch_shape: tuple[int, ...], k: int) -> Family:
     >>> family.fit(lambda z: jnp.array([3.0, 5.0, 4.0])[z[0]])["logits"]
     Array([0., 2., 1.], dtype=float32)
     """
-    dim = math.prod(batch_shape)
+    return Categorical(math.prod(batch_shape), batch_shape, k)
 
-    def same(eta: Tree) -> Tree:
+
+@dataclass(frozen=True)
+class _OverSupport(Family):
+    """Families whose NumPyro distribution is over ``x`` itself, and whose noise is keys."""
+
+    event_dim: ClassVar[int] = 0  # of the distribution
+
+    @abstractmethod
+    def distribution(self, eta: Natural) -> dist.Distribution:
+        """Return NumPyro's distribution of ``x``."""
+
+    def noise(self, key: Array, n: int) -> Array:
+        return jax.random.split(key, n)
+
+    def kl(self, eta_q: Natural, eta_p: Natural) -> Array:
+        return dist.kl_divergence(self.distribution(eta_q), self.distribution(eta_p)).sum()
+
+    def marginal(
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+    ) -> dist.Distribution:
+        if not np.array_equal(np.arange(self.dim)[index], np.arange(self.dim)):
+            raise ValueError(
+                f"a {self.name} family has no marginal for a part of its {self.dim} numbers."
+            )
+        return self.distribution(eta).to_event(event_dim - self.event_dim)
+
+
+@dataclass(frozen=True)
+class Gamma(_OverSupport):
+    """Independent Gamma variables: see :func:`gamma`."""
+
+    shape: tuple[int, ...]
+    name: ClassVar[str] = "gamma"
+
+    def distribution(self, eta: Natural) -> dist.Distribution:
+        return dist.Gamma(eta["log"] + 1, -eta["linear"])
+
+    def statistics(self, z: Array) -> Tree:
+        z = z.reshape(self.shape)
+        return {"log": z, "linear": jnp.exp(z)}
+
+    def log_base(self, z: Array) -> Array:
+        return jnp.sum(z)
+
+    def log_partition(self, eta: Natural) -> Array:
+        alpha, beta = eta["log"] + 1, -eta["linear"]
+        return jnp.sum(gammaln(alpha) - alpha * jnp.log(beta))
+
+    def ordinary(self, eta: Natural) -> Ordinary:
+        return {"log_concentration": jnp.log1p(eta["log"]), "log_rate": jnp.log(-eta["linear"])}
+
+    def natural(self, psi: Ordinary) -> Natural:
+        return {"log": jnp.expm1(psi["log_concentration"]), "linear": -jnp.exp(psi["log_rate"])}
+
+    def moments(self, psi: Ordinary) -> Tree:
+        log_alpha, log_beta = psi["log_concentration"], psi["log_rate"]
+        return {
+            "log": digamma(jnp.exp(log_alpha)) - log_beta,
+            "linear": jnp.exp(log_alpha - log_beta),
+        }
+
+    def from_mean(self, mu: Tree) -> Natural:
+        alpha = _shape_of_gamma(jnp.log(mu["linear"]) - mu["log"])
+        return {"log": alpha - 1, "linear": -alpha / mu["linear"]}
+
+    def draw(self, psi: Ordinary, noise: Array) -> Array:
+        z = _log_gamma(noise, psi["log_concentration"]) - psi["log_rate"]
+        return z.reshape(self.dim)
+
+    def centre(self, psi: Ordinary) -> Array:
+        return (psi["log_concentration"] - psi["log_rate"]).reshape(self.dim)
+
+    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+        alpha = jnp.exp(psi["log_concentration"]).reshape(self.dim)
+        mean = digamma(alpha) - psi["log_rate"].reshape(self.dim)
+        return mean, jnp.sqrt(polygamma(1, alpha))
+
+    def fit(self, f: Callable[[Array], Array]) -> Natural:
+        below, above = (
+            jax.grad(f)(jnp.full(self.dim, z, float)).reshape(self.shape) for z in (-_FAR, _FAR)
+        )
+        slope = (above - below) / (math.exp(_FAR) - math.exp(-_FAR))
+        return {"log": below - slope * math.exp(-_FAR), "linear": slope}
+
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+        g = jax.grad(f)(self.ordinary(eta))
+        by_alpha, by_rate = g["log_concentration"], g["log_rate"]
+        alpha = eta["log"] + 1
+        excess = _excess(alpha)
+        return {
+            "log": (by_alpha + by_rate) / excess,
+            "linear": eta["linear"] * (polygamma(1, alpha) * by_rate + by_alpha / alpha) / excess,
+        }
+
+
+@dataclass(frozen=True)
+class _Simplex(_OverSupport):
+    """What Beta and Dirichlet share: vectors of ``k`` probabilities by stick-breaking."""
+
+    batch_shape: tuple[int, ...]
+    k: int
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shape of ``z`` before it is flattened."""
+        return (*self.batch_shape, self.k - 1)
+
+    def balance(self) -> Array:
+        """Return the shift of each stick, at which ``z = 0`` is the uniform vector.
+
+        Made anew each time: JAX keeps a NumPy array in the precision that it first met it in.
+        """
+        return jnp.log(jnp.arange(self.k - 1, 0, -1, float))
+
+    def log_x(self, z: Array) -> Array:
+        """Return the logarithms of the probabilities (*batch_shape, k)."""
+        z = z.reshape(self.rows) - self.balance()
+        rest = jnp.cumsum(log_sigmoid(-z), axis=-1)
+        first = log_sigmoid(z) + jnp.concatenate([jnp.zeros_like(z[..., :1]), rest[..., :-1]], -1)
+        return jnp.concatenate([first, rest[..., -1:]], -1)
+
+    def from_logs(self, logs: Array) -> Array:
+        """Return the flat ``z`` of the ``x`` whose logarithms are ``logs`` up to a constant."""
+        rest = lax.cumlogsumexp(logs, axis=len(self.batch_shape), reverse=True)[..., 1:]
+        return (logs[..., :-1] - rest + self.balance()).reshape(self.dim)
+
+    def statistics(self, z: Array) -> Tree:
+        return {"log": self.log_x(z)}
+
+    def log_base(self, z: Array) -> Array:
+        return self.log_x(z).sum()
+
+    def log_partition(self, eta: Natural) -> Array:
+        a = eta["log"] + 1
+        return gammaln(a).sum() - gammaln(a.sum(-1)).sum()
+
+    def ordinary(self, eta: Natural) -> Ordinary:
+        return {"log_concentration": jnp.log1p(eta["log"])}
+
+    def natural(self, psi: Ordinary) -> Natural:
+        return {"log": jnp.expm1(psi["log_concentration"])}
+
+    def moments(self, psi: Ordinary) -> Tree:
+        a = jnp.exp(psi["log_concentration"])
+        return {"log": digamma(a) - digamma(a.sum(-1, keepdims=True))}
+
+    def from_mean(self, mu: Tree) -> Natural:
+        return {"log": _concentration(mu["log"]) - 1}
+
+    def draw(self, psi: Ordinary, noise: Array) -> Array:
+        return self.from_logs(_log_gamma(noise, psi["log_concentration"]))
+
+    def centre(self, psi: Ordinary) -> Array:
+        return self.from_logs(psi["log_concentration"])
+
+    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+        a = jnp.exp(psi["log_concentration"])
+        first, rest = a[..., :-1], jnp.cumsum(a[..., ::-1], -1)[..., -2::-1]
+        mean = digamma(first) - digamma(rest) + self.balance()
+        sd = jnp.sqrt(polygamma(1, first) + polygamma(1, rest))
+        return mean.reshape(self.dim), sd.reshape(self.dim)
+
+    def fit(self, f: Callable[[Array], Array]) -> Natural:
+        balance = self.balance()
+        low = jnp.broadcast_to(balance - _FAR, self.rows)
+        last_high = low.at[..., -1].set(balance[-1] + _FAR)
+        everywhere, last = (
+            jax.grad(f)(z.reshape(self.dim)).reshape(self.rows) for z in (low, last_high)
+        )
+        slopes = jnp.concatenate([everywhere, last[..., -1:]], -1)
+        return {"log": jnp.matmul(slopes, _inverse_slopes(self.k).T, precision="highest")}
+
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+        a = eta["log"] + 1
+        own, total = polygamma(1, a), a.sum(-1, keepdims=True)
+        g = jax.grad(f)({"log_concentration": jnp.log(a)})["log_concentration"] / (a * own)
+        gap = (_excess(a) / own).sum(-1, keepdims=True) - _excess(total) / polygamma(1, total)
+        return {"log": g + g.sum(-1, keepdims=True) / (gap * own)}
+
+
+@dataclass(frozen=True)
+class Beta(_Simplex):
+    """Independent Beta variables: see :func:`beta`. The event is one number."""
+
+    name: ClassVar[str] = "beta"
+
+    def distribution(self, eta: Natural) -> dist.Distribution:
+        return dist.Beta(eta["log"][..., 0] + 1, eta["log"][..., 1] + 1)
+
+
+@dataclass(frozen=True)
+class Dirichlet(_Simplex):
+    """Independent Dirichlet vectors: see :func:`dirichlet`."""
+
+    name: ClassVar[str] = "dirichlet"
+    event_dim: ClassVar[int] = 1
+
+    def distribution(self, eta: Natural) -> dist.Distribution:
+        return dist.Dirichlet(eta["log"] + 1)
+
+
+@dataclass(frozen=True)
+class Categorical(_OverSupport):
+    """Independent integers: see :func:`categorical`."""
+
+    batch_shape: tuple[int, ...]
+    k: int
+    name: ClassVar[str] = "categorical"
+
+    def distribution(self, eta: Natural) -> dist.Distribution:
+        return dist.Categorical(self._probabilities(eta))
+
+    def _probabilities(self, psi: Ordinary) -> Array:
+        return jax.nn.softmax(psi["logits"])
+
+    def statistics(self, z: Array) -> Tree:
+        return {"logits": one_hot(z.astype(int).reshape(self.batch_shape), self.k)}
+
+    def log_base(self, z: Array) -> Array:
+        return jnp.zeros(())
+
+    def log_partition(self, eta: Natural) -> Array:
+        return logsumexp(eta["logits"], axis=-1).sum()
+
+    def ordinary(self, eta: Natural) -> Ordinary:
         return eta
 
-    def of(eta: Tree) -> dist.Distribution:
-        return dist.Categorical(probabilities(eta)["logits"])
+    def natural(self, psi: Ordinary) -> Natural:
+        return psi
 
-    def probabilities(psi: Tree) -> Tree:
-        return {"logits": jax.nn.softmax(psi["logits"])}
+    def moments(self, psi: Ordinary) -> Tree:
+        return {"logits": self._probabilities(psi)}
 
-    def statistics(z: Array) -> Tree:
-        return {"logits": one_hot(z.astype(int).reshape(batch_shape), k)}
+    def from_mean(self, mu: Tree) -> Natural:
+        return {"logits": jnp.log(mu["logits"])}
 
-    def spread(psi: Tree) -> tuple[Array, Array]:
-        p, z = probabilities(psi)["logits"].reshape(dim, k), jnp.arange(k)
+    def draw(self, psi: Ordinary, noise: Array) -> Array:
+        return jax.random.categorical(noise, psi["logits"]).reshape(self.dim)
+
+    def centre(self, psi: Ordinary) -> Array:
+        return jnp.argmax(psi["logits"], axis=-1).reshape(self.dim)
+
+    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+        p, z = self._probabilities(psi).reshape(self.dim, self.k), jnp.arange(self.k)
         mean = p @ z
         return mean, jnp.sqrt((p * (z - mean[:, None]) ** 2).sum(-1))
 
-    def fit(f: Callable[[Array], Array]) -> Tree:
-        first = jnp.zeros(dim, int)
+    def fit(self, f: Callable[[Array], Array]) -> Natural:
+        first = jnp.zeros(self.dim, int)
 
         def at(i: Array, value: Array) -> Array:
             return f(first.at[i].set(value))
 
-        table = jax.vmap(jax.vmap(at, (None, 0)), (0, None))(jnp.arange(dim), jnp.arange(k))
-        return {"logits": (table - table[:, :1]).reshape(*batch_shape, k)}
+        every = jax.vmap(jax.vmap(at, (None, 0)), (0, None))
+        table = every(jnp.arange(self.dim), jnp.arange(self.k))
+        return {"logits": (table - table[:, :1]).reshape(*self.batch_shape, self.k)}
 
-    def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
-        return {"logits": jax.grad(f)(eta)["logits"] / probabilities(eta)["logits"]}
-
-    return _with_keys(
-        name="categorical",
-        dim=dim,
-        of=of,
-        statistics=statistics,
-        log_base=lambda z: jnp.zeros(()),
-        log_partition=lambda eta: logsumexp(eta["logits"], axis=-1).sum(),
-        ordinary=same,
-        natural=same,
-        moments=probabilities,
-        from_mean=lambda mu: {"logits": jnp.log(mu["logits"])},
-        draw=lambda psi, key: jax.random.categorical(key, psi["logits"]).reshape(dim),
-        centre=lambda psi: jnp.argmax(psi["logits"], axis=-1).reshape(dim),
-        spread=spread,
-        fit=fit,
-        dual_gradient=dual_gradient,
-        event_dim=0,
-    )
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+        return {"logits": jax.grad(f)(eta)["logits"] / self._probabilities(eta)}
 
 
 def _log_gamma(key: Array, log_alpha: Array) -> Array:
@@ -284,128 +419,6 @@ def _log_gamma(key: Array, log_alpha: Array) -> Array:
     epsilon = jax.random.normal(key, log_alpha.shape, log_alpha.dtype)
     normal = log_alpha - 0.5 * scale**2 + scale * epsilon
     return jnp.where(log_alpha > _NORMAL, normal, exact)
-
-
-def _simplex(
-    name: str, batch_shape: tuple[int, ...], k: int, of: Callable, event_dim: int
-) -> Family:
-    """What Beta and Dirichlet share; the event of a Beta is one number."""
-    rows, dim = (*batch_shape, k - 1), math.prod(batch_shape) * (k - 1)
-
-    def balance() -> Array:
-        """Made anew each time: JAX keeps a NumPy array in the precision that it first met it in."""
-        return jnp.log(jnp.arange(k - 1, 0, -1, float))
-
-    def log_x(z: Array) -> Array:
-        z = z.reshape(rows) - balance()
-        rest = jnp.cumsum(log_sigmoid(-z), axis=-1)
-        first = log_sigmoid(z) + jnp.concatenate([jnp.zeros_like(z[..., :1]), rest[..., :-1]], -1)
-        return jnp.concatenate([first, rest[..., -1:]], -1)
-
-    def from_logs(logs: Array) -> Array:
-        """The flat ``z`` of the ``x`` whose logarithms are ``logs`` up to a constant."""
-        rest = lax.cumlogsumexp(logs, axis=len(batch_shape), reverse=True)[..., 1:]
-        return (logs[..., :-1] - rest + balance()).reshape(dim)
-
-    def alpha(psi: Tree) -> Array:
-        return jnp.exp(psi["log_concentration"])
-
-    def log_partition(eta: Tree) -> Array:
-        a = eta["log"] + 1
-        return gammaln(a).sum() - gammaln(a.sum(-1)).sum()
-
-    def moments(psi: Tree) -> Tree:
-        a = alpha(psi)
-        return {"log": digamma(a) - digamma(a.sum(-1, keepdims=True))}
-
-    def spread(psi: Tree) -> tuple[Array, Array]:
-        a = alpha(psi)
-        first, rest = a[..., :-1], jnp.cumsum(a[..., ::-1], -1)[..., -2::-1]
-        mean = digamma(first) - digamma(rest) + balance()
-        return mean.reshape(dim), jnp.sqrt(polygamma(1, first) + polygamma(1, rest)).reshape(dim)
-
-    def draw(psi: Tree, key: Array) -> Array:
-        return from_logs(_log_gamma(key, psi["log_concentration"]))
-
-    def fit(f: Callable[[Array], Array]) -> Tree:
-        low = jnp.broadcast_to(balance() - _FAR, rows)
-        last_high = low.at[..., -1].set(balance()[-1] + _FAR)
-        everywhere, last = (jax.grad(f)(z.reshape(dim)).reshape(rows) for z in (low, last_high))
-        slopes = jnp.concatenate([everywhere, last[..., -1:]], -1)
-        return {"log": jnp.matmul(slopes, _inverse_slopes(k).T, precision="highest")}
-
-    def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
-        a = eta["log"] + 1
-        own, total = polygamma(1, a), a.sum(-1, keepdims=True)
-        g = jax.grad(f)({"log_concentration": jnp.log(a)})["log_concentration"] / (a * own)
-        gap = (_excess(a) / own).sum(-1, keepdims=True) - _excess(total) / polygamma(1, total)
-        return {"log": g + g.sum(-1, keepdims=True) / (gap * own)}
-
-    return _with_keys(
-        name=name,
-        dim=dim,
-        of=of,
-        statistics=lambda z: {"log": log_x(z)},
-        log_base=lambda z: log_x(z).sum(),
-        log_partition=log_partition,
-        ordinary=lambda eta: {"log_concentration": jnp.log1p(eta["log"])},
-        natural=lambda psi: {"log": jnp.expm1(psi["log_concentration"])},
-        moments=moments,
-        from_mean=lambda mu: {"log": _concentration(mu["log"]) - 1},
-        draw=draw,
-        centre=lambda psi: from_logs(psi["log_concentration"]),
-        spread=spread,
-        fit=fit,
-        dual_gradient=dual_gradient,
-        event_dim=event_dim,
-    )
-
-
-def _with_keys(
-    *, name: str, dim: int, of: Callable, event_dim: int, **functions: Callable
-) -> Family:
-    """A family whose NumPyro distribution ``of(eta)`` is over ``x`` and whose noise is keys."""
-    statistics, log_base = functions["statistics"], functions["log_base"]
-    log_partition, natural = functions["log_partition"], functions["natural"]
-
-    def entropy(psi: Tree) -> Array:
-        eta = natural(psi)
-        return log_partition(eta) - inner(eta, functions["moments"](psi))
-
-    def increment(z: Array, u: Array) -> Tree:
-        return jax.tree.map(jnp.subtract, statistics(z + u), statistics(z))
-
-    def proper(eta: Tree) -> Array:
-        return all_finite((eta, functions["ordinary"](eta)))
-
-    def log_density(eta: Tree, z: Array) -> Array:
-        return log_base(z) + inner(eta, statistics(z)) - log_partition(eta)
-
-    def marginal(eta: Tree, index: Index, shape: tuple[int, ...], event: int) -> dist.Distribution:
-        if not np.array_equal(np.arange(dim)[index], np.arange(dim)):
-            raise ValueError(f"a {name} family has no marginal for a part of its {dim} numbers.")
-        return of(eta).to_event(event - event_dim)
-
-    def move(psi: Tree, gradient: Tree) -> Array:
-        eta = natural(psi)
-        return move_along(family, eta, family.dual_gradient(partial(inner, gradient), eta))
-
-    family = Family(
-        name=name,
-        dim=dim,
-        increment=increment,
-        entropy=entropy,
-        noise=jax.random.split,
-        from_normals=None,
-        proper=proper,
-        log_density=log_density,
-        kl=lambda q, p: dist.kl_divergence(of(q), of(p)).sum(),
-        marginal=marginal,
-        move=move,
-        around=partial(around, statistics),
-        **functions,
-    )
-    return family
 
 
 def _inverse_slopes(k: int) -> np.ndarray:

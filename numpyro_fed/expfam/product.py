@@ -1,9 +1,11 @@
-"""A family for each part of ``z``."""
+"""Independent members of several families, as one family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import numpy as np
 from jax import Array
 from numpyro.distributions import Distribution
 
-from numpyro_fed.expfam.base import Family, Index, Tree, inner
+from numpyro_fed.expfam.base import Family, Index, Natural, Ordinary, Tree, inner
 
 
 def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
@@ -45,126 +47,169 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
     >>> family.fit(lambda z: -0.5 * z @ z)["scale"]["second"]
     Array([-0.5], dtype=float32)
     """
-    dim = sum(family.dim for _, family in members.values())
-    places = {name: np.arange(dim)[index] for name, (index, _) in members.items()}
-    families = {name: family for name, (_, family) in members.items()}
-    order = np.concatenate([*places.values(), np.zeros(0, int)]).astype(int)
-    wrong = [name for name, family in families.items() if len(places[name]) != family.dim]
-    if wrong or not np.array_equal(np.sort(order), np.arange(dim)):
-        raise ValueError(
-            f"the indices of the members {wrong or list(members)} do not name each of their "
-            f"{dim} coordinates once."
-        )
-    of_normals = all(family.from_normals for family in families.values())
-    inverse = np.argsort(order).astype(np.int32)  # which JAX reads alike in either precision
+    return Product(sum(family.dim for _, family in members.values()), members)
 
-    def part(z: Array, name: str) -> Array:
-        return z[members[name][0]]
 
-    def join(parts: Tree) -> Array:
-        z = jnp.concatenate([parts[name] for name in families])
-        return z if np.array_equal(order, np.arange(dim)) else z[inverse]
+@dataclass(frozen=True, eq=False)
+class Product(Family):
+    """A family for each part of ``z``: see :func:`product`."""
 
-    def each(field: str) -> Callable[..., Tree]:
-        """One of the functions at every member, on that member's arguments."""
-        return lambda *args: {
-            name: getattr(family, field)(*(a[name] for a in args))
-            for name, family in families.items()
+    members: Mapping[str, tuple[Index, Family]]
+    name: ClassVar[str] = "product"
+
+    def __post_init__(self) -> None:
+        wrong = [name for name, f in self._families.items() if len(self._places[name]) != f.dim]
+        if wrong or not np.array_equal(np.sort(self._order), np.arange(self.dim)):
+            raise ValueError(
+                f"the indices of the members {wrong or list(self.members)} do not name each of "
+                f"their {self.dim} coordinates once."
+            )
+
+    @cached_property
+    def _families(self) -> dict[str, Family]:
+        return {name: family for name, (_, family) in self.members.items()}
+
+    @cached_property
+    def _places(self) -> dict[str, np.ndarray]:
+        """The coordinates of each member."""
+        return {name: np.arange(self.dim)[index] for name, (index, _) in self.members.items()}
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        """All coordinates, member by member."""
+        return np.concatenate([*self._places.values(), np.zeros(0, int)]).astype(int)
+
+    def _cut(self, z: Array) -> Tree:
+        """Return each member's coordinates, from all."""
+        return {name: z[index] for name, (index, _) in self.members.items()}
+
+    def _join(self, parts: Tree) -> Array:
+        """Return all coordinates, from each member's."""
+        z = jnp.concatenate([parts[name] for name in self.members])
+        if np.array_equal(self._order, np.arange(self.dim)):
+            return z
+        return z[np.argsort(self._order).astype(np.int32)]  # JAX reads int32 alike everywhere
+
+    def _each(self, method: str, *args: Tree) -> Tree:
+        """Return what a method says at every member, of that member's arguments."""
+        return {
+            name: getattr(family, method)(*(a[name] for a in args))
+            for name, family in self._families.items()
         }
 
-    def total(field: str) -> Callable[..., Array]:
-        return lambda *args: sum(each(field)(*args).values(), jnp.zeros(()))
+    def _total(self, method: str, *args: Tree) -> Array:
+        """Return the sum of that over members."""
+        return sum(self._each(method, *args).values(), jnp.zeros(()))
 
-    def cut(z: Array) -> Tree:
-        return {name: part(z, name) for name in families}
+    @property
+    def of_normals(self) -> bool:
+        return all(family.of_normals for family in self._families.values())
 
-    def increment(z: Array, u: Array) -> Tree:
-        return each("increment")(cut(z), cut(u))
+    def statistics(self, z: Array) -> Tree:
+        return self._each("statistics", self._cut(z))
 
-    def spread(psi: Tree) -> tuple[Array, Array]:
-        parts = each("spread")(psi)
-        mean, sd = (join({name: part[i] for name, part in parts.items()}) for i in (0, 1))
-        return mean, sd
+    def increment(self, z: Array, u: Array) -> Tree:
+        return self._each("increment", self._cut(z), self._cut(u))
 
-    def by_coordinate(parts: Tree) -> Array:
-        """What each member says of each number twice, in the order of ``z``, twice."""
-        halves = {name: jnp.split(part, 2) for name, part in parts.items()}
-        both = (join({name: half[i] for name, half in halves.items()}) for i in (0, 1))
-        return jnp.concatenate(list(both))
+    def log_base(self, z: Array) -> Array:
+        return self._total("log_base", self._cut(z))
 
-    def from_normals(normals: Array) -> Tree:
+    def log_partition(self, eta: Natural) -> Array:
+        return self._total("log_partition", eta)
+
+    def ordinary(self, eta: Natural) -> Ordinary:
+        return self._each("ordinary", eta)
+
+    def natural(self, psi: Ordinary) -> Natural:
+        return self._each("natural", psi)
+
+    def moments(self, psi: Ordinary) -> Tree:
+        return self._each("moments", psi)
+
+    def from_mean(self, mu: Tree) -> Natural:
+        return self._each("from_mean", mu)
+
+    def entropy(self, psi: Ordinary) -> Array:
+        return self._total("entropy", psi)
+
+    def noise(self, key: Array, n: int) -> Tree:
+        if self.of_normals:
+            return self.from_normals(jax.random.normal(key, (n, self.dim)))
+        keys = jax.random.split(key, len(self._families))
+        each = zip(self._families.items(), keys, strict=True)
+        return {name: family.noise(key, n) for (name, family), key in each}
+
+    def from_normals(self, normals: Array) -> Tree:
+        families = self._families
         stops = np.cumsum([family.dim for family in families.values()])
         return {
             name: family.from_normals(normals[:, stop - family.dim : stop])
             for (name, family), stop in zip(families.items(), stops, strict=True)
-            if family.from_normals
         }
 
-    def noise(key: Array, n: int) -> Tree:
-        if of_normals:
-            return from_normals(jax.random.normal(key, (n, dim)))
-        keys = jax.random.split(key, len(families))
-        return {name: f.noise(k, n) for (name, f), k in zip(families.items(), keys, strict=True)}
+    def draw(self, psi: Ordinary, noise: Tree) -> Array:
+        return self._join(self._each("draw", psi, noise))
 
-    def fit(f: Callable[[Array], Array]) -> Tree:
-        def along(name: str) -> Callable[[Array], Array]:
-            return lambda z: f(jnp.zeros(dim).at[members[name][0]].set(z))
+    def centre(self, psi: Ordinary) -> Array:
+        return self._join(self._each("centre", psi))
 
-        return {name: family.fit(along(name)) for name, family in families.items()}
+    def spread(self, psi: Ordinary) -> tuple[Array, Array]:
+        parts = self._each("spread", psi)
+        means, sds = ({name: part[i] for name, part in parts.items()} for i in (0, 1))
+        return self._join(means), self._join(sds)
 
-    def dual_gradient(f: Callable[[Tree], Array], eta: Tree) -> Tree:
-        gradient = jax.grad(f)(each("ordinary")(eta))
-        return {
-            name: family.dual_gradient(partial(inner, gradient[name]), eta[name])
-            for name, family in families.items()
-        }
+    def proper(self, eta: Natural) -> Array:
+        return jnp.stack(list(self._each("proper", eta).values())).all()
 
-    def around(z: Array, gradient: Array, curvature: Array) -> Tree:
-        return {
-            name: family.around(
-                part(z, name),
-                part(gradient, name),
-                curvature[np.ix_(places[name], places[name])],
-            )
-            for name, family in families.items()
-        }
+    def fit(self, f: Callable[[Array], Array]) -> Natural:
+        def along(index: Index) -> Callable[[Array], Array]:
+            return lambda z: f(jnp.zeros(self.dim).at[index].set(z))
 
-    def marginal(eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int) -> Distribution:
-        wanted = np.arange(dim)[index]
-        for name, family in families.items():
-            if np.isin(wanted, places[name]).all():
-                sorter = np.argsort(places[name])
-                own = sorter[np.searchsorted(places[name], wanted, sorter=sorter)]
-                return family.marginal(eta[name], own, shape, event_dim)
-        raise ValueError(f"no single member of {list(families)} has the coordinates {index}.")
+        return {name: family.fit(along(index)) for name, (index, family) in self.members.items()}
 
-    return Family(
-        name="product",
-        dim=dim,
-        statistics=lambda z: each("statistics")(cut(z)),
-        increment=increment,
-        log_base=lambda z: total("log_base")(cut(z)),
-        log_partition=total("log_partition"),
-        ordinary=each("ordinary"),
-        natural=each("natural"),
-        moments=each("moments"),
-        from_mean=each("from_mean"),
-        entropy=total("entropy"),
-        noise=noise,
-        from_normals=from_normals if of_normals else None,
-        draw=lambda psi, noise: join(each("draw")(psi, noise)),
-        centre=lambda psi: join(each("centre")(psi)),
-        spread=spread,
-        proper=lambda eta: jnp.stack(list(each("proper")(eta).values())).all(),
-        fit=fit,
-        dual_gradient=dual_gradient,
-        move=lambda psi, gradient: by_coordinate(each("move")(psi, gradient)),
-        log_density=lambda eta, z: total("log_density")(eta, cut(z)),
-        kl=total("kl"),
-        marginal=marginal,
-        around=around,
-        standard=each("standard"),
-        moved=each("moved"),
-        into=each("into"),
-        out_of=each("out_of"),
-    )
+    def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+        gradient = jax.grad(f)(self.ordinary(eta))
+
+        def along(name: str) -> Callable[[Ordinary], Array]:
+            return lambda psi: inner(gradient[name], psi)
+
+        return {name: f.dual_gradient(along(name), eta[name]) for name, f in self._families.items()}
+
+    def move(self, psi: Ordinary, gradient: Tree) -> Array:
+        parts = self._each("move", psi, gradient)
+        halves = {name: jnp.split(part, 2) for name, part in parts.items()}
+        means, scales = ({name: half[i] for name, half in halves.items()} for i in (0, 1))
+        return jnp.concatenate([self._join(means), self._join(scales)])
+
+    def log_density(self, eta: Natural, z: Array) -> Array:
+        return self._total("log_density", eta, self._cut(z))
+
+    def kl(self, eta_q: Natural, eta_p: Natural) -> Array:
+        return self._total("kl", eta_q, eta_p)
+
+    def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
+        own = {name: curvature[np.ix_(at, at)] for name, at in self._places.items()}
+        return self._each("around", self._cut(z), self._cut(gradient), own)
+
+    def marginal(
+        self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
+    ) -> Distribution:
+        wanted = np.arange(self.dim)[index]
+        for name, places in self._places.items():
+            if np.isin(wanted, places).all():
+                sorter = np.argsort(places)
+                own = sorter[np.searchsorted(places, wanted, sorter=sorter)]
+                return self._families[name].marginal(eta[name], own, shape, event_dim)
+        raise ValueError(f"no single member of {list(self.members)} has the coordinates {index}.")
+
+    def standard(self, psi: Ordinary) -> Ordinary:
+        return self._each("standard", psi)
+
+    def moved(self, psi: Ordinary, step: Ordinary) -> Ordinary:
+        return self._each("moved", psi, step)
+
+    def into(self, psi: Ordinary, eta: Natural) -> Natural:
+        return self._each("into", psi, eta)
+
+    def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
+        return self._each("out_of", psi, eta)

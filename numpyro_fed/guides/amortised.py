@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib.util
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.lax import stop_gradient
 from numpyro import handlers
 
 from numpyro_fed.errors import GuideError, MissingExtraError, positive_int
-from numpyro_fed.guides import gaussian
-from numpyro_fed.guides.gaussian import GuideParams, LocalGuide
+from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.tracing import TRACING
@@ -91,30 +93,152 @@ class Amortised:
             )
 
 
-class Encoder(NamedTuple):
-    """The network of one silo plate, as pure functions.
+@dataclass(frozen=True, eq=False)
+class Encoder(ABC):
+    """The network of one silo plate, as functions of its parameters ``phi``, which silos share.
 
     Attributes
     ----------
-    name : str
-        Of its parameters, among those that silos share.
-    init : key -> phi
-    eta : (phi, theta, z_G, data) -> {"loc", "log_scale"}
-        Of all rows, (rows, dim) each.
-    features : data -> (rows, numbers), or None
-        What is standardised of a row, where something is.
+    plate : str
+    fm : FederatedModel
+        The split text, for the globals that the network reads.
+    dim : int
+        Latents of a row.
+    row : dict
+        Shape of one row, and dtype, of each array that the network reads.
+    module : equinox.Module
+        Its arrays of floats are learnt.
     """
 
-    name: str
-    init: Callable[[Array], dict[str, Array]]
-    eta: Callable[[dict[str, Array], dict[str, Any], Array, SiloData], GuideParams]
-    features: Callable[[SiloData], Array] | None
+    plate: str
+    fm: FederatedModel
+    dim: int
+    row: Row
+    module: Any
+
+    standardises: ClassVar[bool] = False  # whether what is read is to be standardised first
+
+    @property
+    def name(self) -> str:
+        """The name of the parameters, among those that silos share."""
+        return f"encoder of '{self.plate}'"
+
+    @abstractmethod
+    def init(self, key: Array) -> dict[str, Array]:
+        """Return the first parameters."""
+
+    @abstractmethod
+    def outputs(
+        self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
+    ) -> tuple[Array, Array]:
+        """Return means and log scales of all rows' latents, (rows, dim) each."""
+
+    def features(self, data: SiloData) -> Array:
+        """Return the numbers (rows, width) that are to be standardised, of each row."""
+        raise NotImplementedError(f"{self.name} standardises nothing.")
+
+    def eta(
+        self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
+    ) -> GuideParams:
+        """Return the parameters of the plate's guide."""
+        loc, log_scale = self.outputs(phi, theta, z_G, data)
+        return {"loc": loc, "log_scale": jnp.clip(log_scale, LEAST, LARGEST)}
+
+    def named(self, module: Any) -> dict[str, Array]:
+        """Return the learnt arrays of a module of this kind, by their paths."""
+        leaves, _ = jax.tree.flatten_with_path(_learnt(module))
+        return {jax.tree_util.keystr(path).lstrip("."): a for path, a in leaves}
+
+    def called(self, phi: dict[str, Array], *args: Any) -> Any:
+        """Return what the network says, with these parameters."""
+        from numpyro.contrib.module import eqx_module
+
+        learnt = _learnt(self.module)
+        given = jax.tree.unflatten(jax.tree.structure(learnt), [phi[n] for n in self.named(learnt)])
+        with TRACING, handlers.block(), handlers.substitute(data={f"{self.name}$params": given}):
+            return eqx_module(self.name, self.module)(*args)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnEncoder(Encoder):
+    """The network that is taken where the user gives none.
+
+    It reads a row's numbers, standardised and by asinh, and the first ``reads`` globals.
+    """
+
+    hidden: int
+    reads: int
+    init_scale: float
+
+    standardises: ClassVar[bool] = True
+
+    @property
+    def width(self) -> int:
+        """How many numbers a row has."""
+        return sum(math.prod(shape) for shape, _ in self.row.values())
+
+    def init(self, key: Array) -> dict[str, Array]:
+        fresh = _network(self.width + self.reads, self.dim, self.hidden, key)
+        units = {"shift": jnp.zeros(self.width), "scale": jnp.ones(self.width)}
+        return self.named(fresh) | units
+
+    def features(self, data: SiloData) -> Array:
+        rows = [jnp.asarray(data.arrays[key], float) for key in self.row]
+        return jnp.concatenate([a.reshape(len(a), -1) for a in rows], 1)
+
+    def outputs(
+        self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
+    ) -> tuple[Array, Array]:
+        shift, scale = stop_gradient((phi["shift"], phi["scale"]))
+        x, read = jnp.arcsinh((self.features(data) - shift) / scale), z_G[: self.reads]
+        out = jax.vmap(lambda x: self.called(phi, jnp.concatenate([x, read])))(x)
+        return out[:, : self.dim], jnp.log(self.init_scale) + out[:, self.dim :]
+
+
+@dataclass(frozen=True, eq=False)
+class GivenEncoder(Encoder):
+    """The user's own network, which is called with a row and the globals on their supports."""
+
+    def init(self, key: Array) -> dict[str, Array]:
+        return {name: jnp.asarray(a) for name, a in self.named(self.module).items()}
+
+    def outputs(
+        self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
+    ) -> tuple[Array, Array]:
+        values = self.fm.constrain_global(theta, z_G)
+        rows = {key: jnp.asarray(data.arrays[key]) for key in self.row}
+        return jax.vmap(lambda one: self.called(phi, one, values))(rows)
+
+    def check(self) -> None:
+        """Refuse outputs that are not means and log scales of a row's latents."""
+        one = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in self.row.items()}
+        fm, phi = self.fm, self.init(jax.random.key(0))
+
+        def run(one: dict[str, Array]) -> Any:
+            theta = fm.init_theta(jax.random.key(0))
+            return self.called(phi, one, fm.constrain_global(theta, jnp.zeros(fm.dim)))
+
+        try:
+            out = jax.eval_shape(run, one)
+            shapes = [tuple(a.shape) for a in out] if isinstance(out, tuple | list) else out.shape
+        except Exception as error:
+            raise GuideError(
+                f"the encoder of silo_plate '{self.plate}' raised {type(error).__name__} for a row "
+                f"of { {k: shape for k, (shape, _) in self.row.items()} } and the globals: {error}"
+            ) from error
+        if shapes != [(self.dim,), (self.dim,)]:
+            sites = ", ".join(f"'{s.name}'" for s in fm.named("latent", self.plate))
+            raise GuideError(
+                f"the encoder of silo_plate '{self.plate}' returns shapes {shapes}: expected a "
+                f"pair (loc, log_scale) of ({self.dim},) each, for one row's latents ({sites}), "
+                "unconstrained."
+            )
 
 
 def encoder(
     spec: Amortised, fm: FederatedModel, plate: str, dim: int, row: Row, init_scale: float
 ) -> Encoder:
-    """Build the network of a plate's rows.
+    """Return the network of a plate's rows, built as asked for.
 
     Raises
     ------
@@ -123,81 +247,36 @@ def encoder(
     MissingExtraError
         Without equinox.
     """
-    try:
-        import equinox as eqx
-        from numpyro.contrib.module import eqx_module
-    except ImportError as error:
-        raise MissingExtraError("equinox", "nn") from error
+    if importlib.util.find_spec("equinox") is None:
+        raise MissingExtraError("equinox", "nn")
     if not row:
         raise GuideError(
             f"guides.Amortised for silo_plate '{plate}': no array has as many rows as the plate, "
             "so that there is nothing to read. Take the plate's size from an array's shape, or use "
             "locals='full'."
         )
-    name = f"encoder of '{plate}'"
-    width = sum(int(np.prod(shape)) for shape, _ in row.values())
-    read = fm.dim if fm.dim <= READS_UP_TO else 0
-    module, own = spec.encoder, spec.encoder is None
-    if own:
-        module = _network(eqx, width + read, dim, spec.hidden or HIDDEN)
-
-    def parameters(module: Any) -> Any:
-        return eqx.filter(module, eqx.is_inexact_array)
-
-    paths, tree = jax.tree.flatten_with_path(parameters(module))
-    names = [jax.tree_util.keystr(path).lstrip(".") for path, _ in paths]
-
-    def init(key: Array) -> dict[str, Array]:
-        if not own:
-            return {n: jnp.asarray(a) for n, (_, a) in zip(names, paths, strict=True)}
-        fresh = parameters(_network(eqx, width + read, dim, spec.hidden or HIDDEN, key))
-        phi = dict(zip(names, jax.tree.leaves(fresh), strict=True))
-        return phi | {"shift": jnp.zeros(width), "scale": jnp.ones(width)}
-
-    def called(phi: dict[str, Array], *args: Any) -> Any:
-        given = jax.tree.unflatten(tree, [phi[n] for n in names])
-        with TRACING, handlers.block(), handlers.substitute(data={f"{name}$params": given}):
-            return eqx_module(name, module)(*args)
-
-    def numbers(data: SiloData) -> Array:
-        rows = [jnp.asarray(data.arrays[key], float) for key in row]
-        return jnp.concatenate([a.reshape(len(a), -1) for a in rows], 1)
-
-    def of_numbers(phi: dict[str, Array], z_G: Array, data: SiloData) -> tuple[Array, Array]:
-        shift, scale = stop_gradient((phi["shift"], phi["scale"]))
-        x = jnp.arcsinh((numbers(data) - shift) / scale)
-        out = jax.vmap(lambda x: called(phi, jnp.concatenate([x, z_G[:read]])))(x)
-        return out[:, :dim], jnp.log(init_scale) + out[:, dim:]
-
-    def of_rows(
-        phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
-    ) -> tuple[Array, Array]:
-        values = fm.constrain_global(theta, z_G)
-        rows = {key: jnp.asarray(data.arrays[key]) for key in row}
-        return jax.vmap(lambda one: called(phi, one, values))(rows)
-
-    def eta(
-        phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
-    ) -> GuideParams:
-        loc, log_scale = of_numbers(phi, z_G, data) if own else of_rows(phi, theta, z_G, data)
-        return {"loc": loc, "log_scale": jnp.clip(log_scale, LEAST, LARGEST)}
-
-    if not own:
-        _check(called, init(jax.random.key(0)), fm, plate, dim, row)
-    return Encoder(name, init, eta, numbers if own else None)
+    if spec.encoder is not None:
+        given = GivenEncoder(plate, fm, dim, row, spec.encoder)
+        given.check()
+        return given
+    hidden, reads = spec.hidden or HIDDEN, fm.dim if fm.dim <= READS_UP_TO else 0
+    width = sum(math.prod(shape) for shape, _ in row.values())
+    module = _network(width + reads, dim, hidden, jax.random.key(0))
+    return OwnEncoder(plate, fm, dim, row, module, hidden, reads, init_scale)
 
 
-def local(dim: int, init_scale: float) -> LocalGuide:
+@dataclass(frozen=True)
+class AmortisedLocals(LocalGuide):
     """Independent normals, of whose parameters a silo keeps the number of rows alone."""
-    given = gaussian.local(dim, "diagonal", False, False, init_scale)
 
-    def init(loc: Array, width: int) -> GuideParams:
+    def init(self, loc: Array, width: int) -> GuideParams:
         return {"loc": jnp.zeros((len(loc), 0))}
 
-    def same(eta: GuideParams, other: Any) -> GuideParams:
+    def recentre(self, eta: GuideParams, above: Array) -> GuideParams:
         return eta
 
-    return given._replace(init=init, recentre=same, moved=same)
+    def moved(self, eta: GuideParams, step: GuideParams) -> GuideParams:
+        return eta
 
 
 def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> FederatedModel:
@@ -218,34 +297,18 @@ def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> Federa
     return fm._replace(init_theta=init_theta, constrain_theta=constrain_theta)
 
 
-def _network(eqx: Any, inputs: int, dim: int, hidden: int, key: Array | None = None) -> Any:
-    """Two hidden layers, and means and log scales that begin near zero."""
-    key = jax.random.key(0) if key is None else key
+def _learnt(module: Any) -> Any:
+    """Return a module with its arrays of floats alone."""
+    import equinox as eqx
+
+    return eqx.filter(module, eqx.is_inexact_array)
+
+
+def _network(inputs: int, dim: int, hidden: int, key: Array) -> Any:
+    """Return two hidden layers, and means and log scales that begin near zero."""
+    import equinox as eqx
+
     net = eqx.nn.MLP(inputs, 2 * dim, hidden, 2, jax.nn.softplus, key=key)
     return eqx.tree_at(
         lambda n: (n.layers[-1].weight, n.layers[-1].bias), net, replace_fn=lambda a: SMALLER * a
     )
-
-
-def _check(called: Callable, phi: Any, fm: FederatedModel, plate: str, dim: int, row: Row) -> None:
-    """Refuse an encoder whose outputs are not means and log scales of a row's latents."""
-    one = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in row.items()}
-    z_G = jnp.zeros(fm.dim)
-
-    def run(one: dict[str, Array]) -> Any:
-        return called(phi, one, fm.constrain_global(fm.init_theta(jax.random.key(0)), z_G))
-
-    try:
-        out = jax.eval_shape(run, one)
-        shapes = [tuple(a.shape) for a in out] if isinstance(out, tuple | list) else out.shape
-    except Exception as error:
-        raise GuideError(
-            f"the encoder of silo_plate '{plate}' raised {type(error).__name__} for a row of "
-            f"{ {k: shape for k, (shape, _) in row.items()} } and the globals: {error}"
-        ) from error
-    if shapes != [(dim,), (dim,)]:
-        sites = ", ".join(f"'{s.name}'" for s in fm.named("latent", plate))
-        raise GuideError(
-            f"the encoder of silo_plate '{plate}' returns shapes {shapes}: expected a pair "
-            f"(loc, log_scale) of ({dim},) each, for one row's latents ({sites}), unconstrained."
-        )

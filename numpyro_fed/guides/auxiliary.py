@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.lax import stop_gradient
 
 from numpyro_fed.errors import GuideError
 from numpyro_fed.guides.amortised import Amortised
-from numpyro_fed.guides.gaussian import GuideParams
+from numpyro_fed.guides.base import GuideParams
 
 HIDDEN = 16  # units, where it is not said
 
@@ -34,24 +35,95 @@ class Known(NamedTuple):
     response: Array
 
 
-class AuxiliaryGuide(NamedTuple):
-    """A guide of one client's auxiliary variables (rows, ...).
+@dataclass(frozen=True)
+class AuxiliaryGuide(ABC):
+    """A guide of one client's auxiliary variables.
 
     Attributes
     ----------
-    init : key -> psi
-    some : (psi, rows) -> psi
-        The parameters of some rows.
-    draw : (psi, g, known, noise) -> (z, log_q)
-        One draw from standard normals of its shape, and its log density, which sticks the landing.
+    shape : tuple of int
+        Their shape (rows, ...).
+    rho : float
+        Their standard deviation given the predictor.
     centred : bool
         Whether means are measured from a centre.
     """
 
-    init: Callable[[Array], GuideParams]
-    some: Callable[[GuideParams, Array], GuideParams]
-    draw: Callable[[GuideParams, Array, Known, Array], tuple[Array, Array]]
-    centred: bool
+    shape: tuple[int, ...]
+    rho: float
+    centred: ClassVar[bool]
+
+    @abstractmethod
+    def init(self, key: Array) -> GuideParams:
+        """Return the first parameters."""
+
+    @abstractmethod
+    def some(self, psi: GuideParams, rows: Array) -> GuideParams:
+        """Return the parameters of some rows."""
+
+    @abstractmethod
+    def given(self, psi: GuideParams, g: Array, known: Known) -> dist.Normal:
+        """Return the distribution for the predictor ``g`` (rows, ...)."""
+
+    def draw(self, psi: GuideParams, g: Array, known: Known, noise: Array) -> tuple[Array, Array]:
+        """Return a draw from standard normals of its shape, and its log density.
+
+        The density sticks the landing: its parameters are stopped.
+        """
+        q = self.given(psi, g, known)
+        z = q.loc + q.scale * noise
+        return z, self.given(stop_gradient(psi), g, known).log_prob(z).sum()
+
+
+@dataclass(frozen=True)
+class MeanFieldAuxiliary(AuxiliaryGuide):
+    """A normal for each auxiliary variable, in units of ``rho``."""
+
+    centred: ClassVar[bool] = True
+
+    def init(self, key: Array) -> GuideParams:
+        return {"loc": jnp.zeros(self.shape), "log_scale": jnp.zeros(self.shape)}
+
+    def some(self, psi: GuideParams, rows: Array) -> GuideParams:
+        return jax.tree.map(lambda a: a[rows], psi)
+
+    def given(self, psi: GuideParams, g: Array, known: Known) -> dist.Normal:
+        scale = self.rho * jnp.exp(psi["log_scale"])
+        return dist.Normal(known.centre + self.rho * psi["loc"], scale)
+
+
+@dataclass(frozen=True)
+class AmortisedAuxiliary(AuxiliaryGuide):
+    """One network with one hidden layer for all rows: see :class:`Amortised`."""
+
+    hidden: int
+    num_responses: int
+    centred: ClassVar[bool] = False
+
+    @property
+    def width(self) -> int:
+        """How many numbers a row's predictor has."""
+        return math.prod(self.shape[1:])
+
+    def init(self, key: Array) -> GuideParams:
+        inputs, outputs = self.width + self.num_responses, 2 * self.width
+        return {
+            "first": jax.random.normal(key, (inputs, self.hidden)) * inputs**-0.5,
+            "bias": jnp.zeros(self.hidden),
+            "second": jnp.zeros((self.hidden, outputs)),
+            "offset": jnp.zeros(outputs),
+        }
+
+    def some(self, psi: GuideParams, rows: Array) -> GuideParams:
+        return psi
+
+    def given(self, psi: GuideParams, g: Array, known: Known) -> dist.Normal:
+        flat = g.reshape(len(g), self.width)
+        h = jnp.arcsinh(jnp.concatenate([flat, known.response], 1))
+        out = jnp.tanh(h @ psi["first"] + psi["bias"]) @ psi["second"] + psi["offset"]
+        shift, log_ratio = out[:, : self.width], out[:, self.width :]
+        scale = self.rho * jnp.exp(log_ratio.reshape(g.shape))
+        return dist.Normal(g + self.rho * shift.reshape(g.shape), scale)
 
 
 def auxiliary_guide(
@@ -59,7 +131,7 @@ def auxiliary_guide(
 ) -> AuxiliaryGuide:
     """Build what was asked for: ``"mean_field"``, ``"amortised"`` or :class:`Amortised`."""
     if spec == "mean_field":
-        return _mean_field(shape, rho)
+        return MeanFieldAuxiliary(shape, rho)
     if spec == "amortised":
         spec = Amortised()
     if not isinstance(spec, Amortised):
@@ -67,60 +139,9 @@ def auxiliary_guide(
             f"auxiliary={spec!r}: expected 'auto', 'mean_field', 'amortised' or "
             "numpyro_fed.guides.Amortised(...)."
         )
-    return _amortised(spec, shape, rho, num_responses)
-
-
-def _mean_field(shape: tuple[int, ...], rho: float) -> AuxiliaryGuide:
-    """A normal for each, in units of ``rho``."""
-
-    def init(key: Array) -> GuideParams:
-        return {"loc": jnp.zeros(shape), "log_scale": jnp.zeros(shape)}
-
-    def some(psi: GuideParams, rows: Array) -> GuideParams:
-        return jax.tree.map(lambda a: a[rows], psi)
-
-    def given(psi: GuideParams, known: Known) -> dist.Normal:
-        return dist.Normal(known.centre + rho * psi["loc"], rho * jnp.exp(psi["log_scale"]))
-
-    def draw(psi: GuideParams, g: Array, known: Known, noise: Array) -> tuple[Array, Array]:
-        q = given(psi, known)
-        z = q.loc + q.scale * noise
-        return z, given(stop_gradient(psi), known).log_prob(z).sum()
-
-    return AuxiliaryGuide(init, some, draw, True)
-
-
-def _amortised(
-    spec: Amortised, shape: tuple[int, ...], rho: float, num_responses: int
-) -> AuxiliaryGuide:
     if spec.encoder is not None:
         raise GuideError(
             "guides.Amortised(encoder=...) is for latents of rows: auxiliary variables have a "
             "network of their own, of which hidden= says the size."
         )
-    width, hidden = math.prod(shape[1:]), spec.hidden or HIDDEN
-    inputs = width + num_responses
-
-    def init(key: Array) -> GuideParams:
-        first = jax.random.normal(key, (inputs, hidden)) * inputs**-0.5
-        return {
-            "first": first,
-            "bias": jnp.zeros(hidden),
-            "second": jnp.zeros((hidden, 2 * width)),
-            "offset": jnp.zeros(2 * width),
-        }
-
-    def given(psi: GuideParams, g: Array, response: Array) -> dist.Normal:
-        flat = g.reshape(len(g), width)
-        h = jnp.arcsinh(jnp.concatenate([flat, response], 1))
-        out = jnp.tanh(h @ psi["first"] + psi["bias"]) @ psi["second"] + psi["offset"]
-        shift, log_ratio = out[:, :width], out[:, width:]
-        scale = rho * jnp.exp(log_ratio.reshape(g.shape))
-        return dist.Normal(g + rho * shift.reshape(g.shape), scale)
-
-    def draw(psi: GuideParams, g: Array, known: Known, noise: Array) -> tuple[Array, Array]:
-        q = given(psi, g, known.response)
-        z = q.loc + q.scale * noise
-        return z, given(stop_gradient(psi), g, known.response).log_prob(z).sum()
-
-    return AuxiliaryGuide(init, lambda psi, rows: psi, draw, False)
+    return AmortisedAuxiliary(shape, rho, spec.hidden or HIDDEN, num_responses)

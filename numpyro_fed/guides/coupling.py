@@ -20,7 +20,6 @@ latents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +28,9 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed import linalg
-from numpyro_fed.expfam.gaussian import cholesky_factor
-from numpyro_fed.guides.gaussian import GlobalGuide, GuideParams, full
+from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.guides.base import GlobalGuide, GuideParams
+from numpyro_fed.guides.gaussian import Full
 
 
 class Tie(NamedTuple):
@@ -42,7 +42,7 @@ class Tie(NamedTuple):
 
 def shared_guide(rank: int) -> GlobalGuide:
     """The guide of ``xi``; it begins as a standard normal."""
-    return full(rank, 1.0)
+    return Full(rank, 1.0)
 
 
 def draw(
@@ -60,26 +60,19 @@ def draw(
 
 def at(guide: GlobalGuide, eta: GuideParams, V: Array, z: Array) -> Array:
     """``b`` at any point."""
-    return V.T @ _standard(guide)(eta, z)
-
-
-def _standard(guide: GlobalGuide) -> Callable[[GuideParams, Array], Array]:
-    if guide.standard is None:
-        raise TypeError("a guide without a standard form cannot share noise with others.")
-    return guide.standard
+    return V.T @ guide.standard_noise(eta, z)
 
 
 def carried(guide: GlobalGuide, start: GuideParams, eta: GuideParams, V: Array) -> Array:
     """What of the shared noise enters a guide's own, where ``V`` is in units of the guide at the
     ``start``: the guide may change its own spread, and what it shares with others stays.
     """
-    standard = _standard(guide)
     middle = jnp.zeros(len(V))
     centre = guide.draw(eta, middle)[0]
 
     def one(v: Array) -> Array:
         _, direction = jax.jvp(lambda u: guide.draw(start, u)[0], (middle,), (v,))
-        return jax.jvp(lambda z: standard(eta, z), (centre,), (direction,))[1]
+        return jax.jvp(lambda z: guide.standard_noise(eta, z), (centre,), (direction,))[1]
 
     return jax.vmap(one, 1, 1)(V)
 
@@ -87,7 +80,7 @@ def carried(guide: GlobalGuide, start: GuideParams, eta: GuideParams, V: Array) 
 def log_ratio(shared: GuideParams, b: Array, A: Array) -> Array:
     """Log density of all parties' latents, less that of their guides on their own."""
     s, rank = shared["loc"], len(b)
-    L = cholesky_factor(shared, rank)
+    L = Gaussian.of(shared).root
     r = L.T @ (b - A @ s)
     root = linalg.cholesky(jnp.eye(rank) + L.T @ A @ L)
     half_log_det = jnp.log(jnp.diagonal(root)).sum()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
+from numpyro.distributions.transforms import Transform
 from numpyro.infer.autoguide import (
     AutoContinuous,
     AutoGuide,
@@ -22,15 +25,9 @@ from numpyro.infer.autoguide import (
 from numpyro.infer.initialization import init_to_value
 
 from numpyro_fed.errors import GuideError
-from numpyro_fed.expfam.gaussian import cholesky_factor, cholesky_parts
-from numpyro_fed.guides.gaussian import (
-    GlobalGuide,
-    GuideParams,
-    as_matrix,
-    diagonal,
-    low_rank,
-    standard_normals,
-)
+from numpyro_fed.gaussian import Gaussian, as_matrix
+from numpyro_fed.guides.base import GlobalGuide, GuideParams
+from numpyro_fed.guides.gaussian import Diagonal, LowRank
 from numpyro_fed.tracing import TRACING
 
 FRAME = "frame"  # of a flow that begins around a mode: the mean and the root that it acts within
@@ -55,67 +52,90 @@ def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
     """
     kind = type(guide).__name__
     if isinstance(guide, AutoNormal):
-        return diagonal(dim, guide._init_scale)
+        return Diagonal(dim, guide._init_scale)
     if isinstance(guide, AutoLowRankMultivariateNormal):
         # Its own transform starts at a zero factor, whose gradient is zero there for ever.
-        return low_rank(dim, guide.rank or round(dim**0.5), guide._init_scale)
+        return LowRank(dim, guide._init_scale, guide.rank or round(dim**0.5))
     if not isinstance(guide, AutoContinuous) or isinstance(guide, AutoLaplaceApproximation):
         raise _refused(kind)
+    found = AutoFlow(dim, guide)
+    try:
+        base = found.base
+    except NotImplementedError as error:
+        raise _refused(kind) from error
+    if base.event_shape != (dim,) or base.batch_shape:
+        raise _refused(kind)
+    return found
 
-    def prototype(loc: Array) -> AutoContinuous:
+
+@dataclass(frozen=True, eq=False)
+class AutoFlow(GlobalGuide):
+    """An ``AutoContinuous``: standard normals, mapped by the autoguide's own transform."""
+
+    guide: AutoContinuous
+
+    def _at(self, loc: Array) -> AutoContinuous:
+        """Return the autoguide set up to start at ``loc``."""
+
         def globals_alone() -> None:
-            numpyro.sample("z_G", dist.Normal(0, 1).expand([dim]).to_event(1))
+            numpyro.sample("z_G", dist.Normal(0, 1).expand([self.dim]).to_event(1))
 
-        auto = copy.copy(guide)
+        auto = copy.copy(self.guide)
         auto.model, auto.prototype_trace = globals_alone, None
         auto.init_loc_fn = init_to_value(values={"z_G": loc})
         with TRACING, handlers.block(), handlers.seed(rng_seed=0):
             auto._setup_prototype()
         return auto
 
-    auto = prototype(jnp.zeros(dim))
-    try:
-        base = auto.get_base_dist()
-    except NotImplementedError as error:
-        raise _refused(kind) from error
-    if base.event_shape != (dim,) or base.batch_shape:
-        raise _refused(kind)
+    @cached_property
+    def _auto(self) -> AutoContinuous:
+        return self._at(jnp.zeros(self.dim))
 
-    def parameters(auto: AutoContinuous, key: Any) -> dict[str, Any]:
-        with TRACING:
-            trace = handlers.trace(handlers.seed(auto, key)).get_trace()
-        return {name: site for name, site in trace.items() if site["type"] == "param"}
+    @cached_property
+    def base(self) -> dist.Distribution:
+        """The distribution of the noise."""
+        return self._auto.get_base_dist()
 
-    bijections = {
-        name: biject_to(site["kwargs"].get("constraint", constraints.real))
-        for name, site in parameters(auto, 0).items()
-    }
+    @cached_property
+    def _bijections(self) -> dict[str, Transform]:
+        """From unconstrained space to the support of each of its parameters."""
+        sites = _params_of(self._auto, 0)
+        real = constraints.real
+        return {n: biject_to(s["kwargs"].get("constraint", real)) for n, s in sites.items()}
 
-    def init(key: Array, loc: Array) -> GuideParams:
-        sites = parameters(prototype(loc), key)
-        return {name: bijections[name].inv(site["value"]) for name, site in sites.items()}
+    def noise(self, key: Array, n: int) -> Array:
+        return jax.random.normal(key, (n, self.dim))
 
-    def around(key: Array, loc: Array, root: Array) -> GuideParams:
-        return {**init(key, jnp.zeros(dim)), FRAME: {"loc": loc, **cholesky_parts(as_matrix(root))}}
+    def init(self, key: Array, loc: Array) -> GuideParams:
+        sites = _params_of(self._at(loc), key)
+        return {name: self._bijections[name].inv(site["value"]) for name, site in sites.items()}
 
-    def moved(eta: GuideParams, step: GuideParams) -> GuideParams:
+    def around(self, key: Array, loc: Array, root: Array) -> GuideParams:
+        frame = Gaussian.of_root(loc, as_matrix(root)).params()
+        return {**self.init(key, jnp.zeros(self.dim)), FRAME: frame}
+
+    def moved(self, eta: GuideParams, step: GuideParams) -> GuideParams:
         after = jax.tree.map(jnp.add, eta, step)
         return {**after, FRAME: eta[FRAME]} if FRAME in eta else after
 
-    def draw(eta: GuideParams, noise: Array) -> tuple[Array, Array]:
-        transform = auto.get_transform({k: f(eta[k]) for k, f in bijections.items()})
+    def draw(self, eta: GuideParams, noise: Array) -> tuple[Array, Array]:
+        transform = self._auto.get_transform({k: f(eta[k]) for k, f in self._bijections.items()})
         z = transform(noise)
-        log_q = base.log_prob(noise) - transform.log_abs_det_jacobian(noise, z)
+        log_q = self.base.log_prob(noise) - transform.log_abs_det_jacobian(noise, z)
         if FRAME not in eta:
             return z, log_q
-        frame = eta[FRAME]
-        placed = frame["loc"] + cholesky_factor(frame, dim) @ z
-        return placed, log_q - frame["log_scale"].sum()
+        frame = Gaussian.of(eta[FRAME])
+        return frame.draw(z), log_q - frame.log_scale.sum()
 
-    def centre(eta: GuideParams) -> Array:
-        return draw(eta, jnp.zeros(dim))[0]
+    def centre(self, eta: GuideParams) -> Array:
+        return self.draw(eta, jnp.zeros(self.dim))[0]
 
-    return GlobalGuide(standard_normals(dim), init, draw, centre, around, moved)
+
+def _params_of(auto: AutoContinuous, key: Array | int) -> dict[str, Any]:
+    """Return the ``param`` sites of an autoguide."""
+    with TRACING:
+        trace = handlers.trace(handlers.seed(auto, key)).get_trace()
+    return {name: site for name, site in trace.items() if site["type"] == "param"}
 
 
 def _refused(kind: str) -> GuideError:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.errors import GuideError
-from numpyro_fed.guides import amortised, gaussian
-from numpyro_fed.guides.amortised import Amortised, Encoder, Row
-from numpyro_fed.guides.gaussian import GlobalGuide, GuideParams, LocalGuide
+from numpyro_fed.guides.amortised import Amortised, AmortisedLocals, Encoder, Row, encoder
+from numpyro_fed.guides.base import GlobalGuide, GuideParams
+from numpyro_fed.guides.gaussian import Diagonal, Full, LowRank, Skewed
 from numpyro_fed.guides.numpyro_auto import from_autoguide
+from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.sites import Plate, Site
 from numpyro_fed.model.split import FederatedModel, Rows
@@ -133,40 +134,86 @@ class Origin(NamedTuple):
         return self.whitener * away if self.whitener.ndim == 1 else self.whitener @ away
 
 
-class Guide(NamedTuple):
-    """A guide fitted to a model's sizes, as pure functions.
+@dataclass(frozen=True, eq=False)
+class Guide:
+    """A guide fitted to a model's sizes, as functions of its parameters.
 
     Attributes
     ----------
+    model : FederatedModel
     globals : GlobalGuide
     locals : dict of str to LocalGuide
         For each silo plate that has latents.
-    outer, rows : tuple of str
-        Which of those plates stand above rows of another one, and which do not.
-    init_global : key -> eta
-    init_local : (key, data) -> {plate: eta}
-    above : (plate, eta, z_G, origin, z_outer, data) -> (width,)
-        What the rows of a plate are coupled to, measured from the centres of the guides.
-    recentre : ({plate: eta}, origin, centre, data) -> {plate: eta}
-        The same local guides when the globals are measured from ``centre``, in the same units.
+    init_loc_fn : callable or None
+        Where the guide starts.
     encoders : dict of str to Encoder
         For the plates whose parameters a network gives.
     """
 
+    model: FederatedModel
     globals: GlobalGuide
-    locals: dict[str, LocalGuide]
-    outer: tuple[str, ...]
-    rows: tuple[str, ...]
-    init_global: Callable[[Array], GuideParams]
-    init_local: Callable[[Array, SiloData], dict[str, GuideParams]]
-    above: Callable[[str, dict[str, GuideParams], Array, Origin, Rows, SiloData], Array]
-    recentre: Callable[[dict[str, GuideParams], Origin, Array, SiloData], dict[str, GuideParams]]
-    encoders: dict[str, Encoder] = {}  # noqa: RUF012
+    locals: Mapping[str, LocalGuide]
+    init_loc_fn: Callable | None = None
+    encoders: Mapping[str, Encoder] = field(default_factory=dict)
+
+    @cached_property
+    def outer(self) -> tuple[str, ...]:
+        """The plates with latents that stand above rows of another plate."""
+        return tuple(p.name for p in self.model.plates if p.dim and p.outer)
+
+    @cached_property
+    def rows(self) -> tuple[str, ...]:
+        """The other plates with latents."""
+        return tuple(p.name for p in self.model.plates if p.dim and not p.outer)
+
+    def init_global(self, key: Array) -> GuideParams:
+        """Return the first parameters of the globals' guide."""
+        key_loc, key_rest = jax.random.split(key)
+        return self.globals.init(key_rest, self.model.init_global(key_loc, self.init_loc_fn))
+
+    def init_local(self, key: Array, data: SiloData) -> dict[str, GuideParams]:
+        """Return the first parameters of a silo's local guides, by plate."""
+        loc = self.model.init_local(key, data, self.init_loc_fn)
+        dim = self.model.dim
+        width = dim + sum(loc[p].size for p in self.outer)
+        return {
+            p: guide.init(loc[p], dim if p in self.outer else width)
+            for p, guide in self.locals.items()
+        }
+
+    def above(
+        self,
+        plate: str,
+        eta: dict[str, GuideParams],
+        z_G: Array,
+        origin: Origin,
+        z_outer: Rows,
+        data: SiloData,
+    ) -> Array:
+        """Return what the rows of a plate are coupled to (width,), from the guides' centres."""
+        if plate in self.outer or not self.outer:
+            return origin.away(z_G)
+        offsets = [data.keep(p, z_outer[p] - eta[p]["loc"]).ravel() for p in self.outer]
+        return jnp.concatenate([origin.away(z_G), *offsets])
+
+    def recentre(
+        self, eta: dict[str, GuideParams], origin: Origin, centre: Array, data: SiloData
+    ) -> dict[str, GuideParams]:
+        """Return the same local guides where the globals are measured from ``centre``.
+
+        In the same units.
+        """
+        moved: dict[str, GuideParams] = {}
+        for p in (*self.outer, *self.rows):
+            z_outer = {q: moved[q]["loc"] for q in self.outer if q in moved}
+            at = self.above(p, eta, centre, origin, z_outer, data)
+            moved[p] = self.locals[p].recentre(eta[p], at)
+        return moved
 
     def of_rows(
         self, plate: str, theta: dict[str, Any], eta: GuideParams, z_G: Array, data: SiloData
     ) -> GuideParams:
-        """The parameters of a plate's guide: what the silo holds of them, or a network's."""
+        """Return the parameters of a plate's guide: what the silo holds of them, or a network's."""
         if plate not in self.encoders:
             return eta
         encoder = self.encoders[plate]
@@ -282,60 +329,19 @@ def build_resolved(
 ) -> Guide:
     """The guide as pure functions; ``row_of`` says what arrays a row of a plate has."""
     spec = _structured(spec)
-    dims = {p.name: p.dim for p in fm.plates}
-    outer = tuple(p.name for p in fm.plates if p.dim and p.outer)
-    rows = tuple(p.name for p in fm.plates if p.dim and not p.outer)
-    first = spec.init_scale
-    locals_ = {
-        plate: amortised.local(dims[plate], first)
-        if covariance == AMORTISED
-        else gaussian.local(dims[plate], covariance, mean, scale, first)
-        for plate, covariance, mean, scale in resolved.locals
-    }
-    encoders = {
-        plate: amortised.encoder(
-            _local_spec(spec, fm, plate), fm, plate, dims[plate], row_of(plate), first
-        )
-        for plate, covariance, *_ in resolved.locals
-        if covariance == AMORTISED and row_of is not None
-    }
-
-    def init_global(key: Array) -> GuideParams:
-        key_loc, key_rest = jax.random.split(key)
-        return global_.init(key_rest, fm.init_global(key_loc, spec.init_loc_fn))
-
-    def init_local(key: Array, data: SiloData) -> dict[str, GuideParams]:
-        loc = fm.init_local(key, data, spec.init_loc_fn)
-        width = fm.dim + sum(loc[p].size for p in outer)
-        return {
-            p: guide.init(loc[p], fm.dim if p in outer else width) for p, guide in locals_.items()
-        }
-
-    def above(
-        plate: str,
-        eta: dict[str, GuideParams],
-        z_G: Array,
-        origin: Origin,
-        z_outer: Rows,
-        data: SiloData,
-    ) -> Array:
-        if plate in outer or not outer:
-            return origin.away(z_G)
-        offsets = [data.keep(p, z_outer[p] - eta[p]["loc"]).ravel() for p in outer]
-        return jnp.concatenate([origin.away(z_G), *offsets])
-
-    def recentre(
-        eta: dict[str, GuideParams], origin: Origin, centre: Array, data: SiloData
-    ) -> dict[str, GuideParams]:
-        moved: dict[str, GuideParams] = {}
-        for p in (*outer, *rows):
-            z_outer = {q: moved[q]["loc"] for q in outer if q in moved}
-            at = above(p, eta, centre, origin, z_outer, data)
-            moved[p] = locals_[p].recentre(eta[p], at)
-        return moved
-
-    global_ = _global_guide(spec, resolved, fm)
-    return Guide(global_, locals_, outer, rows, init_global, init_local, above, recentre, encoders)
+    dims, first = {p.name: p.dim for p in fm.plates}, spec.init_scale
+    locals_: dict[str, LocalGuide] = {}
+    encoders: dict[str, Encoder] = {}
+    for plate, covariance, mean, scale in resolved.locals:
+        dim = dims[plate]
+        if covariance != AMORTISED:
+            locals_[plate] = LocalGuide(dim, covariance, mean, scale, first)
+            continue
+        locals_[plate] = AmortisedLocals(dim, "diagonal", False, False, first)
+        if row_of is not None:
+            asked = _local_spec(spec, fm, plate)
+            encoders[plate] = encoder(asked, fm, plate, dim, row_of(plate), first)
+    return Guide(fm, _globals_of(spec, resolved, fm), locals_, spec.init_loc_fn, encoders)
 
 
 def init_loc_fn_of(spec: Spec | None) -> Callable | None:
@@ -389,23 +395,24 @@ def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int
     return kind, rank if kind == "low_rank" else None
 
 
-def _global_guide(spec: Structured, resolved: Resolved, fm: FederatedModel) -> GlobalGuide:
-    dim = fm.dim
+def _globals_of(spec: Structured, resolved: Resolved, fm: FederatedModel) -> GlobalGuide:
+    """Return the guide of the globals, as it was resolved."""
+    dim, first = fm.dim, spec.init_scale
     if isinstance(spec.globals, AutoGuide):
         return from_autoguide(spec.globals, dim)
     if resolved.globals == "diagonal":
-        return gaussian.diagonal(dim, spec.init_scale)
+        return Diagonal(dim, first)
     if resolved.globals == "full":
-        return gaussian.full(dim, spec.init_scale)
+        return Full(dim, first)
     if resolved.globals == "skewed":
-        return gaussian.skewed(dim, _order(fm), spec.init_scale)
-    return gaussian.low_rank(dim, resolved.rank or 1, spec.init_scale)
+        return Skewed(dim, first, _order(fm))
+    return LowRank(dim, first, resolved.rank or 1)
 
 
-def _order(fm: FederatedModel) -> np.ndarray:
-    """The globals' coordinates, those of bounded sites first: scales before what they scale."""
+def _order(fm: FederatedModel) -> tuple[int, ...]:
+    """Return the globals' coordinates, bounded sites first: scales before what they scale."""
     sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
-    return np.concatenate([np.zeros(0, int), *(np.arange(s.start, s.stop) for s in sites)])
+    return tuple(i for s in sites for i in range(s.start, s.stop))
 
 
 def _unbounded(fm: Latents, site: Site) -> bool:

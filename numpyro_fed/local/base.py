@@ -177,11 +177,11 @@ def free_energy(
 
 
 def proper_step(
-    family: Family, eta: Natural, target: Natural, rate: Array | float
+    proper: Callable[[Natural], Array], eta: Natural, target: Natural, rate: Array | float
 ) -> tuple[Natural, Array]:
-    """``eta + r (target - eta)`` with the first proper one of ``rate``, ``rate / 2``, ... as ``r``.
+    """Return ``eta + r (target - eta)``, ``r`` the first proper one of ``rate``, ``rate / 2``, ...
 
-    Returns ``r`` as well: 0, and ``eta`` itself, where a thousandth of ``rate`` is still too much.
+    And ``r`` itself: 0, with ``eta`` as it was, where a thousandth of ``rate`` is still too much.
     """
 
     def at(r: Array) -> Natural:
@@ -190,7 +190,7 @@ def proper_step(
     def attempt(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tries, r, _ = carry
         r = jnp.where(tries == 0, r, r / 2)
-        return tries + 1, r, family.proper(at(r))
+        return tries + 1, r, proper(at(r))
 
     def go_on(carry: tuple[Array, Array, Array]) -> Array:
         tries, _, fine = carry

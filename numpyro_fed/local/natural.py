@@ -157,8 +157,7 @@ class FixedPoint:
             def better(eta: Natural) -> Array:
                 return family.proper(eta) & (value(eta) >= enough)
 
-            within = family._replace(proper=better)
-            after, used = proper_step(within, eta, target(eta), rate)
+            after, used = proper_step(better, eta, target(eta), rate)
             moved = jnp.where(used > 0, expfam.kl(family, after, eta), 0.0)
             return i + 1, after, value(after), moved, jnp.where(moved > 0.5 * last, 0.5, 1.0)
 
@@ -302,7 +301,7 @@ def _damped(
 
         def walk(carry: tuple) -> tuple:
             i, eta, own, opt_state, _, tally = carry
-            moved, _ = proper_step(family, eta, target, how.rate)
+            moved, _ = proper_step(family.proper, eta, target, how.rate)
             updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
             own = optax.apply_updates(own, updates)
             return i + 1, moved, own, opt_state, all_finite(target), tally

@@ -14,7 +14,7 @@ from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import Private
 from numpyro_fed.algorithms.begin import Frame
 from numpyro_fed.errors import DataError, GuideError
-from numpyro_fed.expfam.gaussian import cholesky_factor
+from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import FULL_UP_TO
 from numpyro_fed.precision import in_this_precision
 from numpyro_fed.results.base import Fit, Result, Silos
@@ -98,10 +98,10 @@ def _frame(result: Result) -> tuple[Frame, str]:
     dim = result.num_globals
     wide = dim > FULL_UP_TO
     unit, start = jax.tree.map(jnp.ones_like, theta), jnp.zeros((), jnp.int32)
-    if isinstance(eta, dict) and set(eta) == {"loc", "log_scale"}:
-        centre, root = eta["loc"], jnp.exp(eta["log_scale"])
-    elif isinstance(eta, dict) and set(eta) == {"loc", "log_scale", "below"} and not wide:
-        centre, root = eta["loc"], cholesky_factor(eta, dim)
+    names = set(eta) if isinstance(eta, dict) else set()
+    diagonal = names == {"loc", "log_scale"}
+    if diagonal or (names == {"loc", "log_scale", "below"} and not wide):
+        centre, root = eta["loc"], Gaussian.of(eta).root
     else:
         z, _ = result.draw_globals(jax.random.key(0), DRAWS if not wide else DRAWS // 10)
         centre, root = z.mean(0), z.std(0)

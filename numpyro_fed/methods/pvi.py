@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -14,7 +14,6 @@ import numpy as np
 import optax
 from jax import Array
 
-from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.algorithm import pvi
 from numpyro_fed.algorithms.pvi.begin import pvi_carry, pvi_from_mode
 from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
@@ -25,7 +24,7 @@ from numpyro_fed.algorithms.pvi.states import Parts, Settings, Status
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import GuideError, ModelError, NonFiniteError, positive_int
 from numpyro_fed.expfam import Family
-from numpyro_fed.guides.gaussian import GlobalGuide
+from numpyro_fed.guides.of_family import FamilyGuide
 from numpyro_fed.guides.structured import (
     Resolved,
     Structured,
@@ -47,7 +46,7 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.split import FederatedModel
-from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
+from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.results.base import Built, Factors, Fit, Result, Silos
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.pvi import PVIResult
@@ -305,9 +304,9 @@ class PVI(Method):
     def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
         (chosen, _), resolved = shaped, plan.chosen
         guide = build_resolved(self.guide, Resolved.of(resolved["guide"]), fm)
-        guide = guide._replace(globals=_global_guide(chosen))
+        guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         draws = draws_by_plate(self.objective, guide)
-        bounds = (silo_bound(fm, guide, draws), silo_bound(fm, guide, draws, plain=True))
+        bounds = (SiloBound(fm, guide, draws), SiloBound(fm, guide, draws, plain=True))
         local, closed = self._local(plan), plan.facts.verdict("conjugate")
         minibatches = minibatches_of(fm, plan.lengths, local.batch_size)
         check_guide(guide, draws, minibatches)
@@ -424,25 +423,6 @@ def _described(value: Any) -> str:
         told = [f"{name}={_described(part)}" for name, part in parts.items() if name != "optim"]
         return f"{type(value).__name__}({', '.join(told)})"
     return getattr(value, "__qualname__", None) or repr(value)
-
-
-def _global_guide(chosen: Globals) -> GlobalGuide:
-    """The family as a guide whose parameters are natural ones."""
-    family = chosen.family
-
-    def draw(eta: Any, noise: Any) -> tuple[Array, Array]:
-        z = family.draw(family.ordinary(eta), noise)
-        return z, expfam.log_density(family, eta, z)
-
-    def init(*args: Any) -> Any:
-        raise TypeError("natural parameters are no guide's to begin or to move")
-
-    def centre(eta: Any) -> Array:
-        return family.centre(family.ordinary(eta))
-
-    return GlobalGuide(
-        family.noise, init, draw, centre, init, init, partial(expfam.log_density, family)
-    )
 
 
 def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:

@@ -33,7 +33,7 @@ from numpyro_fed.methods.mode import start_at
 from numpyro_fed.methods.schedules import Spec, in_step
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.split import FederatedModel
-from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
+from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.runtime.drive import Run
@@ -203,7 +203,7 @@ class SFVI(Method):
         guide = build_resolved(self.guide, Resolved.of(plan.chosen["guide"]), fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
         draws = draws_by_plate(self.objective, guide)
-        bound = silo_bound(fm, guide, draws)
+        bound = SiloBound(fm, guide, draws)
         kind, optim = plan.chosen["start"], self.optim or default_optimiser()
         minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
         check_guide(guide, draws, minibatches)

@@ -31,7 +31,7 @@ from numpyro_fed.methods.schedules import Given, Random, Sequential, Spec, in_st
 from numpyro_fed.methods.sfvi import check_optimiser, result_of
 from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.split import FederatedModel
-from numpyro_fed.objectives import ELBO, LocallyEnhanced, draws_by_plate, silo_bound
+from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.runtime.drive import Run
@@ -254,7 +254,7 @@ class SFVIAvg(Method):
         guide = build_resolved(spec, resolved, fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
         draws = draws_by_plate(self.objective, guide)
-        bound, kind = silo_bound(fm, guide, draws), chosen["start"]
+        bound, kind = SiloBound(fm, guide, draws), chosen["start"]
         minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
         check_guide(guide, draws, minibatches)
         schedule = in_step(self.schedule).build(plan.num_silos)
@@ -264,7 +264,7 @@ class SFVIAvg(Method):
             bound=bound,
             optim=self.optim or default_optimiser(self.local_steps, kind is not None),
             num_particles=self.num_particles,
-            aggregation=aggregation(self.aggregate, resolved.globals, fm.dim, plan.num_silos),
+            aggregation=aggregation(self.aggregate, resolved.globals, plan.num_silos),
             local_steps=self.local_steps,
             num_silos=plan.num_silos,
             by_rows=chosen["by_rows"],

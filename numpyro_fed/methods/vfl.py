@@ -351,9 +351,9 @@ class VFL(VerticalMethod):
         halves = (v.model.server, *v.model.clients)
         several = sum(half.dim > 0 for half in halves) > 1
         if self.rank == "auto":
-            able = several and all(guide.standard for guide in guides)
+            able = several and all(guide.has_standard_noise for guide in guides)
             return min(v.dim - 1, RANK) if able and start == "mode" and v.rho is None else 0
-        if self.rank and not all(guide.standard for guide in guides):
+        if self.rank and not all(guide.has_standard_noise for guide in guides):
             raise GuideError(
                 f"rank={self.rank}: noise can be shared by guides that draw each latent from one "
                 "standard normal, the structured guide's diagonal, full and skewed covariances. "

@@ -22,7 +22,7 @@ from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.verdicts import check_rows_apart
-from numpyro_fed.objectives import LocallyEnhanced, draws_by_plate, silo_bound
+from numpyro_fed.objectives import LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.precision import in_own_precision, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import Built, Fit, Result
@@ -328,7 +328,7 @@ class Corrected(Weighted):
             _moments=known,
             _rounding=Rounding(mean=known.mean, sd=known.sd, **words["rounding"]),
             _z_G=jnp.asarray(own["z_G"]),
-            _posterior=posterior(fit.model, fit.guide, silo_bound(fit.model, fit.guide, draws)),
+            _posterior=posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws)),
             _inner_draws=draws,
         )
 
@@ -385,7 +385,7 @@ def _compiled(
     name = json.dumps(settings)
     if name not in fit.compiled:
         exchange, proposed = weighing(fit.built, name)
-        sampler = posterior(fit.model, fit.guide, silo_bound(fit.model, fit.guide, draws))
+        sampler = posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws))
         rows = sum(n for _, n in fit.plan.total)
         little = num_draws * rows * math.prod(draws.values()) <= LITTLE
         compiled = fit.runtime.once(exchange) if little else fit.runtime.single(exchange)

@@ -35,7 +35,7 @@ from jax import Array
 from jax.scipy.special import gammaln
 
 from numpyro_fed import linalg
-from numpyro_fed.guides.gaussian import GlobalGuide
+from numpyro_fed.guides.base import GlobalGuide
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.priors import Funnel
 from numpyro_fed.model.sites import Site
@@ -78,12 +78,11 @@ def proposal(
     fm: FederatedModel, guide: GlobalGuide, num_draws: int, share: float = SHARE
 ) -> Proposal:
     """Build the mixture; the guide alone if its density is known at its own draws only."""
-    log_density = guide.log_density
 
     def draw_own(theta: Theta, eta: Any, noise: Any) -> tuple[Array, Array]:
         return jax.vmap(guide.draw, (None, 0))(eta, noise)
 
-    if not share or not fm.dim or log_density is None:
+    if not share or not fm.dim or not guide.density_everywhere:
         return Proposal(num_draws, lambda key: guide.noise(key, num_draws), draw_own)
     spread, funnels = prior_spread(fm), fm.global_prior.funnels()
     wide = len(SCALES) + (spread is not None)
@@ -107,7 +106,7 @@ def proposal(
         z, log_q = draw_own(theta, eta, noise[0])
         drawn = zip(wider(theta, z), noise[1], numbers, strict=True)
         others = [(part, part.sample(key, n), n) for part, key, n in drawn if n]
-        log_q_far = [jax.vmap(partial(log_density, eta))(far) for _, far, _ in others]
+        log_q_far = [jax.vmap(partial(guide.log_density, eta))(far) for _, far, _ in others]
         z = jnp.concatenate([z, *(far for _, far, _ in others)])
         log_q = jnp.concatenate([log_q, *log_q_far])
         densities = jnp.stack([log_q, *(jax.vmap(part.log_prob)(z) for part, _, _ in others)])

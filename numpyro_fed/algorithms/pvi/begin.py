@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import Carry, Exchange, Info, Private, Replies, Reply
 from numpyro_fed.algorithms.begin import (
     BEGIN,
@@ -33,7 +32,7 @@ from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import Parts, ServerState, Settings, SiloState
 from numpyro_fed.expfam.base import Natural
-from numpyro_fed.guides.gaussian import as_matrix
+from numpyro_fed.gaussian import Gaussian, as_matrix
 from numpyro_fed.local.base import proper_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
@@ -70,8 +69,7 @@ def pvi_carry(parts: Parts, settings: Settings) -> Carry:
     def factors(key: Array, frame: Frame) -> tuple[ServerState, Natural, Natural]:
         """The first state, all factors together, and the server's own."""
         begun = server_role.init(key)
-        root = as_matrix(frame.root)
-        K = linalg.solve(root, jnp.eye(len(root)))
+        K = Gaussian.of_root(frame.centre, as_matrix(frame.root)).inverse_root()
         posterior = family.around(frame.centre, jnp.zeros_like(frame.centre), K.T @ K)
         total = jax.tree.map(jnp.subtract, posterior, server_role.prior(frame.theta))
         return begun, total, _own_factor(parts, frame, begun.server_factor)
@@ -131,7 +129,7 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Exchange:
             return family.proper(parts.aggregate(prior, total))
 
         none = jax.tree.map(jnp.zeros_like, total)
-        total, taken = proper_step(family._replace(proper=proper), none, total, 1.0)
+        total, taken = proper_step(proper, none, total, 1.0)
         guide = parts.aggregate(prior, total)
         after = begun._replace(
             params={"theta": frame.theta, "guide": guide},

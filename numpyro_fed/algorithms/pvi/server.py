@@ -134,8 +134,7 @@ class Server(Role):
             return self.family.proper(aggregate(prior, total))
 
         if self.settings.adaptive:
-            within = self.family._replace(proper=proper)
-            return proper_step(within, state.total, target, state.damping)
+            return proper_step(proper, state.total, target, state.damping)
         moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, change)
         fine = proper(moved)
         total = jax.tree.map(lambda a, b: jnp.where(fine, a, b), moved, state.total)

@@ -276,7 +276,7 @@ class Silo(Role):
     def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Any, Rows]:
         """The noise of so many draws of the globals, and of the rows for each."""
         family, shapes = self.family, self.parts.bounds[0].shapes(sizes, draws)
-        if family.from_normals is None:
+        if not family.of_normals:
             key, key_globals = jax.random.split(key)
             return family.noise(key_globals, draws), normals(key, 0, shapes)[1]
         ahead, rows = normals(key, draws * family.dim, shapes)

@@ -17,8 +17,8 @@ from numpyro_fed.algorithms.base import Private, Shared, ascend
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known
+from numpyro_fed.guides.base import GlobalGuide
 from numpyro_fed.guides.coupling import shared_guide
-from numpyro_fed.guides.gaussian import GlobalGuide
 from numpyro_fed.guides.structured import Resolved, build_resolved
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel

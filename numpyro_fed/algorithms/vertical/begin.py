@@ -41,6 +41,7 @@ from numpyro_fed.algorithms.vertical.search import (
     joint,
     tell,
 )
+from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -244,11 +245,9 @@ def _directions(gram: Array, curvature: Array) -> tuple[Array, Array]:
     """Combinations of a basis that are orthonormal and have no curvature in common, and their
     curvatures, smallest first; columns are zero where the basis holds no more directions.
     """
-    diagonal = jnp.diagonal(gram)
-    scale = jax.lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1.0))
-    values, vectors = linalg.eigh(gram * scale * scale[:, None])
+    unit, values, vectors = Curvature.of(gram)
     there = values > PARALLEL * values.max()
-    whiten = scale[:, None] * vectors * jnp.where(there, jax.lax.rsqrt(values), 0.0)
+    whiten = vectors / unit[:, None] * jnp.where(there, jax.lax.rsqrt(values), 0.0)
     projected = whiten.T @ curvature @ whiten
     last = 10 * (1 + jnp.abs(projected).max())
     projected = 0.5 * (projected + projected.T) + jnp.diag(jnp.where(there, 0.0, last))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed import linalg
+from numpyro_fed.gaussian import Curvature
 
 Function = Callable[[Array], Array]
 LEAST = 1e-6  # of a curvature, relative
@@ -43,15 +43,6 @@ class Local(NamedTuple):
         return root_of(self.curvature)
 
 
-def _spectrum(curvature: Array) -> tuple[Array, Array, Array]:
-    """Scales (dim,), eigenvalues and vectors of a curvature in these scales, made positive."""
-    diagonal = jnp.abs(jnp.diagonal(curvature))
-    scale = jax.lax.rsqrt(jnp.where(diagonal > 0, diagonal, 1.0))
-    values, vectors = linalg.eigh(curvature * scale * scale[:, None])
-    least = LEAST * jnp.maximum(jnp.abs(values).max(initial=0.0), 1.0)
-    return scale, jnp.maximum(jnp.abs(values), least), vectors
-
-
 def at_point(log_density: Function, z: Array) -> tuple[Array, Array]:
     """Slope and curvature."""
     if not z.size:
@@ -60,16 +51,13 @@ def at_point(log_density: Function, z: Array) -> tuple[Array, Array]:
 
 
 def newton_step(curvature: Array, slope: Array) -> Array:
-    """The Newton direction, uphill."""
-    scale, values, vectors = _spectrum(curvature)
-    return scale * (vectors @ ((vectors.T @ (scale * slope)) / values))
+    """Return the Newton direction, uphill."""
+    return Curvature.of(curvature).positive(LEAST).solve(slope)
 
 
 def root_of(curvature: Array) -> Array:
-    """A lower triangular root of the inverse."""
-    scale, values, vectors = _spectrum(curvature)
-    half = (scale[:, None] * vectors) * jax.lax.rsqrt(values)
-    return linalg.root_of(half)
+    """Return a lower triangular root of the inverse."""
+    return Curvature.of(curvature).positive(LEAST).root_of_inverse()
 
 
 def mode_of(log_density: Function, z: Array) -> Array:

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import (
     Exchange,
     FederatedAlgorithm,
@@ -44,6 +43,7 @@ from numpyro_fed.algorithms.vertical.curvature import (
     diagonal_curvature,
     newton_step,
 )
+from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -319,12 +319,9 @@ def _best(fn: Any) -> tuple[Array, Array]:
     def step(carry: tuple, _: None) -> tuple[tuple, None]:
         ab, value, damping = carry
         slope, hessian = jax.grad(fn)(ab), jax.hessian(fn)(ab)
-        size = jnp.abs(jnp.diagonal(hessian)) + jnp.finfo(ab.dtype).tiny
-        scale = jax.lax.rsqrt(size)
-        A = -hessian * scale * scale[:, None] + damping * jnp.eye(2)
-        values, vectors = linalg.eigh(A)
-        inverse = (vectors / jnp.maximum(jnp.abs(values), 1e-4)) @ vectors.T
-        trial = ab + scale * (inverse @ (scale * slope))
+        curvature = Curvature.of(-hessian)
+        size = jnp.maximum(jnp.abs(curvature.values + damping), 1e-4)
+        trial = ab + curvature._replace(values=size).solve(slope)
         found = fn(trial)
         better = jnp.isfinite(found) & (found > value) & jnp.isfinite(trial).all()
         ab, value = jnp.where(better, trial, ab), jnp.where(better, found, value)

@@ -26,7 +26,7 @@ from jax import Array
 from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply
 from numpyro_fed.algorithms.vertical.base import ClientState, Kind, ServerState, Vertical
 from numpyro_fed.guides import coupling
-from numpyro_fed.guides.gaussian import GlobalGuide
+from numpyro_fed.guides.base import GlobalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -76,7 +76,7 @@ def parts(v: Vertical, num_draws: int) -> tuple[np.ndarray, np.ndarray]:
     The guides alone, if the density of some guide is known at its own draws alone.
     """
     guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
-    if any(guide.log_density is None for guide in guides) or num_draws < 10:
+    if not all(guide.density_everywhere for guide in guides) or num_draws < 10:
         return np.ones(1), np.zeros(num_draws, int)
     numbers = [int(share * num_draws) for share in SHARES[1:]]
     of = np.repeat(np.arange(len(SCALES)), [num_draws - sum(numbers), *numbers])
@@ -95,7 +95,7 @@ def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
         eta, V = params["latents"], params.get("coupling")
         draw = partial(coupling.draw, guide)
         z, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
-        if len(scales) == 1 or guide.log_density is None:
+        if len(scales) == 1 or not guide.density_everywhere:
             return Placed(z, log_q[:, None], () if V is None else b[:, None])
         density, centre = guide.log_density, guide.centre(eta)
         if V is not None:

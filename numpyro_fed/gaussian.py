@@ -1,0 +1,271 @@
+r"""Gaussian numerics: means and roots of covariances, natural parameters, repair of curvatures.
+
+A covariance is written :math:`S = L L'` with :math:`L = T\, \mathrm{diag}(e^s)`: ``T`` is unit
+lower triangular and ``s`` holds log-scales (Hassan et al. 2023, section 3; Tan, Bhaskaran and Nott
+2020). Guides, exponential families, factors, proposals and starts take their numerics from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpyro.distributions.util import vec_to_tril_matrix
+
+from numpyro_fed import linalg
+
+LOG_2PI = math.log(2 * math.pi)
+
+dot = partial(jnp.matmul, precision="highest")
+
+
+class Gaussian(NamedTuple):
+    r"""A Gaussian :math:`N(m, L L')`, or a stack of them.
+
+    Attributes
+    ----------
+    loc : (..., dim)
+        The mean ``m``.
+    log_scale : (..., dim)
+        ``s``, the logarithm of the diagonal of ``L``.
+    unit : (..., dim, dim), optional
+        ``T``; None for independent coordinates.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed.gaussian import Gaussian
+    >>> q = Gaussian.of_root(jnp.zeros(2), jnp.array([[2.0, 0.0], [2.0, 1.0]]))
+    >>> q.draw(jnp.array([1.0, 1.0]))
+    Array([2., 3.], dtype=float32)
+    >>> q.covariance
+    Array([[4., 4.],
+           [4., 5.]], dtype=float32)
+    """
+
+    loc: Array
+    log_scale: Array
+    unit: Array | None = None
+
+    @classmethod
+    def of(cls, params: Mapping[str, Array]) -> Gaussian:
+        """Return the Gaussian with these parameters of a guide or a family.
+
+        ``"loc"`` and ``"log_scale"`` (..., dim), and for a full covariance ``"below"``
+        (..., dim * (dim - 1) / 2), what stands below the diagonal of ``T`` row by row, times
+        ``sqrt(dim - 1)``: optimisers like Adam move every parameter by as much, and the inverse of
+        a triangular matrix of hundreds of such moves would not be finite.
+        """
+        loc, below = params["loc"], params.get("below")
+        unit = None if below is None else unit_lower(below, loc.shape[-1])
+        return cls(loc, params["log_scale"], unit)
+
+    @classmethod
+    def of_root(cls, loc: Array, root: Array) -> Gaussian:
+        """Return the Gaussian with a Cholesky factor (..., dim, dim), or standard deviations."""
+        if root.ndim == loc.ndim:
+            return cls(loc, jnp.log(root))
+        scale = jnp.diagonal(root, axis1=-2, axis2=-1)
+        return cls(loc, jnp.log(scale), root / scale[..., None, :])
+
+    @classmethod
+    def of_precision(cls, loc: Array, precision: Array) -> Gaussian:
+        """Return the Gaussian with a precision matrix (..., dim, dim), or precisions (..., dim)."""
+        if precision.ndim == loc.ndim:
+            return cls(loc, -0.5 * jnp.log(precision))
+        return cls.of_root(loc, linalg.cholesky_of_inverse(precision))
+
+    @classmethod
+    def of_natural(cls, first: Array, second: Array) -> Gaussian:
+        r"""Return the Gaussian with natural parameters :math:`(\Lambda m, -\Lambda / 2)`.
+
+        ``first`` is (dim,), ``second`` (dim, dim), or (dim,) for a diagonal precision.
+        """
+        if second.ndim == first.ndim:
+            precision = -2 * second
+            return cls.of_precision(first / precision, precision)
+        L = linalg.cholesky_of_inverse(-2 * symmetric(second))
+        return cls.of_root(dot(L, dot(first, L)), L)
+
+    def params(self) -> dict[str, Array]:
+        """Return the parameters that :meth:`of` takes."""
+        found = {"loc": self.loc, "log_scale": self.log_scale}
+        if self.unit is None:
+            return found
+        dim = self.unit.shape[-1]
+        rows, columns = np.tril_indices(dim, -1)
+        return {**found, "below": self.unit[..., rows, columns] * math.sqrt(max(dim - 1, 1))}
+
+    @property
+    def scale(self) -> Array:
+        """The diagonal of ``L`` (..., dim)."""
+        return jnp.exp(self.log_scale)
+
+    @property
+    def root(self) -> Array:
+        """``L`` (..., dim, dim); its diagonal (..., dim) where coordinates are independent."""
+        return self.scale if self.unit is None else self.unit * self.scale[..., None, :]
+
+    @property
+    def sd(self) -> Array:
+        """The standard deviation of each coordinate (..., dim)."""
+        return self.scale if self.unit is None else jnp.linalg.norm(self.root, axis=-1)
+
+    @property
+    def covariance(self) -> Array:
+        """The covariance matrix, or the variances of independent coordinates."""
+        L = self.root
+        return L**2 if self.unit is None else dot(L, jnp.swapaxes(L, -1, -2))
+
+    def natural(self) -> tuple[Array, Array]:
+        r"""Return the natural parameters :math:`(\Lambda m, -\Lambda / 2)`."""
+        if self.unit is None:
+            precision = jnp.exp(-2 * self.log_scale)
+            return precision * self.loc, -0.5 * precision
+        K = self.inverse_root()
+        return dot(dot(K, self.loc), K), -0.5 * symmetric(dot(K.T, K))
+
+    def inverse_root(self) -> Array:
+        """Return the inverse of :attr:`root`."""
+        L = self.root
+        return 1 / L if self.unit is None else linalg.solve(L, jnp.eye(L.shape[-1]))
+
+    def draw(self, noise: Array) -> Array:
+        r"""Return :math:`m + L \varepsilon` for standard normal ``noise`` (..., dim)."""
+        return self.loc + self.scaled(noise)
+
+    def scaled(self, away: Array) -> Array:
+        """Return ``L`` times vectors (..., dim)."""
+        scaled = self.scale * away
+        if self.unit is None:
+            return scaled
+        return jnp.einsum("...ij,...j->...i", self.unit, scaled, precision="highest")
+
+    def standardise(self, z: Array) -> Array:
+        r"""Return :math:`L^{-1} (z - m)`, the noise of which ``z`` (..., dim) is the draw."""
+        away = z - self.loc
+        if self.unit is not None:
+            away = linalg.solve(self.unit, away[..., None])[..., 0]
+        return away / self.scale
+
+    def log_density(self, z: Array) -> Array:
+        """Return the log density (...) at ``z`` (..., dim)."""
+        return (standard_normal(self.standardise(z)) - self.log_scale).sum(-1)
+
+    def entropy(self) -> Array:
+        """Return the entropy (...)."""
+        return (self.log_scale + 0.5 * (1 + LOG_2PI)).sum(-1)
+
+    def kl(self, other: Gaussian) -> Array:
+        """Return the Kullback-Leibler divergence from ``other``, of the same kind."""
+        log_ratio = self.log_scale - other.log_scale
+        shift = (other.standardise(self.loc) ** 2).sum(-1)
+        own = (0.5 * jnp.expm1(2 * log_ratio) - log_ratio).sum(-1)
+        if self.unit is None:
+            return own + 0.5 * shift
+        off = jnp.tril(linalg.solve(other.root, self.root), -1)
+        return own + 0.5 * ((off**2).sum((-1, -2)) + shift)
+
+    def then(self, step: Gaussian) -> Gaussian:
+        """Return the Gaussian that is ``step`` in the coordinates in which this one is standard.
+
+        Its mean is ``m + L m_step`` and its root ``L L_step``.
+        """
+        loc = self.draw(step.loc)
+        if self.unit is None:
+            return Gaussian(loc, self.log_scale + step.log_scale)
+        return Gaussian.of_root(loc, dot(self.root, step.root))
+
+
+class Curvature(NamedTuple):
+    r"""A symmetric matrix by its eigenvalues in the scales of its own diagonal.
+
+    .. math::
+        A = D V \mathrm{diag}(\lambda) V' D, \qquad D_{ii} = \sqrt{|A_{ii}|}
+
+    Coordinates are scaled by their own curvature first: no unit matters.
+
+    Attributes
+    ----------
+    unit : (..., dim)
+        The diagonal of ``D``; 1 where the curvature is zero.
+    values : (..., dim)
+        The eigenvalues, in ascending order.
+    vectors : (..., dim, dim)
+        ``V``, in columns.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from numpyro_fed.gaussian import Curvature
+    >>> saddle = Curvature.of(jnp.array([[1.0, 0.0], [0.0, -4e6]]))
+    >>> saddle.values
+    Array([-1.,  1.], dtype=float32)
+    >>> saddle.positive(1e-6).solve(jnp.array([1.0, 4e6]))
+    Array([1., 1.], dtype=float32)
+    """
+
+    unit: Array
+    values: Array
+    vectors: Array
+
+    @classmethod
+    def of(cls, A: Array, unit: Array | None = None) -> Curvature:
+        """Return the decomposition of ``A`` (..., dim, dim), in scales that may be given."""
+        if unit is None:
+            diagonal = jnp.abs(jnp.diagonal(A, axis1=-2, axis2=-1))
+            unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
+        return cls(unit, *linalg.eigh(A / unit[..., None, :] / unit[..., None]))
+
+    def positive(self, least: Array | float) -> Curvature:
+        """Return the same with absolute eigenvalues, none below ``least`` of the largest, or of 1.
+
+        Absolute values lead away from saddles, and a small share of the largest stands where a
+        direction is flat up to rounding.
+        """
+        size = jnp.abs(self.values)
+        largest = jnp.maximum(size.max(-1, keepdims=True, initial=0.0), 1.0)
+        return self._replace(values=jnp.maximum(size, least * largest))
+
+    def matrix(self) -> Array:
+        """Return ``A`` (..., dim, dim)."""
+        scaled = self.unit[..., None] * self.vectors
+        return (scaled * self.values[..., None, :]) @ jnp.swapaxes(scaled, -1, -2)
+
+    def solve(self, b: Array) -> Array:
+        """Return the solution ``x`` (dim,) of ``A x = b``."""
+        return self.vectors @ (self.vectors.T @ (b / self.unit) / self.values) / self.unit
+
+    def root_of_inverse(self) -> Array:
+        """Return the Cholesky factor (dim, dim) of the inverse; eigenvalues must be positive."""
+        return linalg.root_of(self.vectors / jnp.sqrt(self.values) / self.unit[:, None])
+
+
+def unit_lower(below: Array, dim: int) -> Array:
+    """Return unit lower triangular matrices, with ``below / sqrt(dim - 1)`` below the diagonal.
+
+    ``below`` is (..., dim * (dim - 1) / 2).
+    """
+    if dim < 2:
+        return jnp.broadcast_to(jnp.eye(dim), (*below.shape[:-1], dim, dim))
+    return vec_to_tril_matrix(below / math.sqrt(dim - 1), diagonal=-1) + jnp.eye(dim)
+
+
+def standard_normal(x: Array) -> Array:
+    """Return the log density of the standard normal distribution at each number."""
+    return -0.5 * (x * x + LOG_2PI)
+
+
+def symmetric(A: Array) -> Array:
+    """Return the symmetric part of matrices (..., dim, dim)."""
+    return 0.5 * (A + jnp.swapaxes(A, -1, -2))
+
+
+def as_matrix(root: Array) -> Array:
+    """Return a Cholesky factor (dim, dim), given one or standard deviations (dim,)."""
+    return jnp.diag(root) if root.ndim == 1 else root

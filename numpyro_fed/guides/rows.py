@@ -1,0 +1,144 @@
+"""Gaussian guides for the latents of rows, given what stands above the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_fed.gaussian import Gaussian, standard_normal, unit_lower
+from numpyro_fed.guides.base import GuideParams
+
+
+@dataclass(frozen=True)
+class LocalGuide:
+    r"""A conditional Gaussian guide for the rows of one silo plate.
+
+    For row ``i``, with ``a`` what stands above the rows (globals and latents of outer plates,
+    measured from the centres of their guides),
+
+    .. math::
+        q(z_i \mid a) = N\big(m_i + C_i a,\; T_i\, \mathrm{diag}(e^{2(s_i + D_i a)})\, T_i'\big).
+
+    Attributes
+    ----------
+    dim : int
+        Latents of one row.
+    covariance : {"diagonal", "full", "joint"}
+        Independent latents; a full covariance within each row; or one full covariance over all
+        rows of the plate at a silo, for plates of few rows.
+    couple_mean, couple_scale : bool
+        Whether ``C_i`` and ``D_i`` are there.
+    init_scale : float
+        Standard deviation at the start.
+    """
+
+    dim: int
+    covariance: str
+    couple_mean: bool
+    couple_scale: bool
+    init_scale: float
+
+    @property
+    def joint(self) -> bool:
+        """Whether a row's density is given the rows before it, not on its own."""
+        return self.covariance == "joint"
+
+    @property
+    def independent(self) -> bool:
+        """Whether all latents are independent given what stands above."""
+        return self.covariance == "diagonal" or (self.covariance == "full" and self.dim < 2)
+
+    def init(self, loc: Array, width: int) -> GuideParams:
+        """Return parameters for a start at ``loc`` (rows, dim) under ``width`` numbers above."""
+        rows, dim = len(loc), self.dim
+        eta: GuideParams = {
+            "loc": loc,
+            "log_scale": jnp.full((rows, dim), jnp.log(self.init_scale)),
+        }
+        if self.joint:
+            eta["below"] = jnp.zeros((rows, dim, rows, dim))
+        elif not self.independent:
+            eta["below"] = jnp.zeros((rows, dim * (dim - 1) // 2))
+        if self.couple_mean:
+            eta["mean_coupling"] = jnp.zeros((rows, dim, width))
+        if self.couple_scale:
+            eta["scale_coupling"] = jnp.zeros((rows, dim, width))
+        return eta
+
+    def draw(self, eta: GuideParams, above: Array, noise: Array) -> Array:
+        """Return one draw for every row; noise and draws are (rows, dim)."""
+        q = self._given(eta, above)
+        return q.draw(noise.reshape(q.loc.shape)).reshape(noise.shape)
+
+    def log_q(self, eta: GuideParams, above: Array, z: Array) -> Array:
+        """Return the log density (rows,) at ``z`` (rows, dim)."""
+        q = self._given(eta, above)
+        off = q.standardise(z.reshape(q.loc.shape)).reshape(z.shape)
+        log_scale = q.log_scale.reshape(z.shape)
+        return (standard_normal(off) - log_scale).sum(-1)
+
+    def recentre(self, eta: GuideParams, above: Array) -> GuideParams:
+        """Return the same guide where what stands above is measured from ``above``."""
+        loc, log_scale = self._mean_and_log_scale(eta, above)
+        return {**eta, "loc": loc, "log_scale": log_scale}
+
+    def around(self, mode: Array, precision: Array) -> GuideParams:
+        """Return the normal distribution with this mode (rows, dim), without couplings.
+
+        ``precision`` is a matrix for each row (rows, dim, dim), or one for all where the guide is
+        joint.
+        """
+        if self.covariance == "diagonal":
+            return {"loc": mode, "log_scale": -0.5 * jnp.log(jnp.diagonal(precision, 0, -2, -1))}
+        shape = (mode.size,) if self.joint else mode.shape
+        return self._params(Gaussian.of_precision(mode.reshape(shape), precision), mode.shape)
+
+    def moved(self, eta: GuideParams, step: GuideParams) -> GuideParams:
+        """Return the guide after a step in coordinates in which it is about standard."""
+        shape, q = eta["loc"].shape, self._gaussian(eta)
+        after = self._params(q.then(self._gaussian(step)), shape)
+        if self.couple_mean:
+            change, L = step["mean_coupling"], q.root
+            if self.independent:
+                scaled = L[..., None] * change
+            else:
+                scaled = (L @ change.reshape(*q.loc.shape, -1)).reshape(change.shape)
+            after["mean_coupling"] = eta["mean_coupling"] + scaled
+        if self.couple_scale:
+            after["scale_coupling"] = eta["scale_coupling"] + step["scale_coupling"]
+        return after
+
+    def _mean_and_log_scale(self, eta: GuideParams, above: Array) -> tuple[Array, Array]:
+        loc, log_scale = eta["loc"], eta["log_scale"]
+        if self.couple_mean:
+            loc = loc + eta["mean_coupling"] @ above
+        if self.couple_scale:
+            log_scale = log_scale + eta["scale_coupling"] @ above
+        return loc, log_scale
+
+    def _given(self, eta: GuideParams, above: Array) -> Gaussian:
+        """Return the rows' distribution given what stands above."""
+        loc, log_scale = self._mean_and_log_scale(eta, above)
+        return self._gaussian({**eta, "loc": loc, "log_scale": log_scale})
+
+    def _gaussian(self, eta: GuideParams) -> Gaussian:
+        """Return a stack of Gaussians (rows, dim), or where joint a single one (rows * dim,)."""
+        loc, log_scale = eta["loc"], eta["log_scale"]
+        if self.independent:
+            return Gaussian(loc, log_scale)
+        if not self.joint:
+            return Gaussian(loc, log_scale, unit_lower(eta["below"], self.dim))
+        size = loc.size
+        T = jnp.tril(eta["below"].reshape(size, size), -1) + jnp.eye(size)
+        return Gaussian(loc.ravel(), log_scale.ravel(), T)
+
+    def _params(self, q: Gaussian, shape: tuple[int, ...]) -> GuideParams:
+        """Return the parameters of what :meth:`_gaussian` returns, for ``shape`` (rows, dim)."""
+        eta: GuideParams = {"loc": q.loc.reshape(shape), "log_scale": q.log_scale.reshape(shape)}
+        if self.joint and q.unit is not None:
+            eta["below"] = jnp.tril(q.unit, -1).reshape(*shape, *shape)
+        elif not self.independent:
+            eta["below"] = q.params()["below"]
+        return eta

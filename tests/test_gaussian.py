@@ -1,0 +1,95 @@
+"""Gaussian numerics against NumPyro and dense linear algebra, in double precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from numpyro_fed.gaussian import Curvature, Gaussian
+
+
+def some(dim, full, seed=0, stack=()):
+    r = np.random.default_rng(seed)
+    params = {"loc": r.normal(size=(*stack, dim)), "log_scale": r.normal(size=(*stack, dim))}
+    if full:
+        params["below"] = r.normal(size=(*stack, dim * (dim - 1) // 2))
+    return Gaussian.of({name: jnp.asarray(a) for name, a in params.items()})
+
+
+def exact(q):
+    if q.unit is None:
+        return dist.Normal(q.loc, jnp.exp(q.log_scale)).to_event(1)
+    scale = jnp.exp(q.log_scale)
+    return dist.MultivariateNormal(q.loc, scale_tril=q.unit * scale[..., None, :])
+
+
+def close(a, b, **tolerance):
+    tolerance = {"rtol": 1e-9, "atol": 1e-11} | tolerance
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 5), st.booleans(), st.sampled_from([(), (3,)]), st.integers(0, 99))
+def test_a_gaussian_is_numpyros_distribution(dim, full, stack, seed):
+    with jax.enable_x64(True):
+        q, p = (some(dim, full, seed + i, stack) for i in (0, 1))
+        z = jnp.asarray(np.random.default_rng(seed).normal(size=(*stack, dim)))
+        close(q.log_density(z), exact(q).log_prob(z))
+        close(q.entropy(), exact(q).entropy())
+        close(q.kl(p), dist.kl_divergence(exact(q), exact(p)))
+        close(q.kl(q), jnp.zeros(stack), atol=1e-12)
+        close(q.draw(q.standardise(z)), z)
+        variances = exact(q).variance
+        close(q.sd, jnp.sqrt(variances))
+        close(jnp.linalg.norm(q.root, axis=-1) if full else q.root, jnp.sqrt(variances))
+        close(Gaussian.of(q.params()), q)
+        close(Gaussian.of_root(q.loc, q.root), q)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_natural_parameters_and_precisions_lead_back(full, double):
+    q = some(4, full)
+    precision = jnp.linalg.inv(q.covariance) if full else 1 / q.covariance
+    first, second = q.natural()
+    close(first, precision @ q.loc if full else precision * q.loc)
+    close(second, -0.5 * precision)
+    close(Gaussian.of_natural(first, second), q)
+    close(Gaussian.of_precision(q.loc, precision), q)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_step_in_the_own_coordinates_is_a_change_of_variables(full, double):
+    """The density of ``then`` at ``q.draw(u)`` is that of the step at ``u``, over det L."""
+    q, step = some(3, full, 1), some(3, full, 2)
+    u = jnp.array([0.3, -1.2, 2.0])
+    log_det = q.log_scale.sum()
+    close(q.then(step).log_density(q.draw(u)), step.log_density(u) - log_det)
+    standard = jax.tree.map(jnp.zeros_like, step.params())
+    close(q.then(Gaussian.of(standard)), q)
+
+
+def test_a_curvature_is_mended_in_the_scales_of_its_own_diagonal(double):
+    r = np.random.default_rng(0)
+    A = r.normal(size=(4, 4))
+    A = A + A.T + np.diag([0.0, -3.0, 5.0, 1.0])
+    unit = np.array([1e-6, 1.0, 1e4, 30.0])
+    found, scaled = (Curvature.of(jnp.asarray(B)) for B in (A, A * unit * unit[:, None]))
+    close(found.matrix(), A)
+    close(scaled.values, found.values)
+    close(scaled.unit, found.unit * unit)
+    mended = found.positive(1e-6)
+    assert (mended.values > 0).all()
+    assert (found.values < 0).any()
+    close(mended.solve(jnp.ones(4)), np.linalg.solve(mended.matrix(), np.ones(4)))
+    L = mended.root_of_inverse()
+    close(L @ L.T, np.linalg.inv(mended.matrix()), atol=1e-9)
+    assert (np.triu(L, 1) == 0).all()
+
+
+def test_a_flat_direction_is_no_flatter_than_a_share_of_the_largest(double):
+    flat = jnp.array([[1.0, 1.0], [1.0, 1.0]])
+    close(Curvature.of(flat).positive(1e-6).values, [2e-6, 2.0])
+    close(Curvature.of(jnp.zeros((2, 2))).positive(1e-6).values, [1e-6, 1e-6])
