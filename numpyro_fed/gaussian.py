@@ -204,10 +204,10 @@ class Curvature(NamedTuple):
     >>> import jax.numpy as jnp
     >>> from numpyro_fed.gaussian import Curvature
     >>> saddle = Curvature.of(jnp.array([[1.0, 0.0], [0.0, -4e6]]))
-    >>> saddle.values
-    Array([-1.,  1.], dtype=float32)
-    >>> saddle.positive(1e-6).solve(jnp.array([1.0, 4e6]))
-    Array([1., 1.], dtype=float32)
+    >>> [round(float(v), 3) for v in saddle.values]
+    [-1.0, 1.0]
+    >>> [round(float(x), 3) for x in saddle.positive(1e-6).solve(jnp.array([1.0, 4e6]))]
+    [1.0, 1.0]
     """
 
     unit: Array

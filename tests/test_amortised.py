@@ -133,7 +133,7 @@ def test_gradients_of_minibatches_are_unbiased(double):
         StructuredVI(split.fm, *settings, minibatches=batches) for batches in (None, cut)
     )
     server = whole.init_server(KEY)
-    down, _ = whole.broadcast(whole.server_noise(KEY), server, jnp.arange(2), None)
+    down, _ = whole.draw(server.params, server.reference, whole.server_noise(KEY))
     states = jax.vmap(whole.init_silo, (None, 0))(KEY, split.data)
     noise = jax.vmap(whole.silo_noise)(jax.random.split(KEY, 2), states)
 

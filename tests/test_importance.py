@@ -23,6 +23,7 @@ from numpyro_fed.results import importance as correction
 from numpyro_fed.results.importance import _inner_draws
 from numpyro_fed.results.moments import moments
 from numpyro_fed.results.weighted import systematic
+from numpyro_fed.runtime.step import part
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
@@ -501,9 +502,9 @@ def test_a_reply_has_one_number_a_draw_whatever_the_silo_holds():
         p = parts(conjugate, cut({"y": Y}, sizes))
         wide = proposal(p.model, p.guide.globals, 13)
         likelihood = SiloLikelihood(p.model, p.guide, {"row": 5})
-        exchange = importance(p.model, p.guide, wide, likelihood, p.algorithm, 13, 4)
-        server = p.algorithm.init_server(KEY)
-        down, _ = exchange.broadcast(exchange.server_noise(KEY), server, jnp.arange(2), None)
+        round = importance(p.model, p.guide, wide, likelihood, p.algorithm, 13, 4)
+        (exchange,), server = round.exchanges, p.algorithm.init_server(KEY)
+        down = part(round, server, round.noise(KEY), jnp.arange(2))
         for data in p.silos:
             state = p.algorithm.init_silo(KEY, data)
             noise = exchange.silo_noise(KEY, state)

@@ -10,12 +10,14 @@ import pytest
 from problems import jitter
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.sfvi import StructuredVI, recentred
 from numpyro_fed.guides.structured import Origin, build
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
 from numpyro_fed.objectives import SiloBound, draws_by_plate
+from numpyro_fed.runtime.step import part
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 
@@ -94,9 +96,8 @@ class Split:
         """What is sent, and the states of all silos, none of them special."""
         server = self.whole.init_server(KEY)
         server = server._replace(params=jitter(server.params))
-        down, _ = self.whole.broadcast(
-            self.whole.server_noise(KEY), server, jnp.arange(len(self.data.masks["row"])), None
-        )
+        noise = self.whole.server_noise(KEY)
+        down, _ = self.whole.draw(server.params, server.reference, noise)
         states = jax.vmap(self.whole.init_silo, (None, 0))(KEY, self.data)
         return down, states._replace(params=jitter(states.params))
 
@@ -283,11 +284,12 @@ def test_participants_count_for_all():
         eps = parts.server_noise(KEY)
 
         def step(who):
-            down, memo = parts.broadcast(eps, server, who, None)
+            down = part(parts.algorithm().round, server, eps, who)
             some = jax.tree.map(lambda a: a[who], (noise, states, split.data))
             reply, _ = jax.vmap(parts.silo, (0, None, 0, 0))(some[0], down, *some[1:])
             total = jax.tree.map(lambda a: a.sum(0), reply.up)
-            return parts.server(server, memo, reply._replace(up=total, ok=True), None)[0].params
+            replies = Replies(total, jnp.array(True), jnp.ones(()))
+            return part(parts.algorithm().round, server, eps, who, None, [replies])[0].params
 
         pairs = [step(jnp.array(who)) for who in ((0, 1), (0, 2), (1, 2))]
         mean = jax.tree.map(lambda *a: sum(a) / 3, *pairs)

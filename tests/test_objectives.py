@@ -20,6 +20,7 @@ from numpyro_fed.model.minibatch import Noise
 from numpyro_fed.model.padding import bucket
 from numpyro_fed.objectives import SiloBound, normals
 from numpyro_fed.runtime.combine import combine
+from numpyro_fed.runtime.step import part
 
 KEY = jax.random.key(0)
 
@@ -498,7 +499,7 @@ class Pooled:
         self.server = ServerState(params, optim.init(params), settling.begin(params))
         silo = p.algorithm.init_silo(KEY, p.silos[0])
         self.locals = {"private": {}, "guide": jitter(silo.params["guide"], 0.1, 1)}
-        self.noise_of = jax.jit(lambda k: p.algorithm.exchanges[0].silo_noise(k, silo).rows)
+        self.noise_of = jax.jit(lambda k: p.algorithm.round.exchanges[0].silo_noise(k, silo).rows)
 
     def noise(self, key):
         """The server's and the rows' noise of one round."""
@@ -531,13 +532,15 @@ def padded(trees):
 def gradients(pooled, sizes):
     """The gradient for every global parameter, and that of every row's own parameters."""
     p, buckets, states = pooled.at(sizes)
-    exchange = p.algorithm.exchanges[0]
+    (exchange,), sfvi = p.algorithm.round.exchanges, p.algorithm.round.run.__self__
     eps, rows = pooled.noise(KEY)
     pieces = cut(rows, sizes)
 
     @jax.jit
     def run(server, states, noise, data):
-        down, (value, pull, _) = exchange.broadcast(eps, server, jnp.arange(len(sizes)), None)
+        (down, value), pull = jax.vjp(
+            lambda params: sfvi.draw(params, server.reference, eps), server.params
+        )
         ask = jax.vmap(exchange.silo, (0, None, 0, 0))
         replies = [ask(e, down, s, d) for e, s, d in zip(noise, states, data, strict=True)]
         ups = [jax.tree.map(lambda a: a.sum(0), reply.up.gradient) for reply, _ in replies]
@@ -595,17 +598,17 @@ def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
     for n in (1, 10, ROWS):
         sizes = PARTITIONS[n]
         p, buckets, states = pooled.at(sizes)
-        exchange, server = p.algorithm.exchanges[0], pooled.server
+        round, server = p.algorithm.round, pooled.server
         data = [b.data for b in buckets]
         who = jnp.arange(len(sizes))
 
         @jax.jit
-        def one_round(server, states, eps, noise, data, exchange=exchange, who=who):
-            down, memo = exchange.broadcast(eps, server, who, None)
-            ask = jax.vmap(exchange.visit, (0, None, 0, 0))
+        def one_round(server, states, eps, noise, data, round=round, who=who):
+            down = part(round, server, eps, who)
+            ask = jax.vmap(round.exchanges[0].visit, (0, None, 0, 0))
             replies = [ask(e, down, s, d) for e, s, d in zip(noise, states, data, strict=True)]
             together = combine(Combine.SUM, [reply for reply, _ in replies])
-            server, info = exchange.server(server, memo, together, None)
+            server, info = part(round, server, eps, who, None, [together])
             return server, [s for _, s in replies], info
 
         losses = []
@@ -628,9 +631,8 @@ def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
 def test_a_bucket_of_ragged_silos_sums_as_its_silos_do_one_by_one(x64, objective, guide):
     p = parts(glmm, glmm_silos([5, 3, 5]), objective=objective, guide=guide)
     (b,) = bucket(p.silos, p.sizes)
-    exchange = p.algorithm.exchanges[0]
-    server = p.algorithm.init_server(KEY)
-    down, _ = exchange.broadcast(jax.random.normal(KEY, (1, 3)), server, jnp.arange(3), None)
+    (exchange,), server = p.algorithm.round.exchanges, p.algorithm.init_server(KEY)
+    down = part(p.algorithm.round, server, jax.random.normal(KEY, (1, 3)), jnp.arange(3))
     states = jax.vmap(p.algorithm.init_silo, (None, 0))(KEY, b.data)
     states = states._replace(params=jitter(states.params))
     noise = jax.vmap(exchange.silo_noise, (None, 0))(KEY, states)

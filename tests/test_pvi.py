@@ -35,6 +35,7 @@ from pvi_problems import (
 import numpyro_fed as nf
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.states import Status
+from numpyro_fed.runtime.step import part
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -117,8 +118,8 @@ def is_shape(x):
 
 def reply(fit, batches, state):
     """What silo 0 answers to the server's first message."""
-    exchange = fit.algorithm.exchanges[0]
-    down, _ = exchange.broadcast(KEY, state.server, jnp.array([0]), None)
+    (exchange,) = fit.algorithm.round.exchanges
+    down = part(fit.algorithm.round, state.server, KEY, jnp.array([0]))
     one = jax.tree.map(lambda a: a[0], (state.silos[0], batches[0].data))
     return exchange.silo(KEY, down._replace(taken=down.taken[0]), *one)[0].up
 

@@ -274,7 +274,8 @@ def test_weights_that_rows_explain_are_taken():
 @pytest.mark.parametrize("name", METHODS)
 def test_no_exchange_but_an_average_by_rows_is_weighted(name):
     there = federation(name).server._built
-    weighted = {x.name for x in (*there.opening, *there.algorithm.exchanges) if x.weighted}
+    rounds = (*there.opening, there.algorithm.round)
+    weighted = {x.name for r in rounds for x in r.exchanges if x.weighted}
     assert weighted == ({"rows", "sfvi_avg"} if name == "averages_of_sums" else set())
 
 

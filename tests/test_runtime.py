@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply
+from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.jaxprs import programs, traced
 from numpyro_fed.model.padding import Bucket
@@ -372,29 +372,25 @@ def toy(combine, scatter):
     def init_silo(key, data):
         return Held(jnp.zeros(()), jnp.zeros(()))
 
-    def broadcast(noise, state, who, server_data):
-        down = 10.0 * jnp.arange(5) + state["kept"] if scatter else state["kept"]
-        return down, noise
-
     def silo(noise, down, state, data):
         up = data.arrays["y"].sum() + noise
         return Reply(up, jnp.array(True)), Held(state.total + up, down.sum())
 
-    def server(state, memo, replies, server_data):
-        up = replies.up
-        kept = up if combine is Combine.GATHER else state["kept"] + up
-        return {"kept": kept, "drawn": memo}, Info(up.sum(), jnp.array(True))
+    def run(state, noise, ask):
+        kept, loss = state["kept"], 0.0
+        for exchange in exchanges:
+            up = ask(exchange.name, 10.0 * jnp.arange(5) + kept if scatter else kept).up
+            kept = up if combine is Combine.GATHER else kept + up
+            loss = loss + up.sum()
+        return {"kept": kept, "drawn": noise}, Info(loss, jnp.array(True))
 
-    exchange = Exchange(
-        broadcast,
-        silo,
-        server,
-        server_noise=lambda key: jax.random.normal(key),
-        silo_noise=lambda key, state: jax.random.normal(key),
-        combine=combine,
-        scatter=scatter,
-    )
-    return FederatedAlgorithm(init_server, init_silo, (exchange, exchange), None, None)
+    def silo_noise(key, state):
+        return jax.random.normal(key)
+
+    settings = {"silo_noise": silo_noise, "combine": combine, "scatter": scatter}
+    exchanges = tuple(Exchange(name, silo, **settings) for name in ("first", "second"))
+    round = Round(exchanges, run, lambda key: jax.random.normal(key))
+    return FederatedAlgorithm(init_server, init_silo, round, None, None)
 
 
 TOY_DATA = np.array([[100.0, 0], [200, 0], [300, 0], [400, 0], [500, 0]])
@@ -431,7 +427,7 @@ def test_replies_and_slices_reach_who_they_are_meant_for(runtime, combine, scatt
     replies = TOY_DATA.sum(1) + noise
     np.testing.assert_allclose(silos.total, replies.sum(0), rtol=1e-5)
     np.testing.assert_allclose(run.losses, replies.sum(1).reshape(3, 2).sum(1), rtol=1e-6)
-    np.testing.assert_allclose(run.state.server["drawn"], servers[-1], rtol=1e-5)
+    np.testing.assert_allclose(run.state.server["drawn"], servers[-2], rtol=1e-5)
     gather = combine is Combine.GATHER
     sums = replies.sum(1, keepdims=True).repeat(5, 1)
     np.testing.assert_allclose(
@@ -446,22 +442,21 @@ def test_replies_and_slices_reach_who_they_are_meant_for(runtime, combine, scatt
 def counting(how, bad=None):
     """Silos reply with their number of rows as weight; one of them may be bad."""
 
-    def broadcast(noise, state, who, server_data):
-        return server_data["offset"], ()
-
     def silo(noise, down, state, data):
         y = data.arrays["y"]
         ok = jnp.array(True) if bad is None else y[0] != TOY_DATA[bad, 0]
         return Reply({"mean": y[0] + down, "one": jnp.ones((), int)}, ok, y[0] / 100), state
 
-    def server(state, memo, replies, server_data):
-        report = (replies.up, replies.ok, replies.weight, server_data["offset"])
-        return state, Info(jnp.zeros(()), jnp.all(replies.ok), 0.0, report)
+    def run(state, noise, ask):
+        offset = ask.server_data["offset"]
+        replies = ask("count", offset)
+        report = (replies.up, replies.ok, replies.weight, offset)
+        return state, Info(jnp.zeros(()), jnp.array(True), 0.0, report)
 
     return FederatedAlgorithm(
         lambda key: jnp.zeros(()),
         lambda key, data: jnp.zeros(()),
-        (Exchange(broadcast, silo, server, combine=how, weighted=True),),
+        Round((Exchange("count", silo, combine=how, weighted=True),), run),
         None,
         None,
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply
+from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime import stack as base
@@ -183,38 +183,35 @@ def toy(how=Combine.SUM, limit=1_000, exchanges=1):
     It is content until somebody has been visited more than ``limit`` times.
     """
 
-    def broadcast(noise, state, who, server_data):
-        return Down(state.total, {"who": 10.0 * who, "both": jnp.stack([who, who], 1)}), (
-            who,
-            noise,
-        )
-
     def silo(noise, down, state, data):
         up = data.arrays["y"].sum() + 0.01 * noise
         seen = jnp.stack([down.own["who"], down.own["both"].sum().astype(float), down.total])
         return Reply(up, jnp.array(True)), Held(state.visits + 1, state.replies + up, seen)
 
-    def server(state, memo, replies, server_data):
-        (who, noise), up = memo, replies.up
+    def run(state, noise, ask):
+        who, up = ask.who, 0.0
+        for i in range(exchanges):
+            own = {"who": 10.0 * who, "both": jnp.stack([who, who], 1)}
+            up = up + ask(f"toy {i}", Down(state.total, own)).up
         each = up if how is Combine.GATHER else up[None]
         counts = state.counts.at[who].add(1)
         after = Server(counts, state.total + each.sum())
         report = {"drawn": noise, "up": up}
         return after, Info(each.sum(), counts.max() <= limit, jnp.abs(each).sum(), report)
 
-    exchange = Exchange(
-        broadcast,
-        silo,
-        server,
-        server_noise=jax.random.normal,
-        silo_noise=lambda key, state: jax.random.normal(key),
-        combine=how,
-        scatter=Down(total=False, own=True),
-    )
+    def exchange(i):
+        return Exchange(
+            f"toy {i}",
+            silo,
+            silo_noise=lambda key, state: jax.random.normal(key),
+            combine=how,
+            scatter=Down(total=False, own=True),
+        )
+
     return FederatedAlgorithm(
         lambda key: Server(jnp.zeros(SILOS, int), jnp.zeros(())),
         lambda key, data: Held(jnp.array(0), jnp.zeros(()), jnp.zeros(3)),
-        (exchange,) * exchanges,
+        Round(tuple(map(exchange, range(exchanges))), run, jax.random.normal),
         None,
         None,
         watch=lambda state: {"visits": state.visits, "replies": state.replies},
@@ -355,32 +352,79 @@ def test_steps_with_two_exchanges():
     jax.tree.map(
         partial(np.testing.assert_allclose, rtol=1e-5), (silos, ran.losses), (same, again.losses)
     )
-    drawn = [report["drawn"] for report in ran.log.reports]
-    assert len(np.unique(drawn)) == 2 * 4 * SILOS
+    assert len(np.unique(ran.log.reports["drawn"])) == 4 * SILOS
 
 
-@pytest.mark.parametrize("name", [None, "random"])
 @pytest.mark.parametrize("where", ["buckets", "host"])
-def test_every_exchange_of_a_step_has_its_say(name, where):
-    """The first of two is content for one step only; losses add up, reports are kept by each."""
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_bad_reply_in_any_exchange_ends_the_round_that_forgets_to_look(where, lenient):
+    """``run`` never reads ``replies.ok``: that is the runtime's business."""
     make, groups = RUNTIMES[where]
-    algorithm, batches = toy(), batches_of(groups)
-    (first,) = algorithm.exchanges
+    algorithm, batches = toy(exchanges=2), batches_of(groups)
+    first, last = algorithm.round.exchanges
 
-    def server(state, memo, replies, server_data):
-        after, info = first.server(state, memo, replies, server_data)
-        return after, info._replace(loss=100.0 + 0.0 * info.loss, ok=after.counts.max() <= 1)
+    def silo(noise, down, state, data):
+        reply, after = first.silo(noise, down, state, data)
+        return reply._replace(ok=data.arrays["y"].sum() != TOTALS[2]), after
 
-    two = algorithm._replace(exchanges=(first._replace(server=server), first))
-    schedule = SCHEDULES[name] if name else None
-    runtime = make(two, schedule)
-    state, log, ended = runtime.advance(KEY, runtime.init(KEY, batches), batches, 4)
-    assert not bool(ended.ok)
-    assert np.asarray(ended.replies).all()
-    assert int(state.round) == (1 if name else 2)
-    assert 100 < float(np.asarray(log.losses)[0]) - (100 if name else TOTALS.sum() - 1) < 110
-    assert isinstance(log.reports, tuple)
-    assert len(log.reports) == 2
+    bad = first._replace(silo=silo, lenient=lenient)
+    runtime = make(algorithm._replace(round=algorithm.round._replace(exchanges=(bad, last))))
+    state, _, ended = runtime.advance(KEY, runtime.init(KEY, batches), batches, 3)
+    np.testing.assert_array_equal(ended.replies, np.arange(SILOS) != 2)
+    assert bool(ended.ok) == lenient
+    assert int(state.round) == (3 if lenient else 1)
+
+
+def in_cond(ask):
+    return jax.lax.cond(ask.who[0] >= 0, lambda: ask("toy 0", ()).up, lambda: 0.0)
+
+
+def in_scan(ask):
+    return jax.lax.scan(lambda up, _: (ask("toy 0", ()).up, None), 0.0, None, length=1)[0]
+
+
+def in_grad(ask):
+    return jax.grad(lambda x: ask("toy 0", ()).up * x)(1.0)
+
+
+@pytest.mark.parametrize("how", [in_cond, in_scan, in_grad])
+@pytest.mark.parametrize("make", [simulation, host])
+def test_a_round_that_asks_inside_of_a_transformation_is_refused_in_words(make, how):
+    def run(state, noise, ask):
+        return state, Info(how(ask), jnp.array(True))
+
+    with pytest.raises(TypeError, match=r"'toy 0' inside of a transformation.*ask first"):
+        one_round(make, run)
+
+
+@pytest.mark.parametrize("make", [simulation, host])
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ([], "ends without asking for 'toy 0'"),
+        (["other"], "asks for 'other' after 0 of its exchanges"),
+        (["toy 0", "toy 0"], "asks for 'toy 0' after 1 of its exchanges"),
+    ],
+)
+def test_a_round_asks_for_each_exchange_once_in_order(make, asked, words):
+    def run(state, noise, ask):
+        for name in asked:
+            ask(name, ())
+        return state, Info(jnp.zeros(()), jnp.array(True))
+
+    with pytest.raises(TypeError, match=words):
+        one_round(make, run)
+
+
+def one_round(make, run):
+    """A step of another round in which silos reply with their data."""
+
+    def silo(noise, down, state, data):
+        return Reply(data.arrays["y"].sum(), jnp.array(True)), state
+
+    batches = batches_of([(j,) for j in range(SILOS)])
+    runtime = make(toy()._replace(round=Round((Exchange("toy 0", silo),), run)))
+    return runtime.advance(KEY, runtime.init(KEY, batches), batches, 1)
 
 
 # --- going on, and stopping ------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine, Replies
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.runtime.combine import combine
+from numpyro_fed.runtime.step import part
 
 KEY = jax.random.key(0)
 
@@ -226,12 +227,12 @@ def test_a_model_without_local_latents_samples_at_a_silo():
 @pytest.mark.parametrize("guide", [None, nf.guides.MeanField()])
 def test_a_reply_has_one_shape_whatever_the_silo_holds(guide):
     p = parts(glmm, glmm_silos([1, 9, 4]), guide=guide, num_particles=2)
-    exchange = p.algorithm.exchanges[0]
+    (exchange,) = p.algorithm.round.exchanges
 
     def reply(data):
         server = p.algorithm.init_server(KEY)
         who = jnp.arange(len(p.silos))
-        down, _ = exchange.broadcast(exchange.server_noise(KEY), server, who, None)
+        down = part(p.algorithm.round, server, p.algorithm.round.noise(KEY), who)
         state = p.algorithm.init_silo(KEY, data)
         reply, _ = exchange.silo(exchange.silo_noise(KEY, state), down, state, data)
         return down, reply.up
@@ -247,8 +248,8 @@ def test_what_is_sent_are_draws_of_the_guide_and_its_centre():
     p = parts(glmm, glmm_silos([2, 3]), num_particles=4)
     state = p.algorithm.init_server(KEY)
     state = state._replace(params=jitter(state.params))
-    eps = p.algorithm.exchanges[0].server_noise(KEY)
-    down, _ = p.algorithm.exchanges[0].broadcast(eps, state, jnp.arange(2), None)
+    eps = p.algorithm.round.noise(KEY)
+    down = part(p.algorithm.round, state, eps, jnp.arange(2))
     for z, e in zip(down.z_G, eps, strict=True):
         expected, _ = p.guide.globals.draw(state.params["guide"], e)
         np.testing.assert_allclose(z, expected, rtol=1e-6)
@@ -264,19 +265,19 @@ def test_several_particles_are_the_mean_of_single_ones():
         server = jitter(one.algorithm.init_server(KEY).params)
         state = one.algorithm.init_silo(KEY, data)
         state = state._replace(params=jitter(state.params))
-        eps = three.algorithm.exchanges[0].server_noise(KEY)
-        rows = three.algorithm.exchanges[0].silo_noise(KEY, state)
+        eps = three.algorithm.round.noise(KEY)
+        rows = three.algorithm.round.exchanges[0].silo_noise(KEY, state)
         assert (eps.shape, rows.rows["child"].shape) == ((3, 3), (3, 3, 1, 1, 1))
 
         def round_of(p):
-            exchange = p.algorithm.exchanges[0]
+            round = p.algorithm.round
 
             @jax.jit
             def run(eps, rows):
                 start = p.algorithm.init_server(KEY)._replace(params=server)
-                down, memo = exchange.broadcast(eps, start, jnp.arange(1), None)
-                reply, after = exchange.visit(rows, down, state, data)
-                end, info = exchange.server(start, memo, Replies(*reply), None)
+                down = part(round, start, eps, jnp.arange(1))
+                reply, after = round.exchanges[0].visit(rows, down, state, data)
+                end, info = part(round, start, eps, jnp.arange(1), None, [Replies(*reply)])
                 return info.loss, end.params, after.params, reply.up.bound
 
             return run
@@ -307,10 +308,10 @@ def test_a_silo_whose_bound_is_not_finite_sends_zeros_and_says_so(objective):
     p = parts(
         roots, [{"y": np.array([1.0, 2.0])}, {"y": np.array([1.0, -1.0])}], objective=objective
     )
-    exchange = p.algorithm.exchanges[0]
-    server = p.algorithm.init_server(KEY)
-    who = jnp.arange(len(p.silos))
-    down, memo = exchange.broadcast(exchange.server_noise(KEY), server, who, None)
+    round, server = p.algorithm.round, p.algorithm.init_server(KEY)
+    (exchange,), who = round.exchanges, jnp.arange(len(p.silos))
+    asked = (round, server, round.noise(KEY), who, None)
+    down = part(*asked)
     replies = []
     for j, data in enumerate(p.silos):
         state = p.algorithm.init_silo(KEY, data)
@@ -320,10 +321,10 @@ def test_a_silo_whose_bound_is_not_finite_sends_zeros_and_says_so(objective):
     for leaf in jax.tree.leaves(replies[1].up):
         np.testing.assert_array_equal(leaf, 0.0)
     assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(replies[0].up.gradient))
-    after, info = exchange.server(server, memo, combine(Combine.SUM, replies), None)
+    after, info = part(*asked, [combine(Combine.SUM, replies)])
     assert not info.ok
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
-    _, info = exchange.server(server, memo, combine(Combine.SUM, replies[:1]), None)
+    _, info = part(*asked, [combine(Combine.SUM, replies[:1])])
     assert info.ok
 
 

@@ -16,6 +16,7 @@ from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.sfvi_avg import AverageOfParameters
 from numpyro_fed.errors import GuideError, ModelError
 from numpyro_fed.runtime.combine import combine
+from numpyro_fed.runtime.step import part
 
 KEY = jax.random.key(0)
 
@@ -40,11 +41,14 @@ def posterior(silos):
 
 
 def opened(method, silos):
-    """What a method builds, its exchange, the algorithm's parts and what silos hold."""
+    """What a method builds, its round, and what silos hold."""
     plan = method.agree([method.describe(silo) for silo in silos])
     built = method.build(plan)
-    (exchange,) = built.algorithm.exchanges
-    return built, exchange, [method.hold(silo, plan, j) for j, silo in enumerate(silos)]
+    return (
+        built,
+        built.algorithm.round,
+        [method.hold(silo, plan, j) for j, silo in enumerate(silos)],
+    )
 
 
 def moments_of(built, eta):
@@ -69,7 +73,7 @@ def test_one_step_at_one_silo_is_sfvi(start):
     one, other = (m.run(KEY, 1, silos, progress_bar=False) for m in (sfvi, avg))
     _, x, (data,) = opened(sfvi, silos)
     _, y, _ = opened(avg, silos)
-    parts = y.silo.__self__
+    parts, one_silo = y.run.__self__, jnp.arange(1)
     server, silo = one.state.server, jax.tree.map(lambda a: a[0], one.state.silos[0])
     averaged = other.state.server._replace(params=server.params, reference=server.reference)
     mine = jax.tree.map(lambda a: a[0], other.state.silos[0])
@@ -85,13 +89,13 @@ def test_one_step_at_one_silo_is_sfvi(start):
     for i in range(5):
         key = jax.random.key(100 + i)
         noise = parts.noise(key, jnp.array(0), mine)
-        down, memo = x.broadcast(noise[0], server, jnp.arange(1), None)
-        reply, silo = x.silo(noise[1], down, silo, data)
-        server, info = x.server(server, memo, reply, None)
-        down, memo = y.broadcast((), averaged, jnp.arange(1), None)
-        reply, mine = y.silo(key, down, mine, data)
+        down = part(x, server, noise[0], one_silo)
+        reply, silo = x.exchanges[0].silo(noise[1], down, silo, data)
+        server, info = part(x, server, noise[0], one_silo, None, [Replies(*reply)])
+        down = part(y, averaged, (), one_silo)
+        reply, mine = y.exchanges[0].silo(key, down, mine, data)
         gathered = jax.tree.map(lambda a: a[None], reply)
-        averaged, seen = y.server(averaged, memo, Replies(*gathered), None)
+        averaged, seen = part(y, averaged, (), one_silo, None, [Replies(*gathered)])
         np.testing.assert_allclose(seen.loss, info.loss, rtol=2e-5)
         for a, b in zip(
             jax.tree.leaves((server.params, silo.params)),
@@ -171,7 +175,7 @@ def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
     method = nf.SFVIAvg(regression, local_steps=5, aggregate=aggregate, start=None, guide=guide)
     built, x, held = opened(method, silos)
     state = built.algorithm.init_server(KEY)._replace(rows=sizes.sum())
-    down, memo = x.broadcast((), state, jnp.arange(3), None)
+    down = part(x, state, (), jnp.arange(3))
 
     def replies_of(parts):
         each = [
@@ -180,15 +184,12 @@ def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
         ]
         return jax.tree.map(lambda *a: jnp.stack(a), *each)
 
-    parts = x.silo.__self__
+    parts = x.run.__self__
     sent = replies_of(parts)
     np.testing.assert_array_equal(sent.weight, sizes)
-    after, _ = x.server(
-        state,
-        memo,
-        combine(x.combine, [jax.tree.map(lambda a, j=j: a[j : j + 1], sent) for j in range(3)]),
-        None,
-    )
+    each = [jax.tree.map(lambda a, j=j: a[j : j + 1], sent) for j in range(3)]
+    replies = combine(x.exchanges[0].combine, each)
+    after, _ = part(x, state, (), jnp.arange(3), None, [replies])
     etas = replies_of(replace(parts, aggregation=AverageOfParameters())).up.guide
     eta, w = after.params["guide"], sizes / sizes.sum()
     if aggregate == "average":

@@ -16,7 +16,7 @@ from numpyro.infer.util import log_density
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.transforms import round_to_grid, transformed
-from numpyro_fed.algorithms.vertical.weigh import parts, weigh
+from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.gaussian import unit_lower
 from numpyro_fed.methods.base import SEARCHES
 from numpyro_fed.methods.vfl import begin
@@ -26,6 +26,7 @@ from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.runtime.combine import combine
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.runtime.step import part
 
 KEY = jax.random.key(0)
 
@@ -368,12 +369,11 @@ def test_minibatches_are_unbiased(case, auxiliary):
         server, silos = state.server, one_by_one(_Held(held), state.silos)
         full, clients = states[1], jax.tree.map(jnp.asarray, held.data)
         served = jax.tree.map(jnp.asarray, fit.server_data)
-        noise = full.server.noise._replace(rows=rows)
+        noise = fits[1][0].vertical.server_noise(KEY)._replace(rows=rows)
         noises = [s.noise for s in one_by_one(_Held(held), full.silos)]
-        for exchange in algorithm.exchanges:
-            server_noise = noise if exchange.name == "draw" else ()
-            down, memo = exchange.broadcast(server_noise, server, jnp.arange(3), served)
-            replies = []
+        asked, given = (algorithm.round, server, noise, jnp.arange(3), served), []
+        for exchange in algorithm.round.exchanges:
+            down, replies = part(*asked, given), []
             for j, client in enumerate(clients):
                 eps, tau = noises[j]
                 if picked is not None and v.rho is not None:
@@ -381,7 +381,8 @@ def test_minibatches_are_unbiased(case, auxiliary):
                 mine = (eps, tau) if exchange.name == "draw" else ()
                 reply, silos[j] = exchange.visit(mine, down, silos[j], client)
                 replies.append(jax.tree.map(lambda a: jnp.asarray(a)[None], reply))
-            server, _ = exchange.server(server, memo, combine(exchange.combine, replies), served)
+            given.append(combine(exchange.combine, replies))
+        server, _ = part(*asked, given)
         return server.params, [s.params for s in silos]
 
     whole = stepped(1, (), None)
@@ -584,7 +585,7 @@ def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
     np.testing.assert_allclose(at_server, y.sum() / (len(y) + 0.49), rtol=1e-6)
     search = result._fit.built.search
     before = search.init_server(KEY)
-    down, _ = result._fit.built.begins[0].broadcast(KEY, before, jnp.arange(1), None)
+    down = part(result._fit.built.begins[0], before, KEY, jnp.arange(1))
     assert not down.told.slope.any()
     assert (down.told.curvature == 4.0).all()
 
@@ -1029,7 +1030,7 @@ def test_an_exchange_that_nobody_knows_is_said(name):
     vfl = nf.VFL(gaussian, start=None)
     fit, _ = vfl._prepare(data(), {}, "simulation")
     with pytest.raises(nf.ModelError, match=f"there is no exchange '{name}' here"):
-        vfl.exchange(fit.built, name)
+        vfl.round(fit.built, name)
 
 
 def test_latents_above_others_begin_at_the_median_of_their_prior():
@@ -1198,13 +1199,13 @@ def test_weights_are_those_of_the_joint_density(settings):
     vfl = nf.VFL(logistic, **settings)
     fit = vfl.run(KEY, 20, xs, y, progress_bar=False)
     v, held = fit._fit.vertical, fit._held
-    exchange = weigh(v, 40, 7)
-    run = fit._fit.runtime.single(exchange)
+    weighing = Weighing(v, 40, 7)
+    run = fit._fit.runtime.single(weighing.round())
     weighed, states, info, _ = run(
         KEY, fit.state.server, fit.state.silos, held.batches, fit._fit.server_data
     )
     own = [states[b][i] for b, i in map(held.place, range(3))]
-    scales, of = parts(v, 40)
+    scales, of = weighing.parts
     assert list(np.bincount(of)) == [32, 4, 4]
     mean, covariance = joint_normal(fit)
     for s in range(0, 40, 3):

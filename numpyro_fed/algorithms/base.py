@@ -28,7 +28,7 @@ class Combine(Enum):
 
     ``SUM`` adds them leaf by leaf, each times its weight where the exchange is weighted, so that
     secure aggregation can be used and the server never sees one silo's reply. ``GATHER`` stacks
-    them along a leading axis, in the order of the participants that ``broadcast`` was given.
+    them along a leading axis, in the order of the participants.
     """
 
     SUM = "sum"
@@ -36,16 +36,17 @@ class Combine(Enum):
 
 
 class Info(NamedTuple):
-    """What the server reports of an exchange.
+    """What the server reports of a round.
 
     Attributes
     ----------
     loss : ()
         Minus the bound.
     ok : () bool
-        Whether the round may be kept. A runtime stops before a round that is not.
+        Whether the round may be kept, replies apart, of which the runtime knows. It stops before a
+        round that may not be kept.
     change : () float
-        How far the exchange moved the server's state; 0 where that is not measured.
+        How far the round moved the server's state; 0 where that is not measured.
     report : pytree of arrays
         Logged for each step.
     """
@@ -95,14 +96,6 @@ class Replies(NamedTuple, Generic[Up]):
     weight: Array
 
 
-class Broadcast(Protocol):
-    """What the server sends, and what it keeps in mind until the replies are there."""
-
-    def __call__(self, noise: Any, state: Any, who: Array, server_data: Any) -> tuple[Any, Any]:
-        """``who`` (k,) holds the numbers of the silos that take part: all of them, if all do."""
-        ...
-
-
 class Visit(Protocol):
     """What a silo does: its reply, and a draft of its next state."""
 
@@ -116,16 +109,6 @@ class Commit(Protocol):
 
     def __call__(self, draft: Any, sent: Any) -> Any:
         """``sent`` has the structure of ``Reply.up``."""
-        ...
-
-
-class Update(Protocol):
-    """What the server does with the replies."""
-
-    def __call__(
-        self, state: Any, memo: Any, replies: Replies, server_data: Any
-    ) -> tuple[Any, Info]:
-        """``memo`` is what ``broadcast`` kept in mind."""
         ...
 
 
@@ -156,22 +139,19 @@ def unknown_exchange(name: str) -> ModelError:
     )
 
 
-class Exchange(NamedTuple, Generic[Server, Silo, Down, Up]):
-    """One message down to the silos and one up to the server.
+class Exchange(NamedTuple, Generic[Silo, Down, Up]):
+    """What a silo is asked: one message down to it, and one up from it.
 
-    Randomness is an argument: a runtime turns keys into noise by the two functions below, for
-    many rounds at once where that pays, and the others are deterministic.
+    Randomness is an argument: a runtime turns keys into noise by ``silo_noise``, for many rounds
+    at once where that pays, and the rest is deterministic.
 
     Attributes
     ----------
-    broadcast : (noise, server_state, who, server_data) -> (Down, memo)
+    name : str
+        By which a round asks, and from which a silo in another process builds the same exchange.
     silo : (noise, Down, silo_state, data) -> (Reply, draft)
         Only ``Reply`` leaves the silo.
-    server : (server_state, memo, Replies, server_data) -> (server_state, Info)
-    name : str
-        From which a silo in another process knows or builds the same exchange.
     commit : (draft, sent) -> silo_state
-    server_noise : key -> noise
     silo_noise : (key, silo_state) -> noise
         Depends on the shapes of the state alone.
     combine : Combine
@@ -186,15 +166,13 @@ class Exchange(NamedTuple, Generic[Server, Silo, Down, Up]):
         whose silos are elsewhere once more, of each reply by itself.
     lenient : bool
         Whether what cannot be used is handed on all the same: in a search, a place that is too far
-        for a silo is a step that fails, and the round is kept.
+        for a silo is a step that fails, and the round is kept. A round with any other exchange is
+        not kept where a reply cannot be used.
     """
 
-    broadcast: Broadcast
+    name: str
     silo: Visit
-    server: Update
-    name: str = ""
     commit: Commit = as_drafted
-    server_noise: Callable[[Array], Any] = no_noise
     silo_noise: Callable[[Array, Any], Any] = no_noise
     combine: Combine = Combine.SUM
     scatter: Any = False
@@ -216,6 +194,70 @@ class Exchange(NamedTuple, Generic[Server, Silo, Down, Up]):
             return reply._replace(ok=ok)
         up = jax.tree.map(lambda a: jnp.where(ok, a, jnp.zeros_like(a)), reply.up)
         return reply._replace(up=up, ok=ok)
+
+
+class Ask(Protocol):
+    """What a round asks silos by.
+
+    Attributes
+    ----------
+    who : (k,) int
+        The numbers of the silos that take part: all of them, if all do.
+    server_data : pytree
+        What the server holds, of a vertical model.
+    """
+
+    @property
+    def who(self) -> Array: ...
+
+    @property
+    def server_data(self) -> Any: ...
+
+    def __call__(self, name: str, down: Any) -> Replies:
+        """Return what the silos reply in the exchange of this name, when they are sent ``down``."""
+        ...
+
+
+class Run(Protocol):
+    """What the server does in a round."""
+
+    def __call__(self, state: Any, noise: Any, ask: Ask) -> tuple[Any, Info]:
+        """Return the server's next state, and what it reports."""
+        ...
+
+
+class Round(NamedTuple):
+    """What the server does from one state to the next, and what it asks silos on the way.
+
+    ``run`` reads from top to bottom as the algorithm does in its paper. It asks for each exchange
+    once, in the order in which they are declared, and outside of ``cond``, ``scan`` and ``grad``:
+    ``replies = ask("draw", Down(...))``.
+
+    Attributes
+    ----------
+    exchanges : tuple of Exchange
+    run : (server_state, noise, ask) -> (server_state, Info)
+    noise : key -> noise
+        The server's.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    run: Run
+    noise: Callable[[Array], Any] = no_noise
+
+    @property
+    def name(self) -> str:
+        """The name of its only exchange, or of the first one."""
+        return self.exchanges[0].name
+
+    def exchange(self, name: str) -> Exchange:
+        """Return one of the exchanges."""
+        return next(x for x in self.exchanges if x.name == name)
+
+
+def own_key(key: Array, state: Any = None) -> Array:
+    """Return the key itself, as the noise of what draws as it goes."""
+    return key
 
 
 class Shared(NamedTuple):
@@ -267,8 +309,8 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     init_server : key -> server_state
     init_silo : (key, data) -> silo_state
         It never leaves the silo.
-    exchanges : tuple of Exchange
-        The exchanges of one step, in order. A round has one step, or as many as its schedule says.
+    round : Round
+        One step. A schedule may have several of them in what users call a round.
     shared : server_state -> Shared
     private : silo_state -> Private
     watch : silo_state -> pytree of scalars, optional
@@ -277,21 +319,24 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
         The same, as far as a silo's reply tells it, for a server whose silos are elsewhere.
     done : server_state -> () bool, optional
         Whether it has come to its end by itself; no round is begun after that.
-    opening : tuple of Exchange
+    opening : tuple of Round
         Run once, from the first states, before the first round.
     carry : Carry, optional
+    server_like : pytree
+        Shapes of what the server holds, of a vertical model.
     """
 
     init_server: Callable[[Array], Server]
     init_silo: Callable[[Array, SiloData], Silo]
-    exchanges: tuple[Exchange, ...]
+    round: Round
     shared: Callable[[Server], Shared]
     private: Callable[[Silo], Private]
     watch: Callable[[Silo], Any] | None = None
     told: Callable[[Any], Any] | None = None
     done: Callable[[Server], Array] | None = None
-    opening: tuple[Exchange, ...] = ()
+    opening: tuple[Round, ...] = ()
     carry: Carry | None = None
+    server_like: Any = None
 
 
 def ascend(

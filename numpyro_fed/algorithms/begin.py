@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed import linalg
-from numpyro_fed.algorithms.base import Broadcast
 from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.algorithms.mode import Searching, highest, unraveller
 from numpyro_fed.algorithms.mode_wide import positive
@@ -83,18 +82,6 @@ def frame_at(fm: FederatedModel, search: Searching) -> Frame:
     least = jnp.where(search.rests[i], FLAT, UNLIKE)
     unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
     return Frame(theta, unit, centre, covariance_root(curvature[own:, own:], least), i)
-
-
-def sending_frame(fm: FederatedModel) -> Broadcast:
-    """What an exchange sends that begins at a mode; the server keeps it, and its key, in mind."""
-
-    def broadcast(
-        noise: Array, state: Searching, who: Array, server_data: Any
-    ) -> tuple[Frame, tuple[Array, Frame]]:
-        frame = frame_at(fm, state)
-        return frame, (noise, frame)
-
-    return broadcast
 
 
 def covariance_root(precision: Array, least: Array | float = FLAT) -> Array:

@@ -36,12 +36,13 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import (
+    Ask,
     Exchange,
     FederatedAlgorithm,
     Info,
     Private,
-    Replies,
     Reply,
+    Round,
     Shared,
 )
 from numpyro_fed.algorithms.laplace import Laplace
@@ -160,19 +161,14 @@ def mode(
         nothing = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n, n)))
         return nowhere(fm, key, data, nothing)
 
-    def broadcast(
-        noise: Any, state: Search, who: Array, server_data: Any
-    ) -> tuple[Array, tuple[()]]:
-        return state.trial, ()
-
     def silo(
         noise: Any, down: Array, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         return asked(fm, derive, down, state, data)
 
-    def server(
-        state: Search, memo: Any, replies: Replies[Up], server_data: Any
-    ) -> tuple[Search, Info]:
+    def run(state: Search, noise: Any, ask: Ask) -> tuple[Search, Info]:
+        replies = ask("mode", state.trial)
+
         def one(of: tuple[Search, Up]) -> Search:
             search, up = of
             own = up.curvature[effects[:, None], effects]
@@ -183,8 +179,8 @@ def mode(
         after = one_by_one(one, (state, replies.up))
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
-    exchange = Exchange(broadcast, silo, server, name="mode", lenient=True)
-    return searching(fm, init_server, init_silo, exchange)
+    round = Round((Exchange("mode", silo, lenient=True),), run)
+    return searching(fm, init_server, init_silo, round)
 
 
 def effects_of(fm: FederatedModel) -> np.ndarray:
@@ -297,9 +293,9 @@ def together(fm: FederatedModel) -> int:
 
 
 def searching(
-    fm: FederatedModel, init_server: Callable, init_silo: Callable, exchange: Exchange
+    fm: FederatedModel, init_server: Callable, init_silo: Callable, round: Round
 ) -> FederatedAlgorithm:
-    """The algorithm of a search by one exchange; it ends where every silo has been at the best."""
+    """Return the algorithm of a search; it ends where every silo has been at the best place."""
     unravel = unraveller(fm)
 
     def shared(state: Searching) -> Shared:
@@ -312,7 +308,7 @@ def searching(
     def done(state: Searching) -> Array:
         return state.left.all()
 
-    return FederatedAlgorithm(init_server, init_silo, (exchange,), shared, private, done=done)
+    return FederatedAlgorithm(init_server, init_silo, round, shared, private, done=done)
 
 
 class Around(NamedTuple):
@@ -353,20 +349,14 @@ def parabola(search: Search) -> tuple[Shape, Around]:
     return shape, Around(places, i)
 
 
-def around(fm: FederatedModel, effects: np.ndarray) -> Exchange:
-    """Build the exchange from a search that has ended to the :class:`Shape` of what it found.
+def around(fm: FederatedModel, effects: np.ndarray) -> Round:
+    """Return the round from a search that has ended to the :class:`Shape` of what it found.
 
     It shows whether the density falls as the curvature at a mode says. A parabola is all that a
     search sees: where a likelihood levels off, as that of a separable logistic regression does far
     out, each step promises little, too.
     """
     laplace, unravel, log_prior = Laplace(fm), unraveller(fm), prior_of(fm, effects)
-
-    def broadcast(
-        noise: Any, state: Search, who: Array, server_data: Any
-    ) -> tuple[Around, tuple[Shape, Array, Array]]:
-        shape, there = parabola(state)
-        return there, (shape, there.places, state.likelihood[there.start])
 
     def silo(
         noise: Any, down: Around, state: SiloState, data: SiloData
@@ -381,15 +371,16 @@ def around(fm: FederatedModel, effects: np.ndarray) -> Exchange:
         values = jax.lax.map(value, down.places, batch_size=size)
         return Reply(values, jnp.array(True)), state
 
-    def server(
-        state: Search, memo: tuple[Shape, Array, Array], replies: Replies[Array], server_data: Any
-    ) -> tuple[Shape, Info]:
-        shape, places, own = memo
-        prior = jax.lax.map(lambda x: log_prior(own, x)[0], places, batch_size=len(shape.values))
+    def run(state: Search, noise: Any, ask: Ask) -> tuple[Shape, Info]:
+        shape, there = parabola(state)
+        own = state.likelihood[there.start]
+        replies = ask("around the mode", there)
+        size = len(shape.values)
+        prior = jax.lax.map(lambda x: log_prior(own, x)[0], there.places, batch_size=size)
         seen = shape._replace(densities=prior + replies.up)
         return seen, Info(jnp.zeros(()), jnp.array(True))
 
-    return Exchange(broadcast, silo, server, name="around the mode", lenient=True)
+    return Round((Exchange("around the mode", silo, lenient=True),), run)
 
 
 def unraveller(fm: FederatedModel) -> Any:

@@ -12,6 +12,7 @@ The diagonal is looked at where the search begins, after 8, 16, 32, ... steps, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply
+from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.algorithms.mode import (
     HALVINGS,
     ROUNDINGS,
@@ -87,50 +88,60 @@ def wide_mode(
     *,
     most: int | None = None,
 ) -> FederatedAlgorithm:
-    """Build the algorithm; arguments as for :func:`numpyro_fed.algorithms.mode.mode`."""
-    unravel, n = unraveller(fm), unravelled(fm)
+    """Return the algorithm; arguments as for :func:`numpyro_fed.algorithms.mode.mode`."""
+    search = WideSearch(fm, number, init_loc_fn, most)
+    round = Round((Exchange("mode", search.silo, lenient=True),), search.round)
+    return searching(fm, search.init_server, search.init_silo, round)
 
-    def log_prior(x: Array) -> tuple[Array, tuple[()]]:
-        return fm.rounded.log_prior(*unravel(x)), ()
 
-    def init_server(key: Array) -> Climb:
+@dataclass(frozen=True, eq=False)
+class WideSearch:
+    """The parts of the algorithm; see :func:`wide_mode`."""
+
+    model: FederatedModel
+    number: int
+    init_loc_fn: Callable | None
+    most: int | None
+
+    def init_server(self, key: Array) -> Climb:
+        n = unravelled(self.model)
+
         def begin(x: Array) -> Climb:
             zero, none, no = jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.array(False)
             here, still = Place(x, zero, jnp.zeros(n), jnp.ones(n)), jnp.zeros(n)
             one, yes, memory = jnp.ones(()), jnp.array(True), _lbfgs().init(x)
             return Climb(here, no, x, still, zero, one, memory, yes, none, none, no, no, no, none)
 
-        return jax.vmap(begin)(starting_places(fm, key, number, init_loc_fn))
+        return jax.vmap(begin)(starting_places(self.model, key, self.number, self.init_loc_fn))
 
-    def init_silo(key: Array, data: SiloData) -> SiloState:
+    def init_silo(self, key: Array, data: SiloData) -> SiloState:
+        number, n = self.number, unravelled(self.model)
         nothing = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n)))
-        return nowhere(fm, key, data, nothing)
-
-    def broadcast(noise: Any, state: Climb, who: Array, server_data: Any) -> tuple[Down, Array]:
-        closer = state.closer.any()
-        return Down(state.trial, closer), closer
+        return nowhere(self.model, key, data, nothing)
 
     def silo(
-        noise: Any, down: Down, state: SiloState, data: SiloData
+        self, noise: Any, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         def derive(f: Any, x: Array) -> tuple[Place, Any]:
             return sloped(f, x, down.closer)
 
-        return asked(fm, derive, down.place, state, data)
+        return asked(self.model, derive, down.place, state, data)
 
-    def server(
-        state: Climb, memo: Array, replies: Replies[Up], server_data: Any
-    ) -> tuple[Climb, Info]:
+    def round(self, state: Climb, noise: Any, ask: Ask) -> tuple[Climb, Info]:
+        """Ask for the density at a place for each start, and choose the next one."""
+        closer, unravel = state.closer.any(), unraveller(self.model)
+        replies = ask("mode", Down(state.trial, closer))
+
+        def log_prior(x: Array) -> tuple[Array, tuple[()]]:
+            return self.model.rounded.log_prior(*unravel(x)), ()
+
         def one(climb: Climb, up: Up) -> Climb:
-            prior, _ = sloped(log_prior, climb.trial, memo)
+            prior, _ = sloped(log_prior, climb.trial, closer)
             here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
-            return _judged(climb, Place(climb.trial, *here), most)
+            return _judged(climb, Place(climb.trial, *here), self.most)
 
         after = jax.vmap(one)(state, replies.up)
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
-
-    exchange = Exchange(broadcast, silo, server, name="mode", lenient=True)
-    return searching(fm, init_server, init_silo, exchange)
 
 
 def sloped(f: Any, x: Array, closer: Array) -> tuple[Place, Any]:

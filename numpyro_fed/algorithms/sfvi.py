@@ -24,21 +24,23 @@ from jax import Array
 
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import (
+    Ask,
     Carry,
     Exchange,
     FederatedAlgorithm,
     Info,
     Private,
-    Replies,
     Reply,
+    Round,
     Shared,
     ascend,
+    own_key,
 )
 from numpyro_fed.algorithms.begin import (
     BEGIN,
     Frame,
+    frame_at,
     local_guides,
-    sending_frame,
     somewhere,
     whitener_of,
 )
@@ -143,7 +145,7 @@ class StructuredVI:
         return FederatedAlgorithm(
             self.init_server,
             self.init_silo,
-            (self.exchange,),
+            Round((self.exchange,), self.round, self.server_noise),
             self.shared,
             self.private,
             done=lambda state: settling.settled(state.course),
@@ -153,15 +155,8 @@ class StructuredVI:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """A step."""
-        return Exchange(
-            self.broadcast,
-            self.silo,
-            self.server,
-            name="sfvi",
-            server_noise=self.server_noise,
-            silo_noise=self.silo_noise,
-        )
+        """What silos are asked in a step."""
+        return Exchange("sfvi", self.silo, silo_noise=self.silo_noise)
 
     def init_server(self, key: Array) -> ServerState:
         if self.from_mode:
@@ -204,13 +199,21 @@ class StructuredVI:
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
         return down, jnp.mean(log_prior - log_q)
 
-    def broadcast(
-        self, noise: Any, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[Down, Any]:
+    def round(self, state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
+        """Draw the globals, ask every silo for gradients there, and take a step."""
         (down, value), pull = jax.vjp(
             lambda params: self.draw(params, state.reference, noise), state.params
         )
-        return down, (value, pull, self.num_silos / len(who))
+        replies = ask("sfvi", down)
+        times = self.num_silos / len(ask.who)
+        up = jax.tree.map(lambda a: times * a, replies.up)
+        (gradient,) = pull((up.gradient, jnp.ones_like(value)))
+        params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
+        total = value + up.bound
+        standard = bool(state.reference)
+        course = settling.follow(state.course, -total, params, standard=standard)
+        after = state._replace(params=params, opt_state=opt_state, course=course)
+        return after, Info(-total, all_finite((total, gradient)))
 
     def silo(
         self, noise: Noise, down: Down, state: SiloState, data: SiloData
@@ -233,19 +236,6 @@ class StructuredVI:
         params, opt_state = ascend(self.optim, g_params, state.opt_state, state.params)
         reply = Reply(Up(value, g_down), all_finite((value, g_down)))
         return reply, state._replace(params=params, opt_state=opt_state)
-
-    def server(
-        self, state: ServerState, memo: Any, replies: Replies[Up], server_data: Any
-    ) -> tuple[ServerState, Info]:
-        value, pull, times = memo
-        up = jax.tree.map(lambda a: times * a, replies.up)
-        (gradient,) = pull((up.gradient, jnp.ones_like(value)))
-        params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
-        total = value + up.bound
-        standard = bool(state.reference)
-        course = settling.follow(state.course, -total, params, standard=standard)
-        after = state._replace(params=params, opt_state=opt_state, course=course)
-        return after, Info(-total, replies.ok & all_finite((total, gradient)))
 
     def shared(self, state: ServerState) -> Shared:
         return placed(self.guide, state.params, state.reference)
@@ -277,8 +267,8 @@ class StructuredVI:
             eta = self.guide.recentre(eta, Origin(own.centre, whitener), frame.centre, data)
         return self.silo_from(own.theta, eta, Origin(frame.centre, whitener))
 
-    def begin(self) -> Exchange:
-        """The exchange from the states of a search for the mode.
+    def begin(self) -> Round:
+        """Return the round from the states of a search for the mode.
 
         The server sends the frame; silos answer with nothing.
         """
@@ -292,15 +282,13 @@ class StructuredVI:
             after = self.silo_from(state.private, eta, Origin(down.centre, down.whitener))
             return Reply((), all_finite(eta)), after
 
-        def server(
-            state: Any, memo: tuple[Array, Frame], replies: Replies, server_data: Any
-        ) -> tuple[ServerState, Info]:
-            after = self.server_from(*memo)
-            return after, Info(jnp.zeros(()), replies.ok & all_finite(after))
+        def run(state: Any, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+            frame = frame_at(self.model, state)
+            ask(BEGIN, frame)
+            after = self.server_from(noise, frame)
+            return after, Info(jnp.zeros(()), all_finite(after))
 
-        return Exchange(
-            sending_frame(self.model), silo, server, name=BEGIN, server_noise=lambda key: key
-        )
+        return Round((Exchange(BEGIN, silo),), run, own_key)
 
 
 def noise_of(

@@ -30,17 +30,19 @@ from jax import Array
 from numpyro_fed import barycenters, linalg
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import (
+    Ask,
     Combine,
     Exchange,
     FederatedAlgorithm,
     Info,
     Private,
-    Replies,
     Reply,
+    Round,
     Shared,
     ascend,
+    own_key,
 )
-from numpyro_fed.algorithms.begin import BEGIN, Frame, local_guides, sending_frame, somewhere
+from numpyro_fed.algorithms.begin import BEGIN, Frame, frame_at, local_guides, somewhere
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.sfvi import Reference, noise_of, placed, placed_locals, recentred
@@ -262,7 +264,7 @@ class Averaging:
         return FederatedAlgorithm(
             self.init_server,
             self.init_silo,
-            (self.exchange,),
+            Round((self.exchange,), self.round),
             self.shared,
             self.private,
             done=lambda state: settling.settled(state.course),
@@ -271,35 +273,24 @@ class Averaging:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """A round."""
+        """What silos are asked in a round."""
+        combine = self.aggregation.combine
         return Exchange(
-            self.broadcast,
-            self.silo,
-            self.server,
-            name="sfvi_avg",
-            silo_noise=lambda key, state: key,
-            combine=self.aggregation.combine,
-            weighted=self.by_rows,
+            "sfvi_avg", self.silo, silo_noise=own_key, combine=combine, weighted=self.by_rows
         )
 
     @cached_property
-    def count(self) -> Exchange:
+    def count(self) -> Round:
         """All silos' rows, added up once before the first round."""
-
-        def ask(
-            noise: Any, state: ServerState, who: Array, server_data: Any
-        ) -> tuple[tuple, tuple]:
-            return (), ()
 
         def silo(noise: Any, down: tuple, state: SiloState, data: SiloData) -> tuple[Reply, Any]:
             return Reply((), jnp.array(True), self.weight(data)), state
 
-        def server(
-            state: ServerState, memo: tuple, replies: Replies, server_data: Any
-        ) -> tuple[ServerState, Info]:
-            return state._replace(rows=replies.weight), Info(jnp.zeros(()), replies.ok)
+        def run(state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
+            rows = ask(COUNT, ()).weight
+            return state._replace(rows=rows), Info(jnp.zeros(()), jnp.array(True))
 
-        return Exchange(ask, silo, server, name=COUNT, weighted=True)
+        return Round((Exchange(COUNT, silo, weighted=True),), run)
 
     def weight(self, data: SiloData) -> Array:
         """Of a silo: its rows, or one."""
@@ -338,10 +329,24 @@ class Averaging:
         shared = self.optim.init(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like))
         return SiloState(params, self.optim.init(params), shared, jnp.zeros(self.model.dim))
 
-    def broadcast(
-        self, noise: Any, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[Down, None]:
-        return Down(state.params, state.rows), None
+    def round(self, state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
+        """Send the guide, and put an average of the silos' guides in its place."""
+        replies = ask("sfvi_avg", Down(state.params, state.rows))
+        gathered = self.aggregation.combine is Combine.GATHER
+        weights = replies.weight / replies.weight.sum()
+
+        def mean(tree: Any) -> Any:
+            if gathered:
+                return jax.tree.map(lambda a: jnp.tensordot(weights, a, 1), tree)
+            return jax.tree.map(lambda a: a / replies.weight, tree)
+
+        guide = replies.up.guide if gathered else mean(replies.up.guide)
+        eta = self.aggregation.average(guide, weights, state.params["guide"])
+        params = {"theta": mean(replies.up.theta), "guide": eta}
+        loss = -mean(replies.up.bound)
+        course = settling.follow(state.course, loss, params, standard=bool(state.reference))
+        after = state._replace(params=params, course=course)
+        return after, Info(loss, all_finite((loss, params)))
 
     def noise(self, key: Array, i: Array, state: SiloState) -> tuple[Any, Noise]:
         """Of a local step, for the globals and the rows."""
@@ -411,25 +416,6 @@ class Averaging:
         """Of the globals' guide, as the silo places it."""
         return self.guide.globals.centre(placed(self.guide, shared, state.shared_reference).guide)
 
-    def server(
-        self, state: ServerState, memo: None, replies: Replies[Up], server_data: Any
-    ) -> tuple[ServerState, Info]:
-        gathered = self.aggregation.combine is Combine.GATHER
-        weights = replies.weight / replies.weight.sum()
-
-        def mean(tree: Any) -> Any:
-            if gathered:
-                return jax.tree.map(lambda a: jnp.tensordot(weights, a, 1), tree)
-            return jax.tree.map(lambda a: a / replies.weight, tree)
-
-        guide = replies.up.guide if gathered else mean(replies.up.guide)
-        eta = self.aggregation.average(guide, weights, state.params["guide"])
-        params = {"theta": mean(replies.up.theta), "guide": eta}
-        loss = -mean(replies.up.bound)
-        course = settling.follow(state.course, loss, params, standard=bool(state.reference))
-        after = state._replace(params=params, course=course)
-        return after, Info(loss, replies.ok.all() & all_finite((loss, params)))
-
     def shared(self, state: ServerState) -> Shared:
         return placed(self.guide, state.params, state.reference)
 
@@ -456,8 +442,8 @@ class Averaging:
         own = self.optim.init(params)
         return SiloState(params, own, shared, frame.centre, eta, reference, frame.whitener)
 
-    def begin(self) -> Exchange:
-        """The exchange from the states of a search for the mode; silos answer with nothing."""
+    def begin(self) -> Round:
+        """Return the round from the states of a search for the mode; silos answer with nothing."""
 
         def silo(
             noise: Array, down: Frame, state: Looked, data: SiloData
@@ -467,20 +453,13 @@ class Averaging:
             eta = local_guides(self.model, self.guide, held, down, z_L, data)
             return Reply((), all_finite(eta)), self.silo_from(noise, state.private, eta, down)
 
-        def server(
-            state: Any, memo: tuple[Array, Frame], replies: Replies, server_data: Any
-        ) -> tuple[ServerState, Info]:
-            after = self.server_from(*memo)
-            return after, Info(jnp.zeros(()), replies.ok & all_finite(after))
+        def run(state: Any, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+            frame = frame_at(self.model, state)
+            ask(BEGIN, frame)
+            after = self.server_from(noise, frame)
+            return after, Info(jnp.zeros(()), all_finite(after))
 
-        return Exchange(
-            sending_frame(self.model),
-            silo,
-            server,
-            name=BEGIN,
-            server_noise=lambda key: key,
-            silo_noise=lambda key, state: key,
-        )
+        return Round((Exchange(BEGIN, silo, silo_noise=own_key),), run, own_key)
 
 
 def _nothing(reference: Reference) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def transformed(algorithm: FederatedAlgorithm, transform: ReplyTransform) -> Fed
 
         return exchange._replace(silo=silo, silo_noise=silo_noise)
 
-    return algorithm._replace(exchanges=tuple(map(wrap, algorithm.exchanges)))
+    sending = tuple(map(wrap, algorithm.round.exchanges))
+    return algorithm._replace(round=algorithm.round._replace(exchanges=sending))
 
 
 def _is_real(a: Array) -> bool:

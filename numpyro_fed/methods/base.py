@@ -18,8 +18,8 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import (
-    Exchange,
     FederatedAlgorithm,
+    Round,
     settings_in,
     unknown_exchange,
 )
@@ -44,7 +44,7 @@ from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
 from numpyro_fed.model.split import FederatedModel, split
-from numpyro_fed.model.verdicts import check_rows_apart, checks
+from numpyro_fed.model.verdicts import Checks, check_rows_apart
 from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import weighing
 from numpyro_fed.results.saving import load_state
@@ -347,13 +347,14 @@ class Method(ABC):
         fm = split(self._text(), [plan.template()])
         return self._build(fm, plan, self._shaped(fm))
 
-    def exchange(self, built: Built, name: str) -> Exchange:
-        """An exchange by name: the algorithm's own, the evaluation, the importance correction."""
-        known = {x.name: x for x in (*built.opening, *built.algorithm.exchanges)}
+    def round(self, built: Built, name: str) -> Round:
+        """Return the round that has this exchange: of a run, the evaluation, the correction."""
+        known = [*built.opening, built.algorithm.round]
         if built.factors is not None:
-            known[built.factors.evaluation.name] = built.factors.evaluation
-        if name in known:
-            return known[name]
+            known.append(built.factors.evaluation)
+        for round in known:
+            if name in {x.name for x in round.exchanges}:
+                return round
         if "importance" not in settings_in(name):
             raise unknown_exchange(name)
         return weighing(built, name)[0]
@@ -366,9 +367,9 @@ class Method(ABC):
         """Refuse an exchange that treats rows one by one where a silo's rows are coupled."""
         draws = settings_in(name).get("inner_draws", built.draws)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
-        alone, asks = [Bucket((number,), ({},), stack)], checks(built.model)
+        alone, asks = [Bucket((number,), ({},), stack)], Checks(built.model)
         check_rows_apart(built.model, asks, draws, alone)
-        searches = name in {x.name for x in built.searching}
+        searches = name in {x.name for r in built.searching for x in r.exchanges}
         if searches and (coupled := why_coupled(built.model, asks, alone)) is not None:
             raise ModelError(f"{coupled}. Use start=None.")
 

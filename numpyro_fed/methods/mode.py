@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange
+from numpyro_fed.algorithms.base import Round
 from numpyro_fed.algorithms.mode import (
     AWAY,
     ROUNDINGS,
@@ -281,14 +281,14 @@ def begin(
 
 
 def opened(fit: Fit, key: Array, state: State, batches: tuple[Batch, ...]) -> State:
-    """The state after the exchanges with which the algorithm itself opens."""
-    for exchange in fit.built.algorithm.opening:
-        once = _single(fit, fit.runtime, exchange)
+    """Return the state after the rounds with which the algorithm itself opens."""
+    for round in fit.built.algorithm.opening:
+        once = _single(fit, fit.runtime, round)
         server, silos, info, good = once(key, state.server, state.silos, batches)
         if not bool(info.ok):
             bad = failed_silos(good, (), ())
             raise NonFiniteError(
-                f"what silos say before the first round (exchange '{exchange.name}') is not finite"
+                f"what silos say before the first round (exchange '{round.name}') is not finite"
                 f"{_which(bad)}. Look at the data there.",
                 result=None,
                 round=0,
@@ -325,11 +325,11 @@ def _usable(fm: FederatedModel, search: Search | Climb) -> bool:
     return bool(gain <= max(ALMOST * len(x), 10 * eps * abs(value)))
 
 
-def _single(fit: Fit, runtime: Runtime, exchange: Exchange) -> Single:
-    """An exchange of the search's runtime, compiled once a fit."""
-    if exchange.name not in fit.compiled:
-        fit.compiled[exchange.name] = runtime.once(exchange)
-    return fit.compiled[exchange.name]
+def _single(fit: Fit, runtime: Runtime, round: Round) -> Single:
+    """Return a round of the search's runtime, compiled once a fit."""
+    if round.name not in fit.compiled:
+        fit.compiled[round.name] = runtime.once(round)
+    return fit.compiled[round.name]
 
 
 def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:
@@ -464,9 +464,9 @@ def _log_evidence(
 
 
 def start_at(
-    kind: str, fm: FederatedModel, starts: int, init_loc_fn: Callable | None, begin: Exchange
+    kind: str, fm: FederatedModel, starts: int, init_loc_fn: Callable | None, begin: Round
 ) -> Start:
-    """How a run starts that begins at the mode by an exchange."""
+    """Return how a run starts that begins at the mode by a round."""
     if kind == "wide":
         search = wide_mode(fm, starts, init_loc_fn, most=MOST[kind])
         return Start(search, None, begin, effects_of(fm))

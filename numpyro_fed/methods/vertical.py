@@ -13,8 +13,8 @@ from jax import Array
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import (
-    Exchange,
     FederatedAlgorithm,
+    Round,
     settings_in,
     unknown_exchange,
 )
@@ -228,11 +228,11 @@ class VerticalMethod(ABC):
         """The algorithm, from text and plan: the same at every party."""
         return self._build(self._roles(plan))
 
-    def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
-        """An exchange by its name: the algorithm's own, or the one in which all parties draw."""
-        known = {x.name: x for x in (*built.opening, *built.algorithm.exchanges)}
-        if name in known:
-            return known[name]
+    def round(self, built: VerticalBuilt, name: str) -> Round:
+        """Return the round that has this exchange: of a run, or in which all parties draw."""
+        for round in (*built.opening, built.algorithm.round):
+            if name in {x.name for x in round.exchanges}:
+                return round
         if "sample" not in (asked := settings_in(name)):
             raise unknown_exchange(name)
         return built.sampling(asked["sample"])
@@ -270,12 +270,12 @@ def _messages(fit: VerticalFit, held: Silos) -> Crossings:
     """Of one client."""
     built = fit.built
 
-    def seen(when: str, algorithm: FederatedAlgorithm, exchanges: Sequence[Exchange]) -> Crossings:
+    def seen(when: str, algorithm: FederatedAlgorithm, rounds: Sequence[Round]) -> Crossings:
         data = held.data[0]
-        return crossings(when, algorithm, exchanges, data, fit.server_data, silo="client")
+        return crossings(when, algorithm, rounds, data, fit.server_data, silo="client")
 
     start = seen("start", built.first, built.opening)
-    rounds = seen("round", built.algorithm, built.algorithm.exchanges)
+    rounds = seen("round", built.algorithm, (built.algorithm.round,))
     return start._replace(rows=start.rows + rounds.rows)
 
 

@@ -16,14 +16,14 @@ import optax
 from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, settings_in
-from numpyro_fed.algorithms.vertical.augmented import augmented
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
+from numpyro_fed.algorithms.vertical.augmented import Augmented
 from numpyro_fed.algorithms.vertical.base import Kind, Vertical
-from numpyro_fed.algorithms.vertical.begin import beginning, looks, spread, width_of
-from numpyro_fed.algorithms.vertical.power import power
+from numpyro_fed.algorithms.vertical.begin import Beginning, looks, spread, width_of
+from numpyro_fed.algorithms.vertical.power import Power
 from numpyro_fed.algorithms.vertical.sample import sample
-from numpyro_fed.algorithms.vertical.search import search
-from numpyro_fed.algorithms.vertical.weigh import weigh
+from numpyro_fed.algorithms.vertical.search import Search
+from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
@@ -294,17 +294,17 @@ class VFL(VerticalMethod):
         vertical = replace(vertical, rank=min(rank, width) if width else rank, width=width)
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
         if self.likelihood == "power":
-            algorithm = power(vertical, len(clients), like, self.local_steps)
+            algorithm = Power(vertical, len(clients), like, self.local_steps).algorithm()
         else:
-            algorithm = augmented(vertical, like, self.local_steps)
+            algorithm = Augmented(vertical, like, self.local_steps).algorithm()
         built = VerticalBuilt(
             vertical, algorithm, partial(sample, vertical), static=roles.arguments[:1]
         )
         if start is None:
             return built
-        begins = beginning(vertical)
+        begins = Beginning(vertical).round()
         looks = (spread(vertical),) if start == "mode" else ()
-        return built._replace(search=search(vertical, like), begins=(*looks, begins))
+        return built._replace(search=Search(vertical, like).algorithm(), begins=(*looks, begins))
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
         v = built.vertical
@@ -333,11 +333,11 @@ class VFL(VerticalMethod):
     ) -> tuple[State, VerticalStart | None]:
         return begin(fit, key, batches, runtime_of)
 
-    def exchange(self, built: VerticalBuilt, name: str) -> Exchange:
-        """An exchange by name: the algorithm's own, or the importance correction."""
+    def round(self, built: VerticalBuilt, name: str) -> Round:
+        """Return the round that has this exchange: of a run, or the importance correction."""
         if "weigh" in (asked := settings_in(name)):
-            return weigh(built.vertical, asked["weigh"], asked["at_once"])
-        return super().exchange(built, name)
+            return Weighing(built.vertical, asked["weigh"], asked["at_once"]).round()
+        return super().round(built, name)
 
     def unhides(self, name: str) -> bool:
         """Whether an exchange sends without noise what noise hides elsewhere: the correction does,

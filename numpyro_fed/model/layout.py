@@ -13,7 +13,7 @@ from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
 from numpyro_fed.model.rows import separable
 from numpyro_fed.model.sites import structures
 from numpyro_fed.model.split import FederatedModel, split
-from numpyro_fed.model.verdicts import Checks, check_summaries, checks
+from numpyro_fed.model.verdicts import Checks, check_summaries
 
 
 class Layout(NamedTuple):
@@ -84,7 +84,7 @@ def layout_of(model: Callable, silos: Sequence[SiloData]) -> Layout:
     sizes = tuple(s.sizes for s in structures(model, silos))
     rows = padded_keys(silos, sizes)
     alone = separable(fm, silos, sizes, rows)
-    return Layout(fm, sizes, rows, checks(fm), index_check(fm), Supports.of_silos(fm), alone)
+    return Layout(fm, sizes, rows, Checks(fm), index_check(fm), Supports.of_silos(fm), alone)
 
 
 def lay_out(

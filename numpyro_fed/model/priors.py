@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -79,55 +79,68 @@ class Funnel(NamedTuple):
     setters: tuple[Site, ...]
 
 
-class GlobalPrior(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class GlobalPrior:
     """The prior of those global latents whose prior other globals set, given these.
+
+    Read off the text, which runs on placeholders for data.
 
     Attributes
     ----------
-    funnels : () -> tuple of Funnel
-        Without those of which some child has no distribution that could be drawn from.
-    draw : (key, theta, z_G, funnel) -> z_G
-        The children of a funnel drawn anew, all others as they are given.
-    log_density : (theta, z_G, funnel) -> ()
-        Of what ``draw`` draws: without the scale or factors that the text puts around it.
+    model : callable
+    sites : tuple of Site
+    silo : SiloData
+        Placeholders for data.
+    placeholder : (dtype, silo) -> (data, z_L)
+        These in the type of the globals, with local latents.
+    without : set of str
+        Latents that have no distribution that could be drawn from.
     """
 
-    funnels: Callable[[], tuple[Funnel, ...]]
-    draw: Callable[[Array, Theta, Array, Funnel], Array]
-    log_density: Callable[[Theta, Array, Funnel], Array]
+    model: Callable
+    sites: Sequence[Site]
+    silo: SiloData
+    placeholder: Callable[[Any, SiloData], tuple[SiloData, Rows]]
+    without: Collection[str]
 
+    def funnels(self) -> tuple[Funnel, ...]:
+        """Return all funnels of which every child has a distribution that can be drawn from."""
+        return self._funnels
 
-def global_prior(
-    model: Callable,
-    sites: Sequence[Site],
-    silo: SiloData,
-    placeholder: Callable[[Any, SiloData], tuple[SiloData, Rows]],
-    without: Collection[str],
-) -> GlobalPrior:
-    """Read the globals' distributions off the text, which runs on placeholders for data.
+    def draw(self, key: Array, theta: Theta, z_G: Array, funnel: Funnel) -> Array:
+        """Return ``z_G`` with the children of a funnel drawn anew, all others as they are."""
+        return self._draw(key, theta, z_G, self.silo, funnel.children)
 
-    The latents ``without`` have no distribution that could be drawn from.
-    """
-    latents = [s for s in sites if s.kind == "latent" and s.plate is None]
+    def log_density(self, theta: Theta, z_G: Array, funnel: Funnel) -> Array:
+        """Return the log density of what :meth:`draw` draws.
 
-    def trace_of(values: dict[str, Array], theta: Theta, data: SiloData, key: Array) -> Any:
-        text = handlers.seed(bind(model, values, theta), key)
+        Without the scale or factors that the text puts around it.
+        """
+        return self._density(theta, z_G, self.silo, funnel.children)
+
+    @cached_property
+    def _latents(self) -> list[Site]:
+        return [s for s in self.sites if s.kind == "latent" and s.plate is None]
+
+    def _trace(self, values: dict[str, Array], theta: Theta, data: SiloData, key: Array) -> Any:
+        text = handlers.seed(bind(self.model, values, theta), key)
         with TRACING:
             return handlers.trace(text).get_trace(**data.kwargs)
 
-    def given(z_G: Array, silo: SiloData) -> tuple[dict[str, Array], SiloData]:
-        data, z_L = placeholder(z_G.dtype, silo)
-        return unpack(sites, z_G, z_L), data
+    def _given(self, z_G: Array, silo: SiloData) -> tuple[dict[str, Array], SiloData]:
+        data, z_L = self.placeholder(z_G.dtype, silo)
+        return unpack(self.sites, z_G, z_L), data
 
-    @cache
-    def funnels() -> tuple[Funnel, ...]:
+    @cached_property
+    def _funnels(self) -> tuple[Funnel, ...]:
+        latents = self._latents
         zeros = jnp.zeros(max([s.stop for s in latents], default=0))
-        values, data = given(zeros, silo)
+        values, data = self._given(zeros, self.silo)
         own = {s.name: values.pop(s.name) for s in latents}
 
         def densities(**inputs: Any) -> dict[str, Array]:
             at = replace(data, arrays=inputs.pop(DATA))
-            text = handlers.seed(bind(model, {**values, **inputs}, {}), 0)
+            text = handlers.seed(bind(self.model, {**values, **inputs}, {}), 0)
             with TRACING:
                 return compute_log_probs(text, (), at.kwargs, {}, sum_log_prob=False)[0]
 
@@ -137,44 +150,46 @@ def global_prior(
         def drawn(**inputs: Any) -> dict[str, Array]:
             at = replace(data, arrays=inputs[DATA])
             roots = {name: own[name] for name in own if not setters[name]}
-            trace = trace_of({**values, **roots}, {}, at, inputs[KEY])
+            trace = self._trace({**values, **roots}, {}, at, inputs[KEY])
             return {name: trace[name]["value"] for name in own}
 
         keyed = provenance(drawn, **{DATA: data.arrays, KEY: jax.random.key(0)})
         found = []
         for names in _together({name: by for name, by in setters.items() if by}):
-            if all(name not in without and KEY in keyed[name] for name in names):
+            if all(name not in self.without and KEY in keyed[name] for name in names):
                 above = frozenset[str]().union(*(setters[name] for name in names)) - names
                 children = tuple(s for s in latents if s.name in names)
                 found.append(Funnel(children, tuple(s for s in latents if s.name in above)))
         return tuple(found)
 
-    @partial(jax.jit, static_argnames="children")
-    def draw(
-        key: Array, theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]
-    ) -> Array:
-        values, data = given(z_G, silo)
-        for s in children:
-            del values[s.name]
-        trace = trace_of(values, theta, data, key)
-        for s in children:
-            site = trace[s.name]
-            unconstrained = biject_to(site["fn"].support).inv(site["value"])
-            z_G = z_G.at[s.start : s.stop].set(unconstrained.ravel())
-        return z_G
+    @cached_property
+    def _draw(self) -> Callable[..., Array]:
+        @partial(jax.jit, static_argnames="children")
+        def draw(
+            key: Array, theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]
+        ) -> Array:
+            values, data = self._given(z_G, silo)
+            for s in children:
+                del values[s.name]
+            trace = self._trace(values, theta, data, key)
+            for s in children:
+                site = trace[s.name]
+                unconstrained = biject_to(site["fn"].support).inv(site["value"])
+                z_G = z_G.at[s.start : s.stop].set(unconstrained.ravel())
+            return z_G
 
-    @partial(jax.jit, static_argnames="children")
-    def log_density(theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]) -> Array:
-        values, data = given(z_G, silo)
-        trace = trace_of(values, theta, data, jax.random.key(0))
-        terms = (_log_density(trace[s.name], values[s.name]).sum() for s in children)
-        return sum(terms, jnp.zeros(()))
+        return draw
 
-    return GlobalPrior(
-        funnels,
-        lambda key, theta, z_G, funnel: draw(key, theta, z_G, silo, funnel.children),
-        lambda theta, z_G, funnel: log_density(theta, z_G, silo, funnel.children),
-    )
+    @cached_property
+    def _density(self) -> Callable[..., Array]:
+        @partial(jax.jit, static_argnames="children")
+        def density(theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]) -> Array:
+            values, data = self._given(z_G, silo)
+            trace = self._trace(values, theta, data, jax.random.key(0))
+            terms = (_log_density(trace[s.name], values[s.name]).sum() for s in children)
+            return sum(terms, jnp.zeros(()))
+
+        return density
 
 
 def _together(setters: Mapping[str, Labels]) -> list[set[str]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from numpyro_fed.model.jaxprs import constants, needed, traced
 from numpyro_fed.model.kinks import rounded
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.primitives import silo_plate_of
-from numpyro_fed.model.priors import GlobalPrior, LocalPrior, global_prior, local_prior
+from numpyro_fed.model.priors import GlobalPrior, LocalPrior, local_prior
 from numpyro_fed.model.sites import (
     Plate,
     Site,
@@ -179,9 +179,9 @@ def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
     _warn_fields(found[0])
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
     at, silo = found[smallest], silos[smallest]
-    fm = _federated_model(model, at, silo)
+    fm = _Text(model, at, silo).federated()
     if at.kinked:
-        fm = fm._replace(smooth=_federated_model(rounded(model), at, silo))
+        fm = fm._replace(smooth=_Text(rounded(model), at, silo).federated())
     reaches = _dependence(fm, model, silos[smallest])
     _check_reaches(fm, reaches)
     _check_observed(at, silo)
@@ -263,26 +263,46 @@ def _owners(sites: Sequence[Site]) -> dict[str, str]:
     return {f"_{s.name}_log_det": s.name for s in sites if s.kind == "latent"}
 
 
-def _federated_model(model: Callable, at: Structure, silo: SiloData) -> FederatedModel:
-    latents = [s for s in at.sites if s.kind == "latent"]
-    dim = max([s.stop for s in latents if s.plate is None], default=0)
-    plates = tuple(
-        Plate(p, max([s.stop for s in latents if s.plate == p], default=0), False) for p in at.sizes
-    )
-    without = {*at.masked, *at.improper, *at.foreign}
-    no_prior = any(s.name in without for s in latents if s.plate is not None)
-    # The global functions run the text on placeholders for data and local latents, inside jit so
-    # that they stay abstract. None of them reaches the result: _check_reaches has made sure.
-    template = jax.tree.map(np.zeros_like, silo)
+@dataclass(frozen=True, eq=False)
+class _Text:
+    """A model's text, traced at one silo: the functions of a :class:`FederatedModel`."""
 
-    def placeholder(dtype: Any, silo: SiloData) -> tuple[SiloData, Rows]:
-        """Of the type in which the globals come, or a scan would carry two types."""
+    model: Callable
+    at: Structure
+    silo: SiloData
+
+    @cached_property
+    def latents(self) -> list[Site]:
+        return [s for s in self.at.sites if s.kind == "latent"]
+
+    @cached_property
+    def dim(self) -> int:
+        return max([s.stop for s in self.latents if s.plate is None], default=0)
+
+    @cached_property
+    def plates(self) -> tuple[Plate, ...]:
+        def width(plate: str) -> int:
+            return max([s.stop for s in self.latents if s.plate == plate], default=0)
+
+        return tuple(Plate(p, width(p), False) for p in self.at.sizes)
+
+    @cached_property
+    def template(self) -> SiloData:
+        """Placeholders for data: the global functions run the text on them and on zeros as latents.
+
+        Inside of jit, so that they stay abstract. None of them reaches the result:
+        ``_check_reaches`` has made sure.
+        """
+        return jax.tree.map(np.zeros_like, self.silo)
+
+    def placeholder(self, dtype: Any, silo: SiloData) -> tuple[SiloData, Rows]:
+        """Return them in the type in which the globals come, or a scan would carry two types."""
         data = jax.tree.map(lambda a: a.astype(dtype) if a.dtype.kind == "f" else a, silo)
-        return data, {p.name: jnp.zeros((at.sizes[p.name], p.dim), dtype) for p in plates}
+        return data, {p.name: jnp.zeros((self.at.sizes[p.name], p.dim), dtype) for p in self.plates}
 
-    def log_silo(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+    def log_silo(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         total: Rows = {}
-        values, trace = trace_at(model, at.sites, theta, z_G, z_L, data)
+        values, trace = trace_at(self.model, self.at.sites, theta, z_G, z_L, data)
         for name, value in values.items():
             site = trace[name]
             if plate := silo_plate_of(site):
@@ -292,97 +312,137 @@ def _federated_model(model: Callable, at: Structure, silo: SiloData) -> Federate
                 total[plate] = total.get(plate, 0.0) + sum_rows(jnp.moveaxis(value, frame.dim, 0))
         return {plate: data.keep(plate, rows) for plate, rows in total.items()}
 
-    @jax.jit
-    def prior_terms(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
-        data, z_L = placeholder(z_G.dtype, data)
-        return globals_at(model, at.sites, theta, z_G, z_L, data)[0]
+    def prior_terms(self, theta: Theta, z_G: Array) -> dict[str, Array]:
+        return self._prior_terms(theta, z_G, self.template)
 
-    def log_prior(theta: Theta, z_G: Array) -> Array:
-        return sum(prior_terms(theta, z_G, template).values(), jnp.zeros(()))
+    @cached_property
+    def _prior_terms(self) -> Callable[..., dict[str, Array]]:
+        @jax.jit
+        def terms(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
+            data, z_L = self.placeholder(z_G.dtype, data)
+            return globals_at(self.model, self.at.sites, theta, z_G, z_L, data)[0]
 
-    def constrain(
-        theta: Theta, z_G: Array, z_L: Rows, data: SiloData, *, local: bool
+        return terms
+
+    def log_prior(self, theta: Theta, z_G: Array) -> Array:
+        return sum(self.prior_terms(theta, z_G).values(), jnp.zeros(()))
+
+    def _constrain(
+        self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData, *, local: bool
     ) -> dict[str, Array]:
-        _, trace = trace_at(model, at.sites, theta, z_G, z_L, data)
+        _, trace = trace_at(self.model, self.at.sites, theta, z_G, z_L, data)
         return {
             s.name: trace[s.name]["value"]
-            for s in at.sites
+            for s in self.at.sites
             if s.kind in ("latent", "deterministic") and (s.plate is not None) == local
         }
 
-    @jax.jit
-    def constrain_global(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
-        data, z_L = placeholder(z_G.dtype, data)
-        return constrain(theta, z_G, z_L, data, local=False)
+    def constrain_local(
+        self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData
+    ) -> dict[str, Array]:
+        return self._constrain(theta, z_G, z_L, data, local=True)
 
-    def parameters(key: Array, data: SiloData, *, local: bool) -> Theta:
-        names = [s.name for s in at.sites if s.kind == "param" and (s.plate is not None) == local]
-        if not names:
+    def constrain_global(self, theta: Theta, z_G: Array) -> dict[str, Array]:
+        return self._constrain_global(theta, z_G, self.template)
+
+    @cached_property
+    def _constrain_global(self) -> Callable[..., dict[str, Array]]:
+        @jax.jit
+        def constrain(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
+            data, z_L = self.placeholder(z_G.dtype, data)
+            return self._constrain(theta, z_G, z_L, data, local=False)
+
+        return constrain
+
+    def constrain_theta(self, theta: Theta) -> Theta:
+        return {name: biject_to(self.at.supports[name])(value) for name, value in theta.items()}
+
+    def _parameters(self, key: Array, data: SiloData, *, local: bool) -> Theta:
+        params = [s for s in self.at.sites if s.kind == "param" and (s.plate is not None) == local]
+        if not params:
             return {}
         with TRACING, feasible():
-            trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
-        return {n: biject_to(at.supports[n]).inv(trace[n]["value"]) for n in names}
+            trace = handlers.trace(handlers.seed(self.model, key)).get_trace(**data.kwargs)
+        at = {s.name: trace[s.name]["value"] for s in params}
+        return {name: biject_to(self.at.supports[name]).inv(value) for name, value in at.items()}
 
-    def init_theta(key: Array) -> Theta:
-        shared = any(s.kind == "param" and s.plate is None for s in at.sites)
-        return jax.jit(partial(parameters, local=False))(key, template) if shared else {}
+    def init_theta(self, key: Array) -> Theta:
+        shared = any(s.kind == "param" and s.plate is None for s in self.at.sites)
+        own = jax.jit(partial(self._parameters, local=False))
+        return own(key, self.template) if shared else {}
 
-    def start(
-        key: Array, data: SiloData, init_loc_fn: Callable, plate: str | None
+    def init_private(self, key: Array, data: SiloData) -> Theta:
+        return self._parameters(key, data, local=True)
+
+    def _start(
+        self, key: Array, data: SiloData, init_loc_fn: Callable, plate: str | None
     ) -> list[tuple[Site, Array]]:
-        text = handlers.substitute(handlers.seed(model, key), substitute_fn=init_loc_fn)
+        """Return where one of NumPyro's functions puts the latents of one level, unconstrained."""
+        text = handlers.substitute(handlers.seed(self.model, key), substitute_fn=init_loc_fn)
         with TRACING:
             trace = handlers.trace(text).get_trace(**data.kwargs)
-        sites = [s for s in latents if s.plate == plate]
+        sites = [s for s in self.latents if s.plate == plate]
         fns, values = ([trace[s.name][k] for s in sites] for k in ("fn", "value"))
         inverse = [biject_to(f.support).inv(v) for f, v in zip(fns, values, strict=True)]
         return list(zip(sites, inverse, strict=True))
 
-    @partial(jax.jit, static_argnums=1)
-    def init_global(key: Array, init_loc_fn: Callable | None, data: SiloData) -> Array:
+    def init_global(self, key: Array, init_loc_fn: Callable | None = None) -> Array:
         if init_loc_fn is None:
-            return jnp.zeros(dim)
-        values = [jnp.ravel(v) for _, v in start(key, data, init_loc_fn, None)]
-        return jnp.concatenate([jnp.zeros(0), *values])
+            return jnp.zeros(self.dim)
+        return self._init_global(key, init_loc_fn, self.template)
 
-    def sizes(data: SiloData) -> Sizes:
-        return structure(model, data, "silo 0").sizes
+    @cached_property
+    def _init_global(self) -> Callable[..., Array]:
+        @partial(jax.jit, static_argnums=1)
+        def init(key: Array, init_loc_fn: Callable, data: SiloData) -> Array:
+            values = [jnp.ravel(v) for _, v in self._start(key, data, init_loc_fn, None)]
+            return jnp.concatenate([jnp.zeros(0), *values])
 
-    def init_local(key: Array, data: SiloData, init_loc_fn: Callable | None = None) -> Rows:
-        size = sizes(data)
-        rows = {p.name: jnp.zeros((size[p.name], p.dim)) for p in plates}
+        return init
+
+    def sizes(self, data: SiloData) -> Sizes:
+        return structure(self.model, data, "silo 0").sizes
+
+    def init_local(self, key: Array, data: SiloData, init_loc_fn: Callable | None = None) -> Rows:
+        size = self.sizes(data)
+        rows = {p.name: jnp.zeros((size[p.name], p.dim)) for p in self.plates}
         if init_loc_fn is None:
             return rows
-        for p in plates:
-            for s, value in start(key, data, init_loc_fn, p.name):
+        for p in self.plates:
+            for s, value in self._start(key, data, init_loc_fn, p.name):
                 value = jnp.moveaxis(value, s.axis or 0, 0).reshape(size[p.name], -1)
                 rows[p.name] = rows[p.name].at[:, s.start : s.stop].set(value)
         return rows
 
-    return FederatedModel(
-        text=model,
-        sites=at.sites,
-        plates=plates,
-        dim=dim,
-        nested=at.nested,
-        log_prior=log_prior,
-        prior_terms=lambda theta, z_G: prior_terms(theta, z_G, template),
-        log_silo=log_silo,
-        constrain_global=lambda theta, z_G: constrain_global(theta, z_G, template),
-        constrain_local=partial(constrain, local=True),
-        constrain_theta=lambda theta: {
-            name: biject_to(at.supports[name])(value) for name, value in theta.items()
-        },
-        init_theta=init_theta,
-        init_private=partial(parameters, local=True),
-        init_global=lambda key, init_loc_fn=None: init_global(key, init_loc_fn, template),
-        init_local=init_local,
-        sizes=sizes,
-        supports=at.supports,
-        flat=(*(name for name, everywhere in at.masked.items() if everywhere), *at.improper),
-        local_prior=None if no_prior else local_prior(model, at.sites),
-        global_prior=global_prior(model, at.sites, template, placeholder, without),
-    )
+    def federated(self) -> FederatedModel:
+        """Return the model as pure functions."""
+        at = self.at
+        without = {*at.masked, *at.improper, *at.foreign}
+        no_prior = any(s.name in without for s in self.latents if s.plate is not None)
+        return FederatedModel(
+            text=self.model,
+            sites=at.sites,
+            plates=self.plates,
+            dim=self.dim,
+            nested=at.nested,
+            log_prior=self.log_prior,
+            prior_terms=self.prior_terms,
+            log_silo=self.log_silo,
+            constrain_global=self.constrain_global,
+            constrain_local=self.constrain_local,
+            constrain_theta=self.constrain_theta,
+            init_theta=self.init_theta,
+            init_private=self.init_private,
+            init_global=self.init_global,
+            init_local=self.init_local,
+            sizes=self.sizes,
+            supports=at.supports,
+            flat=(*(name for name, everywhere in at.masked.items() if everywhere), *at.improper),
+            local_prior=None if no_prior else local_prior(self.model, at.sites),
+            global_prior=GlobalPrior(
+                self.model, at.sites, self.template, self.placeholder, frozenset(without)
+            ),
+        )
 
 
 def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str, set[str | None]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,31 +26,6 @@ SUMMARIES = 4  # times that half of the rows are replaced by others
 NUMBERS = 2**20  # rows, about, that are looked at side by side
 
 
-class Checks(NamedTuple):
-    """Questions about the values that silos hold. Silos come in stacks of one shape.
-
-    Attributes
-    ----------
-    padding : (stack, rows, original, i) -> () bool
-        Whether padding changes nothing: the terms of real rows stay as they are whatever padded
-        rows hold, and those of the ``i``-th silo are those of ``original``, which is not padded.
-        ``rows`` says which arrays are rows of which plate, as a tuple of pairs.
-    minibatch : (plates, keys, stack) -> () bool
-        Whether the terms of some rows of plates that are cut together are the same without the
-        other rows of the arrays ``keys``, and those of other plates, too.
-    coupled : (plate, stack) -> (silos,) bool
-        Whether a row's term reads latents of other rows of the plate.
-    summary : (plate, keys, stack) -> Moved, of each silo
-        Whether a row's term moves when the rows of the arrays ``keys`` that belong to other rows
-        of the plate are replaced by each other, as it does where the text reads ``x.mean(0)``.
-    """
-
-    padding: Callable[[SiloData, tuple[tuple[str, str], ...], SiloData, int], Array]
-    minibatch: Callable[[tuple[str, ...], tuple[str, ...], SiloData], Array]
-    coupled: Callable[[str, SiloData], Array]
-    summary: Callable[[str, tuple[str, ...], SiloData], Moved]
-
-
 class Moved(NamedTuple):
     """The first row whose term changed although it should not have: was there one, and which."""
 
@@ -60,71 +35,115 @@ class Moved(NamedTuple):
     after: Array
 
 
-def checks(fm: FederatedModel) -> Checks:
-    """Build the checks of a model; all look at it at one random point."""
-    key = jax.random.key(0)
+@dataclass(frozen=True, eq=False)
+class Checks:
+    """Questions about the values that silos hold. Silos come in stacks of one shape.
 
-    def normal(i: int, *shape: int) -> Array:
-        """Standard normals."""
-        return ndtri((_scrambled(i, math.prod(shape)) + 0.5) * 2.0**-23).reshape(shape)
+    All look at the model at one random point, in programs that are compiled once for each shape.
 
-    def latents(data: SiloData) -> Rows:
-        sizes = fm.sizes(data)
+    Attributes
+    ----------
+    model : FederatedModel
+    """
+
+    model: FederatedModel
+
+    def padding(
+        self, stack: SiloData, rows: tuple[tuple[str, str], ...], original: SiloData, i: int
+    ) -> Array:
+        """Return whether padding changes nothing, () bool.
+
+        The terms of real rows must stay as they are whatever padded rows hold, and those of the
+        ``i``-th silo must be those of ``original``, which is not padded. ``rows`` says which arrays
+        are rows of which plate, as a tuple of pairs.
+        """
+        return self._padding(stack, rows, original, i)
+
+    def minibatch(self, plates: tuple[str, ...], keys: tuple[str, ...], stack: SiloData) -> Array:
+        """Return whether rows of plates that are cut together stand on their own, () bool.
+
+        The terms of some of them must be the same without the other rows of the arrays ``keys``,
+        and those of other plates, too.
+        """
+        return self._minibatch(plates, keys, stack)
+
+    def coupled(self, plate: str, stack: SiloData) -> Array:
+        """Return whether a row's term reads latents of other rows of the plate, (silos,) bool."""
+        return self._coupled(plate, stack)
+
+    def summary(self, plate: str, keys: tuple[str, ...], stack: SiloData) -> Moved:
+        """Return which row's term moves with the data of other rows, of each silo.
+
+        The rows of the arrays ``keys`` that belong to other rows of the plate are replaced by each
+        other, which moves a term where the text reads ``x.mean(0)``.
+        """
+        return self._summary(plate, keys, stack)
+
+    def latents(self, data: SiloData) -> Rows:
+        """Return the latents at which a silo is looked at, {plate: (rows, dim)}."""
+        sizes = self.model.sizes(data)
         return {
-            p.name: 0.3 * normal(i, sizes[p.name], p.dim) for i, p in enumerate(fm.plates, start=2)
+            p.name: 0.3 * _normal(i, sizes[p.name], p.dim)
+            for i, p in enumerate(self.model.plates, start=2)
         }
 
-    def terms(z_L: Rows, data: SiloData, like: SiloData | None = None) -> Rows:
-        """The terms of all rows, with private parameters as they start at ``like``."""
+    def terms(self, z_L: Rows, data: SiloData, like: SiloData | None = None) -> Rows:
+        """Return the terms of all rows, with private parameters as they start at ``like``."""
+        fm, key = self.model, jax.random.key(0)
         private = fm.init_private(key, data if like is None else like)
         theta = {**fm.init_theta(key), **private}
-        return fm.log_silo(theta, 0.3 * normal(1, fm.dim), z_L, data)
+        return fm.log_silo(theta, 0.3 * _normal(1, fm.dim), z_L, data)
 
-    @partial(jit_once, static_argnums=1)
-    def padding(
-        stack: SiloData, rows: tuple[tuple[str, str], ...], original: SiloData, i: int
+    @cached_property
+    def _padding(self) -> Callable[..., Array]:
+        return jit_once(self._padding_of, static_argnums=1)
+
+    def _padding_of(
+        self, stack: SiloData, rows: tuple[tuple[str, str], ...], original: SiloData, i: int
     ) -> Array:
-        of = dict(rows)
-        sizes = fm.sizes(jax.tree.map(lambda a: a[0], stack))
+        first = jax.tree.map(lambda a: a[0], stack)
+        sizes = self.model.sizes(first)
         if any(mask.shape[1] != sizes[p] for p, mask in stack.masks.items()):
             return jnp.array(False)
 
-        def filled(data: SiloData, way: Array) -> Rows:
-            """The terms when padded rows are copies of other real rows, their latents moved."""
-            source, z_L = {}, latents(data)
-            for p, mask in data.masks.items():
-                n, place = mask.sum(), jnp.arange(len(mask))
-                random = _scrambled(1, len(mask)) % n
-                copied = jnp.select([way == 0, way == 1, way == 2], [0, n - 1, place % n], random)
-                source[p] = jnp.where(mask, place, copied)
-                z_L[p] += jnp.where(mask, 0.0, way)[:, None]
-            arrays = {k: a[source[of[k]]] if k in of else a for k, a in data.arrays.items()}
-            return terms(z_L, replace(data, arrays=arrays))
-
         def agree(data: SiloData) -> tuple[Array, Rows]:
-            each = jax.lax.map(partial(filled, data), jnp.arange(PADDINGS))
+            ways = jnp.arange(PADDINGS)
+            each = jax.lax.map(partial(self._terms_when_filled, dict(rows), data), ways)
             same = [_close(v, v[0]) for v in each.values()]
             return jnp.stack([s.all() for s in same]).all(), {p: v[0] for p, v in each.items()}
 
         same, found = jax.lax.map(agree, stack)
-        expected = terms(
-            {p: z[: fm.sizes(original)[p]] for p, z in latents_of(stack).items()}, original
-        )
+        own = self.model.sizes(original)
+        expected = self.terms({p: z[: own[p]] for p, z in self.latents(first).items()}, original)
         equal = [_close(found[p][i, : len(v)], v).all() for p, v in expected.items()]
         return same.all() & jnp.stack(equal).all()
 
-    def latents_of(stack: SiloData) -> Rows:
-        return latents(jax.tree.map(lambda a: a[0], stack))
+    def _terms_when_filled(self, of: Mapping[str, str], data: SiloData, way: Array) -> Rows:
+        """Return the terms when padded rows are copies of other real rows, their latents moved."""
+        source, z_L = {}, self.latents(data)
+        for p, mask in data.masks.items():
+            n, place = mask.sum(), jnp.arange(len(mask))
+            random = _scrambled(1, len(mask)) % n
+            copied = jnp.select([way == 0, way == 1, way == 2], [0, n - 1, place % n], random)
+            source[p] = jnp.where(mask, place, copied)
+            z_L[p] += jnp.where(mask, 0.0, way)[:, None]
+        arrays = {k: a[source[of[k]]] if k in of else a for k, a in data.arrays.items()}
+        return self.terms(z_L, replace(data, arrays=arrays))
 
-    @partial(jit_once, static_argnums=(0, 1))
-    def minibatch(plates: tuple[str, ...], keys: tuple[str, ...], stack: SiloData) -> Array:
+    @cached_property
+    def _minibatch(self) -> Callable[..., Array]:
+        return jit_once(self._minibatch_of, static_argnums=(0, 1))
+
+    def _minibatch_of(
+        self, plates: tuple[str, ...], keys: tuple[str, ...], stack: SiloData
+    ) -> Array:
         n = stack.arrays[keys[0]].shape[1]
         half = np.arange(0, n, 2)
         others = np.sort(np.random.default_rng(0).permutation(n)[: len(half)])
 
         def stand_alone(data: SiloData) -> Array:
-            z_L = latents(data)
-            whole = terms(z_L, data)
+            z_L = self.latents(data)
+            whole = self.terms(z_L, data)
 
             def same(some: Array) -> Array:
                 def cut(rows: Rows) -> Rows:
@@ -132,22 +151,26 @@ def checks(fm: FederatedModel) -> Checks:
 
                 arrays = {k: a[some] if k in keys else a for k, a in data.arrays.items()}
                 part = replace(data, arrays=arrays, masks=cut(data.masks))
-                found, expected = terms(cut(z_L), part, like=data), cut(whole)
+                found, expected = self.terms(cut(z_L), part, like=data), cut(whole)
                 return jnp.stack([_close(found[p], expected[p]).all() for p in whole]).all()
 
             return jax.lax.map(same, jnp.stack([half, others])).all()
 
         return jax.lax.map(stand_alone, stack).all()
 
-    @partial(jax.jit, static_argnums=0)
-    def coupled(plate: str, stack: SiloData) -> Array:
+    @cached_property
+    def _coupled(self) -> Callable[..., Array]:
+        return jax.jit(self._coupled_of, static_argnums=0)
+
+    def _coupled_of(self, plate: str, stack: SiloData) -> Array:
         def one(data: SiloData) -> Array:
-            z_L = latents(data)
+            z_L = self.latents(data)
             size, dim = z_L[plate].shape
-            noise, some = 1 + normal(0, size, dim), groups(size)
+            noise, some = 1 + _normal(0, size, dim), groups(size)
 
             def when(moved: Array) -> Array:
-                return terms({**z_L, plate: z_L[plate] + noise * moved[:, None]}, data)[plate]
+                there = z_L[plate] + noise * moved[:, None]
+                return self.terms({**z_L, plate: there}, data)[plate]
 
             moves = jnp.concatenate([jnp.zeros((1, size), bool), some])
             rows = jax.lax.map(when, moves, batch_size=max(1, NUMBERS // size))
@@ -155,10 +178,13 @@ def checks(fm: FederatedModel) -> Checks:
 
         return jax.lax.map(one, stack)
 
-    @partial(jit_once, static_argnums=(0, 1))
-    def summary(plate: str, keys: tuple[str, ...], stack: SiloData) -> Moved:
+    @cached_property
+    def _summary(self) -> Callable[..., Moved]:
+        return jit_once(self._summary_of, static_argnums=(0, 1))
+
+    def _summary_of(self, plate: str, keys: tuple[str, ...], stack: SiloData) -> Moved:
         def one(data: SiloData) -> Moved:
-            z_L = latents(data)
+            z_L = self.latents(data)
             size = len(z_L[plate])
             place, real = jnp.arange(size), data.masks.get(plate, jnp.ones(size, bool))
             n = real.sum()
@@ -170,14 +196,17 @@ def checks(fm: FederatedModel) -> Checks:
             def when(i: Array) -> Array:
                 index = jnp.where(some[i], source[i], place)
                 arrays = {k: a[index] if k in keys else a for k, a in data.arrays.items()}
-                return terms(z_L, replace(data, arrays=arrays), like=data)[plate]
+                return self.terms(z_L, replace(data, arrays=arrays), like=data)[plate]
 
             rows = jax.lax.map(when, jnp.arange(1 + SUMMARIES))
             return first_moved(rows[0], rows[1:], some[1:] | ~real, default_rtol())
 
         return jax.lax.map(one, stack)
 
-    return Checks(padding, minibatch, coupled, summary)
+
+def _normal(i: int, *shape: int) -> Array:
+    """Return standard normals, the ``i``-th of many such arrays."""
+    return ndtri((_scrambled(i, math.prod(shape)) + 0.5) * 2.0**-23).reshape(shape)
 
 
 def _close(a: Array, b: Array) -> Array:

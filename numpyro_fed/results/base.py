@@ -15,7 +15,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Shared
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
 from numpyro_fed.guides.structured import Guide
@@ -66,7 +66,7 @@ class Factors(NamedTuple):
     conjugate: bool
     loss: bool
     divergence: bool
-    evaluation: Exchange
+    evaluation: Round
 
 
 class Start(NamedTuple):
@@ -76,17 +76,17 @@ class Start(NamedTuple):
     ----------
     search : FederatedAlgorithm
         For the mode.
-    around : Exchange or None
+    around : Round or None
         A look around, where a prior is flat; None where globals are too many for it.
-    begin : Exchange
+    begin : Round
         From the search's states to the first ones.
     effects : (c,) int array
         Coordinates that the search integrates out.
     """
 
     search: FederatedAlgorithm
-    around: Exchange | None
-    begin: Exchange
+    around: Round | None
+    begin: Round
     effects: np.ndarray
 
 
@@ -120,22 +120,22 @@ class Built(NamedTuple):
         """The algorithm whose states come first."""
         return self.algorithm if self.start is None else self.start.search
 
-    def sender(self, exchange: Exchange) -> FederatedAlgorithm:
-        """The algorithm from whose states an exchange starts."""
-        searches = exchange.name in {x.name for x in self.searching}
+    def sender(self, round: Round) -> FederatedAlgorithm:
+        """Return the algorithm from whose states a round starts."""
+        searches = round.name in {x.name for x in self.searching}
         return self.first if searches else self.algorithm
 
     @property
-    def searching(self) -> tuple[Exchange, ...]:
-        """The exchanges that find where to start."""
+    def searching(self) -> tuple[Round, ...]:
+        """The rounds that find where to start."""
         if self.start is None:
             return ()
         looks = () if self.start.around is None else (self.start.around,)
-        return (*self.start.search.exchanges, *looks, self.start.begin)
+        return (self.start.search.round, *looks, self.start.begin)
 
     @property
-    def opening(self) -> tuple[Exchange, ...]:
-        """The exchanges before the first round."""
+    def opening(self) -> tuple[Round, ...]:
+        """The rounds before the algorithm's own first one."""
         return (*self.searching, *self.algorithm.opening)
 
 
@@ -242,10 +242,10 @@ class Fit(NamedTuple):
         source = "" if self.recipe is None else self.recipe.source
         return Made(text, source, {f"silo {j}": data for j, data in enumerate(held)})
 
-    def single(self, name: str, exchange: Exchange) -> Single:
-        """A single exchange by name, compiled once."""
+    def single(self, name: str, round: Round) -> Single:
+        """Return a single round by name, compiled once."""
         if name not in self.compiled:
-            self.compiled[name] = self.runtime.single(exchange)
+            self.compiled[name] = self.runtime.single(round)
         return self.compiled[name]
 
     def initial_state(self, silos: Silos) -> State:

@@ -95,13 +95,13 @@ def messages(built: Any, data: SiloData) -> Crossings:
     rows: tuple = ()
     if built.start is not None:
         search, around, begin, _ = built.start
-        path = (*search.exchanges, begin, *built.algorithm.opening)
+        path = (search.round, begin, *built.algorithm.opening)
         rows += crossings("start", search, path, data, None).rows
         if around is not None and built.model.flat:
             rows += crossings("start", search, (around,), data, None).rows
     elif built.algorithm.opening:
         rows += crossings("start", built.algorithm, built.algorithm.opening, data, None).rows
-    here = crossings("round", built.algorithm, built.algorithm.exchanges, data, None)
+    here = crossings("round", built.algorithm, (built.algorithm.round,), data, None)
     return here._replace(rows=rows + here.rows)
 
 
@@ -109,7 +109,7 @@ def exchanged_before(built: Any, start: Any) -> dict[str, int]:
     """How often each exchange took place before the first round of a run that began at ``start``,
     and not at the state of another run.
     """
-    times = {exchange.name: 1 for exchange in built.algorithm.opening}
+    times = {round.name: 1 for round in built.algorithm.opening}
     number = getattr(start, "num_exchanges", None)
     if built.start is None or number is None:
         searched = [] if built.start is None else built.searching
@@ -119,7 +119,7 @@ def exchanged_before(built: Any, start: Any) -> dict[str, int]:
     times |= {begin.name: 1}
     if around is not None:
         times |= {around.name: int(looked)}
-    return times | {x.name: number - 1 - int(looked) for x in search.exchanges}
+    return times | {x.name: number - 1 - int(looked) for x in search.round.exchanges}
 
 
 def size_in_words(number: float) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_fed.algorithms.base import Exchange
+from numpyro_fed.algorithms.base import Round
 from numpyro_fed.algorithms.importance.exchange import Weighed, importance
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
@@ -360,15 +360,15 @@ class Corrected(Weighted):
         return to_arviz(sample, key, num_samples, worth=self.ess, attributes=self._attributes)
 
 
-def weighing(built: Built, name: str) -> tuple[Exchange, Proposal]:
-    """The exchange, from the name that says all of its settings, and its proposal."""
+def weighing(built: Built, name: str) -> tuple[Round, Proposal]:
+    """Return the round, from the name that says all of its settings, and its proposal."""
     settings = json.loads(name)
     draws, num_draws = settings["inner_draws"], settings["num_draws"]
     fm, guide = built.model, built.guide
     proposed = proposal(fm, guide.globals, num_draws, settings["wider"])
     likelihood, batch = SiloLikelihood(fm, guide, draws), settings["batch_size"]
-    exchange = importance(fm, guide, proposed, likelihood, built.algorithm, num_draws, batch, name)
-    return exchange, proposed
+    round = importance(fm, guide, proposed, likelihood, built.algorithm, num_draws, batch, name)
+    return round, proposed
 
 
 def _compiled(
@@ -384,11 +384,11 @@ def _compiled(
     )
     name = json.dumps(settings)
     if name not in fit.compiled:
-        exchange, proposed = weighing(fit.built, name)
+        round, proposed = weighing(fit.built, name)
         sampler = posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws))
         rows = sum(n for _, n in fit.plan.total)
         little = num_draws * rows * math.prod(draws.values()) <= LITTLE
-        compiled = fit.runtime.once(exchange) if little else fit.runtime.single(exchange)
+        compiled = fit.runtime.once(round) if little else fit.runtime.single(round)
         fit.compiled[name] = compiled, sampler, proposed
     return fit.compiled[name]
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Private, Shared
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared
 from numpyro_fed.errors import DataError, NonFiniteError, positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
@@ -34,10 +34,10 @@ class VerticalBuilt(NamedTuple):
 
     vertical: Any  # the model and how it is approximated
     algorithm: FederatedAlgorithm
-    sampling: Callable[[int], Exchange]  # all parties draw so often, and keep what they draw
+    sampling: Callable[[int], Round]  # all parties draw so often, and keep what they draw
     search: FederatedAlgorithm | None = None
     static: tuple = ()  # plain values among the arguments of the model
-    begins: tuple[Exchange, ...] = ()  # what leads from the states of the search to those of a run
+    begins: tuple[Round, ...] = ()  # what leads from the states of the search to those of a run
 
     @property
     def model(self) -> VerticalModel:
@@ -50,16 +50,16 @@ class VerticalBuilt(NamedTuple):
         return self.algorithm if self.search is None else self.search
 
     @property
-    def opening(self) -> tuple[Exchange, ...]:
-        """The exchanges before the first round."""
+    def opening(self) -> tuple[Round, ...]:
+        """The rounds before the algorithm's own first one."""
         if self.search is None:
             return ()
-        searching = self.search.exchanges if len(self.begins) > 1 else ()
+        searching = (self.search.round,) if len(self.begins) > 1 else ()
         return (*searching, *self.begins)
 
-    def sender(self, exchange: Exchange) -> FederatedAlgorithm:
-        """The algorithm from whose states an exchange starts."""
-        opening = exchange.name in {x.name for x in self.opening}
+    def sender(self, round: Round) -> FederatedAlgorithm:
+        """Return the algorithm from whose states a round starts."""
+        opening = round.name in {x.name for x in self.opening}
         return self.first if opening else self.algorithm
 
 
@@ -229,11 +229,11 @@ class VerticalRun(ABC):
         """
         fit, batches = self._fit, () if self._held is None else self._held.batches
         positive_int("n", n)
-        exchange = fit.built.sampling(n)
-        if exchange.name not in fit.compiled:
-            fit.compiled[exchange.name] = fit.runtime.single(exchange)
+        together = fit.built.sampling(n)
+        if together.name not in fit.compiled:
+            fit.compiled[together.name] = fit.runtime.single(together)
         state = self.state
-        z, sampled, info, good = fit.compiled[exchange.name](
+        z, sampled, info, good = fit.compiled[together.name](
             key, state.server, state.silos, batches, fit.server_data
         )
         if not bool(info.ok):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.vertical.weigh import parts, weigh
+from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.moments import moments
@@ -79,14 +79,14 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
     v, batches = fit.vertical, () if held is None else held.batches
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
-    exchange = weigh(v, size, max(1, min(size, TOGETHER // row_numbers)))
-    if exchange.name not in fit.compiled:
-        fit.compiled[exchange.name] = fit.runtime.single(exchange)
+    weighing = Weighing(v, size, max(1, min(size, TOGETHER // row_numbers)))
+    if weighing.name not in fit.compiled:
+        fit.compiled[weighing.name] = fit.runtime.single(weighing.round())
 
     def one(i: int) -> tuple[Any, list[Any], float]:
         """The server's weighed draws, the clients' own, and an estimate of the log evidence."""
         mine = jax.random.fold_in(key, i)
-        weighed, states, info, good = fit.compiled[exchange.name](
+        weighed, states, info, good = fit.compiled[weighing.name](
             mine, result.state.server, result.state.silos, batches, fit.server_data
         )
         if not bool(info.ok):
@@ -101,7 +101,7 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
     pareto_k, weights = weights_of(log_weights)
     known = jnp.asarray(weights > 0)[:, None]
     z, *rest = (jnp.where(known, a, a[weights.argmax()]) for a in (z, *draws))
-    guides_own = np.tile(parts(v, size)[1] == 0, len(server))
+    guides_own = np.tile(weighing.parts[1] == 0, len(server))
     everything = np.concatenate([np.asarray(a) for a in (z, *rest)], 1)
     found = moments(everything, weights, guides_own)
     corrected = VerticalCorrected(

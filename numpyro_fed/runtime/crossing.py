@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from numpyro_fed import html
-from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm
+from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Round
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.runtime.combine import combine
+from numpyro_fed.runtime.step import crossed
 
 
 class Crossing(NamedTuple):
@@ -86,31 +85,21 @@ class Crossings(NamedTuple):
 def crossings(
     when: str,
     algorithm: FederatedAlgorithm,
-    exchanges: Sequence[Exchange],
+    rounds: Sequence[Round],
     data: SiloData,
     server_data: Any,
     *,
     silo: str = "silo",
 ) -> Crossings:
-    """Trace exchanges that begin with an algorithm's first states, with a silo that holds ``data``;
-    nothing is computed.
+    """Return all that crosses in rounds that begin with an algorithm's first states.
+
+    The silo holds ``data``; nothing is computed.
     """
     rows: list[Crossing] = []
-
-    def one_after_the_other(key: Any, data: SiloData, server_data: Any) -> None:
-        server, state = algorithm.init_server(key), algorithm.init_silo(key, data)
-        for exchange in exchanges:
-            noise = exchange.server_noise(key)
-            down, memo = exchange.broadcast(noise, server, jnp.arange(1), server_data)
-            reply, state = exchange.visit(exchange.silo_noise(key, state), down, state, data)
-            rows.extend(_rows(when, exchange, down, False))
-            sent = {"ok": reply.ok, "weight": reply.weight}
-            rows.extend(_rows(when, exchange, reply.up, True) + _rows(when, exchange, sent, True))
-            stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
-            replies = combine(exchange.combine, [stack])
-            server, _ = exchange.server(server, memo, replies, server_data)
-
-    jax.eval_shape(one_after_the_other, jax.random.key(0), data, server_data)
+    for exchange, down, reply in crossed(algorithm, rounds, data, server_data):
+        sent = {"ok": reply.ok, "weight": reply.weight}
+        rows.extend(_rows(when, exchange, down, False))
+        rows.extend(_rows(when, exchange, reply.up, True) + _rows(when, exchange, sent, True))
     return Crossings(tuple(rows), ("server", silo))
 
 

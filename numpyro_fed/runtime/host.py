@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
@@ -28,7 +28,7 @@ from numpyro_fed.runtime.stack import (
     init_schedule,
     visits,
 )
-from numpyro_fed.runtime.step import Answers, Ask, Noise, step
+from numpyro_fed.runtime.step import Answers, Noise, Reach, in_parts, step
 from numpyro_fed.trees import strong
 
 
@@ -51,20 +51,19 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
         )
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
-    exchanges = tuple(map(compiled, algorithm.exchanges))
-    asking = partial(_ask, watch=watch)
-    advance = rounds(exchanges, schedule, len, asking, done=algorithm.done)
+    round_, reaching = compiled(algorithm.round), partial(_reach, watch=watch)
+    advance = rounds(round_, schedule, len, reaching, done=algorithm.done)
     return Runtime(init, advance, single, chunk_of(schedule))
 
 
 def rounds(
-    exchanges: tuple[Exchange, ...],
+    round_: Round,
     schedule: Schedule | None,
     num_silos: Callable[[tuple[Batch, ...]], int],
-    ask_of: Callable[[tuple[Batch, ...]], Ask],
+    reach_of: Callable[[tuple[Batch, ...]], Reach],
     done: Callable[[Any], Array] | None = None,
 ) -> Advance:
-    """A plain loop over rounds and their steps, whoever asks the silos."""
+    """Return a plain loop over rounds and their steps, whoever asks the silos."""
     who_when = jax.jit(partial(visits, schedule)) if schedule else None
 
     def one_round(
@@ -75,11 +74,11 @@ def rounds(
         if who_when is not None:
             plan, change = who_when(key, state.round, state.schedule), state.schedule[1]
         loss, ok, good, rows = 0.0, True, np.ones(size, bool), []
-        server, silos, ask = state.server, state.silos, ask_of(batches)
+        server, silos, reach = state.server, state.silos, reach_of(batches)
         for s, who in enumerate(np.asarray(plan[0])):
-            noise = _noise(exchanges, key, state.round * len(plan[0]) + s)
+            noise = _noise(round_, key, state.round * len(plan[0]) + s)
             server, silos, info, good[who], seen = step(
-                exchanges, ask, noise, server, silos, jnp.asarray(who, jnp.int32), server_data
+                round_, reach, noise, server, silos, jnp.asarray(who, jnp.int32), server_data
             )
             if change is not None and len(who) == 1:
                 change = change.at[who[0]].set(info.change)
@@ -112,17 +111,17 @@ def rounds(
     return advance
 
 
-def single(exchange: Exchange) -> Single:
-    """One exchange with every silo, one after the other."""
-    return alone(compiled(exchange), len, partial(_ask, watch=lambda state: ()))
+def single(round_: Round) -> Single:
+    """Return one round with every silo, one after the other."""
+    return alone(compiled(round_), len, partial(_reach, watch=lambda state: ()))
 
 
 def alone(
-    exchange: Exchange,
+    round_: Round,
     num_silos: Callable[[tuple[Batch, ...]], int],
-    ask_of: Callable[[tuple[Batch, ...]], Ask],
+    reach_of: Callable[[tuple[Batch, ...]], Reach],
 ) -> Single:
-    """One exchange with every silo, whoever asks them."""
+    """Return one round with every silo, whoever asks them."""
 
     def run(
         key: Array,
@@ -131,29 +130,26 @@ def alone(
         batches: tuple[Batch, ...],
         server_data: Any = None,
     ) -> tuple[Any, tuple[Any, ...], Info, Array]:
-        noise, who = _noise((exchange,), key, 0), jnp.arange(num_silos(batches))
-        server, silos, info, good, _ = step(
-            (exchange,), ask_of(batches), noise, server, silos, who, server_data
-        )
+        noise, who = _noise(round_, key, 0), jnp.arange(num_silos(batches))
+        reach = reach_of(batches)
+        server, silos, info, good, _ = step(round_, reach, noise, server, silos, who, server_data)
         return server, silos, info, good
 
     return run
 
 
-def _noise(exchanges: Sequence[Exchange], key: Array, number: Array | int) -> list[Noise]:
-    """The server's noise, and the key from which each silo draws its own."""
-    keys = [exchange_key(key, number, e, len(exchanges)) for e in range(len(exchanges))]
-    return [
-        Noise(x.server_noise(server_key(mine)), mine)
-        for x, mine in zip(exchanges, keys, strict=True)
-    ]
+def _noise(round_: Round, key: Array, number: Array | int) -> Noise:
+    """Return the server's noise, and for each exchange the key from which silos draw theirs."""
+    size = len(round_.exchanges)
+    keys = [exchange_key(key, number, e, size) for e in range(size)]
+    return Noise(round_.noise(server_key(keys[0])), keys)
 
 
-def _ask(batches: tuple[Batch, ...], watch: Callable[[Any], Any]) -> Ask:
-    """One participant after the other; ``noise`` is the key of the exchange."""
+def _reach(batches: tuple[Batch, ...], watch: Callable[[Any], Any]) -> Reach:
+    """Reach one participant after the other; ``noise`` is the key of the exchange."""
     where = {int(b.silos[0]): i for i, b in enumerate(batches)}
 
-    def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
+    def reach(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
         after, replies, seen = list(silos), list[Reply](), []
         for i, j in enumerate(np.asarray(who).tolist()):
             silo, data = _only(batches[where[j]])
@@ -167,19 +163,18 @@ def _ask(batches: tuple[Batch, ...], watch: Callable[[Any], Any]) -> Ask:
         ok = jnp.concatenate([reply.ok for reply in replies])
         return Answers(combine(exchange.combine, replies), ok, tuple(after), stacked(seen))
 
-    return ask
+    return reach
 
 
-def compiled(exchange: Exchange, *, silo: bool = True) -> Exchange:
-    """The same exchange, each function compiled; ``silo`` is then the whole visit."""
-    jitted = exchange._replace(
-        server_noise=jax.jit(exchange.server_noise),
-        broadcast=jax.jit(exchange.broadcast),
-        server=jax.jit(exchange.server),
-    )
-    if not silo:
-        return jitted
-    return jitted._replace(silo_noise=jax.jit(exchange.silo_noise), silo=jax.jit(exchange.visit))
+def compiled(round_: Round) -> Round:
+    """Return the same round, each part of it compiled; ``silo`` is then the whole visit."""
+    return in_parts(round_)._replace(exchanges=tuple(map(compiled_visit, round_.exchanges)))
+
+
+def compiled_visit(exchange: Exchange) -> Exchange:
+    """Return the same exchange, a silo's part of it compiled; ``silo`` is then the whole visit."""
+    silo, noise = jax.jit(exchange.visit), jax.jit(exchange.silo_noise)
+    return exchange._replace(silo=silo, silo_noise=noise)
 
 
 def _only(stack: Any) -> Any:

@@ -19,17 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Reply, Sampled
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Reply, Round, Sampled
 from numpyro_fed.errors import DataError, ModelError, ReplyError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.combine import combine, slices
-from numpyro_fed.runtime.host import alone, compiled, rounds
+from numpyro_fed.runtime.host import alone, compiled_visit, rounds
 from numpyro_fed.runtime.messages import pack, read, unpack, write
 from numpyro_fed.runtime.noise import init_keys, one_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule
-from numpyro_fed.runtime.step import Answers, Ask
+from numpyro_fed.runtime.step import Answers, Reach, crossed, in_parts
 from numpyro_fed.trees import strong
 
 Send = Callable[[int, bytes], bytes]
@@ -61,8 +61,8 @@ class Party(Protocol):
         """What server and silos make of the plan; it has ``algorithm``."""
         ...
 
-    def exchange(self, built: Any, name: str) -> Exchange:
-        """An exchange by its name."""
+    def round(self, built: Any, name: str) -> Round:
+        """The round that has the exchange of this name."""
         ...
 
     def admit(self, built: Any, name: str, number: int, data: SiloData) -> None:
@@ -177,8 +177,9 @@ class SiloNode:
         }
         self._exchanges: dict[str, tuple[Exchange, Any]] = {}
         self._state, self._run = None, np.zeros(0)
-        own = (*self._built.opening, *self._built.algorithm.exchanges)
-        self._own = {exchange.name for exchange in own}  # all others leave the state as it is
+        own = (*self._built.opening, self._built.algorithm.round)
+        # All other exchanges leave the state as it is.
+        self._own = {exchange.name for round in own for exchange in round.exchanges}
 
     def handle(self, message: bytes) -> bytes:
         """Answer the server's message."""
@@ -240,9 +241,10 @@ class SiloNode:
                     "SiloNode(..., allow_unhidden=True)."
                 )
             self._method.admit(self._built, name, self._number, self._data)
-            exchange = self._method.exchange(self._built, name)
-            like = down_like(self._built.sender(exchange), exchange)
-            self._exchanges[name] = compiled(exchange), like
+            round = self._method.round(self._built, name)
+            every = crossed(self._built.sender(round), (round,), self._data)
+            exchange, down, _ = next(found for found in every if found.exchange.name == name)
+            self._exchanges[name] = compiled_visit(exchange), down
         return self._exchanges[name]
 
 
@@ -253,29 +255,6 @@ def _unknown_key() -> Array:
     for word in words[1:]:
         key = jax.random.fold_in(key, word)
     return key
-
-
-def down_like(algorithm: FederatedAlgorithm, exchange: Exchange) -> Any:
-    """Shapes and dtypes of what one silo is sent."""
-
-    def sent(key: Array) -> Any:
-        server = algorithm.init_server(key)
-        who = jnp.arange(1)
-        down, _ = exchange.broadcast(exchange.server_noise(key), server, who, None)
-        return strong(slices(exchange.scatter, down, 0))
-
-    return jax.eval_shape(sent, jax.random.key(0))
-
-
-def reply_like(algorithm: FederatedAlgorithm, exchange: Exchange, template: SiloData) -> Reply:
-    """Shapes and dtypes of a reply, which no silo's data decide."""
-
-    def answer(key: Array, data: SiloData) -> Reply:
-        state = algorithm.init_silo(key, data)
-        down = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), down_like(algorithm, exchange))
-        return exchange.visit(exchange.silo_noise(key, state), down, state, data)[0]
-
-    return jax.eval_shape(answer, jax.random.key(0), template)
 
 
 class Weights(NamedTuple):
@@ -354,6 +333,7 @@ def remote(
     told = None if algorithm.told is None else jax.jit(algorithm.told)
     likes: dict[str, Reply] = {}
     checks: dict[str, Callable[[Reply], Reply]] = {}
+    last = algorithm.round.exchanges[-1].name
 
     def init(key: Array, batches: tuple[Batch, ...]) -> State:
         key_server, key_silos = init_keys(key)
@@ -363,31 +343,32 @@ def remote(
         server, carry = strong((server, carry))
         return State(jnp.zeros((), jnp.int32), server, (), carry)
 
-    def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
-        if exchange.name not in likes:
-            likes[exchange.name] = reply_like(algorithm, exchange, template)
-            checks[exchange.name] = jax.jit(exchange.checked)
+    def prepared(round: Round) -> Round:
+        """Learn what silos reply in a round, and compile what the server does."""
+        for exchange, _, reply in crossed(algorithm, (round,), template):
+            likes[exchange.name], checks[exchange.name] = reply, jax.jit(exchange.checked)
+        return in_parts(round)
+
+    def reach(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
         like, check = likes[exchange.name], checks[exchange.name]
-        last = exchange.name == algorithm.exchanges[-1].name
         replies, seen = [], []
         for i, j in enumerate(np.asarray(who).tolist()):
             sent = strong(slices(exchange.scatter, down, i))
             reply = check(line.ask(j, exchange, noise, sent, like))  # a silo's own ok is its word
             replies.append(jax.tree.map(lambda a: a[None], reply))
-            seen.append(told(reply.up) if told and last else ())
+            seen.append(told(reply.up) if told and exchange.name == last else ())
         ok = jnp.concatenate([reply.ok for reply in replies])
         return Answers(combine(exchange.combine, replies), ok, silos, stacked(seen))
 
     def num_silos(batches: tuple[Batch, ...]) -> int:
         return plan.num_silos
 
-    def ask_of(batches: tuple[Batch, ...]) -> Ask:
-        return ask
+    def reach_of(batches: tuple[Batch, ...]) -> Reach:
+        return reach
 
-    def single(exchange: Exchange) -> Single:
-        return alone(compiled(exchange, silo=False), num_silos, ask_of)
+    def single(round: Round) -> Single:
+        return alone(prepared(round), num_silos, reach_of)
 
-    exchanges = tuple(compiled(x, silo=False) for x in algorithm.exchanges)
     # One round a call: what silos have done cannot be taken back, as a longer call might want to.
-    advance = rounds(exchanges, schedule, num_silos, ask_of, algorithm.done)
+    advance = rounds(prepared(algorithm.round), schedule, num_silos, reach_of, algorithm.done)
     return Runtime(init, advance, single, chunk=1)

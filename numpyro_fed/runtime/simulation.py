@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.combine import combine, slices
@@ -38,7 +39,7 @@ from numpyro_fed.runtime.stack import (
     init_schedule,
     visits,
 )
-from numpyro_fed.runtime.step import Answers, Ask, Noise, step
+from numpyro_fed.runtime.step import Answers, Noise, Reach, step
 from numpyro_fed.trees import strong
 
 Places = tuple[Array, Array]
@@ -79,8 +80,8 @@ def simulation(
     return Runtime(init, jit(advance), single, chunk, partial(single, jit=jit_once))
 
 
-def single(exchange: Exchange, jit: Callable = jax.jit) -> Single:
-    """One exchange with every silo, compiled."""
+def single(round_: Round, jit: Callable = jax.jit) -> Single:
+    """Return one round with every silo, compiled."""
 
     @jit
     def run(
@@ -90,49 +91,48 @@ def single(exchange: Exchange, jit: Callable = jax.jit) -> Single:
         batches: tuple[Batch, ...],
         server_data: Any = None,
     ) -> tuple[Any, tuple[Any, ...], Info, Array]:
-        noise = _noise_of((exchange,), key, jnp.zeros(1, jnp.int32), silos, batches)
+        noise = _noise_of(round_, key, jnp.zeros(1, jnp.int32), silos, batches)
         noise = jax.tree.map(lambda a: a[0], noise)
         who, order = jnp.arange(_count(batches)), in_order(batches)
-        ask = _ask_everyone(batches, order, None)
-        server, silos, info, good, _ = step(
-            (exchange,), ask, noise, server, silos, who, server_data
-        )
+        reach = _reach_everyone(batches, order, None)
+        server, silos, info, good, _ = step(round_, reach, noise, server, silos, who, server_data)
         return server, silos, info, good[order]
 
     return run
 
 
-def _noise_of(
-    exchanges: tuple[Exchange, ...], key: Array, numbers: Array, silos: Any, batches: Any
-) -> list[Noise]:
-    """All noise of some steps, along the first axis: for each exchange the server's, and that of
-    each bucket. Steps and silos are one axis where it is drawn, which is compiled sooner than two.
+def _noise_of(round_: Round, key: Array, numbers: Array, silos: Any, batches: Any) -> Noise:
+    """Return all noise of some steps, along the first axis.
+
+    The server's, and for each exchange that of each bucket. Steps and silos are one axis where it
+    is drawn, which is compiled sooner than two.
     """
+    size = len(round_.exchanges)
     ends = np.cumsum([len(b.silos) for b in batches])[:-1]
-    everyone, drawn = jnp.concatenate([b.silos for b in batches]), []
+    everyone, of_server, of_silos = jnp.concatenate([b.silos for b in batches]), [], []
 
     def bucket(exchange: Exchange, keys: Array, states: Any) -> Any:
         some = jax.tree.map(lambda a: a[0], states)
         noise = jax.vmap(exchange.silo_noise, (0, None))(keys.reshape(-1), some)
         return jax.tree.map(lambda a: a.reshape(*keys.shape, *a.shape[1:]), noise)
 
-    for e, exchange in enumerate(exchanges):
-        mine = jax.vmap(lambda i, e=e: exchange_key(key, i, e, len(exchanges)))(numbers)
+    for e, exchange in enumerate(round_.exchanges):
+        mine = jax.vmap(lambda i, e=e: exchange_key(key, i, e, size))(numbers)
         server, silo = jax.vmap(participant_keys, (0, None))(mine, everyone)
         parts = zip(jnp.split(silo, ends, axis=1), silos, strict=True)
-        buckets = [bucket(exchange, keys, states) for keys, states in parts]
-        drawn.append(Noise(jax.vmap(exchange.server_noise)(server), buckets))
-    return drawn
+        of_silos.append([bucket(exchange, keys, states) for keys, states in parts])
+        of_server.append(server)
+    return Noise(jax.vmap(round_.noise)(of_server[0]), of_silos)
 
 
-def _ask_everyone(batches: tuple[Batch, ...], order: Array, watch: Watch | None) -> Ask:
-    """All silos of a bucket side by side, bucket after bucket.
+def _reach_everyone(batches: tuple[Batch, ...], order: Array, watch: Watch | None) -> Reach:
+    """Reach all silos of a bucket side by side, bucket after bucket.
 
     ``order`` is that of the silos' numbers, sorted out once and not in each round; which replies
     were good is told bucket after bucket.
     """
 
-    def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
+    def reach(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
         replies, after = [], []
         for eps, batch, states in zip(noise, batches, silos, strict=True):
             axes = (0, _axes(exchange), 0, 0)
@@ -145,7 +145,7 @@ def _ask_everyone(batches: tuple[Batch, ...], order: Array, watch: Watch | None)
         good = jnp.concatenate([reply.ok for reply in replies])
         return Answers(combine(exchange.combine, replies, order), good, tuple(after), seen)
 
-    return ask
+    return reach
 
 
 class Rounds(NamedTuple):
@@ -219,17 +219,17 @@ def _in_blocks(algorithm: FederatedAlgorithm, rounds: Rounds, chunk: int) -> Adv
 
 def _everyone(algorithm: FederatedAlgorithm) -> Rounds:
     """All silos in every round."""
-    exchanges, watch = algorithm.exchanges, algorithm.watch
+    round_, watch = algorithm.round, algorithm.watch
 
-    def draw(key: Array, numbers: Array, state: State, batches: tuple[Batch, ...]) -> list[Noise]:
-        return _noise_of(exchanges, key, numbers, state.silos, batches)
+    def draw(key: Array, numbers: Array, state: State, batches: tuple[Batch, ...]) -> Noise:
+        return _noise_of(round_, key, numbers, state.silos, batches)
 
     def one(
-        noise: list[Noise], state: State, batches: tuple[Batch, ...], order: Array, server_data: Any
+        noise: Noise, state: State, batches: tuple[Batch, ...], order: Array, server_data: Any
     ) -> tuple[State, Info, Any, Array, Any]:
-        who, ask = jnp.arange(_count(batches)), _ask_everyone(batches, order, watch)
+        who, reach = jnp.arange(_count(batches)), _reach_everyone(batches, order, watch)
         server, silos, info, good, seen = step(
-            exchanges, ask, noise, state.server, state.silos, who, server_data
+            round_, reach, noise, state.server, state.silos, who, server_data
         )
         return State(state.round + 1, server, silos), info, (), good, seen
 
@@ -238,19 +238,19 @@ def _everyone(algorithm: FederatedAlgorithm) -> Rounds:
 
 def _some_ahead(algorithm: FederatedAlgorithm, schedule: Schedule) -> Rounds:
     """Those whom a schedule names that is known ahead, in rounds of one step."""
-    exchanges, watch = algorithm.exchanges, algorithm.watch
+    round_, watch = algorithm.round, algorithm.watch
 
     def draw(
         key: Array, numbers: Array, state: State, batches: tuple[Batch, ...]
-    ) -> tuple[Array, list[Noise]]:
-        def one_round(number: Array) -> tuple[Array, list[Noise]]:
+    ) -> tuple[Array, Noise]:
+        def one_round(number: Array) -> tuple[Array, Noise]:
             (who,), _ = visits(schedule, key, number, state.schedule)
-            return who, _noise_of_some(exchanges, key, number, who, state.silos)
+            return who, _noise_of_some(round_, key, number, who, state.silos)
 
         return jax.vmap(one_round)(numbers)
 
     def one(
-        drawn: tuple[Array, list[Noise]],
+        drawn: tuple[Array, Noise],
         state: State,
         batches: tuple[Batch, ...],
         places: Places,
@@ -258,8 +258,8 @@ def _some_ahead(algorithm: FederatedAlgorithm, schedule: Schedule) -> Rounds:
     ) -> tuple[State, Info, Any, Array, Any]:
         who, noise = drawn
         server, silos, info, good, seen = step(
-            exchanges,
-            _ask_some(batches, places, watch),
+            round_,
+            _Some(batches, places, watch),
             noise,
             state.server,
             state.silos,
@@ -278,27 +278,29 @@ def _some_ahead(algorithm: FederatedAlgorithm, schedule: Schedule) -> Rounds:
 
 
 def _noise_of_some(
-    exchanges: tuple[Exchange, ...], key: Array, number: Array, who: Array, silos: tuple[Any, ...]
-) -> list[Noise]:
-    """The noise of one step for its participants (k,), and the server's. Of several buckets, whose
-    noise differs in shape, it is the participants' keys.
+    round_: Round, key: Array, number: Array, who: Array, silos: tuple[Any, ...]
+) -> Noise:
+    """Return the noise of one step for its participants (k,), and the server's.
+
+    Of several buckets, whose noise differs in shape, it is the participants' keys.
     """
+    size = len(round_.exchanges)
+    mine = [exchange_key(key, number, e, size) for e in range(size)]
 
-    def one(e: int, exchange: Exchange) -> Noise:
-        mine = exchange_key(key, number, e, len(exchanges))
+    def one(exchange: Exchange, mine: Array) -> Any:
         keys = jax.vmap(partial(silo_key, mine))(who)
-        noise = keys
-        if len(silos) == 1:
-            state = jax.tree.map(lambda a: a[0], silos[0])
-            noise = jax.vmap(exchange.silo_noise, (0, None))(keys, state)
-        return Noise(exchange.server_noise(server_key(mine)), noise)
+        if len(silos) > 1:
+            return keys
+        state = jax.tree.map(lambda a: a[0], silos[0])
+        return jax.vmap(exchange.silo_noise, (0, None))(keys, state)
 
-    return [one(e, exchange) for e, exchange in enumerate(exchanges)]
+    of_silos = [one(x, key) for x, key in zip(round_.exchanges, mine, strict=True)]
+    return Noise(round_.noise(server_key(mine[0])), of_silos)
 
 
 def _step_by_step(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
     """Those whom the schedule names, step by step."""
-    exchanges, chunk = algorithm.exchanges, chunk_of(schedule)
+    round_, chunk = algorithm.round, chunk_of(schedule)
     steps, size = schedule.steps, schedule.size
 
     @partial(jax.jit, inline=True)
@@ -312,9 +314,9 @@ def _step_by_step(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         places: Places,
         server_data: Any,
     ) -> tuple[Any, Any, Info, Array, Any]:
-        noise = _noise_of_some(exchanges, key, number, who, silos)
-        ask = _ask_some(batches, places, algorithm.watch)
-        return step(exchanges, ask, noise, server, silos, who, server_data)
+        noise = _noise_of_some(round_, key, number, who, silos)
+        reach = _Some(batches, places, algorithm.watch)
+        return step(round_, reach, noise, server, silos, who, server_data)
 
     def advance(
         key: Array,
@@ -331,15 +333,15 @@ def _step_by_step(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
             return (i < n) & _goes_on(algorithm, server, ended, stop)
 
         def one_round(carry: tuple) -> tuple:
-            i, (round_, server, silos, (_, change)), log, _ = carry
-            who, plan = visits(schedule, key, round_, carry[1].schedule)
+            i, (done, server, silos, (_, change)), log, _ = carry
+            who, plan = visits(schedule, key, done, carry[1].schedule)
 
             def go_on_here(carry: tuple) -> Array:
                 return (carry[0] < steps) & carry[-1].ok
 
             def one(carry: tuple) -> tuple:
                 s, server, silos, change, log, ended = carry
-                number = round_ * steps + s
+                number = done * steps + s
                 here = (key, number, who[s], server, silos, batches, places, server_data)
                 server, silos, info, good, seen = one_step(*here)
                 if size == 1:
@@ -352,7 +354,7 @@ def _step_by_step(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
             first = (none, server, silos, change, log, Ended(jnp.array(True), every))
             last = jax.lax.while_loop(go_on_here, one, first)
             _, server, silos, change, log, ended = last
-            return i + 1, State(round_ + 1, server, silos, (plan, change)), log, ended
+            return i + 1, State(done + 1, server, silos, (plan, change)), log, ended
 
         who = jax.ShapeDtypeStruct((size,), jnp.int32)
         here = (key, state.round, who, state.server, state.silos, batches, places, server_data)
@@ -370,48 +372,73 @@ def _goes_on(algorithm: FederatedAlgorithm, server: Any, ended: Ended, stop: Any
     return ended.ok & ~(stop & algorithm.done(server)) if algorithm.done else ended.ok
 
 
-def _ask_some(batches: tuple[Batch, ...], places: Places, watch: Watch | None) -> Ask:
-    """Those that are named: side by side where there is one bucket, else one after the other.
+@dataclass(frozen=True, eq=False)
+class _Some:
+    """Reaches those that are named: side by side where there is one bucket, else in turns.
 
-    ``noise`` (k, ...) is as :func:`_noise_of_some` makes it.
+    Noise (k, ...) is as :func:`_noise_of_some` makes it.
     """
 
+    batches: tuple[Batch, ...]
+    places: Places
+    watch: Watch | None
+
+    def __call__(
+        self, exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any
+    ) -> Answers:
+        size = len(who)
+
+        def one(silos: Any, i: Array | int) -> tuple[Any, Any]:
+            sent, own = slices(exchange.scatter, down, i), jax.tree.map(lambda a: a[i], noise)
+            reply, silos, seen = self.alone(exchange, own, sent, who[i], silos)
+            return silos, (reply, seen)
+
+        if size > 1 and len(self.batches) == 1:
+            replies, silos, seen = self.side_by_side(exchange, noise, down, who, silos)
+        elif size == 1:
+            silos, answer = one(silos, 0)
+            replies, seen = jax.tree.map(lambda a: a[None], answer)
+        else:
+            silos, (replies, seen) = jax.lax.scan(one, silos, jnp.arange(size))
+        return Answers(combine(exchange.combine, [replies]), replies.ok, silos, seen)
+
     def visit(
-        exchange: Exchange, noise: Any, down: Any, state: Any, data: SiloData
+        self, exchange: Exchange, noise: Any, down: Any, state: Any, data: SiloData
     ) -> tuple[Reply, Any, Any]:
-        if len(batches) > 1:
+        """Return a silo's reply, its state afterwards, and what is watched of that."""
+        if len(self.batches) > 1:
             noise = exchange.silo_noise(noise, state)
         reply, state = exchange.visit(noise, down, state, data)
-        return strong((reply, state, watch(state) if watch else ()))
+        return strong((reply, state, self.watch(state) if self.watch else ()))
 
     def side_by_side(
-        exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any
+        self, exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any
     ) -> tuple[Reply, Any, Any]:
-        """Participants from the only bucket, mapped."""
-        (stack,), (batch,) = silos, batches
-        at = places[1][who]
+        """Visit participants from the only bucket, mapped."""
+        (stack,), (batch,) = silos, self.batches
+        at = self.places[1][who]
         states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
-        axes = (0, _axes(exchange), 0, 0)
-        replies, states, seen = jax.vmap(partial(visit, exchange), axes)(noise, down, states, data)
+        visit = jax.vmap(partial(self.visit, exchange), (0, _axes(exchange), 0, 0))
+        replies, states, seen = visit(noise, down, states, data)
         stack = jax.tree.map(lambda a, new: a.at[at].set(new), stack, states)
         return replies, (stack,), seen
 
     def alone(
-        exchange: Exchange, noise: Any, down: Any, silo: Array, silos: Any
+        self, exchange: Exchange, noise: Any, down: Any, silo: Array, silos: Any
     ) -> tuple[Reply, Any, Any]:
-        """One participant, from whichever bucket.
+        """Visit one participant, from whichever bucket.
 
         Of each other bucket some silo's state is taken out and put back as it is, so that no
         stack passes through the conditional.
         """
-        bucket_of, place_of = places
+        batches, (bucket_of, place_of) = self.batches, self.places
         at = [jnp.clip(place_of[silo], 0, len(b.silos) - 1) for b in batches]
         before = tuple(_take(stack, i) for stack, i in zip(silos, at, strict=True))
 
         def in_bucket(b: int) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
             def branch(noise: Any, down: Any, states: Any) -> tuple[Any, Any, Any]:
                 data = _take(batches[b].data, at[b])
-                reply, state, seen = visit(exchange, noise, down, states[b], data)
+                reply, state, seen = self.visit(exchange, noise, down, states[b], data)
                 return reply, (*states[:b], state, *states[b + 1 :]), seen
 
             return branch
@@ -420,27 +447,6 @@ def _ask_some(batches: tuple[Batch, ...], places: Places, watch: Watch | None) -
         reply, after, seen = jax.lax.switch(bucket_of[silo], branches, noise, down, before)
         silos = tuple(_put(*args) for args in zip(silos, after, at, strict=True))
         return reply, silos, seen
-
-    def ask(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
-        size = len(who)
-
-        def one(silos: Any, i: Array | int) -> tuple[Any, Any]:
-            sent = slices(exchange.scatter, down, i)
-            reply, silos, seen = alone(
-                exchange, jax.tree.map(lambda a: a[i], noise), sent, who[i], silos
-            )
-            return silos, (reply, seen)
-
-        if size > 1 and len(batches) == 1:
-            replies, silos, seen = side_by_side(exchange, noise, down, who, silos)
-        elif size == 1:
-            silos, answer = one(silos, 0)
-            replies, seen = jax.tree.map(lambda a: a[None], answer)
-        else:
-            silos, (replies, seen) = jax.lax.scan(one, silos, jnp.arange(size))
-        return Answers(combine(exchange.combine, [replies]), replies.ok, silos, seen)
-
-    return ask
 
 
 def _log(chunk: int, steps: int, info: Info, who: Any, watched: Any) -> Log:

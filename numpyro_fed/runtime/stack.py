@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, Info
+from numpyro_fed.algorithms.base import Info, Round
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime.noise import schedule_key
@@ -100,7 +100,7 @@ class Advance(Protocol):
 
 
 class Single(Protocol):
-    """Run one exchange with every silo, from any states."""
+    """Run one round with every silo, from any states."""
 
     def __call__(
         self,
@@ -121,23 +121,23 @@ class Runtime(NamedTuple):
     ----------
     init : (key, batches) -> State
     advance : Advance
-    single : exchange -> Single
-        Any single exchange, compiled.
+    single : round -> Single
+        Any single round, compiled.
     chunk : int
         Rounds that one call of ``advance`` can log, at most.
-    soon : exchange -> Single, optional
+    soon : round -> Single, optional
         The same, for little work: compiled in less than half of the time, and slower after it.
     """
 
     init: Callable[[Array, tuple[Batch, ...]], State]
     advance: Advance
-    single: Callable[[Exchange], Single]
+    single: Callable[[Round], Single]
     chunk: int = CHUNK
-    soon: Callable[[Exchange], Single] | None = None
+    soon: Callable[[Round], Single] | None = None
 
-    def once(self, exchange: Exchange) -> Single:
-        """A single exchange that is little work."""
-        return (self.soon or self.single)(exchange)
+    def once(self, round: Round) -> Single:
+        """Return a single round that is little work, compiled."""
+        return (self.soon or self.single)(round)
 
 
 def on_device(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:

@@ -134,75 +134,81 @@ class _Check:
                     "sample_shape, say), and please report this."
                 )
 
-        def log_joint(data: Sequence[SiloData], point: _Point, z_G: Array) -> tuple[Array, Array]:
-            prior = fm.log_prior(point.theta, z_G)
-            values = {**fm.constrain_theta(point.theta), **point.z_G}
-            for j, (private, z_L) in enumerate(zip(point.private, point.z_L, strict=True)):
-                own = {**fm.constrain_theta(private), **z_L}
-                values |= {local_name(j, name): value for name, value in own.items()}
-            seeded = handlers.seed(joint(model, [d.kwargs for d in data]), 0)
-            with TRACING:
-                return prior, -potential_energy(seeded, (), {}, values)
+        self.model = model
+        self.log_joint = jax.jit(self._log_joint)
+        self.log_moved = jax.jit(self._log_moved)
+        self.log_bucket = jax.jit(jax.vmap(self._log_silo, (None, 0, None, 0, 0)))
 
-        def log_silo(theta: Theta, private: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
-            return fm.log_silo({**theta, **private}, z_G, z_L, data)
+    def _log_joint(
+        self, data: Sequence[SiloData], point: _Point, z_G: Array
+    ) -> tuple[Array, Array]:
+        """Return the log prior, and the joint log density by NumPyro itself."""
+        fm = self.fm
+        prior = fm.log_prior(point.theta, z_G)
+        values = {**fm.constrain_theta(point.theta), **point.z_G}
+        for j, (private, z_L) in enumerate(zip(point.private, point.z_L, strict=True)):
+            own = {**fm.constrain_theta(private), **z_L}
+            values |= {local_name(j, name): value for name, value in own.items()}
+        seeded = handlers.seed(joint(self.model, [d.kwargs for d in data]), 0)
+        with TRACING:
+            return prior, -potential_energy(seeded, (), {}, values)
 
+    def _log_silo(
+        self, theta: Theta, private: Theta, z_G: Array, z_L: Rows, data: SiloData
+    ) -> Rows:
+        return self.fm.log_silo({**theta, **private}, z_G, z_L, data)
+
+    def _log_moved(
+        self,
+        theta: Theta,
+        private: Theta,
+        z_G: Array,
+        z_L: Rows,
+        data: SiloData,
+        noise: Rows,
+        source: Rows,
+    ) -> tuple[Rows, dict[tuple[str, str], Moved], dict[str, Moved]]:
+        """Return the terms, and those that moved with latents and with data of other rows."""
+        fm = self.fm
         keys = {p.name: self.keys(p.name) for p in fm.plates}
+        some = {p: groups(len(z)) for p, z in z_L.items()}
+        by_latents = [p for p in fm.plates if p.dim]
+        by_data = [p.name for p in fm.plates if keys[p.name]]
+        moves = [(p.name, 0) for p in by_latents] + [(p, 1) for p in by_data]
+        ends = np.cumsum([1, *(len(some[p]) for p, _ in moves)])
+        which = {p: np.zeros((2, ends[-1], len(z)), bool) for p, z in z_L.items()}
+        spans = [slice(*span) for span in itertools.pairwise(ends)]
+        for span, (p, kind) in zip(spans, moves, strict=True):
+            which[p][kind, span] = some[p]
 
-        def log_moved(
-            theta: Theta,
-            private: Theta,
-            z_G: Array,
-            z_L: Rows,
-            data: SiloData,
-            noise: Rows,
-            source: Rows,
-        ) -> tuple[Rows, dict[tuple[str, str], Moved], dict[str, Moved]]:
-            """The terms, and those that moved with the latents and with the data of other rows."""
-            some = {p: groups(len(z)) for p, z in z_L.items()}
-            by_latents = [p for p in fm.plates if p.dim]
-            by_data = [p.name for p in fm.plates if keys[p.name]]
-            moves = [(p.name, 0) for p in by_latents] + [(p, 1) for p in by_data]
-            ends = np.cumsum([1, *(len(some[p]) for p, _ in moves)])
-            which = {p: np.zeros((2, ends[-1], len(z)), bool) for p, z in z_L.items()}
-            spans = [slice(*span) for span in itertools.pairwise(ends)]
-            for span, (p, kind) in zip(spans, moves, strict=True):
-                which[p][kind, span] = some[p]
+        def when(moved: dict[str, Array]) -> Rows:
+            z: Rows = {}
+            index: dict[str, Array] = {}
+            for p, (latents, held) in moved.items():
+                z[p] = z_L[p] + noise[p] * latents[:, None]
+                index |= dict.fromkeys(keys[p], jnp.where(held, source[p], jnp.arange(len(held))))
+            arrays = {k: a[index[k]] if k in index else a for k, a in data.arrays.items()}
+            return self._log_silo(theta, private, z_G, z, replace(data, arrays=arrays))
 
-            def when(moved: dict[str, Array]) -> Rows:
-                z: Rows = {}
-                index: dict[str, Array] = {}
-                for p, (latents, held) in moved.items():
-                    z[p] = z_L[p] + noise[p] * latents[:, None]
-                    index |= dict.fromkeys(
-                        keys[p], jnp.where(held, source[p], jnp.arange(len(held)))
-                    )
-                arrays = {k: a[index[k]] if k in index else a for k, a in data.arrays.items()}
-                return log_silo(theta, private, z_G, z, replace(data, arrays=arrays))
+        each = jax.vmap(when)({p: jnp.asarray(w).swapaxes(0, 1) for p, w in which.items()})
+        first = {p: rows[0] for p, rows in each.items()}
 
-            each = jax.vmap(when)({p: jnp.asarray(w).swapaxes(0, 1) for p, w in which.items()})
-            first = {p: rows[0] for p, rows in each.items()}
+        def compare(plate: str, mover: str, span: slice) -> Moved:
+            free = some[mover] if plate == mover else False
+            return first_moved(first[plate], each[plate][span], free, self.rtol)
 
-            def compare(plate: str, mover: str, span: slice) -> Moved:
-                free = some[mover] if plate == mover else False
-                return first_moved(first[plate], each[plate][span], free, rtol)
-
-            latents = {
-                (plate, p.name): compare(plate, p.name, span)
-                for span, p in zip(spans, by_latents, strict=False)
-                for plate in each
-                if plate == p.name or not p.outer
-            }
-            held = {
-                p: compare(p, p, span)
-                for span, p in zip(spans[len(by_latents) :], by_data, strict=True)
-                if p in each
-            }
-            return first, latents, held
-
-        self.log_joint = jax.jit(log_joint)
-        self.log_moved = jax.jit(log_moved)
-        self.log_bucket = jax.jit(jax.vmap(log_silo, (None, 0, None, 0, 0)))
+        latents = {
+            (plate, p.name): compare(plate, p.name, span)
+            for span, p in zip(spans, by_latents, strict=False)
+            for plate in each
+            if plate == p.name or not p.outer
+        }
+        held = {
+            p: compare(p, p, span)
+            for span, p in zip(spans[len(by_latents) :], by_data, strict=True)
+            if p in each
+        }
+        return first, latents, held
 
     def draw(self, rng: np.random.Generator) -> _Point:
         def normal(*shape: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -128,90 +129,108 @@ CONSTRAINTS = {
 }
 
 
-def _build(spec: ModelSpec) -> Callable:
+@dataclass(frozen=True)
+class _Text:
     """The ordinary NumPyro model that a spec stands for.
 
     ``known`` has a bounded number for each parameter and latent, on which later sites depend.
     """
-    config = {
-        s.name: LocScaleReparam(0.0 if s.wrap == "reparam" else None)
-        for s in (*spec.server, *spec.groups, *spec.rows)
-        if "reparam" in s.wrap
-    }
 
-    def column(rows: Any) -> Array:
-        return jnp.reshape(rows, (-1,) + (1,) * (-spec.dim - 1))
+    spec: ModelSpec
 
-    def cells(y: Any) -> Array:
-        if not spec.inner:
-            return column(y)
-        if spec.dim == -1:
-            return jnp.swapaxes(y, 0, 1)
-        return jnp.reshape(y, (len(y), *(1,) * (-spec.dim - 2), spec.inner))
+    def model(self) -> Callable:
+        """Return the model, a plain function."""
+        spec = self.spec
+        config = {
+            s.name: LocScaleReparam(0.0 if s.wrap == "reparam" else None)
+            for s in (*spec.server, *spec.groups, *spec.rows)
+            if "reparam" in s.wrap
+        }
 
-    def param(name: str, constraint: str) -> Array:
-        return jnp.tanh(numpyro.param(name, 0.5, constraint=CONSTRAINTS[constraint]))
+        def model(x: Any, seen: Any, group: Any = None, w: Any = None, y: Any = None) -> None:
+            with handlers.reparam(config=config):
+                self.run(x, seen, group, w, y)
 
-    def sample(site: Latent, known: dict[str, Any], seen: Any = None) -> Array:
-        loc = sum((known[p] for p in site.parents), jnp.zeros(() if seen is None else seen.shape))
+        return model
 
-        def draw(before: Any, _: Any = None) -> tuple[Array, Array]:
-            fn = FAMILIES[site.family](loc + before)
-            shape = (2,) if site.wrap == "sample_shape" else ()
-            with _wrapped(site.wrap, seen):
-                value = numpyro.sample(site.name, fn, sample_shape=shape)
-            number = jnp.tanh(value).sum(tuple(range(-fn.event_dim, 0)))
-            return number, number
-
-        if site.wrap == "scan":
-            return scan(draw, jnp.zeros_like(loc), None, length=2)[1].sum(0)
-        return draw(0.0)[1]
-
-    def extras(name: str, known: dict[str, Any]) -> None:
-        if spec.extras:
-            total = numpyro.deterministic(f"{name}_total", sum(known.values(), jnp.zeros(())))
-            numpyro.factor(f"{name}_factor", -0.1 * total**2)
-
-    def rows(known: dict[str, Any], x: Any, seen: Any, y: Any) -> None:
-        for i, constraint in enumerate(spec.private):
-            known[f"phi{i}"] = param(f"phi{i}", constraint)
-        for site in spec.rows:
-            if not site.inner:
-                known[site.name] = sample(site, known, seen)
-        extras("row", known)
-        with numpyro.plate("inner", spec.inner) if spec.inner else nullcontext():
-            for site in spec.rows:
-                if site.inner:
-                    known[site.name] = sample(site, known, seen)
-            eta = column(x) + sum(known.values(), jnp.zeros(()))
-            with (
-                _wrapped("mask" if spec.masked else "", seen),
-                _wrapped("scale" if spec.scaled else "", seen),
-            ):
-                obs = None if y is None else cells(y)
-                numpyro.sample("y", LIKELIHOODS[spec.likelihood](eta), obs=obs)
-
-    def text(x: Any, seen: Any, group: Any = None, w: Any = None, y: Any = None) -> None:
-        known = {f"theta{i}": param(f"theta{i}", c) for i, c in enumerate(spec.shared)}
+    def run(self, x: Any, seen: Any, group: Any, w: Any, y: Any) -> None:
+        """Run the text."""
+        spec = self.spec
+        known = {f"theta{i}": _param(f"theta{i}", c) for i, c in enumerate(spec.shared)}
         for site in spec.server:
             with numpyro.plate(f"{site.name}_plate", 2) if site.inner else nullcontext():
-                value = sample(site, known)
+                value = _sample(site, known)
             known[site.name] = value.sum()
-        extras("global", known)
+        self.extras("global", known)
         if spec.groups:
             with silo_plate("group", w.shape[0]):
                 above = dict(known)
                 for site in spec.groups:
-                    above[site.name] = sample(site, above)
-            known |= {site.name: column(above[site.name][group]) for site in spec.groups}
+                    above[site.name] = _sample(site, above)
+            known |= {site.name: self.column(above[site.name][group]) for site in spec.groups}
         with silo_plate("row", x.shape[0], dim=spec.dim):
-            rows(known, x, column(seen), y)
+            self.rows(known, x, self.column(seen), y)
 
-    def model(x: Any, seen: Any, group: Any = None, w: Any = None, y: Any = None) -> None:
-        with handlers.reparam(config=config):
-            text(x, seen, group, w, y)
+    def rows(self, known: dict[str, Any], x: Any, seen: Any, y: Any) -> None:
+        """Run what is inside of the plate of rows."""
+        spec = self.spec
+        for i, constraint in enumerate(spec.private):
+            known[f"phi{i}"] = _param(f"phi{i}", constraint)
+        for site in spec.rows:
+            if not site.inner:
+                known[site.name] = _sample(site, known, seen)
+        self.extras("row", known)
+        with numpyro.plate("inner", spec.inner) if spec.inner else nullcontext():
+            for site in spec.rows:
+                if site.inner:
+                    known[site.name] = _sample(site, known, seen)
+            eta = self.column(x) + sum(known.values(), jnp.zeros(()))
+            with (
+                _wrapped("mask" if spec.masked else "", seen),
+                _wrapped("scale" if spec.scaled else "", seen),
+            ):
+                obs = None if y is None else self.cells(y)
+                numpyro.sample("y", LIKELIHOODS[spec.likelihood](eta), obs=obs)
 
-    return model
+    def extras(self, name: str, known: dict[str, Any]) -> None:
+        """Add a deterministic site and a factor, where there are any."""
+        if self.spec.extras:
+            total = numpyro.deterministic(f"{name}_total", sum(known.values(), jnp.zeros(())))
+            numpyro.factor(f"{name}_factor", -0.1 * total**2)
+
+    def column(self, rows: Any) -> Array:
+        """Return numbers of rows along the plate's axis."""
+        return jnp.reshape(rows, (-1,) + (1,) * (-self.spec.dim - 1))
+
+    def cells(self, y: Any) -> Array:
+        """Return the outcomes along the axes of the plates."""
+        spec = self.spec
+        if not spec.inner:
+            return self.column(y)
+        if spec.dim == -1:
+            return jnp.swapaxes(y, 0, 1)
+        return jnp.reshape(y, (len(y), *(1,) * (-spec.dim - 2), spec.inner))
+
+
+def _param(name: str, constraint: str) -> Array:
+    return jnp.tanh(numpyro.param(name, 0.5, constraint=CONSTRAINTS[constraint]))
+
+
+def _sample(site: Latent, known: dict[str, Any], seen: Any = None) -> Array:
+    """Draw a site given its parents, and return a bounded number of it."""
+    loc = sum((known[p] for p in site.parents), jnp.zeros(() if seen is None else seen.shape))
+
+    def draw(before: Any, _: Any = None) -> tuple[Array, Array]:
+        fn = FAMILIES[site.family](loc + before)
+        shape = (2,) if site.wrap == "sample_shape" else ()
+        with _wrapped(site.wrap, seen):
+            value = numpyro.sample(site.name, fn, sample_shape=shape)
+        number = jnp.tanh(value).sum(tuple(range(-fn.event_dim, 0)))
+        return number, number
+
+    if site.wrap == "scan":
+        return scan(draw, jnp.zeros_like(loc), None, length=2)[1].sum(0)
+    return draw(0.0)[1]
 
 
 def _wrapped(wrap: str, seen: Any) -> AbstractContextManager:
@@ -324,7 +343,7 @@ def models(*, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4) -> An
             extras=draw(st.booleans()),
         )
         sizes = draw(st.lists(st.integers(1, max_rows), min_size=1, max_size=max_silos))
-        return Problem(_build(spec), _hold(spec, sizes, draw(st.integers(0, 999))), spec)
+        return Problem(_Text(spec).model(), _hold(spec, sizes, draw(st.integers(0, 999))), spec)
 
     return problems()
 

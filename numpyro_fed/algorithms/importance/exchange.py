@@ -19,7 +19,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply
+from numpyro_fed.algorithms.base import (
+    Ask,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    own_key,
+)
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import Proposal
 from numpyro_fed.algorithms.sfvi import Down
@@ -44,8 +52,8 @@ def importance(
     num_draws: int,
     batch_size: int,
     name: str = "importance",
-) -> Exchange:
-    """Build the exchange, from states of the algorithm ``fitted`` to :class:`Weighed`.
+) -> Round:
+    """Return the round from states of the algorithm ``fitted`` to :class:`Weighed`.
 
     A silo sends its log likelihood estimates (n,), and keeps its state; ``batch_size`` draws run
     at a time. Where the server has data, these are the draws (n, dim) that are weighed, without
@@ -56,21 +64,6 @@ def importance(
         """Far from the guide densities may overflow, which gives a draw no weight."""
         far = jnp.arange(num_draws) >= proposal.own
         return jnp.where(far & ~(values < jnp.inf), -jnp.inf, values)
-
-    def silo_noise(key: Array, state: Any) -> Array:
-        return key
-
-    def broadcast(noise: Any, state: Any, who: Array, server_data: Any) -> tuple[Down, Any]:
-        theta, eta = fitted.shared(state)
-        if server_data is None:
-            z_G, log_q = proposal.draw(theta, eta, noise)
-        else:
-            z_G, log_q = server_data, jnp.zeros(num_draws)
-        log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
-        return Down(theta, z_G, guide.globals.centre(eta)), (
-            z_G,
-            without_overflow(log_prior - log_q),
-        )
 
     def silo(noise: Array, down: Down, state: Any, data: SiloData) -> tuple[Reply[Array], Any]:
         own = fitted.private(state)
@@ -86,24 +79,21 @@ def importance(
         values = without_overflow(jax.lax.map(estimate, draws, batch_size=batch_size))
         return Reply(values, jnp.array(True)), state
 
-    def server(
-        state: Any, memo: Any, replies: Replies[Array], server_data: Any
-    ) -> tuple[Weighed, Info]:
-        z_G, own = memo
-        log_weights = own + replies.up
+    def run(state: Any, noise: Any, ask: Ask) -> tuple[Weighed, Info]:
+        theta, eta = fitted.shared(state)
+        if ask.server_data is None:
+            z_G, log_q = proposal.draw(theta, eta, noise)
+        else:
+            z_G, log_q = ask.server_data, jnp.zeros(num_draws)
+        log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
+        replies = ask(name, Down(theta, z_G, guide.globals.centre(eta)))
+        log_weights = without_overflow(log_prior - log_q) + replies.up
         some = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
         evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)
-        return Weighed(z_G, log_weights), Info(-evidence, replies.ok & some)
+        return Weighed(z_G, log_weights), Info(-evidence, some)
 
-    return Exchange(
-        broadcast,
-        silo,
-        server,
-        name,
-        server_noise=proposal.noise,
-        silo_noise=silo_noise,
-        usable=some_count,
-    )
+    exchange = Exchange(name, silo, silo_noise=own_key, usable=some_count)
+    return Round((exchange,), run, proposal.noise)
 
 
 def some_count(values: Array) -> Array:

@@ -23,10 +23,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Round, own_key
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
-from numpyro_fed.algorithms.pvi.states import SCATTERED, Down, Parts, Settings, Up
+from numpyro_fed.algorithms.pvi.states import SCATTERED, VISIT, Down, Parts, Settings, Up
 from numpyro_fed.trees import all_finite
 
 
@@ -34,20 +34,17 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
     """Build the algorithm."""
     server, silo = Server(parts, settings), Silo(parts, settings)
     exchange = Exchange(
-        server.broadcast,
+        VISIT,
         silo.visit,
-        server.update,
-        name="pvi",
         commit=silo.commit,
-        server_noise=server.noise,
-        silo_noise=silo.noise,
+        silo_noise=own_key,
         scatter=Down(*SCATTERED),
         usable=usable,
     )
     return FederatedAlgorithm(
         server.init,
         silo.init,
-        (exchange,),
+        Round((exchange,), server.round, own_key),
         server.view,
         silo.view,
         watch=lambda state: state.status,

@@ -12,18 +12,27 @@ one parabola is not. A flat prior is zero natural parameters: nothing has to be 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Carry, Exchange, Info, Private, Replies, Reply
+from numpyro_fed.algorithms.base import (
+    Ask,
+    Carry,
+    Exchange,
+    Info,
+    Private,
+    Reply,
+    Round,
+    own_key,
+)
 from numpyro_fed.algorithms.begin import (
     BEGIN,
     Frame,
+    frame_at,
     local_guides,
-    sending_frame,
     whitener_of,
 )
 from numpyro_fed.algorithms.mode import Search
@@ -95,8 +104,8 @@ def pvi_carry(parts: Parts, settings: Settings) -> Carry:
     return Carry(server, silo)
 
 
-def pvi_from_mode(parts: Parts, settings: Settings) -> Exchange:
-    """Build the exchange from the states of a search for the mode to those of PVI."""
+def pvi_from_mode(parts: Parts, settings: Settings) -> Round:
+    """Return the round from the states of a search for the mode to those of PVI."""
     server_role, silo_role = Server(parts, settings), Silo(parts, settings)
     fm, family = parts.model, silo_role.family
 
@@ -116,12 +125,10 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Exchange:
     def commit(draft: SiloState, sent: Up) -> SiloState:
         return draft._replace(pending=sent.factor)
 
-    def server(
-        state: Search, memo: tuple[Array, Frame], replies: Replies[Up], server_data: Any
-    ) -> tuple[ServerState, Info]:
-        key, frame = memo
-        begun = server_role.init(key)
-        prior = server_role.prior(frame.theta)
+    def run(state: Search, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        frame = frame_at(fm, state)
+        replies = ask(BEGIN, frame)
+        begun, prior = server_role.init(noise), server_role.prior(frame.theta)
         server_factor = _own_factor(parts, frame, begun.server_factor)
         total = jax.tree.map(jnp.add, replies.up.factor, server_factor)
 
@@ -138,17 +145,7 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Exchange:
             opt_state=parts.optim.init(frame.theta),
             taken=jnp.full_like(begun.taken, taken),
         )
-        return after, Info(jnp.zeros(()), replies.ok & all_finite(after) & proper(total))
+        return after, Info(jnp.zeros(()), all_finite(after) & proper(total))
 
-    def own_key(key: Array, state: Any = None) -> Array:
-        return key
-
-    return Exchange(
-        sending_frame(fm),
-        silo,
-        server,
-        name=BEGIN,
-        commit=commit,
-        server_noise=own_key,
-        silo_noise=own_key,
-    )
+    exchange = Exchange(BEGIN, silo, commit=commit, silo_noise=own_key)
+    return Round((exchange,), run, own_key)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, own_key
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import (
@@ -20,9 +18,11 @@ from numpyro_fed.algorithms.pvi.states import (
 )
 from numpyro_fed.model.data import SiloData
 
+EVALUATION = "evaluation"  # the name of the exchange
 
-def evaluation(parts: Parts, settings: Settings) -> Exchange:
-    """Build the exchange; a silo sends its expected log likelihood."""
+
+def evaluation(parts: Parts, settings: Settings) -> Round:
+    """Return the round; a silo sends its expected log likelihood."""
     server, silo = Server(parts, settings), Silo(parts, settings)
 
     def expect(
@@ -32,19 +32,11 @@ def evaluation(parts: Parts, settings: Settings) -> Exchange:
         log_lik, _ = silo.expected_log_lik(noise, down.theta, posterior, state, data)
         return Reply(log_lik, jnp.isfinite(log_lik)), state
 
-    def add_up(
-        state: ServerState, memo: Any, replies: Replies[Array], server_data: Any
-    ) -> tuple[ServerState, Info]:
-        (key, _), params = memo, state.params
-        loss = server.kl_to_prior(key, params["theta"], params["guide"]) - replies.up
-        return state, Info(loss, replies.ok)
+    def run(state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        log_lik = ask(EVALUATION, server.sent(state, ask.who)).up
+        params = state.params
+        loss = server.kl_to_prior(noise, params["theta"], params["guide"]) - log_lik
+        return state, Info(loss, jnp.array(True))
 
-    return Exchange(
-        server.broadcast,
-        expect,
-        add_up,
-        name="evaluation",
-        server_noise=server.noise,
-        silo_noise=silo.noise,
-        scatter=Down(*SCATTERED),
-    )
+    exchange = Exchange(EVALUATION, expect, silo_noise=own_key, scatter=Down(*SCATTERED))
+    return Round((exchange,), run, own_key)

@@ -12,8 +12,9 @@ import optax
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.base import Info, Replies, Shared
+from numpyro_fed.algorithms.base import Ask, Info, Shared
 from numpyro_fed.algorithms.pvi.states import (
+    VISIT,
     Down,
     Progress,
     Report,
@@ -62,36 +63,26 @@ class Server(Role):
             progress,
         )
 
-    def noise(self, key: Array) -> Array:
-        """Its own factor is found by draws, and so is the KL to a prior outside the family."""
-        return key
+    def sent(self, state: ServerState, who: Array) -> Down:
+        """Return the sum of all factors and, to each silo, whether its last proposal was taken."""
+        return Down(state.params["theta"], state.total, state.taken[who])
 
-    def broadcast(
-        self, noise: Array, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[Down, Any]:
-        """The sum of all factors; to each silo, whether its last proposal was taken."""
-        return Down(state.params["theta"], state.total, state.taken[who]), (noise, who)
-
-    def update(
-        self, state: ServerState, memo: Any, replies: Replies[Up], server_data: Any
-    ) -> tuple[ServerState, Info]:
-        """Take as much of the change as leaves the posterior proper; step on parameters."""
-        (key, who), up, settings = memo, replies.up, self.settings
-        theta, old = state.params["theta"], state.params["guide"]
-        kl_to_prior = self.kl_to_prior(key, theta, old)
+    def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        """Ask for changes; take as much as leaves the posterior proper; step on parameters."""
+        settings, theta, old = self.settings, state.params["theta"], state.params["guide"]
+        up: Up = ask(VISIT, self.sent(state, ask.who)).up
+        kl_to_prior = self.kl_to_prior(noise, theta, old)
         total, damping = self._damped(state, self.prior(theta), up.change)
-        total, server_factor, converged = self._renewed(state, key, theta, total)
-        theta, opt_state, guide = self._learned(state, key, total, up.theta)
-        taken = state.taken.at[who].set(damping)
-        progress = self._progress(state.progress, old, guide, converged, up.statuses)
+        total, server_factor, converged = self._renewed(state, noise, theta, total)
+        theta, opt_state, guide = self._learned(state, noise, total, up.theta)
         after = ServerState(
             {"theta": theta, "guide": guide},
             total,
             server_factor,
             opt_state,
             self._next_damping(state.damping, damping),
-            taken,
-            progress,
+            state.taken.at[ask.who].set(damping),
+            self._progress(state.progress, old, guide, converged, up.statuses),
         )
         weight = settings.num_silos / settings.visits
         loss = kl_to_prior / settings.steps - weight * up.log_lik

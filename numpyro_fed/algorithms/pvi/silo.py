@@ -56,10 +56,6 @@ class Silo(Role):
         whitener = jnp.eye(self.model.dim) if self.settings.from_mode else None
         return SiloState(params, zeros, zeros, none, none, stale, whitener)
 
-    def noise(self, key: Array, state: SiloState) -> Array:
-        """Local optimisers draw as they go."""
-        return key
-
     def visit(
         self, noise: Array, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:

@@ -103,6 +103,7 @@ class Down(NamedTuple):
     taken: Array
 
 
+VISIT = "pvi"  # the name of the exchange
 SCATTERED: Any = (False, False, True)  # of Down, what each participant gets a slice of
 
 

@@ -12,6 +12,7 @@ it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms import settling
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply
+from numpyro_fed.algorithms.base import (
+    Ask,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    Visit,
+)
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     Drawn,
@@ -31,6 +40,8 @@ from numpyro_fed.algorithms.vertical.base import (
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
+
+DRAW, STEP = "draw", "step"  # the names of the exchanges
 
 
 class Down(NamedTuple):
@@ -59,42 +70,48 @@ class Stepped(NamedTuple):
     resting: Array
 
 
-def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> FederatedAlgorithm:
-    """Build the algorithm; without ``v.rho`` it is the exact split.
+@dataclass(frozen=True)
+class Augmented:
+    """The parts of the algorithm; without ``vertical.rho`` it is the exact split.
 
-    ``server_like`` has the shapes of what the server holds. ``local_steps`` are steps of a client
-    in a round, all but the first with its auxiliary variables where they are (section 5.3).
+    Attributes
+    ----------
+    vertical : Vertical
+    server_like : SiloData
+        Shapes of what the server holds.
+    local_steps : int
+        Steps of a client in a round, all but the first with its auxiliary variables where they are
+        (section 5.3).
     """
 
-    def init_server(key: Array) -> ServerState:
-        return v.init_server(key, server_like)
+    vertical: Vertical
+    server_like: SiloData
+    local_steps: int = 1
 
-    def broadcast(
-        noise: ServerNoise, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[Down, ServerNoise]:
-        return Down(v.xi(state.params["shared"], noise.xi), noise.rows), noise
+    def algorithm(self) -> FederatedAlgorithm:
+        """Return it as pure functions."""
+        v = self.vertical
+        exchanges = drawing(v), stepping(v, self.step, self.local_steps)
+        return FederatedAlgorithm(
+            lambda key: v.init_server(key, self.server_like),
+            v.init_client,
+            Round(exchanges, self.round, v.server_noise),
+            v.shared,
+            v.own,
+            done=v.done,
+            server_like=self.server_like,
+        )
 
-    def server(
-        state: ServerState, memo: ServerNoise, replies: Replies[Up], server_data: SiloData
-    ) -> tuple[ServerState, Info]:
-        data, guide = v.some(server_data, memo.rows), v.guide(v.server).globals
-        xi = v.xi(state.params["shared"], memo.xi)
+    def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
+        """Ask clients for their parts of the sum, take a step, and send the slope there."""
+        v = self.vertical
+        xi, pull = jax.vjp(lambda shared: v.xi(shared, noise.xi), state.params["shared"])
+        up: Up = ask(DRAW, Down(xi, noise.rows)).up
+        data = v.some(ask.server_data, noise.rows)
 
         def bound(own: dict[str, Any], xi: Any, sent: Sent) -> Array:
-            eta, V = v.placed(v.server, own, state.reference)
+            return self.bound(own, noise.eps, xi, sent, up.tie, state, data)
 
-            def one(eps: Any, xi: Any, sent: Sent) -> Array:
-                z, log_q, b = coupling.draw(guide, eta, V, eps, xi)
-                prior, likelihood = v.model.log_server(own["theta"], z, sent.part, data)
-                value = prior - log_q + v.share * likelihood
-                if V is None:
-                    return value
-                A = jax.lax.stop_gradient(V.T @ V) + replies.up.tie.A
-                return value - coupling.log_ratio(state.params["shared"], sent.b + b, A)
-
-            return jax.vmap(one)(memo.eps, xi, sent).mean()
-
-        up = replies.up
         sums = Sent(up.part, up.tie.b if v.rank else ())
         value, (gradient, by_xi, slope) = jax.value_and_grad(bound, (0, 1, 2))(
             state.params["own"], xi, sums
@@ -102,27 +119,49 @@ def augmented(v: Vertical, server_like: SiloData, local_steps: int = 1) -> Feder
         after = v.ascend(state, "own", gradient)
         total = value + up.own
         course = settling.follow(state.course, -total, after.params, standard=v.from_reference)
-        after = after._replace(course=course, noise=memo, sent=slope, by_xi=by_xi)
-        return after, Info(-total, replies.ok & all_finite((total, gradient, by_xi, slope)))
+        stepped: Stepped = ask(STEP, slope).up
+        after = after._replace(course=course, resting=stepped.resting)
+        if v.rank:
+            after = v.ascend(after, "shared", pull(by_xi + stepped.by_xi)[0])
+        return after, Info(-total, all_finite((total, gradient, by_xi, slope)))
+
+    def bound(
+        self,
+        own: dict[str, Any],
+        eps: Any,
+        xi: Any,
+        sent: Sent,
+        tie: Any,
+        state: ServerState,
+        data: SiloData,
+    ) -> Array:
+        """Return the server's term of the bound, given what clients add to the sum.
+
+        ``tie`` are the sums over clients of what ties parties.
+        """
+        v = self.vertical
+        guide = v.guide(v.server).globals
+        eta, V = v.placed(v.server, own, state.reference)
+
+        def one(eps: Any, xi: Any, sent: Sent) -> Array:
+            z, log_q, b = coupling.draw(guide, eta, V, eps, xi)
+            prior, likelihood = v.model.log_server(own["theta"], z, sent.part, data)
+            value = prior - log_q + v.share * likelihood
+            if V is None:
+                return value
+            A = jax.lax.stop_gradient(V.T @ V) + tie.A
+            return value - coupling.log_ratio(state.params["shared"], sent.b + b, A)
+
+        return jax.vmap(one)(eps, xi, sent).mean()
 
     def step(
-        noise: Any, down: Sent, state: ClientState, data: SiloData
+        self, noise: Any, down: Sent, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
-        return stepped(v, noise, state, data, jnp.zeros_like(down.part), down)
-
-    exchanges = drawing(v, broadcast, server), stepping(v, step, local_steps)
-    return FederatedAlgorithm(
-        init_server,
-        v.init_client,
-        exchanges,
-        v.shared,
-        v.own,
-        done=v.done,
-    )
+        return steps(self.vertical, noise, state, data, jnp.zeros_like(down.part), down)
 
 
-def drawing(v: Vertical, broadcast: Any, server: Any) -> Exchange:
-    """The exchange in which clients draw."""
+def drawing(v: Vertical) -> Exchange:
+    """Return the exchange in which clients draw."""
 
     def silo(
         noise: Any, down: Down, state: ClientState, data: SiloData
@@ -136,45 +175,24 @@ def drawing(v: Vertical, broadcast: Any, server: Any) -> Exchange:
         up = Up(drawn.z, drawn.own, tie)
         return Reply(up, all_finite(up)), state
 
-    return Exchange(
-        broadcast,
-        silo,
-        server,
-        name="draw",
-        server_noise=v.server_noise,
-        silo_noise=v.noise_of,
-    )
+    return Exchange(DRAW, silo, silo_noise=v.noise_of)
 
 
-def stepping(v: Vertical, step: Any, local_steps: int) -> Exchange:
-    """The exchange in which clients take their steps: down goes what the server has kept for it;
-    back come whether they are at rest, and the gradient with respect to the noise that all share,
+def stepping(v: Vertical, step: Visit, local_steps: int) -> Exchange:
+    """Return the exchange in which clients take their steps.
+
+    Back come whether they are at rest, and the gradient with respect to the noise that all share,
     by which the server moves the guide of that.
     """
-
-    def broadcast(
-        noise: Any, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[Sent, tuple[()]]:
-        return state.sent, ()
-
-    def server(
-        state: ServerState, memo: Any, replies: Replies[Stepped], server_data: Any
-    ) -> tuple[ServerState, Info]:
-        after = state._replace(resting=replies.up.resting)
-        if v.rank:
-            _, pull = jax.vjp(lambda shared: v.xi(shared, state.noise.xi), state.params["shared"])
-            (gradient,) = pull(state.by_xi + replies.up.by_xi)
-            after = v.ascend(after, "shared", gradient)
-        return after, Info(jnp.zeros(()), replies.ok)
 
     def silo_noise(key: Array, state: ClientState) -> Any:
         keys = jax.random.split(key, local_steps - 1)
         return jax.vmap(lambda key: v.noise_of(key, state)[0])(keys) if local_steps > 1 else ()
 
-    return Exchange(broadcast, step, server, name="step", silo_noise=silo_noise)
+    return Exchange(STEP, step, silo_noise=silo_noise)
 
 
-def stepped(
+def steps(
     v: Vertical, noise: Any, state: ClientState, data: SiloData, of_g: Array, down: Sent
 ) -> tuple[Reply[Stepped], ClientState]:
     """A client's steps, given the gradient with respect to its predictor and to what it sent."""

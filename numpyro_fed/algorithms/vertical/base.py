@@ -29,24 +29,17 @@ LOOSE = 0.1  # of the shared noise, where a run does not begin at the mode
 
 
 class ServerState(NamedTuple):
-    """The server's parameters, and what it keeps from one exchange of a round to the next.
+    """What the server keeps from round to round.
 
     ``params`` is ``{"own": {"theta", "guide", "coupling"}, "shared"}``, the guide's steps from a
     ``reference`` where there is one; ``shared`` is the guide of the noise that all parties share.
-    ``sent`` is what clients wait for: the gradient with respect to what they sent, or the sum
-    itself, (particles, rows, ...); ``own`` is the clients' own terms of the bound, ``by_xi`` the
-    server's part of the gradient with respect to the shared noise, ``resting`` how many clients say
-    that their guides have come to rest.
+    ``resting`` is how many clients say that their guides have come to rest.
     """
 
     params: dict[str, Any]
     opt_state: dict[str, Any]
     course: Course
     resting: Array
-    noise: Any
-    sent: Any
-    own: Array
-    by_xi: Any = ()
     reference: Any = ()
 
 
@@ -256,16 +249,11 @@ class Vertical:
     def _server_state(self, key: Array, own: dict[str, Any], reference: Any) -> ServerState:
         zeros = jnp.zeros(self.rank)
         params = {"own": own, "shared": self.sharing.init(key, zeros) if self.rank else {}}
-        tie = jnp.zeros((self.num_particles, self.rank)) if self.rank else ()
         return ServerState(
             params=params,
             opt_state={part: self.optim.init(value) for part, value in params.items()},
             course=settling.begin(params),
             resting=jnp.zeros(()),
-            noise=self.server_noise(key),
-            sent=Sent(jnp.zeros(self.shape), tie),
-            own=jnp.zeros(()),
-            by_xi=tie,
             reference=reference,
         )
 

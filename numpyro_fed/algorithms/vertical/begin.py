@@ -22,6 +22,7 @@ With eigenvalues :math:`\lambda` and vectors ``U``, all parties' covariance is
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed import linalg
-from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, own_key
 from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Start, Vertical
 from numpyro_fed.algorithms.vertical.curvature import Local, at_point, mode_of, root_of
 from numpyro_fed.algorithms.vertical.search import (
@@ -39,7 +40,7 @@ from numpyro_fed.algorithms.vertical.search import (
     Told,
     functions,
     joint,
-    tell,
+    told,
 )
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
@@ -47,6 +48,7 @@ from numpyro_fed.trees import all_finite
 
 COMPLETE, OTHERWISE = 3, 10  # times that the basis is looked at: if it holds all directions, if not
 PARALLEL = 1e-5  # of a combination of the basis, relative: there is nothing of it
+SPREAD = "spread"  # the name of the exchange
 SPARE = 5  # columns of a basis beyond all directions: square random ones may be nearly singular
 
 
@@ -90,8 +92,8 @@ def looks(v: Vertical) -> int:
     return COMPLETE if v.complete else OTHERWISE
 
 
-def spread(v: Vertical) -> Exchange:
-    """Build the exchange, on the states of the search."""
+def spread(v: Vertical) -> Round:
+    """Return the round, on the states of the search."""
 
     def turned(basis: Array, ritz: Ritz, rows: Callable[[Array], Array]) -> Array:
         """The next basis; ``rows`` are the party's of ``P`` times a basis."""
@@ -101,10 +103,6 @@ def spread(v: Vertical) -> Exchange:
             residual = rows(new) - new * ritz.curvatures
             new = jnp.concatenate([new[:, : v.width - half], residual[:, :half]], 1)
         return jnp.where(ritz.looks == 0, basis, new)
-
-    def broadcast(noise: Any, state: Server, who: Array, server_data: Any) -> tuple[Down, Any]:
-        told, _ = tell((), state, who, server_data)
-        return Down(told, state.ritz), ()
 
     def silo(noise: Any, down: Down, state: Client, data: SiloData) -> tuple[Reply[Along], Client]:
         predict, own = functions(v, state, data)
@@ -129,10 +127,9 @@ def spread(v: Vertical) -> Exchange:
         )
         return Reply(up, all_finite(up)), state._replace(basis=basis, directions=directions)
 
-    def server(
-        state: Server, memo: Any, replies: Replies[Along], server_data: SiloData
-    ) -> tuple[Server, Info]:
-        log_p, up = joint(v, state, server_data), replies.up
+    def run(state: Server, noise: Any, ask: Ask) -> tuple[Server, Info]:
+        up: Along = ask(SPREAD, Down(told(state), state.ritz)).up
+        log_p = joint(v, state, ask.server_data)
         T = root_of(at_point(lambda z: log_p(z, state.total), state.z)[1])
         basis = turned(state.basis, state.ritz, lambda new: state.turned)
         slopes = jax.grad(log_p, (0, 1))
@@ -166,16 +163,29 @@ def spread(v: Vertical) -> Exchange:
                 gain=0.5 * along @ newton,
             ),
         )
-        return after, Info(jnp.zeros(()), replies.ok & all_finite(after.ritz))
+        return after, Info(jnp.zeros(()), all_finite(after.ritz))
 
-    return Exchange(broadcast, silo, server, name="spread")
+    return Round((Exchange(SPREAD, silo),), run)
 
 
-def beginning(v: Vertical) -> Exchange:
-    """Build the exchange from the states of the search to those of a run."""
+@dataclass(frozen=True)
+class Beginning:
+    """From the states of the search to those of a run, in one round."""
 
-    def tied(state: Server) -> tuple[Any, Array]:
-        """How to combine the basis, and ``tau``."""
+    vertical: Vertical
+
+    def round(self) -> Round:
+        """Return the round."""
+        return Round((Exchange(self.name, self.silo, silo_noise=own_key),), self.run, own_key)
+
+    @property
+    def name(self) -> str:
+        """The name of the exchange."""
+        return "begin at the mode" if self.vertical.width else "begin at zero"
+
+    def tied(self, state: Server) -> tuple[Any, Array]:
+        """Return how to combine the basis, and ``tau``."""
+        v = self.vertical
         if not (v.rank and v.width):
             return (), jnp.ones(())
         curvatures = _positive(state.ritz.curvatures)
@@ -187,48 +197,38 @@ def beginning(v: Vertical) -> Exchange:
         left, _, right = linalg.svd(size[:, None] * state.angles)
         return state.ritz.combine[:, : v.rank] * size @ (left @ right), tau
 
-    def start(z: Array, root: Array, basis: Array, combine: Any, tau: Array, key: Array) -> Start:
+    def start(
+        self, z: Array, root: Array, basis: Array, combine: Any, tau: Array, key: Array
+    ) -> Start:
+        """Return where a party's guide begins."""
+        v = self.vertical
         if not v.rank:
             return Start(z, root)
         coupling = basis @ combine if v.width else v.loosely(key, len(z))
         return Start(z, jnp.sqrt(tau) * root, coupling)
 
-    def broadcast(noise: Array, state: Server, who: Array, server_data: Any) -> tuple[Tied, Array]:
-        told, _ = tell((), state, who, server_data)
-        return Tied(told, *tied(state)), noise
-
     def silo(
-        noise: Array, down: Tied, state: Client, data: SiloData
+        self, noise: Array, down: Tied, state: Client, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
-        predict, own = functions(v, state, data)
+        predict, own = functions(self.vertical, state, data)
         local = Local.at(predict, own, state.z, down.told.slope, down.told.curvature)
-        at = start(state.z, local.root(), state.basis, down.combine, down.tau, noise)
-        after = v.client_at(noise, data, state.theta, at, predict(state.z))
+        at = self.start(state.z, local.root(), state.basis, down.combine, down.tau, noise)
+        after = self.vertical.client_at(noise, data, state.theta, at, predict(state.z))
         return Reply((), all_finite(after)), after
 
-    def server(
-        state: Server, memo: Array, replies: Replies, server_data: SiloData
-    ) -> tuple[ServerState, Info]:
+    def run(self, state: Server, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        """Say where clients begin, and begin there."""
+        v, (combine, tau) = self.vertical, self.tied(state)
+        ask(self.name, Tied(told(state), combine, tau))
+
         def log_p(z: Array) -> Array:
-            return joint(v, state, server_data)(z, state.total)
+            return joint(v, state, ask.server_data)(z, state.total)
 
         z = state.z if v.width else mode_of(log_p, state.z)
         root = root_of(at_point(log_p, z)[1])
-        at = start(z, root, state.basis, *tied(state), memo)
-        after = v.server_at(memo, state.theta, at)
-        return after, Info(-state.value, replies.ok & all_finite(after))
-
-    def own_key(key: Array, *state: Any) -> Array:
-        return key
-
-    return Exchange(
-        broadcast,
-        silo,
-        server,
-        name="begin at the mode" if v.width else "begin at zero",
-        server_noise=own_key,
-        silo_noise=own_key,
-    )
+        at = self.start(z, root, state.basis, combine, tau, noise)
+        after = v.server_at(noise, state.theta, at)
+        return after, Info(-state.value, all_finite(after))
 
 
 def _positive(curvatures: Array) -> Array:

@@ -12,6 +12,7 @@ auxiliary variables through their sum alone, sums are enough in both exchanges.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +20,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms import settling
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Replies, Reply
+from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round
+from numpyro_fed.algorithms.vertical.augmented import (
+    DRAW,
+    STEP,
+    Stepped,
+    drawing,
+    stepping,
+    steps,
+)
 from numpyro_fed.algorithms.vertical.augmented import Down as Rows
-from numpyro_fed.algorithms.vertical.augmented import Stepped, drawing, stepped, stepping
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
@@ -32,6 +40,8 @@ from numpyro_fed.algorithms.vertical.base import (
 )
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
+
+LIKELIHOOD = "likelihood"  # the name of the exchange
 
 
 class Down(NamedTuple):
@@ -53,30 +63,46 @@ class Up(NamedTuple):
     z: Array
 
 
-def power(
-    v: Vertical, num_clients: int, server_like: SiloData, local_steps: int = 1
-) -> FederatedAlgorithm:
-    """Build the algorithm; clients hold the server's arrays as ``shared``."""
-    guide = v.guide(v.server).globals
+@dataclass(frozen=True)
+class Power:
+    """The parts of the algorithm; clients hold the server's arrays as ``shared``.
 
-    def init_server(key: Array) -> ServerState:
-        return v.init_server(key, server_like)
+    Attributes
+    ----------
+    vertical : Vertical
+    num_clients : int
+    server_like : SiloData
+        Shapes of what the server holds.
+    local_steps : int
+        Steps of a client in a round.
+    """
 
-    def choose(
-        noise: ServerNoise, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[Rows, ServerNoise]:
-        return Rows((), noise.rows), noise
+    vertical: Vertical
+    num_clients: int
+    server_like: SiloData
+    local_steps: int = 1
 
-    def gathered(
-        state: ServerState, memo: Any, replies: Replies[Drawn], server_data: SiloData
-    ) -> tuple[ServerState, Info]:
-        after = state._replace(noise=memo, sent=Sent(replies.up.part, ()), own=replies.up.own)
-        return after, Info(jnp.zeros(()), replies.ok & all_finite(replies.up))
+    def algorithm(self) -> FederatedAlgorithm:
+        """Return it as pure functions."""
+        v = self.vertical
+        likelihood = Exchange(LIKELIHOOD, self.likelihood)
+        exchanges = drawing(v), likelihood, stepping(v, self.step, self.local_steps)
+        return FederatedAlgorithm(
+            lambda key: v.init_server(key, self.server_like),
+            v.init_client,
+            Round(exchanges, self.round, v.server_noise),
+            v.shared,
+            v.own,
+            done=v.done,
+            server_like=self.server_like,
+        )
 
     def draw(
-        params: dict[str, Any], reference: Any, eps: Any, data: SiloData
+        self, params: dict[str, Any], reference: Any, eps: Any, data: SiloData
     ) -> tuple[Array, Array]:
-        """Draws of the server's latents, and its own term of the bound."""
+        """Return draws of the server's latents, and its own term of the bound."""
+        v = self.vertical
+        guide = v.guide(v.server).globals
         eta, _ = v.placed(v.server, params, reference)
         z, log_q = jax.vmap(guide.draw, (None, 0))(eta, eps)
 
@@ -86,14 +112,10 @@ def power(
 
         return z, (jax.vmap(own)(z) - log_q).mean()
 
-    def tell(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Down, Any]:
-        theta, eta, *_ = v.shared(state)
-        z, _ = jax.vmap(guide.draw, (None, 0))(eta["latents"], state.noise.eps)
-        return Down(state.sent.part, theta, z), ()
-
     def likelihood(
-        noise: Any, down: Down, state: ClientState, data: SiloData
+        self, noise: Any, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
+        v = self.vertical
         drawn = v.draw(state.params, (), state, data)
         held = v.some(data, state.rows)
         at_server = SiloData(dict(held.kwargs["shared"]))
@@ -103,43 +125,31 @@ def power(
             def one(z: Array, seen: Array) -> Array:
                 return v.model.log_server(theta, z, seen, at_server)[1]
 
-            return v.share * jax.vmap(one)(z, seen).mean() / num_clients
+            return v.share * jax.vmap(one)(z, seen).mean() / self.num_clients
 
         value, (theta, z, slope) = jax.value_and_grad(term, (0, 1, 2))(down.theta, down.z, seen)
         up = Up(value, slope, theta, z)
         return Reply(up, all_finite(up)), state._replace(slope=slope)
 
-    def update(
-        state: ServerState, memo: Any, replies: Replies[Up], server_data: SiloData
-    ) -> tuple[ServerState, Info]:
-        data, up = v.some(server_data, state.noise.rows), replies.up
-        (_, value), pull = jax.vjp(
-            lambda own: draw(own, state.reference, state.noise.eps, data), state.params["own"]
+    def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
+        v = self.vertical
+        clients: Drawn = ask(DRAW, Rows((), noise.rows)).up
+        data = v.some(ask.server_data, noise.rows)
+        (z, value), pull = jax.vjp(
+            lambda own: self.draw(own, state.reference, noise.eps, data), state.params["own"]
         )
+        up: Up = ask(LIKELIHOOD, Down(clients.part, v.shared(state).theta, z)).up
         (gradient,) = pull((up.z, jnp.ones_like(value)))
         theta = jax.tree.map(jnp.add, gradient["theta"], up.theta)
         after = v.ascend(state, "own", {**gradient, "theta": theta})
-        loss = -(value + up.term + state.own)
+        loss = -(value + up.term + clients.own)
         course = settling.follow(state.course, loss, after.params, standard=v.from_reference)
-        after = after._replace(course=course, sent=Sent(up.slope, ()))
-        return after, Info(loss, replies.ok & all_finite((loss, gradient, up.slope)))
+        stepped: Stepped = ask(STEP, Sent(up.slope, ())).up
+        after = after._replace(course=course, resting=stepped.resting)
+        return after, Info(loss, all_finite((loss, gradient, up.slope)))
 
     def step(
-        noise: Any, down: Sent, state: ClientState, data: SiloData
+        self, noise: Any, down: Sent, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
         others = down._replace(part=down.part - state.slope)
-        return stepped(v, noise, state, data, state.slope, others)
-
-    exchanges = (
-        drawing(v, choose, gathered),
-        Exchange(tell, likelihood, update, name="likelihood"),
-        stepping(v, step, local_steps),
-    )
-    return FederatedAlgorithm(
-        init_server,
-        v.init_client,
-        exchanges,
-        v.shared,
-        v.own,
-        done=v.done,
-    )
+        return steps(self.vertical, noise, state, data, state.slope, others)

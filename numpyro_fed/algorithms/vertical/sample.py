@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply, Sampled
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Sampled
 from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Vertical
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
@@ -30,20 +30,14 @@ def sample_name(n: int) -> str:
     return json.dumps({"sample": n})
 
 
-def sample(v: Vertical, n: int) -> Exchange:
-    """Build the exchange, from states of a vertical algorithm to :class:`Sampled` at each client
+def sample(v: Vertical, n: int) -> Round:
+    """Return the round from states of a vertical algorithm to :class:`Sampled` at each client
     and unconstrained draws (n, dim) at the server, who sends the noise that parties share.
     """
 
     def drawn(guide: Any, params: Any, noise: Any, xi: Any) -> Array:
         draw = partial(coupling.draw, guide.globals, params["latents"], params.get("coupling"))
         return jax.vmap(draw)(noise, xi)[0]
-
-    def broadcast(
-        noise: Any, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[Any, tuple[Any, Any]]:
-        xi = v.xi(state.params["shared"], noise[1])
-        return xi, (noise[0], xi)
 
     def silo(
         noise: Any, down: Any, state: ClientState, data: SiloData
@@ -53,17 +47,13 @@ def sample(v: Vertical, n: int) -> Exchange:
         sampled = values_at(kind.half, private.theta, z, data)
         return Reply((), all_finite(sampled)), sampled
 
-    def server(
-        state: ServerState, memo: Any, replies: Replies, server_data: Any
-    ) -> tuple[Array, Info]:
-        z = drawn(v.guide(v.server), v.shared(state).guide, *memo)
-        return z, Info(jnp.zeros(()), replies.ok & all_finite(z))
+    def run(state: ServerState, noise: Any, ask: Ask) -> tuple[Array, Info]:
+        own, shared = noise
+        xi = v.xi(state.params["shared"], shared)
+        ask(name, xi)
+        z = drawn(v.guide(v.server), v.shared(state).guide, own, xi)
+        return z, Info(jnp.zeros(()), all_finite(z))
 
-    return Exchange(
-        broadcast,
-        silo,
-        server,
-        name=sample_name(n),
-        server_noise=partial(v.server_draws, n=n),
-        silo_noise=partial(v.client_draws, n=n),
-    )
+    name = sample_name(n)
+    exchange = Exchange(name, silo, silo_noise=partial(v.client_draws, n=n))
+    return Round((exchange,), run, partial(v.server_draws, n=n))

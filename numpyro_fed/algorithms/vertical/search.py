@@ -20,6 +20,7 @@ that matrix is the covariance from which a client's guide begins.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -27,12 +28,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import (
+    Ask,
     Exchange,
     FederatedAlgorithm,
     Info,
     Private,
     Replies,
     Reply,
+    Round,
     Shared,
 )
 from numpyro_fed.algorithms.vertical.base import Held, Vertical
@@ -146,12 +149,36 @@ class Along(NamedTuple):
     curvature: Array
 
 
-def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
-    """Build the search."""
-    model = v.model
+@dataclass(frozen=True)
+class Search:
+    """The parts of the search.
 
-    def init_server(key: Array) -> Server:
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), server_like)
+    Attributes
+    ----------
+    vertical : Vertical
+    server_like : SiloData
+        Shapes of what the server holds.
+    """
+
+    vertical: Vertical
+    server_like: SiloData
+
+    def algorithm(self) -> FederatedAlgorithm:
+        """Return the search as pure functions."""
+        exchanges = Exchange("try", self.go, lenient=True), Exchange("turn", self.turn)
+        return FederatedAlgorithm(
+            self.init_server,
+            self.init_client,
+            Round(exchanges, self.round),
+            lambda state: Shared(state.theta, {}),
+            lambda state: Private(state.theta, {}),
+            done=lambda state: state.quiet >= QUIET,
+            server_like=self.server_like,
+        )
+
+    def init_server(self, key: Array) -> Server:
+        v, model = self.vertical, self.vertical.model
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.server_like)
         half, sum_ = v.server.half, jnp.zeros(model.shape)
         given, still = model.with_total(zeros, sum_), jnp.zeros(half.dim)
         held, basis = v.server.held(key, given), jax.random.normal(key, (half.dim, v.width))
@@ -183,8 +210,8 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
             angles=jnp.eye(v.rank),
         )
 
-    def init_client(key: Array, data: SiloData) -> Client:
-        kind = v.kind(data)
+    def init_client(self, key: Array, data: SiloData) -> Client:
+        v, kind = self.vertical, self.vertical.kind(data)
         half, held, still = kind.half, kind.held(key, data), jnp.zeros(kind.half.dim)
         basis = jax.random.normal(key, (half.dim, v.width))
         return Client(
@@ -199,26 +226,20 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
             anchor=basis[:, : v.rank],
         )
 
-    def place(noise: Any, state: Server, who: Array, server_data: Any) -> tuple[Place, Any]:
-        return Place(state.ab, state.newton), ()
-
-    def step_of(down: Place, state: Server | Client) -> Array:
-        plane = down.ab[0] * state.direction + down.ab[1] * state.last
-        return plane + state.directions @ down.newton
-
-    def go(noise: Any, down: Place, state: Client, data: SiloData) -> tuple[Reply[Tried], Client]:
+    def go(
+        self, noise: Any, down: Place, state: Client, data: SiloData
+    ) -> tuple[Reply[Tried], Client]:
         step = step_of(down, state)
-        tried = Tried(*client(v, state, data)(state.z + step))
+        tried = Tried(*client(self.vertical, state, data)(state.z + step))
         return Reply(tried, all_finite(tried)), state._replace(step=step)
 
-    def judge(
-        state: Server, memo: Any, replies: Replies[Tried], server_data: SiloData
-    ) -> tuple[Server, Info]:
+    def judged(self, state: Server, replies: Replies[Tried], data: SiloData) -> Server:
+        """Return the state with the better one of the best point and the one that was tried."""
         total, step = replies.up.predictor, step_of(Place(state.ab, state.newton), state)
         z = state.z + step
 
         def log_p(total: Array) -> Array:
-            return joint(v, state, server_data)(z, total)
+            return joint(self.vertical, state, data)(z, total)
 
         value = log_p(total) + replies.up.own
         slope, curvature = jax.grad(log_p)(total), diagonal_curvature(log_p, total)
@@ -229,31 +250,31 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
             z=z, last=step, value=value, total=total, slope=slope, curvature=curvature
         )
         best = jax.tree.map(lambda a, b: jnp.where(better, a, b), tried, state)
-        after = best._replace(better=better, newton=jnp.zeros_like(state.newton))
-        return after, Info(-best.value, jnp.array(True))
+        return best._replace(better=better, newton=jnp.zeros_like(state.newton))
 
-    def turn(noise: Any, down: Told, state: Client, data: SiloData) -> tuple[Reply[Along], Client]:
+    def turn(
+        self, noise: Any, down: Told, state: Client, data: SiloData
+    ) -> tuple[Reply[Along], Client]:
         moved = state._replace(z=state.z + state.step, last=state.step)
         state = jax.tree.map(lambda a, b: jnp.where(down.better, a, b), moved, state)
 
-        predict, own = functions(v, state, data)
+        predict, own = functions(self.vertical, state, data)
         local = Local.at(predict, own, state.z, down.slope, down.curvature)
         plane = jnp.stack([local.newton(), state.last])
         along = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1])(plane)
         up = Along(along, plane @ local.own_slope, plane @ local.own_hessian @ plane.T)
         return Reply(up, all_finite(up)), state._replace(direction=plane[0])
 
-    def aim(
-        state: Server, memo: Any, replies: Replies[Along], server_data: SiloData
-    ) -> tuple[Server, Info]:
-        log_p = joint(v, state, server_data)
+    def aimed(self, state: Server, up: Along, data: SiloData) -> Server:
+        """Return the state with the next place in the plane."""
+        log_p = joint(self.vertical, state, data)
         slope, curvature = at_point(lambda z: log_p(z, state.total), state.z)
         direction = newton_step(curvature, slope)
         plane = jnp.stack([direction, state.last])
 
         def at(ab: Array) -> Array:
-            total = state.total + jnp.tensordot(ab, replies.up.predictor, 1)
-            own = ab @ replies.up.slope + 0.5 * ab @ replies.up.curvature @ ab
+            total = state.total + jnp.tensordot(ab, up.predictor, 1)
+            own = ab @ up.slope + 0.5 * ab @ up.curvature @ ab
             return log_p(state.z + ab @ plane, total) + own
 
         ab, gain = _best(at)
@@ -261,21 +282,20 @@ def search(v: Vertical, server_like: SiloData) -> FederatedAlgorithm:
         ab = jnp.where(state.better, ab, 0.25 * state.ab)
         still = (gain < STILL[0] + STILL[1] * jnp.abs(state.value)) & state.better
         quiet = jnp.where(still, state.quiet + 1, 0)
-        after = state._replace(direction=direction, ab=ab, quiet=quiet)
-        return after, Info(jnp.zeros(()), replies.ok & all_finite(ab))
+        return state._replace(direction=direction, ab=ab, quiet=quiet)
 
-    exchanges = (
-        Exchange(place, go, judge, name="try", lenient=True),
-        Exchange(tell, turn, aim, name="turn"),
-    )
-    return FederatedAlgorithm(
-        init_server,
-        init_client,
-        exchanges,
-        lambda state: Shared(state.theta, {}),
-        lambda state: Private(state.theta, {}),
-        done=lambda state: state.quiet >= QUIET,
-    )
+    def round(self, state: Server, noise: Any, ask: Ask) -> tuple[Server, Info]:
+        tried = ask("try", Place(state.ab, state.newton))
+        best = self.judged(state, tried, ask.server_data)
+        along: Along = ask("turn", told(best)).up
+        after = self.aimed(best, along, ask.server_data)
+        return after, Info(-best.value, all_finite(after.ab))
+
+
+def step_of(down: Place, state: Server | Client) -> Array:
+    """Return the step from the best point that is to be tried."""
+    plane = down.ab[0] * state.direction + down.ab[1] * state.last
+    return plane + state.directions @ down.newton
 
 
 def client(v: Vertical, state: Client, data: SiloData) -> Callable[[Array], tuple[Array, Array]]:
@@ -307,9 +327,9 @@ def joint(v: Vertical, state: Server, data: SiloData) -> Callable[[Array, Array]
     return at
 
 
-def tell(noise: Any, state: Server, who: Array, server_data: Any) -> tuple[Told, Any]:
-    """What the server says of its best point."""
-    return Told(state.better, state.slope, state.curvature), noise
+def told(state: Server) -> Told:
+    """Return what the server says of its best point."""
+    return Told(state.better, state.slope, state.curvature)
 
 
 def _best(fn: Any) -> tuple[Array, Array]:

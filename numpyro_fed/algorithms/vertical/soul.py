@@ -33,15 +33,17 @@ from jax import Array
 
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import (
+    Ask,
     Exchange,
     FederatedAlgorithm,
     Info,
     Private,
-    Replies,
     Reply,
+    Round,
     Sampled,
     Shared,
     ascend,
+    own_key,
 )
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
@@ -50,18 +52,18 @@ from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
 from numpyro_fed.trees import all_finite
 
+SHOW, DRAW, STEP = "show", "draw", "step"  # the names of the exchanges
+
 
 class ServerState(NamedTuple):
-    """``params`` is ``{"theta", "z"}``: parameters and latents on their way to the mode. ``sent``
-    is what clients wait for (rows, ...), ``resting`` how many of them say that their auxiliary
-    variables have come to rest.
+    """``params`` is ``{"theta", "z"}``: parameters and latents on their way to the mode.
+    ``resting`` is how many clients say that their auxiliary variables have come to rest.
     """
 
     params: dict[str, Any]
     opt_state: Any
     course: Course
     resting: Array
-    sent: Array
 
 
 class ClientState(NamedTuple):
@@ -157,12 +159,11 @@ class Soul:
     def init_server(self, key: Array, data: SiloData) -> ServerState:
         """The server's first state; ``data`` are shapes of what it holds."""
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
-        total = jnp.zeros(self.model.shape)
-        half = self.model.server
+        half, total = self.model.server, jnp.zeros(self.model.shape)
         theta = half.init_theta(key, self.model.with_total(zeros, total))
         params = {"theta": theta, "z": jnp.zeros(half.dim)}
         course, nobody = settling.begin(params), jnp.zeros(())
-        return ServerState(params, self.optim.init(params), course, nobody, total)
+        return ServerState(params, self.optim.init(params), course, nobody)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         """A client's first state: at zero, with the curvature that ``rho`` gives its predictor."""
@@ -267,18 +268,18 @@ class Soul:
 
 def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm:
     """Build the algorithm; ``server_like`` has the shapes of what the server holds."""
-    exchanges = _power(v) if v.power else _augmented(v)
     return FederatedAlgorithm(
         lambda key: v.init_server(key, server_like),
         v.init_client,
-        (*exchanges, _stepping(v)),
+        _power(v) if v.power else _augmented(v),
         lambda state: Shared(state.params["theta"], {"z": state.params["z"]}),
         lambda state: v.private(state, None),
         done=v.done,
+        server_like=server_like,
     )
 
 
-def _augmented(v: Soul) -> tuple[Exchange, ...]:
+def _augmented(v: Soul) -> Round:
     """Clients draw, and send their auxiliary variables."""
 
     def silo(noise: Array, down: Any, state: ClientState, data: SiloData) -> tuple[Reply[Up], Any]:
@@ -286,36 +287,28 @@ def _augmented(v: Soul) -> tuple[Exchange, ...]:
         up = Up(v.auxiliary(state), own)
         return Reply(up, all_finite((up, after.gradient, after.position))), after
 
-    def server(
-        state: ServerState, memo: Any, replies: Replies[Up], server_data: SiloData
-    ) -> tuple[ServerState, Info]:
+    def run(state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
+        up: Up = ask(DRAW, ()).up
+
         def log_p(params: dict[str, Any], total: Array) -> Array:
-            own, rows = v.model.log_server(params["theta"], params["z"], total, server_data)
+            own, rows = v.model.log_server(params["theta"], params["z"], total, ask.server_data)
             return own + rows
 
-        up = replies.up
         value, (gradient, slope) = jax.value_and_grad(log_p, (0, 1))(state.params, up.z)
         loss = -(value + up.own)
-        after = v.moved(state, gradient, loss)._replace(sent=slope)
-        return after, Info(loss, replies.ok & all_finite((loss, gradient, slope)))
+        stepped: Stepped = ask(STEP, slope).up
+        after = v.moved(state, gradient, loss)._replace(resting=stepped.resting)
+        return after, Info(loss, all_finite((loss, gradient, slope)))
 
-    return (Exchange(_nothing, silo, server, name="draw", silo_noise=_key),)
+    return Round((Exchange(DRAW, silo, silo_noise=own_key), _stepping(v)), run)
 
 
-def _power(v: Soul) -> tuple[Exchange, ...]:
+def _power(v: Soul) -> Round:
     """Clients send their auxiliary variables; they draw given the sum, and send slopes."""
 
     def show(noise: Any, down: Any, state: ClientState, data: SiloData) -> tuple[Reply[Array], Any]:
         z = v.auxiliary(state)
         return Reply(z, all_finite(z)), state
-
-    def gathered(
-        state: ServerState, memo: Any, replies: Replies[Array], server_data: SiloData
-    ) -> tuple[ServerState, Info]:
-        return state._replace(sent=replies.up), Info(jnp.zeros(()), replies.ok)
-
-    def tell(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Down, Any]:
-        return Down(state.sent, state.params["theta"], state.params["z"]), ()
 
     def draw(
         noise: Array, down: Down, state: ClientState, data: SiloData
@@ -333,35 +326,29 @@ def _power(v: Soul) -> tuple[Exchange, ...]:
         up = Slopes(own, slope, theta, z)
         return Reply(up, all_finite((up, after.gradient, after.position))), after
 
-    def update(
-        state: ServerState, memo: Any, replies: Replies[Slopes], server_data: SiloData
-    ) -> tuple[ServerState, Info]:
-        def log_p(params: dict[str, Any]) -> Array:
-            total = jnp.zeros(v.model.shape)
-            return v.model.log_server(params["theta"], params["z"], total, server_data)[0]
+    def run(state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
+        total: Array = ask(SHOW, ()).up
+        up: Slopes = ask(DRAW, Down(total, state.params["theta"], state.params["z"])).up
 
-        up = replies.up
+        def log_p(params: dict[str, Any]) -> Array:
+            nothing = jnp.zeros(v.model.shape)
+            return v.model.log_server(params["theta"], params["z"], nothing, ask.server_data)[0]
+
         value, gradient = jax.value_and_grad(log_p)(state.params)
         gradient = jax.tree.map(jnp.add, gradient, {"theta": up.theta, "z": up.z})
         loss = -(value + up.term)
-        after = v.moved(state, gradient, loss)._replace(sent=up.seen)
-        return after, Info(loss, replies.ok & all_finite((loss, gradient, up.seen)))
+        stepped: Stepped = ask(STEP, up.seen).up
+        after = v.moved(state, gradient, loss)._replace(resting=stepped.resting)
+        return after, Info(loss, all_finite((loss, gradient, up.seen)))
 
-    return (
-        Exchange(_nothing, show, gathered, name="show"),
-        Exchange(tell, draw, update, name="draw", silo_noise=_key),
-    )
+    exchanges = Exchange(SHOW, show), Exchange(DRAW, draw, silo_noise=own_key), _stepping(v)
+    return Round(exchanges, run)
 
 
 def _stepping(v: Soul) -> Exchange:
     """Clients take their steps: down goes the gradient with respect to the sum, back comes whether
     they are at rest (0 or 1).
     """
-
-    def broadcast(
-        noise: Any, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[Array, Any]:
-        return state.sent, ()
 
     def silo(
         noise: Any, down: Array, state: ClientState, data: SiloData
@@ -370,17 +357,13 @@ def _stepping(v: Soul) -> Exchange:
         resting = settling.settled(after.course).astype(jnp.result_type(float))
         return Reply(Stepped(resting), all_finite(after.params)), after
 
-    def server(
-        state: ServerState, memo: Any, replies: Replies[Stepped], server_data: Any
-    ) -> tuple[ServerState, Info]:
-        return state._replace(resting=replies.up.resting), Info(jnp.zeros(()), replies.ok)
-
-    return Exchange(broadcast, silo, server, name="step")
+    return Exchange(STEP, silo)
 
 
-def sample(v: Soul, n: int) -> Exchange:
-    """Clients choose ``n`` of the draws that they have kept; the server's latents are at their
-    mode.
+def sample(v: Soul, n: int) -> Round:
+    """Return the round in which clients choose ``n`` of the draws that they have kept.
+
+    The server's latents are at their mode.
     """
 
     def silo_noise(key: Array, state: ClientState) -> Array:
@@ -393,13 +376,13 @@ def sample(v: Soul, n: int) -> Exchange:
         sampled = values_at(v.half(data), state.params["private"], z, data)
         return Reply((), all_finite(sampled)), sampled
 
-    def server(
-        state: ServerState, memo: Any, replies: Replies, server_data: Any
-    ) -> tuple[Array, Info]:
+    def run(state: ServerState, noise: Any, ask: Ask) -> tuple[Array, Info]:
+        ask(name, ())
         z = state.params["z"]
-        return jnp.broadcast_to(z, (n, *z.shape)), Info(jnp.zeros(()), replies.ok)
+        return jnp.broadcast_to(z, (n, *z.shape)), Info(jnp.zeros(()), jnp.array(True))
 
-    return Exchange(_nothing, silo, server, name=sample_name(n), silo_noise=silo_noise)
+    name = sample_name(n)
+    return Round((Exchange(name, silo, silo_noise=silo_noise),), run)
 
 
 def chosen(noise: Array, number: Any, num_kept: int) -> Array:
@@ -407,11 +390,3 @@ def chosen(noise: Array, number: Any, num_kept: int) -> Array:
     known = jnp.clip(number - number // 2, 1, num_kept)
     back = jnp.minimum((noise * known).astype(jnp.int32), known - 1)
     return (jnp.maximum(number, 1) - 1 - back) % num_kept
-
-
-def _nothing(noise: Any, state: ServerState, who: Array, server_data: Any) -> tuple[Any, Any]:
-    return (), ()
-
-
-def _key(key: Array, *state: Any) -> Array:
-    return key

@@ -15,7 +15,8 @@ around the centres of their guides, and all are weighed by the density of the mi
 from __future__ import annotations
 
 import json
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, Info, Replies, Reply
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round
 from numpyro_fed.algorithms.vertical.base import ClientState, Kind, ServerState, Vertical
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.base import GlobalGuide
@@ -70,28 +71,53 @@ class Weighed(NamedTuple):
     log_weights: Array
 
 
-def parts(v: Vertical, num_draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """The scales of the mixture's parts, and of which of them each draw is (num_draws,).
+@dataclass(frozen=True, eq=False)
+class Weighing:
+    """From states of a vertical algorithm to :class:`Weighed` at the server, in one round.
 
-    The guides alone, if the density of some guide is known at its own draws alone.
+    Each client keeps draws (num_draws, dim).
+
+    Attributes
+    ----------
+    vertical : Vertical
+    num_draws : int
+    at_once : int
+        Draws that run at a time.
     """
-    guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
-    if not all(guide.density_everywhere for guide in guides) or num_draws < 10:
-        return np.ones(1), np.zeros(num_draws, int)
-    numbers = [int(share * num_draws) for share in SHARES[1:]]
-    of = np.repeat(np.arange(len(SCALES)), [num_draws - sum(numbers), *numbers])
-    return np.array(SCALES), of
 
+    vertical: Vertical
+    num_draws: int
+    at_once: int
 
-def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
-    """Build the exchange, from states of a vertical algorithm to :class:`Weighed` at the server and
-    draws (num_draws, dim) at each client; ``at_once`` draws run at a time.
-    """
-    scales, of = parts(v, num_draws)
-    shares = jnp.asarray(np.bincount(of, minlength=len(scales)) / num_draws)
+    def round(self) -> Round:
+        """Return the round."""
+        v, n = self.vertical, self.num_draws
+        silo_noise = partial(v.client_draws, n=n)
+        exchange = Exchange(self.name, self.silo, silo_noise=silo_noise, usable=self.usable)
+        return Round((exchange,), self.run, partial(v.server_draws, n=n))
 
-    def place(guide: GlobalGuide, params: Any, noise: Any, xi: Any, middle: Any) -> Placed:
-        """A party's draws; ``middle`` is the centre of the shared noise."""
+    @property
+    def name(self) -> str:
+        """The name of the exchange, from which any party builds it."""
+        return json.dumps({"weigh": self.num_draws, "at_once": self.at_once})
+
+    @cached_property
+    def parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """The scales of the mixture's parts, and of which of them each draw is (num_draws,).
+
+        The guides alone, if the density of some guide is known at its own draws alone.
+        """
+        v, n = self.vertical, self.num_draws
+        guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
+        if not all(guide.density_everywhere for guide in guides) or n < 10:
+            return np.ones(1), np.zeros(n, int)
+        numbers = [int(share * n) for share in SHARES[1:]]
+        of = np.repeat(np.arange(len(SCALES)), [n - sum(numbers), *numbers])
+        return np.array(SCALES), of
+
+    def place(self, guide: GlobalGuide, params: Any, noise: Any, xi: Any, middle: Any) -> Placed:
+        """Return a party's draws; ``middle`` is the centre of the shared noise."""
+        scales, of = self.parts
         eta, V = params["latents"], params.get("coupling")
         draw = partial(coupling.draw, guide)
         z, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
@@ -112,64 +138,55 @@ def weigh(v: Vertical, num_draws: int, at_once: int) -> Exchange:
         found = [under(float(s)) for s in scales]
         return Placed(z, *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *found))
 
-    def broadcast(
-        noise: Any, state: ServerState, who: Array, server_data: Any
-    ) -> tuple[Down, tuple[Any, Down]]:
-        shared = state.params["shared"]
-        middle = v.sharing.centre(shared) if v.rank else ()
-        down = Down(v.xi(shared, noise[1]), middle)
-        return down, (noise[0], down)
-
-    def silo(noise: Any, down: Down, state: ClientState, data: SiloData) -> tuple[Reply[Up], Array]:
+    def silo(
+        self, noise: Any, down: Down, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Up], Array]:
+        v = self.vertical
         kind: Kind = v.kind(data)
         private = v.private(state, data)
-        drawn = place(v.guide(kind).globals, private.guide, noise, down.xi, down.middle)
+        drawn = self.place(v.guide(kind).globals, private.guide, noise, down.xi, down.middle)
 
         def one(z: Array) -> tuple[Array, Array]:
             return v.model.predict(kind.half, private.theta, z, data)
 
-        g, own = jax.lax.map(one, drawn.z, batch_size=at_once)
-        tie = coupling.Tie(drawn.b, products(private.guide)) if v.rank else ()
+        g, own = jax.lax.map(one, drawn.z, batch_size=self.at_once)
+        tie = coupling.Tie(drawn.b, _products(private.guide)) if v.rank else ()
         up = Up(g, own, drawn.log_q, tie)
         return Reply(up, jnp.array(True)), drawn.z
 
-    def usable(up: Up) -> Array:
+    def usable(self, up: Up) -> Array:
         """Densities far out, and predictors there, may overflow: such a draw has no weight."""
-        near = up.predictor[of == 0]
+        near = up.predictor[self.parts[1] == 0]
         return ~jnp.isnan(up.own).any() & ~jnp.isnan(near).any() & all_finite((up.log_q, up.tie))
 
-    def products(params: Any) -> Array:
-        return params["coupling"].T @ params["coupling"]
-
-    def server(
-        state: ServerState, memo: Any, replies: Replies[Up], server_data: SiloData
-    ) -> tuple[Weighed, Info]:
+    def run(self, state: ServerState, noise: Any, ask: Ask) -> tuple[Weighed, Info]:
+        """Draw, ask clients for their predictors there, and weigh."""
+        v, (own, shared) = self.vertical, noise
+        scales, of = self.parts
+        shares = jnp.asarray(np.bincount(of, minlength=len(scales)) / self.num_draws)
         theta, params, *_ = v.shared(state)
-        (noise, down), up = memo, replies.up
-        drawn = place(v.guide(v.server).globals, params, noise, down.xi, down.middle)
+        middle = v.sharing.centre(state.params["shared"]) if v.rank else ()
+        down = Down(v.xi(state.params["shared"], shared), middle)
+        up: Up = ask(self.name, down).up
+        drawn = self.place(v.guide(v.server).globals, params, own, down.xi, middle)
 
         def one(at: tuple[Array, Array]) -> Array:
-            own, likelihood = v.model.log_server(theta, *at, server_data)
+            own, likelihood = v.model.log_server(theta, *at, ask.server_data)
             return own + likelihood
 
-        log_p = jax.lax.map(one, (drawn.z, up.predictor), batch_size=at_once)
+        log_p = jax.lax.map(one, (drawn.z, up.predictor), batch_size=self.at_once)
         log_q = drawn.log_q + up.log_q
         if v.rank:
-            ratio = partial(coupling.log_ratio, params["shared"], A=up.tie.A + products(params))
+            ratio = partial(coupling.log_ratio, params["shared"], A=up.tie.A + _products(params))
             log_q += jax.vmap(jax.vmap(ratio))(drawn.b + up.tie.b)
         log_w = log_p + up.own - jax.nn.logsumexp(jnp.log(shares) + log_q, axis=1)
         # Far from the guides densities may overflow, which gives a draw no weight.
         log_w = jnp.where((of > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
-        evidence = jax.nn.logsumexp(log_w) - jnp.log(num_draws)
-        ok = replies.ok & ~jnp.isnan(log_w).any() & jnp.isfinite(evidence)
-        return Weighed(drawn.z, log_w), Info(-evidence, ok)
+        evidence = jax.nn.logsumexp(log_w) - jnp.log(self.num_draws)
+        fine = ~jnp.isnan(log_w).any() & jnp.isfinite(evidence)
+        return Weighed(drawn.z, log_w), Info(-evidence, fine)
 
-    return Exchange(
-        broadcast,
-        silo,
-        server,
-        name=json.dumps({"weigh": num_draws, "at_once": at_once}),
-        server_noise=partial(v.server_draws, n=num_draws),
-        silo_noise=partial(v.client_draws, n=num_draws),
-        usable=usable,
-    )
+
+def _products(params: Any) -> Array:
+    """Return ``V' V`` of a party's part in the shared noise."""
+    return params["coupling"].T @ params["coupling"]
