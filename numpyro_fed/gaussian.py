@@ -25,7 +25,7 @@ dot = partial(jnp.matmul, precision="highest")
 
 
 class Gaussian(NamedTuple):
-    r"""A Gaussian :math:`N(m, L L')`, or a stack of them.
+    r"""A Gaussian :math:`N(m, L L')`, or a stack of them: a tuple, so that JAX maps over it.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Gaussian(NamedTuple):
     @classmethod
     def of_root(cls, loc: Array, root: Array) -> Gaussian:
         """Return the Gaussian with a Cholesky factor (..., dim, dim), or standard deviations."""
-        if root.ndim == loc.ndim:
+        if _is_diagonal(loc, root):
             return cls(loc, jnp.log(root))
         scale = jnp.diagonal(root, axis1=-2, axis2=-1)
         return cls(loc, jnp.log(scale), root / scale[..., None, :])
@@ -76,7 +76,7 @@ class Gaussian(NamedTuple):
     @classmethod
     def of_precision(cls, loc: Array, precision: Array) -> Gaussian:
         """Return the Gaussian with a precision matrix (..., dim, dim), or precisions (..., dim)."""
-        if precision.ndim == loc.ndim:
+        if _is_diagonal(loc, precision):
             return cls(loc, -0.5 * jnp.log(precision))
         return cls.of_root(loc, linalg.cholesky_of_inverse(precision))
 
@@ -84,13 +84,13 @@ class Gaussian(NamedTuple):
     def of_natural(cls, first: Array, second: Array) -> Gaussian:
         r"""Return the Gaussian with natural parameters :math:`(\Lambda m, -\Lambda / 2)`.
 
-        ``first`` is (dim,), ``second`` (dim, dim), or (dim,) for a diagonal precision.
+        ``first`` is (..., dim), ``second`` (..., dim, dim), or (..., dim) for a diagonal precision.
         """
-        if second.ndim == first.ndim:
+        if _is_diagonal(first, second):
             precision = -2 * second
             return cls.of_precision(first / precision, precision)
         L = linalg.cholesky_of_inverse(-2 * symmetric(second))
-        return cls.of_root(dot(L, dot(first, L)), L)
+        return cls.of_root(_times(L, _times(jnp.swapaxes(L, -1, -2), first)), L)
 
     def params(self) -> dict[str, Array]:
         """Return the parameters that :meth:`of` takes."""
@@ -128,7 +128,8 @@ class Gaussian(NamedTuple):
             precision = jnp.exp(-2 * self.log_scale)
             return precision * self.loc, -0.5 * precision
         K = self.inverse_root()
-        return dot(dot(K, self.loc), K), -0.5 * symmetric(dot(K.T, K))
+        K_transposed = jnp.swapaxes(K, -1, -2)
+        return _times(K_transposed, _times(K, self.loc)), -0.5 * symmetric(dot(K_transposed, K))
 
     def inverse_root(self) -> Array:
         """Return the inverse of :attr:`root`."""
@@ -142,9 +143,7 @@ class Gaussian(NamedTuple):
     def scaled(self, away: Array) -> Array:
         """Return ``L`` times vectors (..., dim)."""
         scaled = self.scale * away
-        if self.unit is None:
-            return scaled
-        return jnp.einsum("...ij,...j->...i", self.unit, scaled, precision="highest")
+        return scaled if self.unit is None else _times(self.unit, scaled)
 
     def standardise(self, z: Array) -> Array:
         r"""Return :math:`L^{-1} (z - m)`, the noise of which ``z`` (..., dim) is the draw."""
@@ -163,6 +162,7 @@ class Gaussian(NamedTuple):
 
     def kl(self, other: Gaussian) -> Array:
         """Return the Kullback-Leibler divergence from ``other``, of the same kind."""
+        _check_alike(self, other)
         log_ratio = self.log_scale - other.log_scale
         shift = (other.standardise(self.loc) ** 2).sum(-1)
         own = (0.5 * jnp.expm1(2 * log_ratio) - log_ratio).sum(-1)
@@ -174,8 +174,9 @@ class Gaussian(NamedTuple):
     def then(self, step: Gaussian) -> Gaussian:
         """Return the Gaussian that is ``step`` in the coordinates in which this one is standard.
 
-        Its mean is ``m + L m_step`` and its root ``L L_step``.
+        Its mean is ``m + L m_step`` and its root ``L L_step``. Both are of the same kind.
         """
+        _check_alike(self, step)
         loc = self.draw(step.loc)
         if self.unit is None:
             return Gaussian(loc, self.log_scale + step.log_scale)
@@ -244,6 +245,25 @@ class Curvature(NamedTuple):
     def root_of_inverse(self) -> Array:
         """Return the Cholesky factor (dim, dim) of the inverse; eigenvalues must be positive."""
         return linalg.root_of(self.vectors / jnp.sqrt(self.values) / self.unit[:, None])
+
+
+def _is_diagonal(loc: Array, spread: Array) -> bool:
+    """Return whether a root or a precision is one number for each coordinate."""
+    if spread.shape == loc.shape:
+        return True
+    if spread.shape != (*loc.shape, *loc.shape[-1:]):
+        raise ValueError(f"a spread of shape {spread.shape} does not go with means {loc.shape}.")
+    return False
+
+
+def _check_alike(one: Gaussian, other: Gaussian) -> None:
+    if (one.unit is None) != (other.unit is None):
+        raise TypeError("one Gaussian has a full covariance, and the other one has none.")
+
+
+def _times(matrix: Array, vector: Array) -> Array:
+    """Return matrices (..., dim, dim) times vectors (..., dim)."""
+    return jnp.einsum("...ij,...j->...i", matrix, vector, precision="highest")
 
 
 def unit_lower(below: Array, dim: int) -> Array:

@@ -1,6 +1,6 @@
 """Exponential families against NumPyro's distributions, autodiff and quadrature."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -545,3 +545,39 @@ def test_families_run_under_vmap():
 def test_a_covariance_by_another_name():
     with pytest.raises(ValueError, match="'diagonal' or 'full', got 'low_rank'"):
         expfam.gaussian(2, "low_rank")
+
+
+def test_families_are_equal_only_if_they_are_the_same():
+    normals = expfam.product({"a": (slice(0, 1), expfam.gaussian(1))})
+    rates = expfam.product({"a": (slice(0, 1), expfam.gamma(()))})
+    assert normals != rates
+    assert expfam.gaussian(2) == expfam.gaussian(2) != expfam.gaussian(2, "full")
+    assert expfam.beta((2,)) != expfam.beta((1, 2))
+
+    @partial(jax.jit, static_argnums=0)
+    def log_base(family):
+        return family.log_base(jnp.ones(1))
+
+    assert (float(log_base(normals)), float(log_base(rates))) == (0.0, 1.0)
+
+
+def test_a_proper_member_of_a_nearly_singular_precision_has_finite_numbers():
+    """In single precision two factorisations may disagree about what is positive definite."""
+    family, r = expfam.gaussian(6, "full"), np.random.default_rng(0)
+
+    @jax.jit
+    def found(eta):
+        psi = family.ordinary(eta)
+        numbers = (family.log_partition(eta), family.entropy(psi), family.kl(eta, eta))
+        return family.proper(eta), jnp.isfinite(jnp.stack(numbers)).all()
+
+    proper = 0
+    with jax.enable_x64(False):
+        for _ in range(200):
+            Q, _ = np.linalg.qr(r.normal(size=(6, 6)))
+            values = 10.0 ** np.linspace(0, -8.0, 6)
+            second = jnp.asarray(-0.5 * (Q * values) @ Q.T, jnp.float32)
+            fine, finite = found({"first": jnp.ones(6), "second": second})
+            assert finite or not fine
+            proper += int(fine)
+    assert 0 < proper < 200

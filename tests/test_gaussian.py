@@ -49,12 +49,13 @@ def test_a_gaussian_is_numpyros_distribution(dim, full, stack, seed):
         close(Gaussian.of_root(q.loc, q.root), q)
 
 
+@pytest.mark.parametrize("stack", [(), (3,), (4,)])
 @pytest.mark.parametrize("full", [False, True])
-def test_natural_parameters_and_precisions_lead_back(full, double):
-    q = some(4, full)
+def test_natural_parameters_and_precisions_lead_back(full, stack, double):
+    q = some(4, full, stack=stack)
     precision = jnp.linalg.inv(q.covariance) if full else 1 / q.covariance
     first, second = q.natural()
-    close(first, precision @ q.loc if full else precision * q.loc)
+    close(first, jnp.einsum("...ij,...j", precision, q.loc) if full else precision * q.loc)
     close(second, -0.5 * precision)
     close(Gaussian.of_natural(first, second), q)
     close(Gaussian.of_precision(q.loc, precision), q)
@@ -93,3 +94,12 @@ def test_a_flat_direction_is_no_flatter_than_a_share_of_the_largest(double):
     flat = jnp.array([[1.0, 1.0], [1.0, 1.0]])
     close(Curvature.of(flat).positive(1e-6).values, [2e-6, 2.0])
     close(Curvature.of(jnp.zeros((2, 2))).positive(1e-6).values, [1e-6, 1e-6])
+
+
+def test_gaussians_of_two_kinds_and_spreads_of_other_shapes_are_refused():
+    one, other = some(3, False), some(3, True)
+    for f in (one.kl, other.then):
+        with pytest.raises(TypeError, match="full covariance"):
+            f(other if f == one.kl else one)
+    with pytest.raises(ValueError, match=r"\(3, 3\) does not go with means \(2, 3\)"):
+        Gaussian.of_root(jnp.zeros((2, 3)), jnp.eye(3))

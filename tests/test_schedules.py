@@ -2,6 +2,7 @@
 
 import heapq
 import re
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -368,7 +369,7 @@ def test_a_bad_reply_in_any_exchange_ends_the_round_that_forgets_to_look(where, 
         return reply._replace(ok=data.arrays["y"].sum() != TOTALS[2]), after
 
     bad = first._replace(silo=silo, lenient=lenient)
-    runtime = make(algorithm._replace(round=algorithm.round._replace(exchanges=(bad, last))))
+    runtime = make(algorithm._replace(round=replace(algorithm.round, exchanges=(bad, last))))
     state, _, ended = runtime.advance(KEY, runtime.init(KEY, batches), batches, 3)
     np.testing.assert_array_equal(ended.replies, np.arange(SILOS) != 2)
     assert bool(ended.ok) == lenient
@@ -414,6 +415,27 @@ def test_a_round_asks_for_each_exchange_once_in_order(make, asked, words):
 
     with pytest.raises(TypeError, match=words):
         one_round(make, run)
+
+
+def test_a_round_that_catches_its_questions_sends_nothing_else():
+    """Or what it returns would go to the silos in the place of a message."""
+
+    def run(state, noise, ask):
+        try:
+            up = ask("toy 0", ()).up
+        except BaseException:
+            up = 0.0
+        return state, Info(jnp.asarray(up), jnp.array(True))
+
+    with pytest.raises(TypeError, match="catches every exception"):
+        one_round(host, run)
+
+
+@pytest.mark.parametrize("names", [(), ("a", "b", "a")])
+def test_exchanges_of_a_round_have_names_of_their_own(names):
+    exchanges = tuple(Exchange(name, lambda *args: args) for name in names)
+    with pytest.raises(ValueError, match="each with a name of its own"):
+        Round(exchanges, lambda state, noise, ask: (state, None))
 
 
 def one_round(make, run):

@@ -1030,7 +1030,7 @@ def test_an_exchange_that_nobody_knows_is_said(name):
     vfl = nf.VFL(gaussian, start=None)
     fit, _ = vfl._prepare(data(), {}, "simulation")
     with pytest.raises(nf.ModelError, match=f"there is no exchange '{name}' here"):
-        vfl.round(fit.built, name)
+        vfl.round_of(fit.built, name)
 
 
 def test_latents_above_others_begin_at_the_median_of_their_prior():
@@ -1200,7 +1200,7 @@ def test_weights_are_those_of_the_joint_density(settings):
     fit = vfl.run(KEY, 20, xs, y, progress_bar=False)
     v, held = fit._fit.vertical, fit._held
     weighing = Weighing(v, 40, 7)
-    run = fit._fit.runtime.single(weighing.round())
+    run = fit._fit.runtime.single(weighing.as_round())
     weighed, states, info, _ = run(
         KEY, fit.state.server, fit.state.silos, held.batches, fit._fit.server_data
     )

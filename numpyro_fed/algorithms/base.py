@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -226,12 +227,15 @@ class Run(Protocol):
         ...
 
 
-class Round(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Round:
     """What the server does from one state to the next, and what it asks silos on the way.
 
     ``run`` reads from top to bottom as the algorithm does in its paper. It asks for each exchange
     once, in the order in which they are declared, and outside of ``cond``, ``scan`` and ``grad``:
-    ``replies = ask("draw", Down(...))``.
+    ``replies = ask("draw", Down(...))``. It must be a pure function of its arguments and of the
+    replies: where silos are outside of the program, it is run anew for each question, and what was
+    sent is computed once more.
 
     Attributes
     ----------
@@ -245,14 +249,18 @@ class Round(NamedTuple):
     run: Run
     noise: Callable[[Array], Any] = no_noise
 
+    def __post_init__(self) -> None:
+        names = [exchange.name for exchange in self.exchanges]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"a round's exchanges are {names}: expected at least one, each with a name of its "
+                "own, by which silos are asked."
+            )
+
     @property
     def name(self) -> str:
         """The name of its only exchange, or of the first one."""
         return self.exchanges[0].name
-
-    def exchange(self, name: str) -> Exchange:
-        """Return one of the exchanges."""
-        return next(x for x in self.exchanges if x.name == name)
 
 
 def own_key(key: Array, state: Any = None) -> Array:

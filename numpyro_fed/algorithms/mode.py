@@ -179,8 +179,8 @@ def mode(
         after = one_by_one(one, (state, replies.up))
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
-    round = Round((Exchange("mode", silo, lenient=True),), run)
-    return searching(fm, init_server, init_silo, round)
+    round_ = Round((Exchange("mode", silo, lenient=True),), run)
+    return searching(fm, init_server, init_silo, round_)
 
 
 def effects_of(fm: FederatedModel) -> np.ndarray:
@@ -293,7 +293,7 @@ def together(fm: FederatedModel) -> int:
 
 
 def searching(
-    fm: FederatedModel, init_server: Callable, init_silo: Callable, round: Round
+    fm: FederatedModel, init_server: Callable, init_silo: Callable, round_: Round
 ) -> FederatedAlgorithm:
     """Return the algorithm of a search; it ends where every silo has been at the best place."""
     unravel = unraveller(fm)
@@ -308,7 +308,7 @@ def searching(
     def done(state: Searching) -> Array:
         return state.left.all()
 
-    return FederatedAlgorithm(init_server, init_silo, round, shared, private, done=done)
+    return FederatedAlgorithm(init_server, init_silo, round_, shared, private, done=done)
 
 
 class Around(NamedTuple):

@@ -90,8 +90,8 @@ def wide_mode(
 ) -> FederatedAlgorithm:
     """Return the algorithm; arguments as for :func:`numpyro_fed.algorithms.mode.mode`."""
     search = WideSearch(fm, number, init_loc_fn, most)
-    round = Round((Exchange("mode", search.silo, lenient=True),), search.round)
-    return searching(fm, search.init_server, search.init_silo, round)
+    round_ = Round((Exchange("mode", search.silo, lenient=True),), search.round)
+    return searching(fm, search.init_server, search.init_silo, round_)
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,7 +105,7 @@ class Up(NamedTuple):
     gradient: Down
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StructuredVI:
     """The parts of the algorithm; the server and every silo use ``optim``, each with its own state.
 
@@ -204,7 +204,7 @@ class StructuredVI:
         (down, value), pull = jax.vjp(
             lambda params: self.draw(params, state.reference, noise), state.params
         )
-        replies = ask("sfvi", down)
+        replies = ask(self.exchange.name, down)
         times = self.num_silos / len(ask.who)
         up = jax.tree.map(lambda a: times * a, replies.up)
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))

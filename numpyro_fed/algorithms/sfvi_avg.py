@@ -219,9 +219,12 @@ def aggregation(name: str, kind: str, num_silos: int) -> Aggregation:
         return DiagonalWasserstein() if kind == "diagonal" else Wasserstein()
     if name == "product":
         return ProductOfGuides(num_silos)
-    if name == "average":
-        return AverageOfParameters()
-    return ForwardKL() if name == "forward_kl" else ReverseKL()
+    others: dict[str, Aggregation] = {
+        "average": AverageOfParameters(),
+        "forward_kl": ForwardKL(),
+        "reverse_kl": ReverseKL(),
+    }
+    return others[name]
 
 
 def _square(off: Array, like: Array) -> Array:
@@ -229,7 +232,7 @@ def _square(off: Array, like: Array) -> Array:
     return off**2 if like.ndim == 1 else jnp.outer(off, off)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Averaging:
     """The parts of the algorithm.
 
@@ -331,7 +334,7 @@ class Averaging:
 
     def round(self, state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
         """Send the guide, and put an average of the silos' guides in its place."""
-        replies = ask("sfvi_avg", Down(state.params, state.rows))
+        replies = ask(self.exchange.name, Down(state.params, state.rows))
         gathered = self.aggregation.combine is Combine.GATHER
         weights = replies.weight / replies.weight.sum()
 

@@ -7,6 +7,7 @@ PVI: that the silos' factors sum to the server's) holds for any of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -101,7 +102,7 @@ def transformed(algorithm: FederatedAlgorithm, transform: ReplyTransform) -> Fed
         return exchange._replace(silo=silo, silo_noise=silo_noise)
 
     sending = tuple(map(wrap, algorithm.round.exchanges))
-    return algorithm._replace(round=algorithm.round._replace(exchanges=sending))
+    return algorithm._replace(round=replace(algorithm.round, exchanges=sending))
 
 
 def _is_real(a: Array) -> bool:

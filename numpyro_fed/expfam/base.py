@@ -23,7 +23,7 @@ Tree = Any
 Index = slice | np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family(ABC):
     r"""An exponential family of a flat vector ``z`` of unconstrained numbers.
 
@@ -194,7 +194,7 @@ def location_and_log_scale(family: Family, eta: Tree) -> tuple[Array, Array]:
 
 
 def move_along(family: Family, eta: Tree, step: Tree) -> Array:
-    """How far ``step`` from ``eta`` moves ``q``, as :attr:`Family.move` measures it."""
+    """How far ``step`` from ``eta`` moves ``q``, as :meth:`Family.move` measures it."""
     (_, log_sd), (mean, log_scale) = jax.jvp(
         lambda eta: location_and_log_scale(family, eta), (eta,), (step,)
     )
@@ -245,7 +245,7 @@ def kl(family: Family, eta_q: Tree, eta_p: Tree) -> Array:
     .. math::
         KL(q \| p) = A(\eta_p) - A(\eta_q) - \langle \eta_p - \eta_q, \mu(\eta_q) \rangle
 
-    Computed by NumPyro's formula for the distribution where there is one.
+    Gaussians compute it from their roots, other families by NumPyro's formula.
 
     Parameters
     ----------

@@ -195,9 +195,14 @@ class FullGaussian(_GaussianFamily):
         return {"first": u, "second": across + across.T}
 
     def log_partition(self, eta: Natural) -> Array:
-        R = linalg.cholesky(-2 * symmetric(eta["second"]))  # the precision is R R'
-        w = linalg.solve(R, eta["first"])  # R^{-1} Lambda m
-        return 0.5 * (jnp.sum(w**2) + self.dim * LOG_2PI) - jnp.log(jnp.diagonal(R)).sum()
+        q = self.of(eta)
+        w = dot(eta["first"], q.root)  # L^{-1} m
+        return 0.5 * (jnp.sum(w**2) + self.dim * LOG_2PI) + q.log_scale.sum()
+
+    def proper(self, eta: Natural) -> Array:
+        """Return whether it is normalisable: in single precision, by factors from either end."""
+        factor = linalg.cholesky(-2 * symmetric(eta["second"]))
+        return all_finite(factor) & super().proper(eta)
 
     def from_mean(self, mu: Tree) -> Natural:
         covariance = symmetric(mu["second"]) - jnp.outer(mu["first"], mu["first"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -247,8 +246,11 @@ def encoder(
     MissingExtraError
         Without equinox.
     """
-    if importlib.util.find_spec("equinox") is None:
-        raise MissingExtraError("equinox", "nn")
+    try:
+        import equinox  # noqa: F401
+        from numpyro.contrib.module import eqx_module  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("equinox", "nn") from error
     if not row:
         raise GuideError(
             f"guides.Amortised for silo_plate '{plate}': no array has as many rows as the plate, "

@@ -11,7 +11,7 @@ from jax import Array
 GuideParams = dict[str, Any]  # eta: arrays by name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GlobalGuide(ABC):
     """A guide of the flat vector ``z_G``, as functions of parameters ``eta`` and explicit noise.
 

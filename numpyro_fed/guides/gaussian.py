@@ -117,8 +117,9 @@ class Skewed(_GaussianGuide):
         return {**super().init(key, loc), "below": below, "scale_coupling": D}
 
     def place(self, eta: GuideParams, noise: Array) -> Array:
-        scaled = jnp.exp(self._coupling(eta) @ noise) * noise
-        return eta["loc"] + self._back(self._ordered(eta).scaled(scaled))
+        q = self._ordered(eta)
+        q = q._replace(log_scale=q.log_scale + self._coupling(eta) @ noise)
+        return eta["loc"] + self._back(q.scaled(noise))
 
     def _inverted(self, eta: GuideParams, z: Array) -> tuple[Array, Array]:
         """Return the noise of which ``z`` is the draw, and the log-scales given it."""

@@ -327,7 +327,7 @@ def build_resolved(
     fm: FederatedModel,
     row_of: Callable[[str], Row] | None = None,
 ) -> Guide:
-    """The guide as pure functions; ``row_of`` says what arrays a row of a plate has."""
+    """Return the guide; ``row_of`` says what arrays a row of a plate has."""
     spec = _structured(spec)
     dims, first = {p.name: p.dim for p in fm.plates}, spec.init_scale
     locals_: dict[str, LocalGuide] = {}

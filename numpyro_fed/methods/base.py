@@ -347,14 +347,14 @@ class Method(ABC):
         fm = split(self._text(), [plan.template()])
         return self._build(fm, plan, self._shaped(fm))
 
-    def round(self, built: Built, name: str) -> Round:
+    def round_of(self, built: Built, name: str) -> Round:
         """Return the round that has this exchange: of a run, the evaluation, the correction."""
         known = [*built.opening, built.algorithm.round]
         if built.factors is not None:
             known.append(built.factors.evaluation)
-        for round in known:
-            if name in {x.name for x in round.exchanges}:
-                return round
+        for round_ in known:
+            if name in {x.name for x in round_.exchanges}:
+                return round_
         if "importance" not in settings_in(name):
             raise unknown_exchange(name)
         return weighing(built, name)[0]

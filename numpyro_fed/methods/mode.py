@@ -282,13 +282,13 @@ def begin(
 
 def opened(fit: Fit, key: Array, state: State, batches: tuple[Batch, ...]) -> State:
     """Return the state after the rounds with which the algorithm itself opens."""
-    for round in fit.built.algorithm.opening:
-        once = _single(fit, fit.runtime, round)
+    for round_ in fit.built.algorithm.opening:
+        once = _single(fit, fit.runtime, round_)
         server, silos, info, good = once(key, state.server, state.silos, batches)
         if not bool(info.ok):
             bad = failed_silos(good, (), ())
             raise NonFiniteError(
-                f"what silos say before the first round (exchange '{round.name}') is not finite"
+                f"what silos say before the first round (exchange '{round_.name}') is not finite"
                 f"{_which(bad)}. Look at the data there.",
                 result=None,
                 round=0,
@@ -325,11 +325,11 @@ def _usable(fm: FederatedModel, search: Search | Climb) -> bool:
     return bool(gain <= max(ALMOST * len(x), 10 * eps * abs(value)))
 
 
-def _single(fit: Fit, runtime: Runtime, round: Round) -> Single:
+def _single(fit: Fit, runtime: Runtime, round_: Round) -> Single:
     """Return a round of the search's runtime, compiled once a fit."""
-    if round.name not in fit.compiled:
-        fit.compiled[round.name] = runtime.once(round)
-    return fit.compiled[round.name]
+    if round_.name not in fit.compiled:
+        fit.compiled[round_.name] = runtime.once(round_)
+    return fit.compiled[round_.name]
 
 
 def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:

@@ -228,11 +228,11 @@ class VerticalMethod(ABC):
         """The algorithm, from text and plan: the same at every party."""
         return self._build(self._roles(plan))
 
-    def round(self, built: VerticalBuilt, name: str) -> Round:
+    def round_of(self, built: VerticalBuilt, name: str) -> Round:
         """Return the round that has this exchange: of a run, or in which all parties draw."""
-        for round in (*built.opening, built.algorithm.round):
-            if name in {x.name for x in round.exchanges}:
-                return round
+        for round_ in (*built.opening, built.algorithm.round):
+            if name in {x.name for x in round_.exchanges}:
+                return round_
         if "sample" not in (asked := settings_in(name)):
             raise unknown_exchange(name)
         return built.sampling(asked["sample"])

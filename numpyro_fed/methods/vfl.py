@@ -22,7 +22,7 @@ from numpyro_fed.algorithms.vertical.base import Kind, Vertical
 from numpyro_fed.algorithms.vertical.begin import Beginning, looks, spread, width_of
 from numpyro_fed.algorithms.vertical.power import Power
 from numpyro_fed.algorithms.vertical.sample import sample
-from numpyro_fed.algorithms.vertical.search import Search
+from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
@@ -302,9 +302,11 @@ class VFL(VerticalMethod):
         )
         if start is None:
             return built
-        begins = Beginning(vertical).round()
+        begins = Beginning(vertical).as_round()
         looks = (spread(vertical),) if start == "mode" else ()
-        return built._replace(search=Search(vertical, like).algorithm(), begins=(*looks, begins))
+        return built._replace(
+            search=VerticalSearch(vertical, like).algorithm(), begins=(*looks, begins)
+        )
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
         v = built.vertical
@@ -333,11 +335,11 @@ class VFL(VerticalMethod):
     ) -> tuple[State, VerticalStart | None]:
         return begin(fit, key, batches, runtime_of)
 
-    def round(self, built: VerticalBuilt, name: str) -> Round:
+    def round_of(self, built: VerticalBuilt, name: str) -> Round:
         """Return the round that has this exchange: of a run, or the importance correction."""
         if "weigh" in (asked := settings_in(name)):
-            return Weighing(built.vertical, asked["weigh"], asked["at_once"]).round()
-        return super().round(built, name)
+            return Weighing(built.vertical, asked["weigh"], asked["at_once"]).as_round()
+        return super().round_of(built, name)
 
     def unhides(self, name: str) -> bool:
         """Whether an exchange sends without noise what noise hides elsewhere: the correction does,

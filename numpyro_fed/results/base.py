@@ -120,9 +120,9 @@ class Built(NamedTuple):
         """The algorithm whose states come first."""
         return self.algorithm if self.start is None else self.start.search
 
-    def sender(self, round: Round) -> FederatedAlgorithm:
+    def sender(self, round_: Round) -> FederatedAlgorithm:
         """Return the algorithm from whose states a round starts."""
-        searches = round.name in {x.name for x in self.searching}
+        searches = round_.name in {x.name for x in self.searching}
         return self.first if searches else self.algorithm
 
     @property
@@ -242,10 +242,10 @@ class Fit(NamedTuple):
         source = "" if self.recipe is None else self.recipe.source
         return Made(text, source, {f"silo {j}": data for j, data in enumerate(held)})
 
-    def single(self, name: str, round: Round) -> Single:
+    def single(self, name: str, round_: Round) -> Single:
         """Return a single round by name, compiled once."""
         if name not in self.compiled:
-            self.compiled[name] = self.runtime.single(round)
+            self.compiled[name] = self.runtime.single(round_)
         return self.compiled[name]
 
     def initial_state(self, silos: Silos) -> State:

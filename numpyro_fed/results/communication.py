@@ -109,7 +109,7 @@ def exchanged_before(built: Any, start: Any) -> dict[str, int]:
     """How often each exchange took place before the first round of a run that began at ``start``,
     and not at the state of another run.
     """
-    times = {round.name: 1 for round in built.algorithm.opening}
+    times = {round_.name: 1 for round_ in built.algorithm.opening}
     number = getattr(start, "num_exchanges", None)
     if built.start is None or number is None:
         searched = [] if built.start is None else built.searching

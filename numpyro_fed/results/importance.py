@@ -367,8 +367,8 @@ def weighing(built: Built, name: str) -> tuple[Round, Proposal]:
     fm, guide = built.model, built.guide
     proposed = proposal(fm, guide.globals, num_draws, settings["wider"])
     likelihood, batch = SiloLikelihood(fm, guide, draws), settings["batch_size"]
-    round = importance(fm, guide, proposed, likelihood, built.algorithm, num_draws, batch, name)
-    return round, proposed
+    round_ = importance(fm, guide, proposed, likelihood, built.algorithm, num_draws, batch, name)
+    return round_, proposed
 
 
 def _compiled(
@@ -384,11 +384,11 @@ def _compiled(
     )
     name = json.dumps(settings)
     if name not in fit.compiled:
-        round, proposed = weighing(fit.built, name)
+        round_, proposed = weighing(fit.built, name)
         sampler = posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws))
         rows = sum(n for _, n in fit.plan.total)
         little = num_draws * rows * math.prod(draws.values()) <= LITTLE
-        compiled = fit.runtime.once(round) if little else fit.runtime.single(round)
+        compiled = fit.runtime.once(round_) if little else fit.runtime.single(round_)
         fit.compiled[name] = compiled, sampler, proposed
     return fit.compiled[name]
 

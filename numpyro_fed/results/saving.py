@@ -16,8 +16,11 @@ from numpyro_fed.errors import SavedStateError
 from numpyro_fed.files import npz, read_npz, write_npz
 from numpyro_fed.results.recognise import Made
 
-VERSION = 2
-READ = 1, 2  # of version 1 a description in a file of its own, without fingerprints
+VERSION = 3
+# Of version 1 a description in a file of its own, without fingerprints; up to version 2 the server
+# of a vertical model kept what it needed within a round.
+READ = 1, 2, 3
+WITHIN_A_ROUND = tuple(f"state.server.{name}" for name in ("noise", "sent", "own", "by_xi"))
 DRAWS, WEIGHTS = "draws/", "weights"  # names of arrays that can be used without the model
 
 
@@ -138,6 +141,9 @@ def load_state(
             raise SavedStateError(f"{file} belongs to another fit: {_differ(name, said, wanted)}")
     wanted = {f"{part}state{name}": leaf for name, leaf in _leaves(like)}
     known = {name for name in arrays if name.startswith(f"{part}state")}
+    if saved["version"] < VERSION:
+        scratch = tuple(part + name for name in WITHIN_A_ROUND)
+        known = {name for name in known if name in wanted or not name.startswith(scratch)}
     leaves = []
     for name in [*wanted, *sorted(known - wanted.keys())]:
         here, there = _kind(_numbers(wanted.get(name))), _kind(arrays.get(name))

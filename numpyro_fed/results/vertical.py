@@ -57,9 +57,9 @@ class VerticalBuilt(NamedTuple):
         searching = (self.search.round,) if len(self.begins) > 1 else ()
         return (*searching, *self.begins)
 
-    def sender(self, round: Round) -> FederatedAlgorithm:
+    def sender(self, round_: Round) -> FederatedAlgorithm:
         """Return the algorithm from whose states a round starts."""
-        opening = round.name in {x.name for x in self.opening}
+        opening = round_.name in {x.name for x in self.opening}
         return self.first if opening else self.algorithm
 
 

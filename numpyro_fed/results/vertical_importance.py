@@ -81,7 +81,7 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
     weighing = Weighing(v, size, max(1, min(size, TOGETHER // row_numbers)))
     if weighing.name not in fit.compiled:
-        fit.compiled[weighing.name] = fit.runtime.single(weighing.round())
+        fit.compiled[weighing.name] = fit.runtime.single(weighing.as_round())
 
     def one(i: int) -> tuple[Any, list[Any], float]:
         """The server's weighed draws, the clients' own, and an estimate of the log evidence."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -168,7 +169,8 @@ def _reach(batches: tuple[Batch, ...], watch: Callable[[Any], Any]) -> Reach:
 
 def compiled(round_: Round) -> Round:
     """Return the same round, each part of it compiled; ``silo`` is then the whole visit."""
-    return in_parts(round_)._replace(exchanges=tuple(map(compiled_visit, round_.exchanges)))
+    exchanges = tuple(map(compiled_visit, round_.exchanges))
+    return replace(in_parts(round_), exchanges=exchanges)
 
 
 def compiled_visit(exchange: Exchange) -> Exchange:

@@ -29,7 +29,7 @@ from numpyro_fed.runtime.messages import pack, read, unpack, write
 from numpyro_fed.runtime.noise import init_keys, one_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule
-from numpyro_fed.runtime.step import Answers, Reach, crossed, in_parts
+from numpyro_fed.runtime.step import Answers, Crossed, Reach, crossed, in_parts
 from numpyro_fed.trees import strong
 
 Send = Callable[[int, bytes], bytes]
@@ -61,7 +61,7 @@ class Party(Protocol):
         """What server and silos make of the plan; it has ``algorithm``."""
         ...
 
-    def round(self, built: Any, name: str) -> Round:
+    def round_of(self, built: Any, name: str) -> Round:
         """The round that has the exchange of this name."""
         ...
 
@@ -176,10 +176,11 @@ class SiloNode:
             SEARCH: jax.jit(self._built.first.init_silo),
         }
         self._exchanges: dict[str, tuple[Exchange, Any]] = {}
+        self._crossed: dict[str, list[Crossed]] = {}
         self._state, self._run = None, np.zeros(0)
         own = (*self._built.opening, self._built.algorithm.round)
         # All other exchanges leave the state as it is.
-        self._own = {exchange.name for round in own for exchange in round.exchanges}
+        self._own = {exchange.name for round_ in own for exchange in round_.exchanges}
 
     def handle(self, message: bytes) -> bytes:
         """Answer the server's message."""
@@ -241,8 +242,11 @@ class SiloNode:
                     "SiloNode(..., allow_unhidden=True)."
                 )
             self._method.admit(self._built, name, self._number, self._data)
-            round = self._method.round(self._built, name)
-            every = crossed(self._built.sender(round), (round,), self._data)
+            round_ = self._method.round_of(self._built, name)
+            if round_.name not in self._crossed:
+                sender = self._built.sender(round_)
+                self._crossed[round_.name] = crossed(sender, (round_,), self._data)
+            every = self._crossed[round_.name]
             exchange, down, _ = next(found for found in every if found.exchange.name == name)
             self._exchanges[name] = compiled_visit(exchange), down
         return self._exchanges[name]
@@ -331,6 +335,7 @@ def remote(
     """The server's side: a runtime whose silos are asked over a line."""
     init_server, template = jax.jit(algorithm.init_server), plan.template()
     told = None if algorithm.told is None else jax.jit(algorithm.told)
+    rounds_of: dict[str, Round] = {}
     likes: dict[str, Reply] = {}
     checks: dict[str, Callable[[Reply], Reply]] = {}
     last = algorithm.round.exchanges[-1].name
@@ -343,13 +348,19 @@ def remote(
         server, carry = strong((server, carry))
         return State(jnp.zeros((), jnp.int32), server, (), carry)
 
-    def prepared(round: Round) -> Round:
-        """Learn what silos reply in a round, and compile what the server does."""
-        for exchange, _, reply in crossed(algorithm, (round,), template):
+    def prepared(round_: Round) -> Round:
+        """Return the round as the server runs it."""
+        rounds_of.update((exchange.name, round_) for exchange in round_.exchanges)
+        return in_parts(round_)
+
+    def learn(name: str) -> None:
+        """Find out what silos reply in the round that has this exchange."""
+        for exchange, _, reply in crossed(algorithm, (rounds_of[name],), template):
             likes[exchange.name], checks[exchange.name] = reply, jax.jit(exchange.checked)
-        return in_parts(round)
 
     def reach(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
+        if exchange.name not in likes:
+            learn(exchange.name)
         like, check = likes[exchange.name], checks[exchange.name]
         replies, seen = [], []
         for i, j in enumerate(np.asarray(who).tolist()):
@@ -366,8 +377,8 @@ def remote(
     def reach_of(batches: tuple[Batch, ...]) -> Reach:
         return reach
 
-    def single(round: Round) -> Single:
-        return alone(prepared(round), num_silos, reach_of)
+    def single(round_: Round) -> Single:
+        return alone(prepared(round_), num_silos, reach_of)
 
     # One round a call: what silos have done cannot be taken back, as a longer call might want to.
     advance = rounds(prepared(algorithm.round), schedule, num_silos, reach_of, algorithm.done)

@@ -27,7 +27,7 @@ def exchange_key(key: Array, number: Array | int, exchange: int, exchanges: int)
 
 
 def server_key(key_exchange: Array) -> Array:
-    """The server's key for an exchange."""
+    """The server's key for a round, from that of the round's first exchange."""
     return jax.random.fold_in(key_exchange, 0)
 
 

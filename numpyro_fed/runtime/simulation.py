@@ -109,7 +109,7 @@ def _noise_of(round_: Round, key: Array, numbers: Array, silos: Any, batches: An
     """
     size = len(round_.exchanges)
     ends = np.cumsum([len(b.silos) for b in batches])[:-1]
-    everyone, of_server, of_silos = jnp.concatenate([b.silos for b in batches]), [], []
+    everyone, of_server, of_silos = jnp.concatenate([b.silos for b in batches]), None, []
 
     def bucket(exchange: Exchange, keys: Array, states: Any) -> Any:
         some = jax.tree.map(lambda a: a[0], states)
@@ -121,8 +121,8 @@ def _noise_of(round_: Round, key: Array, numbers: Array, silos: Any, batches: An
         server, silo = jax.vmap(participant_keys, (0, None))(mine, everyone)
         parts = zip(jnp.split(silo, ends, axis=1), silos, strict=True)
         of_silos.append([bucket(exchange, keys, states) for keys, states in parts])
-        of_server.append(server)
-    return Noise(jax.vmap(round_.noise)(of_server[0]), of_silos)
+        of_server = jax.vmap(round_.noise)(server) if e == 0 else of_server
+    return Noise(of_server, of_silos)
 
 
 def _reach_everyone(batches: tuple[Batch, ...], order: Array, watch: Watch | None) -> Reach:

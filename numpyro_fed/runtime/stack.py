@@ -135,9 +135,9 @@ class Runtime(NamedTuple):
     chunk: int = CHUNK
     soon: Callable[[Round], Single] | None = None
 
-    def once(self, round: Round) -> Single:
+    def once(self, round_: Round) -> Single:
         """Return a single round that is little work, compiled."""
-        return (self.soon or self.single)(round)
+        return (self.soon or self.single)(round_)
 
 
 def on_device(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -126,7 +127,7 @@ class _Live(_Asking):
 
 
 def step(
-    round: Round,
+    round_: Round,
     reach: Reach,
     noise: Noise,
     server: Any,
@@ -143,13 +144,13 @@ def step(
         participants' replies were good in all exchanges, as the runtime tells it; and what was
         watched after the last.
     """
-    ask = _Live(round.exchanges, reach, noise, silos, who, server_data)
-    server, info = round.run(server, noise.server, ask)
+    ask = _Live(round_.exchanges, reach, noise, silos, who, server_data)
+    server, info = round_.run(server, noise.server, ask)
     return server, ask.silos, ask.finish(info), ask.good, ask.seen
 
 
-class _Asked(Exception):
-    """Carries out of a round what it sends."""
+class _Asked(BaseException):
+    """Carries out of a round what it sends; nothing that ``run`` may catch on its way."""
 
 
 class _Replay(_Asking):
@@ -159,16 +160,17 @@ class _Replay(_Asking):
         self, exchanges: Sequence[Exchange], given: Sequence[Replies], who: Array, server_data: Any
     ):
         super().__init__(exchanges, who, server_data)
-        self._given = given
+        self._given, self.stopped = given, False
 
     def replies(self, number: int, exchange: Exchange, down: Any) -> tuple[Replies, Any]:
         if number == len(self._given):
+            self.stopped = True
             raise _Asked(down)
         return self._given[number], jnp.asarray(self._given[number].ok).all()
 
 
 def part(
-    round: Round,
+    round_: Round,
     server: Any,
     noise: Any,
     who: Array,
@@ -182,15 +184,17 @@ def part(
     Down, or (server_state, Info)
         What is sent in that exchange; or what the round returns.
     """
-    ask = _Replay(round.exchanges, replies, who, server_data)
+    ask = _Replay(round_.exchanges, replies, who, server_data)
     try:
-        after, info = round.run(server, noise, ask)
+        after, info = round_.run(server, noise, ask)
     except _Asked as asked:
         return asked.args[0]
+    if ask.stopped:  # what it returns must not be taken for a message
+        raise TypeError("a round catches every exception around a question: let them pass.")
     return after, ask.finish(info)
 
 
-def in_parts(round: Round) -> Round:
+def in_parts(round_: Round) -> Round:
     """Return the same round, compiled up to each of its questions.
 
     For silos that are outside of the program: it is run anew, on the replies so far, for each
@@ -199,18 +203,18 @@ def in_parts(round: Round) -> Round:
 
     @jax.jit
     def compiled(server: Any, noise: Any, who: Array, server_data: Any, replies: Any) -> Any:
-        return part(round, server, noise, who, server_data, replies)
+        return part(round_, server, noise, who, server_data, replies)
 
     def run(state: Any, noise: Any, ask: Ask) -> tuple[Any, Info]:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return round.run(state, noise, ask)
+            return round_.run(state, noise, ask)
         replies: list[Replies] = []
-        for exchange in round.exchanges:
+        for exchange in round_.exchanges:
             down = compiled(state, noise, ask.who, ask.server_data, replies)
             replies.append(ask(exchange.name, down))
         return compiled(state, noise, ask.who, ask.server_data, replies)
 
-    return round._replace(run=run, noise=jax.jit(round.noise))
+    return replace(round_, run=run, noise=jax.jit(round_.noise))
 
 
 class Crossed(NamedTuple):
@@ -248,9 +252,9 @@ def crossed(
             stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
             return Answers(combine(exchange.combine, [stack]), stack.ok, after)
 
-        for round in rounds:
-            noise = Noise(round.noise(key), [key] * len(round.exchanges))
-            server, silo, *_ = step(round, reach, noise, server, silo, jnp.arange(1), server_data)
+        for round_ in rounds:
+            noise = Noise(round_.noise(key), [key] * len(round_.exchanges))
+            server, silo, *_ = step(round_, reach, noise, server, silo, jnp.arange(1), server_data)
         return found
 
     shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)

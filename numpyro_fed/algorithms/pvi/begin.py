@@ -41,7 +41,7 @@ from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import Parts, ServerState, Settings, SiloState
 from numpyro_fed.expfam.base import Natural
-from numpyro_fed.gaussian import Gaussian, as_matrix
+from numpyro_fed.gaussian import as_matrix
 from numpyro_fed.local.base import proper_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
@@ -78,7 +78,7 @@ def pvi_carry(parts: Parts, settings: Settings) -> Carry:
     def factors(key: Array, frame: Frame) -> tuple[ServerState, Natural, Natural]:
         """The first state, all factors together, and the server's own."""
         begun = server_role.init(key)
-        K = Gaussian.of_root(frame.centre, as_matrix(frame.root)).inverse_root()
+        K = as_matrix(frame.whitener)
         posterior = family.around(frame.centre, jnp.zeros_like(frame.centre), K.T @ K)
         total = jax.tree.map(jnp.subtract, posterior, server_role.prior(frame.theta))
         return begun, total, _own_factor(parts, frame, begun.server_factor)

@@ -70,7 +70,7 @@ class Stepped(NamedTuple):
     resting: Array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Augmented:
     """The parts of the algorithm; without ``vertical.rho`` it is the exact split.
 

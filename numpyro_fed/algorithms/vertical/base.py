@@ -149,7 +149,7 @@ class Kind(NamedTuple):
         return jnp.where(hidden, held.place, z), -0.5 * jnp.sum(off**2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Vertical:
     """A vertical model and how it is approximated, as pure functions for all parties.
 

@@ -168,14 +168,14 @@ def spread(v: Vertical) -> Round:
     return Round((Exchange(SPREAD, silo),), run)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Beginning:
     """From the states of the search to those of a run, in one round."""
 
     vertical: Vertical
 
-    def round(self) -> Round:
-        """Return the round."""
+    def as_round(self) -> Round:
+        """Return it as a round."""
         return Round((Exchange(self.name, self.silo, silo_noise=own_key),), self.run, own_key)
 
     @property

@@ -63,7 +63,7 @@ class Up(NamedTuple):
     z: Array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Power:
     """The parts of the algorithm; clients hold the server's arrays as ``shared``.
 

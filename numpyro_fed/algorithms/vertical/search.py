@@ -149,8 +149,8 @@ class Along(NamedTuple):
     curvature: Array
 
 
-@dataclass(frozen=True)
-class Search:
+@dataclass(frozen=True, eq=False)
+class VerticalSearch:
     """The parts of the search.
 
     Attributes

@@ -116,7 +116,7 @@ class Stepped(NamedTuple):
     resting: Array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Soul:
     """A vertical model and how it is drawn from, as pure functions for all parties.
 

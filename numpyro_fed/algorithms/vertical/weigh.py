@@ -89,8 +89,8 @@ class Weighing:
     num_draws: int
     at_once: int
 
-    def round(self) -> Round:
-        """Return the round."""
+    def as_round(self) -> Round:
+        """Return it as a round."""
         v, n = self.vertical, self.num_draws
         silo_noise = partial(v.client_draws, n=n)
         exchange = Exchange(self.name, self.silo, silo_noise=silo_noise, usable=self.usable)
