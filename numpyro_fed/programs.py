@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
-from typing import Any
+from functools import cache, cached_property, partial, wraps
+from typing import Any, TypeVar, cast
 
 import jax
 
 from numpyro_fed.precision import double_precision
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -30,6 +31,25 @@ def jit_once(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         return f(*args) if within else compiled()(*args)  # options are for whole programs
 
     return call
+
+
+def compiled_method(
+    jit: Callable[..., Callable[..., Any]] = jax.jit, **options: Any
+) -> Callable[[Method], Method]:
+    """Return a decorator of methods that are compiled once for each object.
+
+    ``options`` are those of ``jit``, for the arguments after ``self``.
+    """
+
+    def decorate(method: Method) -> Method:
+        def of(instance: Any) -> Callable[..., Any]:
+            return jit(wraps(method)(partial(method, instance)), **options)
+
+        found = cached_property(of)
+        found.__doc__ = method.__doc__
+        return cast(Method, found)
+
+    return decorate
 
 
 def jit_double(f: Callable[..., Any]) -> Callable[..., Any]:

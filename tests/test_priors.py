@@ -43,7 +43,7 @@ def model_of(text, silos=SILOS):
 
 
 def funnels_of(text):
-    found = model_of(text).global_prior.funnels()
+    found = model_of(text).global_prior.funnels
     return [tuple(sorted(s.name for s in sites) for sites in funnel) for funnel in found]
 
 
@@ -109,7 +109,7 @@ def test_a_text_with_a_seed_of_its_own_draws_the_same_for_ever():
 
 def test_the_density_of_the_children_is_what_they_add_to_the_prior(double):
     fm = model_of(hierarchy)
-    (funnel,) = fm.global_prior.funnels()
+    (funnel,) = fm.global_prior.funnels
     z_G = jax.random.normal(KEY, (fm.dim,), jnp.float64)
     terms = fm.prior_terms({}, z_G)
     expected = terms["above"] + terms["beta"] + terms["walk"]
@@ -118,7 +118,7 @@ def test_the_density_of_the_children_is_what_they_add_to_the_prior(double):
 
 def test_children_are_drawn_from_their_prior_and_the_others_stay():
     fm = model_of(hierarchy)
-    (funnel,) = fm.global_prior.funnels()
+    (funnel,) = fm.global_prior.funnels
     z_G = jax.random.normal(KEY, (fm.dim,))
     n = 4_000
     draws = jax.vmap(lambda key: fm.global_prior.draw(key, {}, z_G, funnel))(
@@ -162,7 +162,7 @@ def test_draws_have_the_density_that_is_said(child):
             numpyro.sample("y", dist.Normal(jnp.sum(b), 1), obs=y)
 
     fm = model_of(text)
-    (funnel,) = fm.global_prior.funnels()
+    (funnel,) = fm.global_prior.funnels
     prior, n = fm.global_prior, 4_000
 
     @jax.jit

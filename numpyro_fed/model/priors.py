@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from numpyro_fed.model.binding import Rows, Theta, bind, sum_rows, unpack
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.dependence import Labels, provenance
 from numpyro_fed.model.sites import Site
+from numpyro_fed.programs import compiled_method
 from numpyro_fed.tracing import TRACING
 
 
@@ -103,10 +104,6 @@ class GlobalPrior:
     placeholder: Callable[[Any, SiloData], tuple[SiloData, Rows]]
     without: Collection[str]
 
-    def funnels(self) -> tuple[Funnel, ...]:
-        """Return all funnels of which every child has a distribution that can be drawn from."""
-        return self._funnels
-
     def draw(self, key: Array, theta: Theta, z_G: Array, funnel: Funnel) -> Array:
         """Return ``z_G`` with the children of a funnel drawn anew, all others as they are."""
         return self._draw(key, theta, z_G, self.silo, funnel.children)
@@ -132,7 +129,8 @@ class GlobalPrior:
         return unpack(self.sites, z_G, z_L), data
 
     @cached_property
-    def _funnels(self) -> tuple[Funnel, ...]:
+    def funnels(self) -> tuple[Funnel, ...]:
+        """All funnels of which every child has a distribution that can be drawn from."""
         latents = self._latents
         zeros = jnp.zeros(max([s.stop for s in latents], default=0))
         values, data = self._given(zeros, self.silo)
@@ -162,34 +160,28 @@ class GlobalPrior:
                 found.append(Funnel(children, tuple(s for s in latents if s.name in above)))
         return tuple(found)
 
-    @cached_property
-    def _draw(self) -> Callable[..., Array]:
-        @partial(jax.jit, static_argnames="children")
-        def draw(
-            key: Array, theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]
-        ) -> Array:
-            values, data = self._given(z_G, silo)
-            for s in children:
-                del values[s.name]
-            trace = self._trace(values, theta, data, key)
-            for s in children:
-                site = trace[s.name]
-                unconstrained = biject_to(site["fn"].support).inv(site["value"])
-                z_G = z_G.at[s.start : s.stop].set(unconstrained.ravel())
-            return z_G
+    @compiled_method(static_argnums=4)
+    def _draw(
+        self, key: Array, theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]
+    ) -> Array:
+        values, data = self._given(z_G, silo)
+        for s in children:
+            del values[s.name]
+        trace = self._trace(values, theta, data, key)
+        for s in children:
+            site = trace[s.name]
+            unconstrained = biject_to(site["fn"].support).inv(site["value"])
+            z_G = z_G.at[s.start : s.stop].set(unconstrained.ravel())
+        return z_G
 
-        return draw
-
-    @cached_property
-    def _density(self) -> Callable[..., Array]:
-        @partial(jax.jit, static_argnames="children")
-        def density(theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]) -> Array:
-            values, data = self._given(z_G, silo)
-            trace = self._trace(values, theta, data, jax.random.key(0))
-            terms = (_log_density(trace[s.name], values[s.name]).sum() for s in children)
-            return sum(terms, jnp.zeros(()))
-
-        return density
+    @compiled_method(static_argnums=3)
+    def _density(
+        self, theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]
+    ) -> Array:
+        values, data = self._given(z_G, silo)
+        trace = self._trace(values, theta, data, jax.random.key(0))
+        terms = (_log_density(trace[s.name], values[s.name]).sum() for s in children)
+        return sum(terms, jnp.zeros(()))
 
 
 def _together(setters: Mapping[str, Labels]) -> list[set[str]]:

@@ -37,7 +37,7 @@ from numpyro_fed.model.sites import (
     structure,
     structures,
 )
-from numpyro_fed.programs import jit_once
+from numpyro_fed.programs import compiled_method, jit_once
 from numpyro_fed.tracing import TRACING
 
 
@@ -315,14 +315,10 @@ class _Text:
     def prior_terms(self, theta: Theta, z_G: Array) -> dict[str, Array]:
         return self._prior_terms(theta, z_G, self.template)
 
-    @cached_property
-    def _prior_terms(self) -> Callable[..., dict[str, Array]]:
-        @jax.jit
-        def terms(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
-            data, z_L = self.placeholder(z_G.dtype, data)
-            return globals_at(self.model, self.at.sites, theta, z_G, z_L, data)[0]
-
-        return terms
+    @compiled_method()
+    def _prior_terms(self, theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
+        data, z_L = self.placeholder(z_G.dtype, data)
+        return globals_at(self.model, self.at.sites, theta, z_G, z_L, data)[0]
 
     def log_prior(self, theta: Theta, z_G: Array) -> Array:
         return sum(self.prior_terms(theta, z_G).values(), jnp.zeros(()))
@@ -345,14 +341,10 @@ class _Text:
     def constrain_global(self, theta: Theta, z_G: Array) -> dict[str, Array]:
         return self._constrain_global(theta, z_G, self.template)
 
-    @cached_property
-    def _constrain_global(self) -> Callable[..., dict[str, Array]]:
-        @jax.jit
-        def constrain(theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
-            data, z_L = self.placeholder(z_G.dtype, data)
-            return self._constrain(theta, z_G, z_L, data, local=False)
-
-        return constrain
+    @compiled_method()
+    def _constrain_global(self, theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
+        data, z_L = self.placeholder(z_G.dtype, data)
+        return self._constrain(theta, z_G, z_L, data, local=False)
 
     def constrain_theta(self, theta: Theta) -> Theta:
         return {name: biject_to(self.at.supports[name])(value) for name, value in theta.items()}
@@ -391,14 +383,10 @@ class _Text:
             return jnp.zeros(self.dim)
         return self._init_global(key, init_loc_fn, self.template)
 
-    @cached_property
-    def _init_global(self) -> Callable[..., Array]:
-        @partial(jax.jit, static_argnums=1)
-        def init(key: Array, init_loc_fn: Callable, data: SiloData) -> Array:
-            values = [jnp.ravel(v) for _, v in self._start(key, data, init_loc_fn, None)]
-            return jnp.concatenate([jnp.zeros(0), *values])
-
-        return init
+    @compiled_method(static_argnums=1)
+    def _init_global(self, key: Array, init_loc_fn: Callable, data: SiloData) -> Array:
+        values = [jnp.ravel(v) for _, v in self._start(key, data, init_loc_fn, None)]
+        return jnp.concatenate([jnp.zeros(0), *values])
 
     def sizes(self, data: SiloData) -> Sizes:
         return structure(self.model, data, "silo 0").sizes

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from numpyro_fed.errors import CoupledRowsError, ModelError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel, Rows
-from numpyro_fed.programs import jit_once
+from numpyro_fed.programs import compiled_method, jit_once
 
 TOLERANCE = 1e-4  # between two programs
 PADDINGS = 4  # ways of filling padded rows that must agree
@@ -48,37 +48,6 @@ class Checks:
 
     model: FederatedModel
 
-    def padding(
-        self, stack: SiloData, rows: tuple[tuple[str, str], ...], original: SiloData, i: int
-    ) -> Array:
-        """Return whether padding changes nothing, () bool.
-
-        The terms of real rows must stay as they are whatever padded rows hold, and those of the
-        ``i``-th silo must be those of ``original``, which is not padded. ``rows`` says which arrays
-        are rows of which plate, as a tuple of pairs.
-        """
-        return self._padding(stack, rows, original, i)
-
-    def minibatch(self, plates: tuple[str, ...], keys: tuple[str, ...], stack: SiloData) -> Array:
-        """Return whether rows of plates that are cut together stand on their own, () bool.
-
-        The terms of some of them must be the same without the other rows of the arrays ``keys``,
-        and those of other plates, too.
-        """
-        return self._minibatch(plates, keys, stack)
-
-    def coupled(self, plate: str, stack: SiloData) -> Array:
-        """Return whether a row's term reads latents of other rows of the plate, (silos,) bool."""
-        return self._coupled(plate, stack)
-
-    def summary(self, plate: str, keys: tuple[str, ...], stack: SiloData) -> Moved:
-        """Return which row's term moves with the data of other rows, of each silo.
-
-        The rows of the arrays ``keys`` that belong to other rows of the plate are replaced by each
-        other, which moves a term where the text reads ``x.mean(0)``.
-        """
-        return self._summary(plate, keys, stack)
-
     def latents(self, data: SiloData) -> Rows:
         """Return the latents at which a silo is looked at, {plate: (rows, dim)}."""
         sizes = self.model.sizes(data)
@@ -94,13 +63,16 @@ class Checks:
         theta = {**fm.init_theta(key), **private}
         return fm.log_silo(theta, 0.3 * _normal(1, fm.dim), z_L, data)
 
-    @cached_property
-    def _padding(self) -> Callable[..., Array]:
-        return jit_once(self._padding_of, static_argnums=1)
-
-    def _padding_of(
+    @compiled_method(jit_once, static_argnums=1)
+    def padding(
         self, stack: SiloData, rows: tuple[tuple[str, str], ...], original: SiloData, i: int
     ) -> Array:
+        """Return whether padding changes nothing, () bool.
+
+        The terms of real rows must stay as they are whatever padded rows hold, and those of the
+        ``i``-th silo must be those of ``original``, which is not padded. ``rows`` says which arrays
+        are rows of which plate, as a tuple of pairs.
+        """
         first = jax.tree.map(lambda a: a[0], stack)
         sizes = self.model.sizes(first)
         if any(mask.shape[1] != sizes[p] for p, mask in stack.masks.items()):
@@ -130,13 +102,13 @@ class Checks:
         arrays = {k: a[source[of[k]]] if k in of else a for k, a in data.arrays.items()}
         return self.terms(z_L, replace(data, arrays=arrays))
 
-    @cached_property
-    def _minibatch(self) -> Callable[..., Array]:
-        return jit_once(self._minibatch_of, static_argnums=(0, 1))
+    @compiled_method(jit_once, static_argnums=(0, 1))
+    def minibatch(self, plates: tuple[str, ...], keys: tuple[str, ...], stack: SiloData) -> Array:
+        """Return whether rows of plates that are cut together stand on their own, () bool.
 
-    def _minibatch_of(
-        self, plates: tuple[str, ...], keys: tuple[str, ...], stack: SiloData
-    ) -> Array:
+        The terms of some of them must be the same without the other rows of the arrays ``keys``,
+        and those of other plates, too.
+        """
         n = stack.arrays[keys[0]].shape[1]
         half = np.arange(0, n, 2)
         others = np.sort(np.random.default_rng(0).permutation(n)[: len(half)])
@@ -158,11 +130,10 @@ class Checks:
 
         return jax.lax.map(stand_alone, stack).all()
 
-    @cached_property
-    def _coupled(self) -> Callable[..., Array]:
-        return jax.jit(self._coupled_of, static_argnums=0)
+    @compiled_method(jax.jit, static_argnums=0)
+    def coupled(self, plate: str, stack: SiloData) -> Array:
+        """Return whether a row's term reads latents of other rows of the plate, (silos,) bool."""
 
-    def _coupled_of(self, plate: str, stack: SiloData) -> Array:
         def one(data: SiloData) -> Array:
             z_L = self.latents(data)
             size, dim = z_L[plate].shape
@@ -178,11 +149,14 @@ class Checks:
 
         return jax.lax.map(one, stack)
 
-    @cached_property
-    def _summary(self) -> Callable[..., Moved]:
-        return jit_once(self._summary_of, static_argnums=(0, 1))
+    @compiled_method(jit_once, static_argnums=(0, 1))
+    def summary(self, plate: str, keys: tuple[str, ...], stack: SiloData) -> Moved:
+        """Return which row's term moves with the data of other rows, of each silo.
 
-    def _summary_of(self, plate: str, keys: tuple[str, ...], stack: SiloData) -> Moved:
+        The rows of the arrays ``keys`` that belong to other rows of the plate are replaced by each
+        other, which moves a term where the text reads ``x.mean(0)``.
+        """
+
         def one(data: SiloData) -> Moved:
             z_L = self.latents(data)
             size = len(z_L[plate])

@@ -84,7 +84,7 @@ def proposal(
 
     if not share or not fm.dim or not guide.density_everywhere:
         return Proposal(num_draws, lambda key: guide.noise(key, num_draws), draw_own)
-    spread, funnels = prior_spread(fm), fm.global_prior.funnels()
+    spread, funnels = prior_spread(fm), fm.global_prior.funnels
     wide = len(SCALES) + (spread is not None)
     numbers = [int(share * num_draws / wide)] * wide
     numbers += [int(NECKS * share * num_draws / len(funnels)) for _ in funnels]
