@@ -12,6 +12,8 @@ import secrets
 import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -332,13 +334,9 @@ def remote(
     *,
     begin: str = BEGIN,
 ) -> Runtime:
-    """The server's side: a runtime whose silos are asked over a line."""
-    init_server, template = jax.jit(algorithm.init_server), plan.template()
-    told = None if algorithm.told is None else jax.jit(algorithm.told)
-    rounds_of: dict[str, Round] = {}
-    likes: dict[str, Reply] = {}
-    checks: dict[str, Callable[[Reply], Reply]] = {}
-    last = algorithm.round.exchanges[-1].name
+    """Return the server's side: a runtime whose silos are asked over a line."""
+    silos = _Remote(algorithm, plan, line)
+    init_server = jax.jit(algorithm.init_server)
 
     def init(key: Array, batches: tuple[Batch, ...]) -> State:
         key_server, key_silos = init_keys(key)
@@ -348,38 +346,61 @@ def remote(
         server, carry = strong((server, carry))
         return State(jnp.zeros((), jnp.int32), server, (), carry)
 
-    def prepared(round_: Round) -> Round:
-        """Return the round as the server runs it."""
-        rounds_of.update((exchange.name, round_) for exchange in round_.exchanges)
-        return in_parts(round_)
-
-    def learn(name: str) -> None:
-        """Find out what silos reply in the round that has this exchange."""
-        for exchange, _, reply in crossed(algorithm, (rounds_of[name],), template):
-            likes[exchange.name], checks[exchange.name] = reply, jax.jit(exchange.checked)
-
-    def reach(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
-        if exchange.name not in likes:
-            learn(exchange.name)
-        like, check = likes[exchange.name], checks[exchange.name]
-        replies, seen = [], []
-        for i, j in enumerate(np.asarray(who).tolist()):
-            sent = strong(slices(exchange.scatter, down, i))
-            reply = check(line.ask(j, exchange, noise, sent, like))  # a silo's own ok is its word
-            replies.append(jax.tree.map(lambda a: a[None], reply))
-            seen.append(told(reply.up) if told and exchange.name == last else ())
-        ok = jnp.concatenate([reply.ok for reply in replies])
-        return Answers(combine(exchange.combine, replies), ok, silos, stacked(seen))
-
     def num_silos(batches: tuple[Batch, ...]) -> int:
         return plan.num_silos
 
     def reach_of(batches: tuple[Batch, ...]) -> Reach:
-        return reach
+        return silos.reach
 
     def single(round_: Round) -> Single:
-        return alone(prepared(round_), num_silos, reach_of)
+        return alone(silos.prepared(round_), num_silos, reach_of)
 
     # One round a call: what silos have done cannot be taken back, as a longer call might want to.
-    advance = rounds(prepared(algorithm.round), schedule, num_silos, reach_of, algorithm.done)
+    main = silos.prepared(algorithm.round)
+    advance = rounds(main, schedule, num_silos, reach_of, algorithm.done)
     return Runtime(init, advance, single, chunk=1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Remote:
+    """Silos over a line, and what each of them has to reply, found out when it is first asked."""
+
+    algorithm: FederatedAlgorithm
+    plan: Agreed
+    line: Line
+    rounds: dict[str, Round] = field(default_factory=dict)  # by the names of their exchanges
+    likes: dict[str, Reply] = field(default_factory=dict)
+    checks: dict[str, Callable[[Reply], Reply]] = field(default_factory=dict)
+
+    def prepared(self, round_: Round) -> Round:
+        """Return the round as the server runs it."""
+        self.rounds.update((exchange.name, round_) for exchange in round_.exchanges)
+        return in_parts(round_)
+
+    @cached_property
+    def told(self) -> Callable[[Any], Any] | None:
+        """What a reply tells of a silo's state, compiled."""
+        return None if self.algorithm.told is None else jax.jit(self.algorithm.told)
+
+    def learn(self, name: str) -> None:
+        """Find out what silos reply in the round that has this exchange."""
+        found = crossed(self.algorithm, (self.rounds[name],), self.plan.template())
+        for exchange, _, reply in found:
+            self.likes[exchange.name] = reply
+            self.checks[exchange.name] = jax.jit(exchange.checked)
+
+    def reach(self, exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
+        """Ask participants one after the other; a silo's own ``ok`` is only its word."""
+        name = exchange.name
+        if name not in self.likes:
+            self.learn(name)
+        like, check = self.likes[name], self.checks[name]
+        told = self.told if name == self.algorithm.round.exchanges[-1].name else None
+        replies, seen = [], []
+        for i, j in enumerate(np.asarray(who).tolist()):
+            sent = strong(slices(exchange.scatter, down, i))
+            reply = check(self.line.ask(j, exchange, noise, sent, like))
+            replies.append(jax.tree.map(lambda a: a[None], reply))
+            seen.append(told(reply.up) if told else ())
+        ok = jnp.concatenate([reply.ok for reply in replies])
+        return Answers(combine(exchange.combine, replies), ok, silos, stacked(seen))
