@@ -25,6 +25,7 @@ from numpyro_fed.model.row_ids import digest, read_ids
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.runtime.combine import combine
 from numpyro_fed.runtime.host import host
+from numpyro_fed.runtime.noise import exchange_key, server_key
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.step import part
 
@@ -235,9 +236,11 @@ def test_rounds_are_those_of_the_pooled_model(case, model):
     state = fit.runtime.init(KEY, held.batches)
     params = (state.server.params, [s.params for s in one_by_one(run[0], state.silos)])
     opt_state = optim.init(params)  # Adam takes each number by itself
-    for result in run:
+    round_ = fit.algorithm.round
+    for number, result in enumerate(run):
         noises = [s.noise for s in one_by_one(result, result.state.silos)]
-        noise = result.state.server.noise
+        first = exchange_key(KEY, number, 0, len(round_.exchanges))
+        noise = round_.noise(server_key(first))
         bound = bound_of(handler(model), fit.vertical, held, xs, y, noise, noises)
         value, gradient = jax.value_and_grad(lambda p, bound=bound: bound(*p))(params)
         np.testing.assert_allclose(-result.losses[-1], value, rtol=1e-5)
