@@ -145,6 +145,18 @@ class Gaussian(NamedTuple):
         scaled = self.scale * away
         return scaled if self.unit is None else _times(self.unit, scaled)
 
+    def times(self, columns: Array) -> Array:
+        """Return ``L`` times matrices (..., dim, k)."""
+        if self.unit is None:
+            return self.scale[..., None] * columns
+        return dot(self.root, columns)
+
+    def solve(self, columns: Array) -> Array:
+        """Return the inverse of ``L`` times matrices (..., dim, k)."""
+        if self.unit is None:
+            return columns / self.scale[..., None]
+        return linalg.solve(self.unit, columns) / self.scale[..., None]
+
     def standardise(self, z: Array) -> Array:
         r"""Return :math:`L^{-1} (z - m)`, the noise of which ``z`` (..., dim) is the draw."""
         away = z - self.loc
@@ -171,16 +183,26 @@ class Gaussian(NamedTuple):
         off = jnp.tril(linalg.solve(other.root, self.root), -1)
         return own + 0.5 * ((off**2).sum((-1, -2)) + shift)
 
+    @property
+    def log_det(self) -> Array:
+        """The log determinant of ``L`` (...)."""
+        return self.log_scale.sum(-1)
+
     def then(self, step: Gaussian) -> Gaussian:
         """Return the Gaussian that is ``step`` in the coordinates in which this one is standard.
 
-        Its mean is ``m + L m_step`` and its root ``L L_step``. Both are of the same kind.
+        Its mean is ``m + L m_step`` and its root ``L L_step``.
         """
-        _check_alike(self, step)
-        loc = self.draw(step.loc)
+        loc, log_scale = self.draw(step.loc), self.log_scale + step.log_scale
+        if self.unit is None and step.unit is None:
+            return Gaussian(loc, log_scale)
         if self.unit is None:
-            return Gaussian(loc, self.log_scale + step.log_scale)
-        return Gaussian.of_root(loc, dot(self.root, step.root))
+            root = self.scale[..., None] * step.root
+        elif step.unit is None:
+            root = self.root * step.scale[..., None, :]
+        else:
+            root = dot(self.root, step.root)
+        return Gaussian(loc, log_scale, root / jnp.exp(log_scale)[..., None, :])
 
 
 class Curvature(NamedTuple):

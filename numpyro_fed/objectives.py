@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
-from numpyro_fed.guides.structured import Guide, Origin
+from numpyro_fed.frame import Coordinates
+from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.split import FederatedModel, Rows, Theta
 
@@ -139,8 +140,8 @@ class _At(NamedTuple):
 
     theta: Theta
     eta: dict[str, Any]  # of the silo's guide
-    origin: Origin
     z_G: Array
+    seen: Coordinates
     z_outer: Rows
     data: SiloData
 
@@ -178,14 +179,15 @@ class SiloBound:
         return normals(key, 0, self.shapes(sizes, particles))[1]
 
     def value(
-        self, theta: Theta, eta: dict, z_G: Array, origin: Origin, noise: Rows, data: SiloData
+        self, theta: Theta, eta: dict, z_G: Array, seen: Coordinates, noise: Rows, data: SiloData
     ) -> Array:
         """Return the bound at one ``z_G``; noise is that of one particle (rows, K_outer, K, dim).
 
-        Its gradient is the estimator that the objective stands for.
+        ``seen`` is ``z_G`` as local guides measure it. The gradient is the estimator that the
+        objective stands for.
         """
         guide, k_outer = self.guide, self._k_outer
-        at = _At(theta, eta, origin, z_G, {}, data)
+        at = _At(theta, eta, z_G, seen, {}, data)
         eps = {p: noise[p] for p in guide.rows}
         if k_outer == 1:
             z_outer = {p: self._draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
@@ -199,7 +201,7 @@ class SiloBound:
         return _doubly_reparametrised(self._outer_weights, counts, own, (moved, at, eps))[_OUTER]
 
     def sample(
-        self, key: Array, theta: Theta, eta: dict, z_G: Array, origin: Origin, data: SiloData
+        self, key: Array, theta: Theta, eta: dict, z_G: Array, seen: Coordinates, data: SiloData
     ) -> Rows:
         """Return a draw of the locals, {plate: (rows, dim)}, resampled by weight if ``K > 1``."""
         guide = self.guide
@@ -208,7 +210,7 @@ class SiloBound:
         key_noise, key_rows, key_outer = jax.random.split(key, 3)
         sizes = {p: len(eta[p]["loc"]) for p in guide.locals}
         eps = {p: e[:, 0] for p, e in self.noise(key_noise, sizes, 1).items()}
-        at = _At(theta, eta, origin, z_G, {}, data)
+        at = _At(theta, eta, z_G, seen, {}, data)
 
         def one(eps: Rows) -> tuple[Array, Rows]:
             """Return the log weight, and rows resampled by theirs, of one outer draw."""
@@ -259,13 +261,13 @@ class SiloBound:
         """Return the same place with the guide's parameters stopped; draws stay live."""
         networks = {encoder.name for encoder in self.guide.encoders.values()}
         theta = {k: stop_gradient(v) if k in networks else v for k, v in at.theta.items()}
-        eta, origin = stop_gradient(at.eta), stop_gradient(at.origin)
-        return at._replace(theta=theta, eta=eta, origin=origin)
+        seen = at.seen._replace(centre=stop_gradient(at.seen.centre))
+        return at._replace(theta=theta, eta=stop_gradient(at.eta), seen=seen)
 
     def _given(self, plate: str, at: _At) -> tuple[Any, Array]:
         """Return the parameters of a plate's guide, and what its rows are coupled to."""
         eta = self.guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
-        return eta, self.guide.above(plate, at.eta, at.z_G, at.origin, at.z_outer, at.data)
+        return eta, self.guide.above(plate, at.eta, at.seen, at.z_outer, at.data)
 
     def _draw(self, plate: str, at: _At, eps: Array) -> Array:
         return self.guide.locals[plate].draw(*self._given(plate, at), eps)
@@ -276,7 +278,9 @@ class SiloBound:
 
     def _two_paths(self, plates: tuple[str, ...], at: _At, eps: Rows) -> tuple[Rows, Rows]:
         """Return draws as what moves with ``z_G``, and what moves with the guide (zero)."""
-        held = at._replace(z_G=stop_gradient(at.z_G), z_outer=stop_gradient(at.z_outer))
+        seen = at.seen._replace(u=stop_gradient(at.seen.u))
+        z_G, z_outer = stop_gradient((at.z_G, at.z_outer))
+        held = at._replace(z_G=z_G, seen=seen, z_outer=z_outer)
         own = jax.tree.map(lambda z: z - stop_gradient(z), self._draws(plates, held, eps))
         return self._draws(plates, self._stopped(at), eps), own
 

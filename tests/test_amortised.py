@@ -13,8 +13,9 @@ import pytest
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.sfvi import StructuredVI
+from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.amortised import with_encoders
-from numpyro_fed.guides.structured import Origin, Resolved, build_resolved, resolve
+from numpyro_fed.guides.structured import Resolved, build_resolved, resolve
 from numpyro_fed.model.data import read
 from numpyro_fed.model.facts import agree, facts_of
 from numpyro_fed.model.layout import lay_out
@@ -76,13 +77,14 @@ class Split:
 def test_an_exact_network_gives_the_marginal_likelihood_and_no_noise(double):
     split = Split(nf.guides.Amortised(encoder=Shrink()), 7)
     theta, z_G = split.fm.init_theta(KEY), jnp.array([0.3, -0.2])
-    data, origin = split.held[0], Origin(jnp.zeros(2))
+    data = split.held[0]
     eta = split.guide.init_local(KEY, data)
     assert eta["row"]["loc"].shape == (7, 0)
 
     @jax.jit
     def bound(theta, z_G, eps):
-        return split.bound.value(theta, eta, z_G, origin, eps, data)
+        seen = Coordinates(z_G, jnp.zeros(2))
+        return split.bound.value(theta, eta, z_G, seen, eps, data)
 
     def marginal(z_G):
         x, y = data.arrays["x"], data.arrays["y"]
@@ -105,14 +107,15 @@ def test_gradients_are_those_of_the_bound(double, objective):
     split = Split(spec, 3, objective=objective)
     plain = SiloBound(split.fm, split.guide, draws_by_plate(objective, split.guide), plain=True)
     theta, z_G = split.fm.init_theta(KEY), jnp.array([0.3, -0.2])
-    data, origin = split.held[0], Origin(jnp.zeros(2))
+    data = split.held[0]
     eta = split.guide.init_local(KEY, data)
     noise = split.bound.noise(KEY, {"row": 3}, 40_000)["row"]
 
     def slopes(bound):
         def one(eps):
             def value(theta, z_G):
-                return bound.value(theta, eta, z_G, origin, {"row": eps}, data)
+                seen = Coordinates(z_G, jnp.zeros(2))
+                return bound.value(theta, eta, z_G, seen, {"row": eps}, data)
 
             return jax.grad(value, (0, 1))(theta, z_G)
 
@@ -133,7 +136,7 @@ def test_gradients_of_minibatches_are_unbiased(double):
         StructuredVI(split.fm, *settings, minibatches=batches) for batches in (None, cut)
     )
     server = whole.init_server(KEY)
-    down, _ = whole.draw(server.params, server.reference, whole.server_noise(KEY))
+    down, _ = whole.draw(server.params, server.frame, whole.server_noise(KEY))
     states = jax.vmap(whole.init_silo, (None, 0))(KEY, split.data)
     noise = jax.vmap(whole.silo_noise)(jax.random.split(KEY, 2), states)
 

@@ -33,7 +33,7 @@ LAYERS = [
             "model.clients",
             "losses",
         ),
-        *("gaussian", "expfam", "divergences", "barycenters"),
+        *("gaussian", "frame", "expfam", "divergences", "barycenters"),
     },
     {"model.sites"},
     {"model.binding"},

@@ -70,10 +70,10 @@ def test_numbers_by_hand():
     """Four globals and a parameter in single precision, three silos."""
     result = nf.SFVI(counts, start=None).run(KEY, 10, silos_of(5, 7, 6), **QUIET)
     found = result.communication
-    assert found.visit == (4 * (4 + 4 + 1), 4 * (1 + 4 + 4 + 1) + 1)
+    assert found.visit == (4 * (3 * 4 + 1), 4 * (1 + 3 * 4 + 1) + 1)
     assert found.start == (0, 0)
-    assert found.total == (30 * 36, 30 * 41)
-    assert str(found).splitlines()[-1].split()[-4:] == ["1.08", "kB", "1.23", "kB"]
+    assert found.total == (30 * 52, 30 * 57)
+    assert str(found).splitlines()[-1].split()[-4:] == ["1.56", "kB", "1.71", "kB"]
 
 
 @pytest.mark.parametrize("name", ["sfvi", "sums"])

@@ -13,9 +13,9 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 
 import numpyro_fed as nf
 from numpyro_fed.errors import GuideError
+from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides import gaussian, rows
 from numpyro_fed.guides.numpyro_auto import from_autoguide
-from numpyro_fed.guides.structured import Origin
 from numpyro_fed.model.padding import bucket
 
 KEY = jax.random.key(0)
@@ -269,14 +269,15 @@ def hospital_silo(*groups, seed=0):
 def test_what_stands_above_a_row_is_measured_from_the_centres(x64):
     p = parts(hospitals, [hospital_silo(2, 3)])
     eta = jitter(p.guide.init_local(KEY, p.silos[0]))
-    z_G, origin = jnp.array([0.5]), Origin(jnp.array([0.2]))
+    z_G = jnp.array([0.5])
+    seen = Coordinates(z_G, jnp.array([0.2]))
     z_outer = {"hospital": jnp.array([[1.0], [-1.0]])}
     assert (p.guide.outer, p.guide.rows) == (("hospital",), ("patient",))
-    above = p.guide.above("hospital", eta, z_G, origin, {}, p.silos[0])
-    np.testing.assert_allclose(above, z_G - origin.centre)
-    above = p.guide.above("patient", eta, z_G, origin, z_outer, p.silos[0])
+    above = p.guide.above("hospital", eta, seen, {}, p.silos[0])
+    np.testing.assert_allclose(above, z_G - seen.centre)
+    above = p.guide.above("patient", eta, seen, z_outer, p.silos[0])
     offsets = (z_outer["hospital"] - eta["hospital"]["loc"]).ravel()
-    np.testing.assert_allclose(above, jnp.concatenate([z_G - origin.centre, offsets]))
+    np.testing.assert_allclose(above, jnp.concatenate([z_G - seen.centre, offsets]))
     assert eta["patient"]["mean_coupling"].shape == (5, 1, 3)
 
 
@@ -301,11 +302,12 @@ def test_padding_an_outer_plate_leaves_real_rows_alone(x64, locals_):
         mine["patient"][k] = mine["patient"][k][..., :3]
     noise = {k: v[:, 0] for k, v in p.bound.noise(KEY, {"hospital": 3, "patient": 6}, 1).items()}
     less = {k: v[: here[k]] for k, v in noise.items()}
-    z_G, origin = jnp.array([0.5]), Origin(jnp.array([0.2]))
-    # Arguments: theta, eta, z_G, origin, noise, data.
+    z_G = jnp.array([0.5])
+    seen = Coordinates(z_G, jnp.array([0.2]))
+    # Arguments: theta, eta, z_G, seen, noise, data.
     grad = jax.jit(jax.value_and_grad(p.bound.value, (1, 2, 3)))
-    value, (g_eta, *g_above) = grad({}, wide, z_G, origin, noise, padded)
-    expected, (e_eta, *e_above) = grad({}, mine, z_G, origin, less, data)
+    value, (g_eta, *g_above) = grad({}, wide, z_G, seen, noise, padded)
+    expected, (e_eta, *e_above) = grad({}, mine, z_G, seen, less, data)
     np.testing.assert_allclose(value, expected, rtol=1e-12)
     for a, b in zip(jax.tree.leaves(g_above), jax.tree.leaves(e_above), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10)
@@ -538,7 +540,7 @@ def skewed_guide():
 
 
 def test_a_skewed_guides_density_is_that_of_its_draws(double):
-    """By the change of variables, and in its gradient: where the landing sticks, by z alone."""
+    """By the change of variables, and in its gradient: where it sticks the landing, by the draw."""
     guide, eta = skewed_guide()
     noise = guide.noise(KEY, 1)[0]
     z, log_q = guide.draw(eta, noise)
@@ -554,17 +556,17 @@ def test_a_skewed_guides_density_is_that_of_its_draws(double):
 def test_a_skewed_guide_begins_at_a_gaussian_and_moves_in_its_coordinates(double):
     guide, step = skewed_guide()
     root = jnp.linalg.cholesky(jnp.eye(4) + 0.5)
-    eta = guide.around(KEY, jnp.ones(4), root)
+    frame, eta = guide.frame(jnp.ones(4), root), guide.init(KEY, jnp.zeros(4), 1.0)
     gaussian_q = dist.MultivariateNormal(jnp.ones(4), scale_tril=root)
     z = jnp.array([0.5, -1.0, 2.0, 1.5])
-    np.testing.assert_allclose(guide.log_density(eta, z), gaussian_q.log_prob(z), rtol=1e-10)
-    still = guide.moved(eta, jax.tree.map(jnp.zeros_like, eta))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), still, eta)
-    step = jax.tree.map(jnp.zeros_like, eta) | {"loc": step["loc"]}
-    moved = guide.moved(eta, step)["loc"] - eta["loc"]
+    np.testing.assert_allclose(guide.density(frame, eta, z), gaussian_q.log_prob(z), rtol=1e-10)
+    back = guide.place(frame, guide.coordinates(frame, z))
+    np.testing.assert_allclose(back, z, rtol=1e-12)
+    after = eta | {"loc": step["loc"]}
+    moved = guide.in_z(frame, after)["loc"] - guide.in_z(frame, eta)["loc"]
     P = np.eye(4)[ORDER]
     L = np.linalg.cholesky(P @ (np.eye(4) + 0.5) @ P.T)
-    np.testing.assert_allclose(P @ moved, L @ (P @ step["loc"]), rtol=1e-10)
+    np.testing.assert_allclose(P @ moved, L @ step["loc"], rtol=1e-10)
 
 
 def test_coefficients_that_spread_as_the_noise_does_are_fitted():

@@ -12,7 +12,8 @@ from problems import jitter
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.sfvi import StructuredVI, recentred
-from numpyro_fed.guides.structured import Origin, build
+from numpyro_fed.frame import Coordinates
+from numpyro_fed.guides.structured import build
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
@@ -97,7 +98,7 @@ class Split:
         server = self.whole.init_server(KEY)
         server = server._replace(params=jitter(server.params))
         noise = self.whole.server_noise(KEY)
-        down, _ = self.whole.draw(server.params, server.reference, noise)
+        down, _ = self.whole.draw(server.params, server.frame, noise)
         states = jax.vmap(self.whole.init_silo, (None, 0))(KEY, self.data)
         return down, states._replace(params=jitter(states.params))
 
@@ -280,7 +281,7 @@ def test_participants_count_for_all():
         down, states = split.start()
         server = parts.init_server(KEY)
         noise = jax.vmap(parts.silo_noise)(jax.random.split(KEY, 3), states)
-        states = states._replace(centre=jnp.tile(down.centre, (3, 1)))
+        states = states._replace(centre=jnp.tile(down.seen.centre, (3, 1)))
         eps = parts.server_noise(KEY)
 
         def step(who):
@@ -303,25 +304,27 @@ def test_participants_count_for_all():
 FIELDS = ("model", "guide", "bound", "optim", "num_particles", "num_silos")
 
 
-@pytest.mark.parametrize("reference", [False, True])
-def test_a_silo_that_was_away_has_the_guide_that_it_had(double, reference):
+@pytest.mark.parametrize("framed", [False, True])
+def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
     """As a function of the globals, wherever their centre is by now."""
     split = Split("wards_and_rows", 4)
     guide, data = split.whole.guide, jax.tree.map(lambda a: a[0], split.data)
     state = split.whole.init_silo(KEY, data)
     r = np.random.default_rng(0)
-    here, there, z = (jnp.asarray(r.normal(size=2)) for _ in range(3))
-    whitener = jnp.asarray(r.normal(size=(2, 2)))
-    state = state._replace(params=jitter(state.params), centre=here, whitener=whitener)
-    if reference:
-        state = state._replace(reference=jitter(state.params["guide"], seed=1))
-    after = recentred(guide, state, there, data)
+    here, there, u = (jnp.asarray(r.normal(size=2)) for _ in range(3))
+    state = state._replace(params=jitter(state.params), centre=here)
+    if framed:
+        frames, _ = guide.framed(jitter(state.params["guide"], seed=1))
+        state = state._replace(frames=frames)
+    own = state.params["guide"]
+    moved = recentred(guide, own, state.frames, Coordinates(there, here), data)
+    after = state._replace(params={**state.params, "guide": moved}, centre=there)
 
     def draws(state):
-        eta = split.whole.private(state).guide
-        origin, outer = Origin(state.centre, state.whitener), {}
+        eta, seen = split.whole.private(state).guide, Coordinates(u, state.centre)
+        outer = {}
         for p in (*guide.outer, *guide.rows):
-            above = guide.above(p, eta, z, origin, outer, data)
+            above = guide.above(p, eta, seen, outer, data)
             eps = jnp.asarray(np.random.default_rng(1).normal(size=eta[p]["loc"].shape))
             outer[p] = guide.locals[p].draw(eta[p], above, eps)
         return outer

@@ -15,7 +15,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Combine
 from numpyro_fed.algorithms.sfvi import ServerState
-from numpyro_fed.guides.structured import Origin
+from numpyro_fed.frame import Coordinates
 from numpyro_fed.model.minibatch import Noise
 from numpyro_fed.model.padding import bucket
 from numpyro_fed.objectives import SiloBound, normals
@@ -52,12 +52,11 @@ def counts(y):
         numpyro.sample("y", dist.Poisson(jnp.exp(b)), obs=y)
 
 
-def counts_bound(theta, eta, z_G, origin, noise, data):
-    centre = origin.centre
+def counts_bound(theta, eta, z_G, seen, noise, data):
     """The bound written out; ``noise`` is (rows, K). Differentiated in full, nothing stopped."""
     eta = eta["row"]
-    mean = eta["loc"] + eta["mean_coupling"] @ (z_G - centre)
-    scale = jnp.exp(eta["log_scale"] + eta["scale_coupling"] @ (z_G - centre))
+    mean = eta["loc"] + eta["mean_coupling"] @ seen.away
+    scale = jnp.exp(eta["log_scale"] + eta["scale_coupling"] @ seen.away)
     b, y = mean + scale * noise, data.arrays["y"][:, None]
     log_p = normal(b, z_G[0], jnp.exp(theta["tau"])) + dist.Poisson(jnp.exp(b)).log_prob(y)
     return log_mean_exp(log_p - normal(b, mean, scale), 1).sum()
@@ -67,7 +66,7 @@ def counts_case(objective, y=(0, 3)):
     p = parts(counts, [{"y": np.array(y)}], objective=objective)
     eta = jitter(p.guide.init_local(KEY, p.silos[0]))
     theta = p.model.init_theta(KEY)
-    return p, (theta, eta, jnp.array([0.5]), Origin(jnp.array([0.2])))
+    return p, (theta, eta, jnp.array([0.5]), Coordinates(jnp.array([0.5]), jnp.array([0.2])))
 
 
 @pytest.mark.parametrize("K", [1, 2, 5])
@@ -111,7 +110,12 @@ def test_the_gradient_of_rows_that_share_a_covariance_is_unbiased_by_quadrature(
     eta = jitter(p.guide.init_local(KEY, p.silos[0]))
     eta["row"]["log_scale"] += 2.0
     eta["row"]["below"] = 0.8 * jnp.eye(2)[::-1].reshape(2, 1, 2, 1)
-    at = (p.model.init_theta(KEY), eta, jnp.array([0.5]), Origin(jnp.array([0.2])))
+    at = (
+        p.model.init_theta(KEY),
+        eta,
+        jnp.array([0.5]),
+        Coordinates(jnp.array([0.5]), jnp.array([0.2])),
+    )
     grid, weights = gauss_hermite(20, 4)
 
     def value(*at):
@@ -155,10 +159,9 @@ def wards(ward, size, y):
         numpyro.sample("y", dist.Poisson(jnp.exp(0.5 * u[ward] + b)), obs=y)
 
 
-def wards_bound(theta, eta, z_G, origin, noise, data):
-    centre = origin.centre
+def wards_bound(theta, eta, z_G, seen, noise, data):
     """``noise`` is {"ward": (wards, K_outer), "row": (rows, K_outer, K)}."""
-    offset, index = z_G - centre, data.arrays["ward"]
+    offset, index = seen.away, data.arrays["ward"]
     outer, row = eta["ward"], eta["row"]
 
     def at_one(e_ward, e_row):
@@ -188,7 +191,12 @@ def wards_case(draws, ward=(0,), y=(2,)):
     silo = {"ward": ward, "size": np.zeros(ward.max() + 1), "y": np.array(y)}
     p = parts(wards, [silo], objective=nf.LocallyEnhanced(draws=draws))
     eta = jitter(p.guide.init_local(KEY, p.silos[0]))
-    return p, (p.model.init_theta(KEY), eta, jnp.array([0.5]), Origin(jnp.array([0.2])))
+    return p, (
+        p.model.init_theta(KEY),
+        eta,
+        jnp.array([0.5]),
+        Coordinates(jnp.array([0.5]), jnp.array([0.2])),
+    )
 
 
 @pytest.mark.parametrize("draws", [{}, {"row": 3}, {"ward": 4}, {"ward": 3, "row": 2}])
@@ -281,7 +289,7 @@ def test_each_plate_of_rows_has_its_own_number_of_draws(x64, draws):
             total += log_mean_exp(log_p - normal(z, mean, scale), 1).sum()
         return total
 
-    value = jax.jit(p.bound.value)({}, eta, z_G, Origin(centre), noise, p.silos[0])
+    value = jax.jit(p.bound.value)({}, eta, z_G, Coordinates(z_G, centre), noise, p.silos[0])
     np.testing.assert_allclose(value, jax.jit(expected_bound)(eta), rtol=1e-12)
 
 
@@ -294,7 +302,12 @@ def test_one_draw_is_the_elbo_in_value_and_gradient(x64, guide):
     elbo = parts(wards, silos, guide=guide, objective=nf.ELBO())
     one = parts(wards, silos, guide=guide, objective=nf.LocallyEnhanced(draws=1))
     eta = jitter(elbo.guide.init_local(KEY, elbo.silos[0]))
-    at = (elbo.model.init_theta(KEY), eta, jnp.array([0.5]), Origin(jnp.array([0.2])))
+    at = (
+        elbo.model.init_theta(KEY),
+        eta,
+        jnp.array([0.5]),
+        Coordinates(jnp.array([0.5]), jnp.array([0.2])),
+    )
     noise = [p.bound.noise(KEY, p.sizes[0], 1) for p in (elbo, one)]
     jax.tree.map(np.testing.assert_array_equal, *noise)
     noise = {k: e[:, 0] for k, e in noise[0].items()}
@@ -363,10 +376,11 @@ def test_exact_rows_give_the_marginal_likelihood_and_no_noise(x64, draws):
     grad = jax.jit(jax.value_and_grad(p.bound.value, (1, 2, 3)))
     for seed in range(4):
         noise = {"row": p.bound.noise(jax.random.key(seed), p.sizes[0], 1)["row"][:, 0]}
-        value, (g_eta, g_z, g_centre) = grad({}, eta, z_G, Origin(centre), noise, p.silos[0])
+        seen = Coordinates(z_G, centre)
+        value, (g_eta, g_z, g_seen) = grad({}, eta, z_G, seen, noise, p.silos[0])
         np.testing.assert_allclose(value, normal(y, 0.7, width).sum(), rtol=1e-12)
-        np.testing.assert_allclose(g_z, [((y - 0.7) / width**2).sum()], rtol=1e-11)
-        for leaf in jax.tree.leaves((g_eta, g_centre)):
+        np.testing.assert_allclose(g_z + g_seen.u, [((y - 0.7) / width**2).sum()], rtol=1e-11)
+        for leaf in jax.tree.leaves((g_eta, g_seen.centre)):
             np.testing.assert_allclose(leaf, 0.0, atol=1e-11)
 
 
@@ -403,7 +417,7 @@ def test_the_bound_tends_to_the_marginal_likelihood(x64):
         @jax.jit
         @partial(jax.vmap, in_axes=1)
         def at(noise, p=p, eta=eta):
-            return p.bound.value({}, eta, z_G, Origin(z_G), {"row": noise}, p.silos[0])
+            return p.bound.value({}, eta, z_G, Coordinates(z_G, z_G), {"row": noise}, p.silos[0])
 
         values = at(noise)
         gaps.append(float(exact - values.mean()))
@@ -422,7 +436,7 @@ def test_samples_of_rows_are_resampled_by_their_weights(x64):
 
     def draw(p, eta):
         def one(key):
-            return p.bound.sample(key, {}, eta, z_G, Origin(z_G), p.silos[0])["row"][0, 0]
+            return p.bound.sample(key, {}, eta, z_G, Coordinates(z_G, z_G), p.silos[0])["row"][0, 0]
 
         return (jax.jit(jax.vmap(one))(keys) - mean) / sd
 
@@ -463,7 +477,9 @@ def test_samples_of_an_outer_plate_are_resampled_by_the_weight_of_the_silo(x64):
         "row": {"loc": jnp.zeros((2, 1)), "log_scale": jnp.full((2, 1), np.log(SIGMA))},
     }
     z_G, n = jnp.array([0.7]), 4_000
-    draw = jax.jit(jax.vmap(lambda k: p.bound.sample(k, {}, eta, z_G, Origin(z_G), p.silos[0])))
+    draw = jax.jit(
+        jax.vmap(lambda k: p.bound.sample(k, {}, eta, z_G, Coordinates(z_G, z_G), p.silos[0]))
+    )
     z = draw(jax.random.split(KEY, n))
     u = (z["ward"][:, 0, 0] - mean) / sd
     # As for rows: raw draws have a mean of 0.6 and a variance of 2.56.
@@ -539,7 +555,7 @@ def gradients(pooled, sizes):
     @jax.jit
     def run(server, states, noise, data):
         (down, value), pull = jax.vjp(
-            lambda params: sfvi.draw(params, server.reference, eps), server.params
+            lambda params: sfvi.draw(params, server.frame, eps), server.params
         )
         ask = jax.vmap(exchange.silo, (0, None, 0, 0))
         replies = [ask(e, down, s, d) for e, s, d in zip(noise, states, data, strict=True)]

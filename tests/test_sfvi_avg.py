@@ -75,17 +75,16 @@ def test_one_step_at_one_silo_is_sfvi(start):
     _, y, _ = opened(avg, silos)
     parts, one_silo = y.run.__self__, jnp.arange(1)
     server, silo = one.state.server, jax.tree.map(lambda a: a[0], one.state.silos[0])
-    averaged = other.state.server._replace(params=server.params, reference=server.reference)
+    averaged = other.state.server._replace(params=server.params, frame=server.frame)
     mine = jax.tree.map(lambda a: a[0], other.state.silos[0])
     mine = mine._replace(
         params=silo.params,
         opt_state=silo.opt_state,
         shared_opt_state=server.opt_state,
-        reference=silo.reference,
-        shared_reference=server.reference,
-        whitener=silo.whitener,
+        frames=silo.frames,
+        shared_frame=server.frame,
+        centre=parts.centre(server.params),
     )
-    mine = mine._replace(centre=parts.centre(server.params, mine))
     for i in range(5):
         key = jax.random.key(100 + i)
         noise = parts.noise(key, jnp.array(0), mine)

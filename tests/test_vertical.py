@@ -441,8 +441,8 @@ def test_local_steps_lead_to_the_same_optimum():
 
 def joint_normal(result):
     """Mean and covariance of all parties' latents under the guide."""
-    server = result.shared.guide
-    parties = [server, *(result.private(j).guide for j in range(result.num_clients))]
+    server = result.params["guide"]
+    parties = [server, *(result.client_params(j)["guide"] for j in range(result.num_clients))]
     T = block_diag(*(root_of_guide(p["latents"]) for p in parties))
     loc = jnp.concatenate([p["latents"]["loc"] for p in parties])
     if "shared" not in server:
@@ -581,10 +581,10 @@ def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
     result = begun(vfl, xs, y)
     assert result.start is None
     for j, x in enumerate(xs):
-        root = root_of_guide(result.private(j).guide["latents"])
+        root = root_of_guide(result.client_params(j)["guide"]["latents"])
         expected = np.linalg.inv(np.eye(x.shape[1]) + x.T @ x / 0.25)
         np.testing.assert_allclose(root @ root.T, expected, rtol=1e-6)
-    at_server = result.shared.guide["latents"]["loc"]  # the server's mode where the sum is zero
+    at_server = result.params["guide"]["latents"]["loc"]  # the server's mode where the sum is zero
     np.testing.assert_allclose(at_server, y.sum() / (len(y) + 0.49), rtol=1e-6)
     search = result._fit.built.search
     before = search.init_server(KEY)

@@ -14,7 +14,8 @@ import optax
 from jax import Array
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.guides.structured import Origin
+from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -269,25 +270,42 @@ def own_key(key: Array, state: Any = None) -> Array:
 
 
 class Shared(NamedTuple):
-    """Of a server's state what everybody may know: parameters, and those of the globals' guide."""
+    """What everybody may know of a server's state.
+
+    Attributes
+    ----------
+    theta : dict
+        Shared parameters, unconstrained.
+    guide : dict
+        Parameters of the globals' guide, in its frame.
+    frame : Gaussian
+    """
 
     theta: dict[str, Any]
     guide: Any
+    frame: Gaussian
 
 
 class Private(NamedTuple):
-    """Of a silo's state what never leaves: parameters, its local guide, and from where that
-    measures the globals, if not from the centre of theirs, and in which units.
+    """What never leaves a silo's state.
+
+    Attributes
+    ----------
+    theta : dict
+        Its parameters, unconstrained.
+    guide : dict
+        Parameters of its own guides.
+    centre : (dim,), optional
+        From where these measure the globals in their frame, if not from the centre of their guide.
     """
 
     theta: dict[str, Any]
     guide: dict[str, Any]
     centre: Array | None = None
-    whitener: Array | None = None
 
-    def origin(self, centre: Array) -> Origin:
-        """From where the local guide measures the globals, ``centre`` being that of theirs."""
-        return Origin(centre if self.centre is None else self.centre, self.whitener)
+    def measured(self, seen: Coordinates) -> Coordinates:
+        """Return coordinates of the globals as the silo's own guides measure them."""
+        return seen if self.centre is None else seen._replace(centre=self.centre)
 
 
 class Sampled(NamedTuple):
@@ -301,8 +319,9 @@ class Carry(NamedTuple):
 
     Attributes
     ----------
-    server : (key, Frame) -> server_state
-    silo : (key, Private, Frame, data) -> silo_state
+    server : (key, Begun) -> server_state
+    silo : (key, Private, Begun, data) -> silo_state
+        The guides of ``Private`` measure the globals as they are, without a frame.
     """
 
     server: Callable[..., Any]

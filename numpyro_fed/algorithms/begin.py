@@ -1,4 +1,4 @@
-r"""From a mode to where an algorithm begins: the globals' frame, the silos' local guides.
+r"""From a mode to where an algorithm begins: the frame of the globals, the silos' local guides.
 
 The frame is the normal distribution at the mode :math:`m` of the globals, with the root :math:`L`
 of the inverse curvature there. In its coordinates, :math:`z_G = m + L u`, the posterior is about
@@ -16,11 +16,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed import linalg
+from numpyro_fed.algorithms.base import Private
 from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.algorithms.mode import Searching, highest, unraveller
+from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.mode_wide import positive
-from numpyro_fed.gaussian import Curvature
-from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.frame import Coordinates, Frame
+from numpyro_fed.gaussian import Curvature, Gaussian
+from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel, Rows, Theta
@@ -31,8 +34,8 @@ BEGIN = "from the mode"  # the name of the exchange
 UNSURE = 0.1  # standard deviation of a row whose mode was not found
 
 
-class Frame(NamedTuple):
-    """Where the search has ended.
+class Begun(NamedTuple):
+    """Where a run begins.
 
     Attributes
     ----------
@@ -41,47 +44,49 @@ class Frame(NamedTuple):
     centre, root : (dim,), (dim, dim) or (dim,)
         The globals, and a Cholesky factor of their covariance given ``theta``; where they are many,
         standard deviations, each given all others.
-    start : () int
-        Which of the searches has come highest.
     """
 
     theta: Theta
     unit: Theta
     centre: Array
     root: Array
-    start: Array
 
     @property
-    def whitener(self) -> Array:
-        """The inverse of ``root``."""
-        if self.root.ndim == 1:
-            return 1 / self.root
-        return linalg.solve(self.root, jnp.eye(len(self.root)))
+    def wide(self) -> bool:
+        """Whether the globals are too many for a covariance."""
+        return self.root.ndim == 1
 
-    def place(self, u: Array) -> Array:
-        """The globals at coordinates ``u``."""
-        return self.centre + (self.root * u if self.root.ndim == 1 else self.root @ u)
+    def frame(self, guide: GlobalGuide) -> Frame:
+        """Return the frame in which a guide of the globals works from here."""
+        return Frame.around(self.theta, self.unit, guide.frame(self.centre, self.root))
 
 
-def somewhere(fm: FederatedModel, theta: Theta, *, wide: bool) -> Frame:
-    """A frame around zero, for the shapes of what begins there."""
+class At(NamedTuple):
+    """What silos are told of where a run begins, and which of the searches has come there."""
+
+    begun: Begun
+    start: Array
+
+
+def somewhere(fm: FederatedModel, theta: Theta, *, wide: bool) -> Begun:
+    """Return a place around zero, for the shapes of what begins there."""
     unit = jax.tree.map(jnp.ones_like, theta)
     root = jnp.ones(fm.dim) if wide else jnp.eye(fm.dim)
-    return Frame(theta, unit, jnp.zeros(fm.dim), root, jnp.zeros((), jnp.int32))
+    return Begun(theta, unit, jnp.zeros(fm.dim), root)
 
 
-def frame_at(fm: FederatedModel, search: Searching) -> Frame:
-    """The frame of the highest place that was found."""
+def begun_at(fm: FederatedModel, search: Searching) -> At:
+    """Return the highest place that was found."""
     i, unravel = highest(search), unraveller(fm)
     x, curvature = search.best.x[i], search.best.curvature[i]
     theta, centre = unravel(x)
     own = len(x) - fm.dim
     if curvature.ndim == 1:
         sd = 1 / jnp.sqrt(positive(curvature))
-        return Frame(theta, unravel(sd)[0], centre, sd[own:], i)
+        return At(Begun(theta, unravel(sd)[0], centre, sd[own:]), i)
     least = jnp.where(search.rests[i], FLAT, UNLIKE)
     unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
-    return Frame(theta, unit, centre, covariance_root(curvature[own:, own:], least), i)
+    return At(Begun(theta, unit, centre, covariance_root(curvature[own:, own:], least)), i)
 
 
 def covariance_root(precision: Array, least: Array | float = FLAT) -> Array:
@@ -92,35 +97,69 @@ def covariance_root(precision: Array, least: Array | float = FLAT) -> Array:
 
 
 def local_guides(
-    fm: FederatedModel, guide: Guide, theta: Theta, frame: Frame, z_L: Rows, data: SiloData
+    fm: FederatedModel,
+    guide: Guide,
+    theta: Theta,
+    frame: Gaussian,
+    z_L: Rows,
+    data: SiloData,
+    *,
+    wide: bool = False,
 ) -> dict[str, GuideParams]:
-    """A silo's local guides at the modes of its latents, which are near ``z_L``."""
+    """Return a silo's local guides at the modes of its latents, which are near ``z_L``.
+
+    They measure the globals in the ``frame`` of these; where that is ``wide``, of too many to
+    derive by, without couplings.
+    """
     if not guide.locals:
         return {}
     laplace = Laplace(fm)
-    z = laplace.modes(theta, frame.centre, data, z_L)
+    nowhere = jnp.zeros(fm.dim)
+    z = laplace.modes(theta, guide.globals.place(frame, nowhere), data, z_L)
     outer = jnp.concatenate([jnp.zeros(0), *(z[p].ravel() for p in guide.outer)])
 
     def around_outer(u: Array) -> dict[str, GuideParams]:
-        z_G = frame.place(u)
+        z_G = guide.globals.place(frame, u)
         found = laplace.outer_given(theta, z_G, z, data)
         return {
             p: guide.locals[p].around(*outer_precision(guide, p, *found[p])) for p in guide.outer
         }
 
     def around_rows(above: Array) -> dict[str, GuideParams]:
-        z_G = frame.place(above[: fm.dim])
+        z_G = guide.globals.place(frame, above[: fm.dim])
         found = laplace.rows_given(theta, z_G, outer + above[fm.dim :], z, data)
         return {p: guide.locals[p].around(*row_precision(guide, p, *found[p])) for p in guide.rows}
 
-    nowhere, width = jnp.zeros(fm.dim), jnp.zeros(fm.dim + len(outer))
+    width = jnp.zeros(fm.dim + len(outer))
     like = _at_zero(guide, z, fm.dim, len(outer))
-    wide = frame.root.ndim == 1
     begun = {
         **_coupled(around_outer, nowhere, {p: like[p] for p in guide.outer}, wide),
         **_coupled(around_rows, width, {p: like[p] for p in guide.rows}, wide),
     }
     return {p: _sound(begun[p], like[p]) for p in guide.locals}
+
+
+def begun_locals(
+    fm: FederatedModel, guide: Guide, at: At, state: Looked, data: SiloData
+) -> dict[str, GuideParams]:
+    """Return a silo's local guides where a run begins, from where its own search has come."""
+    z_L = jax.tree.map(lambda a: a[at.start], state.z_L)
+    theta, frame = {**at.begun.theta, **state.private}, at.begun.frame(guide.globals).globals
+    return local_guides(fm, guide, theta, frame, z_L, data, wide=at.begun.wide)
+
+
+def carried_locals(
+    guide: Guide, own: Private, begun: Begun, data: SiloData
+) -> tuple[dict[str, GuideParams], Array]:
+    """Return the local guides of an earlier result in the frame where a run begins, and its centre.
+
+    Those of the result measure the globals as they are, without a frame.
+    """
+    frame, centre = begun.frame(guide.globals).globals, jnp.zeros_like(begun.centre)
+    eta = own.guide
+    if own.centre is not None:
+        eta = guide.recentre(eta, Coordinates(begun.centre, own.centre), data)
+    return guide.measured_by(lambda u: guide.globals.place(frame, u), eta, centre), centre
 
 
 def _at_zero(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuideParams]:
@@ -179,15 +218,6 @@ def _sound(eta: GuideParams, like: GuideParams) -> GuideParams:
     """Rows whose mode was not found begin at zero, without couplings."""
     unsure = jnp.full_like(like["log_scale"], jnp.log(UNSURE))
     return where_finite(eta, {**like, "log_scale": unsure})
-
-
-def whitener_of(whitener: Array | None, dim: int, *, wide: bool) -> Array:
-    """What a silo's own guide measures the globals by, where it may have been by nothing."""
-    if wide:
-        return jnp.ones(dim) if whitener is None else whitener
-    if whitener is None:
-        return jnp.eye(dim)
-    return jnp.diag(whitener) if whitener.ndim == 1 else whitener
 
 
 def where_finite(eta: GuideParams, other: GuideParams) -> GuideParams:

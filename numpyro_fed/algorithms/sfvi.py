@@ -4,8 +4,8 @@ Hassan, Salomone and Mengersen 2023, arXiv 2302.03314, Algorithm 1. Each round, 
 the globals, every silo answers with gradients of its own term of the bound and takes a step on its
 own parameters, and the server takes a step on the shared ones.
 
-Where this departs from the paper: the server sends the draws ``z_G`` and the centre of their
-guide instead of ``eta_G`` and the noise, and a silo answers with the gradient with respect to
+Where this departs from the paper: the server sends the draws ``z_G`` instead of ``eta_G`` and the
+noise, with their coordinates for local guides, and a silo answers with the gradient with respect to
 *these*. The server, which knows how they came from ``eta_G``, applies the chain rule. The numbers
 are those of the paper; messages are smaller (a full covariance or a flow never travels), and a
 silo's reply does not depend on the family of the guide.
@@ -38,17 +38,20 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.begin import (
     BEGIN,
-    Frame,
-    frame_at,
-    local_guides,
+    At,
+    Begun,
+    begun_at,
+    begun_locals,
+    carried_locals,
     somewhere,
-    whitener_of,
 )
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.standardise import standardising
+from numpyro_fed.frame import Coordinates, Frame
+from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.guides.structured import Guide, Origin
+from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
 from numpyro_fed.model.split import FederatedModel, Rows
@@ -56,46 +59,42 @@ from numpyro_fed.objectives import SiloBound
 from numpyro_fed.trees import all_finite
 
 
-class Reference(NamedTuple):
-    """Where shared parameters and guide began; what is optimised are steps from there, in units in
-    which the posterior is about standard. ``unit`` are standard deviations of the parameters.
-    """
-
-    theta: dict[str, Any]
-    unit: dict[str, Any]
-    guide: GuideParams
-
-
 class ServerState(NamedTuple):
-    """``params`` is ``{"theta", "guide"}``: shared parameters and those of the globals' guide,
-    or steps from a ``reference``.
+    """What the server keeps from round to round.
+
+    ``params`` is ``{"theta", "guide"}``: shared parameters and those of the globals' guide, both in
+    the ``frame``.
     """
 
     params: dict[str, Any]
     opt_state: Any
     course: Course
-    reference: Reference | tuple[()] = ()
+    frame: Frame
 
 
 class SiloState(NamedTuple):
-    """``params`` is ``{"private", "guide"}``: private parameters and those of the local guide, or
-    steps of that from a ``reference``. ``whitener`` says in which units it measures the globals,
-    ``centre`` from where, if that is kept.
+    """What a silo keeps from round to round.
+
+    ``params`` is ``{"private", "guide"}``: private parameters and those of the local guide, in the
+    ``frames`` of the rows of each plate. ``centre`` is from where that measures the globals, where
+    a silo may be left out of a round.
     """
 
     params: dict[str, Any]
     opt_state: Any
-    reference: dict[str, GuideParams] | tuple[()] = ()
-    whitener: Array | None = None
+    frames: dict[str, Gaussian]
     centre: Array | None = None
 
 
 class Down(NamedTuple):
-    """What the server sends: parameters, draws of the globals (particles, dim), their centre."""
+    """What the server sends: parameters, and draws of the globals (particles, dim).
+
+    ``seen`` are the draws as local guides measure them, where there are any.
+    """
 
     theta: dict[str, Any]
     z_G: Array
-    centre: Array
+    seen: Coordinates | tuple[()]
 
 
 class Up(NamedTuple):
@@ -124,7 +123,7 @@ class StructuredVI:
     minibatches : Minibatches, optional
         Of the rows in a silo's step.
     from_mode : bool
-        Whether states come from :meth:`begin`.
+        Whether a run begins at the mode, by :meth:`begin`, or at an earlier result.
     wide : bool
         Whether the search there is for many globals.
     """
@@ -150,7 +149,7 @@ class StructuredVI:
             self.private,
             done=lambda state: settling.settled(state.course),
             opening=standardising(self.guide),
-            carry=Carry(self.carried_server, self.carried_silo),
+            carry=Carry(self.server_from, self.carried_silo),
         )
 
     @cached_property
@@ -159,30 +158,47 @@ class StructuredVI:
         return Exchange("sfvi", self.silo, silo_noise=self.silo_noise)
 
     def init_server(self, key: Array) -> ServerState:
-        if self.from_mode:
-            frame = somewhere(self.model, self.model.init_theta(key), wide=self.wide)
-            return self.server_from(key, frame)
+        """Return the first state; at the mode, or at a result, one of its shapes."""
         key_theta, key_guide = jax.random.split(key)
+        if self.from_mode:
+            begun = somewhere(self.model, self.model.init_theta(key), wide=self.wide)
+            return self.server_from(key, begun)
         theta = self.model.init_theta(key_theta)
         params = {"theta": theta, "guide": self.guide.init_global(key_guide)}
-        return ServerState(params, self.optim.init(params), settling.begin(params))
+        return self.server_at(params, Frame.standard(theta, self.model.dim))
+
+    def server_from(self, key: Array, begun: Begun) -> ServerState:
+        """Return the server's state where a run begins."""
+        return self.server_at(nothing(self.guide, key, begun), begun.frame(self.guide.globals))
+
+    def server_at(self, params: dict[str, Any], frame: Frame) -> ServerState:
+        """Return the server's state before the first step."""
+        return ServerState(params, self.optim.init(params), settling.begin(params), frame)
 
     def init_silo(self, key: Array, data: SiloData) -> SiloState:
+        """Return a silo's first state, which does not know the mode."""
         key_private, key_guide = jax.random.split(key)
         private = self.model.init_private(key_private, data)
         eta = self.guide.init_local(key_guide, data)
         nowhere = jnp.zeros(self.model.dim)
         if self.from_mode:
-            whitener = jnp.ones(self.model.dim) if self.wide else jnp.eye(self.model.dim)
-            return self.silo_from(private, eta, Origin(nowhere, whitener))
-        params = {"private": private, "guide": eta}
-        return SiloState(params, self.optim.init(params), **self.kept(Origin(nowhere)))
+            return self.silo_from(private, eta, nowhere)
+        frames = {p: self.guide.locals[p].standard(own) for p, own in eta.items()}
+        return self.silo_at({"private": private, "guide": eta}, frames, nowhere)
 
-    def kept(self, origin: Origin) -> dict[str, Any]:
-        """What a silo keeps of where its own guide, if it has one, measures the globals from."""
-        if not self.guide.locals:
-            return {}
-        return {"whitener": origin.whitener, "centre": origin.centre if self.in_part else None}
+    def silo_from(
+        self, private: dict[str, Any], eta: dict[str, GuideParams], centre: Array
+    ) -> SiloState:
+        """Return a silo's state with local guides ``eta``, from where their frames are."""
+        frames, own = self.guide.framed(eta)
+        return self.silo_at({"private": private, "guide": own}, frames, centre)
+
+    def silo_at(
+        self, params: dict[str, Any], frames: dict[str, Gaussian], centre: Array
+    ) -> SiloState:
+        """Return a silo's state before the first step."""
+        kept = centre if self.in_part and self.guide.locals else None
+        return SiloState(params, self.optim.init(params), frames, kept)
 
     def server_noise(self, key: Array) -> Any:
         return self.guide.globals.noise(key, self.num_particles)
@@ -191,18 +207,18 @@ class StructuredVI:
         sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
         return noise_of(self.bound, self.minibatches, key, sizes, self.num_particles)
 
-    def draw(self, params: dict[str, Any], reference: Any, eps: Any) -> tuple[Down, Array]:
-        """What is sent, and the server's own term of the bound."""
-        theta, eta = placed(self.guide, params, reference)
-        z_G, log_q = jax.vmap(self.guide.globals.draw, (None, 0))(eta, eps)
-        down = Down(theta, z_G, self.guide.globals.centre(eta))
+    def draw(self, params: dict[str, Any], frame: Frame, eps: Any) -> tuple[Down, Array]:
+        """Return what is sent, and the server's own term of the bound."""
+        theta = frame.parameters(params["theta"])
+        seen, z_G, log_q = self.guide.globals.draws(frame.globals, params["guide"], eps)
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
+        down = Down(theta, z_G, seen if self.guide.locals else ())
         return down, jnp.mean(log_prior - log_q)
 
     def round(self, state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
         """Draw the globals, ask every silo for gradients there, and take a step."""
         (down, value), pull = jax.vjp(
-            lambda params: self.draw(params, state.reference, noise), state.params
+            lambda params: self.draw(params, state.frame, noise), state.params
         )
         replies = ask(self.exchange.name, down)
         times = self.num_silos / len(ask.who)
@@ -210,27 +226,31 @@ class StructuredVI:
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
         total = value + up.bound
-        standard = bool(state.reference)
-        course = settling.follow(state.course, -total, params, standard=standard)
+        course = settling.follow(state.course, -total, params, standard=self.from_mode)
         after = state._replace(params=params, opt_state=opt_state, course=course)
         return after, Info(-total, all_finite((total, gradient)))
 
     def silo(
         self, noise: Noise, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        if self.in_part and self.guide.locals:
-            state = recentred(self.guide, state, down.centre, data)
+        if isinstance(down.seen, Coordinates) and state.centre is not None:
+            seen = Coordinates(down.seen.centre, state.centre)
+            eta = recentred(self.guide, state.params["guide"], state.frames, seen, data)
+            params = {**state.params, "guide": eta}
+            state = state._replace(params=params, centre=seen.u)
         here, places = drawn(self.minibatches, noise.which, data)
+        frames = rows_at(state.frames, places)
 
         def term(down: Down, params: dict[str, Any]) -> Array:
             theta = {**down.theta, **params["private"]}
-            eta = rows_at(placed_locals(self.guide, params, state.reference), places)
-            origin = Origin(down.centre, state.whitener)
+            eta = self.guide.placed(frames, rows_at(params["guide"], places))
 
-            def at(z_G: Array, eps: Rows) -> Array:
-                return self.bound.value(theta, eta, z_G, origin, eps, here)
+            def at(z_G: Array, u: Array, eps: Rows) -> Array:
+                seen = Coordinates(u, centre)
+                return self.bound.value(theta, eta, z_G, seen, eps, here)
 
-            return jax.vmap(at, (0, 1))(down.z_G, noise.rows).mean()
+            u, centre = down.seen or Coordinates(down.z_G, jnp.zeros(self.model.dim))
+            return jax.vmap(at, (0, 0, 1))(down.z_G, u, noise.rows).mean()
 
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)
         params, opt_state = ascend(self.optim, g_params, state.opt_state, state.params)
@@ -238,57 +258,46 @@ class StructuredVI:
         return reply, state._replace(params=params, opt_state=opt_state)
 
     def shared(self, state: ServerState) -> Shared:
-        return placed(self.guide, state.params, state.reference)
+        """Return shared parameters and the globals' guide."""
+        theta = state.frame.parameters(state.params["theta"])
+        return Shared(theta, state.params["guide"], state.frame.globals)
 
     def private(self, state: SiloState) -> Private:
-        eta = placed_locals(self.guide, state.params, state.reference)
-        return Private(state.params["private"], eta, state.centre, state.whitener)
+        """Return a silo's parameters and local guides."""
+        eta = self.guide.placed(state.frames, state.params["guide"])
+        return Private(state.params["private"], eta, state.centre)
 
-    def server_from(self, key: Array, frame: Frame) -> ServerState:
-        """The server's state at a frame: no step from there."""
-        eta = self.guide.globals.around(key, frame.centre, frame.root)
-        params = jax.tree.map(jnp.zeros_like, {"theta": frame.theta, "guide": eta})
-        reference = Reference(frame.theta, frame.unit, eta)
-        return ServerState(params, self.optim.init(params), settling.begin(params), reference)
-
-    def silo_from(
-        self, private: dict[str, Any], eta: dict[str, GuideParams], origin: Origin
-    ) -> SiloState:
-        """A silo's state with local guides ``eta``: no step from there."""
-        params = {"private": private, "guide": jax.tree.map(jnp.zeros_like, eta)}
-        return SiloState(params, self.optim.init(params), eta, **self.kept(origin))
-
-    def carried_server(self, key: Array, frame: Frame) -> ServerState:
-        return self.server_from(key, frame)
-
-    def carried_silo(self, key: Array, own: Private, frame: Frame, data: SiloData) -> SiloState:
-        whitener, eta = whitener_of(own.whitener, self.model.dim, wide=self.wide), own.guide
-        if own.centre is not None:
-            eta = self.guide.recentre(eta, Origin(own.centre, whitener), frame.centre, data)
-        return self.silo_from(own.theta, eta, Origin(frame.centre, whitener))
+    def carried_silo(self, key: Array, own: Private, begun: Begun, data: SiloData) -> SiloState:
+        """Return a silo's state where it begins at an earlier result of its own."""
+        eta, centre = carried_locals(self.guide, own, begun, data)
+        return self.silo_from(own.theta, eta, centre)
 
     def begin(self) -> Round:
         """Return the round from the states of a search for the mode.
 
-        The server sends the frame; silos answer with nothing.
+        The server says where that is; silos answer with nothing.
         """
 
         def silo(
-            noise: Any, down: Frame, state: Looked, data: SiloData
+            noise: Any, down: At, state: Looked, data: SiloData
         ) -> tuple[Reply[tuple[()]], SiloState]:
-            z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
-            held = {**down.theta, **state.private}
-            eta = local_guides(self.model, self.guide, held, down, z_L, data)
-            after = self.silo_from(state.private, eta, Origin(down.centre, down.whitener))
+            eta = begun_locals(self.model, self.guide, down, state, data)
+            after = self.silo_from(state.private, eta, jnp.zeros(self.model.dim))
             return Reply((), all_finite(eta)), after
 
         def run(state: Any, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-            frame = frame_at(self.model, state)
-            ask(BEGIN, frame)
-            after = self.server_from(noise, frame)
+            at = begun_at(self.model, state)
+            ask(BEGIN, at)
+            after = self.server_from(noise, at.begun)
             return after, Info(jnp.zeros(()), all_finite(after))
 
         return Round((Exchange(BEGIN, silo),), run, own_key)
+
+
+def nothing(guide: Guide, key: Array, begun: Begun) -> dict[str, Any]:
+    """Return shared parameters and guide where a run begins: no step, and a standard normal."""
+    still = jax.tree.map(jnp.zeros_like, begun.theta)
+    return {"theta": still, "guide": guide.globals.init(key, jnp.zeros_like(begun.centre), 1.0)}
 
 
 def noise_of(
@@ -302,42 +311,16 @@ def noise_of(
     return Noise(rows, minibatches.noise(key_which))
 
 
-def placed(guide: Guide, params: dict[str, Any], reference: Reference | tuple[()]) -> Shared:
-    """Shared parameters and the globals' guide, from steps if there is a reference."""
-    if not reference:
-        return Shared(params["theta"], params["guide"])
-    theta = jax.tree.map(
-        lambda at, unit, step: at + unit * step,
-        reference.theta,
-        reference.unit,
-        params["theta"],
-    )
-    return Shared(theta, guide.globals.moved(reference.guide, params["guide"]))
+def recentred(
+    guide: Guide,
+    own: dict[str, GuideParams],
+    frames: dict[str, Gaussian],
+    seen: Coordinates,
+    data: SiloData,
+) -> dict[str, GuideParams]:
+    """Return the same local guides, measured from where the globals are now.
 
-
-def placed_locals(guide: Guide, params: dict[str, Any], reference: Any) -> dict[str, GuideParams]:
-    """A silo's local guides, from steps if there is a reference."""
-    if not reference:
-        return params["guide"]
-    return {p: g.moved(reference[p], params["guide"][p]) for p, g in guide.locals.items()}
-
-
-def recentred(guide: Guide, state: Any, centre: Array, data: SiloData) -> Any:
-    """A silo's state with the same local guides, which measure the globals from another centre:
-    theirs may be far from where it was when the silo was last asked.
+    The centre of the globals' guide may be far from where it was when the silo was last asked.
     """
-    eta = placed_locals(guide, state.params, state.reference)
-    there = guide.recentre(eta, Origin(state.centre, state.whitener), centre, data)
-    own, reference = state.params["guide"], state.reference
-    for p in (p for p in eta if p not in guide.encoders):
-        off = {name: there[p][name] - eta[p][name] for name in ("loc", "log_scale")}
-        # A step's mean is in units of the reference: that is shifted, and not the step.
-        held = reference if reference else own
-        shifted = {**held[p], "loc": held[p]["loc"] + off["loc"]}
-        if reference:
-            reference = {**reference, p: shifted}
-        else:
-            own = {**own, p: shifted}
-        own = {**own, p: {**own[p], "log_scale": own[p]["log_scale"] + off["log_scale"]}}
-    params = {**state.params, "guide": own}
-    return state._replace(params=params, reference=reference, centre=centre)
+    above = guide.centres(guide.placed(frames, own), seen, data)
+    return {p: guide.locals[p].recentre(own[p], above[p]) for p in own}

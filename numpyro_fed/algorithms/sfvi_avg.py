@@ -42,14 +42,15 @@ from numpyro_fed.algorithms.base import (
     ascend,
     own_key,
 )
-from numpyro_fed.algorithms.begin import BEGIN, Frame, frame_at, local_guides, somewhere
+from numpyro_fed.algorithms.begin import BEGIN, At, begun_at, begun_locals, somewhere
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
-from numpyro_fed.algorithms.sfvi import Reference, noise_of, placed, placed_locals, recentred
+from numpyro_fed.algorithms.sfvi import noise_of, nothing, recentred
 from numpyro_fed.algorithms.standardise import standardising
+from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.guides.structured import Guide, Origin
+from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
 from numpyro_fed.model.split import FederatedModel, Rows
@@ -60,30 +61,32 @@ COUNT = "rows"  # the name of the exchange that adds them up
 
 
 class ServerState(NamedTuple):
-    """``params`` is ``{"theta", "guide"}``, or steps from a ``reference`` that silos have too;
-    ``rows`` is the weight of all silos together.
+    """What the server keeps from round to round.
+
+    ``params`` is ``{"theta", "guide"}`` in a ``frame`` that silos have too; ``rows`` is the weight
+    of all silos together.
     """
 
     params: dict[str, Any]
     course: Course
     rows: Array
-    reference: Reference | tuple[()] = ()
+    frame: Frame
 
 
 class SiloState(NamedTuple):
-    """``params`` is ``{"private", "guide"}``, of the local guide; ``opt_state`` that of its
-    optimiser, ``shared_opt_state`` that of the shared parameters' here. ``reference`` and
-    ``whitener`` are as in SFVI, ``shared_reference`` is the server's. The local guide measures the
-    globals from ``centre``, where the silo's own steps have led: an average is elsewhere.
+    """What a silo keeps from round to round.
+
+    ``params``, ``opt_state`` and ``frames`` are those of SFVI; ``shared_opt_state`` is that of the
+    shared parameters' optimiser here, ``shared_frame`` the server's frame. The local guide measures
+    the globals from ``centre``, where the silo's own steps have led: an average is elsewhere.
     """
 
     params: dict[str, Any]
     opt_state: Any
     shared_opt_state: Any
     centre: Array
-    reference: dict[str, GuideParams] | tuple[()] = ()
-    shared_reference: Reference | tuple[()] = ()
-    whitener: Array | None = None
+    frames: dict[str, Gaussian]
+    shared_frame: Frame
 
 
 class Down(NamedTuple):
@@ -306,13 +309,22 @@ class Averaging:
         return sum((r.sum() for r in rows), jnp.zeros(()))
 
     def init_server(self, key: Array) -> ServerState:
-        if self.from_mode:
-            theta = self.model.init_theta(key)
-            return self.server_from(key, somewhere(self.model, theta, wide=self.wide))
+        """Return the first state; at the mode one of its shapes."""
+        return self.server_at(*self.first(key))
+
+    def first(self, key: Array) -> tuple[dict[str, Any], Frame]:
+        """Return the first shared parameters and guide, and their frame."""
         key_theta, key_guide = jax.random.split(key)
+        if self.from_mode:
+            begun = somewhere(self.model, self.model.init_theta(key), wide=self.wide)
+            return nothing(self.guide, key, begun), begun.frame(self.guide.globals)
         theta = self.model.init_theta(key_theta)
         params = {"theta": theta, "guide": self.guide.init_global(key_guide)}
-        return ServerState(params, settling.begin(params), self.total)
+        return params, Frame.standard(theta, self.model.dim)
+
+    def server_at(self, params: dict[str, Any], frame: Frame) -> ServerState:
+        """Return the server's state before the first round."""
+        return ServerState(params, settling.begin(params), self.total, frame)
 
     @property
     def total(self) -> Array:
@@ -320,17 +332,38 @@ class Averaging:
         return jnp.array(0.0 if self.by_rows else float(self.num_silos))
 
     def init_silo(self, key: Array, data: SiloData) -> SiloState:
+        """Return a silo's first state, which does not know the mode."""
         key_private, key_guide = jax.random.split(key)
         private = self.model.init_private(key_private, data)
         eta = self.guide.init_local(key_guide, data)
+        like = jax.eval_shape(self.first, key)
+        shared, frame = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         if self.from_mode:
-            theta = self.model.init_theta(key)
-            frame = somewhere(self.model, theta, wide=self.wide)
-            return self.silo_from(key, private, eta, frame)
-        params = {"private": private, "guide": eta}
-        like = jax.eval_shape(self.init_server, key).params
-        shared = self.optim.init(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like))
-        return SiloState(params, self.optim.init(params), shared, jnp.zeros(self.model.dim))
+            return self.silo_from(private, eta, shared, frame)
+        frames = {p: self.guide.locals[p].standard(own) for p, own in eta.items()}
+        return self.silo_at({"private": private, "guide": eta}, frames, shared, frame)
+
+    def silo_from(
+        self,
+        private: dict[str, Any],
+        eta: dict[str, GuideParams],
+        shared: dict[str, Any],
+        frame: Frame,
+    ) -> SiloState:
+        """Return a silo's state with local guides ``eta``, from where their frames are."""
+        frames, own = self.guide.framed(eta)
+        return self.silo_at({"private": private, "guide": own}, frames, shared, frame)
+
+    def silo_at(
+        self,
+        params: dict[str, Any],
+        frames: dict[str, Gaussian],
+        shared: dict[str, Any],
+        frame: Frame,
+    ) -> SiloState:
+        """Return a silo's state before the first round; ``shared`` are what its optimiser takes."""
+        own, theirs = self.optim.init(params), self.optim.init(shared)
+        return SiloState(params, own, theirs, jnp.zeros(self.model.dim), frames, frame)
 
     def round(self, state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
         """Send the guide, and put an average of the silos' guides in its place."""
@@ -347,7 +380,7 @@ class Averaging:
         eta = self.aggregation.average(guide, weights, state.params["guide"])
         params = {"theta": mean(replies.up.theta), "guide": eta}
         loss = -mean(replies.up.bound)
-        course = settling.follow(state.course, loss, params, standard=bool(state.reference))
+        course = settling.follow(state.course, loss, params, standard=self.from_mode)
         after = state._replace(params=params, course=course)
         return after, Info(loss, all_finite((loss, params)))
 
@@ -367,25 +400,28 @@ class Averaging:
         data: SiloData,
     ) -> tuple[Array, Array, Array]:
         """Means over particles of the log prior, of ``log q`` and of the silo's own bound."""
-        theta, eta = placed(self.guide, shared, state.shared_reference)
-        z_G, log_q = jax.vmap(self.guide.globals.draw, (None, 0))(eta, noise[0])
+        frame = state.shared_frame
+        theta = frame.parameters(shared["theta"])
+        seen, z_G, log_q = self.guide.globals.draws(frame.globals, shared["guide"], noise[0])
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-        origin = Origin(self.guide.globals.centre(eta), state.whitener)
         here, places = drawn(self.minibatches, noise[1].which, data)
-        local = rows_at(placed_locals(self.guide, own, state.reference), places)
+        local = self.guide.placed(rows_at(state.frames, places), rows_at(own["guide"], places))
         held = {**theta, **own["private"]}
 
-        def at(z: Array, eps: Rows) -> Array:
-            return self.bound.value(held, local, z, origin, eps, here)
+        def at(z: Array, u: Array, eps: Rows) -> Array:
+            return self.bound.value(held, local, z, seen._replace(u=u), eps, here)
 
-        return log_prior.mean(), log_q.mean(), jax.vmap(at, (0, 1))(z_G, noise[1].rows).mean()
+        bound = jax.vmap(at, (0, 0, 1))(z_G, seen.u, noise[1].rows)
+        return log_prior.mean(), log_q.mean(), bound.mean()
 
     def silo(
         self, noise: Array, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         weight = self.weight(data)
         scale = down.rows / weight
-        state = recentred(self.guide, state, self.centre(down.params, state), data)
+        here = Coordinates(self.centre(down.params), state.centre)
+        moved = recentred(self.guide, state.params["guide"], state.frames, here, data)
+        start = {**state.params, "guide": moved}
 
         def objective(shared: dict[str, Any], own: dict[str, Any], eps: Any) -> tuple[Array, Array]:
             log_prior, log_q, bound = self.terms(shared, own, eps, state, data)
@@ -402,7 +438,7 @@ class Averaging:
             own, own_opt = ascend(self.optim, pair[1], own_opt, own)
             return (shared, shared_opt, own, own_opt), seen
 
-        begun = (down.params, state.shared_opt_state, state.params, state.opt_state)
+        begun = (down.params, state.shared_opt_state, start, state.opt_state)
         steps = jnp.arange(self.local_steps)
         (shared, shared_opt, own, own_opt), seen = jax.lax.scan(step, begun, steps)
         message = self.aggregation.message(shared["guide"], down.params["guide"])
@@ -411,61 +447,40 @@ class Averaging:
             params=own,
             opt_state=own_opt,
             shared_opt_state=shared_opt,
-            centre=self.centre(shared, state),
+            centre=self.centre(shared),
         )
         return Reply(up, all_finite((up, own)), weight), after
 
-    def centre(self, shared: dict[str, Any], state: SiloState) -> Array:
-        """Of the globals' guide, as the silo places it."""
-        return self.guide.globals.centre(placed(self.guide, shared, state.shared_reference).guide)
+    def centre(self, shared: dict[str, Any]) -> Array:
+        """Return the centre of the globals' guide in its frame."""
+        return self.guide.globals.centre(shared["guide"])
 
     def shared(self, state: ServerState) -> Shared:
-        return placed(self.guide, state.params, state.reference)
+        """Return shared parameters and the globals' guide."""
+        theta = state.frame.parameters(state.params["theta"])
+        return Shared(theta, state.params["guide"], state.frame.globals)
 
     def private(self, state: SiloState) -> Private:
-        eta = placed_locals(self.guide, state.params, state.reference)
-        return Private(state.params["private"], eta, state.centre, state.whitener)
-
-    def reference(self, key: Array, frame: Frame) -> Reference:
-        """What shared parameters are steps from: the same at the server and at every silo."""
-        eta = self.guide.globals.around(key, frame.centre, frame.root)
-        return Reference(frame.theta, frame.unit, eta)
-
-    def server_from(self, key: Array, frame: Frame) -> ServerState:
-        reference = self.reference(key, frame)
-        params = _nothing(reference)
-        return ServerState(params, settling.begin(params), self.total, reference)
-
-    def silo_from(
-        self, key: Array, private: dict[str, Any], eta: dict[str, GuideParams], frame: Frame
-    ) -> SiloState:
-        reference = self.reference(key, frame)
-        params = {"private": private, "guide": jax.tree.map(jnp.zeros_like, eta)}
-        shared = self.optim.init(_nothing(reference))
-        own = self.optim.init(params)
-        return SiloState(params, own, shared, frame.centre, eta, reference, frame.whitener)
+        """Return a silo's parameters and local guides."""
+        eta = self.guide.placed(state.frames, state.params["guide"])
+        return Private(state.params["private"], eta, state.centre)
 
     def begin(self) -> Round:
         """Return the round from the states of a search for the mode; silos answer with nothing."""
 
         def silo(
-            noise: Array, down: Frame, state: Looked, data: SiloData
+            noise: Array, down: At, state: Looked, data: SiloData
         ) -> tuple[Reply[tuple[()]], SiloState]:
-            z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
-            held = {**down.theta, **state.private}
-            eta = local_guides(self.model, self.guide, held, down, z_L, data)
-            return Reply((), all_finite(eta)), self.silo_from(noise, state.private, eta, down)
+            eta = begun_locals(self.model, self.guide, down, state, data)
+            shared = nothing(self.guide, noise, down.begun)
+            frame = down.begun.frame(self.guide.globals)
+            return Reply((), all_finite(eta)), self.silo_from(state.private, eta, shared, frame)
 
         def run(state: Any, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-            frame = frame_at(self.model, state)
-            ask(BEGIN, frame)
-            after = self.server_from(noise, frame)
+            at = begun_at(self.model, state)
+            ask(BEGIN, at)
+            frame = at.begun.frame(self.guide.globals)
+            after = self.server_at(nothing(self.guide, noise, at.begun), frame)
             return after, Info(jnp.zeros(()), all_finite(after))
 
         return Round((Exchange(BEGIN, silo, silo_noise=own_key),), run, own_key)
-
-
-def _nothing(reference: Reference) -> dict[str, Any]:
-    """No step from a reference."""
-    here = {"theta": reference.theta, "guide": reference.guide}
-    return jax.tree.map(jnp.zeros_like, here)

@@ -48,31 +48,38 @@ def shared_guide(rank: int) -> GlobalGuide:
 def draw(
     guide: GlobalGuide, eta: GuideParams, V: Array | None, noise: Array, xi: Any
 ) -> tuple[Array, Array, Any]:
-    """A draw of a party's latents, its log density under the party's own guide, and ``b``.
+    """Return coordinates of a party's latents, their log density under its own guide, and ``b``.
 
     Without ``V`` there is no tie. Parameters are stopped in densities and in ``b``.
     """
     if V is None:
         return *guide.draw(eta, noise), ()
-    z, log_q = guide.draw(eta, noise + V @ xi)
-    return z, log_q, at(guide, stop_gradient(eta), stop_gradient(V), z)
+    u, log_q = guide.draw(eta, noise + V @ xi)
+    return u, log_q, at(guide, stop_gradient(eta), stop_gradient(V), u)
 
 
-def at(guide: GlobalGuide, eta: GuideParams, V: Array, z: Array) -> Array:
-    """``b`` at any point."""
-    return V.T @ guide.standard_noise(eta, z)
+def draw_in(
+    frame: Gaussian, guide: GlobalGuide, eta: GuideParams, V: Array | None, noise: Array, xi: Any
+) -> tuple[Array, Array, Any]:
+    """Return the same of the latents themselves, which a frame places."""
+    u, log_q, b = draw(guide, eta, V, noise, xi)
+    return guide.place(frame, u), log_q - frame.log_det, b
 
 
-def carried(guide: GlobalGuide, start: GuideParams, eta: GuideParams, V: Array) -> Array:
-    """What of the shared noise enters a guide's own, where ``V`` is in units of the guide at the
-    ``start``: the guide may change its own spread, and what it shares with others stays.
+def at(guide: GlobalGuide, eta: GuideParams, V: Array, u: Array) -> Array:
+    """Return ``b`` at any point."""
+    return V.T @ guide.standard_noise(eta, u)
+
+
+def carried(guide: GlobalGuide, eta: GuideParams, V: Array) -> Array:
+    """Return what of the shared noise enters a guide's own, where ``V`` is in units of the frame.
+
+    The guide may change its own spread, and what it shares with others stays.
     """
-    middle = jnp.zeros(len(V))
-    centre = guide.draw(eta, middle)[0]
+    centre = guide.draw(eta, jnp.zeros(len(V)))[0]
 
     def one(v: Array) -> Array:
-        _, direction = jax.jvp(lambda u: guide.draw(start, u)[0], (middle,), (v,))
-        return jax.jvp(lambda z: guide.standard_noise(eta, z), (centre,), (direction,))[1]
+        return jax.jvp(lambda u: guide.standard_noise(eta, u), (centre,), (v,))[1]
 
     return jax.vmap(one, 1, 1)(V)
 

@@ -26,28 +26,29 @@ class _GaussianGuide(GlobalGuide):
     init_scale: float
     density_everywhere = True
 
-    def place(self, eta: GuideParams, noise: Array) -> Array:
+    def at(self, eta: GuideParams, noise: Array) -> Array:
         """Return the draw (dim,) that this noise makes."""
         return Gaussian.of(eta).draw(noise)
 
     def noise(self, key: Array, n: int) -> Array:
         return jax.random.normal(key, (n, self.dim))
 
-    def init(self, key: Array, loc: Array) -> GuideParams:
-        return {"loc": loc, "log_scale": jnp.full(self.dim, jnp.log(self.init_scale))}
+    def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
+        scale = self.init_scale if scale is None else scale
+        return {"loc": loc, "log_scale": jnp.full(self.dim, jnp.log(scale))}
 
     def draw(self, eta: GuideParams, noise: Array) -> tuple[Array, Array]:
-        z = self.place(eta, noise)
-        return z, self.log_density(stop_gradient(eta), z)
+        u = self.at(eta, noise)
+        return u, self.log_density(stop_gradient(eta), u)
 
     def centre(self, eta: GuideParams) -> Array:
         return eta["loc"]
 
-    def log_density(self, eta: GuideParams, z: Array) -> Array:
-        return Gaussian.of(eta).log_density(z)
+    def log_density(self, eta: GuideParams, u: Array) -> Array:
+        return Gaussian.of(eta).log_density(u)
 
-    def moved(self, eta: GuideParams, step: GuideParams) -> GuideParams:
-        return Gaussian.of(eta).then(Gaussian.of(step)).params()
+    def in_z(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
+        return frame.then(Gaussian.of(eta)).params()
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ class Diagonal(_GaussianGuide):
 
     has_standard_noise = True
 
-    def standard_noise(self, eta: GuideParams, z: Array) -> Array:
-        return Gaussian.of(eta).standardise(z)
+    def standard_noise(self, eta: GuideParams, u: Array) -> Array:
+        return Gaussian.of(eta).standardise(u)
 
-    def around(self, key: Array, loc: Array, root: Array) -> GuideParams:
-        return {"loc": loc, "log_scale": _conditional_log_scale(root)}
+    def frame(self, loc: Array, root: Array) -> Gaussian:
+        return Gaussian(loc, _conditional_log_scale(root))
 
 
 @dataclass(frozen=True)
@@ -69,27 +70,26 @@ class Full(_GaussianGuide):
 
     has_standard_noise = True
 
-    def standard_noise(self, eta: GuideParams, z: Array) -> Array:
-        return Gaussian.of(eta).standardise(z)
+    def standard_noise(self, eta: GuideParams, u: Array) -> Array:
+        return Gaussian.of(eta).standardise(u)
 
-    def init(self, key: Array, loc: Array) -> GuideParams:
-        return {**super().init(key, loc), "below": jnp.zeros(self.dim * (self.dim - 1) // 2)}
-
-    def around(self, key: Array, loc: Array, root: Array) -> GuideParams:
-        return Gaussian.of_root(loc, as_matrix(root)).params()
+    def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
+        below = jnp.zeros(self.dim * (self.dim - 1) // 2)
+        return {**super().init(key, loc, scale), "below": below}
 
 
 @dataclass(frozen=True)
 class Skewed(_GaussianGuide):
-    r"""A full covariance whose scales depend on the coordinates before them, in an ``order``.
+    r"""A full covariance whose scales depend on the coordinates before them.
 
-    With :math:`\varepsilon` standard normal and ``P`` the permutation to that order,
+    With :math:`\varepsilon` standard normal,
 
     .. math::
-        P z = P m + T \big(e^{s + D \varepsilon / \sqrt{d - 1}} \odot \varepsilon\big),
+        u = m + T \big(e^{s + D \varepsilon / \sqrt{d - 1}} \odot \varepsilon\big),
 
     ``T`` unit lower triangular and ``D`` strictly lower triangular: coefficients that spread as a
-    scale does, and effects under theirs. With ``D = 0`` it is :class:`Full`.
+    scale does, and effects under theirs. With ``D = 0`` it is :class:`Full`. Its frame has the
+    globals in an ``order`` of their own.
     """
 
     order: tuple[int, ...]
@@ -99,32 +99,37 @@ class Skewed(_GaussianGuide):
     def _order(self) -> np.ndarray:
         return np.array(self.order, np.int32)  # which JAX reads alike in either precision
 
-    def _ordered(self, eta: GuideParams) -> Gaussian:
-        """Return the Gaussian with ``D = 0``, its coordinates in order."""
-        return Gaussian.of({**eta, "loc": eta["loc"][self._order]})
+    def frame(self, loc: Array, root: Array) -> Gaussian:
+        ordered = linalg.root_of(as_matrix(root)[self._order])
+        return Gaussian.of_root(loc[self._order], ordered)
 
-    def _back(self, ordered: Array) -> Array:
-        """Return a vector in the order of ``z``, from one in order."""
-        return ordered[np.argsort(self._order).astype(np.int32)]
+    def place(self, frame: Gaussian, u: Array) -> Array:
+        return frame.draw(u)[np.argsort(self._order).astype(np.int32)]
+
+    def coordinates(self, frame: Gaussian, z_G: Array) -> Array:
+        return frame.standardise(z_G[self._order])
+
+    def in_z(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
+        found = {**super().in_z(frame, eta), "scale_coupling": eta["scale_coupling"]}
+        return {**found, "loc": self.place(frame, eta["loc"])}
 
     def _coupling(self, eta: GuideParams) -> Array:
         share = max(self.dim - 1, 1) ** -0.5
         return share * jnp.tril(eta["scale_coupling"], -1)
 
-    def init(self, key: Array, loc: Array) -> GuideParams:
+    def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
         below = jnp.zeros(self.dim * (self.dim - 1) // 2)
         D = jnp.zeros((self.dim, self.dim))
-        return {**super().init(key, loc), "below": below, "scale_coupling": D}
+        return {**super().init(key, loc, scale), "below": below, "scale_coupling": D}
 
-    def place(self, eta: GuideParams, noise: Array) -> Array:
-        q = self._ordered(eta)
-        q = q._replace(log_scale=q.log_scale + self._coupling(eta) @ noise)
-        return eta["loc"] + self._back(q.scaled(noise))
+    def at(self, eta: GuideParams, noise: Array) -> Array:
+        q = Gaussian.of(eta)
+        return q._replace(log_scale=q.log_scale + self._coupling(eta) @ noise).draw(noise)
 
-    def _inverted(self, eta: GuideParams, z: Array) -> tuple[Array, Array]:
-        """Return the noise of which ``z`` is the draw, and the log-scales given it."""
-        q, D = self._ordered(eta), self._coupling(eta)
-        off = q._replace(log_scale=jnp.zeros(self.dim)).standardise(z[self._order])
+    def _inverted(self, eta: GuideParams, u: Array) -> tuple[Array, Array]:
+        """Return the noise of which ``u`` is the draw, and the log-scales given it."""
+        q, D = Gaussian.of(eta), self._coupling(eta)
+        off = q._replace(log_scale=jnp.zeros(self.dim)).standardise(u)
 
         def one(noise: Array, row: tuple[Array, ...]) -> tuple[Array, Array]:
             i, x, s, D_i = row
@@ -132,32 +137,23 @@ class Skewed(_GaussianGuide):
             return noise.at[i].set(x * jnp.exp(-log_scale)), log_scale
 
         rows = (jnp.arange(self.dim), off, q.log_scale, D)
-        return jax.lax.scan(one, jnp.zeros_like(z), rows)
+        return jax.lax.scan(one, jnp.zeros_like(u), rows)
 
-    def standard_noise(self, eta: GuideParams, z: Array) -> Array:
-        return self._inverted(eta, z)[0]
+    def standard_noise(self, eta: GuideParams, u: Array) -> Array:
+        return self._inverted(eta, u)[0]
 
-    def log_density(self, eta: GuideParams, z: Array) -> Array:
-        noise, log_scales = self._inverted(eta, z)
+    def log_density(self, eta: GuideParams, u: Array) -> Array:
+        noise, log_scales = self._inverted(eta, u)
         return standard_normal(noise).sum() - log_scales.sum()
 
-    def around(self, key: Array, loc: Array, root: Array) -> GuideParams:
-        parts = Gaussian.of_root(loc, linalg.root_of(as_matrix(root)[self._order])).params()
-        return {**parts, "scale_coupling": jnp.zeros((self.dim, self.dim))}
-
-    def moved(self, eta: GuideParams, step: GuideParams) -> GuideParams:
-        after = self._ordered(eta).then(self._ordered(step)).params()
-        D = eta["scale_coupling"] + step["scale_coupling"]
-        return {**after, "loc": self._back(after["loc"]), "scale_coupling": D}
-
     def draw(self, eta: GuideParams, noise: Array) -> tuple[Array, Array]:
-        """Stick the landing: the noise as a function of ``z`` alone, by its derivative there."""
-        z, fixed = self.place(eta, noise), stop_gradient(eta)
+        """Stick the landing: the noise as a function of ``u`` alone, by its derivative there."""
+        u, fixed = self.at(eta, noise), stop_gradient(eta)
         D, T = self._coupling(fixed), unit_lower(fixed["below"], self.dim)
         scale = jnp.exp(fixed["log_scale"] + D @ noise)
         slope = T @ (scale[:, None] * (jnp.eye(self.dim) + noise[:, None] * D))
-        at = noise + linalg.solve(slope, (z - stop_gradient(z))[self._order])
-        return z, standard_normal(at).sum() - (fixed["log_scale"] + D @ at).sum()
+        back = noise + linalg.solve(slope, u - stop_gradient(u))
+        return u, standard_normal(back).sum() - (fixed["log_scale"] + D @ back).sum()
 
 
 @dataclass(frozen=True)
@@ -169,34 +165,29 @@ class LowRank(_GaussianGuide):
     def noise(self, key: Array, n: int) -> Array:
         return jax.random.normal(key, (n, self.dim + self.rank))
 
-    def _factor(self, key: Array) -> Array:
-        return 0.1 * jax.random.normal(key, (self.dim, self.rank))
+    def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
+        first = super().init(key, loc, scale)
+        factor = 0.1 * jax.random.normal(key, (self.dim, self.rank))
+        return {**first, "factor": jnp.exp(first["log_scale"])[:, None] * factor}
 
-    def init(self, key: Array, loc: Array) -> GuideParams:
-        return {**super().init(key, loc), "factor": self.init_scale * self._factor(key)}
-
-    def place(self, eta: GuideParams, noise: Array) -> Array:
+    def at(self, eta: GuideParams, noise: Array) -> Array:
         own, shared = noise[: self.dim], noise[self.dim :]
         return eta["loc"] + jnp.exp(eta["log_scale"]) * own + eta["factor"] @ shared
 
-    def log_density(self, eta: GuideParams, z: Array) -> Array:
+    def log_density(self, eta: GuideParams, u: Array) -> Array:
         """Return it by Woodbury's formula, with :math:`L L' = I + W' e^{-2 s} W`."""
         scale = jnp.exp(eta["log_scale"])
-        off, W = (z - eta["loc"]) / scale, eta["factor"] / scale[:, None]
+        off, W = (u - eta["loc"]) / scale, eta["factor"] / scale[:, None]
         L = linalg.cholesky(jnp.eye(self.rank) + W.T @ W)
         shared = linalg.solve(L, W.T @ off)
         log_det = eta["log_scale"].sum() + jnp.log(jnp.diagonal(L)).sum()
         return standard_normal(off).sum() + 0.5 * (shared**2).sum() - log_det
 
-    def around(self, key: Array, loc: Array, root: Array) -> GuideParams:
-        log_scale = _conditional_log_scale(root)
-        factor = jnp.exp(log_scale)[:, None] * self._factor(key)
-        return {"loc": loc, "log_scale": log_scale, "factor": factor}
+    def frame(self, loc: Array, root: Array) -> Gaussian:
+        return Gaussian(loc, _conditional_log_scale(root))
 
-    def moved(self, eta: GuideParams, step: GuideParams) -> GuideParams:
-        own = {name: eta[name] for name in ("loc", "log_scale")}
-        factor = eta["factor"] + jnp.exp(eta["log_scale"])[:, None] * step["factor"]
-        return {**super().moved(own, step), "factor": factor}
+    def in_z(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
+        return {**super().in_z(frame, eta), "factor": frame.scale[:, None] * eta["factor"]}
 
 
 def _conditional_log_scale(root: Array) -> Array:

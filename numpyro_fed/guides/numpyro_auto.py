@@ -25,12 +25,9 @@ from numpyro.infer.autoguide import (
 from numpyro.infer.initialization import init_to_value
 
 from numpyro_fed.errors import GuideError
-from numpyro_fed.gaussian import Gaussian, as_matrix
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Diagonal, LowRank
 from numpyro_fed.tracing import TRACING
-
-FRAME = "frame"  # of a flow that begins around a mode: the mean and the root that it acts within
 
 
 def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
@@ -106,26 +103,14 @@ class AutoFlow(GlobalGuide):
     def noise(self, key: Array, n: int) -> Array:
         return jax.random.normal(key, (n, self.dim))
 
-    def init(self, key: Array, loc: Array) -> GuideParams:
+    def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
         sites = _params_of(self._at(loc), key)
         return {name: self._bijections[name].inv(site["value"]) for name, site in sites.items()}
 
-    def around(self, key: Array, loc: Array, root: Array) -> GuideParams:
-        frame = Gaussian.of_root(loc, as_matrix(root)).params()
-        return {**self.init(key, jnp.zeros(self.dim)), FRAME: frame}
-
-    def moved(self, eta: GuideParams, step: GuideParams) -> GuideParams:
-        after = jax.tree.map(jnp.add, eta, step)
-        return {**after, FRAME: eta[FRAME]} if FRAME in eta else after
-
     def draw(self, eta: GuideParams, noise: Array) -> tuple[Array, Array]:
         transform = self._auto.get_transform({k: f(eta[k]) for k, f in self._bijections.items()})
-        z = transform(noise)
-        log_q = self.base.log_prob(noise) - transform.log_abs_det_jacobian(noise, z)
-        if FRAME not in eta:
-            return z, log_q
-        frame = Gaussian.of(eta[FRAME])
-        return frame.draw(z), log_q - frame.log_scale.sum()
+        u = transform(noise)
+        return u, self.base.log_prob(noise) - transform.log_abs_det_jacobian(noise, u)
 
     def centre(self, eta: GuideParams) -> Array:
         return self.draw(eta, jnp.zeros(self.dim))[0]

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 from jax import Array
 
 from numpyro_fed.expfam.base import Family, Natural, Tree
+from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GlobalGuide
 
 
 @dataclass(frozen=True)
 class FamilyGuide(GlobalGuide):
-    """A guide whose parameters are natural ones: PVI finds them, and no optimiser moves them."""
+    """A guide whose parameters are natural ones: PVI finds them, and no optimiser moves them.
+
+    They are those of ``z_G`` itself: the frame is for silos' own guides alone.
+    """
 
     family: Family
     density_everywhere = True
@@ -30,11 +36,15 @@ class FamilyGuide(GlobalGuide):
     def log_density(self, eta: Natural, z: Array) -> Array:
         return self.family.log_density(eta, z)
 
-    def init(self, key: Array, loc: Array) -> Natural:
-        raise NotImplementedError("natural parameters begin at the prior.")
-
-    def around(self, key: Array, loc: Array, root: Array) -> Natural:
+    def init(self, key: Array, loc: Array, scale: float | None = None) -> Natural:
         raise NotImplementedError("natural parameters begin at the prior, or as silos' factors.")
 
-    def moved(self, eta: Natural, step: Natural) -> Natural:
-        raise NotImplementedError("natural parameters take no steps in a guide's coordinates.")
+    def draws(self, frame: Gaussian, eta: Natural, noise: Tree) -> tuple[Coordinates, Array, Array]:
+        z_G, log_q = jax.vmap(self.draw, (None, 0))(eta, noise)
+        return self.seen(frame, eta, z_G), z_G, log_q
+
+    def seen(self, frame: Gaussian, eta: Natural, z_G: Array) -> Coordinates:
+        return Coordinates(frame.standardise(z_G), frame.standardise(self.centre(eta)))
+
+    def density(self, frame: Gaussian, eta: Natural, z_G: Array) -> Array:
+        return self.log_density(eta, z_G)

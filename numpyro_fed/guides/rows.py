@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_fed.frame import standard
 from numpyro_fed.gaussian import Gaussian, standard_normal, unit_lower
 from numpyro_fed.guides.base import GuideParams
 
@@ -95,20 +98,35 @@ class LocalGuide:
         shape = (mode.size,) if self.joint else mode.shape
         return self._params(Gaussian.of_precision(mode.reshape(shape), precision), mode.shape)
 
-    def moved(self, eta: GuideParams, step: GuideParams) -> GuideParams:
-        """Return the guide after a step in coordinates in which it is about standard."""
-        shape, q = eta["loc"].shape, self._gaussian(eta)
-        after = self._params(q.then(self._gaussian(step)), shape)
+    def framed(self, eta: GuideParams) -> tuple[Gaussian, GuideParams]:
+        """Return the guide as a frame of the rows, without couplings, and the guide in there."""
+        frame, still = self._gaussian(eta), jax.tree.map(jnp.zeros_like, eta)
         if self.couple_mean:
-            change, L = step["mean_coupling"], q.root
-            if self.independent:
-                scaled = L[..., None] * change
-            else:
-                scaled = (L @ change.reshape(*q.loc.shape, -1)).reshape(change.shape)
-            after["mean_coupling"] = eta["mean_coupling"] + scaled
+            C = eta["mean_coupling"]
+            still["mean_coupling"] = frame.solve(C.reshape(*frame.loc.shape, -1)).reshape(C.shape)
         if self.couple_scale:
-            after["scale_coupling"] = eta["scale_coupling"] + step["scale_coupling"]
+            still["scale_coupling"] = eta["scale_coupling"]
+        return frame, still
+
+    def placed(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
+        """Return the parameters in ``z`` of the guide that is ``eta`` in a frame of the rows."""
+        shape, q = eta["loc"].shape, self._gaussian(eta)
+        after = self._params(frame.then(q), shape)
+        if self.couple_mean:
+            C = eta["mean_coupling"]
+            after["mean_coupling"] = frame.times(C.reshape(*q.loc.shape, -1)).reshape(C.shape)
+        if self.couple_scale:
+            after["scale_coupling"] = eta["scale_coupling"]
         return after
+
+    def with_couplings(self, eta: GuideParams, f: Callable[[Array], Array]) -> GuideParams:
+        """Return the guide with ``f`` of its couplings (rows, dim, width)."""
+        couplings = {"mean_coupling": self.couple_mean, "scale_coupling": self.couple_scale}
+        return {**eta, **{name: f(eta[name]) for name, there in couplings.items() if there}}
+
+    def standard(self, eta: GuideParams) -> Gaussian:
+        """Return the frame that changes nothing, for rows with these parameters."""
+        return standard(self._gaussian(eta).loc.shape)
 
     def _mean_and_log_scale(self, eta: GuideParams, above: Array) -> tuple[Array, Array]:
         loc, log_scale = eta["loc"], eta["log_scale"]

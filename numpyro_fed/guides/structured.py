@@ -14,6 +14,8 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.errors import GuideError
+from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.amortised import Amortised, AmortisedLocals, Encoder, Row, encoder
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Diagonal, Full, LowRank, Skewed
@@ -112,28 +114,6 @@ def MeanField(*, init_loc_fn: Callable | None = None, init_scale: float = 0.1) -
     )
 
 
-class Origin(NamedTuple):
-    """From where local guides measure the globals, and in which units.
-
-    Attributes
-    ----------
-    centre : (dim,) array
-    whitener : (dim, dim) or (dim,) array, or None
-        What turns a difference into units of about one posterior standard deviation, all together
-        or each on its own; None leaves it as it is.
-    """
-
-    centre: Array
-    whitener: Array | None = None
-
-    def away(self, z_G: Array) -> Array:
-        """How far the globals are from here."""
-        away = z_G - self.centre
-        if self.whitener is None:
-            return away
-        return self.whitener * away if self.whitener.ndim == 1 else self.whitener @ away
-
-
 @dataclass(frozen=True, eq=False)
 class Guide:
     """A guide fitted to a model's sizes, as functions of its parameters.
@@ -185,30 +165,68 @@ class Guide:
         self,
         plate: str,
         eta: dict[str, GuideParams],
-        z_G: Array,
-        origin: Origin,
+        at: Coordinates,
         z_outer: Rows,
         data: SiloData,
     ) -> Array:
         """Return what the rows of a plate are coupled to (width,), from the guides' centres."""
         if plate in self.outer or not self.outer:
-            return origin.away(z_G)
+            return at.away
         offsets = [data.keep(p, z_outer[p] - eta[p]["loc"]).ravel() for p in self.outer]
-        return jnp.concatenate([origin.away(z_G), *offsets])
+        return jnp.concatenate([at.away, *offsets])
 
     def recentre(
-        self, eta: dict[str, GuideParams], origin: Origin, centre: Array, data: SiloData
+        self, eta: dict[str, GuideParams], at: Coordinates, data: SiloData
     ) -> dict[str, GuideParams]:
-        """Return the same local guides where the globals are measured from ``centre``.
+        """Return the same local guides where the globals are measured from where they are now."""
+        above = self.centres(eta, at, data)
+        return {p: self.locals[p].recentre(eta[p], above[p]) for p in eta}
 
-        In the same units.
+    def centres(
+        self, eta: dict[str, GuideParams], at: Coordinates, data: SiloData
+    ) -> dict[str, Array]:
+        """Return what the rows of each plate are coupled to (width,) where the globals are now.
+
+        Outer plates are at the centres of their guides given these globals.
         """
-        moved: dict[str, GuideParams] = {}
+        above: dict[str, Array] = {}
+        z_outer: dict[str, Array] = {}
         for p in (*self.outer, *self.rows):
-            z_outer = {q: moved[q]["loc"] for q in self.outer if q in moved}
-            at = self.above(p, eta, centre, origin, z_outer, data)
-            moved[p] = self.locals[p].recentre(eta[p], at)
-        return moved
+            above[p] = self.above(p, eta, at, z_outer, data)
+            if p in self.outer:
+                z_outer[p] = self.locals[p].recentre(eta[p], above[p])["loc"]
+        return above
+
+    def measured_by(
+        self, f: Callable[[Array], Array], eta: dict[str, GuideParams], at: Array
+    ) -> dict[str, GuideParams]:
+        """Return the same local guides for globals of which they have measured ``f`` so far.
+
+        ``f`` is affine, and ``at`` (dim,) any point.
+        """
+        if not eta:
+            return eta
+        width, (_, pull) = len(at), jax.vjp(f, at)
+
+        def turned(C: Array) -> Array:
+            rows = C[..., :width].reshape(-1, width)
+            own = jax.vmap(lambda row: pull(row)[0])(rows).reshape(*C.shape[:-1], width)
+            return jnp.concatenate([own, C[..., width:]], -1)
+
+        return {p: self.locals[p].with_couplings(own, turned) for p, own in eta.items()}
+
+    def framed(
+        self, eta: dict[str, GuideParams]
+    ) -> tuple[dict[str, Gaussian], dict[str, GuideParams]]:
+        """Return local guides as frames of the rows, and the guides in there."""
+        found = {p: self.locals[p].framed(own) for p, own in eta.items()}
+        return {p: f for p, (f, _) in found.items()}, {p: own for p, (_, own) in found.items()}
+
+    def placed(
+        self, frames: Mapping[str, Gaussian], eta: dict[str, GuideParams]
+    ) -> dict[str, GuideParams]:
+        """Return the parameters in ``z`` of local guides in frames of the rows."""
+        return {p: self.locals[p].placed(frames[p], own) for p, own in eta.items()}
 
     def of_rows(
         self, plate: str, theta: dict[str, Any], eta: GuideParams, z_G: Array, data: SiloData

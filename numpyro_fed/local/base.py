@@ -49,8 +49,8 @@ class Problem(NamedTuple):
         How many rows the silo has.
     divergence : (eta_q, eta_cavity) -> () or None
         In place of KL.
-    own_moved : (own, step) -> own
-        The silo's own part after a step in coordinates in which it is about standard.
+    framed : own -> (inside, placed)
+        The silo's own part in coordinates in which it is about standard, and the way back.
     near : bool
         Whether ``start`` is near the optimum, and steps are in its own coordinates.
     """
@@ -64,16 +64,15 @@ class Problem(NamedTuple):
     likelihood: Callable[[], tuple[Natural, Callable[[Ordinary], Array]]]
     rows: int
     divergence: Callable[[Natural, Natural], Array] | None
-    own_moved: Callable[[Any, Any], Any] = lambda own, step: jax.tree.map(jnp.add, own, step)
+    framed: Callable[[Any], tuple[Any, Callable[[Any], Any]]] = lambda own: (own, lambda own: own)
     near: bool = False
 
     def standardised(self) -> tuple[Problem, Callable[[Solution], Solution]]:
         """The same problem in coordinates in which its start is standard, and the way back."""
-        family, frame, own = self.family, self.start, self.own
+        family, frame, (inside_own, placed) = self.family, self.start, self.framed(self.own)
 
-        def log_lik(psi: Ordinary, step: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
-            moved = self.own_moved(own, step)
-            _, values = self.log_lik(family.moved(frame, psi), moved, noise, plain)
+        def log_lik(psi: Ordinary, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
+            _, values = self.log_lik(family.moved(frame, psi), placed(own), noise, plain)
             return jax.vmap(family.draw, (None, 0))(psi, noise.globals), values
 
         def divergence(eta: Natural, cavity: Natural) -> Array:
@@ -82,12 +81,12 @@ class Problem(NamedTuple):
 
         def back(found: Solution) -> Solution:
             eta = family.out_of(frame, found.eta)
-            return found._replace(eta=eta, own=self.own_moved(own, found.own))
+            return found._replace(eta=eta, own=placed(found.own))
 
         inside = self._replace(
             cavity=family.into(frame, self.cavity),
             start=family.standard(frame),
-            own=jax.tree.map(jnp.zeros_like, own),
+            own=inside_own,
             log_lik=log_lik,
             divergence=self.divergence and divergence,
             near=True,

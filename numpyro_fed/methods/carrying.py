@@ -12,7 +12,7 @@ from jax import Array
 
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import Private
-from numpyro_fed.algorithms.begin import Frame
+from numpyro_fed.algorithms.begin import Begun
 from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import FULL_UP_TO
@@ -69,39 +69,39 @@ def carried(fit: Fit, key: Array, held: Silos, result: Result) -> tuple[State, C
     if carry is None:
         raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
     _check_same(fit, result)
-    frame, how = _frame(result)
-    frame = in_this_precision(frame)
+    begun, how = _begun(result)
+    begun = in_this_precision(begun)
     key_server, key_silos = jax.random.split(key)
-    privates = [in_this_precision(result.private(j)) for j in range(result.num_silos)]
+    privates = [in_this_precision(_without_frame(result, j)) for j in range(result.num_silos)]
     silos = []
     for bucket, batch in zip(held.buckets, held.batches, strict=True):
         own = jax.tree.map(lambda *a: jnp.stack(a), *(privates[j] for j in bucket.silos))
         _check_guides(fit, own, jax.tree.map(lambda a: a[0], batch.data))
         silos.append(
-            jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(key_silos, own, frame, batch.data)
+            jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(key_silos, own, begun, batch.data)
         )
-    server = carry.server(key_server, frame)
+    server = carry.server(key_server, begun)
     round_, schedule = jnp.zeros((), jnp.int32), fit.built.schedule
     state = State(round_, server, tuple(silos), init_schedule(schedule, key, fit.plan.num_silos))
     said = Carried(
         result.plan.chosen["method"],
-        tuple(sorted({*frame.theta, *privates[0].theta})),
+        tuple(sorted({*begun.theta, *privates[0].theta})),
         how,
         tuple(privates[0].guide),
     )
     return strong(state), said
 
 
-def _frame(result: Result) -> tuple[Frame, str]:
-    """The normal distribution of a result's globals, and what of it is known."""
-    theta, eta = result.shared
-    dim = result.num_globals
+def _begun(result: Result) -> tuple[Begun, str]:
+    """Return the normal distribution of a result's globals, and what of it is known."""
+    theta, eta, frame = result.shared
+    guide, dim = result._fit.guide.globals, result.num_globals
     wide = dim > FULL_UP_TO
-    unit, start = jax.tree.map(jnp.ones_like, theta), jnp.zeros((), jnp.int32)
-    names = set(eta) if isinstance(eta, dict) else set()
+    known = guide.in_z(frame, eta)
+    names = set(known) if isinstance(known, dict) else set()
     diagonal = names == {"loc", "log_scale"}
     if diagonal or (names == {"loc", "log_scale", "below"} and not wide):
-        centre, root = eta["loc"], Gaussian.of(eta).root
+        centre, root = known["loc"], Gaussian.of(known).root
     else:
         z, _ = result.draw_globals(jax.random.key(0), DRAWS if not wide else DRAWS // 10)
         centre, root = z.mean(0), z.std(0)
@@ -110,7 +110,19 @@ def _frame(result: Result) -> tuple[Frame, str]:
     spread = "covariance" if root.ndim == 2 else "standard deviations"
     if root.ndim == 1 and not wide:
         root = jnp.diag(root)
-    return Frame(theta, unit, centre, root, start), f"the mean and {spread} of the globals"
+    unit = jax.tree.map(jnp.ones_like, theta)
+    return Begun(theta, unit, centre, root), f"the mean and {spread} of the globals"
+
+
+def _without_frame(result: Result, silo: int) -> Private:
+    """Return what a silo keeps, with guides that measure the globals as they are."""
+    _, eta, frame = result.shared
+    guide, private = result._fit.guide, result.private(silo)
+    centre = guide.globals.centre(eta) if private.centre is None else private.centre
+    own = guide.measured_by(
+        lambda z: guide.globals.coordinates(frame, z), private.guide, jnp.zeros_like(frame.loc)
+    )
+    return private._replace(guide=own, centre=guide.globals.place(frame, centre))
 
 
 def _check_same(fit: Fit, result: Result) -> None:

@@ -285,7 +285,7 @@ class VFL(VerticalMethod):
             optim=self.optim or default_optimiser(),
             num_particles=self.num_particles,
             batch_size=self.batch_size,
-            from_reference=start is not None,
+            from_start=start is not None,
             power=self.likelihood == "power",
         )
         rank = self._rank(vertical, start)
@@ -318,7 +318,7 @@ class VFL(VerticalMethod):
             "num_particles": self.num_particles,
             "batch_size": self.batch_size,
             "local_steps": self.local_steps,
-            "from_reference": v.from_reference,
+            "from_start": v.from_start,
             "rank": v.rank,
             "guides": json.loads(json.dumps(guides)),
         }

@@ -387,8 +387,9 @@ class Result:
     @in_own_precision
     def params(self) -> dict[str, Any]:
         """Shared parameters on their own supports, by name; the globals' guide as ``"guide"``."""
-        theta, guide = self.shared
-        return {**self._fit.model.constrain_theta(theta), "guide": guide}
+        shared = self.shared
+        guide = self._fit.guide.globals.in_z(shared.frame, shared.guide)
+        return {**self._fit.model.constrain_theta(shared.theta), "guide": guide}
 
     @property
     def shared(self) -> Shared:
@@ -440,8 +441,7 @@ class Result:
     @in_own_precision
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
         """Unconstrained draws ``z_G`` (n, dim) and their log densities (n,) under the guide."""
-        guide = self.shared.guide
-        return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), guide, n)
+        return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), self.shared, n)
 
     def _sample_locals(
         self, key: Array, z_G: Array, silo: int, posterior: Posterior
@@ -450,9 +450,9 @@ class Result:
         shared, private = self.shared, self.private(silo)
         padded = jax.tree.map(lambda a: a[i], self._held(silo).batches[b].data)
         theta = {**shared.theta, **private.theta}
-        origin = private.origin(self._fit.guide.globals.centre(shared.guide))
+        seen = private.measured(posterior.coordinates(shared, z_G))
         key = jax.random.fold_in(key, silo)
-        z_L = posterior.draw_locals(key, theta, private.guide, z_G, origin, padded)
+        z_L = posterior.draw_locals(key, theta, private.guide, z_G, seen, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
         theta = {**shared.theta, **self._real_private(silo, private.theta)}
         data = self._held(silo).data[silo]

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.guides.structured import Guide, Origin
+from numpyro_fed.algorithms.base import Shared
+from numpyro_fed.frame import Coordinates
+from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.objectives import SiloBound
@@ -21,15 +23,18 @@ class Posterior(NamedTuple):
 
     Attributes
     ----------
-    draw_globals : (key, params, n) -> (z_G, log_q)
-        (n, dim) and (n,), from the server's parameters.
+    draw_globals : (key, Shared, n) -> (z_G, log_q)
+        (n, dim) and (n,), from what the server says of its state.
+    coordinates : (Shared, z_G) -> Coordinates
+        Of each draw (n, dim), with one centre.
     constrain_globals : (theta, z_G) -> {site: value}
-    draw_locals : (key, theta, eta, z_G, origin, data) -> z_L
+    draw_locals : (key, theta, eta, z_G, seen, data) -> z_L
         One draw of a silo's locals, {plate: (n, rows, dim)}, for each draw of the globals.
     constrain_locals : (theta, z_G, z_L, data) -> {site: value}
     """
 
     draw_globals: Callable[..., tuple[Array, Array]]
+    coordinates: Callable[[Shared, Array], Coordinates]
     constrain_globals: Callable[..., dict[str, Array]]
     draw_locals: Callable[..., Rows]
     constrain_locals: Callable[..., dict[str, Array]]
@@ -39,9 +44,13 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
     """Build the sampling functions of a fit."""
 
     @partial(jax.jit, static_argnums=2)
-    def draw_globals(key: Array, eta: Any, n: int) -> tuple[Array, Array]:
+    def draw_globals(key: Array, shared: Shared, n: int) -> tuple[Array, Array]:
         noise = guide.globals.noise(key, n)
-        return jax.vmap(guide.globals.draw, (None, 0))(eta, noise)
+        return guide.globals.draws(shared.frame, shared.guide, noise)[1:]
+
+    @jax.jit
+    def coordinates(shared: Shared, z_G: Array) -> Coordinates:
+        return guide.globals.seen(shared.frame, shared.guide, z_G)
 
     @jax.jit
     def constrain_globals(theta: dict[str, Any], z_G: Array) -> dict[str, Array]:
@@ -49,19 +58,20 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
 
     @jax.jit
     def draw_locals(
-        key: Array, theta: dict, eta: dict, z_G: Array, origin: Origin, data: SiloData
+        key: Array, theta: dict, eta: dict, z_G: Array, seen: Coordinates, data: SiloData
     ) -> Rows:
-        def one(i_z: tuple[Array, Array]) -> Rows:
-            i, z = i_z
-            return bound.sample(jax.random.fold_in(key, i), theta, eta, z, origin, data)
+        def one(draw: tuple[Array, Array, Array]) -> Rows:
+            i, z, u = draw
+            here = seen._replace(u=u)
+            return bound.sample(jax.random.fold_in(key, i), theta, eta, z, here, data)
 
-        return jax.lax.map(one, (jnp.arange(len(z_G)), z_G), batch_size=64)
+        return jax.lax.map(one, (jnp.arange(len(z_G)), z_G, seen.u), batch_size=64)
 
     @jax.jit
     def constrain_locals(theta: dict, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
         return jax.vmap(fm.constrain_local, (None, 0, 0, None))(theta, z_G, z_L, data)
 
-    return Posterior(draw_globals, constrain_globals, draw_locals, constrain_locals)
+    return Posterior(draw_globals, coordinates, constrain_globals, draw_locals, constrain_locals)
 
 
 def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:

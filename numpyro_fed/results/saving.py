@@ -16,11 +16,10 @@ from numpyro_fed.errors import SavedStateError
 from numpyro_fed.files import npz, read_npz, write_npz
 from numpyro_fed.results.recognise import Made
 
-VERSION = 3
-# Of version 1 a description in a file of its own, without fingerprints; up to version 2 the server
-# of a vertical model kept what it needed within a round.
-READ = 1, 2, 3
-WITHIN_A_ROUND = tuple(f"state.server.{name}" for name in ("noise", "sent", "own", "by_xi"))
+VERSION = 4
+# Of version 1 a description in a file of its own, without fingerprints. States of a version before
+# this one are of another form; what can be used without the model is the same in all.
+READ = 1, 2, 3, 4
 DRAWS, WEIGHTS = "draws/", "weights"  # names of arrays that can be used without the model
 
 
@@ -132,6 +131,12 @@ def load_state(
     """
     arrays, saved = read(path)
     file, record = npz(path), saved.get("made")
+    if saved["version"] < VERSION:
+        raise SavedStateError(
+            f"{file} has a state of format version {saved['version']}, this package goes on from "
+            f"those of version {VERSION}. Run the fit again, or load it with the release that "
+            "wrote it. What was drawn from it can be read: nf.load(path), without a model."
+        )
     said = saved["others"][part] if part else saved
     if made is not None and record is not None:
         made.check_order(record)
@@ -141,9 +146,6 @@ def load_state(
             raise SavedStateError(f"{file} belongs to another fit: {_differ(name, said, wanted)}")
     wanted = {f"{part}state{name}": leaf for name, leaf in _leaves(like)}
     known = {name for name in arrays if name.startswith(f"{part}state")}
-    if saved["version"] < VERSION:
-        scratch = tuple(part + name for name in WITHIN_A_ROUND)
-        known = {name for name in known if name in wanted or not name.startswith(scratch)}
     leaves = []
     for name in [*wanted, *sorted(known - wanted.keys())]:
         here, there = _kind(_numbers(wanted.get(name))), _kind(arrays.get(name))

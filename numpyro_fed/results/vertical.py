@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, Shared
+from numpyro_fed.algorithms.vertical.base import Kind, Party
 from numpyro_fed.errors import DataError, NonFiniteError, positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
@@ -159,8 +160,9 @@ class VerticalRun(ABC):
     @property
     def params(self) -> dict[str, Any]:
         """The server's parameters on their own supports; its guides as ``"guide"``."""
-        theta, guide = self.shared
-        return {**self._fit.vertical.model.server.constrain_theta(theta), "guide": guide}
+        shared, v = self.shared, self._fit.vertical
+        guide = v.in_z(shared, None)
+        return {**v.model.server.constrain_theta(shared.theta), "guide": guide}
 
     @property
     def shared(self) -> Shared:
@@ -169,11 +171,11 @@ class VerticalRun(ABC):
 
     def client_params(self, client: int) -> dict[str, Any]:
         """Client ``j``'s parameters on their own supports, and its guides as ``"guide"``."""
-        theta, guide, *_ = self.private(client)
-        half = self._fit.vertical.model.clients[client]
-        return {**half.constrain_theta(theta), "guide": guide}
+        private, v = self.private(client), self._fit.vertical
+        guide = v.in_z(private, self._clients().data[client])
+        return {**v.model.clients[client].constrain_theta(private.theta), "guide": guide}
 
-    def private(self, client: int) -> Private:
+    def private(self, client: int) -> Party:
         """Client ``j``'s parameters, unconstrained, and guides."""
         held = self._clients()
         b, i = held.place(client)
@@ -321,24 +323,25 @@ class VerticalResult(VerticalRun):
         """Unconstrained draws of the server's latents (n, dim) and of each client's, and their log
         density (n,) under the guides.
         """
-        v, server = self._fit.vertical, self.shared.guide
-        parties = [(v.server, server)]
+        v, server = self._fit.vertical, self.shared
+        parties: list[tuple[Kind, Shared | Party]] = [(v.server, server)]
         for j, data in enumerate(self._held.data if self._held else ()):
-            parties.append((v.kind(data), self.private(j).guide))
+            parties.append((v.kind(data), self.private(j)))
         xi: Any = ()
         if v.rank:
             noise = v.sharing.noise(jax.random.fold_in(key, len(parties)), n)
-            xi = v.xi(server["shared"], noise)
+            xi = v.xi(server.guide["shared"], noise)
         found = []
-        for j, (kind, params) in enumerate(parties):
+        for j, (kind, party) in enumerate(parties):
             guide, mine = v.guide(kind).globals, jax.random.fold_in(key, j)
-            draw = partial(coupling.draw, guide, params["latents"], params.get("coupling"))
+            eta, V = party.guide["latents"], party.guide.get("coupling")
+            draw = partial(coupling.draw_in, party.frame, guide, eta, V)
             found.append(jax.vmap(draw)(guide.noise(mine, n), xi))
         z, log_qs, bs = zip(*found, strict=True)
         log_q = sum(log_qs[1:], log_qs[0])
         if v.rank:
-            A = sum(p["coupling"].T @ p["coupling"] for _, p in parties)
-            ratio = partial(coupling.log_ratio, server["shared"], A=A)
+            A = sum(p.guide["coupling"].T @ p.guide["coupling"] for _, p in parties)
+            ratio = partial(coupling.log_ratio, server.guide["shared"], A=A)
             log_q += jax.vmap(ratio)(sum(bs[1:], bs[0]))
         return z[0], z[1:], log_q
 

@@ -31,6 +31,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import Proposal
 from numpyro_fed.algorithms.sfvi import Down
+from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
@@ -68,25 +69,26 @@ def importance(
     def silo(noise: Array, down: Down, state: Any, data: SiloData) -> tuple[Reply[Array], Any]:
         own = fitted.private(state)
         theta = {**down.theta, **own.theta}
-        origin = own.origin(down.centre)
 
-        def estimate(draw: tuple[Array, Array]) -> Array:
-            s, z_G = draw
-            mine = jax.random.fold_in(noise, s)
-            return likelihood.log_estimate(mine, theta, own.guide, z_G, origin, data)
+        def estimate(draw: tuple[Array, Array, Array]) -> Array:
+            s, z_G, u = draw
+            mine, seen = jax.random.fold_in(noise, s), own.measured(Coordinates(u, centre))
+            return likelihood.log_estimate(mine, theta, own.guide, z_G, seen, data)
 
-        draws = (jnp.arange(num_draws), down.z_G)
+        u, centre = down.seen or Coordinates(down.z_G, jnp.zeros(fm.dim))
+        draws = (jnp.arange(num_draws), down.z_G, u)
         values = without_overflow(jax.lax.map(estimate, draws, batch_size=batch_size))
         return Reply(values, jnp.array(True)), state
 
     def run(state: Any, noise: Any, ask: Ask) -> tuple[Weighed, Info]:
-        theta, eta = fitted.shared(state)
+        theta, eta, frame = shared = fitted.shared(state)
         if ask.server_data is None:
-            z_G, log_q = proposal.draw(theta, eta, noise)
+            z_G, log_q = proposal.draw(shared, noise)
         else:
             z_G, log_q = ask.server_data, jnp.zeros(num_draws)
         log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
-        replies = ask(name, Down(theta, z_G, guide.globals.centre(eta)))
+        seen = guide.globals.seen(frame, eta, z_G) if guide.locals else ()
+        replies = ask(name, Down(theta, z_G, seen))
         log_weights = without_overflow(log_prior - log_q) + replies.up
         some = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
         evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)

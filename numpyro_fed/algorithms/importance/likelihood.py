@@ -24,7 +24,8 @@ from jax import Array
 
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
 from numpyro_fed.algorithms.laplace import Laplace
-from numpyro_fed.guides.structured import Guide, Origin
+from numpyro_fed.frame import Coordinates
+from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.priors import LocalPrior
@@ -53,13 +54,14 @@ class SiloLikelihood:
     draws: Mapping[str, int]
 
     def log_estimate(
-        self, key: Array, theta: Theta, eta: dict, z_G: Array, origin: Origin, data: SiloData
+        self, key: Array, theta: Theta, eta: dict, z_G: Array, seen: Coordinates, data: SiloData
     ) -> Array:
         """The log of the estimate at one ``z_G``; ``eta`` are the local guides' parameters."""
-        begun = self.guide.recentre(eta, origin, z_G, data)
+        begun = self.guide.recentre(eta, seen, data)
         begun = {p: self.guide.of_rows(p, theta, own, z_G, data) for p, own in begun.items()}
         start = {p: begun[p]["loc"] for p in self.guide.locals}
-        at = _At(self, theta, begun, start, z_G, origin._replace(centre=z_G), data).refined_outer()
+        here = seen._replace(centre=seen.u)
+        at = _At(self, theta, begun, start, z_G, here, data).refined_outer()
         key_outer, key_rows = jax.random.split(key)
         if not self.guide.outer:
             return at.rows({}, key_rows)
@@ -79,7 +81,7 @@ class _At:
     eta: dict[str, Any]
     start: Rows
     z_G: Array
-    origin: Origin
+    seen: Coordinates
     data: SiloData
 
     def refined_outer(self) -> _At:
@@ -179,7 +181,7 @@ class _At:
 
     def _above(self, plate: str, z_outer: Rows) -> Array:
         guide = self.of.guide
-        return guide.above(plate, self.eta, self.z_G, self.origin, z_outer, self.data)
+        return guide.above(plate, self.eta, self.seen, z_outer, self.data)
 
     def _guided(self, plates: tuple[str, ...], z_outer: Rows, key: Array) -> Rows:
         drawn = {}

@@ -35,6 +35,7 @@ from jax import Array
 from jax.scipy.special import gammaln
 
 from numpyro_fed import linalg
+from numpyro_fed.algorithms.base import Shared
 from numpyro_fed.guides.base import GlobalGuide
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.priors import Funnel
@@ -58,13 +59,13 @@ class Proposal(NamedTuple):
     own : int
         How many draws, the first ones, are the guide's.
     noise : key -> noise
-    draw : (theta, eta, noise) -> (z_G, log_density)
+    draw : (Shared, noise) -> (z_G, log_density)
         All draws (n, dim), and the log density of the mixture at each (n,).
     """
 
     own: int
     noise: Callable[[Array], Any]
-    draw: Callable[[Theta, Any, Any], tuple[Array, Array]]
+    draw: Callable[[Shared, Any], tuple[Array, Array]]
 
 
 class Part(NamedTuple):
@@ -79,8 +80,8 @@ def proposal(
 ) -> Proposal:
     """Build the mixture; the guide alone if its density is known at its own draws only."""
 
-    def draw_own(theta: Theta, eta: Any, noise: Any) -> tuple[Array, Array]:
-        return jax.vmap(guide.draw, (None, 0))(eta, noise)
+    def draw_own(shared: Shared, noise: Any) -> tuple[Array, Array]:
+        return guide.draws(shared.frame, shared.guide, noise)[1:]
 
     if not share or not fm.dim or not guide.density_everywhere:
         return Proposal(num_draws, lambda key: guide.noise(key, num_draws), draw_own)
@@ -102,11 +103,12 @@ def proposal(
             parts.append(_student(jnp.asarray(spread[0]), jnp.diag(spread[1])))
         return parts + [_neck(fm, funnel, theta, centre, L) for funnel in funnels]
 
-    def draw(theta: Theta, eta: Any, noise: Any) -> tuple[Array, Array]:
-        z, log_q = draw_own(theta, eta, noise[0])
-        drawn = zip(wider(theta, z), noise[1], numbers, strict=True)
+    def draw(shared: Shared, noise: Any) -> tuple[Array, Array]:
+        z, log_q = draw_own(shared, noise[0])
+        drawn = zip(wider(shared.theta, z), noise[1], numbers, strict=True)
         others = [(part, part.sample(key, n), n) for part, key, n in drawn if n]
-        log_q_far = [jax.vmap(partial(guide.log_density, eta))(far) for _, far, _ in others]
+        density = partial(guide.density, shared.frame, shared.guide)
+        log_q_far = [jax.vmap(density)(far) for _, far, _ in others]
         z = jnp.concatenate([z, *(far for _, far, _ in others)])
         log_q = jnp.concatenate([log_q, *log_q_far])
         densities = jnp.stack([log_q, *(jax.vmap(part.log_prob)(z) for part, _, _ in others)])

@@ -30,10 +30,11 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.begin import (
     BEGIN,
-    Frame,
-    frame_at,
-    local_guides,
-    whitener_of,
+    At,
+    Begun,
+    begun_at,
+    begun_locals,
+    carried_locals,
 )
 from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
@@ -41,7 +42,7 @@ from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import Parts, ServerState, Settings, SiloState
 from numpyro_fed.expfam.base import Natural
-from numpyro_fed.gaussian import as_matrix
+from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import proper_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
@@ -53,19 +54,24 @@ class Up(NamedTuple):
     factor: Natural
 
 
-def _own_factor(parts: Parts, frame: Frame, none: Natural) -> Natural:
+def _own_factor(parts: Parts, begun: Begun, none: Natural) -> Natural:
     """The server's, at the centre: the parabola of what of the prior is outside of the family."""
     outside = parts.globals.prior_outside
     if outside is None:
         return none
 
-    fm, theta = parts.model, frame.theta
+    fm, theta = parts.model, begun.theta
 
     def rest(z: Array) -> Array:
         return outside(theta, z) + fm.rounded.log_prior(theta, z) - fm.log_prior(theta, z)
 
-    z = frame.centre
+    z = begun.centre
     return parts.globals.family.around(z, jax.grad(rest)(z), -jax.hessian(rest)(z))
+
+
+def frame_of(parts: Parts, begun: Begun) -> Gaussian:
+    """Return the frame in which silos' own guides measure the globals."""
+    return begun.frame(parts.guide.globals).globals
 
 
 def pvi_carry(parts: Parts, settings: Settings) -> Carry:
@@ -75,31 +81,32 @@ def pvi_carry(parts: Parts, settings: Settings) -> Carry:
     server_role, silo_role = Server(parts, settings), Silo(parts, settings)
     family = silo_role.family
 
-    def factors(key: Array, frame: Frame) -> tuple[ServerState, Natural, Natural]:
+    def factors(key: Array, begun: Begun) -> tuple[ServerState, Natural, Natural]:
         """The first state, all factors together, and the server's own."""
-        begun = server_role.init(key)
-        K = as_matrix(frame.whitener)
-        posterior = family.around(frame.centre, jnp.zeros_like(frame.centre), K.T @ K)
-        total = jax.tree.map(jnp.subtract, posterior, server_role.prior(frame.theta))
-        return begun, total, _own_factor(parts, frame, begun.server_factor)
+        first = server_role.init(key)
+        K = frame_of(parts, begun).inverse_root()
+        posterior = family.around(begun.centre, jnp.zeros_like(begun.centre), K.T @ K)
+        total = jax.tree.map(jnp.subtract, posterior, server_role.prior(begun.theta))
+        return first, total, _own_factor(parts, begun, first.server_factor)
 
-    def server(key: Array, frame: Frame) -> ServerState:
-        begun, total, own = factors(key, frame)
-        guide = parts.aggregate(server_role.prior(frame.theta), total)
-        return begun._replace(
-            params={"theta": frame.theta, "guide": guide},
+    def server(key: Array, begun: Begun) -> ServerState:
+        first, total, own = factors(key, begun)
+        guide = parts.aggregate(server_role.prior(begun.theta), total)
+        return first._replace(
+            params={"theta": begun.theta, "guide": guide},
             total=total,
             server_factor=own,
-            opt_state=parts.optim.init(frame.theta),
+            opt_state=parts.optim.init(begun.theta),
+            frame=frame_of(parts, begun),
         )
 
-    def silo(key: Array, private: Private, frame: Frame, data: SiloData) -> SiloState:
-        _, total, own = factors(key, frame)
+    def silo(key: Array, private: Private, begun: Begun, data: SiloData) -> SiloState:
+        _, total, own = factors(key, begun)
         share = jax.tree.map(lambda a, b: (a - b) / settings.num_silos, total, own)
-        centre = frame.centre if private.centre is None else private.centre
-        params = {"private": private.theta, "guide": private.guide, "centre": centre}
-        whitener = whitener_of(private.whitener, parts.model.dim, wide=False)
-        return silo_role.init(key, data)._replace(params=params, factor=share, whitener=whitener)
+        eta, centre = carried_locals(parts.guide, private, begun, data)
+        params = {"private": private.theta, "guide": eta, "centre": centre}
+        first = silo_role.init(key, data)
+        return first._replace(params=params, factor=share, frame=frame_of(parts, begun))
 
     return Carry(server, silo)
 
@@ -109,27 +116,26 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Round:
     server_role, silo_role = Server(parts, settings), Silo(parts, settings)
     fm, family = parts.model, silo_role.family
 
-    def silo(
-        noise: Array, down: Frame, state: Looked, data: SiloData
-    ) -> tuple[Reply[Up], SiloState]:
-        z_L, place = jax.tree.map(lambda a: a[down.start], (state.z_L, state.place))
+    def silo(noise: Array, down: At, state: Looked, data: SiloData) -> tuple[Reply[Up], SiloState]:
+        begun, place = down.begun, jax.tree.map(lambda a: a[down.start], state.place)
         own = len(place.gradient) - fm.dim
-        factor = family.around(down.centre, place.gradient[own:], place.curvature[own:, own:])
+        factor = family.around(begun.centre, place.gradient[own:], place.curvature[own:, own:])
         factor = jax.tree.map(lambda a: jnp.where(all_finite(factor), a, 0.0), factor)
-        eta = local_guides(fm, parts.guide, {**down.theta, **state.private}, down, z_L, data)
-        begun = silo_role.init(noise, data)
-        params = {"private": state.private, "guide": eta, "centre": down.centre}
-        draft = begun._replace(params=params, pending=factor, whitener=down.whitener)
+        eta = begun_locals(fm, parts.guide, down, state, data)
+        centre = jnp.zeros_like(begun.centre)
+        params = {"private": state.private, "guide": eta, "centre": centre}
+        first, frame = silo_role.init(noise, data), frame_of(parts, begun)
+        draft = first._replace(params=params, pending=factor, frame=frame)
         return Reply(Up(factor), all_finite(eta)), draft
 
     def commit(draft: SiloState, sent: Up) -> SiloState:
         return draft._replace(pending=sent.factor)
 
     def run(state: Search, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-        frame = frame_at(fm, state)
-        replies = ask(BEGIN, frame)
-        begun, prior = server_role.init(noise), server_role.prior(frame.theta)
-        server_factor = _own_factor(parts, frame, begun.server_factor)
+        at = begun_at(fm, state)
+        begun, replies = at.begun, ask(BEGIN, at)
+        first, prior = server_role.init(noise), server_role.prior(begun.theta)
+        server_factor = _own_factor(parts, begun, first.server_factor)
         total = jax.tree.map(jnp.add, replies.up.factor, server_factor)
 
         def proper(total: Natural) -> Array:
@@ -138,12 +144,13 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Round:
         none = jax.tree.map(jnp.zeros_like, total)
         total, taken = proper_step(proper, none, total, 1.0)
         guide = parts.aggregate(prior, total)
-        after = begun._replace(
-            params={"theta": frame.theta, "guide": guide},
+        after = first._replace(
+            params={"theta": begun.theta, "guide": guide},
             total=total,
             server_factor=jax.tree.map(lambda a: taken * a, server_factor),
-            opt_state=parts.optim.init(frame.theta),
-            taken=jnp.full_like(begun.taken, taken),
+            opt_state=parts.optim.init(begun.theta),
+            taken=jnp.full_like(first.taken, taken),
+            frame=frame_of(parts, begun),
         )
         return after, Info(jnp.zeros(()), all_finite(after) & proper(total))
 

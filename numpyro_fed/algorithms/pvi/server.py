@@ -61,6 +61,7 @@ class Server(Role):
             jnp.asarray(self.settings.damping, jnp.result_type(float)),
             jnp.zeros(self.settings.num_silos),
             progress,
+            self.first_frame(),
         )
 
     def sent(self, state: ServerState, who: Array) -> Down:
@@ -83,6 +84,7 @@ class Server(Role):
             self._next_damping(state.damping, damping),
             state.taken.at[ask.who].set(damping),
             self._progress(state.progress, old, guide, converged, up.statuses),
+            state.frame,
         )
         weight = settings.num_silos / settings.visits
         loss = kl_to_prior / settings.steps - weight * up.log_lik
@@ -91,8 +93,8 @@ class Server(Role):
         return after, Info(loss, all_finite(after), moved_by, report)
 
     def view(self, state: ServerState) -> Shared:
-        """Shared parameters and the posterior."""
-        return Shared(state.params["theta"], state.params["guide"])
+        """Return shared parameters and the posterior."""
+        return Shared(state.params["theta"], state.params["guide"], state.frame)
 
     def done(self, state: ServerState) -> Array:
         """Whether the last round has moved the posterior by next to nothing, all visits used."""

@@ -53,8 +53,7 @@ class Silo(Role):
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         none = jnp.zeros((), jnp.int32)
         stale = (zeros, zeros) if self.settings.asynchronous else ()
-        whitener = jnp.eye(self.model.dim) if self.settings.from_mode else None
-        return SiloState(params, zeros, zeros, none, none, stale, whitener)
+        return SiloState(params, zeros, zeros, none, none, stale, self.first_frame())
 
     def visit(
         self, noise: Array, down: Down, state: SiloState, data: SiloData
@@ -78,7 +77,8 @@ class Silo(Role):
         change = _where(usable, change, jax.tree.map(jnp.zeros_like, change))
         g_theta = _where(usable, g_theta, jax.tree.map(jnp.zeros_like, g_theta))
         statuses = jax.nn.one_hot(status, len(Status), dtype=jnp.int32)
-        after = {**found.own, "centre": self.family.centre(self.family.ordinary(found.eta))}
+        centre = self.family.centre(self.family.ordinary(found.eta))
+        after = {**found.own, "centre": state.frame.standardise(centre)}
         draft = SiloState(
             _where(usable, after, state.params),
             factor,
@@ -86,7 +86,7 @@ class Silo(Role):
             state.visits + 1,
             status,
             now if self.settings.asynchronous else (),
-            state.whitener,
+            state.frame,
         )
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
 
@@ -97,7 +97,7 @@ class Silo(Role):
     def view(self, state: SiloState) -> Private:
         """Private parameters, the local guide and its centre."""
         params = state.params
-        return Private(params["private"], params["guide"], params["centre"], state.whitener)
+        return Private(params["private"], params["guide"], params["centre"])
 
     def _solved(self, problem: Problem, key: Array) -> Solution:
         """What the local optimiser makes of the problem; of one near its optimum in coordinates in
@@ -175,13 +175,13 @@ class Silo(Role):
         def sampled(theta: dict) -> Array:
             psi = family.ordinary(posterior)
             centre = family.centre(psi)
-            eta = parts.guide.recentre(state.params["guide"], state.origin, centre, data)
-            origin = state.origin._replace(centre=centre)
+            eta = parts.guide.recentre(state.params["guide"], state.moving(centre), data)
             sizes = {p: len(part["loc"]) for p, part in eta.items()}
 
             def at(noise: Any, rows: Rows) -> Array:
                 z = family.draw(psi, noise)
-                return parts.bounds[0].value({**theta, **private}, eta, z, origin, rows, data)
+                seen = state.seen(z, centre)
+                return parts.bounds[0].value({**theta, **private}, eta, z, seen, rows, data)
 
             draws = self.settings.evidence_draws
             times = -(-draws // TOGETHER)
@@ -206,7 +206,7 @@ class Silo(Role):
     ) -> Problem:
         parts, fm, family, guide = self.parts, self.model, self.family, self.parts.guide
         centre = family.centre(start)
-        eta = guide.recentre(state.params["guide"], state.origin, centre, data)
+        eta = guide.recentre(state.params["guide"], state.moving(centre), data)
         own = {"private": state.params["private"], "guide": eta}
 
         def noise(key: Array, particles: int, batch: int | None) -> Noise:
@@ -220,12 +220,13 @@ class Silo(Role):
             here, places = drawn(parts.minibatches, noise.which, data)
             local = rows_at(own["guide"], places)
             shared = {**theta, **own["private"]}
-            origin = state.origin._replace(centre=family.centre(psi))
+            centre = family.centre(psi)
             bound = parts.bounds[1 if plain else 0]
 
             def at(noise_globals: Any, noise_rows: Rows) -> tuple[Array, Array]:
                 z = family.draw(psi, noise_globals)
-                return z, bound.value(shared, local, z, origin, noise_rows, here)
+                seen = state.seen(z, centre)
+                return z, bound.value(shared, local, z, seen, noise_rows, here)
 
             return jax.vmap(at, (0, 1))(noise.globals, noise.rows)
 
@@ -251,10 +252,13 @@ class Silo(Role):
 
             return eta, misfit
 
-        def own_moved(own: Any, step: Any) -> Any:
-            moved = {p: g.moved(own["guide"][p], step["guide"][p]) for p, g in guide.locals.items()}
-            private = jax.tree.map(jnp.add, own["private"], step["private"])
-            return {"private": private, "guide": moved}
+        def framed(own: Any) -> tuple[Any, Callable[[Any], Any]]:
+            frames, inside = guide.framed(own["guide"])
+
+            def placed(own: Any) -> Any:
+                return {**own, "guide": guide.placed(frames, own["guide"])}
+
+            return {**own, "guide": inside}, placed
 
         return Problem(
             family,
@@ -266,7 +270,7 @@ class Silo(Role):
             likelihood,
             num_rows,
             parts.divergence,
-            own_moved,
+            framed,
         )
 
     def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Any, Rows]:

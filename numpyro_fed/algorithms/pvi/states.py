@@ -8,13 +8,16 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
-from numpyro_fed.guides.structured import Guide, Origin
+from numpyro_fed.frame import Coordinates, standard
+from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local
 from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.model.split import FederatedModel
@@ -50,11 +53,12 @@ class Progress(NamedTuple):
 
 
 class ServerState(NamedTuple):
-    """``params`` is ``{"theta", "guide"}``: shared parameters, the posterior's natural parameters.
+    """What the server keeps from round to round.
 
+    ``params`` is ``{"theta", "guide"}``: shared parameters, the posterior's natural parameters.
     ``total`` is the sum of all factors, ``server_factor`` the server's own among them, for what of
     the prior is outside of the family; ``taken`` (silos,) is the factor with which each silo's last
-    proposal was taken.
+    proposal was taken. Silos' own guides measure the globals in the ``frame``.
     """
 
     params: dict[str, Any]
@@ -64,15 +68,17 @@ class ServerState(NamedTuple):
     damping: Array
     taken: Array
     progress: Progress
+    frame: Gaussian
 
 
 class SiloState(NamedTuple):
-    """``params`` is ``{"private", "guide", "centre"}``: private parameters, the local guide, and
-    from where it measures the globals.
+    """What a silo keeps from round to round.
 
+    ``params`` is ``{"private", "guide", "centre"}``: private parameters, the local guide, and
+    from where it measures the globals in the ``frame``.
     ``factor`` has been taken by the server, ``pending`` was sent and waits to hear. ``status`` says
     how the last visit ended. ``stale`` is the cavity and the posterior that an asynchronous silo is
-    at work from. ``whitener`` says in which units the local guide measures the globals.
+    at work from.
     """
 
     params: dict[str, Any]
@@ -81,12 +87,15 @@ class SiloState(NamedTuple):
     visits: Array
     status: Array
     stale: Any
-    whitener: Array | None = None
+    frame: Gaussian
 
-    @property
-    def origin(self) -> Origin:
-        """From where the local guide measures the globals."""
-        return Origin(self.params["centre"], self.whitener)
+    def seen(self, z_G: Array, centre: Array) -> Coordinates:
+        """Return the globals as a local guide sees them that measures from ``centre``."""
+        return Coordinates(self.frame.standardise(z_G), self.frame.standardise(centre))
+
+    def moving(self, z_G: Array) -> Coordinates:
+        """Return the globals as the local guide sees them from where it is now."""
+        return Coordinates(self.frame.standardise(z_G), self.params["centre"])
 
     def effective_factor(self, taken: Array) -> Natural:
         """The silo's factor, what is pending included: these sum to the server's ``total``."""
@@ -215,3 +224,9 @@ class Role:
     def prior(self, theta: dict[str, Any]) -> Natural:
         """Natural parameters of the prior, for what of it is in the family."""
         return self.parts.globals.prior(theta)
+
+    def first_frame(self) -> Gaussian:
+        """Return the frame before one is known; of a run from the mode one of its shape."""
+        if not self.settings.from_mode:
+            return standard((self.model.dim,))
+        return Gaussian.of_root(jnp.zeros(self.model.dim), jnp.eye(self.model.dim))

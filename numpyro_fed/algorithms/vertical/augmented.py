@@ -118,7 +118,7 @@ class Augmented:
         )
         after = v.ascend(state, "own", gradient)
         total = value + up.own
-        course = settling.follow(state.course, -total, after.params, standard=v.from_reference)
+        course = settling.follow(state.course, -total, after.params, standard=v.from_start)
         stepped: Stepped = ask(STEP, slope).up
         after = after._replace(course=course, resting=stepped.resting)
         if v.rank:
@@ -141,10 +141,10 @@ class Augmented:
         """
         v = self.vertical
         guide = v.guide(v.server).globals
-        eta, V = v.placed(v.server, own, state.reference)
+        eta, V = own["guide"], v.tied(v.server, own)
 
         def one(eps: Any, xi: Any, sent: Sent) -> Array:
-            z, log_q, b = coupling.draw(guide, eta, V, eps, xi)
+            z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
             prior, likelihood = v.model.log_server(own["theta"], z, sent.part, data)
             value = prior - log_q + v.share * likelihood
             if V is None:
@@ -168,10 +168,8 @@ def drawing(v: Vertical) -> Exchange:
     ) -> tuple[Reply[Up], ClientState]:
         state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
         drawn = v.draw(state.params, down.xi, state, data)
-        tie: Any = ()
-        if v.rank:
-            _, V = v.placed(v.kind(data), state.params["own"], state.reference)
-            tie = coupling.Tie(drawn.b, V.T @ V)
+        V = v.tied(v.kind(data), state.params["own"])
+        tie: Any = () if V is None else coupling.Tie(drawn.b, V.T @ V)
         up = Up(drawn.z, drawn.own, tie)
         return Reply(up, all_finite(up)), state
 
@@ -213,7 +211,7 @@ def steps(
     if jax.tree.leaves(noise):
         after, _ = jax.lax.scan(one, after, noise)
     course = settling.follow(
-        state.course, jnp.zeros(()), after.params["own"], standard=v.from_reference
+        state.course, jnp.zeros(()), after.params["own"], standard=v.from_start
     )
     up = Stepped(by_xi, settling.settled(course).astype(jnp.result_type(float)))
     return Reply(up, all_finite((gradient, by_xi))), after._replace(course=course)

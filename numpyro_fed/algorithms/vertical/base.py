@@ -15,6 +15,8 @@ from jax import Array
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Private, Shared, ascend
 from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.frame import standard
+from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known
 from numpyro_fed.guides.base import GlobalGuide
@@ -31,8 +33,8 @@ LOOSE = 0.1  # of the shared noise, where a run does not begin at the mode
 class ServerState(NamedTuple):
     """What the server keeps from round to round.
 
-    ``params`` is ``{"own": {"theta", "guide", "coupling"}, "shared"}``, the guide's steps from a
-    ``reference`` where there is one; ``shared`` is the guide of the noise that all parties share.
+    ``params`` is ``{"own": {"theta", "guide", "coupling"}, "shared"}``, the guide in a ``frame``;
+    ``shared`` is the guide of the noise that all parties share.
     ``resting`` is how many clients say that their guides have come to rest.
     """
 
@@ -40,14 +42,14 @@ class ServerState(NamedTuple):
     opt_state: dict[str, Any]
     course: Course
     resting: Array
-    reference: Any = ()
+    frame: Gaussian
 
 
 class ClientState(NamedTuple):
     """A client's parameters, and what it keeps from one exchange of a round to the next.
 
-    ``params`` is ``{"own": {"private", "guide", "coupling"}, "auxiliary"}``, the guide's steps
-    from a ``reference`` where there is one; ``centre`` is the predictor there, around which
+    ``params`` is ``{"own": {"private", "guide", "coupling"}, "auxiliary"}``, the guide in a
+    ``frame``; ``centre`` is the predictor in the middle of that, around which
     auxiliary variables are measured; ``noise``, ``rows`` and the shared noise ``xi`` are of the
     draw that is on its way, ``slope`` is the gradient of the client's likelihood there.
     """
@@ -57,10 +59,10 @@ class ClientState(NamedTuple):
     course: Course
     noise: Any
     rows: Any
+    frame: Gaussian
+    centre: Array
     xi: Any = ()
     slope: Any = ()
-    reference: Any = ()
-    centre: Any = 0.0
 
 
 State = TypeVar("State", ServerState, ClientState)
@@ -78,13 +80,19 @@ class Drawn(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a party's guide begins: a point, a root of a covariance there, and its part of the
-    shared noise (dim, rank).
-    """
+    """Where a party begins: a point, a root of a covariance there, its part of the shared noise."""
 
     z: Array
     root: Array
-    coupling: Any = ()
+    coupling: Array | tuple[()] = ()
+
+
+class Party(NamedTuple):
+    """What a client keeps to itself: parameters, guides, and the frame of those of its latents."""
+
+    theta: dict[str, Any]
+    guide: dict[str, Any]
+    frame: Gaussian
 
 
 class Sent(NamedTuple):
@@ -168,8 +176,8 @@ class Vertical:
     num_particles : int
     batch_size : int or None
         Rows in a round.
-    from_reference : bool
-        Whether guides' parameters are steps from where runs begin.
+    from_start : bool
+        Whether runs begin at a place that is found first, in a frame around it.
     power : bool
         Whether clients evaluate likelihoods of their own.
     rank : int
@@ -188,7 +196,7 @@ class Vertical:
     optim: optax.GradientTransformation
     num_particles: int = 1
     batch_size: int | None = None
-    from_reference: bool = False
+    from_start: bool = False
     power: bool = False
     rank: int = 0
     width: int = 0
@@ -234,19 +242,25 @@ class Vertical:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
         given = self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
         theta = self.server.half.init_theta(key_theta, given)
-        if self.from_reference:
+        if self.from_start:
             return self.server_at(key_guide, theta, self.nowhere(self.server))
         eta = self.guide(self.server, given).init_global(key_guide)
-        own = self._own(eta, self.loosely(key_guide, self.server.half.dim))
-        return self._server_state(key_guide, {"theta": theta, **own}, ())
+        dim = self.server.half.dim
+        own = self._own(eta, self.loosely(key_guide, dim))
+        return self._server_state(key_guide, {"theta": theta, **own}, standard((dim,)))
 
     def server_at(self, key: Array, theta: dict[str, Any], start: Start) -> ServerState:
         """The server's state where a run begins."""
-        eta = self.guide(self.server).globals.around(key, start.z, start.root)
-        own = self._own(jax.tree.map(jnp.zeros_like, eta), start.coupling)
-        return self._server_state(key, {"theta": theta, **own}, eta)
+        own, frame = self._begun(key, self.server, start)
+        return self._server_state(key, {"theta": theta, **own}, frame)
 
-    def _server_state(self, key: Array, own: dict[str, Any], reference: Any) -> ServerState:
+    def _begun(self, key: Array, kind: Kind, start: Start) -> tuple[dict[str, Any], Gaussian]:
+        """Return a party's guide where a run begins, a standard normal in a frame."""
+        guide = self.guide(kind).globals
+        eta = guide.init(key, jnp.zeros_like(start.z), 1.0)
+        return self._own(eta, start.coupling), guide.frame(start.z, start.root)
+
+    def _server_state(self, key: Array, own: dict[str, Any], frame: Gaussian) -> ServerState:
         zeros = jnp.zeros(self.rank)
         params = {"own": own, "shared": self.sharing.init(key, zeros) if self.rank else {}}
         return ServerState(
@@ -254,7 +268,7 @@ class Vertical:
             opt_state={part: self.optim.init(value) for part, value in params.items()},
             course=settling.begin(params),
             resting=jnp.zeros(()),
-            reference=reference,
+            frame=frame,
         )
 
     def nowhere(self, kind: Kind) -> Start:
@@ -281,12 +295,13 @@ class Vertical:
         key_theta, key_guide = jax.random.split(key)
         kind = self.kind(data)
         theta = kind.half.init_theta(key_theta, data)
-        if self.from_reference:
+        if self.from_start:
             centre = jnp.zeros(self.model.shape)
             return self.client_at(key_guide, data, theta, self.nowhere(kind), centre)
         eta = self.guide(kind, data).init_global(key_guide)
-        own = self._own(eta, self.loosely(key_guide, kind.half.dim))
-        return self._client_state(key_guide, kind, {"private": theta, **own}, (), 0.0)
+        dim = kind.half.dim
+        own = {"private": theta, **self._own(eta, self.loosely(key_guide, dim))}
+        return self._client_state(key_guide, kind, own, standard((dim,)), jnp.zeros(()))
 
     def client_at(
         self,
@@ -298,13 +313,12 @@ class Vertical:
     ) -> ClientState:
         """A client's state where a run begins; ``centre`` is its predictor there."""
         kind = self.kind(data)
-        eta = self.guide(kind).globals.around(key, start.z, start.root)
-        kept = centre if self.auxiliary is not None and self.auxiliary.centred else 0.0
-        own = self._own(jax.tree.map(jnp.zeros_like, eta), start.coupling)
-        return self._client_state(key, kind, {"private": theta, **own}, eta, kept)
+        own, frame = self._begun(key, kind, start)
+        kept = centre if self.auxiliary is not None and self.auxiliary.centred else jnp.zeros(())
+        return self._client_state(key, kind, {"private": theta, **own}, frame, kept)
 
     def _client_state(
-        self, key: Array, kind: Kind, own: dict[str, Any], reference: Any, centre: Any
+        self, key: Array, kind: Kind, own: dict[str, Any], frame: Gaussian, centre: Array
     ) -> ClientState:
         key_aux, key_noise = jax.random.split(key)
         psi = {} if self.auxiliary is None else self.auxiliary.init(key_aux)
@@ -317,19 +331,16 @@ class Vertical:
             rows=() if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
             xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else (),
             slope=jnp.zeros(self.shape) if self.power else (),
-            reference=reference,
-            centre=jnp.asarray(centre),
+            frame=frame,
+            centre=centre,
         )
 
-    def placed(self, kind: Kind, own: dict[str, Any], reference: Any) -> tuple[Any, Any]:
-        """A party's guide, from steps where there is a reference, and what of the shared noise
-        enters it (dim, rank), or None.
-        """
-        guide, V = self.guide(kind).globals, own.get("coupling")
-        if not self.from_reference:
-            return own["guide"], V
-        eta = guide.moved(reference, own["guide"])
-        return eta, None if V is None else coupling.carried(guide, reference, eta, V)
+    def tied(self, kind: Kind, own: dict[str, Any]) -> Array | None:
+        """Return what of the shared noise enters a party's guide (dim, rank), or None."""
+        V = own.get("coupling")
+        if V is None or not self.from_start:
+            return V
+        return coupling.carried(self.guide(kind).globals, own["guide"], V)
 
     def server_noise(self, key: Array) -> ServerNoise:
         """Of the draws of the server's latents and of what is shared, and which rows take part."""
@@ -391,12 +402,12 @@ class Vertical:
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
         psi, known = params["auxiliary"], self.known(state, held)
-        eta, V = self.placed(kind, params["own"], state.reference)
+        eta, V = params["own"]["guide"], self.tied(kind, params["own"])
         if self.auxiliary is not None and self.batch_size is not None:
             psi = self.auxiliary.some(psi, state.rows)
 
         def one(eps: Any, tau: Any, xi: Any) -> Drawn:
-            theta, log_q, b = coupling.draw(guide, eta, V, eps, xi)
+            theta, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
             g, own = self.model.predict(kind.half, params["own"]["private"], theta, held)
             if self.auxiliary is None:
                 return Drawn(g, g, own - log_q, b)
@@ -413,10 +424,9 @@ class Vertical:
         """A client's own term where its auxiliary variables stay where they are."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
-        eta, _ = self.placed(kind, own, state.reference)
 
         def one(eps: Any, z: Array) -> Array:
-            theta, log_q = guide.draw(eta, eps)
+            theta, log_q, _ = coupling.draw_in(state.frame, guide, own["guide"], None, eps, ())
             g, prior = self.model.predict(kind.half, own["private"], theta, held)
             return prior - log_q + self.share * self.log_noise(z, g)
 
@@ -454,16 +464,20 @@ class Vertical:
         return settling.settled(state.course) & (state.resting == len(self.model.clients))
 
     def shared(self, state: ServerState) -> Shared:
-        """The server's parameters and guide."""
+        """Return the server's parameters and guide."""
         own, shared = state.params["own"], state.params["shared"]
-        eta, V = self.placed(self.server, own, state.reference)
-        tied = {"coupling": V, "shared": shared} if self.rank else {}
-        return Shared(own["theta"], {"latents": eta, **tied})
+        tied = {"coupling": self.tied(self.server, own), "shared": shared} if self.rank else {}
+        return Shared(own["theta"], {"latents": own["guide"], **tied}, state.frame)
 
-    def private(self, state: ClientState, data: SiloData) -> Private:
-        """A client's."""
+    def private(self, state: ClientState, data: SiloData) -> Party:
+        """Return a client's parameters and guides."""
         own, psi = state.params["own"], state.params["auxiliary"]
-        eta, V = self.placed(self.kind(data), own, state.reference)
-        tied = {"coupling": V} if self.rank else {}
-        guide = {"latents": eta, **({"auxiliary": psi} if psi else {}), **tied}
-        return Private(own["private"], guide)
+        tied = {"coupling": self.tied(self.kind(data), own)} if self.rank else {}
+        guide = {"latents": own["guide"], **({"auxiliary": psi} if psi else {}), **tied}
+        return Party(own["private"], guide, state.frame)
+
+    def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:
+        """Return a party's guides for a user to look at; ``data`` is None at the server."""
+        kind = self.server if data is None else self.kind(data)
+        guide, latents = self.guide(kind).globals, party.guide["latents"]
+        return {**party.guide, "latents": guide.in_z(party.frame, latents)}

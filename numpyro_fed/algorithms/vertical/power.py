@@ -38,6 +38,7 @@ from numpyro_fed.algorithms.vertical.base import (
     ServerState,
     Vertical,
 )
+from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -98,13 +99,11 @@ class Power:
         )
 
     def draw(
-        self, params: dict[str, Any], reference: Any, eps: Any, data: SiloData
+        self, params: dict[str, Any], frame: Gaussian, eps: Any, data: SiloData
     ) -> tuple[Array, Array]:
         """Return draws of the server's latents, and its own term of the bound."""
         v = self.vertical
-        guide = v.guide(v.server).globals
-        eta, _ = v.placed(v.server, params, reference)
-        z, log_q = jax.vmap(guide.draw, (None, 0))(eta, eps)
+        _, z, log_q = v.guide(v.server).globals.draws(frame, params["guide"], eps)
 
         def own(z: Array) -> Array:
             total = jnp.zeros(v.shape[1:])
@@ -136,14 +135,14 @@ class Power:
         clients: Drawn = ask(DRAW, Rows((), noise.rows)).up
         data = v.some(ask.server_data, noise.rows)
         (z, value), pull = jax.vjp(
-            lambda own: self.draw(own, state.reference, noise.eps, data), state.params["own"]
+            lambda own: self.draw(own, state.frame, noise.eps, data), state.params["own"]
         )
         up: Up = ask(LIKELIHOOD, Down(clients.part, v.shared(state).theta, z)).up
         (gradient,) = pull((up.z, jnp.ones_like(value)))
         theta = jax.tree.map(jnp.add, gradient["theta"], up.theta)
         after = v.ascend(state, "own", {**gradient, "theta": theta})
         loss = -(value + up.term + clients.own)
-        course = settling.follow(state.course, loss, after.params, standard=v.from_reference)
+        course = settling.follow(state.course, loss, after.params, standard=v.from_start)
         stepped: Stepped = ask(STEP, Sent(up.slope, ())).up
         after = after._replace(course=course, resting=stepped.resting)
         return after, Info(loss, all_finite((loss, gradient, up.slope)))

@@ -10,8 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Sampled
-from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Vertical
+from numpyro_fed.algorithms.base import (
+    Ask,
+    Exchange,
+    Info,
+    Reply,
+    Round,
+    Sampled,
+    Shared,
+)
+from numpyro_fed.algorithms.vertical.base import ClientState, Kind, Party, ServerState, Vertical
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.vertical import Half
@@ -35,15 +43,16 @@ def sample(v: Vertical, n: int) -> Round:
     and unconstrained draws (n, dim) at the server, who sends the noise that parties share.
     """
 
-    def drawn(guide: Any, params: Any, noise: Any, xi: Any) -> Array:
-        draw = partial(coupling.draw, guide.globals, params["latents"], params.get("coupling"))
+    def drawn(kind: Kind, party: Shared | Party, noise: Any, xi: Any) -> Array:
+        guide, V = party.guide, party.guide.get("coupling")
+        draw = partial(coupling.draw_in, party.frame, v.guide(kind).globals, guide["latents"], V)
         return jax.vmap(draw)(noise, xi)[0]
 
     def silo(
         noise: Any, down: Any, state: ClientState, data: SiloData
     ) -> tuple[Reply[tuple[()]], Sampled]:
         kind, private = v.kind(data), v.private(state, data)
-        z = drawn(v.guide(kind), private.guide, noise, down)
+        z = drawn(kind, private, noise, down)
         sampled = values_at(kind.half, private.theta, z, data)
         return Reply((), all_finite(sampled)), sampled
 
@@ -51,7 +60,7 @@ def sample(v: Vertical, n: int) -> Round:
         own, shared = noise
         xi = v.xi(state.params["shared"], shared)
         ask(name, xi)
-        z = drawn(v.guide(v.server), v.shared(state).guide, own, xi)
+        z = drawn(v.server, v.shared(state), own, xi)
         return z, Info(jnp.zeros(()), all_finite(z))
 
     name = sample_name(n)

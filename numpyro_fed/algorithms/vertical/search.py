@@ -46,6 +46,7 @@ from numpyro_fed.algorithms.vertical.curvature import (
     diagonal_curvature,
     newton_step,
 )
+from numpyro_fed.frame import standard
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
@@ -170,7 +171,7 @@ class VerticalSearch:
             self.init_server,
             self.init_client,
             Round(exchanges, self.round),
-            lambda state: Shared(state.theta, {}),
+            lambda state: Shared(state.theta, {}, standard(state.z.shape)),
             lambda state: Private(state.theta, {}),
             done=lambda state: state.quiet >= QUIET,
             server_like=self.server_like,

@@ -46,8 +46,10 @@ from numpyro_fed.algorithms.base import (
     own_key,
 )
 from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.algorithms.vertical.base import Party
 from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
 from numpyro_fed.algorithms.vertical.sample import sample_name, values_at
+from numpyro_fed.frame import standard
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
 from numpyro_fed.trees import all_finite
@@ -241,9 +243,22 @@ class Soul:
         )
         return after, value, by_seen
 
-    def private(self, state: ClientState, data: Any) -> Private:
-        """A client's parameters, and the draws that it has kept."""
+    def shared(self, state: ServerState) -> Shared:
+        """Return the server's parameters, and its latents where they are."""
+        z = state.params["z"]
+        return Shared(state.params["theta"], {"z": z}, standard(z.shape))
+
+    def own(self, state: ClientState) -> Private:
+        """Return a client's parameters, and the draws that it has kept."""
         return Private(state.params["private"], {"draws": state.kept})
+
+    def private(self, state: ClientState, data: SiloData) -> Party:
+        """Return the same, without a frame."""
+        return Party(*self.own(state)[:2], standard(()))
+
+    def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:
+        """Return what a party has in the place of a guide."""
+        return party.guide
 
     def stepped(self, state: ClientState, slope: Array) -> ClientState:
         """A client's step, given the gradient with respect to its auxiliary variables that it does
@@ -272,8 +287,8 @@ def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm:
         lambda key: v.init_server(key, server_like),
         v.init_client,
         _power(v) if v.power else _augmented(v),
-        lambda state: Shared(state.params["theta"], {"z": state.params["z"]}),
-        lambda state: v.private(state, None),
+        v.shared,
+        v.own,
         done=v.done,
         server_like=server_like,
     )

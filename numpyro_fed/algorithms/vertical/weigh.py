@@ -24,10 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round
-from numpyro_fed.algorithms.vertical.base import ClientState, Kind, ServerState, Vertical
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Shared
+from numpyro_fed.algorithms.vertical.base import ClientState, Kind, Party, ServerState, Vertical
 from numpyro_fed.guides import coupling
-from numpyro_fed.guides.base import GlobalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -115,28 +114,29 @@ class Weighing:
         of = np.repeat(np.arange(len(SCALES)), [n - sum(numbers), *numbers])
         return np.array(SCALES), of
 
-    def place(self, guide: GlobalGuide, params: Any, noise: Any, xi: Any, middle: Any) -> Placed:
+    def place(self, kind: Kind, party: Shared | Party, noise: Any, xi: Any, middle: Any) -> Placed:
         """Return a party's draws; ``middle`` is the centre of the shared noise."""
         scales, of = self.parts
-        eta, V = params["latents"], params.get("coupling")
+        guide, frame = self.vertical.guide(kind).globals, party.frame
+        eta, V = party.guide["latents"], party.guide.get("coupling")
         draw = partial(coupling.draw, guide)
-        z, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
+        u, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
+        at = jax.vmap(partial(guide.place, frame))
         if len(scales) == 1 or not guide.density_everywhere:
-            return Placed(z, log_q[:, None], () if V is None else b[:, None])
-        density, centre = guide.log_density, guide.centre(eta)
-        if V is not None:
-            centre = guide.draw(eta, V @ middle)[0]
-        z = centre + jnp.asarray(scales)[of][:, None] * (z - centre)
+            return Placed(at(u), log_q[:, None] - frame.log_det, () if V is None else b[:, None])
+        centre = guide.centre(eta) if V is None else guide.draw(eta, V @ middle)[0]
+        u = centre + jnp.asarray(scales)[of][:, None] * (u - centre)
 
         def under(scale: float) -> tuple[Array, Any]:
-            shrunk = centre + (z - centre) / scale
-            log_q = jax.vmap(lambda x: density(eta, x))(shrunk) - z.shape[1] * np.log(scale)
+            shrunk = centre + (u - centre) / scale
+            widened = frame.log_det + u.shape[1] * np.log(scale)
+            log_q = jax.vmap(partial(guide.log_density, eta))(shrunk) - widened
             if V is None:
                 return log_q, ()
-            return log_q, jax.vmap(lambda x: coupling.at(guide, eta, V, x))(shrunk)
+            return log_q, jax.vmap(partial(coupling.at, guide, eta, V))(shrunk)
 
         found = [under(float(s)) for s in scales]
-        return Placed(z, *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *found))
+        return Placed(at(u), *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *found))
 
     def silo(
         self, noise: Any, down: Down, state: ClientState, data: SiloData
@@ -144,7 +144,7 @@ class Weighing:
         v = self.vertical
         kind: Kind = v.kind(data)
         private = v.private(state, data)
-        drawn = self.place(v.guide(kind).globals, private.guide, noise, down.xi, down.middle)
+        drawn = self.place(kind, private, noise, down.xi, down.middle)
 
         def one(z: Array) -> tuple[Array, Array]:
             return v.model.predict(kind.half, private.theta, z, data)
@@ -164,11 +164,11 @@ class Weighing:
         v, (own, shared) = self.vertical, noise
         scales, of = self.parts
         shares = jnp.asarray(np.bincount(of, minlength=len(scales)) / self.num_draws)
-        theta, params, *_ = v.shared(state)
+        theta, params, _ = server = v.shared(state)
         middle = v.sharing.centre(state.params["shared"]) if v.rank else ()
         down = Down(v.xi(state.params["shared"], shared), middle)
         up: Up = ask(self.name, down).up
-        drawn = self.place(v.guide(v.server).globals, params, own, down.xi, middle)
+        drawn = self.place(v.server, server, own, down.xi, middle)
 
         def one(at: tuple[Array, Array]) -> Array:
             own, likelihood = v.model.log_server(theta, *at, ask.server_data)
