@@ -11,7 +11,7 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.algorithms.transforms import ReplyTransform, transformed
 from numpyro_fed.errors import DataError, NonFiniteError, ReplyError
-from numpyro_fed.methods.base import RUNTIMES
+from numpyro_fed.methods.host import RUNTIMES
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.messages import read, write
 

@@ -18,7 +18,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms.transforms import round_to_grid, transformed
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.gaussian import unit_lower
-from numpyro_fed.methods.base import SEARCHES
+from numpyro_fed.methods.host import SEARCHES
 from numpyro_fed.methods.vfl import begin
 from numpyro_fed.model.roles import split_vertical
 from numpyro_fed.model.row_ids import digest, read_ids
@@ -208,7 +208,7 @@ def one_by_one(result, stacks):
     """Silo states by client."""
     return [
         jax.tree.map(lambda a, i=i: a[i], stacks[b])
-        for b, i in (result._held.place(j) for j in range(result.num_clients))
+        for b, i in (result._silos.place(j) for j in range(result.num_clients))
     ]
 
 
@@ -398,7 +398,7 @@ class _Held:
     """As a result, for ``one_by_one``."""
 
     def __init__(self, held):
-        self._held, self.num_clients = held, len(held.data)
+        self._silos, self.num_clients = held, len(held.data)
 
 
 def test_a_second_run_of_the_same_shapes_builds_nothing():
@@ -1201,7 +1201,7 @@ def test_weights_are_those_of_the_joint_density(settings):
     xs, y = data()
     vfl = nf.VFL(logistic, **settings)
     fit = vfl.run(KEY, 20, xs, y, progress_bar=False)
-    v, held = fit._fit.vertical, fit._held
+    v, held = fit._fit.vertical, fit._silos
     weighing = Weighing(v, 40, 7)
     run = fit._fit.runtime.single(weighing.as_round())
     weighed, states, info, _ = run(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,18 @@ from numpyro_fed.algorithms.base import (
     FederatedAlgorithm,
     Round,
     settings_in,
-    unknown_exchange,
 )
 from numpyro_fed.algorithms.mode import unravelled
 from numpyro_fed.errors import (
-    CallbackError,
     DataError,
     GuideError,
-    Interrupted,
     ModelError,
-    NonFiniteError,
-    positive_int,
 )
 from numpyro_fed.methods.carrying import carried
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
+from numpyro_fed.methods.host import RUNTIMES, SEARCHES, Host, check_course
 from numpyro_fed.methods.minibatches import check_alone
-from numpyro_fed.methods.mode import SEARCHED_UP_TO, Mode, NoStartError, begin, why_coupled
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, why_coupled
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, signature
@@ -47,26 +43,15 @@ from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.model.verdicts import Checks, check_rows_apart
 from numpyro_fed.results.base import Built, Fit, Result, Silos
 from numpyro_fed.results.importance import weighing
-from numpyro_fed.results.saving import load_state
-from numpyro_fed.runtime.drive import Failure, Run, Watcher, drive
-from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import one_key
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
+from numpyro_fed.runtime.stack import State, on_device
 
 WIDE_UP_TO = 10_000  # by L-BFGS
 SEARCHED = "mode", "wide"  # kinds of start
-QUICK = partial(simulation, quick=True)
-RUNTIMES: dict[str, Callable[..., Runtime]] = {
-    "simulation": simulation,
-    "quick": QUICK,
-    "host": host,
-}
-SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
 
 
-class Method(ABC):
+class Method(Host):
     """A federated method: settings in a frozen dataclass, ``run`` and ``load`` from here.
 
     A subclass has the fields ``model``, ``_layouts`` and ``_fits``, and says how its fit is built.
@@ -176,15 +161,13 @@ class Method(ABC):
             )
         self._check_rounds(state, num_rounds)
 
-        return driven(
-            fit.runtime,
+        return self._driven(
+            fit,
+            held,
             key,
             state,
-            held.batches,
             num_rounds,
-            lambda run, quiet: replace(
-                self._result(run, fit, held, quiet=quiet), start=start, ended=run.ended
-            ),
+            start,
             server_data=server_data,
             progress_bar=progress_bar,
             stop=stop,
@@ -197,12 +180,6 @@ class Method(ABC):
         """The same method without a start at the mode."""
         own: Any = self
         return replace(own, start=None)
-
-    def _finish(self, run: Run, fit: Fit, held: Silos | None, start: Mode | None) -> Any:
-        """The result of a run, unless it failed."""
-        quiet = run.ended == "interrupted"
-        result = replace(self._result(run, fit, held, quiet=quiet), start=start, ended=run.ended)
-        return unless_failed(result, run)
 
     def cost(self, silos: Sequence[Mapping[str, Any]]) -> Cost:
         """What a run with these silos will cost, without running it.
@@ -267,19 +244,10 @@ class Method(ABC):
     ) -> Any:
         """One of the runs of a file, by its name there."""
         fit, held = self._prepare(silos, runtime)
-        like, made = fit.initial_state(held), fit.made(held.data)
-        losses, state, said = load_state(path, fit.description(), like, made, part)
-        result = self._result(Run(state, losses, None, None), fit, held)
+        result, said = self._loaded(path, fit, held, part)
         return replace(result, _before=said.get("before"))
 
-    def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Any:
-        """The result of a run; ``run.log`` is None for what was loaded.
-
-        ``quiet`` is about one that goes on.
-        """
-        return Result(run.losses, run.state, fit, held)
-
-    def _check_rounds(self, state: State, num_rounds: int) -> None:  # noqa: B027
+    def _check_rounds(self, state: State, num_rounds: int) -> None:
         """Refuse a number of rounds that the method cannot run."""
 
     def _text(self) -> Callable:
@@ -349,19 +317,9 @@ class Method(ABC):
 
     def round_of(self, built: Built, name: str) -> Round:
         """Return the round that has this exchange: of a run, the evaluation, the correction."""
-        known = [*built.opening, built.algorithm.round]
-        if built.factors is not None:
-            known.append(built.factors.evaluation)
-        for round_ in known:
-            if name in {x.name for x in round_.exchanges}:
-                return round_
-        if "importance" not in settings_in(name):
-            raise unknown_exchange(name)
-        return weighing(built, name)[0]
-
-    def unhides(self, name: str) -> bool:
-        """Whether an exchange sends without noise what noise hides elsewhere: none does."""
-        return False
+        if "importance" in settings_in(name):
+            return weighing(built, name)[0]
+        return built.round_of(name)
 
     def admit(self, built: Built, name: str, number: int, data: SiloData) -> None:
         """Refuse an exchange that treats rows one by one where a silo's rows are coupled."""
@@ -378,7 +336,7 @@ class Method(ABC):
         self._check_facts(facts)
         return plan
 
-    def _check_facts(self, facts: Sequence[Facts]) -> None:  # noqa: B027
+    def _check_facts(self, facts: Sequence[Facts]) -> None:
         """Refuse silos that fit together, but not under this method."""
 
     def _planned(self, fm: FederatedModel, plan: Plan) -> Plan:
@@ -425,69 +383,6 @@ class Method(ABC):
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
 
 
-def check_course(num_rounds: int, every: int, stop: str | None) -> None:
-    """Refuse what says nothing about how long to run."""
-    positive_int("num_rounds", num_rounds)
-    positive_int("every", every)
-    if stop not in (None, "converged"):
-        raise ValueError(f"stop={stop!r}: expected 'converged' or None.")
-
-
-def driven(
-    runtime: Runtime,
-    key: Array,
-    state: State,
-    batches: tuple[Batch, ...],
-    num_rounds: int,
-    result_of: Callable[[Run, bool], Any],
-    *,
-    server_data: Any,
-    progress_bar: bool | Progress,
-    stop: str | None,
-    callback: Callable[[Any], Any] | None,
-    every: int,
-) -> Any:
-    """Run rounds and return their result, or raise with it.
-
-    ``result_of(run, quiet)`` makes a result of a run; ``quiet`` says that it goes on.
-    """
-
-    def look(run: Run) -> bool:
-        return _called(callback, result_of(run, True))
-
-    run = drive(
-        runtime,
-        key,
-        state,
-        batches,
-        num_rounds,
-        progress_bar,
-        server_data,
-        stop=stop is not None,
-        watcher=None if callback is None else Watcher(look, every),
-        keep=True,
-    )
-    return unless_failed(result_of(run, run.ended == "interrupted"), run)
-
-
-def unless_failed(result: Any, run: Run) -> Any:
-    """The result, or an error that carries it."""
-    if run.ended == "interrupted":
-        rounds = int(run.state.round)
-        raise Interrupted(
-            f"interrupted; the last finished round is {rounds}. What was computed is in the "
-            "error's .result: error.result.save(path) keeps it, and "
-            "run(..., init_state=error.result.state) goes on.",
-            result=result,
-        )
-    if run.failure is None:
-        return result
-    if run.refused is not None:
-        run.refused.result = result
-        raise run.refused
-    raise _non_finite(result, run.failure)
-
-
 def check_start(start: Any) -> None:
     """Refuse what is no place to begin at."""
     if start not in ("mode", None) and not isinstance(start, Result):
@@ -532,29 +427,3 @@ def _memory() -> float:
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def _non_finite(result: Any, failure: Failure) -> NonFiniteError:
-    where = f"at silo {', '.join(map(str, failure.silos))}" if failure.silos else "at the server"
-    return NonFiniteError(
-        f"the bound turned NaN or infinite in round {failure.round}, {where}. The last good state "
-        "is in the error's .result. A smaller step, gradient clipping (optax.chain("
-        "optax.clip_by_global_norm(10.0), ...)), more particles or float64 usually help; otherwise "
-        "look at the data and the supports of the sites there.",
-        result=result,
-        round=failure.round,
-        silos=failure.silos,
-    )
-
-
-def _called(callback: Callable[[Any], Any] | None, result: Any) -> bool:
-    """What a callback says: whether the run should end."""
-    try:
-        return bool(callback and callback(result))
-    except Exception as error:
-        rounds = int(result.state.round)
-        raise CallbackError(
-            f"the callback raised {type(error).__name__} after round {rounds}: {error}. What it "
-            "was shown is in the error's .result; run(..., init_state=error.result.state) goes on.",
-            result=result,
-        ) from error

@@ -239,9 +239,8 @@ def begin(
         raise NoStartError(coupled)
     if start.around is None and len(start.effects):
         raise NoStartError(MANY_EFFECTS)
-    if SEARCH not in fit.compiled:
-        fit.compiled[SEARCH] = runtime_of(start.search)
-    runtime = fit.compiled[SEARCH]
+    search = start.search
+    runtime = fit.once(SEARCH, lambda: runtime_of(search))
     key_search, key_begin = jax.random.split(jax.random.fold_in(key, OPENING))
     state = runtime.init(key_search, batches)
     most = max(MOST.values()) + 2
@@ -249,19 +248,19 @@ def begin(
     unusable = run.unusable
     if run.refused is not None:
         raise run.refused
-    search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
-    if search.known.any() and not _usable(fm, search):
+    found_at, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
+    if found_at.known.any() and not _usable(fm, found_at):
         raise NoStartError(
             "no mode to start from was found at which curvature tells how far the posterior "
             "reaches, as where a likelihood has a kink (Laplace)"
         )
-    if search.known.any():
-        found = _mode(fm, search, None, exchanges, start.effects)
+    if found_at.known.any():
+        found = _mode(fm, found_at, None, exchanges, start.effects)
         if fm.flat and start.around is not None and found.converged:
             looked = _single(fit, runtime, start.around)
             shape, *_ = looked(key_begin, run.state.server, run.state.silos, batches)
             shape = jax.tree.map(np.asarray, shape)
-            found = _mode(fm, search, shape, exchanges + 1, start.effects)
+            found = _mode(fm, found_at, shape, exchanges + 1, start.effects)
             if found.flat:
                 raise _improper(fm, found.flat)
         begun = _single(fit, runtime, start.begin)
@@ -327,9 +326,7 @@ def _usable(fm: FederatedModel, search: Search | Climb) -> bool:
 
 def _single(fit: Fit, runtime: Runtime, round_: Round) -> Single:
     """Return a round of the search's runtime, compiled once a fit."""
-    if round_.name not in fit.compiled:
-        fit.compiled[round_.name] = runtime.once(round_)
-    return fit.compiled[round_.name]
+    return fit.once(round_.name, lambda: runtime.once(round_))
 
 
 def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:

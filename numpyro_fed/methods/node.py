@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import Array
@@ -11,15 +12,73 @@ from jax import Array
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.errors import DataError
 from numpyro_fed.methods.base import Method
-from numpyro_fed.methods.mode import NoStartError, begin, opened
-from numpyro_fed.model.facts import Facts
-from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.methods.host import Host, check_course, unless_failed
+from numpyro_fed.methods.mode import Mode, NoStartError, begin, opened
+from numpyro_fed.model.facts import Facts, Plan
+from numpyro_fed.results.base import Built, Fit, Result
+from numpyro_fed.results.run import BuiltRun
 from numpyro_fed.runtime.drive import drive
-from numpyro_fed.runtime.node import SEARCH, Line, Send, Weights, remote
-from numpyro_fed.runtime.stack import Runtime
+from numpyro_fed.runtime.node import SEARCH, Agreed, Line, Send, Weights, remote
+from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.runtime.stack import Runtime, State
 
 
-class ServerNode:
+class PartyServer(ABC):
+    """A server whose silos or clients live in processes of their own."""
+
+    _method: Host
+    _built: BuiltRun
+
+    @property
+    @abstractmethod
+    def _agreed(self) -> Agreed:
+        """How many parties there are, and shapes of what the first of them holds."""
+
+    @abstractmethod
+    def _fit(self, runtime: Runtime) -> Any:
+        """Return what was built, with a runtime that reaches the parties."""
+
+    @abstractmethod
+    def _begin(
+        self,
+        fit: Any,
+        key: Array,
+        runtime_of: Callable[[FederatedAlgorithm], Runtime],
+        progress_bar: bool,
+    ) -> tuple[State, Any]:
+        """Return the first state, and where that is."""
+
+    def _run(
+        self,
+        key: Array,
+        num_rounds: int,
+        send: Send,
+        *,
+        server_data: Any,
+        progress_bar: bool,
+        stop: str | None,
+        weights: Sequence[Weights] | None = None,
+        schedule: Schedule | None = None,
+    ) -> Any:
+        """Run rounds, and return what the server knows of them."""
+        check_course(num_rounds, 1, stop)
+        key, agreed = one_key(key), self._agreed
+        line = Line(send, agreed.num_silos, weights)
+        runtime = remote(self._built.algorithm, schedule, agreed, line)
+
+        def runtime_of(search: FederatedAlgorithm) -> Runtime:
+            return remote(search, None, agreed, line, begin=SEARCH)
+
+        fit = self._fit(runtime)
+        state, start = self._begin(fit, key, runtime_of, progress_bar)
+        course = (num_rounds, progress_bar, server_data)
+        run = drive(runtime, key, state, (), *course, stop=stop is not None, keep=True)
+        quiet = run.ended == "interrupted"
+        return unless_failed(self._method.finished(run, fit, None, start, quiet=quiet), run)
+
+
+class ServerNode(PartyServer):
     """A server whose silos live in processes of their own (:class:`numpyro_fed.SiloNode`).
 
     It knows the silos' facts and what they send, and nothing else.
@@ -47,12 +106,32 @@ class ServerNode:
                 "start= is a result of silos in this process, whose guides it takes over. Over "
                 "nodes begin at the mode (start='mode'), or at none."
             )
-        self._method = method
+        self._method: Method = method
         told = [Facts.from_json(f) for f in facts]
         self._plan = method.agree(told)
         self._rows = [rows_of(f) for f in told]
-        self._built = method.build(self._plan)
+        self._built: Built = method.build(self._plan)
         self.plan = self._plan.to_json()
+
+    @property
+    def _agreed(self) -> Plan:
+        return self._plan
+
+    def _fit(self, runtime: Runtime) -> Fit:
+        return Fit.of(self._plan, self._built, runtime)
+
+    def _begin(
+        self,
+        fit: Fit,
+        key: Array,
+        runtime_of: Callable[[FederatedAlgorithm], Runtime],
+        progress_bar: bool,
+    ) -> tuple[State, Mode | None]:
+        try:
+            return begin(fit, key, (), runtime_of, progress_bar=progress_bar)
+        except NoStartError as error:
+            warnings.warn(error.warning, stacklevel=4)
+            return opened(fit, key, fit.runtime.init(key, ()), ()), None
 
     def run(
         self,
@@ -70,22 +149,16 @@ class ServerNode:
         :func:`numpyro_fed.importance_correct` (which asks the silos once more). A silo's latents
         stay there.
         """
-        built, plan, line = self._built, self._plan, Line(send, self._plan.num_silos, self._rows)
-        runtime = remote(built.algorithm, built.schedule, plan, line)
-        fit = Fit.of(plan, built, runtime)
-
-        def runtime_of(search: FederatedAlgorithm) -> Runtime:
-            return remote(search, None, plan, line, begin=SEARCH)
-
-        try:
-            state, start = begin(fit, key, (), runtime_of, progress_bar=progress_bar)
-        except NoStartError as error:
-            warnings.warn(error.warning, stacklevel=2)
-            state, start = opened(fit, key, runtime.init(key, ()), ()), None
-        stops = stop is not None
-        course = (num_rounds, progress_bar, server_data)
-        run = drive(runtime, key, state, (), *course, stop=stops, keep=True)
-        return self._method._finish(run, fit, None, start)
+        return self._run(
+            key,
+            num_rounds,
+            send,
+            server_data=server_data,
+            progress_bar=progress_bar,
+            stop=stop,
+            weights=self._rows,
+            schedule=self._built.schedule,
+        )
 
 
 def rows_of(facts: Facts) -> Weights:

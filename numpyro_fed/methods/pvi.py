@@ -358,7 +358,17 @@ class PVI(Method):
             begin = pvi_from_mode(parts, settings)
             start = start_at("mode", fm, self.starts, init_loc_fn_of(self.guide), begin)
         certify = importance_correct
-        return Built(fm, guide, bounds[0], algorithm, schedule, draws, certify, factors, start)
+        return Built(
+            model=fm,
+            guide=guide,
+            bound=bounds[0],
+            algorithm=algorithm,
+            schedule=schedule,
+            draws=draws,
+            certify=certify,
+            factors=factors,
+            start=start,
+        )
 
     def _exact(self, fm: FederatedModel, chosen: Globals, local: Local) -> bool:
         """Whether a silo's factor depends on nothing but its own data."""

@@ -224,4 +224,13 @@ class SFVI(Method):
         if kind in SEARCHED:
             start = start_at(kind, fm, self.starts, init_loc_fn_of(self.guide), parts.begin())
         algorithm, certify = parts.algorithm(), importance_correct
-        return Built(fm, guide, bound, algorithm, schedule, draws, certify, start=start)
+        return Built(
+            model=fm,
+            guide=guide,
+            bound=bound,
+            algorithm=algorithm,
+            schedule=schedule,
+            draws=draws,
+            certify=certify,
+            start=start,
+        )

@@ -276,7 +276,16 @@ class SFVIAvg(Method):
         if kind is not None:
             start = start_at(kind, fm, self.starts, init_loc_fn_of(spec), parts.begin())
         algorithm, certify = parts.algorithm(), importance_correct
-        return Built(fm, guide, bound, algorithm, schedule, draws, certify, start=start)
+        return Built(
+            model=fm,
+            guide=guide,
+            bound=bound,
+            algorithm=algorithm,
+            schedule=schedule,
+            draws=draws,
+            certify=certify,
+            start=start,
+        )
 
 
 def _of_one(schedule: Spec) -> bool:

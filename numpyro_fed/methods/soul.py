@@ -16,8 +16,10 @@ from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_p
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
 from numpyro_fed.model.roles import Roles
+from numpyro_fed.results.run import Silos
 from numpyro_fed.results.soul import SOULResult
-from numpyro_fed.results.vertical import VerticalBuilt
+from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit
+from numpyro_fed.runtime.drive import Run
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,18 @@ class SOUL(VerticalMethod):
             power=self.likelihood == "power",
         )
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
-        return VerticalBuilt(v, soul(v, like), partial(sample, v), static=roles.arguments[:1])
+        return VerticalBuilt(
+            vertical=v,
+            algorithm=soul(v, like),
+            sampling=partial(sample, v),
+            static=roles.arguments[:1],
+        )
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
         names = ("rho", "likelihood", "num_steps", "step_size", "num_kept")
         return {name: getattr(self, name) for name in names}
 
-    def _result(self, *args: Any, **kwargs: Any) -> SOULResult:
-        return SOULResult(*args, **kwargs)
+    def _result(
+        self, run: Run, fit: VerticalFit, held: Silos | None, *, quiet: bool = False
+    ) -> SOULResult:
+        return SOULResult(run.losses, run.state, fit, held)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax import Array
 from tqdm.auto import tqdm
 
-from numpyro_fed.algorithms.base import (
-    FederatedAlgorithm,
-    Round,
-    settings_in,
-    unknown_exchange,
-)
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.methods.base import RUNTIMES, SEARCHES, check_course, driven
+from numpyro_fed.methods.host import RUNTIMES, SEARCHES, Host, check_course
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.fingerprint import source_hash
@@ -29,9 +23,8 @@ from numpyro_fed.model.roles import Roles, Text, split, split_vertical, told
 from numpyro_fed.model.row_ids import check_same_ids, digest, read_ids
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
-from numpyro_fed.results.base import Silos
-from numpyro_fed.results.saving import load_state
-from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalRun, VerticalStart
+from numpyro_fed.results.run import Silos
+from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalStart
 from numpyro_fed.runtime.crossing import Crossings, crossings
 from numpyro_fed.runtime.noise import one_key
 from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
@@ -43,7 +36,7 @@ NEEDS_RESPONSE = (
 
 
 @dataclass(frozen=True)
-class VerticalMethod(ABC):
+class VerticalMethod(Host):
     """A model whose clients hold some columns of every row, and how to fit it.
 
     Parameters
@@ -60,11 +53,6 @@ class VerticalMethod(ABC):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    @property
-    @abstractmethod
-    def hides_by_noise(self) -> bool:
-        """Whether clients add noise to what they send, of a key that they keep to themselves."""
-
     @abstractmethod
     def _build(self, roles: Roles) -> VerticalBuilt:
         """The algorithm."""
@@ -72,10 +60,6 @@ class VerticalMethod(ABC):
     @abstractmethod
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
         """What a saved state must agree with, besides sites and rows."""
-
-    @abstractmethod
-    def _result(self, *args: Any, **kwargs: Any) -> VerticalRun:
-        """What a run returns."""
 
     def _begin(
         self,
@@ -140,15 +124,13 @@ class VerticalMethod(ABC):
             state, start = self._begin(fit, key, held.batches, SEARCHES[runtime])
         else:
             state, start = fit.check_state(init_state, held), None
-        return driven(
-            fit.runtime,
+        return self._driven(
+            fit,
+            held,
             key,
             state,
-            held.batches,
             num_rounds,
-            lambda run, quiet: self._result(
-                run.losses, run.state, fit, held, ended=run.ended, start=start
-            ),
+            start,
             server_data=fit.server_data,
             progress_bar=progress_bar,
             stop=stop,
@@ -172,9 +154,7 @@ class VerticalMethod(ABC):
             If the file is damaged, or belongs to another model, guide or version, or other data.
         """
         fit, held = self._prepare(args, kwargs, runtime)
-        like = fit.runtime.init(jax.random.key(0), held.batches)
-        losses, state, _ = load_state(path, fit.description, like, fit.made(held))
-        return self._result(losses, state, fit, held)
+        return self._loaded(path, fit, held)[0]
 
     def _prepare(
         self, args: tuple, kwargs: dict[str, Any], runtime: str
@@ -186,14 +166,17 @@ class VerticalMethod(ABC):
         known = (runtime, roles.arguments, *map(signature, roles.clients))
         if known not in self._fits:
             built = self._build(roles)
-            run = RUNTIMES[runtime](built.algorithm, None)
-            description = self._description(built)
-            source, supports = source_hash(self.model), Supports.of_server(roles.model)
-            built_for = roles.server, supports, source
-            self._fits[known] = VerticalFit(built, run, description, {}, *built_for)
+            self._fits[known] = VerticalFit(
+                built=built,
+                runtime=RUNTIMES[runtime](built.algorithm, None),
+                said=self._description(built),
+                server_data=roles.server,
+                supports=Supports.of_server(roles.model),
+                source=source_hash(self.model),
+            )
         fit = self._fits[known]
         fit.supports.check(alone(roles.server))
-        return fit._replace(server_data=roles.server), held
+        return replace(fit, server_data=roles.server), held
 
     def describe(self, silo: Any, row_ids: Any = None) -> Shapes:
         """What a client says of its columns: shapes, dtypes and plain values, and by which digest
@@ -230,16 +213,9 @@ class VerticalMethod(ABC):
 
     def round_of(self, built: VerticalBuilt, name: str) -> Round:
         """Return the round that has this exchange: of a run, or in which all parties draw."""
-        for round_ in (*built.opening, built.algorithm.round):
-            if name in {x.name for x in round_.exchanges}:
-                return round_
-        if "sample" not in (asked := settings_in(name)):
-            raise unknown_exchange(name)
-        return built.sampling(asked["sample"])
-
-    def unhides(self, name: str) -> bool:
-        """Whether an exchange sends without noise what noise hides elsewhere: none does."""
-        return False
+        if "sample" in (asked := settings_in(name)):
+            return built.sampling(asked["sample"])
+        return built.round_of(name)
 
     def admit(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
         """Any exchange suits any client."""

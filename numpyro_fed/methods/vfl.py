@@ -27,7 +27,7 @@ from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
-from numpyro_fed.methods.mode import SEARCHED_UP_TO
+from numpyro_fed.methods.mode import SEARCH, SEARCHED_UP_TO
 from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_power
 from numpyro_fed.model.clients import positive_rho
@@ -38,6 +38,7 @@ from numpyro_fed.model.roles import (
     check_batches,
 )
 from numpyro_fed.model.vertical import VerticalModel
+from numpyro_fed.results.run import Silos
 from numpyro_fed.results.vertical import (
     VerticalBuilt,
     VerticalFit,
@@ -45,7 +46,7 @@ from numpyro_fed.results.vertical import (
     VerticalStart,
 )
 from numpyro_fed.runtime.crossing import Crossings
-from numpyro_fed.runtime.drive import drive
+from numpyro_fed.runtime.drive import Run, drive
 from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
 from numpyro_fed.trees import strong
 
@@ -297,15 +298,14 @@ class VFL(VerticalMethod):
             algorithm = Power(vertical, len(clients), like, self.local_steps).algorithm()
         else:
             algorithm = Augmented(vertical, like, self.local_steps).algorithm()
-        built = VerticalBuilt(
-            vertical, algorithm, partial(sample, vertical), static=roles.arguments[:1]
-        )
-        if start is None:
-            return built
-        begins = Beginning(vertical).as_round()
         looks = (spread(vertical),) if start == "mode" else ()
-        return built._replace(
-            search=VerticalSearch(vertical, like).algorithm(), begins=(*looks, begins)
+        return VerticalBuilt(
+            vertical=vertical,
+            algorithm=algorithm,
+            sampling=partial(sample, vertical),
+            static=roles.arguments[:1],
+            search=None if start is None else VerticalSearch(vertical, like).algorithm(),
+            begins=() if start is None else (*looks, Beginning(vertical).as_round()),
         )
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
@@ -323,8 +323,10 @@ class VFL(VerticalMethod):
             "guides": json.loads(json.dumps(guides)),
         }
 
-    def _result(self, *args: Any, **kwargs: Any) -> VerticalResult:
-        return VerticalResult(*args, **kwargs)
+    def _result(
+        self, run: Run, fit: VerticalFit, held: Silos | None, *, quiet: bool = False
+    ) -> VerticalResult:
+        return VerticalResult(run.losses, run.state, fit, held)
 
     def _begin(
         self,
@@ -408,10 +410,9 @@ def begin(
     built = fit.built
     if built.search is None:
         return fit.runtime.init(key, batches), None
-    if "search" not in fit.compiled:
-        fit.compiled["search"] = runtime_of(built.search)
-        fit.compiled["begins"] = {x.name: fit.compiled["search"].once(x) for x in built.begins}
-    runtime, (*spreads, beginning) = fit.compiled["search"], fit.compiled["begins"].values()
+    search = built.search
+    runtime = fit.once(SEARCH, lambda: runtime_of(search))
+    *spreads, beginning = (fit.once(x.name, partial(runtime.once, x)) for x in built.begins)
     mine = jax.random.fold_in(key, OPENING)
     found: State | None = runtime.init(mine, batches)
     exchanges = 0

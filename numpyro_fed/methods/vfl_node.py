@@ -10,21 +10,21 @@ import jax
 import numpy as np
 from jax import Array
 
+from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.errors import ModelError
-from numpyro_fed.methods.base import check_course, unless_failed
+from numpyro_fed.methods.node import PartyServer
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.model.data import read_one
 from numpyro_fed.model.observed import Supports, alone
 from numpyro_fed.model.roles import Text, split
 from numpyro_fed.model.row_ids import check_same_digests, digest, read_ids
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
-from numpyro_fed.results.vertical import VerticalFit, VerticalRun
-from numpyro_fed.runtime.drive import drive
-from numpyro_fed.runtime.node import SEARCH, Line, Send, remote
-from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalRun, VerticalStart
+from numpyro_fed.runtime.node import Send
+from numpyro_fed.runtime.stack import Runtime, State
 
 
-class VerticalServerNode:
+class VerticalServerNode(PartyServer):
     """A server of a vertical model whose clients live in processes of their own
     (:class:`numpyro_fed.SiloNode`, given a client's columns).
 
@@ -96,9 +96,9 @@ class VerticalServerNode:
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
         check_same_digests(digests)
         self._plan = VerticalPlan(Shapes.of(read_one("the server", held)), clients, told)
-        self._method = method
+        self._method: VerticalMethod = method
         self._held, self._template = roles.server, roles.clients[0]
-        self._built = method._build(roles)
+        self._built: VerticalBuilt = method._build(roles)
         self._description = method._description(self._built)
         self.plan = self._plan.to_json()
 
@@ -108,8 +108,30 @@ class VerticalServerNode:
         return self._plan.num_silos
 
     def template(self) -> Any:
-        """Zeros of the shapes of the first client."""
+        """Return zeros of the shapes of the first client."""
         return jax.tree.map(np.zeros_like, self._template)
+
+    @property
+    def _agreed(self) -> VerticalServerNode:
+        return self
+
+    def _fit(self, runtime: Runtime) -> VerticalFit:
+        return VerticalFit(
+            built=self._built,
+            runtime=runtime,
+            said=self._description,
+            server_data=self._held,
+            supports=self._supports,
+        )
+
+    def _begin(
+        self,
+        fit: VerticalFit,
+        key: Array,
+        runtime_of: Callable[[FederatedAlgorithm], Runtime],
+        progress_bar: bool,
+    ) -> tuple[State, VerticalStart | None]:
+        return self._method._begin(fit, key, (), runtime_of)
 
     def run(
         self,
@@ -125,19 +147,8 @@ class VerticalServerNode:
         The result is what the server knows: the posterior of its own latents, losses, and
         :func:`numpyro_fed.importance_correct` (which asks the clients once more).
         """
-        check_course(num_rounds, 1, stop)
-        algorithm = self._built.algorithm
-        line = Line(send, self.num_silos)
-        runtime = remote(algorithm, None, self, line)
-        fit = VerticalFit(self._built, runtime, self._description, {}, self._held, self._supports)
-        key, stops = one_key(key), stop is not None
-        state, start = self._method._begin(
-            fit, key, (), lambda search: remote(search, None, self, line, begin=SEARCH)
-        )
-        course = (num_rounds, progress_bar, self._held)
-        run = drive(runtime, key, state, (), *course, stop=stops, keep=True)
-        result = self._method._result(run.losses, run.state, fit, ended=run.ended, start=start)
-        return unless_failed(result, run)
+        course: Any = dict(server_data=self._held, progress_bar=progress_bar, stop=stop)
+        return self._run(key, num_rounds, send, **course)
 
 
 def _check_handed_on(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +14,14 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round
 from numpyro_fed.algorithms.pvi.families import Globals
-from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
+from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.data import Sizes
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
-from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.objectives import SiloBound
@@ -32,26 +30,10 @@ from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.communication import Communication, communication, exchanged_before
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.recognise import Made
-from numpyro_fed.results.saving import SavedRun, Told, save
+from numpyro_fed.results.run import BuiltRun, FederatedRun, Prepared, Silos
+from numpyro_fed.results.saving import SavedRun
 from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
-
-BATCHES = 5  # of rounds, whose means show how noisy a bound is
-
-
-class Silos(NamedTuple):
-    """What the silos hold: as read, in buckets, and on the device."""
-
-    data: tuple[SiloData, ...]
-    buckets: tuple[Bucket, ...]
-    batches: tuple[Batch, ...]
-
-    def place(self, silo: int) -> tuple[int, int]:
-        """The bucket that holds a silo, and its place there."""
-        for b, bucket in enumerate(self.buckets):
-            if silo in bucket.silos:
-                return b, bucket.silos.index(silo)
-        raise IndexError(f"there is no silo {silo}: they are numbered 0 to {len(self.data) - 1}.")
+from numpyro_fed.runtime.stack import Runtime
 
 
 class Factors(NamedTuple):
@@ -90,12 +72,13 @@ class Start(NamedTuple):
     effects: np.ndarray
 
 
-class Built(NamedTuple):
-    """What a method makes of a text and a plan: pure functions, and nobody's data.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Built(BuiltRun):
+    """What a method makes of a text whose silos hold rows.
 
     Attributes
     ----------
-    model, guide, bound, algorithm
+    model, guide, bound
     schedule : Schedule or None
     draws : dict of str to int
         ``K`` for each silo plate that has latents.
@@ -108,7 +91,6 @@ class Built(NamedTuple):
     model: FederatedModel
     guide: Guide
     bound: SiloBound
-    algorithm: FederatedAlgorithm
     schedule: Schedule | None
     draws: dict[str, int]
     certify: Callable[..., Any]
@@ -120,11 +102,6 @@ class Built(NamedTuple):
         """The algorithm whose states come first."""
         return self.algorithm if self.start is None else self.start.search
 
-    def sender(self, round_: Round) -> FederatedAlgorithm:
-        """Return the algorithm from whose states a round starts."""
-        searches = round_.name in {x.name for x in self.searching}
-        return self.first if searches else self.algorithm
-
     @property
     def searching(self) -> tuple[Round, ...]:
         """The rounds that find where to start."""
@@ -134,9 +111,9 @@ class Built(NamedTuple):
         return (self.start.search.round, *looks, self.start.begin)
 
     @property
-    def opening(self) -> tuple[Round, ...]:
-        """The rounds before the algorithm's own first one."""
-        return (*self.searching, *self.algorithm.opening)
+    def further(self) -> tuple[Round, ...]:
+        """The evaluation of a fit by factors."""
+        return () if self.factors is None else (self.factors.evaluation,)
 
 
 class Recipe(NamedTuple):
@@ -166,19 +143,17 @@ class Recipe(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "source"}
 
 
-class Fit(NamedTuple):
-    """What was built, ready to run.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Fit(Prepared):
+    """What was built for silos that hold rows.
 
-    ``compiled`` holds single exchanges and what goes with them, by what they are for; ``double``
-    says whether it computes in double precision. Of silos in other processes it knows neither the
-    sizes nor how to ask about their values, and has no recipe.
+    ``double`` says whether it computes in double precision. Of silos in other processes it knows
+    neither the sizes nor how to ask about their values, and has no recipe.
     """
 
     plan: Plan
     built: Built
-    runtime: Runtime
     posterior: Posterior
-    compiled: dict[Any, Any]
     double: bool
     sizes: tuple[Sizes, ...] = ()
     checks: Checks | None = None
@@ -186,9 +161,16 @@ class Fit(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, built: Built, runtime: Runtime, **layout: Any) -> Fit:
-        """A fit with nothing compiled yet."""
+        """Return a fit with nothing compiled yet."""
         sampling = posterior(built.model, built.guide, built.bound)
-        return cls(plan, built, runtime, sampling, {}, is_double(), **layout)
+        return cls(
+            plan=plan,
+            built=built,
+            runtime=runtime,
+            posterior=sampling,
+            double=is_double(),
+            **layout,
+        )
 
     @property
     def model(self) -> FederatedModel:
@@ -230,57 +212,36 @@ class Fit(NamedTuple):
             "sizes": list(self.sizes),
         }
 
-    def made(self, held: Sequence[SiloData]) -> Made:
-        """By what model and data are recognised in a file."""
+    def made(self, held: Silos) -> Made:
+        """Return by what model and data are recognised in a file."""
 
         def text() -> str:
-            if "text" not in self.compiled:
-                with precision(double=self.double):
-                    self.compiled["text"] = fingerprint(self.model, held)
-            return self.compiled["text"]
+            with precision(double=self.double):
+                return self.once("text", lambda: fingerprint(self.model, held.data))
 
         source = "" if self.recipe is None else self.recipe.source
-        return Made(text, source, {f"silo {j}": data for j, data in enumerate(held)})
-
-    def single(self, name: str, round_: Round) -> Single:
-        """Return a single round by name, compiled once."""
-        if name not in self.compiled:
-            self.compiled[name] = self.runtime.single(round_)
-        return self.compiled[name]
-
-    def initial_state(self, silos: Silos) -> State:
-        """A first state, for its structure."""
-        return self.runtime.init(jax.random.key(0), silos.batches)
-
-    def check_state(self, state: Any, silos: Silos) -> State:
-        """``state`` itself, if it is one of this fit."""
-        key = jax.random.key(0)
-        return check_state(state, jax.eval_shape(self.runtime.init, key, silos.batches))
+        return Made(text, source, {f"silo {j}": data for j, data in enumerate(held.data)})
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class Result(FederatedRun):
     """A federated fit.
 
     Attributes
     ----------
-    losses : array (rounds,)
-        Minus the bound, one number for each round of this run.
-    state : State
-        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
+    losses, state, ended
+        As of every run: :class:`numpyro_fed.results.run.FederatedRun`.
     start : Mode, Carried or None
         The mode at which the run began, or what it took over from another result.
-    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
-        Why there are no more rounds.
     """
 
-    losses: np.ndarray = field(repr=False)
-    state: State = field(repr=False)
-    _fit: Fit = field(repr=False)
-    _silos: Silos | None = field(default=None, repr=False)  # of a run in one process
     start: Any = field(default=None, repr=False, kw_only=True)
-    ended: str = field(default="rounds", kw_only=True)
     _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)  # of a file
+
+    ELSEWHERE = (
+        "silo {} holds its own latents and parameters, and the server knows nothing of them. Ask "
+        "there, or run all silos in one process."
+    )
 
     @property
     def double(self) -> bool:
@@ -291,6 +252,11 @@ class Result:
     def num_silos(self) -> int:
         """How many silos took part."""
         return self._fit.plan.num_silos
+
+    @property
+    def num_parties(self) -> int:
+        """The number of silos."""
+        return self.num_silos
 
     @property
     def num_globals(self) -> int:
@@ -306,15 +272,6 @@ class Result:
     def plan(self) -> Plan:
         """What server and silos have built from."""
         return self._fit.plan
-
-    def _held(self, silo: int) -> Silos:
-        """What silos hold, if it is in this process."""
-        if self._silos is None:
-            raise DataError(
-                f"silo {silo} holds its own latents and parameters, and the server knows nothing "
-                "of them. Ask there, or run all silos in one process."
-            )
-        return self._silos
 
     @property
     @in_own_precision
@@ -334,16 +291,6 @@ class Result:
             return self._before
         goes_on = int(self.state.round) > len(self.losses)
         return {} if goes_on else exchanged_before(self._fit.built, self.start)
-
-    @property
-    def settled(self) -> bool:
-        """Whether the bound had stopped rising by the end of this run, as far as its noise shows.
-
-        The last quarter of the rounds gains no more than 0.1 nat on the quarter before, or than
-        three standard errors, from means of batches of rounds. Too few rounds to tell are not
-        settled.
-        """
-        return bound_settled(self.losses)
 
     @cached_property
     @in_own_precision
@@ -377,12 +324,6 @@ class Result:
         words = f"No certificate: {found}" if isinstance(found, str) else found.report()
         return f"{self._course()}\n{words}"
 
-    def _course(self) -> str:
-        rounds = len(self.losses)
-        if self.settled:
-            return f"{rounds} rounds; the bound had settled."
-        return f"{rounds} rounds; the bound was still rising, or they are too few to tell."
-
     @property
     @in_own_precision
     def params(self) -> dict[str, Any]:
@@ -390,11 +331,6 @@ class Result:
         shared = self.shared
         guide = self._fit.guide.globals.in_z(shared.frame, shared.guide)
         return {**self._fit.model.constrain_theta(shared.theta), "guide": guide}
-
-    @property
-    def shared(self) -> Shared:
-        """What everybody may know: shared parameters, unconstrained, and the globals' guide."""
-        return self._fit.algorithm.shared(self.state.server)
 
     @in_own_precision
     def silo_params(self, silo: int) -> dict[str, Any]:
@@ -446,22 +382,21 @@ class Result:
     def _sample_locals(
         self, key: Array, z_G: Array, silo: int, posterior: Posterior
     ) -> dict[str, Array]:
-        b, i = self._held(silo).place(silo)
+        held = self._held(silo)
         shared, private = self.shared, self.private(silo)
-        padded = jax.tree.map(lambda a: a[i], self._held(silo).batches[b].data)
+        padded = held.at(silo, [batch.data for batch in held.batches])
         theta = {**shared.theta, **private.theta}
         seen = private.measured(posterior.coordinates(shared, z_G))
         key = jax.random.fold_in(key, silo)
         z_L = posterior.draw_locals(key, theta, private.guide, z_G, seen, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
         theta = {**shared.theta, **self._real_private(silo, private.theta)}
-        data = self._held(silo).data[silo]
+        data = held.data[silo]
         return posterior.constrain_locals(theta, z_G, z_L, data)
 
     def private(self, silo: int) -> Private:
         """Of a silo's state what never leaves, padded rows included."""
-        b, i = self._held(silo).place(silo)
-        return self._fit.algorithm.private(jax.tree.map(lambda a: a[i], self.state.silos[b]))
+        return self._fit.algorithm.private(self._silo_state(silo))
 
     def _real_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
         """Private parameters without what belongs to padded rows."""
@@ -512,29 +447,6 @@ class Result:
         """
         return to_arviz(partial(self.sample_posterior, silo=silo), key, num_samples)
 
-    def save(self, path: str | Path, *, draws: int = 0) -> None:
-        """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
-
-        The file is whole or not there: a save that is cut short leaves the one before as it is.
-        Read it back with :meth:`numpyro_fed.SFVI.load` or :func:`numpyro_fed.load`, which refuse
-        another model and other data; for that the file has a digest of each silo's arrays, keyed
-        by random bytes of its own. It also holds what silos keep to themselves, of a run in one
-        process: give it to nobody who may not see that.
-
-        Parameters
-        ----------
-        path : str or Path
-            The name of the file without ``.npz``.
-        draws : int
-            Draws of the globals that go into the file, for those who have neither the model nor
-            the data.
-        """
-        words = {"ended": self.ended, "verdict": self.report(certificate=False), "trusted": None}
-        key = jax.random.key(0)
-        drawn = self.sample_posterior(key, draws) if draws else {}
-        told = Told(type(self).__name__, words, drawn)
-        save(path, told, self.saved_run(), self.made())
-
     def saved_run(self) -> SavedRun:
         """The run as it goes into a file."""
         recipe = self._fit.recipe
@@ -544,34 +456,3 @@ class Result:
             "recipe": None if recipe is None else recipe.description(),
         }
         return SavedRun(description, self.losses, self.state)
-
-    def made(self) -> Made | None:
-        """By what model and data are recognised; None where silos are elsewhere."""
-        return None if self._silos is None else self._fit.made(self._silos.data)
-
-
-def bound_settled(losses: Any) -> bool:
-    """Whether the last quarter of a course gains nothing on the quarter before; see
-    :attr:`Result.settled`.
-    """
-    quarter = len(losses) // 4
-    if quarter < 2 * BATCHES:
-        return False
-    size = quarter // BATCHES
-    last = np.asarray(losses, np.float64)[-2 * BATCHES * size :]
-    before, after = last.reshape(2, BATCHES, size).mean(2)
-    error = np.sqrt((before.var(ddof=1) + after.var(ddof=1)) / BATCHES)
-    return bool(before.mean() - after.mean() <= max(0.1, 3 * error))
-
-
-def check_state(state: Any, expected: State) -> State:
-    """``state`` itself, if it has the structure of the expected one."""
-    if not isinstance(state, State):
-        raise TypeError(f"init_state must be a result's .state, got {type(state).__name__}.")
-    shapes = [jax.tree.map(lambda a: (a.shape, a.dtype), x) for x in (state, expected)]
-    if shapes[0] != shapes[1]:
-        raise SavedStateError(
-            "init_state comes from another model, guide, optimiser, runtime, precision or layout "
-            "of silos. Pass the .state of a run with the same settings and silos."
-        )
-    return state

@@ -211,8 +211,7 @@ def _weighed(result: Result, weigh: Single, key: Array, given: Array | None = No
     NonFiniteError
         If a silo's estimate is NaN, or no draw has any weight.
     """
-    state = result.state
-    batches = () if result._silos is None else result._silos.batches
+    state, batches = result.state, result._batches
     found, states, info, good = weigh(key, state.server, state.silos, batches, given)
     if not bool(info.ok):
         raise no_weights(result, "silo", failed_silos(good, states, batches))
@@ -383,14 +382,16 @@ def _compiled(
         batch_size=_batch_size(fit, draws, num_draws),
     )
     name = json.dumps(settings)
-    if name not in fit.compiled:
+
+    def make() -> tuple[Single, Posterior, Proposal]:
         round_, proposed = weighing(fit.built, name)
         sampler = posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws))
         rows = sum(n for _, n in fit.plan.total)
         little = num_draws * rows * math.prod(draws.values()) <= LITTLE
         compiled = fit.runtime.once(round_) if little else fit.runtime.single(round_)
-        fit.compiled[name] = compiled, sampler, proposed
-    return fit.compiled[name]
+        return compiled, sampler, proposed
+
+    return fit.once(name, make)
 
 
 def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:

@@ -66,8 +66,7 @@ class PVIResult(Result):
 
         Known to the silo alone, or to a simulation.
         """
-        b, i = self._held(silo).place(silo)
-        state = jax.tree.map(lambda a: a[i], self.state.silos[b])
+        state = self._silo_state(silo)
         return state.effective_factor(self.state.server.taken[silo])
 
     @property
@@ -102,8 +101,8 @@ class PVIResult(Result):
                 "there is no evidence under a loss, or under a divergence other than KL. What was "
                 "maximised is in .losses, with its sign turned."
             )
-        evaluate = self._fit.single("evaluation", self._factors.evaluation)
-        state, batches = self.state, () if self._silos is None else self._silos.batches
+        evaluate = self._fit.single(self._factors.evaluation)
+        state, batches = self.state, self._batches
         _, _, info, good = evaluate(jax.random.key(0), state.server, state.silos, batches)
         if not bool(info.ok):
             raise NonFiniteError(

@@ -32,7 +32,7 @@ class SOULResult(VerticalRun):
         """
         z = jnp.broadcast_to(self.shared.guide["z"], (n, self._fit.built.model.server.dim))
         own = []
-        for j in range(self.num_clients if self._held else 0):
+        for j in range(len(self._data)):
             noise = jax.random.uniform(jax.random.fold_in(key, j), (n,))
             places = chosen(noise, self.state.round, self._fit.vertical.num_kept)
             own.append(self.private(j).guide["draws"][places])

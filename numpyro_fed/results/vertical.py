@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,29 +15,39 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, Shared
 from numpyro_fed.algorithms.vertical.base import Kind, Party
-from numpyro_fed.errors import DataError, NonFiniteError, positive_int
+from numpyro_fed.errors import NonFiniteError, positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.fingerprint import vertical_fingerprint
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
-from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.base import Silos, bound_settled, check_state
 from numpyro_fed.results.recognise import Made
-from numpyro_fed.results.saving import SavedRun, Told, save
-from numpyro_fed.runtime.stack import Runtime, State
+from numpyro_fed.results.run import BuiltRun, FederatedRun, Prepared, Silos
 
 
-class VerticalBuilt(NamedTuple):
-    """What a method makes of a text and a plan: pure functions, and nobody's data."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VerticalBuilt(BuiltRun):
+    """What a method makes of a text whose clients hold columns.
 
-    vertical: Any  # the model and how it is approximated
-    algorithm: FederatedAlgorithm
-    sampling: Callable[[int], Round]  # all parties draw so often, and keep what they draw
+    Attributes
+    ----------
+    vertical : Vertical or Soul
+        The model and how it is approximated.
+    sampling : n -> Round
+        All parties draw so often, and keep what they draw.
+    search : FederatedAlgorithm or None
+    static : tuple
+        Plain values among the arguments of the model.
+    begins : tuple of Round
+        What leads from the states of the search to those of a run.
+    """
+
+    vertical: Any
+    sampling: Callable[[int], Round]
     search: FederatedAlgorithm | None = None
-    static: tuple = ()  # plain values among the arguments of the model
-    begins: tuple[Round, ...] = ()  # what leads from the states of the search to those of a run
+    static: tuple[Any, ...] = ()
+    begins: tuple[Round, ...] = ()
 
     @property
     def model(self) -> VerticalModel:
@@ -51,17 +60,12 @@ class VerticalBuilt(NamedTuple):
         return self.algorithm if self.search is None else self.search
 
     @property
-    def opening(self) -> tuple[Round, ...]:
-        """The rounds before the algorithm's own first one."""
+    def searching(self) -> tuple[Round, ...]:
+        """The rounds that find where to start."""
         if self.search is None:
             return ()
         searching = (self.search.round,) if len(self.begins) > 1 else ()
         return (*searching, *self.begins)
-
-    def sender(self, round_: Round) -> FederatedAlgorithm:
-        """Return the algorithm from whose states a round starts."""
-        opening = round_.name in {x.name for x in self.opening}
-        return self.first if opening else self.algorithm
 
 
 class VerticalStart(NamedTuple):
@@ -73,16 +77,18 @@ class VerticalStart(NamedTuple):
     num_exchanges: int
 
 
-class VerticalFit(NamedTuple):
-    """What was built for arguments of these shapes, ready to run."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VerticalFit(Prepared):
+    """What was built for a model's arguments of certain shapes.
+
+    ``said`` is what a saved state must agree with, ``source`` a hash of the source of the text.
+    """
 
     built: VerticalBuilt
-    runtime: Runtime
-    description: dict[str, Any]
-    compiled: dict[str, Any]
+    said: dict[str, Any]
     server_data: SiloData
     supports: Supports
-    source: str = ""  # a hash of that of the text
+    source: str = ""
 
     @property
     def vertical(self) -> Any:
@@ -94,55 +100,48 @@ class VerticalFit(NamedTuple):
         """The algorithm."""
         return self.built.algorithm
 
+    def description(self) -> dict[str, Any]:
+        """Return what a saved state must agree with."""
+        return self.said
+
     def made(self, held: Silos) -> Made:
-        """By what model and data are recognised in a file."""
+        """Return by what model and data are recognised in a file."""
 
         def text() -> str:
-            if "text" not in self.compiled:
-                found = vertical_fingerprint(self.built.model, self.server_data, held.data)
-                self.compiled["text"] = found
-            return self.compiled["text"]
+            def found() -> str:
+                return vertical_fingerprint(self.built.model, self.server_data, held.data)
+
+            return self.once("text", found)
 
         clients = {f"client {j}": data for j, data in enumerate(held.data)}
         return Made(text, self.source, {**clients, "the server": self.server_data})
 
-    def check_state(self, state: Any, held: Silos) -> State:
-        """``state`` itself, if it is one of this fit."""
-        key = jax.random.key(0)
-        return check_state(state, jax.eval_shape(self.runtime.init, key, held.batches))
-
 
 @dataclass(frozen=True, eq=False)
-class VerticalRun(ABC):
+class VerticalRun(FederatedRun):
     """What the methods for vertical models return; each says what its numbers are."""
 
-    losses: np.ndarray = field(repr=False)
-    state: State = field(repr=False)
-    _fit: VerticalFit = field(repr=False)
-    _held: Silos | None = field(default=None, repr=False)  # of a run in one process
-    ended: str = field(default="rounds", kw_only=True)
     start: VerticalStart | None = field(default=None, kw_only=True)
+
+    ELSEWHERE = (
+        "clients hold their own latents and parameters, and the server knows nothing of them. Ask "
+        "there, or run all parties in one process."
+    )
 
     @property
     def num_clients(self) -> int:
         """How many clients took part."""
         return len(self._fit.vertical.model.clients)
 
-    def _clients(self) -> Silos:
-        """What clients hold, if it is in this process."""
-        if self._held is None:
-            raise DataError(
-                "clients hold their own latents and parameters, and the server knows nothing of "
-                "them. Ask there, or run all parties in one process."
-            )
-        return self._held
+    @property
+    def num_parties(self) -> int:
+        """The number of clients."""
+        return self.num_clients
 
     @property
-    def settled(self) -> bool:
-        """Whether the bound had stopped rising by the end of this run; see
-        :attr:`Result.settled`.
-        """
-        return bound_settled(self.losses)
+    def _data(self) -> tuple[SiloData, ...]:
+        """What clients of this process hold."""
+        return () if self._silos is None else self._silos.data
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -150,7 +149,7 @@ class VerticalRun(ABC):
         coordinates of all parties: the server's first, then each client's.
         """
         model, found, start = self._fit.vertical.model, list[Site](), 0
-        for j, half in enumerate([model.server, *(model.clients if self._held else ())]):
+        for j, half in enumerate([model.server, *(model.clients if self._silos else ())]):
             for s in half.named("latent"):
                 (name,) = model.scoped(j - 1, {s.name: None}) if j else (s.name,)
                 found.append(s._replace(name=name, start=start + s.start, stop=start + s.stop))
@@ -164,23 +163,16 @@ class VerticalRun(ABC):
         guide = v.in_z(shared, None)
         return {**v.model.server.constrain_theta(shared.theta), "guide": guide}
 
-    @property
-    def shared(self) -> Shared:
-        """The server's parameters, unconstrained, and guide."""
-        return self._fit.algorithm.shared(self.state.server)
-
     def client_params(self, client: int) -> dict[str, Any]:
         """Client ``j``'s parameters on their own supports, and its guides as ``"guide"``."""
         private, v = self.private(client), self._fit.vertical
-        guide = v.in_z(private, self._clients().data[client])
+        guide = v.in_z(private, self._held(client).data[client])
         return {**v.model.clients[client].constrain_theta(private.theta), "guide": guide}
 
     def private(self, client: int) -> Party:
         """Client ``j``'s parameters, unconstrained, and guides."""
-        held = self._clients()
-        b, i = held.place(client)
-        state = jax.tree.map(lambda a: a[i], self.state.silos[b])
-        return self._fit.vertical.private(state, held.data[client])
+        data = self._held(client).data[client]
+        return self._fit.vertical.private(self._silo_state(client), data)
 
     @abstractmethod
     def unconstrained(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...]]:
@@ -229,14 +221,10 @@ class VerticalRun(ABC):
         NonFiniteError
             Where a draw is NaN or infinite.
         """
-        fit, batches = self._fit, () if self._held is None else self._held.batches
+        fit, state = self._fit, self.state
         positive_int("n", n)
-        together = fit.built.sampling(n)
-        if together.name not in fit.compiled:
-            fit.compiled[together.name] = fit.runtime.single(together)
-        state = self.state
-        z, sampled, info, good = fit.compiled[together.name](
-            key, state.server, state.silos, batches, fit.server_data
+        z, sampled, info, good = fit.single(fit.built.sampling(n))(
+            key, state.server, state.silos, self._batches, fit.server_data
         )
         if not bool(info.ok):
             raise NonFiniteError(
@@ -246,9 +234,8 @@ class VerticalRun(ABC):
                 silos=tuple(np.flatnonzero(~np.asarray(good)).tolist()),
             )
         sites = self.sites_at(z, ())
-        for j in range(self.num_clients if self._held else 0):
-            b, i = self._clients().place(j)
-            values = jax.tree.map(lambda a, i=i: a[i], sampled[b].values)
+        for j in range(len(self._data)):
+            values = self._held(j).at(j, [stack.values for stack in sampled])
             sites |= fit.vertical.model.scoped(j, values)
         return sites
 
@@ -258,45 +245,10 @@ class VerticalRun(ABC):
         total = jnp.zeros(model.shape, model.dtype)
         server = model.with_total(self._fit.server_data, total)
         sites = dict(_values(model.server.values, theta, z, server))
-        for j, data in enumerate(self._held.data if self._held and own else ()):
+        for j, data in enumerate(self._data if own else ()):
             values = _values(model.clients[j].values, self.private(j).theta, own[j], data)
             sites |= model.scoped(j, values)
         return sites
-
-    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
-        """Posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
-
-        Needs the extra ``examples``.
-        """
-        return to_arviz(self.sample_posterior, key, num_samples)
-
-    def save(self, path: str | Path, *, draws: int = 0) -> None:
-        """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
-
-        Read it back with the ``load`` of the method; see :meth:`Result.save`.
-
-        Parameters
-        ----------
-        path : str or Path
-            The name of the file without ``.npz``.
-        draws : int
-            Draws that go into the file, for those who have neither the model nor the data.
-        """
-        words = {"ended": self.ended, "verdict": self._course(), "trusted": None}
-        drawn = self.sample_posterior(jax.random.key(0), draws) if draws else {}
-        save(path, Told(type(self).__name__, words, drawn), self.saved_run(), self.made())
-
-    def _course(self) -> str:
-        end = "had settled" if self.settled else "was still rising, or they are too few to tell"
-        return f"{len(self.losses)} rounds; the bound {end}."
-
-    def saved_run(self) -> SavedRun:
-        """The run as it goes into a file."""
-        return SavedRun(self._fit.description, self.losses, self.state)
-
-    def made(self) -> Made | None:
-        """By what model and data are recognised; None where clients are elsewhere."""
-        return None if self._held is None else self._fit.made(self._held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,12 +257,8 @@ class VerticalResult(VerticalRun):
 
     Attributes
     ----------
-    losses : array (rounds,)
-        Minus the bound, one number for each round of this run.
-    state : State
-        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
-    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
-        Why there are no more rounds.
+    losses, state, ended
+        As of every run: :class:`numpyro_fed.results.run.FederatedRun`.
     start : VerticalStart or None
         The mode at which the run began, if it did.
     """
@@ -325,7 +273,7 @@ class VerticalResult(VerticalRun):
         """
         v, server = self._fit.vertical, self.shared
         parties: list[tuple[Kind, Shared | Party]] = [(v.server, server)]
-        for j, data in enumerate(self._held.data if self._held else ()):
+        for j, data in enumerate(self._data):
             parties.append((v.kind(data), self.private(j)))
         xi: Any = ()
         if v.rank:

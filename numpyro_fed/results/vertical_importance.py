@@ -75,18 +75,17 @@ class VerticalCorrected(Weighted):
 
 def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> VerticalCorrected:
     """Weigh draws of all parties' latents; see :func:`numpyro_fed.importance_correct`."""
-    fit, held = result._fit, result._held
-    v, batches = fit.vertical, () if held is None else held.batches
+    fit, held, batches = result._fit, result._silos, result._batches
+    v = fit.vertical
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
     weighing = Weighing(v, size, max(1, min(size, TOGETHER // row_numbers)))
-    if weighing.name not in fit.compiled:
-        fit.compiled[weighing.name] = fit.runtime.single(weighing.as_round())
+    weigh = fit.single(weighing.as_round())
 
     def one(i: int) -> tuple[Any, list[Any], float]:
         """The server's weighed draws, the clients' own, and an estimate of the log evidence."""
         mine = jax.random.fold_in(key, i)
-        weighed, states, info, good = fit.compiled[weighing.name](
+        weighed, states, info, good = weigh(
             mine, result.state.server, result.state.silos, batches, fit.server_data
         )
         if not bool(info.ok):

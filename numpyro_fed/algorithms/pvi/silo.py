@@ -26,6 +26,7 @@ from numpyro_fed.algorithms.pvi.states import (
     Up,
 )
 from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import Noise, Problem, Solution
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.minibatch import drawn, rows_at
@@ -252,14 +253,6 @@ class Silo(Role):
 
             return eta, misfit
 
-        def framed(own: Any) -> tuple[Any, Callable[[Any], Any]]:
-            frames, inside = guide.framed(own["guide"])
-
-            def placed(own: Any) -> Any:
-                return {**own, "guide": guide.placed(frames, own["guide"])}
-
-            return {**own, "guide": inside}, placed
-
         return Problem(
             family,
             cavity,
@@ -270,8 +263,17 @@ class Silo(Role):
             likelihood,
             num_rows,
             parts.divergence,
-            framed,
+            self._framed,
         )
+
+    def _framed(self, own: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Return the silo's own part in frames of its rows, and the way back."""
+        frames, inside = self.parts.guide.framed(own["guide"])
+        return {**own, "guide": inside}, partial(self._placed, frames)
+
+    def _placed(self, frames: dict[str, Gaussian], own: Any) -> Any:
+        """Return the silo's own part, from one in frames of its rows."""
+        return {**own, "guide": self.parts.guide.placed(frames, own["guide"])}
 
     def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Any, Rows]:
         """The noise of so many draws of the globals, and of the rows for each."""

@@ -1,0 +1,155 @@
+"""What methods for rows and for columns share: rounds that are run, results, saved fits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jax import Array
+
+from numpyro_fed.algorithms.base import Round
+from numpyro_fed.errors import CallbackError, Interrupted, NonFiniteError, positive_int
+from numpyro_fed.results.run import BuiltRun, Prepared, Silos
+from numpyro_fed.results.saving import load_state
+from numpyro_fed.runtime.drive import Failure, Run, Watcher, drive
+from numpyro_fed.runtime.host import host
+from numpyro_fed.runtime.progress import Progress
+from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.runtime.stack import Runtime, State
+
+QUICK = partial(simulation, quick=True)
+RUNTIMES: dict[str, Callable[..., Runtime]] = {
+    "simulation": simulation,
+    "quick": QUICK,
+    "host": host,
+}
+SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
+
+
+class Host(ABC):
+    """A federated method whose silos may hold rows or columns."""
+
+    @property
+    @abstractmethod
+    def hides_by_noise(self) -> bool:
+        """Whether silos add noise to what they send, of a key that they keep to themselves."""
+
+    @abstractmethod
+    def _result(self, run: Run, fit: Any, held: Silos | None, *, quiet: bool = False) -> Any:
+        """Return the result of a run; ``run.log`` is None for what was loaded.
+
+        ``quiet`` is about one that goes on.
+        """
+
+    def round_of(self, built: Any, name: str) -> Round:
+        """Return the round that has this exchange, from its name."""
+        found: BuiltRun = built
+        return found.round_of(name)
+
+    def unhides(self, name: str) -> bool:
+        """Return whether an exchange sends without noise what noise hides elsewhere."""
+        return False
+
+    def finished(
+        self, run: Run, fit: Any, held: Silos | None, start: Any, *, quiet: bool = False
+    ) -> Any:
+        """Return the result of a run that began at ``start``."""
+        result: Any = self._result(run, fit, held, quiet=quiet)
+        return replace(result, start=start, ended=run.ended)
+
+    def _loaded(self, path: str | Path, fit: Prepared, held: Silos, part: str = "") -> Any:
+        """Return one of the runs of a file, by its name there, and what else is said of it."""
+        like, made = fit.initial_state(held), fit.made(held)
+        losses, state, said = load_state(path, fit.description(), like, made, part)
+        return self._result(Run(state, losses, None, None), fit, held), said
+
+    def _driven(
+        self,
+        fit: Prepared,
+        held: Silos,
+        key: Array,
+        state: State,
+        num_rounds: int,
+        start: Any,
+        *,
+        server_data: Any,
+        progress_bar: bool | Progress,
+        stop: str | None,
+        callback: Callable[[Any], Any] | None,
+        every: int,
+    ) -> Any:
+        """Run rounds and return their result, or raise with it."""
+
+        def look(run: Run) -> bool:
+            return _called(callback, self.finished(run, fit, held, start, quiet=True))
+
+        run = drive(
+            fit.runtime,
+            key,
+            state,
+            held.batches,
+            num_rounds,
+            progress_bar,
+            server_data,
+            stop=stop is not None,
+            watcher=None if callback is None else Watcher(look, every),
+            keep=True,
+        )
+        quiet = run.ended == "interrupted"
+        return unless_failed(self.finished(run, fit, held, start, quiet=quiet), run)
+
+
+def check_course(num_rounds: int, every: int, stop: str | None) -> None:
+    """Refuse what says nothing about how long to run."""
+    positive_int("num_rounds", num_rounds)
+    positive_int("every", every)
+    if stop not in (None, "converged"):
+        raise ValueError(f"stop={stop!r}: expected 'converged' or None.")
+
+
+def unless_failed(result: Any, run: Run) -> Any:
+    """The result, or an error that carries it."""
+    if run.ended == "interrupted":
+        rounds = int(run.state.round)
+        raise Interrupted(
+            f"interrupted; the last finished round is {rounds}. What was computed is in the "
+            "error's .result: error.result.save(path) keeps it, and "
+            "run(..., init_state=error.result.state) goes on.",
+            result=result,
+        )
+    if run.failure is None:
+        return result
+    if run.refused is not None:
+        run.refused.result = result
+        raise run.refused
+    raise _non_finite(result, run.failure)
+
+
+def _non_finite(result: Any, failure: Failure) -> NonFiniteError:
+    where = f"at silo {', '.join(map(str, failure.silos))}" if failure.silos else "at the server"
+    return NonFiniteError(
+        f"the bound turned NaN or infinite in round {failure.round}, {where}. The last good state "
+        "is in the error's .result. A smaller step, gradient clipping (optax.chain("
+        "optax.clip_by_global_norm(10.0), ...)), more particles or float64 usually help; otherwise "
+        "look at the data and the supports of the sites there.",
+        result=result,
+        round=failure.round,
+        silos=failure.silos,
+    )
+
+
+def _called(callback: Callable[[Any], Any] | None, result: Any) -> bool:
+    """What a callback says: whether the run should end."""
+    try:
+        return bool(callback and callback(result))
+    except Exception as error:
+        rounds = int(result.state.round)
+        raise CallbackError(
+            f"the callback raised {type(error).__name__} after round {rounds}: {error}. What it "
+            "was shown is in the error's .result; run(..., init_state=error.result.state) goes on.",
+            result=result,
+        ) from error
