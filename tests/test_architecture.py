@@ -25,7 +25,6 @@ LAYERS = [
             "model.primitives",
             "model.substitution",
             "model.jaxprs",
-            "model.dependence",
             "model.feasible",
             "model.kinks",
             "model.shapes",

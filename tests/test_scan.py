@@ -13,7 +13,7 @@ from numpyro.contrib.control_flow import cond, scan
 import numpyro_fed as nf
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import read
-from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.split import split
 
 RNG = np.random.default_rng(0)

@@ -474,13 +474,12 @@ def start_at(
 
 def why_coupled(fm: FederatedModel, asks: Checks | None, buckets: Sequence[Bucket]) -> str | None:
     """Why Laplace's method cannot be used row by row, if it cannot."""
-    found = None if asks is None else coupled_rows(fm, asks, buckets)
+    found = None if asks is None else coupled_rows(asks, buckets)
     if found is None:
         return None
-    silo, plate = found
     return (
-        f"silo {silo}, silo_plate '{plate}': the term of a row reads latents of other rows, so "
-        "that the silo's latents cannot be integrated row by row in a search for the mode"
+        f"{found.words()} reads latents of other rows, so that the silo's latents cannot be "
+        "integrated row by row in a search for the mode"
     )
 
 

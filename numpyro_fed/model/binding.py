@@ -12,6 +12,7 @@ import numpyro
 from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to, constraints
+from numpyro.distributions.transforms import Transform
 from numpyro.distributions.util import sum_rightmost
 from numpyro.infer.util import compute_log_probs
 
@@ -48,7 +49,7 @@ def bind(model: Callable, values: dict[str, Array], theta: Theta) -> Callable:
     return handlers.substitute(model, substitute_fn=substitute)
 
 
-def of_step(site: dict[str, Any], bijection: Any, unconstrained: Array) -> Array:
+def of_step(site: dict[str, Any], bijection: Transform, unconstrained: Array) -> Array:
     """The value of a site in the body of a scan at one step of it."""
     shape = bijection.inverse_shape(site["kwargs"]["sample_shape"] + tuple(site["fn"].shape()))
     if unconstrained.size != math.prod(shape):

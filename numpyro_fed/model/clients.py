@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from numpyro.infer.util import compute_log_probs
 from numpyro.primitives import Messenger, apply_stack
 
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.primitives import silo_plate_of
 
 LATENT_OF_SUM = (
@@ -30,7 +30,7 @@ AUXILIARY = "z"  # the name of a client's auxiliary variable, within the client
 
 @dataclass(frozen=True)
 class Clients:
-    """What a ``client_sum`` was given: a predictor and columns for each client."""
+    """The arguments of a ``client_sum``: a predictor and columns for each client."""
 
     name: str
     predictors: tuple[Callable, ...]
@@ -43,8 +43,8 @@ class Clients:
         """The prefix of a client's sites."""
         return f"{self.name}_{j}"
 
-    def predict(self, j: int, columns: Any) -> Array:
-        """What client ``j`` adds to the sum, its sites scoped."""
+    def predict(self, j: int, columns: object) -> Array:
+        """Return what client ``j`` adds to the sum, its sites scoped."""
         with handlers.scope(prefix=self.scope(j)):
             return jnp.asarray(self.predictors[j](columns))
 
@@ -147,13 +147,13 @@ def check_predictions(clients: Clients, predictions: Sequence[Any]) -> None:
             )
 
 
-def rows_of(columns: Any) -> int | None:
+def rows_of(columns: object) -> int | None:
     """The number of rows of a client's columns, where all its arrays agree on it."""
     lengths = {np.shape(a)[0] for a in jax.tree.leaves(columns) if np.ndim(a)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def _read(name: str, predictor: Any, clients: Any) -> Clients:
+def _read(name: str, predictor: Callable | Sequence[Callable], clients: object) -> Clients:
     if isinstance(clients, np.ndarray | Array) or not isinstance(clients, Sequence):
         raise DataError(
             f"client_sum '{name}': expected a list with the columns of each client, got "
@@ -161,7 +161,8 @@ def _read(name: str, predictor: Any, clients: Any) -> Clients:
         )
     if not clients:
         raise DataError(f"client_sum '{name}': there are no clients. Pass the columns of each.")
-    many = predictor if isinstance(predictor, list | tuple) else [predictor] * len(clients)
+    all_alike = not isinstance(predictor, list | tuple)
+    many = cast("Sequence[Callable]", [predictor] * len(clients) if all_alike else predictor)
     for one in many:
         if not callable(one):
             raise ModelError(
@@ -233,7 +234,7 @@ class at_client_sum(Messenger):
         return self.found[0]
 
 
-def positive_rho(rho: Any) -> float:
+def positive_rho(rho: object) -> float:
     """A standard deviation, or an error that names the method without one."""
     if (
         isinstance(rho, bool)
@@ -296,7 +297,7 @@ def augment(model: Callable, rho: float) -> Callable:
         z = [clients.auxiliary(j, g_j, rho) for j, g_j in enumerate(g)]
         return sum(z[1:], z[0])
 
-    def augmented(*args: Any, **kwargs: Any) -> Any:
+    def augmented(*args: object, **kwargs: object) -> Any:
         with at_client_sum(noisy_sum) as at:
             out = model(*args, **kwargs)
         at.one()
@@ -357,7 +358,7 @@ def power_likelihood(model: Callable, rho: float) -> Callable:
     """
     rho = positive_rho(rho)
 
-    def powered(*args: Any, **kwargs: Any) -> Any:
+    def powered(*args: object, **kwargs: object) -> Any:
         found: dict[str, list[Array]] = {"g": [], "z": []}
 
         def true_sum(clients: Clients) -> Array:

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.dtypes import canonicalize_dtype
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
+from jax.typing import ArrayLike
 
 from numpyro_fed.errors import DataError
 
@@ -106,7 +107,7 @@ def read(silos: Sequence[Mapping[str, Any]], model: Callable | None = None) -> l
 def completed(
     model: Callable | None, silos: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """What silos hold, with what the model adds, within handlers around it."""
+    """The data of silos with what the model adds to them, within handlers around it."""
     while model is not None:
         if hasattr(model, "of_silos"):
             return model.of_silos(silos)
@@ -136,22 +137,23 @@ def read_one(owner: str, held: Mapping[str, Any]) -> SiloData:
     return SiloData(arrays, {}, tuple(static), (tree, names) if nested else None)
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     """Lists of numbers, however deep, are arrays; a list with arrays in it is a tree."""
     return value is None or (type(value) in (list, tuple) and _all_numbers(value))
 
 
-def _all_numbers(value: Any) -> bool:
-    if type(value) in (list, tuple):
+def _all_numbers(value: object) -> bool:
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return all(map(_all_numbers, value))
     return value is not None and not isinstance(value, dict) and getattr(value, "ndim", 0) == 0
 
 
-def _read_array(owner: str, name: str, value: Any) -> np.ndarray:
+def _read_array(owner: str, name: str, value: object) -> np.ndarray:
     if np.ma.is_masked(value):
+        masked = np.ma.getmaskarray(np.ma.asarray(value))
         raise DataError(
-            f"{owner}, '{name}': a masked array, of which {np.ma.count_masked(value)} of "
-            f"{np.ma.size(value)} values are masked. A model would read the numbers behind the "
+            f"{owner}, '{name}': a masked array, of which {masked.sum()} of {masked.size} values "
+            "are masked. A model would read the numbers behind the "
             f"mask. Pass {name}.filled(0) (any number that can be observed), and a boolean array "
             f"seen=~numpy.ma.getmaskarray({name}) besides; then write "
             "`with numpyro.handlers.mask(mask=seen):` around the observed site."
@@ -222,13 +224,13 @@ def _check_alike(silos: Sequence[SiloData]) -> None:
                 _check_kind(name, j, value, *first.setdefault(name, (j, value)))
 
 
-def _check_kind(name: str, j: int, value: Any, i: int, other: Any) -> None:
+def _check_kind(name: str, j: int, value: object, i: int, other: object) -> None:
     if isinstance(value, np.ndarray) != isinstance(other, np.ndarray):
         raise DataError(
             f"silo {j}, '{name}': an array at one silo and a plain Python value at another "
             f"(silo {i} has {other!r:.40}). Use the same kind of value everywhere."
         )
-    if not isinstance(value, np.ndarray):
+    if not isinstance(value, np.ndarray) or not isinstance(other, np.ndarray):
         return
     if value.dtype != other.dtype:
         common = jnp.promote_types(value.dtype, other.dtype)
@@ -252,3 +254,16 @@ def signature(data: SiloData) -> tuple:
         tuple((k, a.shape, str(a.dtype)) for k, a in data.arrays.items()),
         tuple((k, m.shape) for k, m in data.masks.items()),
     )
+
+
+def kind(data: SiloData) -> tuple:
+    """Static values, dtypes and numbers of axes: what decides how a text reads its data."""
+    return data.static, tuple((k, a.dtype, np.ndim(a)) for k, a in data.arrays.items())
+
+
+def written(value: ArrayLike) -> bytes:
+    """An array as bytes, by which it is recognised: its dtype, its shape and its numbers."""
+    if isinstance(value, Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return f"{array.dtype}{array.shape}".encode() + array.tobytes()

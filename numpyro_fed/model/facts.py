@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData, Sizes, read
@@ -26,6 +27,7 @@ from numpyro_fed.model.split import FederatedModel, globals_at, split
 from numpyro_fed.programs import jit_once
 
 VERSION = 1
+Skeleton = str | list  # of JSON: a name, or a kind of node and what is in it
 POINTS = 3  # at which the global sites of all silos are compared
 TOLERANCE = 1e-3  # relative: silos may compute on other machines
 
@@ -43,7 +45,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a silo says of its data and its model text: JSON, and nothing of any one row.
+    """The facts that a silo tells of its data and its model text: JSON, and nothing of any row.
 
     It reveals the names, dtypes and trailing shapes of the arrays, static values as they are, the
     sites of the model, for each silo plate the number of rows up to the next power of two, and
@@ -83,7 +85,7 @@ class Facts:
         return dict(self.verdicts)[question]
 
     def to_json(self) -> str:
-        """As text; :meth:`from_json` reads it."""
+        """Return it as text, which :meth:`from_json` reads."""
         return canonical(asdict(self))
 
     @classmethod
@@ -100,7 +102,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all parties build the same algorithm from: frozen, hashable, JSON.
+    """The plan from which all parties build the same algorithm: frozen, hashable, JSON.
 
     Attributes
     ----------
@@ -126,12 +128,12 @@ class Plan:
 
     @property
     def rows(self) -> dict[str, str]:
-        """Which arrays are rows of which silo plate."""
+        """The silo plate of each array that holds rows."""
         return {name: plates[0] for name, plates in self.lengths.items()}
 
     @property
     def lengths(self) -> dict[str, tuple[str, ...]]:
-        """For each array that holds rows the silo plates of its length, the same at every silo."""
+        """The silo plates of the length of each array that holds rows, the same at every silo."""
         return {a.name: a.plates for a in self.facts.arguments if a.plates}
 
     def row_of(self, plate: str) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -141,7 +143,7 @@ class Plan:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What the method has resolved."""
+        """The settings that the method has resolved."""
         return json.loads(self.settings)
 
     def template(self) -> SiloData:
@@ -158,7 +160,7 @@ class Plan:
         return read([silo])[0]
 
     def to_json(self) -> str:
-        """As text; :meth:`from_json` reads it."""
+        """Return it as text, which :meth:`from_json` reads."""
         return canonical(asdict(self))
 
     @classmethod
@@ -169,7 +171,7 @@ class Plan:
 
 
 def describe(model: Callable, silo: Mapping[str, Any]) -> Facts:
-    """What a silo says of itself, from its own data alone.
+    """Describe a silo, from its own data alone.
 
     Parameters
     ----------
@@ -229,7 +231,7 @@ def with_globals(facts: Facts, fm: FederatedModel, data: SiloData, sizes: Sizes)
     theta = fm.init_theta(jax.random.key(0))
 
     @jit_once
-    def at(key: Any, data: SiloData) -> dict[str, Any]:
+    def at(key: Array, data: SiloData) -> dict[str, Any]:
         z_G = jax.random.normal(key, (fm.dim,))
         terms, values = globals_at(fm.text, fm.sites, theta, z_G, z_L, data)
         density = {f"log density of '{n}'": v for n, v in terms.items()}
@@ -286,7 +288,7 @@ def _agreed(of_silos: Sequence[Argument]) -> Argument:
 
 def _check_alike(first: Facts, other: Facts, j: int) -> None:
     def kinds(facts: Facts, other: Facts) -> tuple:
-        """What both hold: None says that a silo lacks an array."""
+        """Return the arrays that both hold: None says that a silo lacks one."""
         lacking = {name for name, value in other.static if value is None}
         return tuple(
             (a.name, a.dtype, bool(a.plates) + len(a.shape))
@@ -324,17 +326,17 @@ def _names(pairs: tuple) -> tuple[str, ...]:
     return tuple(name for name, _ in pairs)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     words = str(value)
     return words if len(words) <= 300 else f"{words[:300]}..."
 
 
-def canonical(value: Any) -> str:
+def canonical(value: object) -> str:
     """JSON, one text for each value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def _tuples(value: Any) -> Any:
+def _tuples(value: object) -> Any:
     """JSON's lists as tuples."""
     if isinstance(value, list):
         return tuple(map(_tuples, value))
@@ -343,7 +345,7 @@ def _tuples(value: Any) -> Any:
     return value
 
 
-def skeleton(tree: Any) -> Any:
+def skeleton(tree: object) -> Any:
     """A tree of names as JSON: what kind of node, and what is in it."""
     if isinstance(tree, dict):
         return ["dict", {k: skeleton(v) for k, v in tree.items()}]
@@ -352,7 +354,7 @@ def skeleton(tree: Any) -> Any:
     return tree
 
 
-def grown(skeleton: Any, leaves: Mapping[str, Any]) -> Any:
+def grown(skeleton: Skeleton, leaves: Mapping[str, Any]) -> Any:
     """The tree that a skeleton tells of, with leaves for names."""
     if isinstance(skeleton, str):
         return leaves[skeleton]

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from numpyro_fed.model.data import SiloData, signature
-from numpyro_fed.model.jaxprs import Program, constants, traced
+from numpyro_fed.model.data import SiloData, signature, written
+from numpyro_fed.model.jaxprs import Identity, Program, traced
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.vertical import VerticalModel
-
-ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def fingerprint(fm: FederatedModel, silos: Sequence[SiloData]) -> str:
@@ -45,7 +41,7 @@ def fingerprint(fm: FederatedModel, silos: Sequence[SiloData]) -> str:
 def vertical_fingerprint(
     model: VerticalModel, server: SiloData, clients: Sequence[SiloData]
 ) -> str:
-    """The same of a vertical model, from what its parties hold."""
+    """A hash of a vertical model in the same way, from what its parties hold."""
     key, real = jax.random.key(0), jnp.result_type(float)
     total = jax.ShapeDtypeStruct(model.shape, model.dtype)
     told = model.with_total(server, jnp.zeros(model.shape, model.dtype))
@@ -80,10 +76,8 @@ def source_hash(model: Callable) -> str:
 
 def _hashed(words: str, programs: Iterable[Program]) -> str:
     found = hashlib.sha256(words.encode())
-    for program in programs:
-        found.update(ADDRESS.sub("", str(program.jaxpr)).encode())
-        for constant in constants(program):
-            a = np.asarray(constant)
-            found.update(f"{a.dtype}{a.shape}".encode())
-            found.update(a.tobytes())
+    for said in map(Identity.of, programs):
+        found.update(said.words.encode())
+        for number in said.numbers:
+            found.update(written(number))
     return found.hexdigest()

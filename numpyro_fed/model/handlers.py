@@ -18,8 +18,8 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.clients import augment as augment
 from numpyro_fed.model.clients import power_likelihood as power_likelihood
 from numpyro_fed.model.data import completed
-from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
 from numpyro_fed.model.substitution import substitute_prior as substitute_prior
 from numpyro_fed.tracing import TRACING
@@ -320,7 +320,7 @@ class _Generalised(Distribution):
     def sample(self, key: Array | None, sample_shape: tuple[int, ...] = ()) -> Any:
         return self.base_dist.sample(key, sample_shape)
 
-    def log_prob(self, value: Any, intermediates: list[Any] | None = None) -> Array:
+    def log_prob(self, value: Array, intermediates: list[Any] | None = None) -> Array:
         try:
             loss = self.loss(self.base_dist, value)
         except ModelError as error:

@@ -1,12 +1,12 @@
-"""What a silo's data index must exist."""
+"""The check that what a silo's data index exists."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,40 +15,46 @@ from jax import Array
 from jax.experimental import checkify
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
+from jax.typing import ArrayLike
 from numpyro import handlers
 
 from numpyro_fed.errors import DataError
-from numpyro_fed.model.data import SiloData, read_one
-from numpyro_fed.model.dependence import Labels, entering_scan, labels_of, through
+from numpyro_fed.model.data import SiloData, kind, read_one
 from numpyro_fed.model.feasible import feasible
-from numpyro_fed.model.jaxprs import Program, Scan, branches, called, scan, traced
-from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.model.jaxprs import (
+    Labels,
+    Program,
+    Scan,
+    branches,
+    called,
+    entering_scan,
+    labels_of,
+    scan,
+    through,
+    traced,
+    type_of,
+)
+from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.programs import jit_once
 from numpyro_fed.tracing import TRACING
+
+if TYPE_CHECKING:
+    from jax.extend.core import JaxprEqn, Var
 
 
 def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
     """A check that what a silo's data index exists: ``(j, data) -> None``, for unpadded data.
 
     JAX itself is silent: an index out of range reads or writes another place, or none. The check
-    is compiled once for each shape of silos, and not at all where the text indexes nothing by
-    data. Where the text says itself what becomes of an index out of range (``mode="clip"``, a
-    ``fill_value``), that holds.
-
-    Parameters
-    ----------
-    fm : FederatedModel
-
-    Returns
-    -------
-    callable
-        It raises a DataError for an index out of range, with the number of the silo.
+    raises a DataError with the number of the silo. It is compiled once for each shape of silos, and
+    not at all where the text indexes nothing by data. Where the text says itself what becomes of an
+    index out of range (``mode="clip"``, a ``fill_value``), that holds.
     """
-    return _check(partial(_rows, fm), "silo {}")
+    return _check(fm.terms_at_zero, "silo {}")
 
 
 def new_data_check(model: Callable, silo: int | None) -> Callable[..., None]:
-    """The same for new data, for which a text predicts: called as the text is.
+    """A check of new data, for which a text predicts: it is called as the text is.
 
     Latents are drawn from their priors, so that outcomes that are to be predicted may be missing.
     Arguments that are no data of a silo are left alone.
@@ -61,7 +67,7 @@ def new_data_check(model: Callable, silo: int | None) -> Callable[..., None]:
 
     check = _check(values, "new data" if silo is None else "new data of silo {}")
 
-    def check_arguments(*args: Any, **kwargs: Any) -> None:
+    def check_arguments(*args: object, **kwargs: object) -> None:
         try:
             given = inspect.signature(model).bind(*args, **kwargs).arguments
             within = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
@@ -83,84 +89,63 @@ def _check(rows: Callable[[SiloData], Any], owner: str) -> Callable[[int, SiloDa
         return checkify.checkify(partial(_watched, rows), errors=checkify.user_checks)(data)[0]
 
     def check(j: int, data: SiloData) -> None:
-        kind = (data.static, tuple((k, a.dtype, a.ndim) for k, a in data.arrays.items()))
-        if kind not in known:
-            known[kind] = _checkable(partial(_watched, rows), data)
-        if known[kind] and (found := errors(data).get()):
+        of = kind(data)
+        if of not in known:
+            known[of] = _checkable(partial(_watched, rows), data)
+        if known[of] and (found := errors(data).get()):
             raise DataError(_message(owner.format(j), data, found, errors))
 
     return check
 
 
-def _checkable(watched: Callable[[SiloData], int], data: SiloData) -> bool:
+def _checkable(watched: Callable[[SiloData], None], data: SiloData) -> bool:
     """Whether data index anything, by operations that checkify knows."""
-    count: list[int] = []
-
-    def run(data: SiloData) -> None:
-        count.append(watched(data))
-
     try:
-        jax.eval_shape(checkify.checkify(run, errors=checkify.user_checks), data)
+        checked = checkify.checkify(watched, errors=checkify.user_checks)
+        return bool(jax.tree.leaves(jax.eval_shape(checked, data)[0]))
     except Exception:
         return False
-    return sum(count) > 0
 
 
-def _rows(fm: FederatedModel, data: SiloData) -> Rows:
-    """The terms of all rows of a silo, at zeros."""
-    key, sizes = jax.random.key(0), fm.sizes(data)
-    theta = {**fm.init_theta(key), **fm.init_private(key, data)}
-    z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
-    return fm.log_silo(theta, jnp.zeros(fm.dim), z_L, data)
-
-
-def _watched(rows: Callable[[SiloData], Any], data: SiloData) -> int:
-    """Run the text, with a check wherever data reach an index; how many checks there are.
+def _watched(rows: Callable[[SiloData], Any], data: SiloData) -> None:
+    """Run the text, with a check wherever data reach an index.
 
     Indices that do not depend on data are left alone: libraries use harmless ones out of range.
     """
-    program, arrays = traced(rows, data), jax.tree.leaves(data)
-    count: list[int] = []
-    _run(program, arrays, [frozenset({"data"})] * len(arrays), count)
-    return sum(count)
+    arrays = jax.tree.leaves(data)
+    _run(traced(rows, data), arrays, [frozenset({"data"})] * len(arrays))
 
 
-def _run(
-    program: Program, values: Sequence[Any], labels: Sequence[Labels], count: list
-) -> list[Any]:
+def _run(program: Program, values: Sequence[ArrayLike], labels: Sequence[Labels]) -> list[Any]:
     jaxpr = program.jaxpr
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *values), strict=True))
     known = dict(zip(jaxpr.invars, labels, strict=True))
 
-    def read(variable: Any) -> Any:
+    def read(variable: Var | Literal) -> Any:
         return variable.val if isinstance(variable, Literal) else env[variable]
 
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:
         into = [labels_of(known, v) for v in eqn.invars]
         if (index := _counted_from_the_end(eqn, made)) is not None and labels_of(known, index):
-            count.append(1)
             lowest = jnp.min(read(index), initial=0)
             words = "index {i} counts from the end, as pandas writes -1 for what is missing."
             checkify.check(lowest >= 0, words, i=lowest)
-        env |= zip(
-            eqn.outvars, _apply(eqn, [read(v) for v in eqn.invars], into, count), strict=True
-        )
+        env |= zip(eqn.outvars, _apply(eqn, [read(v) for v in eqn.invars], into), strict=True)
         known |= zip(eqn.outvars, through(eqn, into), strict=True)
     return [read(v) for v in jaxpr.outvars]
 
 
-def _apply(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) -> Sequence[Any]:
+def _apply(eqn: JaxprEqn, values: list[Any], labels: Sequence[Labels]) -> Sequence[Any]:
     """One operation, looked into where it is a call or a scan."""
     if (program := called(eqn)) is not None:
-        return _run(program, values, labels, count)
+        return _run(program, values, labels)
     if (loop := scan(eqn)) is not None:
-        return _scan(loop, values, entering_scan(loop, labels), count)
+        return _scan(loop, values, entering_scan(loop, labels))
     if (choices := branches(eqn)) is not None:
-        return _cond(choices, values, labels, count)
+        return _cond(choices, values, labels)
 
     if _indexed_by_data(eqn, labels):
-        count.append(1)
         index, largest, lengths = _ranges(eqn, values)
         bad = ((index < 0) | (index > largest)).ravel()
         first = bad.argmax()
@@ -176,9 +161,9 @@ def _apply(eqn: Any, values: list[Any], labels: Sequence[Labels], count: list) -
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _scan(loop: Scan, values: list[Any], labels: Sequence[Labels], count: list) -> list[Any]:
+def _scan(loop: Scan, values: list[Any], labels: Sequence[Labels]) -> list[Any]:
     def step(carry: list[Array], x: list[Array]) -> tuple[list[Array], list[Array]]:
-        out = _run(loop.body, [*values[: loop.num_consts], *carry, *x], labels, count)
+        out = _run(loop.body, [*values[: loop.num_consts], *carry, *x], labels)
         return out[: loop.num_carry], out[loop.num_carry :]
 
     xs = values[loop.carry.stop :]
@@ -186,31 +171,31 @@ def _scan(loop: Scan, values: list[Any], labels: Sequence[Labels], count: list) 
     return [*carry, *ys]
 
 
-def _cond(
-    choices: list[Program], values: list[Any], labels: Sequence[Labels], count: list
-) -> list[Any]:
+def _cond(choices: list[Program], values: list[Any], labels: Sequence[Labels]) -> list[Any]:
     def branch(program: Program) -> Callable:
-        return lambda *operands: _run(program, operands, labels[1:], count)
+        return lambda *operands: _run(program, operands, labels[1:])
 
     return jax.lax.switch(values[0], [branch(program) for program in choices], *values[1:])
 
 
-def _counted_from_the_end(eqn: Any, made: dict[Any, Any]) -> Any:
+def _counted_from_the_end(eqn: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> Var | None:
     """The index that JAX adds an axis's length to where it is negative; None in other places."""
     if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
         return None
     condition, index, other = eqn.invars
-    if any(isinstance(v, Literal) or v not in made for v in (condition, other)):
+    if isinstance(condition, Literal) or isinstance(index, Literal) or isinstance(other, Literal):
+        return None
+    if condition not in made or other not in made:
         return None
     below, wrapped = made[condition], made[other]
     if (below.primitive.name, wrapped.primitive.name) != ("lt", "add"):
         return None
     compared, zero = below.invars
-    counts = compared is index is wrapped.invars[0] and index.aval.dtype.kind in "iu"
+    counts = compared is index is wrapped.invars[0] and type_of(index).dtype.kind in "iu"
     return index if counts and isinstance(zero, Literal) and np.all(zero.val == 0) else None
 
 
-def _indexed_by_data(eqn: Any, labels: Sequence[Labels]) -> bool:
+def _indexed_by_data(eqn: JaxprEqn, labels: Sequence[Labels]) -> bool:
     """Whether data reach an index, and the text leaves open what one out of range means."""
     name = eqn.primitive.name
     if name == "dynamic_slice":
@@ -222,8 +207,8 @@ def _indexed_by_data(eqn: Any, labels: Sequence[Labels]) -> bool:
     return bool(labels[1]) and not _deliberate(eqn)
 
 
-def _ranges(eqn: Any, values: Sequence[Any]) -> tuple[Array, np.ndarray, np.ndarray]:
-    """Where an operation reads or writes from, the last place that it may, lengths of the axes."""
+def _ranges(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Array, np.ndarray, np.ndarray]:
+    """The places that an operation reads or writes, the last that it may, lengths of the axes."""
     name, params, lengths = eqn.primitive.name, eqn.params, np.array(jnp.shape(values[0]))
     if name == "dynamic_slice":
         return jnp.stack(values[1:]), lengths - np.array(params["slice_sizes"]), lengths
@@ -240,9 +225,9 @@ def _ranges(eqn: Any, values: Sequence[Any]) -> tuple[Array, np.ndarray, np.ndar
     return values[1], (lengths - sizes)[axes], lengths[axes]
 
 
-def _deliberate(eqn: Any) -> bool:
+def _deliberate(eqn: JaxprEqn) -> bool:
     """Whether the text says what is read out of range, other than what JAX itself fills in."""
-    fill, dtype = eqn.params.get("fill_value"), eqn.outvars[0].aval.dtype
+    fill, dtype = eqn.params.get("fill_value"), type_of(eqn.outvars[0]).dtype
     if eqn.params.get("mode") == GatherScatterMode.CLIP:
         return True
     if fill is None or dtype.kind == "b":
@@ -253,7 +238,7 @@ def _deliberate(eqn: Any) -> bool:
 
 
 def _message(owner: str, data: SiloData, found: str, errors: Callable[[SiloData], Any]) -> str:
-    """What is out of range; the array to blame is one without which nothing is."""
+    """Say what is out of range; the array to blame is one without which nothing is."""
 
     def without(name: str) -> SiloData:
         return replace(data, arrays={**data.arrays, name: np.zeros_like(data.arrays[name])})

@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array
+from numpyro.distributions import Distribution
 from numpyro.primitives import Messenger
 
 WIDTH = 0.5  # of what is rounded off, in scales
@@ -26,7 +27,7 @@ NORM = 0.18848  # what the log density lacks to be one, where both slopes are al
 class _Rounded(dist.AsymmetricLaplace):
     """A Laplace distribution, of the same slope on both sides or not, without its kink."""
 
-    def log_prob(self, value: Any, intermediates: Any = None) -> Array:
+    def log_prob(self, value: Array, intermediates: list | None = None) -> Array:
         z, left, right = value - self.loc, 1 / self.left_scale, 1 / self.right_scale
         size = jnp.sqrt(WIDTH**2 * 4 / (left + right) ** 2 + z**2)
         straight = -0.5 * (size * (left + right) + z * (right - left))
@@ -41,7 +42,7 @@ class rounded(Messenger):
             msg["fn"] = without_kink(msg["fn"])
 
 
-def without_kink(fn: Any) -> Any:
+def without_kink(fn: Distribution) -> Distribution:
     """The distribution with its kink rounded off; itself where it has none."""
     if isinstance(fn, dist.Laplace):
         return _Rounded(fn.loc, fn.scale)
@@ -61,6 +62,6 @@ def without_kink(fn: Any) -> Any:
     return base.mask(fn._mask)
 
 
-def has_kink(fn: Any) -> bool:
+def has_kink(fn: Distribution) -> bool:
     """Whether a distribution is one of Laplace's, whatever NumPyro has put around it."""
     return without_kink(fn) is not fn

@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from numpyro_fed.model.audit import separable
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.indices import index_check
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
-from numpyro_fed.model.rows import separable
 from numpyro_fed.model.sites import structures
 from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.model.verdicts import Checks, check_summaries
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
 
     @property
     def lengths(self) -> dict[str, tuple[str, ...]]:
-        """For each array that holds rows the silo plates of its length, the same at every silo."""
+        """The silo plates of the length of each array that holds rows, the same at every silo."""
         return {key: self._alike(plate) for key, plate in self.rows.items()}
 
     def _alike(self, plate: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Of a silo's step: for the latents of its rows, and of which rows are drawn, if not all."""
+    """The noise of a silo's step: for its rows' latents, and for which rows are drawn, if any."""
 
     rows: Any
     which: Array | None = None
@@ -58,7 +58,7 @@ class Minibatches:
     def of(
         cls, fm: FederatedModel, plates_of: Mapping[str, tuple[str, ...]], size: int
     ) -> Minibatches:
-        """For arrays that are as long as certain plates, at every silo.
+        """Choose what is cut, given which arrays are as long as which plates at every silo.
 
         Raises
         ------
@@ -91,11 +91,11 @@ class Minibatches:
 
     @property
     def plates(self) -> tuple[str, ...]:
-        """Those that are cut."""
+        """The silo plates that are cut."""
         return tuple(plate for rows in self.cut for plate in rows.plates)
 
     def noise(self, key: Array) -> Array:
-        """What rows are drawn of, (groups, B) of 32 bits."""
+        """Return the noise by which rows are drawn, (groups, B) of 32 bits."""
         return jax.random.bits(key, (len(self.cut), self.size), "uint32")
 
     def sizes(self, sizes: Sizes) -> Sizes:
@@ -133,7 +133,7 @@ def drawn(
 
 
 def rows_at(tree: Mapping[str, Any], places: Mapping[str, Array]) -> dict[str, Any]:
-    """What belongs to the rows of a minibatch, of what belongs to all rows of each plate."""
+    """Take what belongs to the rows of a minibatch from what belongs to all rows of each plate."""
     return {
         plate: jax.tree.map(lambda a, at=places[plate]: a[at], own) if plate in places else own
         for plate, own in tree.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,62 +15,40 @@ from numpyro.distributions import Distribution, constraints
 
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.binding import Theta, trace_at
-from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.dependence import provenance
+from numpyro_fed.model.data import SiloData, kind
+from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.primitives import silo_frames
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.vertical import TOTAL, VerticalModel
-from numpyro_fed.programs import jit_once
+from numpyro_fed.programs import compiled_method, jit_once
 
 POINTS = 3  # at which a density is looked at on the edge of its support
 
 
 class Seen(NamedTuple):
-    """The observed values of a site, and where they lie; all have the site's batch shape first.
+    """The observed values of a site, and where they lie; all have the site's batch shape first."""
 
-    Attributes
-    ----------
-    value : Array
-        With the axes of the event besides.
-    inside : bool Array
-        Whether the support or its edge holds the value, or a mask leaves it out.
-    edge : bool Array
-        Whether it lies on the edge, as 0 and 1 do of a Beta distribution's: the density decides.
-    """
-
-    value: Array
-    inside: Array
-    edge: Array
+    value: Array  # with the axes of the event besides
+    inside: Array  # whether the support or its edge holds the value, or a mask leaves it out
+    edge: Array  # whether it lies on the edge, as 0 and 1 do of a Beta's: the density decides
 
 
 class Kind(NamedTuple):
-    """What a message says of a site.
+    """The words of a message about a site."""
 
-    Attributes
-    ----------
-    name : str
-        Of its distribution.
-    takes : str
-        The values that this takes, in words.
-    remedy : str
-    plates : tuple of (str, int)
-        The silo plates around it, and their dimensions among the batch's.
-    whole : bool
-        Whether it takes whole numbers only.
-    """
-
-    name: str
-    takes: str
+    name: str  # of its distribution
+    takes: str  # the values that this takes
     remedy: str
-    plates: tuple[tuple[str, int], ...]
-    whole: bool
+    plates: tuple[tuple[str, int], ...]  # the silo plates around it, their dimensions in the batch
+    whole: bool  # whether it takes whole numbers only
 
 
 At = Callable[[SiloData, Any], tuple[dict[str, Array], dict[str, Any]]]
 
 
+@dataclass(frozen=True, eq=False)
 class Supports:
     """The check of a model's observed values, compiled once for each shape of silos.
 
@@ -79,24 +57,28 @@ class Supports:
     latents or parameters (``Uniform(0, theta)``) is left to its density.
     """
 
-    def __init__(self, sites: Sequence[Site], at: At, owner: str):
-        self._observed = [s.name for s in sites if s.kind == "observed"]
-        self._at, self._owner = at, owner
-        self._known: dict[Any, dict[str, Kind]] = {}
+    sites: Sequence[Site]
+    at: At
+    owner: str
+    _known: dict[tuple, dict[str, Kind]] = field(default_factory=dict, init=False, repr=False)
 
-        @jit_once
-        def observed_values(stack: SiloData) -> dict[str, Seen]:
-            return jax.vmap(self._seen)(stack)
+    @property
+    def _observed(self) -> list[str]:
+        return [s.name for s in self.sites if s.kind == "observed"]
 
-        @jit_once
-        def densities_at_edges(stack: SiloData) -> dict[str, Array]:
-            return jax.vmap(self._possible)(stack)
+    @compiled_method(jit_once)
+    def observed_values(self, stack: SiloData) -> dict[str, Seen]:
+        """Return the observed values of a stack of parties, and where they lie."""
+        return jax.vmap(self._seen)(stack)
 
-        self._look, self._evaluate = observed_values, densities_at_edges
+    @compiled_method(jit_once)
+    def densities_at_edges(self, stack: SiloData) -> dict[str, Array]:
+        """Return whether the density of each value can be positive."""
+        return jax.vmap(self._possible)(stack)
 
     @classmethod
     def of_silos(cls, fm: FederatedModel) -> Supports:
-        """Of a model whose rows are split over silos."""
+        """Return the check of a model whose rows are split over silos."""
 
         def at(data: SiloData, point: Array | float) -> Any:
             key, sizes = jax.random.key(0), fm.sizes(data)
@@ -108,7 +90,7 @@ class Supports:
 
     @classmethod
     def of_server(cls, model: VerticalModel) -> Supports:
-        """Of the server of a vertical model, which holds the response."""
+        """Return the check of the server of a vertical model, which holds the response."""
         half = model.server
 
         def at(data: SiloData, point: Array | float) -> Any:
@@ -120,21 +102,15 @@ class Supports:
         return cls(half.sites, at, "the server")
 
     def check(self, b: Bucket) -> None:
-        """Refuse a value that its distribution cannot have.
-
-        Raises
-        ------
-        DataError
-            Naming silo, site, row and value.
-        """
+        """Refuse a value that its distribution cannot have, by silo, site, row and value."""
         if not self._judged(jax.tree.map(lambda a: a[0], b.data)):
             return
-        seen = jax.tree.map(np.asarray, self._look(b.data))
+        seen = jax.tree.map(np.asarray, self.observed_values(b.data))
         for name, found in seen.items():
             if not found.inside.all():
                 self._refuse(b, name, found.value, ~found.inside, "")
         if any(found.edge.any() for found in seen.values()):
-            for name, possible in self._evaluate(b.data).items():
+            for name, possible in self.densities_at_edges(b.data).items():
                 bad = seen[name].edge & ~np.asarray(possible)
                 if bad.any():
                     why = " and has no density at the edge"
@@ -142,29 +118,28 @@ class Supports:
 
     def _judged(self, data: SiloData) -> dict[str, Kind]:
         """The observed sites whose supports and masks depend on data alone."""
-        kind = (data.static, tuple((k, a.dtype, np.ndim(a)) for k, a in data.arrays.items()))
-        if kind not in self._known:
+        if (of := kind(data)) not in self._known:
             kinds: dict[str, Kind] = {}
 
             def run(arrays: dict[str, Any], point: Array) -> dict[str, Array]:
                 at = SiloData(arrays, static=data.static, form=data.form)
-                trace = self._at(at, point)[1]
+                trace = self.at(at, point)[1]
                 kinds.update({n: _kind_of(trace[n]) for n in self._observed})
                 return {n: _seen_at(trace[n]).inside for n in self._observed}
 
             labels = provenance(run, arrays=data.arrays, point=jnp.zeros(()))
-            self._known[kind] = {n: kinds[n] for n in kinds if "point" not in labels[n]}
-        return self._known[kind]
+            self._known[of] = {n: kinds[n] for n in kinds if "point" not in labels[n]}
+        return self._known[of]
 
     def _seen(self, data: SiloData) -> dict[str, Seen]:
-        trace = self._at(data, 0.0)[1]
+        trace = self.at(data, 0.0)[1]
         return {n: _seen_at(trace[n]) for n in self._judged(data)}
 
     def _possible(self, data: SiloData) -> dict[str, Array]:
         """Whether the density of each value is a positive number at one of a few points."""
 
         def finite(point: Array) -> dict[str, Array]:
-            terms = self._at(data, point)[0]
+            terms = self.at(data, point)[0]
             return {n: jnp.isfinite(terms[n]) for n in self._judged(data)}
 
         each = jax.lax.map(finite, jnp.linspace(0.0, 1.0, POINTS))
@@ -173,24 +148,24 @@ class Supports:
     def _refuse(self, b: Bucket, name: str, values: np.ndarray, bad: np.ndarray, why: str) -> None:
         i, *place = (int(k) for k in np.argwhere(bad)[0])
         silo = jax.tree.map(lambda a: a[i], b.data)
-        kind, real = self._judged(silo)[name], bad[i]
-        for plate, dim in kind.plates:
+        judged, real = self._judged(silo)[name], bad[i]
+        for plate, dim in judged.plates:
             mask = silo.masks.get(plate, np.array(True))
             real = real & mask.reshape(mask.shape + (1,) * (mask.ndim * (-dim - 1)))
         count = int(real.sum())
-        row = place[kind.plates[0][1] if kind.plates else 0] if place else 0
+        row = place[judged.plates[0][1] if judged.plates else 0] if place else 0
         found = values[(i, *place)]
         value = np.array2string(found, precision=9 if why else 6, threshold=8)
-        remedy = kind.remedy
+        remedy = judged.remedy
         if why and not remedy and (found % 1).any():
             remedy = "Single precision may round a bound to a number beyond it: clip to the bound. "
-        if kind.whole and (found % 1).any():
+        if judged.whole and (found % 1).any():
             remedy = "A term of numbers that are not whole is a numpyro.factor. "
         others = f", the first of {count} such values" if count > 1 else ""
-        owner = self._owner.format(b.silos[i])
+        owner = self.owner.format(b.silos[i])
         raise DataError(
             f"{owner}, site '{name}': the observed value {value} of row {row}{others} is "
-            f"impossible: {kind.name} takes {kind.takes}{why}. {remedy}Leave out what is "
+            f"impossible: {judged.name} takes {judged.takes}{why}. {remedy}Leave out what is "
             "missing by a boolean array in the data and numpyro.handlers.mask around the site."
         )
 
@@ -202,7 +177,7 @@ def _moved(theta: Theta, point: Array | float) -> Theta:
 
 
 def alone(data: SiloData) -> Bucket:
-    """What one party holds, as a bucket."""
+    """The data of one party as a bucket."""
     return Bucket((0,), ({},), jax.tree.map(lambda a: np.asarray(a)[None], data))
 
 
@@ -245,7 +220,7 @@ def _inside(fn: Distribution, value: Array) -> tuple[Array, Array]:
     return closed, closed & ~(inside & below & above)
 
 
-def _support_of(fn: Distribution) -> Any:
+def _support_of(fn: Distribution) -> constraints.Constraint | None:
     """The support; None where a distribution does not say it, or takes all angles."""
     try:
         support = fn.support
@@ -254,7 +229,7 @@ def _support_of(fn: Distribution) -> Any:
     return None if support is constraints.circular else support
 
 
-def _holds(support: Any, value: Array) -> Array:
+def _holds(support: constraints.Constraint, value: Array) -> Array:
     return jnp.asarray(support(value), bool)
 
 
@@ -274,8 +249,8 @@ def _kind_of(site: dict[str, Any]) -> Kind:
     return Kind(name, takes, remedy, plates, bool(getattr(_support_of(fn), "is_discrete", False)))
 
 
-def _words(support: Any) -> tuple[str, str]:
-    """Which values a support has, and what to do about others."""
+def _words(support: constraints.Constraint | None) -> tuple[str, str]:
+    """The values of a support in words, and what to do about others."""
     whole = "Divide them by their sum: y / y.sum(-1, keepdims=True). "
     known: list[tuple[Any, str, str]] = [
         (constraints.boolean, "0 and 1", "Outcomes coded 1 and 2 become 0 and 1 by y - 1. "),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from numpyro_fed.model.data import SiloData, Sizes, signature
+
+T = TypeVar("T")
 
 
 class Bucket(NamedTuple):
@@ -21,7 +23,7 @@ class Bucket(NamedTuple):
 
 
 def padded_keys(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> dict[str, str]:
-    """Which arrays are rows of which silo plate: ``{key: plate}``.
+    """The silo plate of each array that holds rows: ``{key: plate}``.
 
     An array is padded along axis 0 if and only if its length equals the size of one and the same
     silo plate at every silo that holds it.
@@ -115,9 +117,9 @@ def few_groups(lengths: Sequence[int], waste: float) -> list[int]:
     return np.searchsorted(limits, coarse).tolist()
 
 
-def grouped(items: Any, key: Callable[[Any], Any]) -> list[list[Any]]:
+def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     """Items with equal keys together, in the order in which they come."""
-    groups: dict[Any, list[Any]] = {}
+    groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return list(groups.values())

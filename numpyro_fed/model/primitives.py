@@ -138,7 +138,7 @@ class silo_plate(numpyro.plate):
             ]
 
     def _around(self, body: Callable) -> Callable:
-        def inside(*args: Any) -> Any:
+        def inside(*args: object) -> Any:
             with self:
                 return body(*args)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.distributions.util import sum_rightmost
@@ -17,24 +18,18 @@ from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.model.binding import Rows, Theta, bind, sum_rows, unpack
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.dependence import Labels, provenance
+from numpyro_fed.model.jaxprs import Labels, provenance
 from numpyro_fed.model.sites import Site
 from numpyro_fed.programs import compiled_method
 from numpyro_fed.tracing import TRACING
 
 
 class LocalPrior(NamedTuple):
-    """The distribution of a silo's latents given the globals, before its data are looked at.
+    """The distribution of a silo's latents given the globals, before its data are looked at."""
 
-    Attributes
-    ----------
-    draw : (key, theta, z_G, z_L, data) -> {plate: (rows, dim)}
-        The latents of all silo plates, those in ``z_L`` as they are given.
-    log_density : (theta, z_G, z_L, data) -> {plate: (rows,)}
-        Of what ``draw`` draws: without the scale or factors that the text puts around it.
-    """
-
+    # (key, theta, z_G, z_L, data): latents (rows, dim) of all silo plates, those in z_L as given
     draw: Callable[[Array, Theta, Array, Rows, SiloData], Rows]
+    # of what is drawn, (rows,): without the scale or factors that the text puts around it
     log_density: Callable[[Theta, Array, Rows, SiloData], Rows]
 
 
@@ -85,24 +80,14 @@ class GlobalPrior:
     """The prior of those global latents whose prior other globals set, given these.
 
     Read off the text, which runs on placeholders for data.
-
-    Attributes
-    ----------
-    model : callable
-    sites : tuple of Site
-    silo : SiloData
-        Placeholders for data.
-    placeholder : (dtype, silo) -> (data, z_L)
-        These in the type of the globals, with local latents.
-    without : set of str
-        Latents that have no distribution that could be drawn from.
     """
 
     model: Callable
     sites: Sequence[Site]
-    silo: SiloData
-    placeholder: Callable[[Any, SiloData], tuple[SiloData, Rows]]
-    without: Collection[str]
+    silo: SiloData  # placeholders for data
+    # of the type of the globals, with local latents
+    placeholder: Callable[[DTypeLike, SiloData], tuple[SiloData, Rows]]
+    without: Collection[str]  # latents that have no distribution that could be drawn from
 
     def draw(self, key: Array, theta: Theta, z_G: Array, funnel: Funnel) -> Array:
         """Return ``z_G`` with the children of a funnel drawn anew, all others as they are."""

@@ -1,4 +1,4 @@
-"""Who holds what of a vertical model: its text split at the ``client_sum``, and its arguments."""
+"""The parties of a vertical model: its text split at the ``client_sum``, and its arguments."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.binding import Theta, bind, trace_at
 from numpyro_fed.model.clients import Clients, at_client_sum, check_predictions
 from numpyro_fed.model.data import SiloData, read_one, signature
-from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.sites import NEEDS_VALUES, structure
 from numpyro_fed.model.vertical import PREDICTOR, TOTAL, Half, VerticalModel
 from numpyro_fed.tracing import TRACING
@@ -35,23 +35,12 @@ ROWS_READ_ROWS = (
 
 
 class Roles(NamedTuple):
-    """A split text, and what each party holds.
-
-    Attributes
-    ----------
-    model : VerticalModel
-    server : SiloData
-        Arrays by name; nothing that belongs to a client.
-    clients : tuple of SiloData
-        ``columns``, and what is shared of the server's.
-    arguments : tuple
-        Of the model: shapes, dtypes and static values.
-    """
+    """A split text, and what each party holds."""
 
     model: VerticalModel
-    server: SiloData
-    clients: tuple[SiloData, ...]
-    arguments: tuple
+    server: SiloData  # arrays by name; nothing that belongs to a client
+    clients: tuple[SiloData, ...]  # columns, and what is shared of the server's
+    arguments: tuple  # of the model: shapes, dtypes and static values
 
 
 class _Reached(Exception):
@@ -67,7 +56,7 @@ class Text(NamedTuple):
 
     @classmethod
     def of(cls, model: Callable, args: tuple, kwargs: dict[str, Any]) -> Text:
-        """What a call of the model would be given."""
+        """Read the arguments of a call of the model."""
         signature = inspect.signature(model)
         try:
             bound = signature.bind(*args, **kwargs)
@@ -90,7 +79,7 @@ class Text(NamedTuple):
         return self.model(*bound.args, **bound.kwargs)
 
     def columns(self, arrays: Mapping[str, Any], key: Array) -> Clients:
-        """What the ``client_sum`` is given."""
+        """Return what the ``client_sum`` is given."""
         found: list[Clients] = []
 
         def reached(clients: Clients) -> Any:
@@ -111,7 +100,7 @@ class Text(NamedTuple):
         are not given.
         """
 
-        def text(columns: Any, predictor: int, shared: Any = None) -> None:
+        def text(columns: object, predictor: int, shared: object = None) -> None:
             shown: list[Array] = []
 
             def reached(clients: Clients) -> Any:
@@ -131,7 +120,7 @@ class Text(NamedTuple):
     def at_server(self, rows: int) -> Callable:
         """The text of the server, of its arrays by name and the sum."""
 
-        def text(**leaves: Any) -> None:
+        def text(**leaves: Array) -> None:
             total = leaves.pop(TOTAL)
             held = {n: a for n, a in leaves.items() if n in self.data.arrays}
             hidden = {
@@ -213,7 +202,7 @@ def _check_observed(server: Half, clients: Sequence[Half]) -> None:
 
 
 def told(client: SiloData, server: Mapping[str, Any]) -> SiloData:
-    """What a client holds once it knows the server's arrays."""
+    """The data of a client once it knows the server's arrays."""
     shared = {name: server[name] for name in sorted(server)}
     return read_one("a client", {**client.kwargs, "shared": shared})
 
@@ -256,14 +245,14 @@ def _parted(
 
 
 def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], dict[str, set[int]]]:
-    """What each client is given, and which clients are given something of each array."""
+    """The columns of each client, and the clients that are given something of each array."""
     found: list[Clients] = []
 
     def arrays_of(arrays: dict[str, Any], key: Array) -> list[list[Any]]:
         found.append(text.columns(arrays, key))
         return [[a for a in jax.tree.leaves(x) if _is_array(a)] for x in found[-1].columns]
 
-    def labelled(**inputs: Any) -> Any:
+    def labelled(**inputs: Array) -> Any:
         key = inputs.pop(LATENTS)
         return arrays_of(inputs, key)
 
@@ -292,7 +281,7 @@ def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], di
     return found[-1], columns, readers
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "dtype")
 
 
@@ -303,7 +292,7 @@ def _half(text: Callable, data: SiloData, owner: str) -> Half:
 
 
 def _predicted(half: Half, data: SiloData) -> jax.ShapeDtypeStruct:
-    """Of a client's predictor."""
+    """The shape and dtype of a client's predictor."""
 
     def g(data: SiloData) -> Array:
         theta = half.init_theta(jax.random.key(0), data)
@@ -316,7 +305,7 @@ def _check_client(text: Text, arrays: dict[str, Any], half: Half, data: SiloData
     """Refuse predictors that read what is the server's."""
     theta = half.init_theta(jax.random.key(0), data)
 
-    def at(**inputs: Any) -> Any:
+    def at(**inputs: Array) -> Any:
         key, z = inputs.pop(LATENTS), inputs.pop("own")
         own = text.at_client(j, inputs)
         log_probs, trace = trace_at(own, half.sites, theta, z, {}, data, key)
@@ -334,8 +323,9 @@ def _check_client(text: Text, arrays: dict[str, Any], half: Half, data: SiloData
 
 
 class _Reach(NamedTuple):
-    """Of the server's text: arrays that its densities read, arrays that are observed, the observed
-    sites that have a term for each row, and latents whose distribution depends on the sum.
+    """The reach of what the server holds: arrays that its densities read, arrays that are observed,
+    the observed sites that have a term for each row, and latents whose distribution depends on the
+    sum.
     """
 
     density: frozenset[str]
@@ -350,7 +340,7 @@ def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
     rows = np.shape(arrays[TOTAL])[0]
     observed = [s.name for s in half.sites if s.kind in ("observed", "factor")]
 
-    def at(**arrays: Any) -> Any:
+    def at(**arrays: Array) -> Any:
         log_probs, trace = half.log_probs(theta, jnp.zeros(half.dim), SiloData(arrays))
         values = {n: trace[n]["value"] for n in observed if trace[n]["value"] is not None}
         return log_probs, values
@@ -371,7 +361,7 @@ def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
 
 
 def above(half: Half, data: SiloData) -> tuple[bool, ...]:
-    """For each coordinate whether it is of a latent on which the priors of others depend."""
+    """Say of each coordinate whether it is of a latent on which the priors of others depend."""
     theta = half.init_theta(jax.random.key(0), data)
     latents = {s.name: jnp.zeros(s.shape) for s in half.named("latent")}
 
@@ -388,7 +378,7 @@ def above(half: Half, data: SiloData) -> tuple[bool, ...]:
     return tuple(found.tolist())
 
 
-def _densities(half: Half, theta: Theta, data: SiloData, **arrays: Any) -> dict[str, Array]:
+def _densities(half: Half, theta: Theta, data: SiloData, **arrays: Array) -> dict[str, Array]:
     return half.log_probs(theta, jnp.zeros(half.dim), replace(data, arrays=arrays))[0]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from numpyro_fed.errors import DataError
 
@@ -17,7 +17,7 @@ ORDER = (
 )
 
 
-def read_ids(ids: Any, rows: int, owner: str) -> np.ndarray:
+def read_ids(ids: ArrayLike, rows: int, owner: str) -> np.ndarray:
     """Ids of ``rows`` rows, each once, as text: the number 7 and the text "7" are one id."""
     found = np.asarray(ids)
     if found.dtype.kind == "f":
@@ -37,7 +37,7 @@ def read_ids(ids: Any, rows: int, owner: str) -> np.ndarray:
     return found
 
 
-def check_same_ids(row_ids: Sequence[Any], rows: int, num_clients: int) -> None:
+def check_same_ids(row_ids: Sequence[ArrayLike], rows: int, num_clients: int) -> None:
     """Refuse rows in different orders, given the ids of each client and, last, of the server where
     these are there, too.
     """
@@ -58,7 +58,7 @@ def check_same_ids(row_ids: Sequence[Any], rows: int, num_clients: int) -> None:
 
 
 def digest(ids: np.ndarray) -> str:
-    """By which ids can be compared; whoever can guess the whole list can confirm the guess."""
+    """A hash by which ids are compared; whoever can guess the whole list can confirm the guess."""
     return hashlib.sha256("\n".join(ids.tolist()).encode()).hexdigest()
 
 

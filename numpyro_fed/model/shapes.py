@@ -15,22 +15,9 @@ def check_shapes(trace: Mapping[str, Any], held: Mapping[str, tuple[int, ...]]) 
     """Refuse observed sites that count a row more than once, or that no plate speaks for.
 
     NumPyro broadcasts observed values against their distribution: ``y`` of shape (n, 1) under a
-    mean of shape (n,) makes n x n terms of n observations.
-
-    Parameters
-    ----------
-    trace : dict
-        Of the text, at what one party holds.
-    held : dict
-        The shape of each array that it holds, for the message.
-
-    Raises
-    ------
-    DataError
-        Where values and their distribution cannot be broadcast.
-    ModelError
-        Where the two together are larger than the plates around the site, and where one value
-        stands for all rows.
+    mean of shape (n,) makes n x n terms of n observations. Refused are values and distributions
+    that cannot be broadcast, the two together where they are larger than the plates around the
+    site, and one value that stands for all rows. ``held`` has the shapes of what a party holds.
     """
     for site in trace.values():
         frames = site.get("cond_indep_stack", ())

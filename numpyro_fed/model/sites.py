@@ -12,7 +12,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
-from numpyro.distributions import biject_to, constraints
+from numpyro.distributions import Distribution, biject_to, constraints
 
 from numpyro_fed.errors import DataError, MissingExtraError, ModelError
 from numpyro_fed.model.data import SiloData, Sizes, signature
@@ -75,39 +75,17 @@ class Plate(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """What one abstract trace at one silo's shapes shows.
+    """The structure that one abstract trace at one silo's shapes shows."""
 
-    Attributes
-    ----------
-    sites : tuple of Site
-        In the order of the trace.
-    sizes : dict
-        The size of each silo plate.
-    nested : bool
-        Whether a site stands in two silo plates at once.
-    supports : dict
-        The support of each global latent and the constraint of each ``numpyro.param``.
-    masked : dict
-        The latents that are masked, ``{name: whether everywhere}``.
-    improper : tuple of str
-        The latents whose prior is ``ImproperUniform``.
-    fields : tuple of str
-        The global latents whose prior ties many entries together: maps, processes.
-    foreign : tuple of str
-        The latents whose distribution is neither NumPyro's nor of this package.
-    kinked : bool
-        Whether the density of a sample site has a kink.
-    """
-
-    sites: tuple[Site, ...]
-    sizes: Sizes
-    nested: bool
-    supports: dict[str, Any]
-    masked: dict[str, bool]
-    improper: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
-    foreign: tuple[str, ...] = ()
-    kinked: bool = False
+    sites: tuple[Site, ...]  # in the order of the trace
+    sizes: Sizes  # the size of each silo plate
+    nested: bool  # whether a site stands in two silo plates at once
+    supports: dict[str, Any]  # of each global latent; the constraint of each numpyro.param
+    masked: dict[str, bool]  # the latents that are masked, and whether everywhere
+    improper: tuple[str, ...] = ()  # the latents whose prior is ImproperUniform
+    fields: tuple[str, ...] = ()  # global latents whose prior ties many entries: maps, processes
+    foreign: tuple[str, ...] = ()  # latents whose distribution is neither NumPyro's nor ours
+    kinked: bool = False  # whether the density of a sample site has a kink
 
 
 def structures(model: Callable, silos: Sequence[SiloData]) -> list[Structure]:
@@ -169,7 +147,7 @@ NEEDS_VALUES = (
 
 
 def held(data: SiloData) -> dict[str, Any]:
-    """What a silo holds, for messages: the shapes of arrays, and plain values."""
+    """The data of a silo for messages: the shapes of arrays, and plain values."""
     return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
 
 
@@ -240,7 +218,7 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
 
 
 def _sizes(trace: dict[str, Any]) -> Sizes:
-    """Of each silo plate; one that stands in the body of a scan leaves its frames alone."""
+    """The size of each silo plate; one in the body of a scan leaves its frames alone."""
     sizes: Sizes = {}
     for site in trace.values():
         if site["type"] == "plate" and silo_plate_of(site) == site["name"]:
@@ -279,7 +257,7 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
 
 
 def unconstrained_shape(site: dict[str, Any]) -> tuple[int, ...]:
-    """Of a latent's whole value: with its ``sample_shape``, and all steps of a scan."""
+    """The shape of a latent's whole value: with its ``sample_shape``, and all steps of a scan."""
     return tuple(biject_to(site["fn"].support).inverse_shape(jnp.shape(site["value"])))
 
 
@@ -310,7 +288,7 @@ def check_same_sites(first: Structure, other: Structure, j: int) -> None:
     )
 
 
-def _is_field(name: str, fn: Any) -> bool:
+def _is_field(name: str, fn: Distribution) -> bool:
     """Whether a prior is an autoregression of areas, or a process at many points; not what a
     substitution has left of one.
     """
@@ -323,7 +301,7 @@ def _is_field(name: str, fn: Any) -> bool:
     return many or hasattr(fn, "adj_matrix")
 
 
-def _masked(name: str, fn: Any) -> dict[str, bool]:
+def _masked(name: str, fn: Distribution) -> dict[str, bool]:
     """Whether a latent that is masked is so everywhere; nothing for what is not masked."""
     fn = unwrapped(fn)
     if not isinstance(fn, dist.MaskedDistribution) or fn._mask is True:
@@ -332,13 +310,13 @@ def _masked(name: str, fn: Any) -> dict[str, bool]:
     return {name: known and not np.any(fn._mask)}
 
 
-def _is_unit(interval: Any) -> bool:
+def _is_unit(interval: constraints.Constraint) -> bool:
     bounds = interval.lower_bound, interval.upper_bound
     known = not any(isinstance(b, jax.core.Tracer) for b in bounds)
     return known and all(np.all(np.equal(b, n)) for b, n in zip(bounds, (0, 1), strict=True))
 
 
-def _support_name(support: Any) -> str:
+def _support_name(support: constraints.Constraint) -> str:
     """Type of a support without its bounds, which may depend on other sites."""
     if isinstance(support, constraints.independent):
         return f"{_support_name(support.base_constraint)}^{support.reinterpreted_batch_ndims}"

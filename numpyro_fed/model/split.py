@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer import init_to_sample
@@ -20,10 +20,9 @@ from numpyro.infer import init_to_sample
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.binding import Rows, Theta, sum_rows, trace_at
 from numpyro_fed.model.data import SiloData, Sizes, signature
-from numpyro_fed.model.dependence import provenance
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.handlers import localised
-from numpyro_fed.model.jaxprs import constants, needed, traced
+from numpyro_fed.model.jaxprs import Identity, needed, provenance, traced
 from numpyro_fed.model.kinks import rounded
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.primitives import silo_plate_of
@@ -140,6 +139,13 @@ class FederatedModel(NamedTuple):
             return draws(key)
         except NotImplementedError:
             return None
+
+    def terms_at_zero(self, data: SiloData) -> Rows:
+        """Return the terms of all rows of a silo, {plate: (size,)}, all latents at zero."""
+        key, sizes = jax.random.key(0), self.sizes(data)
+        theta = {**self.init_theta(key), **self.init_private(key, data)}
+        z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.plates}
+        return self.log_silo(theta, jnp.zeros(self.dim), z_L, data)
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
         """The sites of one kind at one level: ``plate`` or, when None, the globals."""
@@ -295,7 +301,7 @@ class _Text:
         """
         return jax.tree.map(np.zeros_like, self.silo)
 
-    def placeholder(self, dtype: Any, silo: SiloData) -> tuple[SiloData, Rows]:
+    def placeholder(self, dtype: DTypeLike, silo: SiloData) -> tuple[SiloData, Rows]:
         """Return them in the type in which the globals come, or a scan would carry two types."""
         data = jax.tree.map(lambda a: a.astype(dtype) if a.dtype.kind == "f" else a, silo)
         return data, {p.name: jnp.zeros((self.at.sizes[p.name], p.dim), dtype) for p in self.plates}
@@ -434,7 +440,7 @@ class _Text:
 
 
 def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str, set[str | None]]:
-    """What reaches each site's density or value: silo plates' latents, by name, and data, None.
+    """The silo plates, by name, whose latents reach each site's density or value; None for data.
 
     Randomness that is no sample site goes by the name ``KEY``.
     """
@@ -504,7 +510,7 @@ def _check_reaches(fm: FederatedModel, reaches: dict[str, set[str | None]]) -> N
 def _check_globals(
     model: Callable, fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]
 ) -> None:
-    """What differs between silos, numbers of rows included, must not change the global sites.
+    """Refuse global sites that change with what differs between silos, numbers of rows included.
 
     Where all silos are alike, one with a row more stands for others.
     """
@@ -521,9 +527,12 @@ def _check_globals(
     def arguments(silo: SiloData, size: Sizes) -> tuple[Theta, np.ndarray, dict, SiloData]:
         return theta, z_G, {p.name: np.zeros((size[p.name], p.dim)) for p in fm.plates}, silo
 
+    def program(at: tuple) -> Identity:
+        return Identity.of(needed(traced(seen, *at)))
+
     def compare(silo: SiloData, size: Sizes, who: str) -> None:
         here = arguments(silo, size)
-        if _same_program(_program(seen, *here), expected):
+        if program(here).same(expected):
             return
         mine, theirs = (jax.jit(seen)(*at) for at in (here, first))
         for name, value in mine.items():
@@ -533,7 +542,7 @@ def _check_globals(
                 raise ModelError(_differs(name, value, theirs[name], who, silo, silos[0]))
 
     first = arguments(silos[0], sizes[0])
-    expected = _program(seen, *first)
+    expected = program(first)
     for j in list(distinct.values())[1:]:
         compare(silos[j], sizes[j], f"silo {j}")
     if len(distinct) == 1:
@@ -577,20 +586,8 @@ def _differs(
     )
 
 
-def _program(fn: Callable, *arguments: Any) -> tuple[str, list[Any]]:
-    """What a function computes, in words: without what its outputs do not need; its constants."""
-    program = needed(traced(fn, *arguments))
-    return re.sub("0x[0-9a-f]+", "", str(program.jaxpr)), list(constants(program))
-
-
-def _same_program(a: tuple[str, list[Any]], b: tuple[str, list[Any]]) -> bool:
-    return a[0] == b[0] and all(
-        x is y or np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True)
-    )
-
-
 def _differences(a: SiloData, b: SiloData) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What two silos hold, where it differs."""
+    """The data of two silos in words, where they differ."""
     here, there = held(a), held(b)
     keys = [k for k in here if here[k] != there[k]]
     return {k: here[k] for k in keys}, {k: there[k] for k in keys}

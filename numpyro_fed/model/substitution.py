@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.distribution import validation_enabled
@@ -23,13 +24,15 @@ from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.tracing import TRACING
 from numpyro_fed.trees import fresh
 
+Shared = TypeVar("Shared")  # what all silos share of a site
+
 REAL = constraints.real, constraints.real_vector
 NEARER = 1.0, 0.1, 1e-3, 0.0  # of a draw
 HOW = "Each silo holds the rows of one block, and reads no other entry of the site."
 
 
 class Blocks(NamedTuple):
-    """Which entries of a site belong to which silo.
+    """The entries of a site that belong to each silo.
 
     Attributes
     ----------
@@ -44,7 +47,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def read(cls, blocks: Sequence[Any], size: int, site: str) -> Blocks:
-        """From the entries of each block; each of ``size`` entries must be in one of them."""
+        """Read the entries of each block; each of ``size`` entries must be in one of them."""
         places = [np.atleast_1d(np.asarray(b)) for b in blocks]
         of = np.full(size, -1)
         for j, own in enumerate(places):
@@ -76,7 +79,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def tabled(cls, places: Sequence[np.ndarray], of: np.ndarray) -> Blocks:
-        """Of some of the entries of blocks, which may be none."""
+        """Make a table of some of the entries of blocks, which may be none."""
         table = np.full((len(places), max(max(map(len, places)), 1)), len(of))
         for j, own in enumerate(places):
             table[j, : len(own)] = own
@@ -84,7 +87,7 @@ class Blocks(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of the site."""
+        """The number of entries of the site."""
         return len(self.of)
 
     @property
@@ -113,8 +116,8 @@ class Blocks(NamedTuple):
         return jnp.zeros(self.size + 1, parts.dtype).at[places].set(parts)[:-1]
 
 
-class SitePrior(Protocol):
-    """What can stand in the place of a site's prior."""
+class SitePrior(Protocol[Shared]):
+    """A prior that can stand in the place of a site's own."""
 
     @property
     def site(self) -> str:
@@ -126,17 +129,19 @@ class SitePrior(Protocol):
         """How its entries are split."""
         ...
 
-    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Any:
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Shared:
         """Sample what all silos share, given the true prior and the latents before it."""
         ...
 
-    def local(self, shared: Any, fn: Distribution, phi: Mapping[str, Array], which: Array) -> Array:
+    def local(
+        self, shared: Shared, fn: Distribution, phi: Mapping[str, Array], which: Array
+    ) -> Array:
         """Sample some blocks, independently given what is shared, inside a plate over them: their
         entries (blocks, largest).
         """
         ...
 
-    def whole(self, shared: Any, parts: Array, which: Array) -> Array:
+    def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
         """The site (size,), of these blocks."""
         ...
 
@@ -184,14 +189,14 @@ class Substituted:
     priors: Mapping[str, SitePrior]
     _slopes: dict[Any, Callable] = field(default_factory=dict, init=False, repr=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the text."""
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Run the model's text with the other priors."""
         which = {site: kwargs.pop(block_name(site), None) for site in self.priors}
         with _Substitution(self.priors, which):
             return self.model(*args, **kwargs)
 
     def of_silos(self, silos: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """What silos hold, and of which block they read entries.
+        """Return what silos hold, and of which block they read entries.
 
         Raises
         ------
@@ -217,7 +222,9 @@ class Substituted:
                 found[j][name] = np.array([block], np.int32)
         return found
 
-    def _block(self, site: str, blocks: Blocks, silo: dict[str, Any], j: int, given: Any) -> int:
+    def _block(
+        self, site: str, blocks: Blocks, silo: dict[str, Any], j: int, given: ArrayLike | None
+    ) -> int:
         read = np.flatnonzero(self._entries_read(site, silo))
         own = np.unique([*blocks.of[read], *([] if given is None else np.ravel(given))])
         if len(own) > 1:
@@ -234,7 +241,7 @@ class Substituted:
         return int(own[0])
 
     def _entries_read(self, site: str, silo: Mapping[str, Any]) -> np.ndarray:
-        """Which entries of a site (size,) the densities of other sites depend on."""
+        """Find the entries of a site (size,) on which the densities of other sites depend."""
         leaves, tree = jax.tree.flatten(dict(silo), is_leaf=lambda a: a is None)
         arrays = {i: a for i, a in enumerate(leaves) if hasattr(a, "dtype")}
         static = {i: a for i, a in enumerate(leaves) if i not in arrays}
@@ -253,14 +260,14 @@ class Substituted:
 def entries_read(
     model: Callable, site: str, others: Sequence[str], kwargs_of: Callable[[Any], dict[str, Any]]
 ) -> Callable[[Any], Array]:
-    """Which entries of a site (size,) move the other sites' log densities, as a function of a
-    silo's arrays.
+    """A function of a silo's arrays: the entries of a site (size,) that move the other sites' log
+    densities.
 
     By gradients at a draw of the model and nearer to zero, since a density may be flat far out.
     """
 
     @jax.jit
-    def moves(arrays: Any) -> Array:
+    def moves(arrays: Mapping[int, Array]) -> Array:
         kwargs = kwargs_of(arrays)
         first = traced(model, 0, kwargs)
         latents = {n: s["value"] for n, s in first.items() if s["type"] == "sample"}
@@ -283,7 +290,10 @@ def block_name(site: str) -> str:
 
 
 def traced(
-    model: Callable, key: Any, kwargs: Mapping[str, Any], known: Mapping[str, Any] | None = None
+    model: Callable,
+    key: Array | int,
+    kwargs: Mapping[str, Any],
+    known: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The trace of a text, of which some sites may be known. What is flat is not drawn, and what
     is wrong is left to be said by those who know what for.

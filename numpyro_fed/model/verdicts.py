@@ -1,38 +1,66 @@
-"""What a silo's values say about a model: checks that are compiled once for a set of shapes."""
+"""What the values of silos say about a model: questions, compiled once for a set of shapes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.scipy.special import ndtri
 
 from numpyro_fed.errors import CoupledRowsError, ModelError
+from numpyro_fed.model.audit import (
+    NUMBERS,
+    Change,
+    Move,
+    Moved,
+    close,
+    default_rtol,
+    first_moved,
+    groups,
+    normal,
+    perturbed,
+    scrambled,
+)
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.programs import compiled_method, jit_once
 
-TOLERANCE = 1e-4  # between two programs
 PADDINGS = 4  # ways of filling padded rows that must agree
 SUMMARIES = 4  # times that half of the rows are replaced by others
-NUMBERS = 2**20  # rows, about, that are looked at side by side
 
 
-class Moved(NamedTuple):
-    """The first row whose term changed although it should not have: was there one, and which."""
+class Verdict(NamedTuple):
+    """The answer to a question about rows of silos, and where it is yes first."""
 
-    moved: Array
-    row: Array
-    before: Array
-    after: Array
+    answer: bool
+    plate: str
+    silo: int = -1  # its number in the user's list
+    moved: Moved | None = None  # the row whose term is moved
+
+    @classmethod
+    def of(cls, plate: str, silos: Sequence[int], found: Moved | Array) -> Verdict:
+        """Read what was found at each silo of a stack: whether a term is moved, and which."""
+        which = found if isinstance(found, Moved) else None
+        moved = np.asarray(found if which is None else which.moved)
+        if not moved.any():
+            return cls(False, plate)
+        i = int(moved.argmax())
+        return cls(True, plate, silos[i], which and Moved(*(a[i] for a in which)))
+
+    def words(self) -> str:
+        """Return the beginning of a message about the row whose term is moved."""
+        where = f"silo {self.silo}, silo_plate '{self.plate}': the term of "
+        if self.moved is None:
+            return f"{where}a row"
+        row, before, after = int(self.moved.row), float(self.moved.before), float(self.moved.after)
+        return f"{where}row {row} went from {before:.6g} to {after:.6g}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,19 +68,27 @@ class Checks:
     """Questions about the values that silos hold. Silos come in stacks of one shape.
 
     All look at the model at one random point, in programs that are compiled once for each shape.
-
-    Attributes
-    ----------
-    model : FederatedModel
     """
 
     model: FederatedModel
+    _known: dict[tuple, Verdict] = field(default_factory=dict, init=False, repr=False)
+
+    def ask(
+        self, question: Callable[..., Moved | Array], b: Bucket, plate: str, *keys: str
+    ) -> Verdict:
+        """Ask :meth:`coupled` or :meth:`summary`; an answer is kept as long as its data."""
+        about = id(b.data), question, plate, keys
+        if about not in self._known:
+            found = question(plate, *([keys] if keys else []), b.data)
+            weakref.finalize(b.data, self._known.pop, about, None)
+            self._known[about] = Verdict.of(plate, b.silos, found)
+        return self._known[about]
 
     def latents(self, data: SiloData) -> Rows:
         """Return the latents at which a silo is looked at, {plate: (rows, dim)}."""
         sizes = self.model.sizes(data)
         return {
-            p.name: 0.3 * _normal(i, sizes[p.name], p.dim)
+            p.name: 0.3 * normal(i, sizes[p.name], p.dim)
             for i, p in enumerate(self.model.plates, start=2)
         }
 
@@ -61,7 +97,7 @@ class Checks:
         fm, key = self.model, jax.random.key(0)
         private = fm.init_private(key, data if like is None else like)
         theta = {**fm.init_theta(key), **private}
-        return fm.log_silo(theta, 0.3 * _normal(1, fm.dim), z_L, data)
+        return fm.log_silo(theta, 0.3 * normal(1, fm.dim), z_L, data)
 
     @compiled_method(jit_once, static_argnums=1)
     def padding(
@@ -79,28 +115,28 @@ class Checks:
             return jnp.array(False)
 
         def agree(data: SiloData) -> tuple[Array, Rows]:
-            ways = jnp.arange(PADDINGS)
-            each = jax.lax.map(partial(self._terms_when_filled, dict(rows), data), ways)
-            same = [_close(v, v[0]) for v in each.values()]
+            def refilled(way: Array) -> Change:
+                """Return a change that fills padded rows with other real ones, latents moved."""
+                steps, source = {}, {}
+                for p, mask in data.masks.items():
+                    n, place = mask.sum(), jnp.arange(len(mask))
+                    random = scrambled(1, len(mask)) % n
+                    which = [way == 0, way == 1, way == 2]
+                    copied = jnp.select(which, [0, n - 1, place % n], random)
+                    source[p] = jnp.where(mask, place, copied)
+                    steps[p] = jnp.where(mask, 0.0, way)[:, None]
+                return Change(steps, source)
+
+            ways, z_L = jnp.arange(PADDINGS), self.latents(data)
+            each = perturbed(self.terms, (z_L, data), dict(rows), refilled, ways)
+            same = [close(v, v[0]) for v in each.values()]
             return jnp.stack([s.all() for s in same]).all(), {p: v[0] for p, v in each.items()}
 
         same, found = jax.lax.map(agree, stack)
         own = self.model.sizes(original)
         expected = self.terms({p: z[: own[p]] for p, z in self.latents(first).items()}, original)
-        equal = [_close(found[p][i, : len(v)], v).all() for p, v in expected.items()]
+        equal = [close(found[p][i, : len(v)], v).all() for p, v in expected.items()]
         return same.all() & jnp.stack(equal).all()
-
-    def _terms_when_filled(self, of: Mapping[str, str], data: SiloData, way: Array) -> Rows:
-        """Return the terms when padded rows are copies of other real rows, their latents moved."""
-        source, z_L = {}, self.latents(data)
-        for p, mask in data.masks.items():
-            n, place = mask.sum(), jnp.arange(len(mask))
-            random = _scrambled(1, len(mask)) % n
-            copied = jnp.select([way == 0, way == 1, way == 2], [0, n - 1, place % n], random)
-            source[p] = jnp.where(mask, place, copied)
-            z_L[p] += jnp.where(mask, 0.0, way)[:, None]
-        arrays = {k: a[source[of[k]]] if k in of else a for k, a in data.arrays.items()}
-        return self.terms(z_L, replace(data, arrays=arrays))
 
     @compiled_method(jit_once, static_argnums=(0, 1))
     def minibatch(self, plates: tuple[str, ...], keys: tuple[str, ...], stack: SiloData) -> Array:
@@ -112,21 +148,16 @@ class Checks:
         n = stack.arrays[keys[0]].shape[1]
         half = np.arange(0, n, 2)
         others = np.sort(np.random.default_rng(0).permutation(n)[: len(half)])
+        some, of = jnp.stack([half, others]), dict.fromkeys(keys, plates[0])
 
         def stand_alone(data: SiloData) -> Array:
-            z_L = self.latents(data)
-            whole = self.terms(z_L, data)
+            def left(rows: Array) -> Change:
+                return Change({}, dict.fromkeys(plates, rows), cut=True)
 
-            def same(some: Array) -> Array:
-                def cut(rows: Rows) -> Rows:
-                    return {p: a[some] if p in plates else a for p, a in rows.items()}
-
-                arrays = {k: a[some] if k in keys else a for k, a in data.arrays.items()}
-                part = replace(data, arrays=arrays, masks=cut(data.masks))
-                found, expected = self.terms(cut(z_L), part, like=data), cut(whole)
-                return jnp.stack([_close(found[p], expected[p]).all() for p in whole]).all()
-
-            return jax.lax.map(same, jnp.stack([half, others])).all()
+            z_L, terms = self.latents(data), partial(self.terms, like=data)
+            whole, parts = terms(z_L, data), perturbed(terms, (z_L, data), of, left, some)
+            expected = {p: a[some] if p in plates else a for p, a in whole.items()}
+            return jnp.stack([close(parts[p], expected[p]).all() for p in whole]).all()
 
         return jax.lax.map(stand_alone, stack).all()
 
@@ -137,15 +168,11 @@ class Checks:
         def one(data: SiloData) -> Array:
             z_L = self.latents(data)
             size, dim = z_L[plate].shape
-            noise, some = 1 + _normal(0, size, dim), groups(size)
-
-            def when(moved: Array) -> Array:
-                there = z_L[plate] + noise * moved[:, None]
-                return self.terms({**z_L, plate: there}, data)[plate]
-
-            moves = jnp.concatenate([jnp.zeros((1, size), bool), some])
-            rows = jax.lax.map(when, moves, batch_size=max(1, NUMBERS // size))
-            return first_moved(rows[0], rows[1:], some, default_rtol()).moved
+            move = Move(plate, groups(size), steps=1 + normal(0, size, dim))
+            at_once, rtol = max(1, NUMBERS // size), default_rtol()
+            return first_moved(self.terms, (z_L, data), {}, [move], rtol, at_once)[1][0][
+                plate
+            ].moved
 
         return jax.lax.map(one, stack)
 
@@ -162,52 +189,14 @@ class Checks:
             size = len(z_L[plate])
             place, real = jnp.arange(size), data.masks.get(plate, jnp.ones(size, bool))
             n = real.sum()
-            half = [_scrambled(i, size) % 2 == 0 for i in range(1, 1 + SUMMARIES // 2)]
-            some = jnp.stack([jnp.zeros(size, bool), *half, *(~h for h in half)]) & real
-            sources = [place, place * 0, place * 0 + n - 1, place * 0 + n // 2]
-            source = jnp.stack([*sources, _scrambled(0, size) % n])
-
-            def when(i: Array) -> Array:
-                index = jnp.where(some[i], source[i], place)
-                arrays = {k: a[index] if k in keys else a for k, a in data.arrays.items()}
-                return self.terms(z_L, replace(data, arrays=arrays), like=data)[plate]
-
-            rows = jax.lax.map(when, jnp.arange(1 + SUMMARIES))
-            return first_moved(rows[0], rows[1:], some[1:] | ~real, default_rtol())
+            half = [scrambled(i, size) % 2 == 0 for i in range(1, 1 + SUMMARIES // 2)]
+            some = jnp.stack([*half, *(~h for h in half)]) & real
+            sources = [place * 0, place * 0 + n - 1, place * 0 + n // 2, scrambled(0, size) % n]
+            move, of = Move(plate, some, source=jnp.stack(sources)), dict.fromkeys(keys, plate)
+            terms = partial(self.terms, like=data)
+            return first_moved(terms, (z_L, data), of, [move], default_rtol())[1][0][plate]
 
         return jax.lax.map(one, stack)
-
-
-def _normal(i: int, *shape: int) -> Array:
-    """Return standard normals, the ``i``-th of many such arrays."""
-    return ndtri((_scrambled(i, math.prod(shape)) + 0.5) * 2.0**-23).reshape(shape)
-
-
-def _close(a: Array, b: Array) -> Array:
-    return jnp.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def first_moved(before: Array, after: Array, may_move: Any, rtol: float) -> Moved:
-    """Compare the terms of rows (rows,) with those after some moves (moves, rows)."""
-    finite = jnp.isfinite(before) | jnp.isfinite(after)
-    still = jnp.abs(after - before) <= rtol * (1 + jnp.abs(before))
-    wrong = ~still & finite & ~jnp.asarray(may_move)
-    move, row = jnp.unravel_index(wrong.argmax(), wrong.shape)
-    return Moved(wrong.any(), row, before[row], after[move, row])
-
-
-def default_rtol() -> float:
-    """What rounding may change in one program."""
-    return 1e-10 if jnp.zeros(()).dtype == np.float64 else 1e-5
-
-
-def groups(n: int) -> np.ndarray:
-    """Rows to move at a time: all of them, and those whose number has a certain bit set or not.
-
-    The numbers of two rows differ in some bit, so 2 log2(n) groups tell every pair apart.
-    """
-    bits = np.arange(n) >> np.arange((n - 1).bit_length())[:, None] & 1 == 1
-    return np.concatenate([np.ones((1, n), bool), bits, ~bits])
 
 
 def check_rows_apart(
@@ -215,24 +204,17 @@ def check_rows_apart(
 ) -> None:
     """Refuse several weighted draws for each row where rows read each other's latents.
 
-    Raises
-    ------
-    ModelError
-        Naming the silo and the plate. Above rows of another plate nothing is refused: there a
-        silo is weighed as a whole.
+    Above rows of another plate nothing is refused: there a silo is weighed as a whole.
     """
-    for plate in (p.name for p in fm.plates if draws.get(p.name, 1) > 1 and not p.outer):
-        for b in buckets:
-            coupled = np.asarray(asks.coupled(plate, b.data))
-            if coupled.any():
-                raise CoupledRowsError(
-                    f"silo {b.silos[int(coupled.argmax())]}, silo_plate '{plate}': the term of a "
-                    "row reads latents of other rows (as b - b.mean() does), so that its own "
-                    f"{draws[plate]} weighted draws cannot be told from theirs. Use ELBO(), or "
-                    "inner_draws=1 in importance_correct (compare takes what it returns), which "
-                    "need no independent rows; or put what rows share outside of the silo_plate, "
-                    "or in an outer silo_plate."
-                )
+    plates = [p.name for p in fm.plates if draws.get(p.name, 1) > 1 and not p.outer]
+    if (found := _coupled(asks, plates, buckets)) is not None:
+        raise CoupledRowsError(
+            f"{found.words()} reads latents of other rows (as b - b.mean() does), so that its own "
+            f"{draws[found.plate]} weighted draws cannot be told from theirs. Use ELBO(), or "
+            "inner_draws=1 in importance_correct (compare takes what it returns), which need no "
+            "independent rows; or put what rows share outside of the silo_plate, or in an outer "
+            "silo_plate."
+        )
 
 
 def check_summaries(
@@ -242,59 +224,33 @@ def check_summaries(
 
     Such a text says one thing of all rows together and another of the same rows cut into silos.
     Nothing is refused where rows read each other's latents, too: these are one process of the silo.
-
-    Parameters
-    ----------
-    asks : Checks
-    keys : dict
-        The arrays of each silo plate whose rows can be told apart.
-    buckets : sequence of Bucket
-
-    Raises
-    ------
-    ModelError
-        Naming silo, plate and arrays.
+    ``keys`` has the arrays of each silo plate whose rows can be told apart.
     """
     for plate, names in keys.items():
         for b in buckets:
-            found = jax.tree.map(np.asarray, asks.summary(plate, names, b.data))
-            if found.moved.any() and not np.asarray(asks.coupled(plate, b.data)).any():
-                i = int(found.moved.argmax())
-                first = Moved(*(a[i] for a in found))
-                raise ModelError(summarised(first, b.silos[i], plate, names))
+            found = asks.ask(asks.summary, b, plate, *names)
+            if found.answer and not asks.ask(asks.coupled, b, plate).answer:
+                raise ModelError(summarised(found, names))
 
 
-def summarised(found: Moved, silo: int, plate: str, keys: Sequence[str]) -> str:
-    """What to say where a row reads the data of others."""
+def summarised(found: Verdict, keys: Sequence[str]) -> str:
+    """The message where a row reads the data of others."""
     return (
-        f"silo {silo}, silo_plate '{plate}': the term of row {int(found.row)} went from "
-        f"{float(found.before):.6g} to {float(found.after):.6g} when only data of other rows, in "
-        f"{list(keys)}, were replaced by those of yet others. The same rows cut into other silos "
-        "are then another model: compute what sums up rows (x.mean(0), say) before the run, over "
-        "all silos, and pass it as data. Where the rows of a silo belong together (a time "
-        "series, the strata of a partial likelihood), make them one row: with "
-        "silo_plate('silo', 1), .to_event(1) of y[None], or numpyro.factor('l', terms.sum()[None])."
+        f"{found.words()} when only data of other rows, in {list(keys)}, were replaced by those of "
+        "yet others. The same rows cut into other silos are then another model: compute what sums "
+        "up rows (x.mean(0), say) before the run, over all silos, and pass it as data. Where the "
+        "rows of a silo belong together (a time series, the strata of a partial likelihood), make "
+        "them one row: with silo_plate('silo', 1), .to_event(1) of y[None], or "
+        "numpyro.factor('l', terms.sum()[None])."
     )
 
 
-def coupled_rows(
-    fm: FederatedModel, asks: Checks, buckets: Sequence[Bucket]
-) -> tuple[int, str] | None:
-    """A silo, and a plate of it where rows read each other's latents."""
-    for plate in (p.name for p in fm.plates if p.dim and not p.outer):
-        for b in buckets:
-            coupled = np.asarray(asks.coupled(plate, b.data))
-            if coupled.any():
-                return b.silos[int(coupled.argmax())], plate
-    return None
+def coupled_rows(asks: Checks, buckets: Sequence[Bucket]) -> Verdict | None:
+    """The verdict on the first silo and plate where rows read each other's latents, if any."""
+    plates = [p.name for p in asks.model.plates if p.dim and not p.outer]
+    return _coupled(asks, plates, buckets)
 
 
-def _scrambled(i: int, n: int) -> Array:
-    """The ``i``-th sequence of whole numbers (n,) below 2**23 that are as good as random.
-
-    A hash by xor-shifts and multiplications compiles in a fraction of ``jax.random``'s time.
-    """
-    x = jnp.arange(1, n + 1, dtype=jnp.uint32) + np.uint32(i * 0x9E3779B9 % 2**32)
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return ((x ^ (x >> 16)) >> 9).astype(jnp.int32)
+def _coupled(asks: Checks, plates: Sequence[str], buckets: Sequence[Bucket]) -> Verdict | None:
+    each = (asks.ask(asks.coupled, b, plate) for plate in plates for b in buckets)
+    return next((verdict for verdict in each if verdict.answer), None)

@@ -22,25 +22,15 @@ PREDICTOR = "_predictor"  # the site at which a client's text shows its predicto
 
 
 class Half(NamedTuple):
-    """One party's latents and parameters, and its part of the text.
+    """One party's latents and parameters, and its part of the text."""
 
-    Attributes
-    ----------
-    text : callable
-        Of what the party holds, as keyword arguments.
-    found : Structure
-        Its sites and their supports.
-    dim : int
-        Length of the flat vector of its latents.
-    """
-
-    text: Callable
-    found: Structure
-    dim: int
+    text: Callable  # of what the party holds, as keyword arguments
+    found: Structure  # its sites and their supports
+    dim: int  # length of the flat vector of its latents
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The site table."""
+        """The site table of this party."""
         return self.found.sites
 
     @property
@@ -50,7 +40,7 @@ class Half(NamedTuple):
 
     @property
     def plates(self) -> tuple[()]:
-        """None: what a party holds is not split further."""
+        """No silo plates: what a party holds is not split further."""
         return ()
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
@@ -115,7 +105,7 @@ class Given(NamedTuple):
 
     @property
     def plates(self) -> tuple[()]:
-        """None."""
+        """No silo plates: what a party holds is not split further."""
         return ()
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
@@ -132,35 +122,16 @@ class Given(NamedTuple):
 
 
 class VerticalModel(NamedTuple):
-    """A vertical text, split.
+    """A vertical text, split."""
 
-    Attributes
-    ----------
-    name : str
-        Of the ``client_sum``.
-    shape : tuple of int
-        Of the sum; its first axis runs over rows.
-    dtype : str
-    server : Half
-        Of the server's arrays by name, and the sum as :data:`TOTAL`.
-    clients : tuple of Half
-        By client; the halves of clients of one shape are alike.
-    by_row : frozenset of str
-        The server's observed sites that have a term for each row.
-    response : tuple of str
-        The server's arrays that are observed.
-    below : tuple of str
-        The server's latents whose distribution depends on the sum.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # of the client_sum
+    shape: tuple[int, ...]  # of the sum; its first axis runs over rows
     dtype: str
-    server: Half
-    clients: tuple[Half, ...]
-    by_row: frozenset[str]
-    response: tuple[str, ...]
-    below: tuple[str, ...] = ()
+    server: Half  # of the server's arrays by name, and the sum as TOTAL
+    clients: tuple[Half, ...]  # the halves of clients of one shape are alike
+    by_row: frozenset[str]  # the server's observed sites that have a term for each row
+    response: tuple[str, ...]  # the server's arrays that are observed
+    below: tuple[str, ...] = ()  # the server's latents whose distribution depends on the sum
 
     @property
     def rows(self) -> int:
@@ -189,7 +160,7 @@ class VerticalModel(NamedTuple):
         return own, rows
 
     def with_total(self, data: SiloData, total: Array) -> SiloData:
-        """What the server holds, and the sum."""
+        """Return what the server holds, and the sum."""
         return replace(data, arrays={**data.arrays, TOTAL: total})
 
     def take(self, data: SiloData, rows: Array) -> SiloData:

@@ -20,7 +20,7 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is known of a party's data: names, shapes, dtypes, plain values; no number of an array.
+    """The shapes of a party's data: names, dtypes, plain values, too; no number of an array.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Shapes:
         return cls(arrays, data.static, json.dumps(skeleton(data.named_tree())))
 
     def to_json(self) -> str:
-        """As text; :meth:`from_json` reads it."""
+        """Return it as text, which :meth:`from_json` reads."""
         return canonical({"version": VERSION, **asdict(self)})
 
     @classmethod
@@ -67,7 +67,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class VerticalPlan:
-    """What all parties of a vertical model build from: JSON.
+    """The plan from which all parties of a vertical model build: JSON.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class VerticalPlan:
         }
 
     def to_json(self) -> str:
-        """As text; :meth:`from_json` reads it."""
+        """Return it as text, which :meth:`from_json` reads."""
         parts = [self.arguments.to_json(), [c.to_json() for c in self.clients], self.shared]
         return canonical(parts)
 
@@ -110,7 +110,7 @@ class VerticalPlan:
 
 
 def shared_text(arrays: Mapping[str, np.ndarray]) -> str:
-    """Arrays as JSON."""
+    """The arrays as a text of JSON."""
     return canonical(
         {
             name: [str(a.dtype), list(a.shape), base64.b64encode(a.tobytes()).decode()]

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.errors import SavedStateError
-from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.data import SiloData, written
 
 PACKAGES = "jax", "numpyro"  # which decide how a text is written down as programs
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a fit is made from: the text, and what each party holds.
+    """The text and the data that a fit is made from.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Made:
     held: Mapping[str, SiloData]
 
     def record(self) -> dict[str, Any]:
-        """What a file keeps: fingerprints, and a digest of each array.
+        """Return what a file keeps: fingerprints, and a digest of each array.
 
         Digests are keyed by random bytes of the file's own, so that those of two files cannot be
         compared. Whoever has the file and guesses a whole array can find out that it is that.
@@ -108,22 +108,16 @@ class Made:
 
 
 def _digests(held: Mapping[str, SiloData], salt: bytes) -> dict[str, dict[str, str]]:
-    """Of each array and plain value of each party, as the fit reads them."""
+    """A digest of each array and plain value of each party, as the fit reads them."""
     return {
         owner: {name: _digest(value, salt) for name, value in data.leaves.items()}
         for owner, data in held.items()
     }
 
 
-def _digest(value: Any, salt: bytes) -> str:
-    found = hashlib.blake2b(key=salt, digest_size=8)
-    if hasattr(value, "dtype"):
-        array = np.asarray(value)
-        found.update(f"{array.dtype}{array.shape}".encode())
-        found.update(array.tobytes())
-    else:
-        found.update(repr(value).encode())
-    return found.hexdigest()
+def _digest(value: np.ndarray | bool | int | str | None, salt: bytes) -> str:
+    seen = written(value) if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
+    return hashlib.blake2b(seen, key=salt, digest_size=8).hexdigest()
 
 
 def _joined(found: Mapping[str, str]) -> str:

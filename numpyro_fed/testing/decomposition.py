@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +14,21 @@ from numpyro import handlers
 from numpyro.infer.util import potential_energy, unconstrain_fn
 
 from numpyro_fed.errors import ModelError
+from numpyro_fed.model.audit import (
+    NUMBERS,
+    Move,
+    Moved,
+    default_rtol,
+    first_moved,
+    follows,
+    groups,
+)
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.rows import follows
 from numpyro_fed.model.split import Rows, Theta
-from numpyro_fed.model.verdicts import Moved, default_rtol, first_moved, groups, summarised
+from numpyro_fed.model.verdicts import Verdict, summarised
 from numpyro_fed.tracing import TRACING
 
 
@@ -166,7 +173,7 @@ class _Check:
         z_L: Rows,
         data: SiloData,
         noise: Rows,
-        source: Rows,
+        others: Rows,
     ) -> tuple[Rows, dict[tuple[str, str], Moved], dict[str, Moved]]:
         """Return the terms, and those that moved with latents and with data of other rows."""
         fm = self.fm
@@ -174,41 +181,20 @@ class _Check:
         some = {p: groups(len(z)) for p, z in z_L.items()}
         by_latents = [p for p in fm.plates if p.dim]
         by_data = [p.name for p in fm.plates if keys[p.name]]
-        moves = [(p.name, 0) for p in by_latents] + [(p, 1) for p in by_data]
-        ends = np.cumsum([1, *(len(some[p]) for p, _ in moves)])
-        which = {p: np.zeros((2, ends[-1], len(z)), bool) for p, z in z_L.items()}
-        spans = [slice(*span) for span in itertools.pairwise(ends)]
-        for span, (p, kind) in zip(spans, moves, strict=True):
-            which[p][kind, span] = some[p]
-
-        def when(moved: dict[str, Array]) -> Rows:
-            z: Rows = {}
-            index: dict[str, Array] = {}
-            for p, (latents, held) in moved.items():
-                z[p] = z_L[p] + noise[p] * latents[:, None]
-                index |= dict.fromkeys(keys[p], jnp.where(held, source[p], jnp.arange(len(held))))
-            arrays = {k: a[index[k]] if k in index else a for k, a in data.arrays.items()}
-            return self._log_silo(theta, private, z_G, z, replace(data, arrays=arrays))
-
-        each = jax.vmap(when)({p: jnp.asarray(w).swapaxes(0, 1) for p, w in which.items()})
-        first = {p: rows[0] for p, rows in each.items()}
-
-        def compare(plate: str, mover: str, span: slice) -> Moved:
-            free = some[mover] if plate == mover else False
-            return first_moved(first[plate], each[plate][span], free, self.rtol)
-
+        moves = [Move(p.name, some[p.name], steps=noise[p.name]) for p in by_latents]
+        moves += [Move(p, some[p], source=others[p]) for p in by_data]
+        terms = partial(self._log_silo, theta, private, z_G)
+        of = {key: p for p, own in keys.items() for key in own}
+        at_once = max(1, NUMBERS // sum(map(len, z_L.values())))
+        first, found = first_moved(terms, (z_L, data), of, moves, self.rtol, at_once)
         latents = {
-            (plate, p.name): compare(plate, p.name, span)
-            for span, p in zip(spans, by_latents, strict=False)
-            for plate in each
+            (plate, p.name): moved
+            for p, by_plate in zip(by_latents, found, strict=False)
+            for plate, moved in by_plate.items()
             if plate == p.name or not p.outer
         }
-        held = {
-            p: compare(p, p, span)
-            for span, p in zip(spans[len(by_latents) :], by_data, strict=True)
-            if p in each
-        }
-        return first, latents, held
+        rest = zip(by_data, found[len(by_latents) :], strict=True)
+        return first, latents, {p: by_plate[p] for p, by_plate in rest if p in by_plate}
 
     def draw(self, rng: np.random.Generator) -> _Point:
         def normal(*shape: int) -> np.ndarray:
@@ -261,25 +247,17 @@ class _Check:
         arguments = jax.tree.map(jnp.asarray, (*arguments, noise, source))
         terms, by_latents, by_data = self.log_moved(*arguments)
         for (plate, mover), found in by_latents.items():
-            self.refuse(
-                found,
-                j,
-                plate,
-                f"latents of other rows, of silo_plate '{mover}', moved. Rows must be independent "
-                "given the globals: put what rows share outside of the silo_plate, or in a "
-                "silo_plate of its own that the rows index.",
-            )
+            if found.moved:
+                raise ModelError(
+                    f"{Verdict(True, plate, j, found).words()} when only latents of other rows, of "
+                    f"silo_plate '{mover}', moved. Rows must be independent given the globals: put "
+                    "what rows share outside of the silo_plate, or in a silo_plate of its own that "
+                    "the rows index."
+                )
         for plate, found in by_data.items():
             if found.moved:
-                raise ModelError(summarised(found, j, plate, self.keys(plate)))
+                raise ModelError(summarised(Verdict(True, plate, j, found), self.keys(plate)))
         return {plate: np.asarray(rows) for plate, rows in terms.items()}
-
-    def refuse(self, found: Moved, j: int, plate: str, when: str) -> None:
-        if found.moved:
-            raise ModelError(
-                f"silo {j}, silo_plate '{plate}': the term of row {int(found.row)} went from "
-                f"{float(found.before):.6g} to {float(found.after):.6g} when only {when}"
-            )
 
     def keys(self, plate: str) -> list[str]:
         """The arrays that are rows of a plate for certain: they follow it when its size changes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from numpyro_fed.algorithms.pvi.affine import affine_at
 from numpyro_fed.algorithms.pvi.families import Globals, general
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.split import FederatedModel, Theta
 from numpyro_fed.precision import double_precision
 from numpyro_fed.programs import jit_double
 from numpyro_fed.trees import double
@@ -48,7 +47,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
     return verdict
 
 
-def row_terms(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:
+def row_terms(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Array], Array]:
     """A silo's rows' log likelihoods as a function of the globals; there are no local latents."""
     z_L = {plate: jnp.zeros((size, 0)) for plate, size in fm.sizes(data).items()}
 
@@ -59,7 +58,7 @@ def row_terms(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array
     return rows
 
 
-def log_likelihood(fm: FederatedModel, theta: Any, data: SiloData) -> Callable[[Array], Array]:
+def log_likelihood(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Array], Array]:
     """A silo's log likelihood as a function of the globals, for a model without local latents."""
     rows = row_terms(fm, theta, data)
     return lambda z: rows(z).sum()
