@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from numpyro_fed import html
-from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Round
+from numpyro_fed.algorithms.base import (
+    Combine,
+    Down,
+    Exchange,
+    FederatedAlgorithm,
+    Round,
+    Server,
+    Silo,
+    Up,
+)
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.runtime.stack import ServerData
 from numpyro_fed.runtime.step import crossed
 
 
@@ -47,11 +57,11 @@ class Crossings(NamedTuple):
     parties: tuple[str, str] = ("server", "silo")
 
     def nbytes(self, when: str, *, up: bool) -> int:
-        """Of one exchange of each kind."""
+        """Return how many bytes cross in one exchange of each kind."""
         return sum(row.nbytes for row in self.rows if row.when == when and row.up is up)
 
     def _cells(self) -> tuple[tuple[str, ...], ...]:
-        """The table: names of columns, and a row for each array."""
+        """Return the table: names of columns, and a row for each array."""
         server, silo = self.parties
         head = ("when", "exchange", "from", "to", "array", "shape", "dtype", "")
         lines = (
@@ -84,10 +94,10 @@ class Crossings(NamedTuple):
 
 def crossings(
     when: str,
-    algorithm: FederatedAlgorithm,
+    algorithm: FederatedAlgorithm[Server, Silo],
     rounds: Sequence[Round],
     data: SiloData,
-    server_data: Any,
+    server_data: ServerData,
     *,
     silo: str = "silo",
 ) -> Crossings:
@@ -103,7 +113,7 @@ def crossings(
     return Crossings(tuple(rows), ("server", silo))
 
 
-def _rows(when: str, exchange: Exchange, tree: Any, up: bool) -> list[Crossing]:
+def _rows(when: str, exchange: Exchange[Silo, Down, Up], tree: object, up: bool) -> list[Crossing]:
     summed = exchange.combine is Combine.SUM
     return [
         Crossing(
