@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -98,6 +98,11 @@ class ReplyError(DataError):
     def __init__(self, message: str, *, silo: int, exchange: str):
         super().__init__(f"the reply of silo {silo} to the exchange '{exchange}' {message}")
         self.silo, self.exchange, self.result = silo, exchange, None
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a real number, and not a bool."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def positive_int(name: str, value: object) -> None:

@@ -92,7 +92,6 @@ class HasPrecision(Protocol):
     @property
     def double(self) -> bool:
         """Return whether that was double precision."""
-        ...
 
 
 def in_own_precision(method: Callable[Concatenate[Own, Args], T]) -> Callable[..., T]:

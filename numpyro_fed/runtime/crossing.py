@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from numpyro_fed import html
-from numpyro_fed.algorithms.base import (
-    Combine,
-    Down,
-    Exchange,
-    FederatedAlgorithm,
-    Round,
-    Server,
-    Silo,
-    Up,
-)
+from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Round
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.stack import ServerData
 from numpyro_fed.runtime.step import crossed
@@ -94,7 +85,7 @@ class Crossings(NamedTuple):
 
 def crossings(
     when: str,
-    algorithm: FederatedAlgorithm[Server, Silo],
+    algorithm: FederatedAlgorithm[Any, Any],
     rounds: Sequence[Round],
     data: SiloData,
     server_data: ServerData,
@@ -113,7 +104,7 @@ def crossings(
     return Crossings(tuple(rows), ("server", silo))
 
 
-def _rows(when: str, exchange: Exchange[Silo, Down, Up], tree: object, up: bool) -> list[Crossing]:
+def _rows(when: str, exchange: Exchange[Any, Any, Any], tree: object, up: bool) -> list[Crossing]:
     summed = exchange.combine is Combine.SUM
     return [
         Crossing(

@@ -29,8 +29,6 @@ from numpyro_fed.algorithms.base import (
     Reply,
     Round,
     Sampled,
-    Server,
-    Silo,
     Up,
 )
 from numpyro_fed.errors import DataError, ModelError, ReplyError
@@ -52,7 +50,7 @@ SEARCH = "begin the search"  # and the one with which it starts by a search for 
 
 
 class Told(Protocol):
-    """What a silo says of itself, in a form that can be sent."""
+    """A record of what a silo says of itself, in a form that can be sent."""
 
     def to_json(self) -> str: ...
 
@@ -71,7 +69,6 @@ class Half(Protocol):
 
     def sender(self, round_: Round) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm whose server sends in a round."""
-        ...
 
 
 Holds = TypeVar("Holds", contravariant=True)  # a silo's rows by name, or a client's columns
@@ -85,35 +82,27 @@ class Party(Protocol[Holds, Plan, Built]):
     @property
     def hides_by_noise(self) -> bool:
         """Return whether noise that a silo draws is there to hide what it sends."""
-        ...
 
     def describe(self, silo: Holds, row_ids: Ids = None) -> Told:
         """Return what a silo says of itself."""
-        ...
 
     def read_plan(self, text: str) -> Plan:
         """Return a plan from JSON."""
-        ...
 
     def hold(self, silo: Holds, plan: Plan | None = None, number: int = 0) -> SiloData:
         """Return what a silo holds, checked; with the plan, as the algorithm takes it."""
-        ...
 
     def build(self, plan: Plan) -> Built:
         """Return what server and silos make of the plan."""
-        ...
 
     def round_of(self, built: Built, name: str) -> Round:
         """Return the round that has the exchange of this name."""
-        ...
 
     def admit(self, built: Built, name: str, number: int, data: SiloData) -> None:
         """Refuse an exchange that a silo's rows do not allow."""
-        ...
 
     def unhides(self, name: str) -> bool:
         """Return whether an exchange sends without noise what noise hides elsewhere."""
-        ...
 
 
 class Agreed(Protocol):
@@ -122,11 +111,9 @@ class Agreed(Protocol):
     @property
     def num_silos(self) -> int:
         """Return how many silos there are."""
-        ...
 
     def template(self) -> SiloData:
         """Return zeros of the shapes of some silo."""
-        ...
 
 
 class SiloNode(Generic[Holds, Plan, Built]):
@@ -334,7 +321,7 @@ class Line:
         return self._send(silo, write({**head, **arrays}))
 
     def ask(
-        self, silo: int, exchange: Exchange[Silo, Down, Up], key: Array, down: Down, like: Reply[Up]
+        self, silo: int, exchange: Exchange[Any, Down, Up], key: Array, down: Down, like: Reply[Up]
     ) -> Reply[Up]:
         """Return a silo's reply to an exchange, of the agreed shapes and with an allowed weight.
 
@@ -370,7 +357,7 @@ class Line:
 
 
 def remote(
-    algorithm: FederatedAlgorithm[Server, Silo],
+    algorithm: FederatedAlgorithm[Any, Any],
     schedule: Schedule[Carry] | None,
     plan: Agreed,
     line: Line,
@@ -433,12 +420,7 @@ class _Remote:
             self.checks[exchange.name] = jax.jit(exchange.checked)
 
     def reach(
-        self,
-        exchange: Exchange[Silo, Down, Up],
-        noise: Array,
-        down: Down,
-        who: Array,
-        silos: Stacks,
+        self, exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
         """Ask participants one after the other; a silo's own ``ok`` is only its word."""
         name = exchange.name

@@ -56,6 +56,7 @@ from numpyro_fed.runtime.step import Answers, Noise, Reach, step
 from numpyro_fed.trees import Tree, strong
 
 Places = tuple[Array, Array]
+OfBuckets = Noise[list[Any]]
 Where = TypeVar("Where")
 Drawn = TypeVar("Drawn")
 Visitors = Array | tuple[()]  # who takes part; empty where everyone does
@@ -100,7 +101,7 @@ def simulation(
     return Runtime(init, jit(advance), single, chunk, partial(single, jit=jit_once))
 
 
-def single(round_: Round, jit: Callable = jax.jit) -> Single:
+def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> Single:
     """Return one round with every silo, compiled."""
 
     @jit
@@ -119,7 +120,7 @@ def single(round_: Round, jit: Callable = jax.jit) -> Single:
 
 def _noise_of(
     round_: Round, key: Array, numbers: Array, silos: Stacks, batches: Batches
-) -> Noise[list[Any]]:
+) -> OfBuckets:
     """Return all noise of some steps, along the first axis.
 
     The server's, and for each exchange that of each bucket. Steps and silos are one axis where it
@@ -243,19 +244,15 @@ def _in_blocks(
     return advance
 
 
-def _everyone(algorithm: FederatedAlgorithm[Server, Silo]) -> Rounds[Array, Noise[list[Any]]]:
+def _everyone(algorithm: FederatedAlgorithm[Server, Silo]) -> Rounds[Array, OfBuckets]:
     """Return rounds of all silos."""
     round_, watch = algorithm.round, algorithm.watch
 
-    def draw(key: Array, numbers: Array, state: State, batches: Batches) -> Noise[list[Any]]:
+    def draw(key: Array, numbers: Array, state: State, batches: Batches) -> OfBuckets:
         return _noise_of(round_, key, numbers, state.silos, batches)
 
     def one(
-        noise: Noise[list[Any]],
-        state: State,
-        batches: Batches,
-        order: Array,
-        server_data: ServerData,
+        noise: OfBuckets, state: State, batches: Batches, order: Array, server_data: ServerData
     ) -> tuple[State, Info, Visitors, Array, Any]:
         who, reach = jnp.arange(_count(batches)), _reach_everyone(batches, order, watch)
         server, silos, info, good, seen = step(
@@ -420,12 +417,7 @@ class _Some:
     watch: Watch | None
 
     def __call__(
-        self,
-        exchange: Exchange[Silo, Down, Up],
-        noise: Drawn,
-        down: Down,
-        who: Array,
-        silos: Stacks,
+        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
         size = len(who)
 
@@ -458,12 +450,7 @@ class _Some:
         return strong((reply, state, self.watch(state) if self.watch else ()))
 
     def side_by_side(
-        self,
-        exchange: Exchange[Silo, Down, Up],
-        noise: Drawn,
-        down: Down,
-        who: Array,
-        silos: Stacks,
+        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, who: Array, silos: Stacks
     ) -> tuple[Reply[Up], Stacks, Any]:
         """Visit participants from the only bucket, mapped."""
         (stack,), (batch,) = silos, self.batches
@@ -475,7 +462,7 @@ class _Some:
         return replies, (stack,), seen
 
     def alone(
-        self, exchange: Exchange[Silo, Down, Up], noise: Drawn, down: Down, j: Array, silos: Stacks
+        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, j: Array, silos: Stacks
     ) -> tuple[Reply[Up], Stacks, Any]:
         """Visit participant ``j``, from whichever bucket.
 

@@ -106,7 +106,6 @@ class Advance(Protocol):
         stop: bool = False,
     ) -> tuple[State, Log, Ended]:
         """Return the last state, what the rounds report, and how they ended."""
-        ...
 
 
 class Single(Protocol):
@@ -121,7 +120,6 @@ class Single(Protocol):
         server_data: ServerData = None,
     ) -> tuple[Any, Stacks, Info, Array]:
         """Return states afterwards, the server's report, and which replies were good, by number."""
-        ...
 
 
 class Runtime(NamedTuple):

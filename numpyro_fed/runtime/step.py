@@ -60,15 +60,9 @@ class Reach(Protocol[Source, Silos]):
     """A way to reach the silos: all that one runtime has of its own."""
 
     def __call__(
-        self,
-        exchange: Exchange[Silo, Down, Up],
-        noise: Source,
-        down: Down,
-        who: Array,
-        silos: Silos,
+        self, exchange: Exchange[Any, Down, Up], noise: Source, down: Down, who: Array, silos: Silos
     ) -> Answers[Silos]:
         """Send ``down`` to the silos ``who`` (k,); ``noise`` is whatever the runtime draws from."""
-        ...
 
 
 class Noise(NamedTuple, Generic[Drawn]):
