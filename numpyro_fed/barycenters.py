@@ -129,7 +129,7 @@ def _barycenter(
     covs: ArrayLike,
     weights: ArrayLike | None,
 ) -> tuple[Array, Array]:
-    """By roots of covariances, after a look at the input."""
+    """Check the input, and compute a barycenter by roots of covariances."""
     m, S = jnp.asarray(locs) * 1.0, jnp.asarray(covs) * 1.0
     number = len(m) if m.ndim else 0
     w = jnp.ones(number) if weights is None else jnp.asarray(weights) * 1.0
@@ -171,7 +171,7 @@ def _check(locs: np.ndarray, covs: np.ndarray, weights: np.ndarray) -> None:
 
 
 def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
-    """Mean and root of the barycenter.
+    """Return mean and root of the Wasserstein barycenter.
 
     ``roots`` are Cholesky factors (J, d, d), or standard deviations (J, d).
     """
@@ -207,7 +207,7 @@ def _map_to(L: Array, root: Array) -> Array:
 
 
 def forward_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
-    """As :func:`wasserstein_of`."""
+    """Return mean and root of the barycenter by forward KL, as :func:`wasserstein_of`."""
     loc = weights @ locs
     off = locs - loc
     if roots.ndim == 2:
@@ -217,7 +217,7 @@ def forward_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Arr
 
 
 def reverse_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
-    """As :func:`wasserstein_of`."""
+    """Return mean and root of the barycenter by reverse KL, as :func:`wasserstein_of`."""
     if roots.ndim == 2:
         precision = weights[:, None] / roots**2
         total = precision.sum(0)

@@ -14,13 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.errors import GuideError
+from numpyro_fed.errors import GuideError, is_number
 from numpyro_fed.expfam import Family
-from numpyro_fed.expfam.base import Natural
+from numpyro_fed.expfam.base import Natural, Ordinary
 
 __all__ = ["KL", "AlphaRenyi", "FisherRao", "ReverseKL", "WeightedKL"]
 
@@ -200,7 +199,7 @@ class FisherRao:
     def check(self, family: Family) -> None:
         """Refuse what is no diagonal Gaussian and no product of such."""
 
-        def psi() -> Any:
+        def psi() -> Ordinary:
             return family.ordinary(family.fit(lambda z: -0.5 * jnp.sum(z**2)))
 
         _diagonal_gaussians(jax.eval_shape(psi), family.name)
@@ -215,7 +214,7 @@ class FisherRao:
         return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
 
 
-def _squared_distance(q: dict[str, Array], p: dict[str, Array]) -> Array:
+def _squared_distance(q: Mapping[str, Array], p: Mapping[str, Array]) -> Array:
     a, b = q["log_scale"], p["log_scale"]
     shift = (q["loc"] - p["loc"]) * jnp.exp(-0.5 * (a + b))
     return 8 * _squared_arsinh_of_root(shift**2 / 8 + jnp.sinh(0.5 * (a - b)) ** 2).sum()
@@ -228,8 +227,8 @@ def _squared_arsinh_of_root(t: Array) -> Array:
     return jnp.where(near, t - t**2 / 3 + 8 * t**3 / 45, jnp.arcsinh(jnp.sqrt(far)) ** 2)
 
 
-def _diagonal_gaussians(psi: Any, name: str) -> list[dict[str, Any]]:
-    """The members of a product, each with its ``loc`` and ``log_scale``."""
+def _diagonal_gaussians(psi: Mapping[str, Any], name: str) -> list[Mapping[str, Array]]:
+    """Return the members of a product, each with its ``loc`` and ``log_scale``."""
     if any(isinstance(part, Mapping) for part in psi.values()):
         return [m for key, part in psi.items() for m in _diagonal_gaussians(part, key)]
     if psi.keys() == {"loc", "log_scale"}:
@@ -241,8 +240,7 @@ def _diagonal_gaussians(psi: Any, name: str) -> list[dict[str, Any]]:
     )
 
 
-def _positive(name: str, value: Any) -> float:
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not (number and 0 < value < math.inf):
+def _positive(name: str, value: object) -> float:
+    if not (is_number(value) and 0 < value < math.inf):
         raise ValueError(f"{name} must be a positive number, got {value!r}.")
     return float(value)

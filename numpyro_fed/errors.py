@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
+
+
+class Savable(Protocol):
+    """A fit, whatever its method, that can be written to a file."""
+
+    def save(self, path: str | Path) -> None: ...
 
 
 class ModelError(ValueError):
@@ -16,7 +23,7 @@ class CoupledRowsError(ModelError):
 
 
 class DataError(ValueError):
-    """What a silo holds does not fit the model or the other silos."""
+    """A silo holds what does not fit the model or the other silos."""
 
 
 class GuideError(ValueError):
@@ -52,9 +59,10 @@ class NonFiniteError(FloatingPointError):
         part of the guide, which live at the server, were at fault.
     """
 
-    def __init__(self, message: str, *, result: Any, round: int, silos: tuple[int, ...]):
+    def __init__(self, message: str, *, result: Savable | None, round: int, silos: tuple[int, ...]):
         super().__init__(message)
-        self.result, self.round, self.silos = result, round, silos
+        self.result: Any = result
+        self.round, self.silos = round, silos
 
 
 class Interrupted(KeyboardInterrupt):
@@ -71,9 +79,9 @@ class Interrupted(KeyboardInterrupt):
         ``run(..., init_state=error.result.state)``.
     """
 
-    def __init__(self, message: str, *, result: Any):
+    def __init__(self, message: str, *, result: Savable | None):
         super().__init__(message)
-        self.result = result
+        self.result: Any = result
 
 
 class ReplyError(DataError):
@@ -92,15 +100,20 @@ class ReplyError(DataError):
         self.silo, self.exchange, self.result = silo, exchange, None
 
 
-def positive_int(name: str, value: Any) -> None:
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a real number, and not a bool."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def positive_int(name: str, value: object) -> None:
     """Refuse what is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
 
 
 class CallbackError(Exception):
-    """A callback raised; ``result`` is what it was shown."""
+    """A callback has raised an exception; ``result`` is what it was shown."""
 
-    def __init__(self, message: str, *, result: Any):
+    def __init__(self, message: str, *, result: Savable | None):
         super().__init__(message)
-        self.result = result
+        self.result: Any = result

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,16 @@ from jax import Array
 from jax.custom_batching import custom_vmap, sequential_vmap
 from jax.scipy.linalg import solve_triangular
 
+Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 SMALL = 8  # dimensions, up to which work on a whole stack is the quicker
 
 _dot = partial(jnp.matmul, precision="highest")
-_jit = partial(jax.jit, inline=True)  # or each call outside of a program would compile its loops
+
+
+def _jit(f: Function, static_argnames: str | None = None) -> Function:
+    """Compile a function; inlined, or each call outside of a program would compile its loops."""
+    return cast(Function, jax.jit(f, inline=True, static_argnames=static_argnames))
 
 
 @_jit
@@ -90,11 +96,11 @@ def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
     lower = jnp.tril(L)
     upper = jnp.swapaxes(lower, -1, -2)
 
-    def by_lower(_: Any, B: Array) -> Array:
+    def by_lower(_: object, B: Array) -> Array:
         return _each(_forward, lower, B)
 
-    def by_upper(_: Any, B: Array) -> Array:
-        """From the last row up, which is from the first down with both axes turned around."""
+    def by_upper(_: object, B: Array) -> Array:
+        """Solve from the last row up, which is from the first down with both axes turned around."""
         return _each(_forward, upper[..., ::-1, ::-1], B[..., ::-1, :])[..., ::-1, :]
 
     if transposed:
@@ -176,15 +182,15 @@ def _eigh(A: Array) -> tuple[Array, Array]:
     return values, vectors
 
 
-def _each(f: Callable[..., Any], *stacks: Array) -> Any:
-    """``f`` of each matrix of stacks of one shape."""
+def _each(f: Callable[..., Result], *stacks: Array) -> Result:
+    """Return ``f`` of each matrix of stacks of one shape."""
     for _ in range(stacks[0].ndim - 2):
         f = jax.vmap(f)
     return f(*stacks)
 
 
-def _in_turn(f: Callable[..., Any], *stacks: Array) -> Any:
-    """``f`` of each matrix, one after the other."""
+def _in_turn(f: Callable[..., Result], *stacks: Array) -> Result:
+    """Return ``f`` of each matrix, one after the other."""
     return jax.lax.map(lambda each: f(*each), stacks)
 
 
@@ -204,7 +210,7 @@ def _cholesky_jvp(at: tuple[Array], moving: tuple[Array]) -> tuple[Array, Array]
 
 
 def _changed(L: Array, change: Array) -> Array:
-    r"""What a change of :math:`A = L L'` changes in ``L``: :math:`L \Phi(L^{-1} \dot A L^{-T})`.
+    r"""Return how ``L`` changes as :math:`A = L L'` does: :math:`L \Phi(L^{-1} \dot A L^{-T})`.
 
     Of a matrix, :math:`\Phi` keeps what stands below the diagonal, and half of the diagonal.
     """

@@ -20,10 +20,11 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from jax.scipy.special import gammaln, logsumexp
+from jax.typing import ArrayLike
 from numpyro.distributions import Distribution
 from numpyro.distributions.util import sum_rightmost
 
-from numpyro_fed.errors import ModelError
+from numpyro_fed.errors import ModelError, is_number
 
 __all__ = ["beta_loss", "gamma_loss", "generalised_cross_entropy", "log_loss"]
 
@@ -32,7 +33,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-Loss = Callable[[Distribution, Any], Array]
+Loss = Callable[[Distribution, ArrayLike], Array]
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -48,7 +49,7 @@ _POINTS = _STEP * np.arange(-8, 13)
 class _LogLoss:
     """Minus the log density: with it a posterior is the ordinary one."""
 
-    def __call__(self, distribution: Distribution, value: Any) -> Array:
+    def __call__(self, distribution: Distribution, value: ArrayLike) -> Array:
         return -jnp.asarray(distribution.log_prob(value))
 
     def __repr__(self) -> str:
@@ -108,7 +109,7 @@ class beta_loss:
     def __post_init__(self) -> None:
         object.__setattr__(self, "beta", _above_one("beta", self.beta))
 
-    def __call__(self, distribution: Distribution, value: Any) -> Array:
+    def __call__(self, distribution: Distribution, value: ArrayLike) -> Array:
         power = self.beta - 1
         log_integral = log_power_integral(distribution, self.beta)
         log_p = distribution.log_prob(value)
@@ -155,7 +156,7 @@ class gamma_loss:
     def __post_init__(self) -> None:
         object.__setattr__(self, "gamma", _above_one("gamma", self.gamma))
 
-    def __call__(self, distribution: Distribution, value: Any) -> Array:
+    def __call__(self, distribution: Distribution, value: ArrayLike) -> Array:
         power = self.gamma - 1
         log_integral = log_power_integral(distribution, self.gamma)
         log_p = distribution.log_prob(value)
@@ -199,13 +200,13 @@ class generalised_cross_entropy:
     delta: float
 
     def __post_init__(self) -> None:
-        if not (_is_number(self.delta) and 0 < self.delta <= 1):
+        if not (is_number(self.delta) and 0 < self.delta <= 1):
             raise ValueError(
                 f"delta must be a number in (0, 1], got {self.delta!r}. Its limit at 0 is log_loss."
             )
         object.__setattr__(self, "delta", float(self.delta))
 
-    def __call__(self, distribution: Distribution, value: Any) -> Array:
+    def __call__(self, distribution: Distribution, value: ArrayLike) -> Array:
         if not getattr(distribution.support, "is_discrete", False):
             raise ModelError(
                 f"generalised_cross_entropy is for discrete distributions, got "
@@ -298,8 +299,10 @@ def _binomial(d: dist.BinomialLogits | dist.BinomialProbs, power: float) -> Arra
     return jnp.where(many, log_rule, log_sum)
 
 
-def _binomial_sum(d: Any, n: Array, mean: Array, power: float) -> Array:
-    """Over all counts where a known total has few, over those around the mean elsewhere."""
+def _binomial_sum(
+    d: dist.BinomialLogits | dist.BinomialProbs, n: Array, mean: Array, power: float
+) -> Array:
+    """Sum over all counts where a known total has few, over those around the mean elsewhere."""
     terms = len(_TERMS)
     if not isinstance(d.total_count, jax.core.Tracer):
         terms = min(terms, int(np.max(d.total_count, initial=0)) + 1)
@@ -311,7 +314,7 @@ def _binomial_sum(d: Any, n: Array, mean: Array, power: float) -> Array:
 
 
 def _binomial_rule(n: Array, p: Array, power: float) -> Array:
-    """As for a Poisson, with a deviance and a Stirling series for what is counted and the rest."""
+    """Integrate as for a Poisson, with a deviance and a series for what is counted and the rest."""
     mean, rest = (n * p)[..., None], (n * (1 - p))[..., None]
     t = jnp.asarray(_POINTS, mean.dtype) / math.sqrt(power)
     scale = jnp.sqrt(mean * (1 - p)[..., None])
@@ -344,7 +347,7 @@ def _poisson_sum(rate: Array, power: float) -> Array:
 
 
 def _poisson_rule(rate: Array, power: float) -> Array:
-    """At ``k = rate (1 + u)``, ``log p`` is a deviance ``rate u^2 r(u)`` and Stirling's series."""
+    """Integrate: at ``k = rate (1 + u)``, ``log p`` is ``-rate u^2 r(u)`` and a series."""
     t = jnp.asarray(_POINTS, rate.dtype) / math.sqrt(power)
     u = t / jnp.sqrt(rate)[..., None]
     k = rate[..., None] * (1 + u)
@@ -354,7 +357,7 @@ def _poisson_rule(rate: Array, power: float) -> Array:
 
 
 def _stirling(k: Array) -> Array:
-    """What Stirling's formula for ``log k!`` leaves out."""
+    """Return what Stirling's formula for ``log k!`` leaves out."""
     return (1 / 12 - (1 / 360 - 1 / (1260 * k**2)) / k**2) / k
 
 
@@ -390,12 +393,8 @@ def _name(distribution: Distribution) -> str:
     return type(distribution).__name__
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def _above_one(name: str, value: Any) -> float:
-    if not (_is_number(value) and 1 < value < math.inf):
+def _above_one(name: str, value: object) -> float:
+    if not (is_number(value) and 1 < value < math.inf):
         raise ValueError(
             f"{name} must be a number above 1, got {value!r}. The limit at 1 is log_loss."
         )

@@ -16,11 +16,12 @@ from jax import Array
 Own = TypeVar("Own", bound="HasPrecision")
 Args = ParamSpec("Args")
 T = TypeVar("T")
+Leaf = TypeVar("Leaf")
 
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """``jax.enable_x64(True)``, in which a text may be traced that was traced in single precision.
+    """Enter ``jax.enable_x64(True)``, where texts may be traced that were in single precision.
 
     Texts read NumPy arrays from outside (an index of groups, a basis). JAX takes such an array
     for the copy that it made of it first, as long as that copy lives, whatever the precision is by
@@ -42,8 +43,8 @@ def copies_by_precision() -> bool:
         return False
     copies: dict[tuple[int, np.dtype], tuple[Any, Any]] = {}
 
-    def copy(a: np.ndarray) -> Any:
-        """The copy that lives, which traces know by its identity, or a new one."""
+    def copy(a: np.ndarray) -> TypedNdArray:
+        """Return the copy that lives, which traces know by its identity, or a new one."""
         dtype = canonicalize_dtype(a.dtype)
         key = id(a), dtype
         of, found = copies.get(key, (_nothing, _nothing))
@@ -53,7 +54,7 @@ def copies_by_precision() -> bool:
         copies[key] = weakref.ref(a), weakref.ref(made, lambda dead: forget(key, dead))
         return made
 
-    def forget(key: tuple[int, np.dtype], dead: Any) -> None:
+    def forget(key: tuple[int, np.dtype], dead: object) -> None:
         if copies.get(key, (None, None))[1] is dead:
             del copies[key]
 
@@ -62,23 +63,23 @@ def copies_by_precision() -> bool:
 
 
 def _nothing() -> None:
-    """What a dead reference returns."""
+    """Return None, as a dead reference does."""
 
 
 def is_double() -> bool:
-    """Whether JAX computes in double precision here."""
+    """Return whether JAX computes in double precision here."""
     return bool(jnp.result_type(float) == np.float64)
 
 
 def precision(*, double: bool) -> AbstractContextManager[None]:
-    """Double precision, or the process's own."""
+    """Return the context of double precision, or of the process's own."""
     return double_precision() if double and not is_double() else nullcontext()
 
 
 def in_this_precision(tree: T) -> T:
-    """The tree with its floating-point arrays in the precision that holds here."""
+    """Return the tree with its floating-point arrays in the precision that holds here."""
 
-    def rounded(leaf: Any) -> Any:
+    def rounded(leaf: Leaf) -> Leaf | Array:
         is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
         return jnp.asarray(leaf, jnp.result_type(float)) if is_float else leaf
 
@@ -90,8 +91,7 @@ class HasPrecision(Protocol):
 
     @property
     def double(self) -> bool:
-        """Whether that was double precision."""
-        ...
+        """Return whether that was double precision."""
 
 
 def in_own_precision(method: Callable[Concatenate[Own, Args], T]) -> Callable[..., T]:
@@ -111,6 +111,6 @@ def in_own_precision(method: Callable[Concatenate[Own, Args], T]) -> Callable[..
     return call
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: Leaf) -> Leaf | np.ndarray:
     is_float = isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
     return np.asarray(leaf) if is_float else leaf

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, cached_property, partial, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 
 from numpyro_fed.precision import double_precision
 
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
+Numbers = int | tuple[int, ...] | None  # of the arguments that are no arrays
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -18,32 +21,33 @@ QUICK = {
 }
 
 
-def jit_once(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``jax.jit`` for what runs once: compiled in a third of the time, and slower after it."""
+def jit_once(f: Callable[Args, Result], static_argnums: Numbers = None) -> Callable[Args, Result]:
+    """Compile what runs once, as ``jax.jit`` does, in a third of the time; it is slower after."""
 
     @cache
-    def compiled() -> Callable[..., Any]:
-        return jax.jit(f, compiler_options=quick_options(), **options)
+    def compiled() -> Callable[Args, Result]:
+        return jax.jit(f, static_argnums=static_argnums, compiler_options=quick_options())
 
     @wraps(f)
-    def call(*args: Any) -> Any:
-        within = any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(args))
-        return f(*args) if within else compiled()(*args)  # options are for whole programs
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        leaves = jax.tree.leaves((args, kwargs))
+        within = any(isinstance(a, jax.core.Tracer) for a in leaves)
+        return f(*args, **kwargs) if within else compiled()(*args, **kwargs)  # whole programs only
 
     return call
 
 
 def compiled_method(
-    jit: Callable[..., Callable[..., Any]] = jax.jit, **options: Any
+    jit: Callable[..., Callable[..., Any]] = jax.jit, static_argnums: Numbers = None
 ) -> Callable[[Method], Method]:
     """Return a decorator of methods that are compiled once for each object.
 
-    ``options`` are those of ``jit``, for the arguments after ``self``.
+    ``static_argnums`` counts the arguments after ``self``.
     """
 
     def decorate(method: Method) -> Method:
-        def of(instance: Any) -> Callable[..., Any]:
-            return jit(wraps(method)(partial(method, instance)), **options)
+        def of(instance: object) -> Callable[..., Any]:
+            return jit(wraps(method)(partial(method, instance)), static_argnums=static_argnums)
 
         found = cached_property(of)
         found.__doc__ = method.__doc__
@@ -52,11 +56,11 @@ def compiled_method(
     return decorate
 
 
-def jit_double(f: Callable[..., Any]) -> Callable[..., Any]:
-    """``jax.jit`` in double precision, of which programs are kept and traces are not."""
-    programs: dict[Any, Callable[..., Any]] = {}
+def jit_double(f: Callable[..., Result]) -> Callable[..., Result]:
+    """Compile in double precision, as ``jax.jit`` does; programs are kept and traces are not."""
+    programs: dict[tuple[object, ...], Callable[..., Result]] = {}
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Result:
         with double_precision():
             leaves, tree = jax.tree.flatten(args)
             shapes = tree, *(jax.typeof(a) for a in leaves)
@@ -70,12 +74,12 @@ def jit_double(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def quick_options() -> dict[str, Any]:
-    """Those of XLA's options for programs that are soon compiled that this version has."""
+    """Return the options that make XLA compile soon, as far as the installed version has them."""
     return known_options(QUICK)
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the compiler that the installed XLA knows: it refuses to compile with others.
+    """Return the compiler's options that the installed XLA knows: with others it does not compile.
 
     From version to version options come and go, where what they chose is the only way.
     """

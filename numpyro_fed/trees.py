@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
+
+Tree = TypeVar("Tree")
 
 
-def all_finite(tree: Any) -> Array:
-    """Whether every number of a tree is finite."""
+def all_finite(tree: object) -> Array:
+    """Return whether every number of a tree is finite."""
     leaves = [jnp.isfinite(leaf).ravel() for leaf in jax.tree.leaves(tree)]
     return jnp.concatenate([jnp.ones(1, bool), *leaves]).all()
 
 
-def strong(tree: Any) -> Any:
-    """The same numbers without weak types, as a loop's state or a program's input must be."""
+def strong(tree: Tree) -> Tree:
+    """Return the same numbers without weak types, as a loop's state or a program's input needs."""
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), tree)
 
 
-def double(tree: Any) -> Any:
-    """The same numbers in double precision, as NumPy arrays."""
+def double(tree: Tree) -> Tree:
+    """Return the same numbers in double precision, as NumPy arrays."""
 
-    def one(a: Any) -> Any:
-        a = np.asarray(a)
+    def one(leaf: ArrayLike) -> np.ndarray:
+        a = np.asarray(leaf)
         return a.astype(np.float64) if a.dtype.kind == "f" else a
 
     return jax.tree.map(one, tree)
 
 
 def fresh(a: np.ndarray) -> Array:
-    """A NumPy array in the current precision: of one that a live trace has closed over, JAX would
-    take that trace's.
+    """Return a NumPy array in the current precision: of one that a live trace has closed over, JAX
+    would take that trace's.
     """
     return jnp.asarray(a.copy())

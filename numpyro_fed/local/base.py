@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,10 @@ from jax.lax import stop_gradient
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural, Ordinary
-from numpyro_fed.trees import strong
+from numpyro_fed.trees import Tree, strong
+
+Own = TypeVar("Own")
+Search = tuple[Array, Tree, optax.OptState, Array, Array, Array]  # what L-BFGS carries along
 
 
 class Noise(NamedTuple):
@@ -25,7 +28,7 @@ class Noise(NamedTuple):
     which: Array | None
 
 
-class Problem(NamedTuple):
+class Problem(NamedTuple, Generic[Own]):
     """A silo's local free energy, ready to be maximised.
 
     Attributes
@@ -58,20 +61,20 @@ class Problem(NamedTuple):
     family: Family
     cavity: Natural
     start: Ordinary
-    own: Any
+    own: Own
     noise: Callable[[Array, int, int | None], Noise]
-    log_lik: Callable[[Ordinary, Any, Noise, bool], tuple[Array, Array]]
+    log_lik: Callable[[Ordinary, Own, Noise, bool], tuple[Array, Array]]
     likelihood: Callable[[], tuple[Natural, Callable[[Ordinary], Array]]]
     rows: int
     divergence: Callable[[Natural, Natural], Array] | None
-    framed: Callable[[Any], tuple[Any, Callable[[Any], Any]]] = lambda own: (own, lambda own: own)
+    framed: Callable[[Own], tuple[Own, Callable[[Own], Own]]] = lambda own: (own, lambda own: own)
     near: bool = False
 
-    def standardised(self) -> tuple[Problem, Callable[[Solution], Solution]]:
-        """The same problem in coordinates in which its start is standard, and the way back."""
+    def standardised(self) -> tuple[Problem[Own], Callable[[Solution[Own]], Solution[Own]]]:
+        """Return the same problem in coordinates where its start is standard, and the way back."""
         family, frame, (inside_own, placed) = self.family, self.start, self.framed(self.own)
 
-        def log_lik(psi: Ordinary, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
+        def log_lik(psi: Ordinary, own: Own, noise: Noise, plain: bool) -> tuple[Array, Array]:
             _, values = self.log_lik(family.moved(frame, psi), placed(own), noise, plain)
             return jax.vmap(family.draw, (None, 0))(psi, noise.globals), values
 
@@ -79,7 +82,7 @@ class Problem(NamedTuple):
             back = (family.out_of(frame, eta), family.out_of(frame, cavity))
             return self.divergence(*back) if self.divergence else jnp.zeros(())
 
-        def back(found: Solution) -> Solution:
+        def back(found: Solution[Own]) -> Solution[Own]:
             eta = family.out_of(frame, found.eta)
             return found._replace(eta=eta, own=placed(found.own))
 
@@ -94,14 +97,14 @@ class Problem(NamedTuple):
         return inside, back
 
 
-class Solution(NamedTuple):
+class Solution(NamedTuple, Generic[Own]):
     """The natural parameters that were found, the silo's own part, whether it converged, whether
     the last numbers on the way there were finite, and whether the likelihood is what it was
     taken for.
     """
 
     eta: Natural
-    own: Any
+    own: Own
     converged: Array
     finite: Array
     suited: Array | bool = True
@@ -117,45 +120,39 @@ class Local(Protocol):
 
     @property
     def share(self) -> float:
-        """How much of the way to its optimum a visit goes; 0 where that cannot be known."""
-        ...
+        """Return how much of the way to its optimum a visit goes; 0 where that cannot be known."""
 
     @property
     def batch_size(self) -> int | None:
-        """Rows in each step; None for all."""
-        ...
+        """Return the rows in each step; None for all."""
 
     @property
     def closed_form(self) -> bool:
-        """Whether it needs a conjugate likelihood."""
-        ...
+        """Return whether it needs a conjugate likelihood."""
 
     @property
     def any_divergence(self) -> bool:
-        """Whether it can take a divergence to the cavity other than KL."""
-        ...
+        """Return whether it can take a divergence to the cavity other than KL."""
 
     @property
     def standardises(self) -> bool:
-        """Whether it works in coordinates in which a good start is standard."""
-        ...
+        """Return whether it works in coordinates in which a good start is standard."""
 
-    def solve(self, problem: Problem, key: Array) -> Solution:
+    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
         """Maximise the free energy; pure and jittable."""
-        ...
 
 
 def free_energy(
-    problem: Problem,
+    problem: Problem[Own],
     psi: Ordinary,
-    own: Any,
+    own: Own,
     noise: Noise,
     *,
     alpha: float = 0.0,
     stick: bool = False,
     plain: bool = False,
 ) -> tuple[Array, Array]:
-    """An estimate of the local free energy, up to a constant, and of the expected log likelihood.
+    """Return estimates of the local free energy, up to a constant, and the expected log likelihood.
 
     ``stick`` makes its gradient stick the landing; ``plain`` makes it the value's derivative.
     """
@@ -203,9 +200,9 @@ def proper_step(
 
 
 def minimise(
-    loss: Callable[[Any], Array], start: Any, steps: int, tolerance: float
-) -> tuple[Any, Array, Array]:
-    """Optax's L-BFGS until no component of the gradient exceeds ``tolerance``.
+    loss: Callable[[Tree], Array], start: Tree, steps: int, tolerance: float
+) -> tuple[Tree, Array, Array]:
+    """Run Optax's L-BFGS until no component of the gradient exceeds ``tolerance``.
 
     It also ends where ``STALLED`` steps in a row have not lowered the loss by more than rounding
     does. Returns the parameters, the loss and the largest component of the gradient there.
@@ -213,7 +210,7 @@ def minimise(
     optim = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
 
-    def step(carry: tuple) -> tuple:
+    def step(carry: Search[Tree]) -> Search[Tree]:
         i, params, opt_state, _, best, stalled = carry
         value, gradient = value_and_grad(params, state=opt_state)
         updates, opt_state = optim.update(
@@ -226,7 +223,7 @@ def minimise(
         best, stalled = jnp.minimum(best, value), jnp.where(lower, 0, stalled + 1)
         return i + 1, params, opt_state, size, best, stalled
 
-    def go_on(carry: tuple) -> Array:
+    def go_on(carry: Search[Tree]) -> Array:
         i, _, _, size, _, stalled = carry
         return (i < steps) & (size > tolerance) & (stalled < STALLED)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import Array
 
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary
-from numpyro_fed.local.base import AT_REST, Noise, Problem, Solution, free_energy
+from numpyro_fed.local.base import AT_REST, Noise, Own, Problem, Solution, free_energy
 from numpyro_fed.local.verdict import PARTICLES, AtRest, Tally, maximised
 from numpyro_fed.trees import strong
 
@@ -82,17 +82,17 @@ class Optax:
 
     @property
     def standardises(self) -> bool:
-        """Natural parameters are those of ``z``."""
+        """Return False for natural parameters, which are those of ``z``."""
         return self.space == "ordinary"
 
     @property
     def any_divergence(self) -> bool:
-        """Under ``alpha`` it has one of its own."""
+        """Return whether ``alpha`` is 0: under others there is a divergence of its own."""
         return self.alpha == 0
 
     @property
     def share(self) -> float:
-        """How far a single step goes depends on the optimiser."""
+        """Return 1, or 0 for a single step: how far it goes depends on the optimiser."""
         return 0.0 if self.steps == 1 else 1.0
 
     def __post_init__(self) -> None:
@@ -107,19 +107,22 @@ class Optax:
         if not 0 <= self.alpha < 1:
             raise ValueError(f"alpha must be in [0, 1), got {self.alpha}.")
 
-    def solve(self, problem: Problem, key: Array) -> Solution:
+    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
         """Run the steps; see the class."""
         return _Ascent(self, problem, key).solution()
 
     @property
     def judged(self) -> bool:
-        """Whether it is looked at where the steps have led."""
+        """Return whether it is looked at where the steps have led."""
         return self.steps > 1 and not math.isinf(self.tolerance)
 
 
+At = tuple[Natural | Ordinary, Own]  # where the steps are, and the silo's own part
+
+
 class Watch(NamedTuple):
-    """What early stopping looks at: a running sum of the expected log likelihood, its best mean so
-    far, windows since then, and the parameters there.
+    """The record of early stopping: a running sum of the expected log likelihood, its best mean,
+    windows since then, and the parameters there.
     """
 
     total: Array
@@ -129,15 +132,15 @@ class Watch(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Where a visit is: gradients taken, parameters and the silo's own part, the last value.
+    """The state of a visit: gradients taken, parameters and the silo's own part, the last value.
 
     From ``steps`` gradients on nothing moves any more: further ones go into ``estimate``, a mean
     of a few of them, and estimates into ``tally``.
     """
 
     i: Array
-    params: tuple[Any, Any]
-    opt_state: Any
+    params: At[Any]
+    opt_state: optax.OptState
     value: Array
     watch: Watch
     estimate: Ordinary
@@ -145,11 +148,11 @@ class Walk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Ascent:
+class _Ascent(Generic[Own]):
     """A visit by :class:`Optax`: one loop that steps, and then judges by the same gradients."""
 
     settings: Optax
-    problem: Problem
+    problem: Problem[Own]
     key: Array
 
     @property
@@ -166,19 +169,19 @@ class _Ascent:
 
     @property
     def judges_itself(self) -> bool:
-        """By its own gradients, if they look at all rows."""
+        """Return whether its own gradients are judged by, which look at all rows."""
         return self.settings.judged and self.settings.batch_size is None
 
     @property
     def each(self) -> int:
-        """Gradients in an estimate."""
+        """Return how many gradients are in an estimate."""
         return -(-PARTICLES // self.settings.num_particles)
 
     @cached_property
     def rest(self) -> AtRest:
         return AtRest(self.problem.family, self.settings.tolerance)
 
-    def solution(self) -> Solution:
+    def solution(self) -> Solution[Own]:
         start = self.start()
         block = self.block()
 
@@ -212,8 +215,8 @@ class _Ascent:
         walk = Walk(none, params, opt_state, zero, watch, estimate, self.rest.begin())
         return strong(walk)
 
-    def where(self, params: tuple[Any, Any]) -> tuple[Natural, Ordinary, Any]:
-        """Natural and ordinary parameters, and the silo's own part."""
+    def where(self, params: At[Own]) -> tuple[Natural, Ordinary, Own]:
+        """Return natural and ordinary parameters, and the silo's own part."""
         (at, own), family = params, self.problem.family
         return (at, family.ordinary(at), own) if self.natural else (family.natural(at), at, own)
 
@@ -222,7 +225,7 @@ class _Ascent:
         return self.problem.noise(key, settings.num_particles, settings.batch_size)
 
     def block(self) -> int:
-        """Gradients for which noise is drawn at once."""
+        """Return the gradients for which noise is drawn at once."""
         size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.noise, 0)))
         return max(1, min(BLOCK, self.settings.steps, NOISE // max(size, 1)))
 
@@ -233,7 +236,7 @@ class _Ascent:
     def step(self, walk: Walk, noise: Noise) -> Walk:
         settings = self.settings
 
-        def loss(params: tuple[Any, Any]) -> tuple[Array, Array]:
+        def loss(params: At[Own]) -> tuple[Array, Array]:
             _, psi, own = self.where(params)
             stick = settings.batch_size is None and not self.natural
             value, log_lik = free_energy(
@@ -261,7 +264,7 @@ class _Ascent:
 
     @property
     def looks(self) -> bool:
-        """Whether it may end before its time."""
+        """Return whether it may end before its time."""
         return self.judges_itself and self.problem.near and self.settings.patience is None
 
     def look(self, walk: Walk) -> Walk:
@@ -277,7 +280,7 @@ class _Ascent:
 
     @property
     def window(self) -> int:
-        """Steps over which early stopping takes a mean."""
+        """Return the steps over which early stopping takes a mean."""
         return -(-self.settings.steps // 20)
 
     def stop_early(self, walk: Walk, log_lik: Array) -> Walk:
@@ -297,8 +300,8 @@ class _Ascent:
         params = jax.tree.map(lambda a, b: jnp.where(ends, a, b), watch.params, walk.params)
         return walk._replace(i=i, watch=watch, params=params)
 
-    def judge(self, walk: Walk, gradient: Any) -> Walk:
-        """One more gradient of the loss where the steps have led."""
+    def judge(self, walk: Walk, gradient: Natural | Ordinary) -> Walk:
+        """Take in one more gradient of the loss where the steps have led."""
         family, each = self.problem.family, self.each
         estimate = jax.tree.map(
             lambda a, b: a - b / each, walk.estimate, self.of_psi(walk, gradient)
@@ -314,17 +317,18 @@ class _Ascent:
         done = (walk.i + 1 - self.settings.steps) % each == 0
         return jax.lax.cond(done, full, lambda walk: walk, walk)
 
-    def of_psi(self, walk: Walk, gradient: Any) -> Ordinary:
-        """A gradient in the space of the steps as one with respect to ordinary parameters."""
+    def of_psi(self, walk: Walk, gradient: Natural | Ordinary) -> Ordinary:
+        """Return a gradient in the space of the steps as one for ordinary parameters."""
         if not self.natural:
             return gradient
         _, psi, _ = self.where(walk.params)
         _, pull = jax.vjp(self.problem.family.natural, psi)
         return pull(gradient)[0]
 
-    def converged(self, walk: Walk, psi: Ordinary, own: Any) -> Array:
-        """Whether the steps have led to an optimum; with minibatches by all rows, and at most half
-        of the steps' own work.
+    def converged(self, walk: Walk, psi: Ordinary, own: Own) -> Array:
+        """Return whether the steps have led to an optimum.
+
+        With minibatches it is judged by all rows, and at most half of the steps' own work.
         """
         settings = self.settings
         if not settings.judged:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax import Array
 from numpyro_fed import linalg
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Ordinary
-from numpyro_fed.local.base import AT_REST, Noise, Problem, Solution, free_energy, minimise
+from numpyro_fed.local.base import AT_REST, Noise, Own, Problem, Solution, free_energy, minimise
 from numpyro_fed.local.verdict import maximised
 
 
@@ -53,12 +52,12 @@ class LBFGS:
         positive_int("steps", self.steps)
         positive_int("num_particles", self.num_particles)
 
-    def solve(self, problem: Problem, key: Array) -> Solution:
+    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
         """Search until the gradient vanishes; see the class."""
         key_fit, key_judge = jax.random.split(key)
         noise = standardised(problem.noise(key_fit, self.num_particles, None))
 
-        def loss(params: tuple[Ordinary, Any]) -> Array:
+        def loss(params: tuple[Ordinary, Own]) -> Array:
             return -free_energy(problem, *params, noise, plain=True)[0]
 
         start = (problem.start, problem.own)
@@ -68,12 +67,12 @@ class LBFGS:
 
 
 def standardised(noise: Noise) -> Noise:
-    """The same noise with that of the globals standardised, where it is normal."""
+    """Return the same noise with that of the globals standardised, where it is normal."""
     return noise._replace(globals=jax.tree.map(_standardised, noise.globals))
 
 
 def _standardised(noise: Array) -> Array:
-    """Standard normal noise (n, dim) with sample mean zero and, if it can be, covariance one.
+    """Return standard normal noise (n, dim) of sample mean zero and, if it can be, covariance one.
 
     Where there are enough draws they come in pairs of opposite sign, and no odd moment is left.
     """

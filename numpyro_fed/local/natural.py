@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,14 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary, move_along
-from numpyro_fed.local.base import AT_REST, Problem, Solution, free_energy, proper_step
+from numpyro_fed.local.base import AT_REST, Own, Problem, Solution, free_energy, proper_step
 from numpyro_fed.local.lbfgs import standardised
-from numpyro_fed.local.verdict import AtRest, maximised
+from numpyro_fed.local.verdict import AtRest, Tally, maximised
 from numpyro_fed.trees import all_finite, strong
 
 STAYS = 1e-4  # nats that a step moves, where a fixed point has been reached
+Damped = tuple[Array, Natural, Own, optax.OptState, Array, Tally]
+Fixed = tuple[Array, Natural, Array, Array, Array]
 MISFIT = 0.1  # nats by which a conjugate likelihood may seem not to be one
 
 
@@ -70,17 +71,17 @@ class NaturalGradient:
 
     @property
     def closed_form(self) -> bool:
-        """If the expectations are to be."""
+        """Return whether the expectations are to be in closed form."""
         return self.expectation == "closed_form"
 
     @property
     def standardises(self) -> bool:
-        """The closed form is that of ``z``."""
+        """Return False for the closed form, which is that of ``z``."""
         return not self.closed_form
 
     @property
     def share(self) -> float:
-        """A single step goes as far as its rate."""
+        """Return 1, or the rate of a single step."""
         return self.rate if self.steps == 1 else 1.0
 
     def __post_init__(self) -> None:
@@ -95,17 +96,17 @@ class NaturalGradient:
                 f"expectation={self.expectation!r}: expected 'monte_carlo' or 'closed_form'."
             )
 
-    def solve(self, problem: Problem, key: Array) -> Solution:
+    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
         """Run the steps; see the class."""
         family = problem.family
 
-        def aim(eta: Natural, own: Any, key: Array) -> tuple[Natural, Any]:
+        def aim(eta: Natural, own: Own, key: Array) -> tuple[Natural, Own]:
             if self.expectation == "closed_form":
                 factor, g_own = problem.likelihood()[0], jax.tree.map(jnp.zeros_like, own)
             else:
                 noise = problem.noise(key, self.num_particles, self.batch_size)
 
-                def expected(psi: Ordinary, own: Any) -> Array:
+                def expected(psi: Ordinary, own: Own) -> Array:
                     return problem.log_lik(psi, own, noise, False)[1].mean()
 
                 g_psi, g_own = jax.grad(expected, (0, 1))(family.ordinary(eta), own)
@@ -135,7 +136,7 @@ class FixedPoint:
     any_divergence = False
     standardises = True
 
-    def solve(self, problem: Problem, key: Array) -> Solution:
+    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
         """Run the steps; see the class."""
         family = problem.family
         key_fit, key_judge = jax.random.split(key)
@@ -150,7 +151,7 @@ class FixedPoint:
 
             return jax.tree.map(jnp.add, problem.cavity, family.dual_gradient(expected, eta))
 
-        def move(carry: tuple) -> tuple:
+        def move(carry: Fixed) -> Fixed:
             i, eta, before, last, rate = carry
             enough = before - jnp.finfo(before.dtype).eps * jnp.abs(before)
 
@@ -161,7 +162,7 @@ class FixedPoint:
             moved = jnp.where(used > 0, expfam.kl(family, after, eta), 0.0)
             return i + 1, after, value(after), moved, jnp.where(moved > 0.5 * last, 0.5, 1.0)
 
-        def go_on(carry: tuple) -> Array:
+        def go_on(carry: Fixed) -> Array:
             return (carry[0] < self.steps) & (carry[3] > STAYS)
 
         start = family.natural(problem.start)
@@ -193,7 +194,7 @@ class ClosedForm:
     any_divergence = False
     standardises = False
 
-    def solve(self, problem: Problem, key: Array) -> Solution:
+    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
         """Add the likelihood's natural parameters to the cavity's."""
         eta = jax.tree.map(jnp.add, problem.cavity, problem.likelihood()[0])
         suited = _suited(problem, eta)
@@ -246,7 +247,7 @@ class PowerEP:
 
     @property
     def share(self) -> float:
-        """A single step goes as far as its rate."""
+        """Return 1, or the rate of a single step."""
         return self.rate if self.steps == 1 else 1.0
 
     def __post_init__(self) -> None:
@@ -256,16 +257,16 @@ class PowerEP:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}.")
 
-    def solve(self, problem: Problem, key: Array) -> Solution:
+    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
         """Run the steps; see the class."""
         family = problem.family
 
-        def aim(eta: Natural, own: Any, key: Array) -> tuple[Natural, Any]:
+        def aim(eta: Natural, own: Own, key: Array) -> tuple[Natural, Own]:
             psi = family.ordinary(eta)
             noise = problem.noise(key, self.num_particles, None)
             factor = jax.tree.map(jnp.subtract, eta, problem.cavity)
 
-            def expected(own: Any) -> tuple[Array, tuple[Array, Array]]:
+            def expected(own: Own) -> tuple[Array, tuple[Array, Array]]:
                 z, log_lik = problem.log_lik(psi, own, noise, False)
                 return log_lik.mean(), (z, log_lik)
 
@@ -279,43 +280,44 @@ class PowerEP:
         return _damped(problem, aim, key, self)
 
 
-def _suited(problem: Problem, eta: Natural) -> Array:
-    """Whether the likelihood is conjugate around ``eta``, and from the start to there."""
+def _suited(problem: Problem[Own], eta: Natural) -> Array:
+    """Return whether the likelihood is conjugate around ``eta``, and from the start to there."""
     misfit = problem.likelihood()[1]
     return misfit(problem.family.ordinary(eta)) <= MISFIT
 
 
 def _damped(
-    problem: Problem,
-    aim: Callable[[Natural, Any, Array], tuple[Natural, Any]],
+    problem: Problem[Own],
+    aim: Callable[[Natural, Own, Array], tuple[Natural, Own]],
     key: Array,
     how: NaturalGradient | PowerEP,
-) -> Solution:
-    """Damped steps of ``q`` to where ``aim`` says, and of the silo's own part up its gradient."""
+) -> Solution[Own]:
+    """Take damped steps of ``q`` to where ``aim`` says, and of the silo's part up its gradient."""
     family, optim = problem.family, how.optim or optax.adam(0.02)
     rest, judged = AtRest(family, how.tolerance), how.steps > 1
 
-    def step(carry: tuple) -> tuple:
-        i, eta, own = carry[:3]
+    def step(carry: Damped[Own]) -> Damped[Own]:
+        i, eta, own, *_ = carry
         target, g_own = aim(eta, own, jax.random.fold_in(key, i))
 
-        def walk(carry: tuple) -> tuple:
+        def walk(carry: Damped[Own]) -> Damped[Own]:
             i, eta, own, opt_state, _, tally = carry
             moved, _ = proper_step(family.proper, eta, target, how.rate)
             updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
             own = optax.apply_updates(own, updates)
             return i + 1, moved, own, opt_state, all_finite(target), tally
 
-        def judge(carry: tuple) -> tuple:
-            i, eta, *kept, tally = carry
+        def judge(carry: Damped[Own]) -> Damped[Own]:
+            i, eta, own, opt_state, fine, tally = carry
             full = jax.tree.map(jnp.subtract, target, eta)
-            return i + 1, eta, *kept, rest.add(tally, move_along(family, eta, full))
+            tally = rest.add(tally, move_along(family, eta, full))
+            return i + 1, eta, own, opt_state, fine, tally
 
         if not judged:
             return walk(carry)
         return jax.lax.cond(i < how.steps, walk, judge, carry)
 
-    def go_on(carry: tuple) -> Array:
+    def go_on(carry: Damped[Own]) -> Array:
         walking = carry[0] < how.steps
         return walking | rest.wants_more(carry[5]) if judged else walking
 

@@ -13,7 +13,7 @@ standard deviations, and each standard deviation, relatively, says how far away 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Ordinary
-from numpyro_fed.local.base import Noise, Problem, free_energy
+from numpyro_fed.local.base import Noise, Own, Problem, free_energy
 
 FEW, MANY = 8, 64  # estimates of a step that are averaged: at least, and at most
 PARTICLES = 16  # draws in each where no minibatches are asked for; two else, on all rows
@@ -37,13 +37,13 @@ class Tally(NamedTuple):
 
     @property
     def error(self) -> Array:
-        """The standard error of the mean."""
+        """Return the standard error of the mean."""
         return jnp.sqrt(self.squares / (self.number * (self.number - 1)))
 
 
 @dataclass(frozen=True)
 class AtRest:
-    """Whether a full natural-gradient step from where a visit ended would move ``q`` by nothing.
+    """A judge of whether a full natural-gradient step from where a visit ended moves nothing.
 
     Attributes
     ----------
@@ -60,37 +60,37 @@ class AtRest:
     most: int = MANY
 
     def begin(self) -> Tally:
-        """No estimate yet."""
+        """Return the tally of no estimates."""
         none = jnp.zeros(2 * self.family.dim)
         return Tally(jnp.zeros((), jnp.int32), none, none)
 
     def add(self, tally: Tally, move: Array) -> Tally:
-        """One more estimate of the step, (2 dim,) as by :attr:`expfam.Family.move`."""
+        """Return the tally with one more estimate (2 dim,), by :attr:`expfam.Family.move`."""
         number = tally.number + 1
         mean = tally.mean + (move - tally.mean) / number
         return Tally(number, mean, tally.squares + (move - tally.mean) * (move - mean))
 
     def wants_more(self, tally: Tally) -> Array:
-        """Whether it takes another estimate to tell."""
+        """Return whether it takes another estimate to tell."""
         far = (jnp.abs(tally.mean) > self.tolerance + 4 * tally.error).any()
         close = (tally.error <= self.tolerance / 4).all()
         return (tally.number < FEW) | ((tally.number < self.most) & ~far & ~close)
 
     def arrived(self, tally: Tally) -> Array:
-        """Whether steps on the way may end: four times as strict as the verdict."""
+        """Return whether steps on the way may end: four times as strict as the verdict."""
         close = jnp.abs(tally.mean) + tally.error <= self.tolerance / 2
         return (tally.number >= FEW) & close.all()
 
     def holds(self, tally: Tally) -> Array:
-        """The verdict."""
+        """Return the verdict: whether the step would move nothing."""
         near = jnp.abs(tally.mean) <= self.tolerance + 2 * tally.error
         return (near & (tally.error <= self.tolerance / 2)).all()
 
 
 def maximised(
-    problem: Problem,
+    problem: Problem[Own],
     psi: Ordinary,
-    own: Any,
+    own: Own,
     key: Array,
     tolerance: float,
     *,
@@ -98,7 +98,7 @@ def maximised(
     particles: int = PARTICLES,
     work: float = jnp.inf,
 ) -> Array:
-    """Whether the local free energy is largest at ``psi``, up to ``tolerance``.
+    """Return whether the local free energy is largest at ``psi``, up to ``tolerance``.
 
     See :class:`AtRest`. ``work`` bounds how often a row is looked at; where that is too little for
     ``FEW`` estimates nobody can know, and the answer is no.
@@ -115,7 +115,7 @@ def maximised(
         factor = family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
 
     def excess(psi: Ordinary, noise: Noise) -> Array:
-        """What the silo's likelihood has more than its factor: nothing, at best."""
+        """Return what the silo's likelihood has more than its factor: nothing, at best."""
         if alpha > 0:
             return free_energy(problem, psi, own, noise, alpha=alpha)[0]
         z, log_lik = problem.log_lik(psi, own, noise, False)

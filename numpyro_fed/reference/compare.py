@@ -93,7 +93,7 @@ def compare(
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What :func:`compare` found.
+    """A table of the differences that :func:`compare` found.
 
     Attributes
     ----------
@@ -125,7 +125,7 @@ class Comparison:
         return [("site", "mean error (sd)", "sd ratio", "Wasserstein (sd)"), *rows]
 
     def _note(self) -> list[str]:
-        """What the table does not say."""
+        """Return the words about what the table does not say."""
         if np.isnan(self.pareto_k):
             return []
         return [f"Pareto k-hat of the fit's importance weights: {self.pareto_k:.2f}"]
@@ -199,7 +199,7 @@ def _compare_site(
 
 
 def _constant(draws: np.ndarray) -> np.ndarray:
-    """Which elements do not vary, such as the first row of a Cholesky factor."""
+    """Return which elements do not vary, such as the first row of a Cholesky factor."""
     return draws.std(0) <= ROUNDING * abs(draws.mean(0))
 
 

@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import blackjax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from blackjax.mcmc.hmc import HMCState
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
@@ -20,15 +21,19 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_fed import html
 from numpyro_fed.errors import positive_int
 from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket, grouped, stacked
 from numpyro_fed.model.sites import Site
-from numpyro_fed.model.split import FederatedModel, Rows
-from numpyro_fed.reference.starts import Position, good_starts, some_from_prior, uniform
+from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.reference.starts import Position, Shapes, good_starts, some_from_prior, uniform
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.rounding import Rounding
+from numpyro_fed.trees import Tree
+
+Draws = TypeVar("Draws", np.ndarray, Array)
 
 ENOUGH = 500  # samples of a chain, for a verdict without being asked
 RHAT = 1.05
@@ -56,7 +61,7 @@ class NutsResult:
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray]:
-        """All sites on their own supports, chains joined; silo j's are named ``silo_{j}/b``."""
+        """Return all sites on their supports, chains joined; silo j's are named ``silo_{j}/b``."""
         joined = {k: _join_chains(v) for k, v in self.globals.items()}
         return joined | self._locals()
 
@@ -154,25 +159,24 @@ class NutsResult:
         return html.words(self.report())
 
     def ess(self) -> dict[str, np.ndarray]:
-        """Effective sample size of each element of each global site; NaN where it is constant."""
+        """Return effective sample sizes of elements of global sites; NaN for constant ones."""
         with np.errstate(invalid="ignore"):
             return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
 
 
 class Place(Protocol):
-    """Where globals may start: a :class:`numpyro_fed.Mode`."""
+    """A place where globals may start: a :class:`numpyro_fed.Mode`."""
 
     z_G: np.ndarray
 
     @property
     def covariance(self) -> np.ndarray:
-        """Of shared parameters and globals."""
-        ...
+        """Return the covariance of shared parameters and globals."""
 
 
 def run_nuts(
     key: Array,
-    model: Callable,
+    model: Callable[..., object],
     silos: Sequence[Mapping[str, Any]],
     *,
     num_warmup: int = 1_000,
@@ -257,7 +261,7 @@ def run_nuts(
     log_density = _joint_density(fm, sizes, buckets, shared, private)
     key_init, key_run = jax.random.split(key)
     totals = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
-    shapes = {
+    shapes: Shapes = {
         "z_G": (num_chains, fm.dim),
         "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
     }
@@ -293,13 +297,13 @@ def run_nuts(
 
 
 def _varies(draws: np.ndarray) -> bool:
-    """Whether an element of a site (chains, n, ...) takes values that differ beyond rounding."""
+    """Return whether an element of a site (chains, n, ...) differs by more than rounding."""
     mean, sd = draws.mean((0, 1), dtype=np.float64), draws.std((0, 1), dtype=np.float64)
     return bool((sd > ROUNDING * abs(mean)).any())
 
 
 def _rounded(z_G: np.ndarray, latents: Sequence[Site]) -> str:
-    """Why the precision of draws (n, dim) does not hold the posterior; empty where it does."""
+    """Return why the precision of draws (n, dim) does not hold the posterior; empty if it does."""
     if not z_G.size:
         return ""
     exact = z_G.astype(np.float64)
@@ -314,7 +318,7 @@ def _identity(z_G: Array) -> Array:
 def _within(
     start: Place, dim: int, log_density: Callable[[Position], Array]
 ) -> tuple[Callable[[Array], Array], Callable[[Position], Array]]:
-    """From coordinates ``u`` to ``z_G = m + L u``, and the density of these, up to a constant."""
+    """Return ``u -> z_G = m + L u``, and the log density of ``u`` and locals, up to a constant."""
     L = jnp.asarray(np.linalg.cholesky(start.covariance[-dim:, -dim:]))
     centre = jnp.asarray(start.z_G)
 
@@ -324,14 +328,14 @@ def _within(
     return place, lambda position: log_density({**position, "z_G": place(position["z_G"])})
 
 
-def _join_chains(draws: Any) -> Any:
+def _join_chains(draws: Draws) -> Draws:
     return draws.reshape(draws.shape[0] * draws.shape[1], *draws.shape[2:])
 
 
 def _parameters(
     fm: FederatedModel, silos: Sequence[SiloData], result: Result | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Shared parameters, and each silo's private ones, unconstrained."""
+    """Return shared parameters, and each silo's private ones, unconstrained."""
     if result is not None:
         own = [result.private_parameters(j) for j in range(len(silos))]
         return result.shared.theta, own
@@ -347,7 +351,7 @@ def _joint_density(
     shared: dict[str, Any],
     private: Sequence[dict[str, Any]],
 ) -> Callable[[Position], Array]:
-    """Log density of a position that holds the real rows of all silos, in the silos' order."""
+    """Return the log density of positions that hold the real rows of all silos, in their order."""
     starts = _starts(sizes)
     places: list[dict[str, Any]] = []
     data, own = [], []
@@ -387,7 +391,7 @@ def _joint_density(
     return log_density
 
 
-def _fill(padded: Any, values: Sequence[Any]) -> Any:
+def _fill(padded: Tree, values: Sequence[Tree]) -> Tree:
     """Stack the silos' private parameters into arrays that have room for padded rows."""
 
     def fill(room: Array, *parts: Array) -> Array:
@@ -406,7 +410,7 @@ def _local_sites(
     draws: Position,
     thetas: Sequence[dict[str, Any]],
 ) -> dict[str, np.ndarray]:
-    """Local sites on their own supports, silos of one shape side by side."""
+    """Return local sites on their own supports, silos of one shape side by side."""
     starts = _starts(sizes)
     constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_local, (None, 0, 0, None)), (0, None, 0, 0)))
     sites: dict[str, np.ndarray] = {}
@@ -422,7 +426,7 @@ def _local_sites(
 
 
 def _starts(sizes: Sequence[Sizes]) -> dict[str, np.ndarray]:
-    """Where each silo's rows begin among those of all silos."""
+    """Return where each silo's rows begin among those of all silos."""
     return {p: np.cumsum([0, *(size[p] for size in sizes)]).astype(int) for p in sizes[0]}
 
 
@@ -470,7 +474,7 @@ def _blackjax(
         (state, parameters), _ = warmup.run(key_warmup, start, num_warmup)
         kernel = blackjax.nuts(log_density, **parameters)
 
-        def step(state: Any, key: Array) -> tuple[Any, tuple[Position, Array]]:
+        def step(state: HMCState, key: Array) -> tuple[HMCState, tuple[Position, Array]]:
             state, info = kernel.step(key, state)
             return state, (state.position, info.is_divergent)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,11 +16,13 @@ from numpyro_fed.model.split import FederatedModel
 TRIES = 100  # draws of a chain's start, as many as NumPyro's find_valid_initial_params takes
 
 Position = dict[str, Any]  # {"z_G": (dim,), "z_L": {plate: (rows of all silos, dim)}}
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape | Mapping[str, Shape]]  # of a position's arrays
 Draw = Callable[[Array], Position]
 
 
-def uniform(key: Array, shapes: Any) -> Any:
-    """Starts in (-2, 2), as NumPyro's: all zeros would start a hierarchical model in its funnel."""
+def uniform(key: Array, shapes: Shapes) -> Position:
+    """Return starts in (-2, 2), as NumPyro's: zeros would start a hierarchy in its funnel."""
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(leaves))
     draws = [
@@ -32,7 +34,7 @@ def uniform(key: Array, shapes: Any) -> Any:
 def good_starts(
     key: Array, draw: Draw, fm: FederatedModel, log_density: Callable[[Position], Array]
 ) -> Position:
-    """Starts of all chains at which the log density and each of its derivatives are finite.
+    """Return starts of all chains at which the log density and each of its derivatives are finite.
 
     A density can be finite where its gradient is not: ``sqrt(exp(-x**2))`` underflows to zero far
     out, where the derivative of the root is infinite. A chain that starts there never moves.
@@ -74,9 +76,10 @@ def good_starts(
 def some_from_prior(
     key: Array, fm: FederatedModel, log_density: Callable[[Position], Array], start: Position
 ) -> Position:
-    """Every other chain's globals from the prior: starts that all lie near zero may share a mode.
+    """Return starts of which every other one has its globals from the prior.
 
-    Not where the prior cannot be drawn from, or where density or gradient there are not finite.
+    Starts that all lie near zero may share a mode. It is not done where the prior cannot be drawn
+    from, or where density or gradient there are not finite.
     """
     chains = len(start["z_G"])
     drawn = fm.draw_prior(jax.random.fold_in(key, 1), chains)
@@ -89,13 +92,13 @@ def some_from_prior(
 
 
 def _fine(value: Array, gradient: Position) -> Array:
-    """For each chain whether the density and each derivative there are finite, (chains,)."""
+    """Return for each chain whether the density and each derivative there are finite, (chains,)."""
     leaves = [jnp.isfinite(a).reshape(len(value), -1).all(1) for a in jax.tree.leaves(gradient)]
     return jnp.stack([jnp.isfinite(value), *leaves]).all(0)
 
 
 def _no_start(fm: FederatedModel, value: float, gradient: Position) -> ModelError:
-    """Why no chain can start, by the density and the gradient at the last place."""
+    """Return why no chain can start, by the density and the gradient at the last place."""
     advice = "Look at the data and the supports of the sites"
     if not np.isfinite(value):
         return ModelError(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Combine, Replies, Reply
+from numpyro_fed.algorithms.base import Combine, Down, Replies, Reply, Up
+from numpyro_fed.trees import Tree
 
 
-def combine(how: Combine, stacks: Sequence[Reply], order: Array | None = None) -> Replies:
+def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Array | None = None) -> Replies[Up]:
     """Put stacks of replies together, in ``order`` where they are gathered."""
     if how is Combine.SUM:
         parts = [_weighted(reply) for reply in stacks]
@@ -24,15 +24,15 @@ def combine(how: Combine, stacks: Sequence[Reply], order: Array | None = None) -
     return Replies(*jax.tree.map(lambda *parts: jnp.concatenate(parts)[which], *each))
 
 
-def _weights(stack: Reply) -> Array:
-    """The weight of each reply of a stack; of one that has none, 1."""
+def _weights(stack: Reply[Up]) -> Array:
+    """Return the weight of each reply of a stack; of one that has none, 1."""
     if isinstance(stack.weight, tuple):
         return jnp.ones(jnp.shape(stack.ok))
     return jnp.asarray(stack.weight)
 
 
-def _weighted(stack: Reply) -> tuple[Any, Array]:
-    """The sum of a stack of replies, counts as they are; the sum of the weights."""
+def _weighted(stack: Reply[Up]) -> tuple[Up, Array]:
+    """Return the sum of a stack of replies, counts as they are; the sum of the weights."""
     weight = _weights(stack)
     if isinstance(stack.weight, tuple):
         return jax.tree.map(lambda a: a.sum(0), stack.up), weight.sum()
@@ -45,10 +45,10 @@ def _weighted(stack: Reply) -> tuple[Any, Array]:
     return jax.tree.map(total, stack.up), weight.sum()
 
 
-def slices(scatter: Any, down: Any, which: Any) -> Any:
-    """Of each leaf of ``Down`` that has an axis of participants the part of some or one."""
+def slices(scatter: object, down: Down, which: Array | int) -> Down:
+    """Return what some participants get, or one: parts of leaves that have an axis of them."""
 
-    def part(scattered: bool, leaves: Any) -> Any:
+    def part(scattered: bool, leaves: Tree) -> Tree:
         return jax.tree.map(lambda a: a[which], leaves) if scattered else leaves
 
     return jax.tree.map(part, scatter, down)

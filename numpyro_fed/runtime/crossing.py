@@ -10,6 +10,7 @@ import jax
 from numpyro_fed import html
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Round
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.runtime.stack import ServerData
 from numpyro_fed.runtime.step import crossed
 
 
@@ -47,11 +48,11 @@ class Crossings(NamedTuple):
     parties: tuple[str, str] = ("server", "silo")
 
     def nbytes(self, when: str, *, up: bool) -> int:
-        """Of one exchange of each kind."""
+        """Return how many bytes cross in one exchange of each kind."""
         return sum(row.nbytes for row in self.rows if row.when == when and row.up is up)
 
     def _cells(self) -> tuple[tuple[str, ...], ...]:
-        """The table: names of columns, and a row for each array."""
+        """Return the table: names of columns, and a row for each array."""
         server, silo = self.parties
         head = ("when", "exchange", "from", "to", "array", "shape", "dtype", "")
         lines = (
@@ -84,10 +85,10 @@ class Crossings(NamedTuple):
 
 def crossings(
     when: str,
-    algorithm: FederatedAlgorithm,
+    algorithm: FederatedAlgorithm[Any, Any],
     rounds: Sequence[Round],
     data: SiloData,
-    server_data: Any,
+    server_data: ServerData,
     *,
     silo: str = "silo",
 ) -> Crossings:
@@ -103,7 +104,7 @@ def crossings(
     return Crossings(tuple(rows), ("server", silo))
 
 
-def _rows(when: str, exchange: Exchange, tree: Any, up: bool) -> list[Crossing]:
+def _rows(when: str, exchange: Exchange[Any, Any, Any], tree: object, up: bool) -> list[Crossing]:
     summed = exchange.combine is Combine.SUM
     return [
         Crossing(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_fed.errors import ReplyError
 from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.progress import Progress, progress_of
-from numpyro_fed.runtime.stack import Batch, Log, Runtime, State
+from numpyro_fed.runtime.stack import Batches, Log, Runtime, ServerData, Stacks, State
 from numpyro_fed.trees import all_finite
 
 REFRESH = 0.25  # seconds between updates of the progress bar
@@ -50,9 +51,9 @@ class Run(NamedTuple):
 
 
 class Watcher(NamedTuple):
-    """Somebody who looks at a run after each so many rounds, and may end it by saying True."""
+    """A listener that looks at a run every so many rounds, and may end it by saying True."""
 
-    look: Callable[[Run], Any]
+    look: Callable[[Run], bool | None]
     every: int
 
 
@@ -60,10 +61,10 @@ def drive(
     runtime: Runtime,
     key: Array,
     state: State,
-    batches: tuple[Batch, ...],
+    batches: Batches,
     num_rounds: int,
     progress_bar: bool | Progress,
-    server_data: Any = None,
+    server_data: ServerData = None,
     *,
     stop: bool = False,
     watcher: Watcher | None = None,
@@ -149,12 +150,12 @@ class _Interruption:
     def __enter__(self) -> _Interruption:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         self.came = self._quietly and kind is not None and issubclass(kind, KeyboardInterrupt)
         return self.came
 
 
-def _first(n: int, a: Any) -> np.ndarray:
+def _first(n: int, a: ArrayLike) -> np.ndarray:
     return np.asarray(a)[:n]
 
 
@@ -166,8 +167,8 @@ class _Finite(NamedTuple):
 
 
 @jit_once
-def _finite(server: Any, silos: tuple[Any, ...], numbers: tuple[Array, ...]) -> _Finite:
-    def each(stack: Any, numbers: Array) -> Array:
+def _finite(server: object, silos: Stacks, numbers: tuple[Array, ...]) -> _Finite:
+    def each(stack: object, numbers: Array) -> Array:
         size = len(numbers)
         leaves = [jnp.isfinite(a).reshape(size, -1).all(1) for a in jax.tree.leaves(stack)]
         return jnp.stack([jnp.ones(size, bool), *leaves]).all(0)
@@ -176,15 +177,13 @@ def _finite(server: Any, silos: tuple[Any, ...], numbers: tuple[Array, ...]) -> 
     return _Finite(all_finite(server), stacks)
 
 
-def _all_finite(state: State, batches: tuple[Batch, ...]) -> bool:
+def _all_finite(state: State, batches: Batches) -> bool:
     server, silos = _finite(state.server, state.silos, tuple(b.silos for b in batches))
     return bool(server) and all(np.asarray(s).all() for s in silos)
 
 
-def failed_silos(
-    replies: Any, silos: tuple[Any, ...], batches: tuple[Batch, ...]
-) -> tuple[int, ...]:
-    """The silos whose last reply was not good, or whose state is not finite."""
+def failed_silos(replies: ArrayLike, silos: Stacks, batches: Batches) -> tuple[int, ...]:
+    """Return the silos whose last reply was not good, or whose state is not finite."""
     bad = set(np.flatnonzero(~np.asarray(replies)).tolist())
     numbers = tuple(b.silos for b in batches)
     for silo, fine in zip(numbers, _finite((), silos, numbers).silos, strict=True):

@@ -12,28 +12,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply, Round
+from numpyro_fed.algorithms.base import (
+    Down,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    Server,
+    Silo,
+    Up,
+)
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
-from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     Advance,
-    Batch,
+    Batches,
     Ended,
     Log,
     Runtime,
+    ServerData,
     Single,
+    Stacks,
     State,
+    Watch,
     chunk_of,
     init_schedule,
     visits,
 )
 from numpyro_fed.runtime.step import Answers, Noise, Reach, in_parts, step
-from numpyro_fed.trees import strong
+from numpyro_fed.trees import Tree, strong
 
 
-def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Runtime:
+def host(
+    algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry] | None = None
+) -> Runtime:
     """Run the silos one after the other from Python, each at its own size, without padding.
 
     Every function is compiled on its own; under ``jax.disable_jit()`` all of it is ordinary
@@ -42,7 +57,7 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
     init_server, init_silo = jax.jit(algorithm.init_server), jax.jit(algorithm.init_silo)
     watch = jax.jit(algorithm.watch or (lambda state: ()))
 
-    def init(key: Array, batches: tuple[Batch, ...]) -> State:
+    def init(key: Array, batches: Batches) -> State:
         key_server, key_silos = init_keys(key)
         silos = []
         for silo, data in map(_only, batches):
@@ -59,16 +74,16 @@ def host(algorithm: FederatedAlgorithm, schedule: Schedule | None = None) -> Run
 
 def rounds(
     round_: Round,
-    schedule: Schedule | None,
-    num_silos: Callable[[tuple[Batch, ...]], int],
-    reach_of: Callable[[tuple[Batch, ...]], Reach],
-    done: Callable[[Any], Array] | None = None,
+    schedule: Schedule[Carry] | None,
+    num_silos: Callable[[Batches], int],
+    reach_of: Callable[[Batches], Reach[Array, Stacks]],
+    done: Callable[[Server], Array] | None = None,
 ) -> Advance:
     """Return a plain loop over rounds and their steps, whoever asks the silos."""
     who_when = jax.jit(partial(visits, schedule)) if schedule else None
 
     def one_round(
-        key: Array, state: State, batches: tuple[Batch, ...], server_data: Any
+        key: Array, state: State, batches: Batches, server_data: ServerData
     ) -> tuple[State, float, Ended, Any]:
         size = num_silos(batches)
         plan, change = (np.arange(size)[None], ()), None
@@ -94,9 +109,9 @@ def rounds(
     def advance(
         key: Array,
         state: State,
-        batches: tuple[Batch, ...],
+        batches: Batches,
         n: int,
-        server_data: Any = None,
+        server_data: ServerData = None,
         stop: bool = False,
     ) -> tuple[State, Log, Ended]:
         losses: list[float] = []
@@ -119,18 +134,14 @@ def single(round_: Round) -> Single:
 
 def alone(
     round_: Round,
-    num_silos: Callable[[tuple[Batch, ...]], int],
-    reach_of: Callable[[tuple[Batch, ...]], Reach],
+    num_silos: Callable[[Batches], int],
+    reach_of: Callable[[Batches], Reach[Array, Stacks]],
 ) -> Single:
     """Return one round with every silo, whoever asks them."""
 
     def run(
-        key: Array,
-        server: Any,
-        silos: tuple[Any, ...],
-        batches: tuple[Batch, ...],
-        server_data: Any = None,
-    ) -> tuple[Any, tuple[Any, ...], Info, Array]:
+        key: Array, server: object, silos: Stacks, batches: Batches, server_data: ServerData = None
+    ) -> tuple[Any, Stacks, Info, Array]:
         noise, who = _noise(round_, key, 0), jnp.arange(num_silos(batches))
         reach = reach_of(batches)
         server, silos, info, good, _ = step(round_, reach, noise, server, silos, who, server_data)
@@ -139,19 +150,21 @@ def alone(
     return run
 
 
-def _noise(round_: Round, key: Array, number: Array | int) -> Noise:
+def _noise(round_: Round, key: Array, number: Array | int) -> Noise[Array]:
     """Return the server's noise, and for each exchange the key from which silos draw theirs."""
     size = len(round_.exchanges)
     keys = [exchange_key(key, number, e, size) for e in range(size)]
     return Noise(round_.noise(server_key(keys[0])), keys)
 
 
-def _reach(batches: tuple[Batch, ...], watch: Callable[[Any], Any]) -> Reach:
+def _reach(batches: Batches, watch: Watch) -> Reach[Array, Stacks]:
     """Reach one participant after the other; ``noise`` is the key of the exchange."""
     where = {int(b.silos[0]): i for i, b in enumerate(batches)}
 
-    def reach(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
-        after, replies, seen = list(silos), list[Reply](), []
+    def reach(
+        exchange: Exchange[Silo, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
+    ) -> Answers[Stacks]:
+        after, replies, seen = list(silos), list[Reply[Up]](), []
         for i, j in enumerate(np.asarray(who).tolist()):
             silo, data = _only(batches[where[j]])
             before = _only(silos[where[j]])
@@ -173,15 +186,15 @@ def compiled(round_: Round) -> Round:
     return replace(in_parts(round_), exchanges=exchanges)
 
 
-def compiled_visit(exchange: Exchange) -> Exchange:
+def compiled_visit(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up]:
     """Return the same exchange, a silo's part of it compiled; ``silo`` is then the whole visit."""
     silo, noise = jax.jit(exchange.visit), jax.jit(exchange.silo_noise)
     return exchange._replace(silo=silo, silo_noise=noise)
 
 
-def _only(stack: Any) -> Any:
+def _only(stack: Tree) -> Tree:
     return jax.tree.map(lambda a: a[0], stack)
 
 
-def _stack(tree: Any) -> Any:
+def _stack(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: a[None], tree)

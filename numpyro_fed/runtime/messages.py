@@ -9,12 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_fed.errors import DataError
+from numpyro_fed.trees import Tree
 
 
-def write(arrays: Mapping[str, Any]) -> bytes:
-    """Named arrays as bytes."""
+def write(arrays: Mapping[str, ArrayLike]) -> bytes:
+    """Return named arrays as bytes."""
     file = io.BytesIO()
     named: dict[str, Any] = {name: np.asarray(a) for name, a in arrays.items()}
     np.savez(file, **named)
@@ -22,20 +25,20 @@ def write(arrays: Mapping[str, Any]) -> bytes:
 
 
 def read(message: bytes) -> dict[str, np.ndarray]:
-    """The arrays that :func:`write` was given."""
+    """Return the arrays that :func:`write` was given."""
     with np.load(io.BytesIO(message), allow_pickle=False) as arrays:
         return dict(arrays)
 
 
-def pack(prefix: str, tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by name."""
+def pack(prefix: str, tree: object) -> dict[str, Array]:
+    """Return the leaves of a tree by name."""
     return {
         prefix + jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
 
-def unpack(prefix: str, like: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The tree that was packed, if its arrays are of the kind that was agreed."""
+def unpack(prefix: str, like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
+    """Return the tree that was packed, if its arrays are of the kind that was agreed."""
     leaves = []
     for path, wanted in jax.tree.leaves_with_path(like):
         name = prefix + jax.tree_util.keystr(path)

@@ -14,14 +14,23 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Reply, Round, Sampled
+from numpyro_fed.algorithms.base import (
+    Down,
+    Exchange,
+    FederatedAlgorithm,
+    Reply,
+    Round,
+    Sampled,
+    Up,
+)
 from numpyro_fed.errors import DataError, ModelError, ReplyError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
@@ -29,51 +38,71 @@ from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.host import alone, compiled_visit, rounds
 from numpyro_fed.runtime.messages import pack, read, unpack, write
 from numpyro_fed.runtime.noise import init_keys, one_key, silo_key
-from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule
+from numpyro_fed.runtime.schedule import Carry, Schedule
+from numpyro_fed.runtime.stack import Batches, Runtime, Single, Stacks, State, init_schedule
 from numpyro_fed.runtime.step import Answers, Crossed, Reach, crossed, in_parts
 from numpyro_fed.trees import strong
 
 Send = Callable[[int, bytes], bytes]
+Ids = Sequence[int] | Sequence[str] | np.ndarray | None
 BEGIN = "begin"  # the message with which a run starts at the algorithm's own first state
 SEARCH = "begin the search"  # and the one with which it starts by a search for the mode
 
 
-class Party(Protocol):
+class Told(Protocol):
+    """A record of what a silo says of itself, in a form that can be sent."""
+
+    def to_json(self) -> str: ...
+
+
+class Half(Protocol):
+    """A party's half of a run: its algorithm, the first one, a search maybe, and the opening."""
+
+    @property
+    def algorithm(self) -> FederatedAlgorithm[Any, Any]: ...
+
+    @property
+    def first(self) -> FederatedAlgorithm[Any, Any]: ...
+
+    @property
+    def opening(self) -> Sequence[Round]: ...
+
+    def sender(self, round_: Round) -> FederatedAlgorithm[Any, Any]:
+        """Return the algorithm whose server sends in a round."""
+
+
+Holds = TypeVar("Holds", contravariant=True)  # a silo's rows by name, or a client's columns
+Plan = TypeVar("Plan")
+Built = TypeVar("Built", bound=Half)
+
+
+class Party(Protocol[Holds, Plan, Built]):
     """A method with its text and settings, as every party has it."""
 
     @property
     def hides_by_noise(self) -> bool:
-        """Whether noise that a silo draws is there to hide what it sends."""
-        ...
+        """Return whether noise that a silo draws is there to hide what it sends."""
 
-    def describe(self, silo: Any, row_ids: Any = None) -> Any:
-        """What a silo says of itself."""
-        ...
+    def describe(self, silo: Holds, row_ids: Ids = None) -> Told:
+        """Return what a silo says of itself."""
 
-    def read_plan(self, text: str) -> Any:
-        """A plan from JSON."""
-        ...
+    def read_plan(self, text: str) -> Plan:
+        """Return a plan from JSON."""
 
-    def hold(self, silo: Any, plan: Any = None, number: int = 0) -> SiloData:
-        """What a silo holds, checked; with the plan, as the algorithm takes it."""
-        ...
+    def hold(self, silo: Holds, plan: Plan | None = None, number: int = 0) -> SiloData:
+        """Return what a silo holds, checked; with the plan, as the algorithm takes it."""
 
-    def build(self, plan: Any) -> Any:
-        """What server and silos make of the plan; it has ``algorithm``."""
-        ...
+    def build(self, plan: Plan) -> Built:
+        """Return what server and silos make of the plan."""
 
-    def round_of(self, built: Any, name: str) -> Round:
-        """The round that has the exchange of this name."""
-        ...
+    def round_of(self, built: Built, name: str) -> Round:
+        """Return the round that has the exchange of this name."""
 
-    def admit(self, built: Any, name: str, number: int, data: SiloData) -> None:
+    def admit(self, built: Built, name: str, number: int, data: SiloData) -> None:
         """Refuse an exchange that a silo's rows do not allow."""
-        ...
 
     def unhides(self, name: str) -> bool:
-        """Whether an exchange sends without noise what noise hides elsewhere."""
-        ...
+        """Return whether an exchange sends without noise what noise hides elsewhere."""
 
 
 class Agreed(Protocol):
@@ -81,15 +110,13 @@ class Agreed(Protocol):
 
     @property
     def num_silos(self) -> int:
-        """How many silos there are."""
-        ...
+        """Return how many silos there are."""
 
     def template(self) -> SiloData:
-        """Zeros of the shapes of some silo."""
-        ...
+        """Return zeros of the shapes of some silo."""
 
 
-class SiloNode:
+class SiloNode(Generic[Holds, Plan, Built]):
     """A silo in a process of its own: its data, its private state, and what it answers.
 
     Parameters
@@ -141,11 +168,11 @@ class SiloNode:
 
     def __init__(
         self,
-        method: Party,
-        silo: Any,
+        method: Party[Holds, Plan, Built],
+        silo: Holds,
         *,
         secret: Array | str | None = "auto",
-        row_ids: Any = None,
+        row_ids: Ids = None,
         allow_unhidden: bool = False,
     ):
         self._never_again, self._asked = False, 0
@@ -161,11 +188,11 @@ class SiloNode:
         self._facts = method.describe(silo, row_ids).to_json()
         self._method, self._silo, self._secret = method, silo, secret
         self._allow_unhidden = allow_unhidden
-        self._built: Any = None
+        self._built: Built | None = None
         self._aside: Sampled | None = None
 
     def facts(self) -> str:
-        """What the silo says of itself: JSON."""
+        """Return what the silo says of itself: JSON."""
         return self._facts
 
     def accept(self, plan: str, number: int) -> None:
@@ -177,7 +204,7 @@ class SiloNode:
             BEGIN: jax.jit(self._built.algorithm.init_silo),
             SEARCH: jax.jit(self._built.first.init_silo),
         }
-        self._exchanges: dict[str, tuple[Exchange, Any]] = {}
+        self._exchanges: dict[str, tuple[Exchange[Any, Any, Any], Any]] = {}
         self._crossed: dict[str, list[Crossed]] = {}
         self._state, self._run = None, np.zeros(0)
         own = (*self._built.opening, self._built.algorithm.round)
@@ -186,7 +213,7 @@ class SiloNode:
 
     def handle(self, message: bytes) -> bytes:
         """Answer the server's message."""
-        if self._built is None:
+        if (built := self._built) is None:
             raise ModelError("this silo has not accepted a plan: call accept(plan, ...) first.")
         arrays = read(message)
         name, key = str(arrays["exchange"]), self._key(arrays["key"])
@@ -200,7 +227,7 @@ class SiloNode:
                 f"silo {self._number} has begun another run since, and holds the local latents of "
                 "that one. Correct or evaluate a result before the next run begins."
             )
-        exchange, like = self._exchange(name)
+        exchange, like = self._exchange(built, name)
         noise = exchange.silo_noise(silo_key(key, self._number), self._state)
         down = unpack("down", like, arrays)
         reply, after = exchange.silo(noise, down, self._state, self._data)
@@ -211,9 +238,10 @@ class SiloNode:
         return write(pack("reply", reply))
 
     def draws(self) -> dict[str, Array]:
-        """This party's latents at the last draws that all parties made together, ``{site: (n,
-        ...)}``, under the names that they have in its part of the text: after
-        :meth:`VerticalResult.sample_together` at the server.
+        """Return this party's latents at the last draws of all parties, ``{site: (n, ...)}``.
+
+        The names are those of its part of the text. Parties draw together at
+        :meth:`VerticalResult.sample_together` of the server.
         """
         if self._aside is None:
             raise DataError(
@@ -223,7 +251,7 @@ class SiloNode:
         return self._aside.values
 
     def _key(self, bits: np.ndarray) -> Array:
-        """The key of a message, and with a secret one that only the silo knows."""
+        """Return the key of a message, and with a secret one that only the silo knows."""
         if self._secret is None:
             return jax.random.wrap_key_data(jnp.asarray(bits))
         key = self._secret
@@ -234,8 +262,8 @@ class SiloNode:
             key = jax.random.fold_in(key, self._asked)
         return key
 
-    def _exchange(self, name: str) -> tuple[Exchange, Any]:
-        """An exchange, compiled, and what the server sends in it."""
+    def _exchange(self, built: Built, name: str) -> tuple[Exchange[Any, Any, Any], Any]:
+        """Return an exchange, compiled, and what the server sends in it."""
         if name not in self._exchanges:
             if self._method.unhides(name) and not self._allow_unhidden:
                 raise ModelError(
@@ -243,10 +271,10 @@ class SiloNode:
                     "them in a run, and does not give them: its owner may say so by "
                     "SiloNode(..., allow_unhidden=True)."
                 )
-            self._method.admit(self._built, name, self._number, self._data)
-            round_ = self._method.round_of(self._built, name)
+            self._method.admit(built, name, self._number, self._data)
+            round_ = self._method.round_of(built, name)
             if round_.name not in self._crossed:
-                sender = self._built.sender(round_)
+                sender = built.sender(round_)
                 self._crossed[round_.name] = crossed(sender, (round_,), self._data)
             every = self._crossed[round_.name]
             exchange, down, _ = next(found for found in every if found.exchange.name == name)
@@ -255,7 +283,7 @@ class SiloNode:
 
 
 def _unknown_key() -> Array:
-    """A key that nobody else knows."""
+    """Return a key that nobody else knows."""
     words = np.frombuffer(secrets.token_bytes(16), np.uint32)
     key = jax.random.key(words[0])
     for word in words[1:]:
@@ -264,7 +292,7 @@ def _unknown_key() -> Array:
 
 
 class Weights(NamedTuple):
-    """Between which numbers, both allowed, the weight of a silo's replies must be."""
+    """The least and the largest weight that a silo's replies may have."""
 
     least: float
     most: float
@@ -286,14 +314,16 @@ class Line:
         for j in range(self.num_silos):
             self.send(j, name, key, {})
 
-    def send(self, silo: int, name: str, key: Array, arrays: Mapping[str, Any]) -> bytes:
+    def send(self, silo: int, name: str, key: Array, arrays: Mapping[str, ArrayLike]) -> bytes:
         """Send what an exchange takes, and get the reply."""
         bits = jax.random.key_data(key)
-        head = {"exchange": np.array(name), "run": self._run, "key": bits}
+        head: dict[str, ArrayLike] = {"exchange": np.array(name), "run": self._run, "key": bits}
         return self._send(silo, write({**head, **arrays}))
 
-    def ask(self, silo: int, exchange: Exchange, key: Array, down: Any, like: Reply) -> Reply:
-        """A silo's reply to an exchange, of the agreed shapes and with an allowed weight.
+    def ask(
+        self, silo: int, exchange: Exchange[Any, Down, Up], key: Array, down: Down, like: Reply[Up]
+    ) -> Reply[Up]:
+        """Return a silo's reply to an exchange, of the agreed shapes and with an allowed weight.
 
         Raises
         ------
@@ -327,8 +357,8 @@ class Line:
 
 
 def remote(
-    algorithm: FederatedAlgorithm,
-    schedule: Schedule | None,
+    algorithm: FederatedAlgorithm[Any, Any],
+    schedule: Schedule[Carry] | None,
     plan: Agreed,
     line: Line,
     *,
@@ -338,7 +368,7 @@ def remote(
     silos = _Remote(algorithm, plan, line)
     init_server = jax.jit(algorithm.init_server)
 
-    def init(key: Array, batches: tuple[Batch, ...]) -> State:
+    def init(key: Array, batches: Batches) -> State:
         key_server, key_silos = init_keys(key)
         server = init_server(key_server)
         carry = init_schedule(schedule, key, plan.num_silos)
@@ -346,10 +376,10 @@ def remote(
         server, carry = strong((server, carry))
         return State(jnp.zeros((), jnp.int32), server, (), carry)
 
-    def num_silos(batches: tuple[Batch, ...]) -> int:
+    def num_silos(batches: Batches) -> int:
         return plan.num_silos
 
-    def reach_of(batches: tuple[Batch, ...]) -> Reach:
+    def reach_of(batches: Batches) -> Reach[Array, Stacks]:
         return silos.reach
 
     def single(round_: Round) -> Single:
@@ -365,12 +395,12 @@ def remote(
 class _Remote:
     """Silos over a line, and what each of them has to reply, found out when it is first asked."""
 
-    algorithm: FederatedAlgorithm
+    algorithm: FederatedAlgorithm[Any, Any]
     plan: Agreed
     line: Line
     rounds: dict[str, Round] = field(default_factory=dict)  # by the names of their exchanges
-    likes: dict[str, Reply] = field(default_factory=dict)
-    checks: dict[str, Callable[[Reply], Reply]] = field(default_factory=dict)
+    likes: dict[str, Reply[Any]] = field(default_factory=dict)
+    checks: dict[str, Callable[[Reply[Any]], Reply[Any]]] = field(default_factory=dict)
 
     def prepared(self, round_: Round) -> Round:
         """Return the round as the server runs it."""
@@ -379,7 +409,7 @@ class _Remote:
 
     @cached_property
     def told(self) -> Callable[[Any], Any] | None:
-        """What a reply tells of a silo's state, compiled."""
+        """Return what a reply tells of a silo's state, compiled."""
         return None if self.algorithm.told is None else jax.jit(self.algorithm.told)
 
     def learn(self, name: str) -> None:
@@ -389,7 +419,9 @@ class _Remote:
             self.likes[exchange.name] = reply
             self.checks[exchange.name] = jax.jit(exchange.checked)
 
-    def reach(self, exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
+    def reach(
+        self, exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
+    ) -> Answers[Stacks]:
         """Ask participants one after the other; a silo's own ``ok`` is only its word."""
         name = exchange.name
         if name not in self.likes:

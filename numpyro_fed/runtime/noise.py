@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 
-def one_key(key: Any) -> Array:
-    """A typed key; what ``jax.random.PRNGKey`` makes is turned into one."""
+def one_key(key: object) -> Array:
+    """Return a typed key; what ``jax.random.PRNGKey`` makes is turned into one."""
     if isinstance(key, Array):
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
             return key
@@ -22,33 +20,33 @@ def one_key(key: Any) -> Array:
 
 
 def exchange_key(key: Array, number: Array | int, exchange: int, exchanges: int) -> Array:
-    """The key of one exchange of a step; ``fold_in(key, number)`` where a step has one."""
+    """Return the key of one exchange of a step; ``fold_in(key, number)`` where a step has one."""
     return jax.random.fold_in(key, number * exchanges + exchange)
 
 
 def server_key(key_exchange: Array) -> Array:
-    """The server's key for a round, from that of the round's first exchange."""
+    """Return the server's key for a round, from that of the round's first exchange."""
     return jax.random.fold_in(key_exchange, 0)
 
 
 def silo_key(key_exchange: Array, silo: Array | int) -> Array:
-    """A silo's key for an exchange: never another silo's, never the server's."""
+    """Return a silo's key for an exchange: never another silo's, never the server's."""
     return jax.random.fold_in(key_exchange, 1 + silo)
 
 
 def participant_keys(key_exchange: Array, silos: Array) -> tuple[Array, Array]:
-    """The server's key and those of the silos (n,), made together."""
+    """Return the server's key and those of the silos (n,), made together."""
     server_and_silos = jnp.concatenate([jnp.zeros(1, silos.dtype), 1 + silos])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key_exchange, server_and_silos)
     return keys[0], keys[1:]
 
 
 def init_keys(key: Array) -> tuple[Array, Array]:
-    """Keys for the first states of the server and of the silos, apart from those of all rounds."""
+    """Return keys for the first states of server and silos, apart from those of all rounds."""
     first, second = jax.random.split(jax.random.fold_in(key, np.uint32(2**32 - 1)))
     return first, second
 
 
 def schedule_key(key: Array) -> Array:
-    """The key of a run's schedule, apart from those of all rounds and of the first states."""
+    """Return the key of a run's schedule, apart from those of rounds and of the first states."""
     return jax.random.fold_in(key, np.uint32(2**32 - 2))

@@ -14,22 +14,22 @@ TICK = 0.5  # seconds between looks at the clock, while a program is compiled or
 
 
 class Progress:
-    """Somebody who is told how far a run has come; this one shows nothing."""
+    """A listener that is told how far a run has come; this one shows nothing."""
 
     shows = False
 
     def begin(self, search: bool, most: int) -> None:
-        """Rounds begin, ``most`` of them at most, or the exchanges of a search for the mode."""
+        """Note that rounds begin, at most ``most``, or the exchanges of a search for the mode."""
 
     def step(self, number: int, bound: float) -> None:
-        """So many more are done, and the bound is so high."""
+        """Note that so many more are done, and how high the bound is."""
 
     def end(self) -> None:
-        """No more of them."""
+        """Note that there are no more of them."""
 
     @contextmanager
     def under_way(self, search: bool, most: int) -> Iterator[None]:
-        """From the first of them to the last, however that ends."""
+        """Show rounds from the first to the last, however that ends."""
         self.begin(search, most)
         try:
             yield
@@ -60,7 +60,7 @@ class Bar(Progress):
 
 
 def progress_of(shown: bool | Progress) -> Progress:
-    """A bar if one is asked for; what is one already stays as it is."""
+    """Return a bar if one is asked for; what is one already stays as it is."""
     if isinstance(shown, Progress):
         return shown
     return Bar() if shown else Progress()
@@ -105,12 +105,12 @@ class StageBar(Progress):
         self._bar.close()
 
     def stage(self, name: str) -> None:
-        """A stage begins."""
+        """Show that a stage begins."""
         self._stage = name
         self._bar.set_description_str(name)
 
     def account(self, exchanges: int) -> None:
-        """So many messages has each silo sent, by the account of all stages that are over."""
+        """Note how many messages each silo has sent, by the account of all stages that are over."""
         self._before = exchanges
         self._show(exchanges)
 
@@ -130,7 +130,7 @@ class StageBar(Progress):
         self._done = 0
 
     def _say(self) -> None:
-        """Which of them is under way."""
+        """Show which round or exchange is under way."""
         doing = self._doing.format(f"{self._done + 1:,}")
         self._bar.set_description_str(f"{self._stage}: {doing}", refresh=False)
 

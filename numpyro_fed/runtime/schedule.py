@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_fed.errors import positive_int
+
+Carry = TypeVar("Carry")
 
 ORDERS = ("fixed", "random", "largest_change")
 
 
-class Schedule(NamedTuple):
+class Schedule(NamedTuple, Generic[Carry]):
     """Who takes part when, as pure functions. Where everyone always does, there is none.
 
     A schedule under which some silo can never take part is no schedule: its data would count for
@@ -42,14 +45,14 @@ class Schedule(NamedTuple):
 
     steps: int
     size: int
-    init: Callable[[Array], Any]
-    visits: Callable[[Array, Array, Any, Array], tuple[Array, Any]]
+    init: Callable[[Array], Carry]
+    visits: Callable[[Array, Array, Carry, Array], tuple[Array, Carry]]
     num_silos: int
     ahead: bool = False
 
 
-def in_turn(num_silos: int, order: str | Sequence[int] = "fixed") -> Schedule:
-    """One silo after the other, each of them in every round.
+def in_turn(num_silos: int, order: str | Sequence[int] = "fixed") -> Schedule[tuple[()]]:
+    """Return the schedule of one silo after the other, each of them in every round.
 
     Parameters
     ----------
@@ -80,8 +83,8 @@ def in_turn(num_silos: int, order: str | Sequence[int] = "fixed") -> Schedule:
     return _stateless(num_silos, len(fixed), 1, lambda key, change: jnp.asarray(fixed))
 
 
-def at_random(num_silos: int, size: int) -> Schedule:
-    """``size`` silos in each round, any set of them as likely as any other.
+def at_random(num_silos: int, size: int) -> Schedule[tuple[()]]:
+    """Return the schedule of ``size`` silos in each round, any set of them as likely as any other.
 
     Raises
     ------
@@ -98,8 +101,10 @@ def at_random(num_silos: int, size: int) -> Schedule:
     return _stateless(num_silos, 1, size, lambda key, change: _subset(key, num_silos, size))
 
 
-def given(num_silos: int, who: Any) -> Schedule:
-    """Those that stand in row ``i`` of ``who`` (rounds, k) take part in round ``i``, over and over.
+def given(num_silos: int, who: ArrayLike | Sequence[Sequence[int]]) -> Schedule[tuple[()]]:
+    """Return the schedule in which row ``i`` of ``who`` (rounds, k) says who is in round ``i``.
+
+    After its last row it begins anew.
 
     Raises
     ------
@@ -125,7 +130,9 @@ def given(num_silos: int, who: Any) -> Schedule:
             "data of one would count for more than those of the other. Let all come equally often."
         )
 
-    def visits(key: Array, round: Array, carry: tuple, change: Array) -> tuple[Array, tuple]:
+    def visits(
+        key: Array, round: Array, carry: tuple[()], change: Array
+    ) -> tuple[Array, tuple[()]]:
         return jnp.asarray(table)[round % len(table)][None], carry
 
     return Schedule(1, table.shape[1], lambda key: (), visits, num_silos, ahead=True)
@@ -142,11 +149,12 @@ class Clock(NamedTuple):
 
 def asynchronous(
     num_silos: int, seconds: Sequence[float] | Callable[[Array, Array], Array]
-) -> Schedule:
-    """Silos at work all the time, each at its own pace; who is ready takes part, alone.
+) -> Schedule[Clock]:
+    """Return the schedule of silos at work all the time: who is ready takes part, alone.
 
-    An event is a silo that finishes its job and begins the next one. A round has as many events as
-    there are silos. The order of events is a function of the run's key and nothing else.
+    Each works at its own pace. An event is a silo that finishes its job and begins the next one. A
+    round has as many events as there are silos. The order of events is a function of the run's key
+    and nothing else.
 
     Parameters
     ----------
@@ -204,10 +212,12 @@ def _stateless(
     size: int,
     who: Callable[[Array, Array], Array],
     ahead: bool = True,
-) -> Schedule:
-    """A schedule of each round's own key and the last changes."""
+) -> Schedule[tuple[()]]:
+    """Return a schedule of each round's own key and the last changes."""
 
-    def visits(key: Array, round: Array, carry: tuple, change: Array) -> tuple[Array, tuple]:
+    def visits(
+        key: Array, round: Array, carry: tuple[()], change: Array
+    ) -> tuple[Array, tuple[()]]:
         return who(jax.random.fold_in(key, round), change).reshape(steps, size), carry
 
     return Schedule(steps, size, lambda key: (), visits, num_silos, ahead)
@@ -222,7 +232,7 @@ def _descending(change: Array) -> Array:
 
 
 def _subset(key: Array, num_silos: int, size: int) -> Array:
-    """Distinct silos in order, in work that depends on ``size`` alone (Floyd's algorithm)."""
+    """Return distinct silos in order, by Floyd's algorithm: work depends on ``size`` alone."""
     last = num_silos - size + jnp.arange(size)
     drawn = jax.random.randint(key, (size,), 0, last + 1)
 
@@ -233,7 +243,7 @@ def _subset(key: Array, num_silos: int, size: int) -> Array:
 
 
 def _covering(num_silos: int, order: Sequence[int], name: str = "order") -> np.ndarray:
-    """A fixed order, if it is made of silos and leaves none out."""
+    """Return a fixed order, if it is made of silos and leaves none out."""
     numbers = np.asarray(order)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         raise ValueError(
@@ -265,8 +275,8 @@ def _exponential(num_silos: int, seconds: Sequence[float]) -> Callable[[Array, A
     return draw
 
 
-def _check_durations(durations: Any, num_silos: int) -> None:
-    durations = np.asarray(durations)
+def _check_durations(drawn: ArrayLike, num_silos: int) -> None:
+    durations = np.asarray(drawn)
     if durations.shape != (num_silos,) or durations.dtype.kind not in "fiu":
         raise ValueError(
             f"seconds must hold one positive number for each of {num_silos} silos, got shape "

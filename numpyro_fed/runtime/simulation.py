@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Info, Reply, Round
+from numpyro_fed.algorithms.base import (
+    Down,
+    Exchange,
+    FederatedAlgorithm,
+    Info,
+    Reply,
+    Round,
+    Server,
+    Silo,
+    Up,
+)
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.combine import combine, slices
@@ -23,31 +33,42 @@ from numpyro_fed.runtime.noise import (
     server_key,
     silo_key,
 )
-from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     BLOCK,
     NOISE,
     Advance,
-    Batch,
+    Batches,
     Ended,
     Log,
     Runtime,
+    ServerData,
     Single,
+    Stacks,
     State,
+    Watch,
     chunk_of,
     in_order,
     init_schedule,
     visits,
 )
 from numpyro_fed.runtime.step import Answers, Noise, Reach, step
-from numpyro_fed.trees import strong
+from numpyro_fed.trees import Tree, strong
 
 Places = tuple[Array, Array]
-Watch = Callable[[Any], Any]
+OfBuckets = Noise[list[Any]]
+Where = TypeVar("Where")
+Drawn = TypeVar("Drawn")
+Visitors = Array | tuple[()]  # who takes part; empty where everyone does
+Steps = tuple[Array, Any, Stacks, Array, Log, Ended]  # how far the steps of a round have come
+Course = tuple[Array, State, Log, Ended]  # how far rounds have come
 
 
 def simulation(
-    algorithm: FederatedAlgorithm, schedule: Schedule | None = None, *, quick: bool = False
+    algorithm: FederatedAlgorithm[Server, Silo],
+    schedule: Schedule[Carry] | None = None,
+    *,
+    quick: bool = False,
 ) -> Runtime:
     """Run all silos in this process, as one program: a loop over rounds, a map over silos.
 
@@ -59,10 +80,10 @@ def simulation(
     jit = jit_once if quick else jax.jit
 
     @jit
-    def init(key: Array, batches: tuple[Batch, ...]) -> State:
+    def init(key: Array, batches: Batches) -> State:
         key_server, key_silos = init_keys(key)
 
-        def one(silo: Array, data: SiloData) -> Any:
+        def one(silo: Array, data: SiloData) -> Silo:
             return algorithm.init_silo(jax.random.fold_in(key_silos, silo), data)
 
         silos = tuple(jax.vmap(one)(b.silos, b.data) for b in batches)
@@ -80,17 +101,13 @@ def simulation(
     return Runtime(init, jit(advance), single, chunk, partial(single, jit=jit_once))
 
 
-def single(round_: Round, jit: Callable = jax.jit) -> Single:
+def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> Single:
     """Return one round with every silo, compiled."""
 
     @jit
     def run(
-        key: Array,
-        server: Any,
-        silos: tuple[Any, ...],
-        batches: tuple[Batch, ...],
-        server_data: Any = None,
-    ) -> tuple[Any, tuple[Any, ...], Info, Array]:
+        key: Array, server: object, silos: Stacks, batches: Batches, server_data: ServerData = None
+    ) -> tuple[Any, Stacks, Info, Array]:
         noise = _noise_of(round_, key, jnp.zeros(1, jnp.int32), silos, batches)
         noise = jax.tree.map(lambda a: a[0], noise)
         who, order = jnp.arange(_count(batches)), in_order(batches)
@@ -101,7 +118,9 @@ def single(round_: Round, jit: Callable = jax.jit) -> Single:
     return run
 
 
-def _noise_of(round_: Round, key: Array, numbers: Array, silos: Any, batches: Any) -> Noise:
+def _noise_of(
+    round_: Round, key: Array, numbers: Array, silos: Stacks, batches: Batches
+) -> OfBuckets:
     """Return all noise of some steps, along the first axis.
 
     The server's, and for each exchange that of each bucket. Steps and silos are one axis where it
@@ -111,7 +130,7 @@ def _noise_of(round_: Round, key: Array, numbers: Array, silos: Any, batches: An
     ends = np.cumsum([len(b.silos) for b in batches])[:-1]
     everyone, of_server, of_silos = jnp.concatenate([b.silos for b in batches]), None, []
 
-    def bucket(exchange: Exchange, keys: Array, states: Any) -> Any:
+    def bucket(exchange: Exchange[Silo, Down, Up], keys: Array, states: Silo) -> Any:
         some = jax.tree.map(lambda a: a[0], states)
         noise = jax.vmap(exchange.silo_noise, (0, None))(keys.reshape(-1), some)
         return jax.tree.map(lambda a: a.reshape(*keys.shape, *a.shape[1:]), noise)
@@ -125,14 +144,18 @@ def _noise_of(round_: Round, key: Array, numbers: Array, silos: Any, batches: An
     return Noise(of_server, of_silos)
 
 
-def _reach_everyone(batches: tuple[Batch, ...], order: Array, watch: Watch | None) -> Reach:
+def _reach_everyone(
+    batches: Batches, order: Array, watch: Watch | None
+) -> Reach[list[Any], Stacks]:
     """Reach all silos of a bucket side by side, bucket after bucket.
 
     ``order`` is that of the silos' numbers, sorted out once and not in each round; which replies
     were good is told bucket after bucket.
     """
 
-    def reach(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
+    def reach(
+        exchange: Exchange[Silo, Down, Up], noise: list[Any], down: Down, who: Array, silos: Stacks
+    ) -> Answers[Stacks]:
         replies, after = [], []
         for eps, batch, states in zip(noise, batches, silos, strict=True):
             axes = (0, _axes(exchange), 0, 0)
@@ -148,7 +171,7 @@ def _reach_everyone(batches: tuple[Batch, ...], order: Array, watch: Watch | Non
     return reach
 
 
-class Rounds(NamedTuple):
+class Rounds(NamedTuple, Generic[Where, Drawn]):
     """Rounds of one step whose participants and noise are drawn for many of them at once.
 
     Attributes
@@ -163,22 +186,26 @@ class Rounds(NamedTuple):
         Which replies were good, by number.
     """
 
-    places: Callable[[tuple[Batch, ...]], Any]
-    draw: Callable[[Array, Array, State, tuple[Batch, ...]], Any]
-    one: Callable[[Any, State, tuple[Batch, ...], Any, Any], tuple[State, Info, Any, Array, Any]]
-    by_number: Callable[[Any, Any, Array], Array]
+    places: Callable[[Batches], Where]
+    draw: Callable[[Array, Array, State, Batches], Drawn]
+    one: Callable[
+        [Drawn, State, Batches, Where, ServerData], tuple[State, Info, Visitors, Array, Any]
+    ]
+    by_number: Callable[[Where, Visitors, Array], Array]
 
 
-def _in_blocks(algorithm: FederatedAlgorithm, rounds: Rounds, chunk: int) -> Advance:
+def _in_blocks(
+    algorithm: FederatedAlgorithm[Server, Silo], rounds: Rounds[Where, Drawn], chunk: int
+) -> Advance:
     """Draw for a block of rounds, run them, and so on."""
     one_round = jax.jit(rounds.one, inline=True)  # traced once, though asked for its shapes too
 
     def advance(
         key: Array,
         state: State,
-        batches: tuple[Batch, ...],
+        batches: Batches,
         n: int,
-        server_data: Any = None,
+        server_data: ServerData = None,
         stop: bool = False,
     ) -> tuple[State, Log, Ended]:
         places = rounds.places(batches)
@@ -189,18 +216,18 @@ def _in_blocks(algorithm: FederatedAlgorithm, rounds: Rounds, chunk: int) -> Adv
         _, info, who, good, seen = jax.eval_shape(one_round, *inputs)
         log = _log(chunk, 1, info, who, seen)
 
-        def go_on(carry: tuple) -> Array:
+        def go_on(carry: Course) -> Array:
             i, state, _, ended = carry
             return (i < n) & _goes_on(algorithm, state.server, ended, stop)
 
-        def one_block(carry: tuple) -> tuple:
+        def one_block(carry: Course) -> Course:
             first, state, _, _ = carry
             drawn = rounds.draw(key, state.round + jnp.arange(block), state, batches)
 
-            def go_on_here(carry: tuple) -> Array:
+            def go_on_here(carry: Course) -> Array:
                 return (carry[0] - first < block) & go_on(carry)
 
-            def body(carry: tuple) -> tuple:
+            def body(carry: Course) -> Course:
                 i, state, log, _ = carry
                 here = jax.tree.map(lambda a: a[i - first], drawn)
                 state, info, who, good, seen = one_round(here, state, batches, places, server_data)
@@ -217,16 +244,16 @@ def _in_blocks(algorithm: FederatedAlgorithm, rounds: Rounds, chunk: int) -> Adv
     return advance
 
 
-def _everyone(algorithm: FederatedAlgorithm) -> Rounds:
-    """All silos in every round."""
+def _everyone(algorithm: FederatedAlgorithm[Server, Silo]) -> Rounds[Array, OfBuckets]:
+    """Return rounds of all silos."""
     round_, watch = algorithm.round, algorithm.watch
 
-    def draw(key: Array, numbers: Array, state: State, batches: tuple[Batch, ...]) -> Noise:
+    def draw(key: Array, numbers: Array, state: State, batches: Batches) -> OfBuckets:
         return _noise_of(round_, key, numbers, state.silos, batches)
 
     def one(
-        noise: Noise, state: State, batches: tuple[Batch, ...], order: Array, server_data: Any
-    ) -> tuple[State, Info, Any, Array, Any]:
+        noise: OfBuckets, state: State, batches: Batches, order: Array, server_data: ServerData
+    ) -> tuple[State, Info, Visitors, Array, Any]:
         who, reach = jnp.arange(_count(batches)), _reach_everyone(batches, order, watch)
         server, silos, info, good, seen = step(
             round_, reach, noise, state.server, state.silos, who, server_data
@@ -236,26 +263,28 @@ def _everyone(algorithm: FederatedAlgorithm) -> Rounds:
     return Rounds(in_order, draw, one, lambda order, who, good: good[order])
 
 
-def _some_ahead(algorithm: FederatedAlgorithm, schedule: Schedule) -> Rounds:
-    """Those whom a schedule names that is known ahead, in rounds of one step."""
+def _some_ahead(
+    algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry]
+) -> Rounds[Places, tuple[Array, Noise[Any]]]:
+    """Return rounds of one step, of those whom a schedule names that is known ahead."""
     round_, watch = algorithm.round, algorithm.watch
 
     def draw(
-        key: Array, numbers: Array, state: State, batches: tuple[Batch, ...]
-    ) -> tuple[Array, Noise]:
-        def one_round(number: Array) -> tuple[Array, Noise]:
+        key: Array, numbers: Array, state: State, batches: Batches
+    ) -> tuple[Array, Noise[Any]]:
+        def one_round(number: Array) -> tuple[Array, Noise[Any]]:
             (who,), _ = visits(schedule, key, number, state.schedule)
             return who, _noise_of_some(round_, key, number, who, state.silos)
 
         return jax.vmap(one_round)(numbers)
 
     def one(
-        drawn: tuple[Array, Noise],
+        drawn: tuple[Array, Noise[Any]],
         state: State,
-        batches: tuple[Batch, ...],
+        batches: Batches,
         places: Places,
-        server_data: Any,
-    ) -> tuple[State, Info, Any, Array, Any]:
+        server_data: ServerData,
+    ) -> tuple[State, Info, Visitors, Array, Any]:
         who, noise = drawn
         server, silos, info, good, seen = step(
             round_,
@@ -271,15 +300,15 @@ def _some_ahead(algorithm: FederatedAlgorithm, schedule: Schedule) -> Rounds:
             change = change.at[who[0]].set(info.change)
         return State(state.round + 1, server, silos, (carry, change)), info, who, good, seen
 
-    def by_number(places: Places, who: Array, good: Array) -> Array:
+    def by_number(places: Places, who: Visitors, good: Array) -> Array:
         return jnp.ones(len(places[0]), bool).at[who].set(good)
 
     return Rounds(_places, draw, one, by_number)
 
 
 def _noise_of_some(
-    round_: Round, key: Array, number: Array, who: Array, silos: tuple[Any, ...]
-) -> Noise:
+    round_: Round, key: Array, number: Array, who: Array, silos: Stacks
+) -> Noise[Any]:
     """Return the noise of one step for its participants (k,), and the server's.
 
     Of several buckets, whose noise differs in shape, it is the participants' keys.
@@ -287,7 +316,7 @@ def _noise_of_some(
     size = len(round_.exchanges)
     mine = [exchange_key(key, number, e, size) for e in range(size)]
 
-    def one(exchange: Exchange, mine: Array) -> Any:
+    def one(exchange: Exchange[Silo, Down, Up], mine: Array) -> Any:
         keys = jax.vmap(partial(silo_key, mine))(who)
         if len(silos) > 1:
             return keys
@@ -298,8 +327,10 @@ def _noise_of_some(
     return Noise(round_.noise(server_key(mine[0])), of_silos)
 
 
-def _step_by_step(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
-    """Those whom the schedule names, step by step."""
+def _step_by_step(
+    algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry]
+) -> Advance:
+    """Return the loop over rounds of those whom the schedule names, step by step."""
     round_, chunk = algorithm.round, chunk_of(schedule)
     steps, size = schedule.steps, schedule.size
 
@@ -308,12 +339,12 @@ def _step_by_step(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
         key: Array,
         number: Array,
         who: Array,
-        server: Any,
-        silos: Any,
-        batches: Any,
+        server: object,
+        silos: Stacks,
+        batches: Batches,
         places: Places,
-        server_data: Any,
-    ) -> tuple[Any, Any, Info, Array, Any]:
+        server_data: ServerData,
+    ) -> tuple[Any, Stacks, Info, Array, Any]:
         noise = _noise_of_some(round_, key, number, who, silos)
         reach = _Some(batches, places, algorithm.watch)
         return step(round_, reach, noise, server, silos, who, server_data)
@@ -321,25 +352,25 @@ def _step_by_step(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
     def advance(
         key: Array,
         state: State,
-        batches: tuple[Batch, ...],
+        batches: Batches,
         n: int,
-        server_data: Any = None,
+        server_data: ServerData = None,
         stop: bool = False,
     ) -> tuple[State, Log, Ended]:
         places, every = _places(batches), jnp.ones(_count(batches), bool)
 
-        def go_on(carry: tuple) -> Array:
+        def go_on(carry: Course) -> Array:
             i, (_, server, *_), _, ended = carry
             return (i < n) & _goes_on(algorithm, server, ended, stop)
 
-        def one_round(carry: tuple) -> tuple:
+        def one_round(carry: Course) -> Course:
             i, (done, server, silos, (_, change)), log, _ = carry
             who, plan = visits(schedule, key, done, carry[1].schedule)
 
-            def go_on_here(carry: tuple) -> Array:
+            def go_on_here(carry: Steps) -> Array:
                 return (carry[0] < steps) & carry[-1].ok
 
-            def one(carry: tuple) -> tuple:
+            def one(carry: Steps) -> Steps:
                 s, server, silos, change, log, ended = carry
                 number = done * steps + s
                 here = (key, number, who[s], server, silos, batches, places, server_data)
@@ -367,28 +398,30 @@ def _step_by_step(algorithm: FederatedAlgorithm, schedule: Schedule) -> Advance:
     return advance
 
 
-def _goes_on(algorithm: FederatedAlgorithm, server: Any, ended: Ended, stop: Any) -> Array:
-    """Whether there is another round: the last one may be kept, and it was not the end."""
+def _goes_on(
+    algorithm: FederatedAlgorithm[Server, Silo], server: Server, ended: Ended, stop: Array | bool
+) -> Array:
+    """Return whether there is another round: the last one may be kept, and it was not the end."""
     return ended.ok & ~(stop & algorithm.done(server)) if algorithm.done else ended.ok
 
 
 @dataclass(frozen=True, eq=False)
 class _Some:
-    """Reaches those that are named: side by side where there is one bucket, else in turns.
+    """A way to reach those that are named: side by side where there is one bucket, else in turns.
 
     Noise (k, ...) is as :func:`_noise_of_some` makes it.
     """
 
-    batches: tuple[Batch, ...]
+    batches: Batches
     places: Places
     watch: Watch | None
 
     def __call__(
-        self, exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any
-    ) -> Answers:
+        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, who: Array, silos: Stacks
+    ) -> Answers[Stacks]:
         size = len(who)
 
-        def one(silos: Any, i: Array | int) -> tuple[Any, Any]:
+        def one(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
             sent, own = slices(exchange.scatter, down, i), jax.tree.map(lambda a: a[i], noise)
             reply, silos, seen = self.alone(exchange, own, sent, who[i], silos)
             return silos, (reply, seen)
@@ -403,8 +436,13 @@ class _Some:
         return Answers(combine(exchange.combine, [replies]), replies.ok, silos, seen)
 
     def visit(
-        self, exchange: Exchange, noise: Any, down: Any, state: Any, data: SiloData
-    ) -> tuple[Reply, Any, Any]:
+        self,
+        exchange: Exchange[Silo, Down, Up],
+        noise: Any,
+        down: Down,
+        state: Silo,
+        data: SiloData,
+    ) -> tuple[Reply[Up], Silo, Any]:
         """Return a silo's reply, its state afterwards, and what is watched of that."""
         if len(self.batches) > 1:
             noise = exchange.silo_noise(noise, state)
@@ -412,8 +450,8 @@ class _Some:
         return strong((reply, state, self.watch(state) if self.watch else ()))
 
     def side_by_side(
-        self, exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any
-    ) -> tuple[Reply, Any, Any]:
+        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, who: Array, silos: Stacks
+    ) -> tuple[Reply[Up], Stacks, Any]:
         """Visit participants from the only bucket, mapped."""
         (stack,), (batch,) = silos, self.batches
         at = self.places[1][who]
@@ -424,19 +462,19 @@ class _Some:
         return replies, (stack,), seen
 
     def alone(
-        self, exchange: Exchange, noise: Any, down: Any, silo: Array, silos: Any
-    ) -> tuple[Reply, Any, Any]:
-        """Visit one participant, from whichever bucket.
+        self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, j: Array, silos: Stacks
+    ) -> tuple[Reply[Up], Stacks, Any]:
+        """Visit participant ``j``, from whichever bucket.
 
         Of each other bucket some silo's state is taken out and put back as it is, so that no
         stack passes through the conditional.
         """
         batches, (bucket_of, place_of) = self.batches, self.places
-        at = [jnp.clip(place_of[silo], 0, len(b.silos) - 1) for b in batches]
+        at = [jnp.clip(place_of[j], 0, len(b.silos) - 1) for b in batches]
         before = tuple(_take(stack, i) for stack, i in zip(silos, at, strict=True))
 
-        def in_bucket(b: int) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
-            def branch(noise: Any, down: Any, states: Any) -> tuple[Any, Any, Any]:
+        def in_bucket(b: int) -> Callable[[Drawn, Down, Stacks], tuple[Reply[Up], Stacks, Any]]:
+            def branch(noise: Drawn, down: Down, states: Stacks) -> tuple[Reply[Up], Stacks, Any]:
                 data = _take(batches[b].data, at[b])
                 reply, state, seen = self.visit(exchange, noise, down, states[b], data)
                 return reply, (*states[:b], state, *states[b + 1 :]), seen
@@ -444,21 +482,23 @@ class _Some:
             return branch
 
         branches = [in_bucket(b) for b in range(len(batches))]
-        reply, after, seen = jax.lax.switch(bucket_of[silo], branches, noise, down, before)
+        reply, after, seen = jax.lax.switch(bucket_of[j], branches, noise, down, before)
         silos = tuple(_put(*args) for args in zip(silos, after, at, strict=True))
         return reply, silos, seen
 
 
-def _log(chunk: int, steps: int, info: Info, who: Any, watched: Any) -> Log:
-    """Room for what rounds report."""
+def _log(chunk: int, steps: int, info: Info, who: object, watched: object) -> Log:
+    """Return room for what rounds report."""
 
-    def room(a: Any) -> Array:
+    def room(a: jax.ShapeDtypeStruct) -> Array:
         return jnp.zeros((chunk, steps, *a.shape), a.dtype)
 
     return Log(jnp.zeros(chunk), *jax.tree.map(room, (info.report, who, watched)))
 
 
-def _write(log: Log, i: Array, step: Array | int, info: Info, who: Any, watched: Any) -> Log:
+def _write(
+    log: Log, i: Array, step: Array | int, info: Info, who: Visitors, watched: object
+) -> Log:
     """Put what step ``step`` of round ``i`` reports in its place."""
 
     def put(room: Array, a: Array) -> Array:
@@ -468,8 +508,8 @@ def _write(log: Log, i: Array, step: Array | int, info: Info, who: Any, watched:
     return Log(losses, *jax.tree.map(put, tuple(log[1:]), (info.report, who, watched)))
 
 
-def _places(batches: tuple[Batch, ...]) -> Places:
-    """For each silo its bucket, and its place there."""
+def _places(batches: Batches) -> Places:
+    """Return each silo's bucket, and its place there."""
     sizes = [len(b.silos) for b in batches]
     order = in_order(batches)
     bucket = jnp.repeat(jnp.arange(len(batches)), jnp.array(sizes), total_repeat_length=sum(sizes))
@@ -477,23 +517,23 @@ def _places(batches: tuple[Batch, ...]) -> Places:
     return bucket[order], place[order]
 
 
-def _take(stack: Any, i: Array) -> Any:
+def _take(stack: Tree, i: Array) -> Tree:
     return jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False), stack)
 
 
-def _put(stack: Any, one: Any, i: Array) -> Any:
+def _put(stack: Tree, one: Tree, i: Array) -> Tree:
     return jax.tree.map(
         lambda a, new: jax.lax.dynamic_update_index_in_dim(a, new, i, 0), stack, one
     )
 
 
-def _axes(exchange: Exchange) -> Any:
+def _axes(exchange: Exchange[Silo, Down, Up]) -> Any:
     return jax.tree.map(lambda scattered: 0 if scattered else None, exchange.scatter)
 
 
-def _count(batches: tuple[Batch, ...]) -> int:
+def _count(batches: Batches) -> int:
     return sum(len(b.silos) for b in batches)
 
 
-def _size(tree: Any) -> int:
+def _size(tree: object) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))

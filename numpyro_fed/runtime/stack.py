@@ -14,13 +14,19 @@ from numpyro_fed.algorithms.base import Info, Round
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime.noise import schedule_key
-from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.trees import strong
 
 CHUNK = 1024  # rounds, at most, that one call of the compiled loop can log
 VISITS = 2**20  # visits, about, that one call can log
 BLOCK = 64  # rounds, at most, for which noise is drawn at once
 NOISE = 2**20  # numbers, about, that are drawn at once
+
+
+Stacks = tuple[Any, ...]  # of silos' states, one for each bucket
+Planned = tuple[Carry, Array]  # what a schedule carries on, and each silo's last ``change``
+Watch = Callable[[Any], Any]  # what is logged of a silo's new state
+ServerData = SiloData | Array | None  # of a vertical model, or draws that a round is to weigh
 
 
 class State(NamedTuple):
@@ -40,7 +46,7 @@ class State(NamedTuple):
 
     round: Array
     server: Any
-    silos: tuple[Any, ...]
+    silos: Stacks
     schedule: Any = ()
 
 
@@ -51,8 +57,11 @@ class Batch(NamedTuple):
     data: SiloData
 
 
+Batches = tuple[Batch, ...]
+
+
 class Log(NamedTuple):
-    """What rounds report. A round has one step, or as many as its schedule says.
+    """A record of what rounds report; a round has one step, or as many as its schedule says.
 
     Attributes
     ----------
@@ -73,8 +82,9 @@ class Log(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How rounds ended: whether the last one may be kept, and whether each silo's last reply there
-    was good, (silos,) by number; true where it had no part in it.
+    """A record of how rounds ended: whether the last one may be kept, and which replies were good.
+
+    That is (silos,) by number, and true where a silo had no part in the last one.
     """
 
     ok: Any
@@ -90,13 +100,12 @@ class Advance(Protocol):
         self,
         key: Array,
         state: State,
-        batches: tuple[Batch, ...],
+        batches: Batches,
         n: int,
-        server_data: Any = None,
+        server_data: ServerData = None,
         stop: bool = False,
     ) -> tuple[State, Log, Ended]:
-        """The last state, what the rounds report, and how they ended."""
-        ...
+        """Return the last state, what the rounds report, and how they ended."""
 
 
 class Single(Protocol):
@@ -105,13 +114,12 @@ class Single(Protocol):
     def __call__(
         self,
         key: Array,
-        server: Any,
-        silos: tuple[Any, ...],
-        batches: tuple[Batch, ...],
-        server_data: Any = None,
-    ) -> tuple[Any, tuple[Any, ...], Info, Any]:
-        """States afterwards, what the server reports, and which replies were good, by number."""
-        ...
+        server: object,
+        silos: Stacks,
+        batches: Batches,
+        server_data: ServerData = None,
+    ) -> tuple[Any, Stacks, Info, Array]:
+        """Return states afterwards, the server's report, and which replies were good, by number."""
 
 
 class Runtime(NamedTuple):
@@ -129,7 +137,7 @@ class Runtime(NamedTuple):
         The same, for little work: compiled in less than half of the time, and slower after it.
     """
 
-    init: Callable[[Array, tuple[Batch, ...]], State]
+    init: Callable[[Array, Batches], State]
     advance: Advance
     single: Callable[[Round], Single]
     chunk: int = CHUNK
@@ -140,21 +148,23 @@ class Runtime(NamedTuple):
         return (self.soon or self.single)(round_)
 
 
-def on_device(buckets: Sequence[Bucket]) -> tuple[Batch, ...]:
+def on_device(buckets: Sequence[Bucket]) -> Batches:
     """Put buckets on the device."""
     host = [(np.asarray(b.silos, np.int32), b.data) for b in buckets]
     return tuple(Batch(*batch) for batch in jax.device_put(host, may_alias=False))
 
 
-def chunk_of(schedule: Schedule | None) -> int:
-    """How many rounds one call can log."""
+def chunk_of(schedule: Schedule[Any] | None) -> int:
+    """Return how many rounds one call can log."""
     if schedule is None:
         return CHUNK
     return max(1, min(CHUNK, VISITS // (schedule.steps * schedule.size)))
 
 
-def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> Any:
-    """The schedule's part of the first state."""
+def init_schedule(
+    schedule: Schedule[Carry] | None, key: Array, num_silos: int
+) -> tuple[()] | Planned[Carry]:
+    """Return the schedule's part of the first state."""
     if schedule is None:
         return ()
     if schedule.num_silos != num_silos:
@@ -165,8 +175,10 @@ def init_schedule(schedule: Schedule | None, key: Array, num_silos: int) -> Any:
     return schedule.init(schedule_key(key)), jnp.full(num_silos, jnp.inf)
 
 
-def visits(schedule: Schedule, key: Array, round: Array, state: Any) -> tuple[Array, Any]:
-    """Who takes part in each step of a round (steps, size), and what the schedule carries on."""
+def visits(
+    schedule: Schedule[Carry], key: Array, round: Array, state: Planned[Carry]
+) -> tuple[Array, Carry]:
+    """Return who takes part in each step (steps, size), and what the schedule carries on."""
     who, carry = schedule.visits(schedule_key(key), round, *state)
     if jnp.shape(who) != (schedule.steps, schedule.size):
         raise ValueError(
@@ -177,8 +189,6 @@ def visits(schedule: Schedule, key: Array, round: Array, state: Any) -> tuple[Ar
 
 
 def in_order(batches: Sequence[Batch]) -> Array:
-    """Where the silos stand in the buckets, one after the other, in the order of their numbers,
-    which go from 0 to one less than there are.
-    """
+    """Return the places of silos 0, 1, ... among those of all buckets, one after the other."""
     numbers = jnp.concatenate([b.silos for b in batches])
     return jnp.zeros_like(numbers).at[numbers].set(jnp.arange(len(numbers), dtype=numbers.dtype))

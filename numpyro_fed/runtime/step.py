@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +14,29 @@ from jax.extend.core import get_opaque_trace_state
 
 from numpyro_fed.algorithms.base import (
     Ask,
+    Down,
     Exchange,
     FederatedAlgorithm,
     Info,
     Replies,
     Reply,
     Round,
+    Silo,
+    Up,
 )
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.combine import combine, slices
+from numpyro_fed.runtime.stack import ServerData
 from numpyro_fed.trees import strong
 
+Source = TypeVar("Source", contravariant=True)  # what a runtime draws silos' noise from
+Drawn = TypeVar("Drawn")  # the same, where it is kept
+Silos = TypeVar("Silos")  # all silos' states, in the form in which a runtime keeps them
+Exchanges = Sequence[Exchange[Any, Any, Any]]
 
-class Answers(NamedTuple):
-    """What comes of asking the participants.
+
+class Answers(NamedTuple, Generic[Silos]):
+    """A record of what comes of asking the participants.
 
     Attributes
     ----------
@@ -34,44 +44,43 @@ class Answers(NamedTuple):
         Put together as the exchange asks.
     ok : (k,) bool
         Whether each participant's reply was good, in the order in which the runtime keeps silos.
-    silos : Any
+    silos : Silos
         The silos' states afterwards, in whatever form the runtime keeps them.
     seen : pytree, leaves (k, ...)
         What is watched of the participants' new states.
     """
 
-    replies: Replies
+    replies: Replies[Any]
     ok: Array
-    silos: Any
+    silos: Silos
     seen: Any = ()
 
 
-class Reach(Protocol):
-    """How a runtime reaches the silos: all that one runtime has of its own."""
+class Reach(Protocol[Source, Silos]):
+    """A way to reach the silos: all that one runtime has of its own."""
 
     def __call__(
-        self, exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any
-    ) -> Answers:
+        self, exchange: Exchange[Any, Down, Up], noise: Source, down: Down, who: Array, silos: Silos
+    ) -> Answers[Silos]:
         """Send ``down`` to the silos ``who`` (k,); ``noise`` is whatever the runtime draws from."""
-        ...
 
 
-class Noise(NamedTuple):
+class Noise(NamedTuple, Generic[Drawn]):
     """The server's noise in a round, and for each exchange what silos get theirs from."""
 
     server: Any
-    silos: Sequence[Any]
+    silos: Sequence[Drawn]
 
 
-class _Asking:
-    """What a round asks by: it holds exchanges to their order, and rounds to what is allowed."""
+class _Asking(ABC):
+    """A party that a round asks: it holds exchanges to their order, and rounds to the rules."""
 
-    def __init__(self, exchanges: Sequence[Exchange], who: Array, server_data: Any):
+    def __init__(self, exchanges: Exchanges, who: Array, server_data: ServerData):
         self.who, self.server_data = who, server_data
-        self.ok: Any = jnp.array(True)
+        self.ok: Array = jnp.array(True)
         self._exchanges, self._asked, self._trace = exchanges, 0, _trace()
 
-    def __call__(self, name: str, down: Any) -> Replies:
+    def __call__(self, name: str, down: object) -> Replies[Any]:
         number, names = self._asked, [x.name for x in self._exchanges]
         if names[number : number + 1] != [name]:
             raise TypeError(
@@ -91,9 +100,11 @@ class _Asking:
             self.ok = self.ok & ok
         return replies
 
-    def replies(self, number: int, exchange: Exchange, down: Any) -> tuple[Replies, Any]:
+    @abstractmethod
+    def replies(
+        self, number: int, exchange: Exchange[Silo, Down, Up], down: Down
+    ) -> tuple[Replies[Any], Array]:
         """Return replies to an exchange, and whether all of them can be used."""
-        raise NotImplementedError
 
     def finish(self, info: Info) -> Info:
         """Return what a round reports, once it has asked for all of its exchanges."""
@@ -103,23 +114,25 @@ class _Asking:
         return info._replace(ok=info.ok & self.ok)
 
 
-class _Live(_Asking):
-    """Asks silos, and carries their states from one exchange of a step to the next."""
+class _Live(_Asking, Generic[Drawn, Silos]):
+    """A party that asks silos, and carries their states from one exchange of a step to the next."""
 
     def __init__(
         self,
-        exchanges: Sequence[Exchange],
-        reach: Reach,
-        noise: Noise,
-        silos: Any,
+        exchanges: Exchanges,
+        reach: Reach[Drawn, Silos],
+        noise: Noise[Drawn],
+        silos: Silos,
         who: Array,
-        server_data: Any,
+        server_data: ServerData,
     ):
         super().__init__(exchanges, who, server_data)
         self.silos, self.good, self.seen = silos, jnp.ones(jnp.shape(who), bool), ()
         self._reach, self._noise = reach, noise.silos
 
-    def replies(self, number: int, exchange: Exchange, down: Any) -> tuple[Replies, Any]:
+    def replies(
+        self, number: int, exchange: Exchange[Silo, Down, Up], down: Down
+    ) -> tuple[Replies[Any], Array]:
         answers = self._reach(exchange, self._noise[number], down, self.who, self.silos)
         self.silos, self.seen = answers.silos, answers.seen
         self.good = self.good & answers.ok
@@ -128,14 +141,14 @@ class _Live(_Asking):
 
 def step(
     round_: Round,
-    reach: Reach,
-    noise: Noise,
-    server: Any,
-    silos: Any,
+    reach: Reach[Drawn, Silos],
+    noise: Noise[Drawn],
+    server: object,
+    silos: Silos,
     who: Array,
-    server_data: Any = None,
-) -> tuple[Any, Any, Info, Array, Any]:
-    """Run one step.
+    server_data: ServerData = None,
+) -> tuple[Any, Silos, Info, Array, Any]:
+    """Run one step of an algorithm.
 
     Returns
     -------
@@ -154,15 +167,21 @@ class _Asked(BaseException):
 
 
 class _Replay(_Asking):
-    """Gives a round the replies that are there, and stops it where the next one is missing."""
+    """A party that gives a round the replies that are there, and stops it where one is missing."""
 
     def __init__(
-        self, exchanges: Sequence[Exchange], given: Sequence[Replies], who: Array, server_data: Any
+        self,
+        exchanges: Exchanges,
+        given: Sequence[Replies[Any]],
+        who: Array,
+        server_data: ServerData,
     ):
         super().__init__(exchanges, who, server_data)
         self._given, self.stopped = given, False
 
-    def replies(self, number: int, exchange: Exchange, down: Any) -> tuple[Replies, Any]:
+    def replies(
+        self, number: int, exchange: Exchange[Silo, Down, Up], down: Down
+    ) -> tuple[Replies[Any], Array]:
         if number == len(self._given):
             self.stopped = True
             raise _Asked(down)
@@ -171,11 +190,11 @@ class _Replay(_Asking):
 
 def part(
     round_: Round,
-    server: Any,
-    noise: Any,
+    server: object,
+    noise: object,
     who: Array,
-    server_data: Any = None,
-    replies: Sequence[Replies] = (),
+    server_data: ServerData = None,
+    replies: Sequence[Replies[Any]] = (),
 ) -> Any:
     """Run a round on replies that are given: up to the first exchange without, or to its end.
 
@@ -202,13 +221,19 @@ def in_parts(round_: Round) -> Round:
     """
 
     @jax.jit
-    def compiled(server: Any, noise: Any, who: Array, server_data: Any, replies: Any) -> Any:
+    def compiled(
+        server: object,
+        noise: object,
+        who: Array,
+        server_data: ServerData,
+        replies: Sequence[Replies[Any]],
+    ) -> Any:
         return part(round_, server, noise, who, server_data, replies)
 
-    def run(state: Any, noise: Any, ask: Ask) -> tuple[Any, Info]:
+    def run(state: object, noise: object, ask: Ask) -> tuple[Any, Info]:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return round_.run(state, noise, ask)
-        replies: list[Replies] = []
+        replies: list[Replies[Any]] = []
         for exchange in round_.exchanges:
             down = compiled(state, noise, ask.who, ask.server_data, replies)
             replies.append(ask(exchange.name, down))
@@ -218,18 +243,18 @@ def in_parts(round_: Round) -> Round:
 
 
 class Crossed(NamedTuple):
-    """Shapes of what one exchange sends down to a silo, and of the silo's reply."""
+    """The shapes of what one exchange sends down to a silo, and of the silo's reply."""
 
-    exchange: Exchange
+    exchange: Exchange[Any, Any, Any]
     down: Any
-    reply: Reply
+    reply: Reply[Any]
 
 
 def crossed(
-    algorithm: FederatedAlgorithm,
+    algorithm: FederatedAlgorithm[Any, Any],
     rounds: Sequence[Round],
     data: SiloData,
-    server_data: Any = None,
+    server_data: ServerData = None,
 ) -> list[Crossed]:
     """Return the shapes of all that crosses in rounds with one silo that holds ``data``.
 
@@ -238,13 +263,15 @@ def crossed(
     """
     if server_data is None:
         server_data = algorithm.server_like
-    exchanges: list[Exchange] = []
+    exchanges: list[Exchange[Any, Any, Any]] = []
 
-    def trace(key: Array, data: SiloData, server_data: Any) -> list[tuple[Any, Reply]]:
+    def trace(key: Array, data: SiloData, server_data: ServerData) -> list[tuple[Any, Reply[Any]]]:
         server, silo = algorithm.init_server(key), algorithm.init_silo(key, data)
-        found: list[tuple[Any, Reply]] = []
+        found: list[tuple[Any, Reply[Any]]] = []
 
-        def reach(exchange: Exchange, noise: Any, down: Any, who: Array, silos: Any) -> Answers:
+        def reach(
+            exchange: Exchange[Silo, Down, Up], noise: Array, down: Down, who: Array, silos: Silo
+        ) -> Answers[Silo]:
             sent = slices(exchange.scatter, down, 0)
             reply, after = exchange.visit(exchange.silo_noise(noise, silos), sent, silos, data)
             exchanges.append(exchange)
@@ -261,6 +288,6 @@ def crossed(
     return [Crossed(x, *each) for x, each in zip(exchanges, shapes, strict=True)]
 
 
-def _trace() -> Any:
-    """What transformation is being traced, to be compared."""
+def _trace() -> object:
+    """Return what transformation is being traced, to be compared."""
     return get_opaque_trace_state(convention="nnx")

@@ -25,21 +25,18 @@ class Learnt(Protocol):
 
     @property
     def source(self) -> Source:
-        """Where draws of the true prior come from."""
-        ...
+        """Return the source of draws of the true prior."""
 
     @property
     def blocks(self) -> Blocks:
-        """How entries are split."""
-        ...
+        """Return how entries are split."""
 
     def sample(self, key: Array, n: int, phi: Mapping[str, Any] | None = None) -> Array:
-        """Draws (n, entries)."""
-        ...
+        """Return draws (n, entries)."""
 
 
 class Row(NamedTuple):
-    """At one setting of the hyperparameters.
+    """The comparison at one setting of the hyperparameters.
 
     Attributes
     ----------
@@ -74,7 +71,7 @@ class Check(NamedTuple):
     found: tuple[np.ndarray, ...]
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """The table: names of columns, and a row for each setting of the hyperparameters."""
+        """Return the table: names of columns, and a row for each setting of the hyperparameters."""
         head = ("hyperparameters", "within", "across", "variance", "jump", "energy", "p")
         at = [
             ", ".join(f"{name}={float(np.mean(v)):.3g}" for name, v in row.phi.items())
@@ -95,7 +92,7 @@ class Check(NamedTuple):
 def checked(
     key: Array, prior: Learnt, at: Sequence[Mapping[str, Any]] | None, num_draws: int
 ) -> Check:
-    """Compare; see :meth:`numpyro_fed.SigmaPrior.check`."""
+    """Compare draws of two priors; see :meth:`numpyro_fed.SigmaPrior.check`."""
     source, of = prior.source, prior.blocks.of
     if at is None:
         drawn = jax.vmap(source.hyper)(jax.random.split(key, 1_000))
@@ -140,7 +137,7 @@ def checked(
 
 
 def _covariance(source: Source, phi: Mapping[str, Any], draws: np.ndarray) -> np.ndarray:
-    """Of the true prior, where it is known, else that of its draws."""
+    """Return the true prior's covariance, or that of its draws where that is not known."""
     try:
         field = field_of(source.distribution(phi), source.site, source.spectrum)
     except ModelError:
@@ -151,7 +148,7 @@ def _covariance(source: Source, phi: Mapping[str, Any], draws: np.ndarray) -> np
 
 
 def energy_test(key: Array, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """The energy distance of two samples, and its permutation p-value."""
+    """Return the energy distance of two samples, and its permutation p-value."""
     both = np.concatenate([a, b]).astype(float)
     squares = (both**2).sum(1)
     gaps = np.sqrt(np.maximum(squares[:, None] + squares - 2 * both @ both.T, 0))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from numpyro.distributions import Distribution, constraints
 from numpyro.distributions.util import promote_shapes, validate_sample
 
@@ -21,11 +22,14 @@ def __dir__() -> list[str]:
     return __all__
 
 
+Scalar = float | Array
 JITTER = 1e-4  # of the variance: what a smooth field in single precision needs
 
 
-def rbf(x: Any, length_scale: Any, variance: Any = 1.0, jitter: float = JITTER) -> Array:
-    r"""Squared exponential covariance of points.
+def rbf(
+    x: ArrayLike, length_scale: Scalar, variance: Scalar = 1.0, jitter: float = JITTER
+) -> Array:
+    r"""Return the squared exponential covariance of points.
 
     .. math::
         k(x, x') = \sigma^2 \exp\Big(-\frac{|x - x'|^2}{2 \ell^2}\Big)
@@ -54,9 +58,14 @@ def rbf(x: Any, length_scale: Any, variance: Any = 1.0, jitter: float = JITTER) 
 
 
 def matern(
-    x: Any, length_scale: Any, variance: Any = 1.0, *, nu: float = 1.5, jitter: float = JITTER
+    x: ArrayLike,
+    length_scale: Scalar,
+    variance: Scalar = 1.0,
+    *,
+    nu: float = 1.5,
+    jitter: float = JITTER,
 ) -> Array:
-    r"""Matern covariance of points, for :math:`\nu` of 0.5, 1.5 or 2.5.
+    r"""Return the Matern covariance of points, for :math:`\nu` of 0.5, 1.5 or 2.5.
 
     .. math::
         k = \sigma^2 e^{-r}, \quad \sigma^2 (1 + r) e^{-r}, \quad
@@ -87,19 +96,19 @@ def matern(
     apart = squares > 0
     # The derivative of a root at zero would be infinite.
     r = jnp.where(apart, jnp.sqrt(jnp.where(apart, 2 * nu * squares, 1.0)), 0.0) / length_scale
-    shapes = {0.5: 1.0, 1.5: 1 + r, 2.5: 1 + r + r**2 / 3}
+    shapes: dict[float, Scalar] = {0.5: 1.0, 1.5: 1 + r, 2.5: 1 + r + r**2 / 3}
     if nu not in shapes:
         raise ValueError(f"nu={nu!r}: expected 0.5, 1.5 or 2.5.")
     return _on_diagonal(variance * shapes[nu] * jnp.exp(-r), variance, jitter)
 
 
-def _squares(x: Any) -> Array:
+def _squares(x: ArrayLike) -> Array:
     points = jnp.asarray(x)
     points = points[:, None] if points.ndim == 1 else points
     return ((points[:, None] - points) ** 2).sum(-1)
 
 
-def _on_diagonal(cov: Array, variance: Any, jitter: float) -> Array:
+def _on_diagonal(cov: Array, variance: Scalar, jitter: float) -> Array:
     return cov + jitter * variance * jnp.eye(len(cov))
 
 
@@ -146,10 +155,10 @@ class Leroux(Distribution):
 
     def __init__(
         self,
-        loc: Any,
-        correlation: Any,
-        conditional_precision: Any,
-        adj_matrix: Any,
+        loc: ArrayLike,
+        correlation: Scalar,
+        conditional_precision: Scalar,
+        adj_matrix: Array | np.ndarray,
         *,
         validate_args: bool | None = None,
     ):
@@ -172,14 +181,14 @@ class Leroux(Distribution):
         own = (1 - self.correlation) * jnp.eye(len(W))
         return self.conditional_precision * (own + self.correlation * laplacian)
 
-    def sample(self, key: Any, sample_shape: tuple[int, ...] = ()) -> Array:
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         L = linalg.cholesky(self.precision_matrix)
         noise = jax.random.normal(key, (*sample_shape, *self.event_shape))
         off = linalg.solve(L, noise.reshape(-1, len(L)).T, transposed=True).T
         return self.mean + off.reshape(noise.shape)
 
     @validate_sample
-    def log_prob(self, value: Any) -> Array:
+    def log_prob(self, value: Array) -> Array:
         W = jnp.asarray(self.adj_matrix)
         off, alpha, tau = value - self.mean, self.correlation, self.conditional_precision
         quadratic = ((1 - alpha + alpha * W.sum(1)) * off**2).sum(-1)
@@ -189,8 +198,8 @@ class Leroux(Distribution):
         return 0.5 * (log_det - tau * quadratic - len(W) * jnp.log(2 * jnp.pi))
 
 
-def eigenvalues(adjacency: Any) -> Any:
-    """Of the Laplacian ``D - W``, by NumPy where it is known before a run."""
+def eigenvalues(adjacency: Array | np.ndarray) -> Array | np.ndarray:
+    """Return those of the Laplacian ``D - W``, by NumPy where it is known before a run."""
     if isinstance(adjacency, np.ndarray):
         return np.linalg.eigvalsh(np.diag(adjacency.sum(1)) - adjacency).clip(0)
     W = jnp.asarray(adjacency)

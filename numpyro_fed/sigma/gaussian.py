@@ -40,7 +40,7 @@ class Spectrum(NamedTuple):
 
     @classmethod
     def of(cls, fn: Distribution, site: str) -> Spectrum | None:
-        """In double precision; None for what is no autoregression of areas."""
+        """Return the spectrum in double precision; None for what is no autoregression of areas."""
         W = adjacency_of(fn, site)
         if W is None:
             return None
@@ -59,19 +59,19 @@ class Dense(NamedTuple):
     cov: Array
 
     def among(self, rows: Array, there: Array) -> Array:
-        """Covariance of some entries; those that are not there are standard and independent."""
+        """Return the covariance of some entries; others are standard and independent."""
         both = there & there[:, None]
         return jnp.where(both, self.cov[rows[:, None], rows], jnp.eye(len(rows)))
 
     def roots(self, basis: np.ndarray) -> Array:
-        """What ``basis' theta`` (rank,) says of all entries: (n, rank), of standard normals."""
+        """Return (n, rank): what ``basis' theta``, as standard normals, says of all entries."""
         V = jnp.asarray(basis.copy(), self.cov.dtype)
         KV = self.cov @ V
         L = linalg.cholesky(lifted(V.T @ KV))
         return linalg.solve(L, KV.T).T
 
     def of_normals(self, noise: Array) -> Array:
-        """Draws (..., n), which are what standard normals (..., n) make of themselves."""
+        """Return draws (..., n), which are what standard normals (..., n) make of themselves."""
         return self.loc + noise @ linalg.cholesky(self.cov).T
 
 
@@ -83,17 +83,17 @@ class Spectral(NamedTuple):
     vectors: np.ndarray
 
     def among(self, rows: Array, there: Array) -> Array:
-        """Covariance of some entries; those that are not there are standard and independent."""
+        """Return the covariance of some entries; others are standard and independent."""
         U = jnp.where(there[:, None], fresh(self.vectors)[rows], 0.0)
         return (U * self.variances) @ U.T + jnp.diag(jnp.where(there, 0.0, 1.0))
 
     def roots(self, basis: np.ndarray) -> Array:
-        """Of the smoothest eigenvectors, as many as the basis has columns."""
+        """Return roots of the smoothest eigenvectors, as many as the basis has columns."""
         rank = basis.shape[1]
         return fresh(self.vectors[:, -rank:]) * jnp.sqrt(self.variances[-rank:])
 
     def of_normals(self, noise: Array) -> Array:
-        """Draws (..., n) of standard normals (..., n), each by one product with a matrix."""
+        """Return draws (..., n) of standard normals (..., n), each by one product with a matrix."""
         return self.loc + (noise * jnp.sqrt(self.variances)) @ fresh(self.vectors).T
 
 
@@ -101,7 +101,7 @@ Field = Dense | Spectral
 
 
 def field_of(fn: Distribution, site: str, spectrum: Spectrum | None) -> Field:
-    """A site's distribution as a field; of areas with its spectrum."""
+    """Return a site's distribution as a field; of areas with its spectrum."""
     fn = unwrapped(fn)
     if isinstance(fn, dist.MultivariateNormal):
         return Dense(jnp.broadcast_to(fn.loc, fn.event_shape), fn.covariance_matrix)
@@ -122,14 +122,14 @@ def field_of(fn: Distribution, site: str, spectrum: Spectrum | None) -> Field:
 
 
 def precision_of(fn: Distribution, W: Array) -> Array:
-    """Of an autoregression of areas (n, n)."""
+    """Return the precision of an autoregression of areas (n, n)."""
     alpha, degrees = fn.correlation, W.sum(1)
     own = 1 - alpha + alpha * degrees if isinstance(fn, Leroux) else degrees
     return fn.conditional_precision * (jnp.diag(own) - alpha * W)
 
 
 def adjacency_of(fn: Distribution, site: str) -> np.ndarray | None:
-    """Of an autoregression of areas, checked; None for other distributions."""
+    """Return the adjacency of an autoregression of areas, checked; None for other distributions."""
     fn = unwrapped(fn)
     if not isinstance(fn, dist.CAR | Leroux):
         return None
@@ -155,7 +155,7 @@ def same_areas(fn: Distribution, site: str, adjacency: np.ndarray) -> None:
 
 
 def checked_adjacency(W: np.ndarray, site: str, *, islands: bool) -> np.ndarray:
-    """Symmetric, without loops, and without islands where these have no variance."""
+    """Return what is symmetric, without loops, and without islands where these have no variance."""
     if W.ndim != 2 or W.shape[0] != W.shape[1]:
         raise ModelError(f"the adjacency of '{site}' has the shape {W.shape}: expected a square.")
     if (W != W.T).any():
@@ -179,7 +179,7 @@ def checked_adjacency(W: np.ndarray, site: str, *, islands: bool) -> np.ndarray:
 
 
 def lifted(cov: Array, of: Array | None = None) -> Array:
-    """With what rounding may have taken from the diagonal, where it is the rest of another one."""
+    """Add what rounding may have taken from the diagonal, where it is the rest of another one."""
     top = jnp.diagonal(cov if of is None else of).max()
     lift = JITTER * jnp.finfo(cov.dtype).eps * len(cov) * top
     return cov + lift * jnp.eye(len(cov), dtype=cov.dtype)

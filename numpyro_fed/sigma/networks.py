@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed import linalg
+from numpyro_fed.trees import Tree
 
 WIDTH_MIXING = 32
 LARGEST = 10.0  # log variance: draws far out must not overflow
@@ -18,7 +19,7 @@ BESIDE = 0.1  # of the usual weights, where a network begins beside a linear pat
 
 
 class Sizes(NamedTuple):
-    """Of the networks.
+    """The sizes of the networks.
 
     Attributes
     ----------
@@ -62,7 +63,7 @@ class Encoder(eqx.Module):
         self.log_variance = eqx.nn.Linear(width, outputs, key=variance)
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
-        """Of one input."""
+        """Return mean and log variance, given one input."""
         hidden = self.trunk(x)
         return self.mean(hidden), jnp.minimum(self.log_variance(hidden), LARGEST)
 
@@ -81,7 +82,7 @@ class Mixing(eqx.Module):
             )
 
     def __call__(self, z: Array, phi: Array) -> Array:
-        """Of one vector."""
+        """Return what the map makes of one vector."""
         return z if self.net is None else z + self.net(phi).reshape(len(z), len(z)) @ z
 
 
@@ -107,8 +108,8 @@ class Components(eqx.Module):
         self.mix_out = Mixing(n.z_global, n.hyper, for_out)
 
     def of_draws(self, theta: Array, table: Array, noise: float) -> Components:
-        """Probabilistic principal components (Tipping and Bishop 1999) of draws (draws, entries),
-        of which those of less variance than the decoder's noise begin near zero.
+        """Return probabilistic principal components (Tipping and Bishop 1999) of draws (draws,
+        entries), of which those of less variance than the decoder's noise begin near zero.
         """
         size = len(self.inward)
         _, singular, axes = linalg.svd(theta)
@@ -121,7 +122,7 @@ class Components(eqx.Module):
         return self._at(inward, log_variance, jnp.sqrt(beyond) * axes.T, table)
 
     def of_normals(self, theta: Array, made_of: Array, table: Array) -> Components:
-        """The linear map nearest to draws of the normals that they are made of, both (draws,
+        """Return the linear map nearest to draws of the normals that they are made of, both (draws,
         entries).
         """
         loadings = linalg.least_squares(made_of, theta).T
@@ -137,6 +138,7 @@ class Components(eqx.Module):
 class Networks(eqx.Module):
     """Global encoder (or none) and decoder, and stacks of local ones, one for each block."""
 
+    sizes: Sizes = eqx.field(static=True)
     encoder: Encoder | None
     local_encoders: Encoder
     decoder: eqx.nn.MLP
@@ -153,7 +155,7 @@ class Networks(eqx.Module):
         def local_decoder(key: Array) -> eqx.nn.Linear:
             return eqx.nn.Linear(n.width + n.z_local + n.hyper, n.largest, key=key)
 
-        self.encoder = None
+        self.sizes, self.encoder = n, None
         if n.encodes:
             self.encoder = Encoder(n.entries + n.hyper, n.z_global, n.width, keys[0])
         self.decoder = eqx.nn.MLP(inner, n.width, n.width, 1, key=keys[1])
@@ -180,19 +182,20 @@ class Networks(eqx.Module):
         )
 
     def encode(self, theta: Array, phi: Array) -> tuple[Array, Array]:
-        """Mean and log variance of what all silos share, given a draw (entries,)."""
-        encoder: Any = self.encoder
-        mean, log_variance = encoder(jnp.concatenate([theta, phi]))
+        """Return mean and log variance of what all silos share, given a draw (entries,)."""
+        if self.encoder is None:
+            raise TypeError("these networks have no global encoder: what is shared is drawn.")
+        mean, log_variance = self.encoder(jnp.concatenate([theta, phi]))
         if (c := self.components) is None:
             return mean, log_variance
         return mean + c.mix_in(c.inward @ theta, phi), log_variance + c.log_variance
 
     def encode_local(self, block: Array, z_G: Array, phi: Array) -> tuple[Array, Array]:
-        """The same of a block's own latents: they see what is shared, and no draw."""
+        """Return the same of a block's own latents: they see what is shared, and no draw."""
         return _at(self.local_encoders, block)(jnp.concatenate([z_G, phi]))
 
     def decode(self, block: Array, z_G: Array, z_L: Array, phi: Array) -> Array:
-        """A block's entries (largest,)."""
+        """Return a block's entries (largest,)."""
         hidden = self.decoder(jnp.concatenate([z_G, phi]))
         theta = _at(self.local_decoders, block)(jnp.concatenate([hidden, z_L, phi]))
         if (c := self.components) is None:
@@ -200,12 +203,12 @@ class Networks(eqx.Module):
         return theta + c.outward[block] @ c.mix_out(z_G, phi)
 
 
-def _smaller(part: Any) -> Any:
-    """A part of a network whose output begins near zero."""
+def _smaller(part: Tree) -> Tree:
+    """Return a part of a network whose output begins near zero."""
     return jax.tree.map(lambda a: BESIDE * a, part)
 
 
-def _at(stack: Any, block: Array) -> Any:
-    """One of a stack of networks."""
+def _at(stack: Tree, block: Array) -> Tree:
+    """Return one of a stack of networks."""
     arrays, rest = eqx.partition(stack, eqx.is_array)
     return eqx.combine(jax.tree.map(lambda a: a[block], arrays), rest)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,10 @@ from numpyro_fed.sigma.training import Settings, drawn, train
 from numpyro_fed.tracing import TRACING
 from numpyro_fed.trees import fresh
 
+if TYPE_CHECKING:
+    from numpyro_fed.sigma.networks import Networks
+
+Shared = tuple[Array, Array, Array]
 VERSION = 2
 FOR_TAU, EACH = 4_096, 8  # hyperparameters, and draws of both priors at each
 BEGIN = Settings(0, 1_024, 1, 0.0)  # draws at which networks begin
@@ -36,7 +41,7 @@ def default_optim(num_steps: int) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), adam)
 
 
-def _networks() -> Any:
+def _networks() -> ModuleType:
     try:
         from numpyro_fed.sigma import networks
     except ModuleNotFoundError as error:
@@ -83,7 +88,7 @@ class SigmaPrior:
 
     source: Source = field(repr=False)
     blocks: Blocks = field(repr=False)
-    networks: Any = field(repr=False)
+    networks: Networks = field(repr=False)
     scales: Scales = field(repr=False)
     tau: np.ndarray = field(repr=False)
     settings: Settings
@@ -95,7 +100,7 @@ class SigmaPrior:
     def fit(
         cls,
         key: Array,
-        model: Callable,
+        model: Callable[..., object],
         site: str,
         blocks: Sequence[Any],
         *,
@@ -255,11 +260,11 @@ class SigmaPrior:
 
     @property
     def auxiliary(self) -> SigmaPrior:
-        """The prior in which entries have the rest of their variance, too (section 4.2.3)."""
+        """Return the prior in which entries have all of their variance (section 4.2.3)."""
         return replace(self, is_auxiliary=True)
 
     def _missing(self, key: Array, clip: tuple[float, float]) -> np.ndarray:
-        """The standard deviation that draws of the decoder lack (entries,), standardised."""
+        """Return the standard deviation that draws of the decoder lack (entries,), standardised."""
         for_phi, for_true, for_own = jax.random.split(key, 3)
 
         def pair(keys: tuple[Array, Array, Array]) -> tuple[Array, Array]:
@@ -274,20 +279,22 @@ class SigmaPrior:
         lacking = true.var((0, 1)) - own.var((0, 1))
         return np.sqrt(np.clip(np.asarray(lacking), *clip))
 
-    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> tuple[Array, Array, Array]:
-        """What all silos share, the hyperparameters, and the size of entries at these."""
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Shared:
+        """Sample what all silos share; return it, hyperparameters and the size of entries."""
         if lacking := [name for name in self.source.phi if name not in phi]:
             raise ModelError(
                 f"'{self.site}' depends on '{lacking[0]}', which is not sampled before it here. "
                 "Put handlers that replace it (reparam, say) inside substitute_prior, not around."
             )
-        size = self.networks.decoder.in_size - self.scales.hyper
+        size = self.networks.sizes.z_global
         z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
         at = self.source.flat({name: phi[name] for name in self.source.phi})
         return z_G, self.scales.uniform(at), self.scales.size(at)
 
-    def local(self, shared: Any, fn: Distribution, phi: Mapping[str, Array], which: Array) -> Array:
-        """Blocks (blocks, largest)."""
+    def local(
+        self, shared: Shared, fn: Distribution, phi: Mapping[str, Array], which: Array
+    ) -> Array:
+        """Sample some blocks (blocks, largest), given what all silos share."""
         z_G, at, size = shared
         mean, log_variance = jax.vmap(lambda b: self.networks.encode_local(b, z_G, at))(which)
         normal = dist.Normal(mean, jnp.exp(0.5 * log_variance)).to_event(1)
@@ -305,11 +312,11 @@ class SigmaPrior:
             return decoded
         return numpyro.sample(f"{self.site}/values", dist.Normal(decoded, tau).to_event(1))
 
-    def whole(self, shared: Any, parts: Array, which: Array) -> Array:
-        """The site from its blocks."""
+    def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
+        """Return the site from its blocks."""
         return self.blocks.together(parts, which)
 
-    def suits(self, model: Callable, silos: Sequence[Mapping[str, Any]]) -> None:
+    def suits(self, model: Callable[..., object], silos: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a text, run on what silos hold, in which the site has another prior; warn of
         hyperparameters that go beyond the training.
         """
@@ -390,34 +397,18 @@ class SigmaPrior:
             "site": self.site,
             "phi": list(self.source.phi),
             "ranges": {k: list(v) for k, v in self.source.ranges.items()},
-            "sizes": self._sizes()._asdict(),
+            "sizes": self.networks.sizes._asdict(),
             "settings": self.settings._asdict(),
             "times": self.times,
             "is_auxiliary": self.is_auxiliary,
         }
         write_npz(path, {name: np.asarray(a) for name, a in (arrays | own).items()}, said)
 
-    def _sizes(self) -> Any:
-        nets, net = _networks(), self.networks
-        hyper = self.scales.hyper
-        return nets.Sizes(
-            entries=self.source.size,
-            hyper=hyper,
-            blocks=self.blocks.number,
-            largest=self.blocks.largest,
-            z_global=net.decoder.in_size - hyper,
-            z_local=net.local_encoders.mean.bias.shape[1],
-            width=net.decoder.width_size,
-            width_local=net.local_encoders.mean.weight.shape[2],
-            components=net.components is not None,
-            encodes=net.encoder is not None,
-        )
-
     @classmethod
     def load(
         cls,
         path: str | Path,
-        model: Callable,
+        model: Callable[..., object],
         site: str,
         blocks: Sequence[Any],
         *,

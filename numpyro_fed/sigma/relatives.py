@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,24 +31,27 @@ from numpyro_fed.sigma.gaussian import (
 )
 from numpyro_fed.trees import fresh
 
+Shared = TypeVar("Shared")
+LowRank = tuple[Field, Array, Array]  # what the shared coefficients say of all entries
+Areas = tuple[Array, Array, Array]  # precision and mean of all, and the areas at borders
 KEPT = 0.95  # of the variance, by the shared part
 MOST = 150  # shared coefficients, by default
 PRIOR_DRAWS = 32  # of hyperparameters, over which a basis is good on average
 
 
 @dataclass(frozen=True)
-class ClosedForm:
+class ClosedForm(Generic[Shared]):
     """A Gaussian field, cut into blocks."""
 
     site: str
     blocks: Blocks
     spectrum: Spectrum | None = field(repr=False)
 
-    def whole(self, shared: Any, parts: Array, which: Array) -> Array:
-        """The site from its blocks."""
+    def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
+        """Return the site from its blocks."""
         return self.blocks.together(parts, which)
 
-    def suits(self, model: Callable, silos: Sequence[Mapping[str, Any]]) -> None:
+    def suits(self, model: Callable[..., object], silos: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a text, run on what silos hold, in which areas have other neighbours."""
         if self._areas is None:
             return
@@ -64,13 +67,16 @@ class ClosedForm:
         return field_of(fn, self.site, self.spectrum)
 
     def _noise(self, name: str, which: Array) -> Array:
-        """Standard normals for the entries of blocks (blocks, largest)."""
+        """Sample standard normals for the entries of blocks (blocks, largest)."""
         normal = dist.Normal(0, 1).expand([self.blocks.largest]).to_event(1)
         return numpyro.sample(f"{self.site}/{name}", normal.expand([which.shape[0]]))
 
 
 def _started(
-    model: Callable, site: str, blocks: Sequence[Any], model_kwargs: Mapping[str, Any] | None
+    model: Callable[..., object],
+    site: str,
+    blocks: Sequence[Any],
+    model_kwargs: Mapping[str, Any] | None,
 ) -> tuple[Distribution, Blocks, Spectrum | None]:
     fn = site_of(model, site, dict(model_kwargs or {}))
     spectrum = Spectrum.of(fn, site)
@@ -79,7 +85,7 @@ def _started(
 
 
 @dataclass(frozen=True)
-class BlockPrior(ClosedForm):
+class BlockPrior(ClosedForm[Field]):
     r"""Blocks that are independent, each with its own exact distribution.
 
     .. math::
@@ -105,7 +111,7 @@ class BlockPrior(ClosedForm):
     @classmethod
     def fit(
         cls,
-        model: Callable,
+        model: Callable[..., object],
         site: str,
         blocks: Sequence[Any],
         *,
@@ -133,11 +139,13 @@ class BlockPrior(ClosedForm):
         return cls(site, found, spectrum)
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Field:
-        """Nothing but the field's hyperparameters."""
+        """Return nothing but the field, with its hyperparameters."""
         return self._field(fn)
 
-    def local(self, shared: Any, fn: Distribution, phi: Mapping[str, Array], which: Array) -> Array:
-        """Blocks (blocks, largest)."""
+    def local(
+        self, shared: Field, fn: Distribution, phi: Mapping[str, Array], which: Array
+    ) -> Array:
+        """Sample some blocks (blocks, largest)."""
         noise = self._noise("noise", which)
 
         def one(block: Array, eps: Array) -> Array:
@@ -148,7 +156,7 @@ class BlockPrior(ClosedForm):
 
 
 @dataclass(frozen=True)
-class LowRankPrior(ClosedForm):
+class LowRankPrior(ClosedForm[LowRank]):
     r"""A shared part of low rank, and the exact residual covariance inside each block.
 
     .. math::
@@ -174,13 +182,13 @@ class LowRankPrior(ClosedForm):
 
     @property
     def rank(self) -> int:
-        """How many shared coefficients there are."""
+        """Return how many shared coefficients there are."""
         return self.basis.shape[1]
 
     @classmethod
     def fit(
         cls,
-        model: Callable,
+        model: Callable[..., object],
         site: str,
         blocks: Sequence[Any],
         *,
@@ -202,15 +210,17 @@ class LowRankPrior(ClosedForm):
         wanted = min(rank or min(enough, MOST), found.size)
         return cls(site, found, spectrum, vectors[:, :wanted])
 
-    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> tuple[Field, Array, Array]:
-        """The field, what the shared coefficients say of all entries, and their mean there."""
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> LowRank:
+        """Return the field, what shared coefficients say of all entries, and their mean there."""
         known = self._field(fn)
         normal = dist.Normal(0, 1).expand([self.rank]).to_event(1)
         A = known.roots(self.basis)
         return known, A, known.loc + A @ numpyro.sample(f"{self.site}/z_G", normal)
 
-    def local(self, shared: Any, fn: Distribution, phi: Mapping[str, Array], which: Array) -> Array:
-        """Blocks (blocks, largest)."""
+    def local(
+        self, shared: LowRank, fn: Distribution, phi: Mapping[str, Array], which: Array
+    ) -> Array:
+        """Sample some blocks (blocks, largest), given the shared part."""
         known, A, mean = shared
         noise = self._noise("noise", which)
 
@@ -224,10 +234,11 @@ class LowRankPrior(ClosedForm):
 
 
 def _directions(
-    model: Callable, site: str, kwargs: dict[str, Any], spectrum: Spectrum | None
+    model: Callable[..., object], site: str, kwargs: dict[str, Any], spectrum: Spectrum | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Directions (n, n) of a site, and the variance of all entries that each of them holds: the
-    principal components, or of areas the eigenvectors, the smoothest first.
+    """Return directions (n, n) of a site, and the variance of all entries that each holds.
+
+    They are the principal components, or of areas the eigenvectors, the smoothest first.
     """
 
     def drawn(total: Array, key: Array) -> tuple[Array, None]:
@@ -247,7 +258,7 @@ def _directions(
 
 
 @dataclass(frozen=True)
-class SeparatorPrior(ClosedForm):
+class SeparatorPrior(ClosedForm[Areas]):
     r"""The exact prior of a Markov field: areas at borders are shared, interiors independent.
 
     With ``B`` the areas that have a neighbour in another block and ``I_j`` the others of block
@@ -276,7 +287,7 @@ class SeparatorPrior(ClosedForm):
     @classmethod
     def fit(
         cls,
-        model: Callable,
+        model: Callable[..., object],
         site: str,
         blocks: Sequence[Any],
         *,
@@ -311,8 +322,8 @@ class SeparatorPrior(ClosedForm):
     def _areas(self) -> np.ndarray:
         return self.adjacency
 
-    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> tuple[Array, Array, Array]:
-        """Precision and mean of the field, and the areas at borders."""
+    def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Areas:
+        """Return precision and mean of the field, and the areas at borders."""
         areas = unwrapped(fn)
         if not isinstance(areas, dist.CAR | Leroux):
             raise ModelError(
@@ -329,7 +340,7 @@ class SeparatorPrior(ClosedForm):
         return Q, loc, numpyro.sample(f"{self.site}/border", normal)
 
     def _marginal(self, Q: Array) -> Array:
-        """The precision of the areas at borders."""
+        """Return the precision of the areas at borders."""
 
         def lost(block: Array) -> tuple[Array, Array]:
             near = fresh(self.near)[block]
@@ -343,7 +354,7 @@ class SeparatorPrior(ClosedForm):
         return P.at[near[:, :, None], near[:, None, :]].add(-off, mode="drop")
 
     def _parts(self, Q: Array, block: Array) -> tuple[Array, Array]:
-        """A root of a block's own precision, and its precision across the border next to it."""
+        """Return a root of a block's own precision, and its precision across its border."""
         rows, there = self.blocks.rows(block)
         near = fresh(self.near)[block]
         beside = near < len(self.border)
@@ -352,8 +363,10 @@ class SeparatorPrior(ClosedForm):
         across = jnp.where(there[:, None] & beside, Q[rows[:, None], areas], 0.0)
         return linalg.cholesky(own), across
 
-    def local(self, shared: Any, fn: Distribution, phi: Mapping[str, Array], which: Array) -> Array:
-        """Interiors (blocks, largest), given the areas at borders."""
+    def local(
+        self, shared: Areas, fn: Distribution, phi: Mapping[str, Array], which: Array
+    ) -> Array:
+        """Sample interiors (blocks, largest), given the areas at borders."""
         Q, loc, at_border = shared
         noise = self._noise("noise", which)
 
@@ -366,8 +379,8 @@ class SeparatorPrior(ClosedForm):
 
         return jax.vmap(one)(which, noise)
 
-    def whole(self, shared: Any, parts: Array, which: Array) -> Array:
-        """The site, areas at borders included."""
+    def whole(self, shared: Areas, parts: Array, which: Array) -> Array:
+        """Return the site, areas at borders included."""
         _, _, at_border = shared
         whole = self.blocks.together(parts, which)
         return whole.at[fresh(self.border)].set(at_border) if len(self.border) else whole

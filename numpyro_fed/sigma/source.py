@@ -31,7 +31,7 @@ ALIKE = 1e-3  # relative: two signatures of one distribution
 
 
 class Scales(NamedTuple):
-    """In which units networks see a draw.
+    """The units in which networks see a draw.
 
     Attributes
     ----------
@@ -55,28 +55,29 @@ class Scales(NamedTuple):
 
     @property
     def hyper(self) -> int:
-        """How many hyperparameters there are."""
+        """Return how many hyperparameters there are."""
         return self.quantiles.shape[1]
 
     def uniform(self, phi: Array) -> Array:
-        """Hyperparameters (hyper,) as the networks take them: those of the training uniform, with
-        mean 0 and variance 1, others at the ends.
+        """Return hyperparameters (hyper,) as networks take them.
+
+        Those of the training are uniform, with mean 0 and variance 1, others at the ends.
         """
         levels = jnp.linspace(-jnp.sqrt(3.0), jnp.sqrt(3.0), len(self.quantiles))
         return jax.vmap(partial(jnp.interp, fp=levels), (0, 1))(phi, self.quantiles)
 
     def size(self, phi: Array) -> Array:
-        """Of the entries at hyperparameters (hyper,)."""
+        """Return the size of the entries at hyperparameters (hyper,)."""
         return jnp.exp(self.features(phi) @ self.growth)
 
     def features(self, phi: Array) -> Array:
-        """What the logarithm of the size is linear in."""
+        """Return what the logarithm of the size is linear in."""
         inside = jnp.clip(phi, self.quantiles[0], self.quantiles[-1])
         own = (inside - self.centre) / self.width
         return jnp.concatenate([jnp.ones(1), own, self.uniform(phi) ** 2])
 
     def standardised(self, theta: Array, phi: Array) -> Array:
-        """Draws (..., entries) at hyperparameters, as networks see them."""
+        """Return draws (..., entries) at hyperparameters, as networks see them."""
         return (theta - self.mean) / (self.size(phi) * self.sd)
 
 
@@ -92,7 +93,7 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where draws of a site come from.
+    """The text from which draws of a site come.
 
     Attributes
     ----------
@@ -105,7 +106,7 @@ class Source:
         Of some of these, ``(low, high)``: uniform draws in the place of the prior's.
     """
 
-    model: Callable
+    model: Callable[..., object]
     kwargs: Mapping[str, Any] = field(repr=False)
     site: str
     phi: tuple[str, ...]
@@ -116,7 +117,7 @@ class Source:
     @classmethod
     def of(
         cls,
-        model: Callable,
+        model: Callable[..., object],
         site: str,
         kwargs: Mapping[str, Any],
         ranges: Mapping[str, tuple[float, float]],
@@ -162,7 +163,7 @@ class Source:
         return {name: trace[name]["value"] for name in self.phi}
 
     def flat(self, phi: Mapping[str, Array]) -> Array:
-        """Hyperparameters, unconstrained (hyper,)."""
+        """Return hyperparameters, unconstrained (hyper,)."""
         trace = self.trace(jax.random.key(0), phi)
         parts = [biject_to(trace[n]["fn"].support).inv(jnp.asarray(phi[n])) for n in self.phi]
         return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, parts)])
@@ -210,11 +211,11 @@ class Source:
         )
 
     def distribution(self, phi: Mapping[str, Array]) -> Distribution:
-        """The site's, at given hyperparameters."""
+        """Return the site's distribution at given hyperparameters."""
         return self.trace(jax.random.key(0), phi)[self.site]["fn"]
 
     def at(self, key: Array, phi: Mapping[str, Array], n: int) -> Array:
-        """Draws of the site (n, size) at given hyperparameters."""
+        """Return draws of the site (n, size) at given hyperparameters."""
         return self.pairs(key, phi, n)[1]
 
     def pairs(self, key: Array, phi: Mapping[str, Array], n: int) -> tuple[Array | None, Array]:
@@ -295,7 +296,7 @@ class Source:
 
 
 def different(here: np.ndarray, there: np.ndarray) -> bool:
-    """Whether two signatures are of two distributions, in whatever units they are."""
+    """Return whether two signatures are of two distributions, in whatever units they are."""
     if here.shape != there.shape:
         return True
     size = np.repeat(there[1::2], 2)  # every second number is a sum of absolute values
@@ -304,7 +305,7 @@ def different(here: np.ndarray, there: np.ndarray) -> bool:
 
 @jax.jit
 def _scales(phi: Array, theta: Array) -> Scales:
-    """Of hyperparameters (n, hyper) and draws at each of them (n, each, entries)."""
+    """Return the scales of hyperparameters (n, hyper) and draws there (n, each, entries)."""
     width = phi.std(0)
     quantiles = jnp.quantile(phi, jnp.linspace(0, 1, LEVELS), axis=0)
     one = jnp.ones(theta.shape[-1])
@@ -330,10 +331,12 @@ def _scales(phi: Array, theta: Array) -> Scales:
     return scales._replace(mean=mean, sd=jnp.where(sd > 0, sd, 1.0), growth=growth)
 
 
-def hyperparameters(model: Callable, site: str, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The latents on which a site's distribution depends."""
+def hyperparameters(
+    model: Callable[..., object], site: str, kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return the latents on which a site's distribution depends."""
 
-    def run(latents: dict[str, Array]) -> Any:
+    def run(latents: dict[str, Array]) -> dict[str, Any]:
         return traced(model, 0, kwargs, latents)
 
     first = run({})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.model.substitution import Blocks
 from numpyro_fed.sigma.source import Draws, Scales, Source
 
+if TYPE_CHECKING:
+    from numpyro_fed.sigma.networks import Networks
+
+Trained = tuple[list[Array], optax.OptState]
 CHUNK = 500  # steps in one call
 TIMED = 20  # steps' draws, of which the time is taken
 
@@ -41,9 +45,10 @@ class Step(NamedTuple):
     eps_L: Array
 
 
-def minus_bound(networks: Any, at: Step, table: Array, there: Array, noise: float) -> Array:
-    """Minus the evidence bound of one draw (equation 8); without an encoder what is shared is what
-    the draw was made of.
+def minus_bound(networks: Networks, at: Step, table: Array, there: Array, noise: float) -> Array:
+    """Return minus the evidence bound of one draw (equation 8).
+
+    Without an encoder what is shared is what the draw was made of.
     """
     z_G, kl_global = at.eps_G, jnp.zeros(())
     if networks.encoder is not None:
@@ -64,13 +69,13 @@ def minus_bound(networks: Any, at: Step, table: Array, there: Array, noise: floa
 
 
 def _kl(mean: Array, log_variance: Array) -> Array:
-    """Of a normal to the standard one."""
+    """Return the divergence of a normal from the standard one."""
     return 0.5 * jnp.sum(mean**2 + jnp.exp(log_variance) - 1 - log_variance)
 
 
 def drawn(source: Source, scales: Scales, settings: Settings, key: Array) -> Draws:
-    """A step's hyperparameters (batch, hyper) and entries (batch, entries), standardised, and the
-    standard normals (batch, entries) that these are made of.
+    """Return a step's hyperparameters (batch, hyper) and entries (batch, entries), standardised,
+    and the standard normals (batch, entries) that these are made of.
     """
     n, each = settings.batch_size, settings.draws_per_phi
     phi, theta, noise = source.draw(key, -(-n // each), each)
@@ -81,24 +86,23 @@ def drawn(source: Source, scales: Scales, settings: Settings, key: Array) -> Dra
 
 def train(
     key: Array,
-    networks: Any,
+    networks: Networks,
     source: Source,
     blocks: Blocks,
     scales: Scales,
     settings: Settings,
     optim: optax.GradientTransformation,
     progress_bar: bool,
-) -> tuple[Any, np.ndarray, dict[str, float]]:
-    """The trained networks, the losses, and what the training took."""
+) -> tuple[Networks, np.ndarray, dict[str, float]]:
+    """Return the trained networks, the losses, and what the training took."""
     is_array = [hasattr(a, "dtype") for a in jax.tree.leaves(networks)]
     leaves, tree = jax.tree.flatten(networks)
     weights = [a for a, there in zip(leaves, is_array, strict=True) if there]
     table = jnp.asarray(blocks.table)
     there = table < blocks.size
-    z_local = networks.local_encoders.mean.bias.shape[1]
-    z_global = networks.decoder.in_size - scales.hyper
+    sizes = networks.sizes
 
-    def whole(weights: list[Array]) -> Any:
+    def whole(weights: list[Array]) -> Networks:
         ours = iter(weights)
         pairs = zip(leaves, is_array, strict=True)
         return jax.tree.unflatten(tree, [next(ours) if there else a for a, there in pairs])
@@ -107,23 +111,23 @@ def train(
         one = partial(minus_bound, whole(weights), table=table, there=there, noise=settings.noise)
         return jax.vmap(one)(batch).mean()
 
-    def step(carry: tuple[Any, Any], key: Array) -> tuple[tuple[Any, Any], Array]:
+    def step(carry: Trained, key: Array) -> tuple[Trained, Array]:
         weights, opt_state = carry
         for_draws, for_G, for_L = jax.random.split(key, 3)
         phi, theta, eps_G = drawn(source, scales, settings, for_draws)
         if eps_G is None or networks.encoder is not None:
-            eps_G = jax.random.normal(for_G, (len(theta), z_global))
-        eps_L = jax.random.normal(for_L, (len(theta), blocks.number, z_local))
+            eps_G = jax.random.normal(for_G, (len(theta), sizes.z_global))
+        eps_L = jax.random.normal(for_L, (len(theta), blocks.number, sizes.z_local))
         value, gradient = jax.value_and_grad(loss)(weights, Step(theta, phi, eps_G, eps_L))
         updates, opt_state = optim.update(gradient, opt_state, weights)
         return (optax.apply_updates(weights, updates), opt_state), value
 
     @partial(jax.jit, static_argnums=2)
-    def advance(carry: Any, first: Array, number: int) -> tuple[Any, Array]:
+    def advance(carry: Trained, first: Array, number: int) -> tuple[Trained, Array]:
         keys = jax.vmap(partial(jax.random.fold_in, key))(first + jnp.arange(number))
         return jax.lax.scan(step, carry, keys)
 
-    carry: Any = (weights, optim.init(weights))
+    carry: Trained = (weights, optim.init(weights))
     losses: list[np.ndarray] = []
     began = compiled = time.perf_counter()
     with tqdm(total=settings.num_steps, disable=not progress_bar, desc="SIGMA prior") as bar:
@@ -156,7 +160,7 @@ def train(
 
 
 def _share(key: Array, source: Source, scales: Scales, settings: Settings, each: float) -> float:
-    """Of a step's time, what drawing the prior takes; NaN for trainings too short to tell."""
+    """Return the share of a step's time that drawing takes; NaN for trainings too short to tell."""
     if not np.isfinite(each):
         return float("nan")
     keys = jax.random.split(key, TIMED)

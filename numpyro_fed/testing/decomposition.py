@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.infer.util import potential_energy, unconstrain_fn
 
@@ -23,17 +24,17 @@ from numpyro_fed.model.audit import (
     follows,
     groups,
 )
+from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.split import Rows, Theta
 from numpyro_fed.model.verdicts import Verdict, summarised
 from numpyro_fed.tracing import TRACING
 
 
 def check_decomposition(
-    model: Callable,
+    model: Callable[..., object],
     silos: Sequence[Mapping[str, Any]],
     *,
     key: Array | None = None,
@@ -122,7 +123,9 @@ class _Point(NamedTuple):
 class _Check:
     """The split model next to NumPyro's own joint model, each compiled once for all points."""
 
-    def __init__(self, model: Callable, data: Sequence[SiloData], key: Array, rtol: float):
+    def __init__(
+        self, model: Callable[..., object], data: Sequence[SiloData], key: Array, rtol: float
+    ):
         self.layout, self.buckets = lay_out(model, data, summaries=False)
         fm = self.fm = self.layout.model
         self.sizes = self.layout.sizes
@@ -215,7 +218,7 @@ class _Check:
         )
 
     def _table(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each latent of the joint model, by the split model's table of sites."""
+        """Return the shape of each latent of the joint model, by the split model's sites."""
         shapes = {s.name: s.shape for s in self.fm.named("latent")}
         for j, size in enumerate(self.sizes):
             for p in self.fm.plates:
@@ -239,7 +242,7 @@ class _Check:
         return flat
 
     def rows(self, rng: np.random.Generator, point: _Point, j: int) -> dict[str, np.ndarray]:
-        """The terms of silo ``j``, once it is sure that a row's term needs no other row."""
+        """Return the terms of silo ``j``, once it is sure that a row's term needs no other row."""
         z_L, sizes = self.flat_rows(point, j), self.sizes[j]
         noise = {p: np.asarray(1 + rng.normal(size=z.shape), _dtype()) for p, z in z_L.items()}
         source = {p: rng.integers(0, n, n) for p, n in sizes.items()}
@@ -260,14 +263,14 @@ class _Check:
         return {plate: np.asarray(rows) for plate, rows in terms.items()}
 
     def keys(self, plate: str) -> list[str]:
-        """The arrays that are rows of a plate for certain: they follow it when its size changes."""
+        """Return the arrays that are rows of a plate: they follow it when its size changes."""
         keys = [key for key, p in self.layout.rows.items() if p == plate]
         if len({size[plate] for size in self.sizes}) > 1 or self.sizes[0][plate] == 1:
             return keys
         return keys if follows(self.fm, self.data[0], keys, plate) else []
 
     def total(self, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
-        """NumPyro's joint log density against the prior plus all rows."""
+        """Compare NumPyro's joint log density with the prior plus all rows."""
 
         def compare(silos: Sequence[int]) -> tuple[float, float, bool]:
             private, z_L = ([x[j] for j in silos] for x in (point.private, point.z_L))
@@ -298,7 +301,7 @@ class _Check:
         )
 
     def bucket(self, b: Bucket, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
-        """The rows of padded, masked and stacked silos against those of the silos themselves."""
+        """Compare rows of padded, masked and stacked silos with those of the silos themselves."""
         target = {p: max(size[p] for size in b.sizes) for p in b.sizes[0]}
 
         def member(i: int, j: int) -> tuple[Theta, dict[str, np.ndarray]]:
@@ -325,8 +328,8 @@ class _Check:
                     )
 
 
-def _shapes(model: Callable, data: Sequence[SiloData]) -> dict[str, tuple[int, ...]]:
-    """The shape of each latent of the joint model in unconstrained space, as NumPyro has it."""
+def _shapes(model: Callable[..., object], data: Sequence[SiloData]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each latent of NumPyro's joint model in unconstrained space."""
 
     def run(data: Sequence[SiloData]) -> dict[str, Array]:
         text = handlers.seed(joint(model, [d.kwargs for d in data]), 0)
@@ -345,14 +348,14 @@ def _dtype() -> np.dtype:
     return jnp.zeros(()).dtype
 
 
-def _sums(rows: Iterable[Any]) -> tuple[float, float]:
-    """Sum and sum of absolute values, in double precision."""
+def _sums(rows: Iterable[ArrayLike]) -> tuple[float, float]:
+    """Return sum and sum of absolute values, in double precision."""
     flat = np.concatenate([np.zeros(0), *(np.asarray(r, np.float64) for r in rows)])
     return float(flat.sum()), float(np.abs(flat).sum())
 
 
-def _embed(real: Any, padded: Any) -> np.ndarray:
-    """``padded`` with its leading block replaced by ``real``."""
-    padded = np.array(padded)
-    padded[tuple(slice(n) for n in np.shape(real))] = real
-    return padded
+def _embed(real: ArrayLike, padded: ArrayLike) -> np.ndarray:
+    """Return ``padded`` with its leading block replaced by ``real``."""
+    whole = np.array(padded)
+    whole[tuple(slice(n) for n in np.shape(real))] = real
+    return whole

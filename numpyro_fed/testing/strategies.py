@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,9 @@ from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_fed.errors import DataError, MissingExtraError
 from numpyro_fed.model.primitives import silo_plate
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn, SearchStrategy
 
 
 class Latent(NamedTuple):
@@ -52,7 +56,7 @@ class Latent(NamedTuple):
 
 
 class ModelSpec(NamedTuple):
-    """What a random model consists of.
+    """A description of a random model.
 
     Attributes
     ----------
@@ -90,7 +94,7 @@ class ModelSpec(NamedTuple):
 class Problem(NamedTuple):
     """A random model and what its silos hold; ``spec`` says in words what the model is."""
 
-    model: Callable
+    model: Callable[..., None]
     silos: list[dict[str, Any]]
     spec: ModelSpec
 
@@ -138,7 +142,7 @@ class _Text:
 
     spec: ModelSpec
 
-    def model(self) -> Callable:
+    def model(self) -> Callable[..., None]:
         """Return the model, a plain function."""
         spec = self.spec
         config = {
@@ -147,14 +151,22 @@ class _Text:
             if "reparam" in s.wrap
         }
 
-        def model(x: Any, seen: Any, group: Any = None, w: Any = None, y: Any = None) -> None:
+        def model(
+            x: Array,
+            seen: Array,
+            group: Array | None = None,
+            w: Array | None = None,
+            y: Array | None = None,
+        ) -> None:
             with handlers.reparam(config=config):
                 self.run(x, seen, group, w, y)
 
         return model
 
-    def run(self, x: Any, seen: Any, group: Any, w: Any, y: Any) -> None:
-        """Run the text."""
+    def run(
+        self, x: Array, seen: Array, group: Array | None, w: Array | None, y: Array | None
+    ) -> None:
+        """Run the text of the model."""
         spec = self.spec
         known = {f"theta{i}": _param(f"theta{i}", c) for i, c in enumerate(spec.shared)}
         for site in spec.server:
@@ -162,7 +174,7 @@ class _Text:
                 value = _sample(site, known)
             known[site.name] = value.sum()
         self.extras("global", known)
-        if spec.groups:
+        if group is not None and w is not None:
             with silo_plate("group", w.shape[0]):
                 above = dict(known)
                 for site in spec.groups:
@@ -171,7 +183,7 @@ class _Text:
         with silo_plate("row", x.shape[0], dim=spec.dim):
             self.rows(known, x, self.column(seen), y)
 
-    def rows(self, known: dict[str, Any], x: Any, seen: Any, y: Any) -> None:
+    def rows(self, known: dict[str, Any], x: Array, seen: Array, y: Array | None) -> None:
         """Run what is inside of the plate of rows."""
         spec = self.spec
         for i, constraint in enumerate(spec.private):
@@ -198,11 +210,11 @@ class _Text:
             total = numpyro.deterministic(f"{name}_total", sum(known.values(), jnp.zeros(())))
             numpyro.factor(f"{name}_factor", -0.1 * total**2)
 
-    def column(self, rows: Any) -> Array:
+    def column(self, rows: Array) -> Array:
         """Return numbers of rows along the plate's axis."""
         return jnp.reshape(rows, (-1,) + (1,) * (-self.spec.dim - 1))
 
-    def cells(self, y: Any) -> Array:
+    def cells(self, y: Array) -> Array:
         """Return the outcomes along the axes of the plates."""
         spec = self.spec
         if not spec.inner:
@@ -216,11 +228,11 @@ def _param(name: str, constraint: str) -> Array:
     return jnp.tanh(numpyro.param(name, 0.5, constraint=CONSTRAINTS[constraint]))
 
 
-def _sample(site: Latent, known: dict[str, Any], seen: Any = None) -> Array:
+def _sample(site: Latent, known: dict[str, Any], seen: Array | None = None) -> Array:
     """Draw a site given its parents, and return a bounded number of it."""
     loc = sum((known[p] for p in site.parents), jnp.zeros(() if seen is None else seen.shape))
 
-    def draw(before: Any, _: Any = None) -> tuple[Array, Array]:
+    def draw(before: Array | float, _: None = None) -> tuple[Array, Array]:
         fn = FAMILIES[site.family](loc + before)
         shape = (2,) if site.wrap == "sample_shape" else ()
         with _wrapped(site.wrap, seen):
@@ -233,7 +245,7 @@ def _sample(site: Latent, known: dict[str, Any], seen: Any = None) -> Array:
     return draw(0.0)[1]
 
 
-def _wrapped(wrap: str, seen: Any) -> AbstractContextManager:
+def _wrapped(wrap: str, seen: Array | None) -> AbstractContextManager[object]:
     if wrap == "scale":
         return handlers.scale(scale=0.5)
     if wrap == "mask":
@@ -242,7 +254,7 @@ def _wrapped(wrap: str, seen: Any) -> AbstractContextManager:
 
 
 def _hold(spec: ModelSpec, sizes: Sequence[int], seed: int) -> list[dict[str, Any]]:
-    """Random data of silos with these numbers of rows."""
+    """Return random data of silos with these numbers of rows."""
     rng = np.random.default_rng(seed)
     silos: list[dict[str, Any]] = []
     for n in sizes:
@@ -259,7 +271,7 @@ def _hold(spec: ModelSpec, sizes: Sequence[int], seed: int) -> list[dict[str, An
     return silos
 
 
-def _hypothesis() -> Any:
+def _hypothesis() -> ModuleType:
     try:
         from hypothesis import strategies
     except ImportError as error:
@@ -267,8 +279,10 @@ def _hypothesis() -> Any:
     return strategies
 
 
-def models(*, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4) -> Any:
-    """Hypothesis strategy: random hierarchical models together with their silos' data.
+def models(
+    *, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4
+) -> SearchStrategy[Problem]:
+    """Return a Hypothesis strategy: random hierarchical models together with their silos' data.
 
     Latents have random supports and depend on random earlier ones, bounds included; there are
     outer silo plates, nested ordinary plates, parameters inside and outside of the silo plates,
@@ -302,7 +316,9 @@ def models(*, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4) -> An
     """
     st = _hypothesis()
 
-    def latents(draw: Callable, prefix: str, earlier: list[str], *, inner: bool) -> tuple:
+    def latents(
+        draw: DrawFn, prefix: str, earlier: list[str], *, inner: bool
+    ) -> tuple[Latent, ...]:
         insides = draw(st.lists(st.booleans(), max_size=max_latents))
         found: list[Latent] = []
         for i, inside in enumerate(sorted(inner and inside for inside in insides)):
@@ -319,7 +335,7 @@ def models(*, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4) -> An
         return tuple(found)
 
     @st.composite
-    def problems(draw: Callable) -> Problem:
+    def problems(draw: DrawFn) -> Problem:
         names = st.lists(st.sampled_from(list(CONSTRAINTS)), max_size=2).map(tuple)
         shared, private = draw(names), draw(names)
         known = [f"theta{i}" for i in range(len(shared))]
@@ -348,8 +364,8 @@ def models(*, max_latents: int = 3, max_silos: int = 3, max_rows: int = 4) -> An
     return problems()
 
 
-def partitions(n_rows: int, *, max_silos: int = 5) -> Any:
-    """Hypothesis strategy: how many of ``n_rows`` rows each silo holds, as a tuple of int.
+def partitions(n_rows: int, *, max_silos: int = 5) -> SearchStrategy[tuple[int, ...]]:
+    """Return a Hypothesis strategy: how many of ``n_rows`` rows each silo holds, as a tuple of int.
 
     Parameters
     ----------
@@ -384,8 +400,8 @@ def partitions(n_rows: int, *, max_silos: int = 5) -> Any:
     return cuts.map(lambda at: tuple(b - a for a, b in pairwise([0, *sorted(at), n_rows])))
 
 
-def silos(pooled: Mapping[str, Any], *, max_silos: int = 5) -> Any:
-    """Hypothesis strategy: the same pooled rows split over silos in random ways.
+def silos(pooled: Mapping[str, Any], *, max_silos: int = 5) -> SearchStrategy[list[dict[str, Any]]]:
+    """Return a Hypothesis strategy: the same pooled rows split over silos in random ways.
 
     Parameters
     ----------
