@@ -35,7 +35,7 @@ from numpyro_fed.methods.minibatches import check_alone
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, why_coupled
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
-from numpyro_fed.model.data import SiloData, signature
+from numpyro_fed.model.data import Held, SiloData, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
@@ -239,9 +239,7 @@ class Method(Host):
         """
         return self.load_part(path, silos, runtime, "")
 
-    def load_part(
-        self, path: str | Path, silos: Sequence[Mapping[str, Any]], runtime: str, part: str
-    ) -> Any:
+    def load_part(self, path: str | Path, silos: Held, runtime: str, part: str) -> Any:
         """One of the runs of a file, by its name there."""
         fit, held = self._prepare(silos, runtime)
         result, said = self._loaded(path, fit, held, part)
@@ -342,7 +340,7 @@ class Method(Host):
     def _planned(self, fm: FederatedModel, plan: Plan) -> Plan:
         return replace(plan, settings=json.dumps(self._resolved(fm, plan), sort_keys=True))
 
-    def _prepare(self, silos: Sequence[Mapping[str, Any]], runtime: str) -> tuple[Fit, Silos]:
+    def _prepare(self, silos: Held, runtime: str) -> tuple[Fit, Silos]:
         """The compiled fit for these silos, from an earlier run where there was one.
 
         What depends on shapes is kept; what depends on values is asked of each run's own.

@@ -25,8 +25,10 @@ from numpyro_fed.methods.mode import APART, SEARCHED_UP_TO, Peak, distance
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.model.fingerprint import fingerprint
-from numpyro_fed.model.split import FederatedModel, split
+from numpyro_fed.model.layout import layout_of
+from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.precision import precision as precision_as
 from numpyro_fed.results.base import Result
@@ -136,9 +138,9 @@ def fit(
         raise ValueError(f"precision={precision!r}: expected one of {list(PRECISIONS)}.")
     with precision_as(double=precision == "double"), _ONE, StageBar(progress_bar) as bar:
         read = silo_data.read(silos, model)
-        fm = split(model, read)
+        fm = layout_of(model, read).model
         methods = _Methods(model, fingerprint(fm, read))
-        fitting = _Fitting(one_key(key), silos, fm, methods, budget, bar)
+        fitting = _Fitting(one_key(key), read, fm, methods, budget, bar)
         try:
             return fitting.run()
         except KeyboardInterrupt as error:
@@ -180,7 +182,7 @@ class _Fitting:
     def __init__(
         self,
         key: Array,
-        silos: Any,
+        silos: ReadSilos,
         fm: FederatedModel,
         methods: _Methods,
         budget: int,
@@ -271,14 +273,13 @@ class _Fitting:
     def draws_of_rows(self) -> int:
         """Draws of each row's latents in the correction: the noise of all rows adds up."""
         rows = [p.name for p in self.fm.plates if p.dim and not p.outer]
-        sizes = [self.fm.sizes(silo) for silo in silo_data.read(self.silos, self.methods.model)]
+        sizes = [self.fm.sizes(silo) for silo in self.silos]
         most = max((sum(size[p] for size in sizes) for p in rows), default=0)
         return int(min(max(most / ROWS_EACH, INNER[0]), INNER[1]))
 
     def numbers(self) -> int:
         """At all silos, as often as a step looks at them."""
-        silos = silo_data.read(self.silos, self.methods.model)
-        held = sum(a.size for s in silos for a in s.arrays.values())
+        held = sum(a.size for s in self.silos for a in s.arrays.values())
         return held * (ROWS if any(p.dim for p in self.fm.plates) else 1)
 
     def by_pvi(self, before: Result | None = None) -> Result | None:

@@ -23,6 +23,8 @@ from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
+from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.precision import in_own_precision, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import Result
@@ -192,7 +194,7 @@ def load(
         lacking = "model" if model is None else "silos"
         raise TypeError(f"give model and silos, or neither of them: {lacking}= is missing.")
     with precision(double=_is_double(arrays)):
-        runs = _Runs(path, saved, model, silos)
+        runs = _Runs(path, saved, model, silo_data.read(silos, model))
         run = runs.get("")
         words = saved.get("words", {})
         corrected = None
@@ -228,7 +230,7 @@ class _Runs:
         path: str | Path,
         saved: Mapping[str, Any],
         model: Callable,
-        silos: Sequence[Mapping[str, Any]],
+        silos: ReadSilos,
     ):
         self._path, self._saved, self._model, self._silos = path, saved, model, silos
         self._methods: dict[str, Method] = {}

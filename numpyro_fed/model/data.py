@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from numpyro_fed.errors import DataError
 Sizes = dict[str, int]
 
 GAPS = 10.0  # between numbers of single precision: a smaller sd of a column is off by 3 % or more
+
+Made = TypeVar("Made")
 
 
 @jax.tree_util.register_dataclass
@@ -80,11 +82,31 @@ class SiloData:
         return sum(sums, jnp.zeros(()))
 
 
-def read(silos: Sequence[Mapping[str, Any]], model: Callable | None = None) -> list[SiloData]:
+class ReadSilos(tuple[SiloData, ...]):
+    """What silos hold, read and checked, with what was made of it for each text.
+
+    It stands wherever a list of dicts may, and is not read again.
+    """
+
+    def __init__(self, silos: Iterable[SiloData]):
+        self._by_text: dict[int, tuple[Callable, Any]] = {}  # by id, and the text that has it
+
+    def once(self, text: Callable, make: Callable[[], Made]) -> Made:
+        """Return what was made for a text, made where it is asked for first."""
+        if id(text) not in self._by_text:
+            self._by_text[id(text)] = text, make()
+        made: Made = self._by_text[id(text)][1]
+        return made
+
+
+Held: TypeAlias = Sequence[Mapping[str, Any]] | ReadSilos  # by silos, as given or as read
+
+
+def read(silos: Held, model: Callable | None = None) -> ReadSilos:
     """Check the user's list of dicts and turn each into a :class:`SiloData` of NumPy arrays.
 
-    A model may add to what its silos hold, by a method ``of_silos``: which block of a site a silo
-    has, for instance.
+    What has been read already is returned as it is. A model may add to what its silos hold, by a
+    method ``of_silos``: which block of a site a silo has, for instance.
 
     Raises
     ------
@@ -92,6 +114,10 @@ def read(silos: Sequence[Mapping[str, Any]], model: Callable | None = None) -> l
         For an empty list, silos with different keys, dtypes or numbers of axes, NaN or infinity,
         or a value that is not an array, a number, a string, None or a tree of these.
     """
+    return silos if isinstance(silos, ReadSilos) else _read(silos, model)
+
+
+def _read(silos: Sequence[Mapping[str, Any]], model: Callable | None) -> ReadSilos:
     if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
         raise DataError(
             "silos must be a list with one dict of keyword arguments for each silo, "
@@ -99,9 +125,10 @@ def read(silos: Sequence[Mapping[str, Any]], model: Callable | None = None) -> l
         )
     if not silos:
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
-    read_silos = [read_one(f"silo {j}", silo) for j, silo in enumerate(completed(model, silos))]
-    _check_alike(read_silos)
-    return read_silos
+    held = completed(model, silos)
+    found = ReadSilos(read_one(f"silo {j}", silo) for j, silo in enumerate(held))
+    _check_alike(found)
+    return found
 
 
 def completed(

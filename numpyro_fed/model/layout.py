@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from numpyro_fed.model.audit import separable
-from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.data import ReadSilos, SiloData, Sizes
 from numpyro_fed.model.indices import index_check
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
@@ -79,7 +80,13 @@ class Layout(NamedTuple):
 
 
 def layout_of(model: Callable, silos: Sequence[SiloData]) -> Layout:
-    """Split the model at silos of these shapes."""
+    """Split the model at silos of these shapes; for silos that were read, once for each text."""
+    if isinstance(silos, ReadSilos):
+        return silos.once(model, partial(_layout_of, model, silos))
+    return _layout_of(model, silos)
+
+
+def _layout_of(model: Callable, silos: Sequence[SiloData]) -> Layout:
     fm = split(model, silos)
     sizes = tuple(s.sizes for s in structures(model, silos))
     rows = padded_keys(silos, sizes)
