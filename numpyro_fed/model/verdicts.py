@@ -52,7 +52,8 @@ class Verdict(NamedTuple):
         if not moved.any():
             return cls(False, plate)
         i = int(moved.argmax())
-        return cls(True, plate, silos[i], which and Moved(*(a[i] for a in which)))
+        first = which and Moved(*(a[i] for a in jax.device_get(which)))  # which compiles nothing
+        return cls(True, plate, silos[i], first)
 
     def words(self) -> str:
         """Return the beginning of a message about the row whose term is moved."""
