@@ -99,6 +99,11 @@ class ReadSilos(tuple[SiloData, ...]):
         return made
 
 
+# For JAX they are a tuple like any other, and come back as one.
+jax.tree_util.register_pytree_node(
+    ReadSilos, lambda silos: (tuple(silos), None), lambda _, silos: tuple(silos)
+)
+
 Held: TypeAlias = Sequence[Mapping[str, Any]] | ReadSilos  # by silos, as given or as read
 
 
