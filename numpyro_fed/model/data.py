@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -82,14 +82,27 @@ class SiloData:
         return sum(sums, jnp.zeros(()))
 
 
-class ReadSilos(tuple[SiloData, ...]):
+class ReadSilos(Sequence[SiloData]):
     """What silos hold, read and checked, with what was made of it for each text.
 
-    It stands wherever a list of dicts may, and is not read again.
+    It stands wherever a list of dicts may, and is not read again. For JAX it is a pytree.
     """
 
     def __init__(self, silos: Iterable[SiloData]):
+        self._silos = tuple(silos)
         self._by_text: dict[int, tuple[Callable, Any]] = {}  # by id, and the text that has it
+
+    def __len__(self) -> int:
+        return len(self._silos)
+
+    @overload
+    def __getitem__(self, i: int) -> SiloData: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> tuple[SiloData, ...]: ...
+
+    def __getitem__(self, i: int | slice) -> SiloData | tuple[SiloData, ...]:
+        return self._silos[i]
 
     def once(self, text: Callable, make: Callable[[], Made]) -> Made:
         """Return what was made for a text, made where it is asked for first."""
@@ -99,10 +112,15 @@ class ReadSilos(tuple[SiloData, ...]):
         return made
 
 
-# For JAX they are a tuple like any other, and come back as one.
-jax.tree_util.register_pytree_node(
-    ReadSilos, lambda silos: (tuple(silos), None), lambda _, silos: tuple(silos)
-)
+def _parts(silos: ReadSilos) -> tuple[tuple[SiloData, ...], None]:
+    return tuple(silos), None
+
+
+def _together(_: None, silos: tuple[SiloData, ...]) -> ReadSilos:
+    return ReadSilos(silos)
+
+
+jax.tree_util.register_pytree_node(ReadSilos, _parts, _together)
 
 Held: TypeAlias = Sequence[Mapping[str, Any]] | ReadSilos  # by silos, as given or as read
 
