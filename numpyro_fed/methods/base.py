@@ -204,7 +204,7 @@ class Method(Host):
         ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
         >>> found = nf.SFVI(model).cost([dict(y=np.zeros(5)), dict(y=np.zeros(7))])
         >>> found.num_globals, found.communication.visit
-        (1, (8, 13))
+        (1, (4, 9))
         >>> print(found)  # doctest: +ELLIPSIS
         2 silos with 5 to 7 rows of 'row'
         1 global latents, 0 shared parameters, 0 latents and parameters of a silo's own
