@@ -149,7 +149,7 @@ def categorical(batch_shape: tuple[int, ...], k: int) -> Family:
 
 
 @dataclass(frozen=True)
-class _OverSupport(Family):
+class _OverSupport(Family[Array]):
     """Families whose NumPyro distribution is over ``x`` itself, and whose noise is keys."""
 
     event_dim: ClassVar[int] = 0  # of the distribution
@@ -244,7 +244,7 @@ class Gamma(_OverSupport):
 
 @dataclass(frozen=True)
 class _Simplex(_OverSupport):
-    """What Beta and Dirichlet share: vectors of ``k`` probabilities by stick-breaking."""
+    """A family of vectors of ``k`` probabilities by stick-breaking: Beta and Dirichlet."""
 
     batch_shape: tuple[int, ...]
     k: int
@@ -422,7 +422,7 @@ def _log_gamma(key: Array, log_alpha: Array) -> Array:
 
 
 def _inverse_slopes(k: int) -> np.ndarray:
-    """From slopes to the coefficients of ``log x``.
+    """Return the matrix from slopes to the coefficients of ``log x``.
 
     With ``p`` and ``q = 1 - p`` the parts of the stick, ``d/dz_i`` of ``<a, log x>`` is
     ``p a_i - q (a_{i+1} + ... + a_k)`` where ``z_i`` is low, and with ``p`` and ``q`` exchanged

@@ -51,7 +51,7 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
 
 
 @dataclass(frozen=True, eq=False)
-class Product(Family):
+class Product(Family[Tree]):
     """A family for each part of ``z``: see :func:`product`."""
 
     members: Mapping[str, tuple[Index, Family]]

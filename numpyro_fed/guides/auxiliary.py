@@ -21,7 +21,7 @@ HIDDEN = 16  # units, where it is not said
 
 
 class Known(NamedTuple):
-    """What a client knows of its rows besides their predictor.
+    """A client's knowledge of its rows besides their predictor.
 
     Attributes
     ----------

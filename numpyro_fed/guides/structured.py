@@ -248,7 +248,7 @@ class PlateGuide(NamedTuple):
 
 
 class Latents(Protocol):
-    """What a guide's settings are resolved for: the latents of a split model, or of one party."""
+    """Latents that a guide's settings are resolved for: a split model's, or one party's."""
 
     @property
     def dim(self) -> int:
@@ -262,7 +262,7 @@ class Latents(Protocol):
 
     @property
     def plates(self) -> tuple[Plate, ...]:
-        """The silo plates."""
+        """Return the silo plates."""
         ...
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
@@ -279,7 +279,7 @@ class Resolved(NamedTuple):
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> Resolved:
-        """From what JSON made of it."""
+        """Return what is resolved, from what JSON made of it."""
         kind, rank, plates = fields
         return cls(kind, rank, tuple(PlateGuide(*p) for p in plates))
 
@@ -363,7 +363,7 @@ def build_resolved(
 
 
 def init_loc_fn_of(spec: Spec | None) -> Callable | None:
-    """Where a guide begins, if it was asked for."""
+    """Return where a guide begins, if it was asked for."""
     return _structured(spec).init_loc_fn
 
 
@@ -440,7 +440,7 @@ def _unbounded(fm: Latents, site: Site) -> bool:
 
 
 def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
-    """What is asked for of a plate."""
+    """Return what is asked for of a plate."""
     kind = spec.locals
     if isinstance(kind, Mapping):
         if plate not in kind:

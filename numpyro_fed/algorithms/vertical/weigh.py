@@ -123,7 +123,9 @@ class Weighing:
         u, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
         at = jax.vmap(partial(guide.place, frame))
         if len(scales) == 1 or not guide.density_everywhere:
-            return Placed(at(u), log_q[:, None] - frame.log_det, () if V is None else b[:, None])
+            return Placed(
+                at(u), log_q[:, None] - frame.log_det, () if isinstance(b, tuple) else b[:, None]
+            )
         centre = guide.centre(eta) if V is None else guide.draw(eta, V @ middle)[0]
         u = centre + jnp.asarray(scales)[of][:, None] * (u - centre)
 
