@@ -49,13 +49,13 @@ from numpyro_fed.trees import all_finite
 
 
 class Up(NamedTuple):
-    """What a silo sends: its factor."""
+    """A silo's message: its factor."""
 
     factor: Natural
 
 
 def _own_factor(parts: Parts, begun: Begun, none: Natural) -> Natural:
-    """The server's, at the centre: the parabola of what of the prior is outside of the family."""
+    """Return the server's factor: the parabola, at the centre, of what of the prior is outside."""
     outside = parts.globals.prior_outside
     if outside is None:
         return none

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from numpyro.distributions import biject_to, transforms
+from numpyro.distributions import biject_to, constraints, transforms
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.affine import affine_at
@@ -28,11 +28,11 @@ GAUSSIAN = "gaussian"
 
 POINTS = 2**22  # numbers, at most, in all points at which a function is looked at
 
-Members = Mapping[str, tuple[Any, Family]]
+Members = Mapping[str, tuple[np.ndarray, Family]]
 
 
 class Places(NamedTuple):
-    """Where a function is looked at: at fixed points, and around a density.
+    """A set of places at which a function is looked at: fixed points, and some around a density.
 
     Attributes
     ----------
@@ -207,7 +207,7 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tup
     """
     furthest = np.minimum(reach, 1e6)
 
-    def near(name: str, eta: Any, n: int) -> tuple[Array, Array]:
+    def near(name: str, eta: Natural, n: int) -> tuple[Array, Array]:
         places, member = members[name]
         width = jnp.where(jnp.arange(n) % 2, 1.0, 3.0)[:, None]
         noise = width * np.random.default_rng(2).normal(size=(n, member.dim))
@@ -249,7 +249,7 @@ class Density(NamedTuple):
 
 
 def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
-    """For each density natural parameters, and whether it is theirs; in one program."""
+    """Return natural parameters of each density, and whether it is theirs; in one program."""
 
     @jit_double
     def found(points: list[Array]) -> list[tuple[Natural, Array]]:
@@ -303,7 +303,7 @@ def _kinds(
     fm: FederatedModel,
     theta: dict[str, Any],
 ) -> dict[str, str]:
-    """For each site the first family that its prior is in, if there is one."""
+    """Return for each site the first family that its prior is in, if there is one."""
     rest = np.random.default_rng(2).normal(size=fm.dim)
 
     def density(site: Site, kind: str) -> Density:
@@ -352,10 +352,10 @@ def _coupled(name: str, covariance: str) -> ModelError:
 
 def _members(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Members:
     """One joint Gaussian over all sites that take one, and a member for each other site."""
-    members: dict[str, tuple[Any, Family]] = {}
+    members: dict[str, tuple[np.ndarray, Family]] = {}
 
     def place(s: Site) -> np.ndarray:
-        """In int32, which JAX reads alike in either precision; a family is used in both."""
+        """Return a site's coordinates in int32, which JAX reads alike in either precision."""
         return np.arange(s.start, s.stop, dtype=np.int32)
 
     joint = [place(s) for s in sites if kinds[s.name] == GAUSSIAN]
@@ -387,8 +387,8 @@ def _marginals(
     return {site.name: of(site) for site in sites}
 
 
-def _on_support(z: dist.Distribution, support: Any) -> dist.Distribution:
-    """What a Gaussian in unconstrained space is on the support of its site."""
+def _on_support(z: dist.Distribution, support: constraints.Constraint) -> dist.Distribution:
+    """Return what a Gaussian in unconstrained space is on the support of its site."""
     bijection = biject_to(support)
     elementwise = _elementwise(bijection)
     if isinstance(elementwise, transforms.IdentityTransform):
@@ -399,8 +399,8 @@ def _on_support(z: dist.Distribution, support: Any) -> dist.Distribution:
     return dist.TransformedDistribution(z, bijection)
 
 
-def _elementwise(bijection: Any) -> Any:
-    """What a bijection is within one event."""
+def _elementwise(bijection: transforms.Transform) -> transforms.Transform:
+    """Return what a bijection is within one event."""
     while isinstance(bijection, transforms.IndependentTransform):
         bijection = bijection.base_transform
     return bijection
