@@ -65,7 +65,7 @@ class Info(NamedTuple):
 
 
 class Reply(NamedTuple, Generic[Up]):
-    """A silo's answer.
+    """The answer of a silo.
 
     Attributes
     ----------

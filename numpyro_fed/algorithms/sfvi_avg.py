@@ -444,10 +444,7 @@ class Averaging:
         message = self.aggregation.message(shared["guide"], down.params["guide"])
         up = Up(seen[0], shared["theta"], message)
         after = state._replace(
-            params=own,
-            opt_state=own_opt,
-            shared_opt_state=shared_opt,
-            centre=self.centre(shared),
+            params=own, opt_state=own_opt, shared_opt_state=shared_opt, centre=self.centre(shared)
         )
         return Reply(up, all_finite((up, own)), weight), after
 

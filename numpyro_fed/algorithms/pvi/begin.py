@@ -18,24 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import (
-    Ask,
-    Carry,
-    Exchange,
-    Info,
-    Private,
-    Reply,
-    Round,
-    own_key,
-)
-from numpyro_fed.algorithms.begin import (
-    BEGIN,
-    At,
-    Begun,
-    begun_at,
-    begun_locals,
-    carried_locals,
-)
+from numpyro_fed.algorithms.base import Ask, Carry, Exchange, Info, Private, Reply, Round, own_key
+from numpyro_fed.algorithms.begin import BEGIN, At, Begun, begun_at, begun_locals, carried_locals
 from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.pvi.server import Server

@@ -25,6 +25,7 @@ from numpyro_fed.algorithms.pvi.states import (
 )
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree, location_and_log_scale
 from numpyro_fed.local.base import Noise, Problem, proper_step
+from numpyro_fed.model.split import Theta
 from numpyro_fed.trees import all_finite, where
 
 PRIOR_DRAWS = 256
@@ -105,7 +106,7 @@ class Server(Role):
         accepted = (state.taken > 0).all() & (progress.refused == 0) & progress.own
         return ends & accepted & (progress.moved <= ARRIVED * pace)
 
-    def kl_to_prior(self, key: Array, theta: dict, eta: Natural) -> Array:
+    def kl_to_prior(self, key: Array, theta: Theta, eta: Natural) -> Array:
         """Return KL from posterior to prior, by draws where the prior is outside the family."""
         family = self.family
         if self.parts.globals.prior_outside is None and not self.model.flat:
@@ -139,7 +140,7 @@ class Server(Role):
         return jnp.minimum(2 * lowered, self.settings.damping)
 
     def _renewed(
-        self, state: ServerState, key: Array, theta: dict, total: Natural
+        self, state: ServerState, key: Array, theta: Theta, total: Natural
     ) -> tuple[Natural, Natural, Array]:
         """Return the sum of factors with the server's own renewed, that factor, its verdict."""
         before = state.server_factor
@@ -153,8 +154,8 @@ class Server(Role):
         return jax.tree.map(jnp.add, others, factor), factor, converged
 
     def _learned(
-        self, state: ServerState, key: Array, total: Natural, gradient: dict
-    ) -> tuple[dict, optax.OptState, Natural]:
+        self, state: ServerState, key: Array, total: Natural, gradient: Theta
+    ) -> tuple[Theta, optax.OptState, Natural]:
         """Return shared parameters after a step on the free energy, and the posterior then."""
         theta, old, settings = state.params["theta"], state.params["guide"], self.settings
         guide = self.parts.aggregate(self.prior(theta), total)
@@ -192,9 +193,9 @@ class Server(Role):
 
     def _server_factor(
         self,
-        outside: Callable[[dict, Array], Array],
+        outside: Callable[[Theta, Array], Array],
         key: Array,
-        theta: dict,
+        theta: Theta,
         cavity: Natural,
         start: Ordinary,
         before: Natural,
@@ -218,11 +219,7 @@ class Server(Role):
             raise TypeError("a prior outside of the family has no closed form")
 
         problem = Problem(family, cavity, start, (), noise, log_lik, likelihood, 0, None)
-        if self.settings.from_mode:
-            inside, back = problem.standardised()
-            found = back(self.parts.prior_local.solve(inside, key))
-        else:
-            found = self.parts.prior_local.solve(problem, key)
+        found = self.solved(self.parts.prior_local, problem, key)
         factor = jax.tree.map(jnp.subtract, found.eta, cavity)
         fine = family.proper(found.eta) & all_finite(factor)
         return where(fine, factor, before), fine & found.converged

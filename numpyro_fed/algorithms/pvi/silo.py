@@ -18,19 +18,13 @@ from numpyro_fed.algorithms.base import Private, Reply
 from numpyro_fed.algorithms.pvi.affine import departure
 from numpyro_fed.algorithms.pvi.conjugacy import log_likelihood, row_terms
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
-from numpyro_fed.algorithms.pvi.states import (
-    Down,
-    Role,
-    SiloState,
-    Status,
-    Up,
-)
+from numpyro_fed.algorithms.pvi.states import Down, Role, SiloState, Status, Up
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import Noise, Problem, Solution
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.minibatch import drawn, rows_at
-from numpyro_fed.model.split import Rows
+from numpyro_fed.model.split import Rows, Theta
 from numpyro_fed.objectives import normals
 from numpyro_fed.trees import all_finite, where
 
@@ -70,7 +64,7 @@ class Silo(Role):
         cavity, begin = self._working_from(now, down, state)
         log_lik, g_theta = self.expected_log_lik(key_evidence, down.theta, posterior, state, data)
         problem = self._problem(down.theta, cavity, self._start(begin, state.visits), state, data)
-        found = self._solved(problem, key_local)
+        found = self.solved(self.parts.local, problem, key_local)
         proposal = self._factor(found.eta, cavity)
         change = jax.tree.map(
             jnp.subtract, proposal, factor if self.settings.deletion == "prior" else removed
@@ -101,16 +95,6 @@ class Silo(Role):
         """Return private parameters, the local guide and its centre."""
         params = state.params
         return Private(params["private"], params["guide"], params["centre"])
-
-    def _solved(self, problem: Problem[Params], key: Array) -> Solution[Params]:
-        """Return what the local optimiser makes of the problem; of one near its optimum, in
-        coordinates in which the posterior is standard.
-        """
-        local = self.parts.local
-        if not (self.settings.from_mode and local.standardises):
-            return local.solve(problem, key)
-        inside, back = problem.standardised()
-        return back(local.solve(inside, key))
 
     def _removed(self, factor: Natural, total: Natural) -> Natural:
         """Return what is taken out of the posterior to make the cavity."""
@@ -163,19 +147,19 @@ class Silo(Role):
         return jnp.where(finite, status, Status.NON_FINITE).astype(jnp.int32)
 
     def expected_log_lik(
-        self, key: Array, theta: dict, posterior: Natural, state: SiloState, data: SiloData
-    ) -> tuple[Array, dict]:
+        self, key: Array, theta: Theta, posterior: Natural, state: SiloState, data: SiloData
+    ) -> tuple[Array, Theta]:
         """Return the expected log likelihood at the posterior, with its gradient for ``theta``."""
         parts, family, private = self.parts, self.family, state.params["private"]
 
-        def exact(theta: dict) -> Array:
+        def exact(theta: Theta) -> Array:
             f = log_likelihood(parts.model, {**theta, **private}, data)
             eta, psi = family.fit(f), family.ordinary(posterior)
             z = family.centre(psi)
             away = jax.tree.map(jnp.subtract, family.moments(psi), family.statistics(z))
             return f(z) + expfam.inner(eta, away)
 
-        def sampled(theta: dict) -> Array:
+        def sampled(theta: Theta) -> Array:
             psi = family.ordinary(posterior)
             centre = family.centre(psi)
             eta = parts.guide.recentre(state.params["guide"], state.moving(centre), data)
@@ -204,7 +188,7 @@ class Silo(Role):
         return jnp.where(jnp.isfinite(log_lik), log_lik, -jnp.inf), gradient
 
     def _problem(
-        self, theta: dict, cavity: Natural, start: Ordinary, state: SiloState, data: SiloData
+        self, theta: Theta, cavity: Natural, start: Ordinary, state: SiloState, data: SiloData
     ) -> Problem[Params]:
         parts, fm, family, guide = self.parts, self.model, self.family, self.parts.guide
         centre = family.centre(start)

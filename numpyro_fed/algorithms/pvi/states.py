@@ -18,7 +18,7 @@ from numpyro_fed.expfam.base import Natural
 from numpyro_fed.frame import Coordinates, standard
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.local.base import Local
+from numpyro_fed.local.base import Local, Own, Problem, Solution
 from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
@@ -224,6 +224,15 @@ class Role:
     def prior(self, theta: dict[str, Any]) -> Natural:
         """Return natural parameters of the prior, for what of it is in the family."""
         return self.parts.globals.prior(theta)
+
+    def solved(self, local: Local, problem: Problem[Own], key: Array) -> Solution[Own]:
+        """Return what a local optimiser makes of the problem; of one near its optimum, in
+        coordinates in which the posterior is standard.
+        """
+        if not (self.settings.from_mode and local.standardises):
+            return local.solve(problem, key)
+        inside, back = problem.standardised()
+        return back(local.solve(inside, key))
 
     def first_frame(self) -> Gaussian:
         """Return the frame before one is known; of a run from the mode one of its shape."""

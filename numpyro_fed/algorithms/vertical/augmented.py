@@ -20,15 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms import settling
-from numpyro_fed.algorithms.base import (
-    Ask,
-    Exchange,
-    FederatedAlgorithm,
-    Info,
-    Reply,
-    Round,
-    Visit,
-)
+from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round, Visit
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     Drawn,
@@ -89,19 +81,11 @@ class Augmented:
     server_like: SiloData
     local_steps: int = 1
 
-    def algorithm(self) -> FederatedAlgorithm:
+    def algorithm(self) -> FederatedAlgorithm[ServerState, ClientState]:
         """Return it as pure functions."""
         v = self.vertical
         exchanges = drawing(v), stepping(v, self.step, self.local_steps)
-        return FederatedAlgorithm(
-            lambda key: v.init_server(key, self.server_like),
-            v.init_client,
-            Round(exchanges, self.round, v.server_noise),
-            v.shared,
-            v.own,
-            done=v.done,
-            server_like=self.server_like,
-        )
+        return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)
 
     def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
         """Ask clients for their parts of the sum, take a step, and send the slope there."""

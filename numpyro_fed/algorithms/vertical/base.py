@@ -13,7 +13,7 @@ import optax
 from jax import Array
 
 from numpyro_fed.algorithms import settling
-from numpyro_fed.algorithms.base import Private, Shared, ascend
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared, ascend
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.frame import standard
 from numpyro_fed.gaussian import Gaussian
@@ -201,6 +201,20 @@ class Vertical:
     rank: int = 0
     width: int = 0
 
+    def algorithm(
+        self, round_: Round, server_like: SiloData
+    ) -> FederatedAlgorithm[ServerState, ClientState]:
+        """Return the algorithm of this round; ``server_like`` are shapes of the server's data."""
+        return FederatedAlgorithm(
+            lambda key: self.init_server(key, server_like),
+            self.init_client,
+            round_,
+            self.shared,
+            self.own,
+            done=self.done,
+            server_like=server_like,
+        )
+
     @property
     def rows(self) -> int:
         """Return how many rows take part in a round."""
@@ -304,12 +318,7 @@ class Vertical:
         return self._client_state(key_guide, kind, own, standard((dim,)), jnp.zeros(()))
 
     def client_at(
-        self,
-        key: Array,
-        data: SiloData,
-        theta: dict[str, Any],
-        start: Start,
-        centre: Array,
+        self, key: Array, data: SiloData, theta: dict[str, Any], start: Start, centre: Array
     ) -> ClientState:
         """Return a client's state where a run begins; ``centre`` is its predictor there."""
         kind = self.kind(data)

@@ -235,7 +235,7 @@ class Beginning:
 
 
 def _positive(curvatures: Array) -> Array:
-    """Return curvatures that one may divide by: none is smaller than rounding."""
+    """Return the sizes of curvatures, none so small that one may not divide by it."""
     return jnp.maximum(jnp.abs(curvatures), jnp.finfo(curvatures.dtype).eps)
 
 

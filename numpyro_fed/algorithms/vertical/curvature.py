@@ -28,7 +28,7 @@ class Local(NamedTuple):
     def at(
         cls, predict: Function, own: Function, z: Array, slope: Array, curvature: Array
     ) -> Local:
-        """Return both around ``z``, by a Jacobian and derivatives of the own log density."""
+        """Return the log density around ``z``, by a Jacobian and derivatives of the own part."""
         J = jax.jacfwd(predict)(z).reshape(slope.size, z.size)
         own_slope, own_hessian = jax.grad(own)(z), jax.hessian(own)(z)
         rows = J.T @ (jnp.ravel(curvature)[:, None] * J)

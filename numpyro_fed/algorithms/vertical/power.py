@@ -21,14 +21,7 @@ from jax import Array
 
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round
-from numpyro_fed.algorithms.vertical.augmented import (
-    DRAW,
-    STEP,
-    Stepped,
-    drawing,
-    stepping,
-    steps,
-)
+from numpyro_fed.algorithms.vertical.augmented import DRAW, STEP, Stepped, drawing, stepping, steps
 from numpyro_fed.algorithms.vertical.augmented import Down as Rows
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
 from numpyro_fed.algorithms.vertical.base import (
@@ -84,20 +77,12 @@ class Power:
     server_like: SiloData
     local_steps: int = 1
 
-    def algorithm(self) -> FederatedAlgorithm:
+    def algorithm(self) -> FederatedAlgorithm[ServerState, ClientState]:
         """Return it as pure functions."""
         v = self.vertical
         likelihood = Exchange(LIKELIHOOD, self.likelihood)
         exchanges = drawing(v), likelihood, stepping(v, self.step, self.local_steps)
-        return FederatedAlgorithm(
-            lambda key: v.init_server(key, self.server_like),
-            v.init_client,
-            Round(exchanges, self.round, v.server_noise),
-            v.shared,
-            v.own,
-            done=v.done,
-            server_like=self.server_like,
-        )
+        return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)
 
     def draw(
         self, params: dict[str, Any], frame: Gaussian, eps: Array, data: SiloData

@@ -10,15 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import (
-    Ask,
-    Exchange,
-    Info,
-    Reply,
-    Round,
-    Sampled,
-    Shared,
-)
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Sampled, Shared
 from numpyro_fed.algorithms.vertical.base import ClientState, Kind, Party, ServerState, Vertical
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.coupling import MaybeArray

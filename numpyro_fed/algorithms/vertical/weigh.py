@@ -116,12 +116,7 @@ class Weighing:
         return np.array(SCALES), of
 
     def place(
-        self,
-        kind: Kind,
-        party: Shared | Party,
-        noise: Array,
-        xi: MaybeArray,
-        middle: MaybeArray,
+        self, kind: Kind, party: Shared | Party, noise: Array, xi: MaybeArray, middle: MaybeArray
     ) -> Placed:
         """Return a party's draws; ``middle`` is the centre of the shared noise."""
         scales, of = self.parts
