@@ -81,7 +81,7 @@ class LocallyEnhanced:
 
 
 def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Array, Rows]:
-    """Standard normals: ``number`` of them, and for each plate an array, rows first.
+    """Return standard normals: ``number`` of them, and for each plate an array, rows first.
 
     Each draw is a program to compile, and so the first plate shares one with the ``number``: what
     it has of padded rows comes last there, and shifts nothing. Other plates have their own.
@@ -97,7 +97,7 @@ def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> t
 
 
 def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str, int]:
-    """``K`` for each silo plate that has latents.
+    """Return ``K`` for each silo plate that has latents.
 
     Raises
     ------
@@ -240,7 +240,7 @@ class SiloBound:
 
     @property
     def _counts(self) -> tuple[tuple[str, int], ...]:
-        """``K`` of each plate, 1 for those that stand above rows."""
+        """Return ``K`` of each plate, 1 for those that stand above rows."""
         rows = self.guide.rows
         return tuple(
             (p.name, self.draws[p.name] if p.name in rows else 1) for p in self.model.plates
@@ -248,7 +248,7 @@ class SiloBound:
 
     @property
     def _rows_stick(self) -> bool:
-        """Whether the gradient of rows' terms is reparametrised twice.
+        """Return whether the gradient of rows' terms is reparametrised twice.
 
         More than one draw at an outer plate: its weights multiply whatever stands below, so that
         only the outermost gradient may be. Nor may that of rows which share a covariance: a row's

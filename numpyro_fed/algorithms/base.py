@@ -269,7 +269,7 @@ class Round:
 
     @property
     def name(self) -> str:
-        """The name of its only exchange, or of the first one."""
+        """Return the name of its only exchange, or of the first one."""
         return self.exchanges[0].name
 
 

@@ -56,7 +56,7 @@ class Begun(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        """Whether the globals are too many for a covariance."""
+        """Return whether the globals are too many for a covariance."""
         return self.root.ndim == 1
 
     def frame(self, guide: GlobalGuide) -> Frame:

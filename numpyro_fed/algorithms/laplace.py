@@ -192,8 +192,8 @@ class Laplace:
     def rows_given(
         self, theta: Theta, z_G: Array, outer: Array, z: Rows, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
-        """Modes (n, d) and precisions (n, d, d) of the rows, given all latents of outer plates, as
-        one vector in the model's order of plates.
+        """Return modes (n, d) and precisions (n, d, d) of the rows, given all latents of outer
+        plates, as one vector in the model's order of plates.
         """
         z = {**z, **_unpacked(outer, z, self._outer)}
         arrow = self._arrow(theta, z_G, z, data)

@@ -326,7 +326,7 @@ class Averaging:
 
     @property
     def total(self) -> Array:
-        """The weight of all silos, where it is known without asking."""
+        """Return the weight of all silos, where it is known without asking."""
         return jnp.array(0.0 if self.by_rows else float(self.num_silos))
 
     def init_silo(self, key: Array, data: SiloData) -> SiloState:

@@ -49,7 +49,7 @@ class Family(ABC, Generic[Eps]):
 
     @property
     def of_normals(self) -> bool:
-        """Whether the noise of a draw is ``dim`` standard normals and nothing else."""
+        """Return whether the noise of a draw is ``dim`` standard normals and nothing else."""
         return False
 
     @abstractmethod
@@ -184,7 +184,7 @@ class Family(ABC, Generic[Eps]):
 
 
 def usable(mean: Array, sd: Array) -> Array:
-    """Whether means are finite, and standard deviations finite and positive."""
+    """Return whether means are finite, and standard deviations finite and positive."""
     return (jnp.isfinite(mean) & jnp.isfinite(sd) & (sd > 0)).all()
 
 
@@ -203,7 +203,7 @@ def move_along(family: Family, eta: Tree, step: Tree) -> Array:
 
 
 def inner(a: Tree, b: Tree) -> Array:
-    r"""The inner product of two trees of one structure, summed over all leaves.
+    r"""Return the inner product of two trees of one structure, summed over all leaves.
 
     Examples
     --------
@@ -215,7 +215,7 @@ def inner(a: Tree, b: Tree) -> Array:
 
 
 def log_density(family: Family, eta: Tree, z: Array) -> Array:
-    r"""The log density of the family with respect to ``dz``.
+    r"""Return the log density of the family with respect to ``dz``.
 
     .. math::
         \log q(z) = \log h(z) + \langle \eta, T(z) \rangle - A(\eta)
@@ -241,7 +241,7 @@ def log_density(family: Family, eta: Tree, z: Array) -> Array:
 
 
 def kl(family: Family, eta_q: Tree, eta_p: Tree) -> Array:
-    r"""The Kullback-Leibler divergence between two members of a family.
+    r"""Return the Kullback-Leibler divergence between two members of a family.
 
     .. math::
         KL(q \| p) = A(\eta_p) - A(\eta_q) - \langle \eta_p - \eta_q, \mu(\eta_q) \rangle
@@ -269,7 +269,7 @@ def kl(family: Family, eta_q: Tree, eta_p: Tree) -> Array:
 def marginal(
     family: Family, eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int = 0
 ) -> Distribution:
-    """The marginal of the coordinates ``z[index]`` that are one site, as a distribution.
+    """Return the marginal of the coordinates ``z[index]`` that are one site, as a distribution.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ from numpyro_fed.trees import all_finite
 
 
 def gaussian(dim: int, covariance: str = "diagonal") -> Family:
-    r"""Gaussians with a diagonal or a full covariance.
+    r"""Return the family of Gaussians with a diagonal or a full covariance.
 
     .. math::
         T(z) = (z, z z'), \quad \eta = (\Lambda m, -\tfrac12 \Lambda), \quad h = 1

@@ -122,7 +122,7 @@ class Encoder(ABC):
 
     @property
     def name(self) -> str:
-        """The name of the parameters, among those that silos share."""
+        """Return the name of the parameters, among those that silos share."""
         return f"encoder of '{self.plate}'"
 
     @abstractmethod
@@ -176,7 +176,7 @@ class OwnEncoder(Encoder):
 
     @property
     def width(self) -> int:
-        """How many numbers a row has."""
+        """Return how many numbers a row has."""
         return sum(math.prod(shape) for shape, _ in self.row.values())
 
     def init(self, key: Array) -> dict[str, Array]:
@@ -288,7 +288,7 @@ class AmortisedLocals(LocalGuide):
 
 
 def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> FederatedModel:
-    """The model with the networks' parameters among those that silos share."""
+    """Return the model with the networks' parameters among those that silos share."""
     if not encoders:
         return fm
 

@@ -102,7 +102,7 @@ class AmortisedAuxiliary(AuxiliaryGuide):
 
     @property
     def width(self) -> int:
-        """How many numbers a row's predictor has."""
+        """Return how many numbers a row's predictor has."""
         return math.prod(self.shape[1:])
 
     def init(self, key: Array) -> GuideParams:

@@ -90,7 +90,7 @@ class AutoFlow(GlobalGuide[Array]):
 
     @cached_property
     def base(self) -> dist.Distribution:
-        """The distribution of the noise."""
+        """Return the distribution of the noise."""
         return self._auto.get_base_dist()
 
     @cached_property

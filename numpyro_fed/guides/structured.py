@@ -138,12 +138,12 @@ class Guide:
 
     @cached_property
     def outer(self) -> tuple[str, ...]:
-        """The plates with latents that stand above rows of another plate."""
+        """Return the plates with latents that stand above rows of another plate."""
         return tuple(p.name for p in self.model.plates if p.dim and p.outer)
 
     @cached_property
     def rows(self) -> tuple[str, ...]:
-        """The other plates with latents."""
+        """Return the other plates with latents."""
         return tuple(p.name for p in self.model.plates if p.dim and not p.outer)
 
     def init_global(self, key: Array) -> GuideParams:
@@ -252,12 +252,12 @@ class Latents(Protocol):
 
     @property
     def dim(self) -> int:
-        """Length of the flat vector of globals."""
+        """Return the length of the flat vector of globals."""
         ...
 
     @property
     def supports(self) -> dict[str, Any]:
-        """The support of each of them."""
+        """Return the support of each of them."""
         ...
 
     @property
@@ -266,7 +266,7 @@ class Latents(Protocol):
         ...
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
-        """The sites of one kind at one level."""
+        """Return the sites of one kind at one level."""
         ...
 
 
@@ -368,7 +368,7 @@ def init_loc_fn_of(spec: Spec | None) -> Callable | None:
 
 
 def amortises(spec: Spec | None) -> bool:
-    """Whether any plate's parameters come from a network."""
+    """Return whether any plate's parameters come from a network."""
     kinds = _structured(spec).locals
     return any(
         isinstance(kind, Amortised)
@@ -394,7 +394,7 @@ def _structured(spec: Spec | None) -> Structured:
 
 
 def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int | None]:
-    """The covariance of the globals, and its rank if it has one."""
+    """Return the covariance of the globals, and its rank if it has one."""
     kind, dim = spec.globals, fm.dim
     if isinstance(kind, AutoGuide):
         return type(kind).__name__, None

@@ -64,7 +64,7 @@ def importance(
     """
 
     def without_overflow(values: Array) -> Array:
-        """Far from the guide densities may overflow, which gives a draw no weight."""
+        """Return values without the overflow far from the guide, which gives a draw no weight."""
         far = jnp.arange(num_draws) >= proposal.own
         return jnp.where(far & ~(values < jnp.inf), -jnp.inf, values)
 

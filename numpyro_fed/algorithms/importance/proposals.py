@@ -99,7 +99,7 @@ def proposal(
         return guide.noise(key_own, own), jax.random.split(key_wide, len(numbers))
 
     def wider(theta: Theta, z: Array) -> list[Part]:
-        """The other parts of the mixture, around the guide's draws ``z`` (own, dim)."""
+        """Return the other parts of the mixture, around the guide's draws ``z`` (own, dim)."""
         centre, L = z.mean(0), _root(z)
         parts = [_student(centre, s * L) for s in SCALES]
         if spread is not None:

@@ -59,14 +59,14 @@ def frame_of(parts: Parts, begun: Begun) -> Gaussian:
 
 
 def pvi_carry(parts: Parts, settings: Settings) -> Carry:
-    """How PVI begins at another method's result: the posterior is the normal distribution of that,
-    and every silo has an equal share in what it is beyond the prior.
+    """Return how PVI begins at another method's result: the posterior is the normal distribution of
+    that, and every silo has an equal share in what it is beyond the prior.
     """
     server_role, silo_role = Server(parts, settings), Silo(parts, settings)
     family = silo_role.family
 
     def factors(key: Array, begun: Begun) -> tuple[ServerState, Natural, Natural]:
-        """The first state, all factors together, and the server's own."""
+        """Return the first state, all factors together, and the server's own."""
         first = server_role.init(key)
         K = frame_of(parts, begun).inverse_root()
         posterior = family.around(begun.centre, jnp.zeros_like(begun.centre), K.T @ K)

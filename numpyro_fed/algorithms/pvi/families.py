@@ -163,7 +163,7 @@ def _terms(
     family: Family,
     names: Sequence[str],
 ) -> Callable[[Array], Array]:
-    """Terms of the log prior of some sites, over the base measure of the others."""
+    """Return terms of the log prior of some sites, over the base measure of the others."""
 
     def f(z: Array) -> Array:
         every, terms = fm.prior_terms(theta, z), [family.log_base(z)]
@@ -178,7 +178,7 @@ def _terms(
 
 
 def _reach(fm: FederatedModel) -> np.ndarray:
-    """How far from zero each global is looked at: as far as its bijection is precise."""
+    """Return how far from zero each global is looked at: as far as its bijection is precise."""
     reach = np.full(fm.dim, np.inf)
     for site in fm.named("latent"):
         bijection = _elementwise(biject_to(fm.supports[site.name]))
@@ -189,7 +189,7 @@ def _reach(fm: FederatedModel) -> np.ndarray:
 
 
 def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
-    """Points around zero, from a hundredth to a million away, and draws from the model's prior."""
+    """Return points around zero, a hundredth to a million away, and draws from the prior."""
     r = np.random.default_rng(1)
     levels = np.repeat(10.0 ** np.arange(-2, 7), 4)[:, None]
     scale = np.concatenate([levels + np.zeros(fm.dim), 10 ** r.uniform(-2, 6, (20, fm.dim))])
@@ -201,7 +201,7 @@ def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
 
 
 def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tuple[Array, Array]]:
-    """The centre of a density, and points up to a few standard deviations from it.
+    """Return the centre of a density, and points up to a few standard deviations from it.
 
     A Gaussian is as wide as can be where ``eta`` leaves it flat; what is improper counts as zero.
     """
@@ -233,7 +233,7 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tup
 
 
 def general(fm: FederatedModel) -> dict[str, Any]:
-    """Parameters in a general place: at the first ones a model may be simpler than elsewhere."""
+    """Return parameters in a general place: at the first ones a model may be simpler."""
     r = np.random.default_rng(0)
     return jax.tree.map(
         lambda a: a + r.normal(size=a.shape), double(fm.init_theta(jax.random.key(0)))
@@ -284,7 +284,7 @@ def _member(site: Site, kind: str, covariance: str) -> Family:
 
 
 def _asked(site: Site, asked: str | None) -> str | None:
-    """The family that the user asked for, if the site can have it."""
+    """Return the family that the user asked for, if the site can have it."""
     if asked is not None and asked not in _candidates(site):
         raise ValueError(
             f"family of '{site.name}' is {asked!r}: on the support {site.support} expected one of "
@@ -351,7 +351,7 @@ def _coupled(name: str, covariance: str) -> ModelError:
 
 
 def _members(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Members:
-    """One joint Gaussian over all sites that take one, and a member for each other site."""
+    """Return one joint Gaussian over all sites that take one, and a member for each other site."""
     members: dict[str, tuple[np.ndarray, Family]] = {}
 
     def place(s: Site) -> np.ndarray:

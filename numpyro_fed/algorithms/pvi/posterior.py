@@ -29,7 +29,7 @@ ENOUGH = 1e-3  # of the largest coefficient: with a larger slope there is no min
 def aggregate(
     family: Family, divergence: Callable[..., Array]
 ) -> Callable[[Natural, Natural], Natural]:
-    """``(prior, total) -> eta`` for one divergence ``(family, eta_q, eta_p) -> ()``.
+    """Return ``(prior, total) -> eta`` for one divergence ``(family, eta_q, eta_p) -> ()``.
 
     Where no minimum is found ``eta`` is NaN, which counts as improper.
     """

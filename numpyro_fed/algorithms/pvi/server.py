@@ -98,7 +98,7 @@ class Server(Role):
         return Shared(state.params["theta"], state.params["guide"], state.frame)
 
     def done(self, state: ServerState) -> Array:
-        """Whether the last round has moved the posterior by next to nothing, all visits used."""
+        """Return whether the last round, all visits used, has hardly moved the posterior."""
         progress, settings = state.progress, self.settings
         ends = (progress.steps > 0) & (progress.steps % settings.steps == 0)
         used = jnp.where(state.taken > 0, state.taken, 1.0).min()
