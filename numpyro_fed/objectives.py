@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ class LocallyEnhanced:
 
 
 def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Array, Rows]:
-    """Standard normals: ``number`` of them, and for each plate an array, rows first.
+    """Return standard normals: ``number`` of them, and for each plate an array, rows first.
 
     Each draw is a program to compile, and so the first plate shares one with the ``number``: what
     it has of padded rows comes last there, and shifts nothing. Other plates have their own.
@@ -97,7 +97,7 @@ def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> t
 
 
 def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str, int]:
-    """``K`` for each silo plate that has latents.
+    """Return ``K`` for each silo plate that has latents.
 
     Raises
     ------
@@ -136,7 +136,7 @@ def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str,
 
 
 class _At(NamedTuple):
-    """Where a silo's term is evaluated."""
+    """A place at which a silo's term is evaluated."""
 
     theta: Theta
     eta: dict[str, Any]  # of the silo's guide
@@ -240,7 +240,7 @@ class SiloBound:
 
     @property
     def _counts(self) -> tuple[tuple[str, int], ...]:
-        """``K`` of each plate, 1 for those that stand above rows."""
+        """Return ``K`` of each plate, 1 for those that stand above rows."""
         rows = self.guide.rows
         return tuple(
             (p.name, self.draws[p.name] if p.name in rows else 1) for p in self.model.plates
@@ -248,7 +248,7 @@ class SiloBound:
 
     @property
     def _rows_stick(self) -> bool:
-        """Whether the gradient of rows' terms is reparametrised twice.
+        """Return whether the gradient of rows' terms is reparametrised twice.
 
         More than one draw at an outer plate: its weights multiply whatever stands below, so that
         only the outermost gradient may be. Nor may that of rows which share a covariance: a row's
@@ -334,6 +334,8 @@ class SiloBound:
 
 
 _OUTER = "outer plates"
+Rest = TypeVar("Rest")
+_Saved = tuple[Rows, Callable[[Rows], tuple[Rows, Rest]]]
 
 
 def _total(rows: Rows) -> Array:
@@ -341,13 +343,13 @@ def _total(rows: Rows) -> Array:
 
 
 def _choose(key: Array, log_weights: Array, z: Array) -> Array:
-    """For each row one of its draws: ``log_weights`` (K, rows), ``z`` (K or more, rows, dim)."""
+    """Return one draw of each row: ``log_weights`` (K, rows), ``z`` (K or more, rows, dim)."""
     k = jax.random.categorical(key, log_weights, axis=0)
     return z[k, jnp.arange(z.shape[1])]
 
 
 def _log_mean_exp(log_weights: Rows, counts: tuple[tuple[str, int], ...]) -> Rows:
-    """Log-mean-exp over the first ``K`` draws, leading axis, for each plate."""
+    """Return the log-mean-exp over the first ``K`` draws, leading axis, for each plate."""
     return {
         p: jax.nn.logsumexp(log_weights[p][:k], axis=0) - math.log(k)
         for p, k in counts
@@ -357,23 +359,27 @@ def _log_mean_exp(log_weights: Rows, counts: tuple[tuple[str, int], ...]) -> Row
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _doubly_reparametrised(
-    f: Callable[[Rows, Any], Rows], counts: tuple[tuple[str, int], ...], own: Rows, rest: Any
+    f: Callable[[Rows, Rest], Rows], counts: tuple[tuple[str, int], ...], own: Rows, rest: Rest
 ) -> Rows:
-    r"""Log-mean-exp of ``f(own, rest)`` with the doubly reparametrised gradient for ``own``.
+    r"""Return the log-mean-exp of ``f(own, rest)``, whose gradient for ``own`` is another one.
 
-    With normalised weights ``w_k`` the gradient reaching ``rest`` is the ordinary one,
-    :math:`\sum_k w_k \nabla f_k`, while what reaches ``own[k]`` is
+    That is the doubly reparametrised one. With normalised weights ``w_k`` the gradient reaching
+    ``rest`` is the ordinary one, :math:`\sum_k w_k \nabla f_k`, while what reaches ``own[k]`` is
     :math:`w_k^2 \nabla f_k` (Tucker et al. 2019, equation 8).
     """
     return _log_mean_exp(f(own, rest), counts)
 
 
-def _forward(f: Callable, counts: tuple, own: Rows, rest: Any) -> tuple[Rows, Any]:
+def _forward(
+    f: Callable[[Rows, Rest], Rows], counts: tuple[tuple[str, int], ...], own: Rows, rest: Rest
+) -> tuple[Rows, _Saved[Rest]]:
     log_weights, pull = jax.vjp(f, own, rest)
     return _log_mean_exp(log_weights, counts), (log_weights, pull)
 
 
-def _backward(f: Callable, counts: tuple, saved: Any, cotangent: Rows) -> tuple[Rows, Any]:
+def _backward(
+    f: object, counts: tuple[tuple[str, int], ...], saved: _Saved[Rest], cotangent: Rows
+) -> tuple[Rows, Rest]:
     log_weights, pull = saved
     weights = {}
     for p, k in counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -22,6 +23,11 @@ def all_finite(tree: object) -> Array:
 def strong(tree: Tree) -> Tree:
     """Return the same numbers without weak types, as a loop's state or a program's input needs."""
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), tree)
+
+
+def where(which: Array, one: Tree, other: Tree) -> Tree:
+    """Return one of two trees, or of each entry one."""
+    return jax.tree.map(partial(jnp.where, which), one, other)
 
 
 def double(tree: Tree) -> Tree:

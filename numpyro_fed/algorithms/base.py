@@ -23,6 +23,11 @@ Server = TypeVar("Server")
 Silo = TypeVar("Silo")
 Down = TypeVar("Down")
 Up = TypeVar("Up")
+Params = TypeVar("Params")
+_Noise = TypeVar("_Noise", contravariant=True)
+_Down = TypeVar("_Down", contravariant=True)
+_State = TypeVar("_State", contravariant=True)
+_Sent = TypeVar("_Sent", contravariant=True)
 
 
 class Combine(Enum):
@@ -38,7 +43,7 @@ class Combine(Enum):
 
 
 class Info(NamedTuple):
-    """What the server reports of a round.
+    """A report of the server on a round.
 
     Attributes
     ----------
@@ -60,7 +65,7 @@ class Info(NamedTuple):
 
 
 class Reply(NamedTuple, Generic[Up]):
-    """What a silo answers.
+    """The answer of a silo.
 
     Attributes
     ----------
@@ -81,7 +86,7 @@ class Reply(NamedTuple, Generic[Up]):
 
 
 class Replies(NamedTuple, Generic[Up]):
-    """What the server sees of all replies.
+    """All replies, as the server sees them.
 
     Attributes
     ----------
@@ -98,34 +103,36 @@ class Replies(NamedTuple, Generic[Up]):
     weight: Array
 
 
-class Visit(Protocol):
-    """What a silo does: its reply, and a draft of its next state."""
+class Visit(Protocol[_Noise, _Down, _State, Up]):
+    """A silo's part of an exchange: its reply, and a draft of its next state."""
 
-    def __call__(self, noise: Any, down: Any, state: Any, data: SiloData) -> tuple[Reply, Any]:
-        """The draft becomes a state by ``commit``, which knows what really left."""
+    def __call__(
+        self, noise: _Noise, down: _Down, state: _State, data: SiloData
+    ) -> tuple[Reply[Up], Any]:
+        """Return both; the draft becomes a state by ``commit``, which knows what really left."""
         ...
 
 
-class Commit(Protocol):
+class Commit(Protocol[_State, _Sent]):
     """A silo's next state, given what of its reply was sent after transforms and checks."""
 
-    def __call__(self, draft: Any, sent: Any) -> Any:
-        """``sent`` has the structure of ``Reply.up``."""
+    def __call__(self, draft: _State, sent: _Sent) -> Any:
+        """Return the state; ``sent`` has the structure of ``Reply.up``."""
         ...
 
 
-def no_noise(*args: Any) -> tuple[()]:
-    """For exchanges that draw nothing."""
+def no_noise(*args: object) -> tuple[()]:
+    """Return nothing, as the noise of exchanges that draw nothing."""
     return ()
 
 
-def as_drafted(draft: Any, sent: Any) -> Any:
-    """The commit of a silo whose state does not depend on what was sent."""
+def as_drafted(draft: Silo, sent: object) -> Silo:
+    """Return the draft, for a silo whose state does not depend on what was sent."""
     return draft
 
 
 def settings_in(name: str) -> dict[str, Any]:
-    """What the name of an exchange says of it, where it is built when it is asked for."""
+    """Return what the name of an exchange says, where it is built when it is asked for."""
     try:
         found = json.loads(name)
     except json.JSONDecodeError:
@@ -134,7 +141,7 @@ def settings_in(name: str) -> dict[str, Any]:
 
 
 def unknown_exchange(name: str) -> ModelError:
-    """For a party that is asked for an exchange that its method does not have."""
+    """Return the error of a party that is asked for an exchange that its method does not have."""
     return ModelError(
         f"there is no exchange '{name}' here. Server and silos must run the same version, with the "
         "same method, text and settings."
@@ -142,7 +149,7 @@ def unknown_exchange(name: str) -> ModelError:
 
 
 class Exchange(NamedTuple, Generic[Silo, Down, Up]):
-    """What a silo is asked: one message down to it, and one up from it.
+    """A question to a silo: one message down to it, and one up from it.
 
     Randomness is an argument: a runtime turns keys into noise by ``silo_noise``, for many rounds
     at once where that pays, and the rest is deterministic.
@@ -173,8 +180,8 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     """
 
     name: str
-    silo: Visit
-    commit: Commit = as_drafted
+    silo: Visit[Any, Down, Silo, Up]
+    commit: Commit[Any, Up] = as_drafted
     silo_noise: Callable[[Array, Any], Any] = no_noise
     combine: Combine = Combine.SUM
     scatter: Any = False
@@ -182,15 +189,17 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     usable: Callable[[Any], Array] = all_finite
     lenient: bool = False
 
-    def visit(self, noise: Any, down: Any, state: Any, data: SiloData) -> tuple[Reply, Any]:
-        """A silo's whole part: what it sends, with zeros for what is not good, and its state."""
+    def visit(
+        self, noise: object, down: Down, state: Silo, data: SiloData
+    ) -> tuple[Reply[Up], Any]:
+        """Return what a silo sends, with zeros for what is not good, and its next state."""
         reply, draft = self.silo(noise, down, state, data)
         weight = jnp.asarray(reply.weight, jnp.result_type(float)) if self.weighted else ()
         reply = self.checked(reply._replace(weight=weight))
         return reply, self.commit(draft, reply.up)
 
-    def checked(self, reply: Reply) -> Reply:
-        """A reply with zeros for what cannot be used, and ``ok`` only if it can."""
+    def checked(self, reply: Reply[Up]) -> Reply[Up]:
+        """Return a reply with zeros for what cannot be used, and ``ok`` only if it can."""
         ok = jnp.asarray(reply.ok) & self.usable(reply.up)
         if self.lenient:
             return reply._replace(ok=ok)
@@ -199,7 +208,7 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
 
 
 class Ask(Protocol):
-    """What a round asks silos by.
+    """A way for a round to ask silos.
 
     Attributes
     ----------
@@ -215,22 +224,22 @@ class Ask(Protocol):
     @property
     def server_data(self) -> Any: ...
 
-    def __call__(self, name: str, down: Any) -> Replies:
+    def __call__(self, name: str, down: object) -> Replies[Any]:
         """Return what the silos reply in the exchange of this name, when they are sent ``down``."""
         ...
 
 
-class Run(Protocol):
-    """What the server does in a round."""
+class Run(Protocol[_State, _Noise]):
+    """The server's part of a round."""
 
-    def __call__(self, state: Any, noise: Any, ask: Ask) -> tuple[Any, Info]:
+    def __call__(self, state: _State, noise: _Noise, ask: Ask) -> tuple[Any, Info]:
         """Return the server's next state, and what it reports."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """What the server does from one state to the next, and what it asks silos on the way.
+    """The server's way from one state to the next, and what it asks silos on it.
 
     ``run`` reads from top to bottom as the algorithm does in its paper. It asks for each exchange
     once, in the order in which they are declared, and outside of ``cond``, ``scan`` and ``grad``:
@@ -246,8 +255,8 @@ class Round:
         The server's.
     """
 
-    exchanges: tuple[Exchange, ...]
-    run: Run
+    exchanges: tuple[Exchange[Any, Any, Any], ...]
+    run: Run[Any, Any]
     noise: Callable[[Array], Any] = no_noise
 
     def __post_init__(self) -> None:
@@ -260,17 +269,17 @@ class Round:
 
     @property
     def name(self) -> str:
-        """The name of its only exchange, or of the first one."""
+        """Return the name of its only exchange, or of the first one."""
         return self.exchanges[0].name
 
 
-def own_key(key: Array, state: Any = None) -> Array:
+def own_key(key: Array, state: object = None) -> Array:
     """Return the key itself, as the noise of what draws as it goes."""
     return key
 
 
 class Shared(NamedTuple):
-    """What everybody may know of a server's state.
+    """The part of a server's state that everybody may know.
 
     Attributes
     ----------
@@ -287,7 +296,7 @@ class Shared(NamedTuple):
 
 
 class Private(NamedTuple):
-    """What never leaves a silo's state.
+    """The part of a silo's state that never leaves it.
 
     Attributes
     ----------
@@ -367,9 +376,9 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
 
 
 def ascend(
-    optim: optax.GradientTransformation, gradient: Any, opt_state: Any, params: Any
-) -> tuple[Any, Any]:
-    """One optimiser step up the bound; Optax steps down a loss."""
+    optim: optax.GradientTransformation, gradient: Params, opt_state: optax.OptState, params: Params
+) -> tuple[Params, optax.OptState]:
+    """Take one optimiser step up the bound; Optax steps down a loss."""
     descent = jax.tree.map(jnp.negative, gradient)
     updates, opt_state = optim.update(descent, opt_state, params)
     return optax.apply_updates(params, updates), opt_state

@@ -9,7 +9,8 @@ respect to :math:`u` (and to the latents of outer plates) as couplings.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +34,11 @@ UNLIKE = 0.05  # the same away from a mode, where the posterior is not like the 
 BEGIN = "from the mode"  # the name of the exchange
 UNSURE = 0.1  # standard deviation of a row whose mode was not found
 
+Guides = dict[str, GuideParams]  # by plate
+
 
 class Begun(NamedTuple):
-    """Where a run begins.
+    """The place where a run begins.
 
     Attributes
     ----------
@@ -53,7 +56,7 @@ class Begun(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        """Whether the globals are too many for a covariance."""
+        """Return whether the globals are too many for a covariance."""
         return self.root.ndim == 1
 
     def frame(self, guide: GlobalGuide) -> Frame:
@@ -62,7 +65,7 @@ class Begun(NamedTuple):
 
 
 class At(NamedTuple):
-    """What silos are told of where a run begins, and which of the searches has come there."""
+    """A message to silos: where a run begins, and which of the searches has come there."""
 
     begun: Begun
     start: Array
@@ -163,7 +166,7 @@ def carried_locals(
 
 
 def _at_zero(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuideParams]:
-    """Guides at zero, with all their couplings."""
+    """Return guides at zero, with all their couplings."""
     return {
         p: local.init(jnp.zeros_like(z[p]), dim if p in guide.outer else dim + outer)
         for p, local in guide.locals.items()
@@ -173,7 +176,7 @@ def _at_zero(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuidePara
 def outer_precision(
     guide: Guide, plate: str, mode: Array, covariance: Array
 ) -> tuple[Array, Array]:
-    """A mode, and the precision that the guide of an outer plate takes."""
+    """Return a mode, and the precision that the guide of an outer plate takes."""
     n, d = mode.shape
     if guide.locals[plate].joint:
         return mode, linalg.inverse(covariance)
@@ -182,7 +185,7 @@ def outer_precision(
 
 
 def row_precision(guide: Guide, plate: str, mode: Array, precision: Array) -> tuple[Array, Array]:
-    """Modes, and the precisions (n, d, d) as the guide of a plate of rows takes them."""
+    """Return modes, and precisions (n, d, d) as the guide of a plate of rows takes them."""
     if not guide.locals[plate].joint:
         return mode, precision
     n, d = mode.shape
@@ -190,9 +193,9 @@ def row_precision(guide: Guide, plate: str, mode: Array, precision: Array) -> tu
     return mode, whole.reshape(n * d, n * d)
 
 
-def _coupled(f: Any, at: Array, like: dict[str, GuideParams], wide: bool) -> dict[str, GuideParams]:
-    """Guides ``f(at)``, with the derivatives of ``f`` as couplings where ``like`` has them; zeros
-    where there is too much to derive by.
+def _coupled(f: Callable[[Array], Guides], at: Array, like: Guides, wide: bool) -> Guides:
+    """Return guides ``f(at)``, with the derivatives of ``f`` as couplings where ``like`` has them;
+    zeros where there is too much to derive by.
     """
     if not like:
         return {}
@@ -200,10 +203,10 @@ def _coupled(f: Any, at: Array, like: dict[str, GuideParams], wide: bool) -> dic
     if wide or not any("mean_coupling" in eta or "scale_coupling" in eta for eta in like.values()):
         return begun
 
-    def moving(at: Array) -> Any:
+    def moving(at: Array) -> dict[str, tuple[Array, Array]]:
         return {p: (eta["loc"], eta["log_scale"]) for p, eta in f(at).items()}
 
-    def column(e: Array) -> Any:
+    def column(e: Array) -> dict[str, tuple[Array, Array]]:
         return jax.jvp(moving, (at,), (e,))[1]
 
     columns = jax.lax.map(column, jnp.eye(len(at)), batch_size=min(16, len(at)))
@@ -215,13 +218,13 @@ def _coupled(f: Any, at: Array, like: dict[str, GuideParams], wide: bool) -> dic
 
 
 def _sound(eta: GuideParams, like: GuideParams) -> GuideParams:
-    """Rows whose mode was not found begin at zero, without couplings."""
+    """Return a guide whose rows without a mode begin at zero, without couplings."""
     unsure = jnp.full_like(like["log_scale"], jnp.log(UNSURE))
     return where_finite(eta, {**like, "log_scale": unsure})
 
 
 def where_finite(eta: GuideParams, other: GuideParams) -> GuideParams:
-    """``eta``, and ``other`` for rows at which it is not finite; for all, if they are one."""
+    """Return ``eta``, and ``other`` for rows where it is not finite; for all, if they are one."""
     joint = eta.get("below", jnp.zeros(0)).ndim == 4
     fine = jnp.stack([jnp.isfinite(a).reshape(len(a), -1).all(1) for a in eta.values()]).all(0)
     fine = jnp.broadcast_to(fine.all(), fine.shape) if joint else fine

@@ -52,7 +52,7 @@ class Arrow(NamedTuple):
     corner: Array
 
     def of_rows(self) -> Arrow:
-        """Without what stands above the rows."""
+        """Return the arrow without what stands above the rows."""
         g = {p: self.g[p] for p in self.rows}
         border = {p: jnp.zeros((*a.shape, 0)) for p, a in g.items()}
         return Arrow(g, self.rows, border, jnp.zeros((0, 0)))
@@ -71,7 +71,7 @@ class Factor(NamedTuple):
 
     @classmethod
     def of(cls, arrow: Arrow, *, positive: bool = False) -> Factor:
-        """``positive`` turns what is concave upwards in the corner around."""
+        """Return the factors; ``positive`` turns what is concave upwards in the corner around."""
         rows = jax.tree.map(linalg.cholesky, arrow.rows)
         inverse = {p: linalg.cholesky_solve(L, arrow.border[p]) for p, L in rows.items()}
         corner = arrow.corner
@@ -81,7 +81,7 @@ class Factor(NamedTuple):
         return cls(rows, arrow.border, inverse, linalg.cholesky(corner))
 
     def solve(self, g: Rows) -> Rows:
-        """The inverse of the arrow times ``g``."""
+        """Return the inverse of the arrow times ``g``."""
         outer = _above(g, self.rows)
         own = {p: linalg.cholesky_solve(L, g[p][..., None])[..., 0] for p, L in self.rows.items()}
         if not outer:
@@ -94,7 +94,7 @@ class Factor(NamedTuple):
         return {**own, **_unpacked(above, g, outer)}
 
     def log_det(self) -> Array:
-        """Of the arrow."""
+        """Return the log determinant of the arrow."""
         blocks = (*self.rows.values(), self.corner)
         return sum((_log_det_of(L) for L in blocks), jnp.zeros(()))
 
@@ -114,7 +114,7 @@ class Laplace:
     model: FederatedModel
 
     def start(self, data: SiloData) -> Rows:
-        """Locals next to zero, {plate: (rows, dim)}: at it some densities have a kink."""
+        """Return locals next to zero, {plate: (rows, dim)}: at it some densities have a kink."""
         sizes = self.model.sizes(data)
         shapes = {p.name: (sizes[p.name], p.dim) for p in self.model.plates if p.dim}
         return {name: jnp.full(shape, NEAR) for name, shape in shapes.items()}
@@ -122,7 +122,7 @@ class Laplace:
     def log_likelihood(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
     ) -> tuple[Array, Rows]:
-        """The silo's log likelihood, and the modes of its locals; not for derivatives."""
+        """Return the log likelihood, and the modes of the locals; not for derivatives."""
         if not start:
             return self._total(theta, z_G, start, data), start
         z = self.stepped(theta, z_G, self.modes(theta, z_G, data, start), data)
@@ -134,7 +134,7 @@ class Laplace:
     def differentiable(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
     ) -> tuple[Array, Rows]:
-        r"""The same, for derivatives up to the second in ``theta`` and ``z_G``, together ``x``.
+        r"""Return the same, for up to second derivatives in ``theta`` and ``z_G``, together ``x``.
 
         The modes and the factors of ``A`` there are found once, and taken as given. With the step
         :math:`z(x) = \hat z + A^{-1} \partial_z f(x, \hat z)` and
@@ -161,7 +161,7 @@ class Laplace:
         return self._laplace(total, log_det, z, data), z
 
     def _near(self, arrow: Arrow, factor: Factor, log_det: Array) -> Array:
-        """NaN where the search has not come to a mode."""
+        """Return the log determinant, NaN where the search has not come to a mode."""
         return jnp.where(_promised(arrow, factor.solve(arrow.g)) < AT_MODE, log_det, jnp.nan)
 
     def _laplace(self, total: Array, log_det: Array, z: Rows, data: SiloData) -> Array:
@@ -169,14 +169,14 @@ class Laplace:
         return total + 0.5 * (number * LOG_2PI - log_det)
 
     def stepped(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
-        """The locals after a plain step of Newton's method."""
+        """Return the locals after a plain step of Newton's method."""
         arrow = self._arrow(theta, z_G, z, data)
         return jax.tree.map(jnp.add, z, Factor.of(arrow).solve(arrow.g))
 
     def outer_given(
         self, theta: Theta, z_G: Array, z: Rows, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
-        """Mode and covariance of each outer plate's latents, {plate: (n, d), (n d, n d)}.
+        """Return mode and covariance of each outer plate's latents, {plate: (n, d), (n d, n d)}.
 
         ``z`` are the modes at a place nearby. With one derivative, as all modes here.
         """
@@ -192,8 +192,8 @@ class Laplace:
     def rows_given(
         self, theta: Theta, z_G: Array, outer: Array, z: Rows, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
-        """Modes (n, d) and precisions (n, d, d) of the rows, given all latents of outer plates, as
-        one vector in the model's order of plates.
+        """Return modes (n, d) and precisions (n, d, d) of the rows, given all latents of outer
+        plates, as one vector in the model's order of plates.
         """
         z = {**z, **_unpacked(outer, z, self._outer)}
         arrow = self._arrow(theta, z_G, z, data)
@@ -215,7 +215,7 @@ class Laplace:
         steps: int = STEPS,
         shares: tuple[float, ...] = SHARES,
     ) -> Rows:
-        """By steps of Newton's method, of which no row takes one that leads down.
+        """Return the modes by steps of Newton's method, of which no row takes one that leads down.
 
         With ``held`` latents of outer plates stay. The search ends ``within`` so many nats, and
         tries these ``shares`` of each step.
@@ -240,7 +240,7 @@ class Laplace:
         return jax.lax.while_loop(go_on, step, (none, start, far))[1]
 
     def _searched(self, theta: Theta, z_G: Array, z: Rows, move: _Move, data: SiloData) -> Rows:
-        """The best of some shares of a step: for each row, or for all where a plate moves above."""
+        """Return the best share of a step: for each row, or for all where a plate moves above."""
         direction, shares, held = move
 
         def at(share: Array) -> Rows:
@@ -278,7 +278,7 @@ class Laplace:
         return data.masks.get(plate, jnp.ones(len(z[plate]), bool))
 
     def _arrow(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Arrow:
-        """Derivatives in the locals; padded rows have a curvature of one, and no slope."""
+        """Return derivatives in the locals; padded rows have a curvature of one, and no slope."""
         nowhere, outer = jax.tree.map(jnp.zeros_like, z), sorted(self._outer)
 
         def gradient(z: Rows) -> Rows:
@@ -310,7 +310,7 @@ class Laplace:
 
 
 def _log_det(arrow: Arrow) -> Array:
-    """The log determinant of an arrow, for derivatives up to the second."""
+    """Return the log determinant of an arrow, for derivatives up to the second."""
     corner, found = arrow.corner, jnp.zeros(())
     for p, A in arrow.rows.items():
         rows = _Series.of(A)
@@ -352,29 +352,29 @@ class _Series(NamedTuple):
 
 
 def _promised(arrow: Arrow, step: Rows) -> Array:
-    """What a step promises to gain, twice, in the row where that is most."""
+    """Return twice what a step promises to gain in the row where that is most."""
     rows = [jnp.sum(arrow.g[p] * step[p], -1) for p in arrow.rows]
     above = sum((jnp.vdot(arrow.g[p], step[p]) for p in _above(arrow.g, arrow.rows)), jnp.zeros(()))
     return jnp.concatenate([*rows, above[None]]).max()
 
 
 def _above(g: Rows, rows: Rows) -> list[str]:
-    """The plates that stand above rows, in the order in which their latents are one vector."""
+    """Return the plates above rows, in the order in which their latents are one vector."""
     return sorted(g.keys() - rows.keys())
 
 
 def _packed(z: Rows, plates: list[str]) -> Array:
-    """The latents of some plates as one vector, one after the other."""
+    """Return the latents of some plates as one vector, one after the other."""
     return jnp.concatenate([z[p].ravel() for p in plates])
 
 
 def _log_det_of(L: Array) -> Array:
-    """Of ``L L'``, of all blocks."""
+    """Return the log determinant of ``L L'``, all blocks together."""
     return 2 * jnp.log(jnp.diagonal(L, axis1=-2, axis2=-1)).sum()
 
 
 def _unpacked(vector: Array, z: Rows, plates: tuple[str, ...] | list[str]) -> Rows:
-    """One vector as the latents of some plates, one after the other."""
+    """Return one vector as the latents of some plates, one after the other."""
     parts, start = {}, 0
     for p in plates:
         parts[p] = vector[start : start + z[p].size].reshape(z[p].shape)
@@ -383,7 +383,7 @@ def _unpacked(vector: Array, z: Rows, plates: tuple[str, ...] | list[str]) -> Ro
 
 
 def _positive(A: Array) -> Array:
-    """Symmetric blocks with the absolute values of their eigenvalues, none of them next to zero."""
+    """Return symmetric blocks with the absolute values of their eigenvalues, none next to zero."""
     if A.shape[-1] == 1:
         size = jnp.where(jnp.isfinite(A), jnp.abs(A), 0.0)
         return jnp.maximum(size, jnp.maximum(FLAT * size.max(), jnp.finfo(A.dtype).tiny))

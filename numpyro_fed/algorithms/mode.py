@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +49,9 @@ from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.frame import standard
 from numpyro_fed.gaussian import LOG_2PI, Curvature
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.model.split import FederatedModel, Rows, Theta
 from numpyro_fed.programs import jit_once
-from numpyro_fed.trees import all_finite
+from numpyro_fed.trees import all_finite, where
 
 AWAY = (30.0, 3.0, 1.0)  # standard deviations, by the curvature, at which a density is looked at
 DAMPING = 1e-2  # at the start; of curvatures scaled to one
@@ -66,6 +66,10 @@ ROUNDINGS = 8  # within which two numbers are alike
 TOGETHER = 16  # columns of a Hessian, or places, that are computed side by side
 SMALL = 4  # dimensions of a row's latents, up to which that is quicker than one by one
 
+Each = TypeVar("Each")
+Found = TypeVar("Found")
+More = TypeVar("More")
+
 
 class Place(NamedTuple):
     """The value of a function at a place (n,), its gradient and its negative Hessian, or of that
@@ -79,7 +83,7 @@ class Place(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Where a search is.
+    """The state of a search.
 
     ``best`` is the best place so far, if any is ``known`` where all numbers are finite, and
     ``likelihood`` the silos' negative Hessian there among the effects (c, c); ``trial`` is
@@ -129,7 +133,7 @@ def mode(
     effects: np.ndarray,
     most: int | None = None,
 ) -> FederatedAlgorithm:
-    """Build the algorithm.
+    """Return the search as an algorithm.
 
     Parameters
     ----------
@@ -163,11 +167,11 @@ def mode(
         return nowhere(fm, key, data, nothing)
 
     def silo(
-        noise: Any, down: Array, state: SiloState, data: SiloData
+        noise: object, down: Array, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         return asked(fm, derive, down, state, data)
 
-    def run(state: Search, noise: Any, ask: Ask) -> tuple[Search, Info]:
+    def run(state: Search, noise: object, ask: Ask) -> tuple[Search, Info]:
         replies = ask("mode", state.trial)
 
         def one(of: tuple[Search, Up]) -> Search:
@@ -185,7 +189,7 @@ def mode(
 
 
 def effects_of(fm: FederatedModel) -> np.ndarray:
-    """Which coordinates are of global latents whose prior depends on other globals, or parameters.
+    """Return the coordinates of global latents whose prior depends on other globals or parameters.
 
     Of such an effect and its scale together the density rises without end where the scale goes to
     zero.
@@ -211,7 +215,7 @@ def effects_of(fm: FederatedModel) -> np.ndarray:
 def prior_of(
     fm: FederatedModel, effects: np.ndarray
 ) -> Callable[[Array, Array], tuple[Array, tuple[()]]]:
-    r"""The log prior (own, x) -> (value, ()), its effects integrated out by Laplace's method.
+    r"""Return the log prior (own, x) -> (value, ()), effects integrated out by Laplace's method.
 
     With the silos' negative Hessian ``own`` among the ``c`` effects ``b``, taken as given,
 
@@ -236,7 +240,7 @@ def prior_of(
 def starting_places(
     fm: FederatedModel, key: Array, number: int, init_loc_fn: Callable | None
 ) -> Array:
-    """Where to begin (number, n): shared parameters and globals as one vector."""
+    """Return where to begin (number, n): shared parameters and globals as one vector."""
     theta = fm.init_theta(key)
     own = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
     drawn = fm.draw_prior(key, number) if fm.dim and number > 1 else None
@@ -249,16 +253,20 @@ def starting_places(
 
 
 def nowhere(fm: FederatedModel, key: Array, data: SiloData, nothing: Up) -> SiloState:
-    """A silo that has been to no place yet; ``nothing`` has the shapes of what it will say."""
+    """Return a silo's state before the first place; ``nothing`` has the shapes of its replies."""
     number = jnp.arange(len(nothing.value))
     z_L = jax.vmap(lambda _: Laplace(fm).start(data))(number)
     return SiloState(z_L, nothing, fm.init_private(key, data))
 
 
 def asked(
-    fm: FederatedModel, derive: Callable, places: Array, state: SiloState, data: SiloData
+    fm: FederatedModel,
+    derive: Callable[[Callable[[Array], tuple[Array, Rows]], Array], tuple[Place, Rows]],
+    places: Array,
+    state: SiloState,
+    data: SiloData,
 ) -> tuple[Reply[Up], SiloState]:
-    """What a silo says of a place (n,) for each start: ``derive(f, place)`` of its ``f``.
+    """Return what a silo says of a place (n,) for each start: ``derive(f, place)`` of its ``f``.
 
     A place that is too far for a silo is a step that fails, not a reply that does: NaN.
     """
@@ -275,21 +283,21 @@ def asked(
         found = Up(*place[1:])
         fine = all_finite((found, modes))
         told = jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan), found)
-        return told, chosen(fine, (modes, found), (z_L, before))
+        return told, where(fine, (modes, found), (z_L, before))
 
     up, (modes, place) = one_by_one(at, (places, state.z_L, state.place))
     return Reply(up, jnp.array(True)), SiloState(modes, place, state.private)
 
 
-def one_by_one(f: Callable[[Any], Any], of: Any) -> Any:
-    """``f`` of each start, in turns: stacks of stacks of matrices XLA:CPU multiplies by plain
-    loops, which takes hundreds of times as long.
+def one_by_one(f: Callable[[Each], Found], of: Each) -> Found:
+    """Return ``f`` of each start, in turns: stacks of stacks of matrices XLA:CPU multiplies by
+    plain loops, which takes hundreds of times as long.
     """
     return jax.lax.map(f, of)
 
 
 def together(fm: FederatedModel) -> int:
-    """How many places, or columns of a Hessian, silos look at side by side."""
+    """Return how many places, or columns of a Hessian, silos look at side by side."""
     return TOGETHER if all(p.dim <= SMALL for p in fm.plates) else 1
 
 
@@ -334,7 +342,7 @@ class Shape(NamedTuple):
 
 
 def parabola(search: Search) -> tuple[Shape, Around]:
-    """The parabola, densities unknown, and the places at which to look at them."""
+    """Return the parabola, densities unknown, and the places at which to look at them."""
     i = highest(search)
     x, curvature = search.best.x[i], search.best.curvature[i]
     unit, values, axes = Curvature.of(curvature)
@@ -360,7 +368,7 @@ def around(fm: FederatedModel, effects: np.ndarray) -> Round:
     laplace, unravel, log_prior = Laplace(fm), unraveller(fm), prior_of(fm, effects)
 
     def silo(
-        noise: Any, down: Around, state: SiloState, data: SiloData
+        noise: object, down: Around, state: SiloState, data: SiloData
     ) -> tuple[Reply[Array], SiloState]:
         near = jax.tree.map(lambda a: a[down.start], state.z_L)
 
@@ -372,7 +380,7 @@ def around(fm: FederatedModel, effects: np.ndarray) -> Round:
         values = jax.lax.map(value, down.places, batch_size=size)
         return Reply(values, jnp.array(True)), state
 
-    def run(state: Search, noise: Any, ask: Ask) -> tuple[Shape, Info]:
+    def run(state: Search, noise: object, ask: Ask) -> tuple[Shape, Info]:
         shape, there = parabola(state)
         own = state.likelihood[there.start]
         replies = ask("around the mode", there)
@@ -384,23 +392,25 @@ def around(fm: FederatedModel, effects: np.ndarray) -> Round:
     return Round((Exchange("around the mode", silo, lenient=True),), run)
 
 
-def unraveller(fm: FederatedModel) -> Any:
-    """From one vector to shared parameters and globals."""
+def unraveller(fm: FederatedModel) -> Callable[[Array], tuple[Theta, Array]]:
+    """Return the function from one vector to shared parameters and globals."""
     theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (theta, jnp.zeros(fm.dim)))
     return ravel_pytree(zeros)[1]
 
 
 def unravelled(fm: FederatedModel) -> int:
-    """How many numbers shared parameters and globals are."""
+    """Return how many numbers shared parameters and globals are."""
     theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
     return sum(math.prod(a.shape) for a in jax.tree.leaves(theta)) + fm.dim
 
 
-def derivatives(f: Any, x: Array, *, together: int = TOGETHER) -> tuple[Place, Any]:
-    """A function ``x -> (value, more)`` at a place: with its gradient and negative Hessian."""
+def derivatives(
+    f: Callable[[Array], tuple[Array, More]], x: Array, *, together: int = TOGETHER
+) -> tuple[Place, More]:
+    """Return ``f(x) = (value, more)`` at a place: with its gradient and negative Hessian."""
 
-    def gradient(x: Array) -> tuple[Array, tuple[Array, Any]]:
+    def gradient(x: Array) -> tuple[Array, tuple[Array, More]]:
         (value, more), g = jax.value_and_grad(f, has_aux=True)(x)
         return g, (value, more)
 
@@ -410,7 +420,7 @@ def derivatives(f: Any, x: Array, *, together: int = TOGETHER) -> tuple[Place, A
 
 
 class Searching(Protocol):
-    """What the states of searches have in common."""
+    """The part of a search's state that all kinds of searches have."""
 
     @property
     def best(self) -> Place: ...
@@ -426,13 +436,8 @@ class Searching(Protocol):
 
 
 def highest(state: Searching) -> Array:
-    """The start that has come highest."""
+    """Return the start that has come highest."""
     return jnp.argmax(jnp.where(state.known, state.best.value, -jnp.inf))
-
-
-def chosen(which: Array, one: Any, other: Any) -> Any:
-    """One of two trees."""
-    return jax.tree.map(partial(jnp.where, which), one, other)
 
 
 def _judged(search: Search, here: Place, own: Array, most: int | None) -> Search:
@@ -449,7 +454,7 @@ def _judged(search: Search, here: Place, own: Array, most: int | None) -> Search
     damping = jnp.maximum(damping, LEAST)
     gained = better & (~known | (here.value > best.value + near))
     idle = jnp.where(gained, 0, search.idle + better)
-    at = chosen(better, here, best)
+    at = where(better, here, best)
     curvature = jnp.abs(jnp.diagonal(at.curvature))
     scale = jnp.where(better, jnp.maximum(curvature, FORGET * search.scale), search.scale)
     step, promise, gain = _climb(at, scale, damping)
@@ -477,11 +482,11 @@ def _judged(search: Search, here: Place, own: Array, most: int | None) -> Search
         tried,
     )
     over = search._replace(left=jnp.array(True))
-    return chosen(search.done, over, after)
+    return where(search.done, over, after)
 
 
 def _climb(at: Place, scale: Array, damping: Array) -> tuple[Array, Array, Array]:
-    """A damped step, what it promises, and what an undamped one would: much, at a saddle."""
+    """Return a damped step, what it promises, and what an undamped one would: much, at a saddle."""
     unit = jnp.sqrt(jnp.where(scale > 0, scale, 1.0))
     _, values, V = Curvature.of(at.curvature, unit)
     slope = V.T @ (at.gradient / unit)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,11 @@ from numpyro_fed.algorithms.mode import (
     HALVINGS,
     ROUNDINGS,
     TOGETHER,
+    More,
     Place,
     SiloState,
     Up,
     asked,
-    chosen,
     highest,
     nowhere,
     searching,
@@ -39,7 +40,7 @@ from numpyro_fed.algorithms.mode import (
 )
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
-from numpyro_fed.trees import all_finite
+from numpyro_fed.trees import all_finite, where
 
 MEMORY = 30  # pairs of L-BFGS
 AFRESH = 8  # steps after which the diagonal is looked at again; then 16, 32, ...
@@ -58,7 +59,7 @@ class Down(NamedTuple):
 
 
 class Climb(NamedTuple):
-    """Where a search is; see :class:`numpyro_fed.algorithms.mode.Search`.
+    """The state of a search; see :class:`numpyro_fed.algorithms.mode.Search`.
 
     The next place is ``best.x + share * direction``, where the density rises by ``slope`` a unit
     of ``share``; ``best.curvature`` is the diagonal as it was seen last, ``memory`` that of L-BFGS
@@ -71,7 +72,7 @@ class Climb(NamedTuple):
     direction: Array
     slope: Array
     share: Array
-    memory: Any
+    memory: optax.ScaleByLBFGSState
     closer: Array
     steps: Array
     idle: Array
@@ -120,14 +121,12 @@ class WideSearch:
         return nowhere(self.model, key, data, nothing)
 
     def silo(
-        self, noise: Any, down: Down, state: SiloState, data: SiloData
+        self, noise: object, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        def derive(f: Any, x: Array) -> tuple[Place, Any]:
-            return sloped(f, x, down.closer)
-
+        derive = partial(sloped, closer=down.closer)
         return asked(self.model, derive, down.place, state, data)
 
-    def round(self, state: Climb, noise: Any, ask: Ask) -> tuple[Climb, Info]:
+    def round(self, state: Climb, noise: object, ask: Ask) -> tuple[Climb, Info]:
         """Ask for the density at a place for each start, and choose the next one."""
         closer, unravel = state.closer.any(), unraveller(self.model)
         replies = ask("mode", Down(state.trial, closer))
@@ -144,8 +143,8 @@ class WideSearch:
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
 
-def sloped(f: Any, x: Array, closer: Array) -> tuple[Place, Any]:
-    """A function ``x -> (value, more)`` at a place: with its gradient and, where one should look
+def sloped(f: Callable[[Array], tuple[Array, More]], x: Array, closer: Array) -> tuple[Place, More]:
+    """Return ``f(x) = (value, more)`` at a place: with its gradient and, where one should look
     ``closer``, the diagonal of its negative Hessian; else zeros.
     """
     (value, more), g = jax.value_and_grad(f, has_aux=True)(x)
@@ -172,7 +171,7 @@ def _judged(climb: Climb, here: Place, most: int | None) -> Climb:
     fine = all_finite(here[1:])
     asked_for = best.value + RISE * climb.share * climb.slope - near
     better = fine & (~known | looked | (here.value >= asked_for))
-    at = chosen(better, here, best)
+    at = where(better, here, best)
     at = at._replace(curvature=jnp.where(fine & looked, here.curvature, best.curvature))
     stepped = better & known & ~looked
     gain = here.value - best.value
@@ -183,10 +182,10 @@ def _judged(climb: Climb, here: Place, most: int | None) -> Climb:
 
     failed = known & ~better & (climb.share <= SHORTEST)
     unit = jnp.sqrt(positive(at.curvature))
-    memory = chosen(looked | failed, _lbfgs().init(at.x), climb.memory)
+    memory = where(looked | failed, _lbfgs().init(at.x), climb.memory)
     ahead, slope, after = _ahead(at, unit, memory)
     turned = better | failed
-    direction, slope = chosen(turned, (ahead, slope), (climb.direction, climb.slope))
+    direction, slope = where(turned, (ahead, slope), (climb.direction, climb.slope))
     share = jnp.where(turned, 1.0, SHORTER * climb.share)
 
     stuck = failed & (climb.memory.count <= 1)
@@ -200,7 +199,7 @@ def _judged(climb: Climb, here: Place, most: int | None) -> Climb:
     # From a start at which something is not finite, halfway back to zero.
     trial = jnp.where(found, at.x + share * direction, 0.5 * climb.trial)
     trial = jnp.where(found & closer, at.x, trial)
-    memory = chosen(turned, after, memory)
+    memory = where(turned, after, memory)
     rests, no, tried = idle >= IDLE, climb.left, climb.tried + 1
     after = Climb(
         at,
@@ -220,11 +219,13 @@ def _judged(climb: Climb, here: Place, most: int | None) -> Climb:
     )
     curvature = jnp.where(fine, here.curvature, best.curvature)
     over = climb._replace(best=best._replace(curvature=curvature), left=jnp.array(True))
-    return chosen(climb.done, chosen(climb.left, climb, over), after)
+    return where(climb.done, where(climb.left, climb, over), after)
 
 
-def _ahead(at: Place, unit: Array, memory: Any) -> tuple[Array, Array, Any]:
-    """The direction to go on in, the slope along it, and L-BFGS's memory after it."""
+def _ahead(
+    at: Place, unit: Array, memory: optax.ScaleByLBFGSState
+) -> tuple[Array, Array, optax.OptState]:
+    """Return the direction to go on in, the slope along it, and L-BFGS's memory after it."""
     downhill, after = _lbfgs().update(-at.gradient / unit, memory, at.x * unit)
     ahead = -downhill / unit
     plain = at.gradient / unit
@@ -235,6 +236,6 @@ def _ahead(at: Place, unit: Array, memory: Any) -> tuple[Array, Array, Any]:
 
 
 def positive(diagonal: Array) -> Array:
-    """Curvatures of coordinates, none of them zero."""
+    """Return curvatures of coordinates, none of them zero."""
     size = jnp.abs(diagonal)
     return jnp.where(size > 0, size, 1.0)

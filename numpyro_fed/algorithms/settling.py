@@ -14,11 +14,13 @@ when, ``CALM`` times in a row,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from numpyro_fed.trees import Tree
 
 WINDOW = 50  # rounds
 STRIDE = 5  # rounds between looks at the parameters
@@ -30,7 +32,7 @@ STILL = 0.03  # standard deviations, and relative changes of them
 GAIN = 0.02  # nats of the bound that do not matter
 
 
-class Course(NamedTuple):
+class Course(NamedTuple, Generic[Tree]):
     """Sums over the window so far, means of the one before, quiet windows in a row.
 
     ``last`` are the parameters at the last look, ``path`` how far they have gone in this window,
@@ -40,25 +42,28 @@ class Course(NamedTuple):
     rounds: Array
     loss: Array
     squares: Array
-    params: Any
-    last: Any
-    path: Any
-    travel: Any
+    params: Tree
+    last: Tree
+    path: Tree
+    travel: Tree
     mean_before: Array
     error_before: Array
-    params_before: Any
+    params_before: Tree
     calm: Array
 
 
-def begin(params: Any) -> Course:
-    """Nothing seen yet."""
+def begin(params: Tree) -> Course[Tree]:
+    """Return the course before the first round, of which nothing is seen yet."""
     zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
     still, far = jax.tree.map(jnp.zeros_like, params), jnp.array(jnp.finfo(zero.dtype).max)
     return Course(none, zero, zero, still, params, still, still, far, zero, still, none)
 
 
-def follow(course: Course, loss: Array, params: Any, *, standard: bool) -> Course:
-    """One more round; ``standard`` says in which coordinates the parameters are."""
+def follow(course: Course[Tree], loss: Array, params: Tree, *, standard: bool) -> Course[Tree]:
+    """Return the course after one more round.
+
+    ``standard`` says whether the posterior is about standard in the parameters' coordinates.
+    """
     # Losses are summed from that of the first round in the window: large ones would cancel.
     first = course.rounds % WINDOW == 0
     number = (course.rounds % WINDOW + 1).astype(loss.dtype)
@@ -74,8 +79,8 @@ def follow(course: Course, loss: Array, params: Any, *, standard: bool) -> Cours
     return jax.lax.cond(looks, lambda c: _looked(c, params, standard), lambda c: c, now)
 
 
-def _looked(course: Course, params: Any, standard: bool) -> Course:
-    """Where the parameters are, every few rounds; and the end of a window, where it is one."""
+def _looked(course: Course[Tree], params: Tree, standard: bool) -> Course[Tree]:
+    """Return the course after a look at the parameters; and the end of a window, if it is one."""
     first = (course.rounds - STRIDE) % WINDOW == 0
     share = STRIDE / WINDOW
     mean = jax.tree.map(lambda a, b: jnp.where(first, 0.0, a) + share * b, course.params, params)
@@ -87,8 +92,8 @@ def _looked(course: Course, params: Any, standard: bool) -> Course:
     return jax.lax.cond(ends, lambda c: _closed(c, standard), lambda c: c, now)
 
 
-def _closed(course: Course, standard: bool) -> Course:
-    """The end of a window."""
+def _closed(course: Course[Tree], standard: bool) -> Course[Tree]:
+    """Return the course at the end of a window."""
     error = jnp.sqrt(course.squares / (WINDOW - 1) / WINDOW)
     gain = course.mean_before - course.loss
     noise = 2 * jnp.hypot(error, course.error_before)
@@ -114,11 +119,11 @@ def _averaged(travel: Array, move: Array, path: Array) -> Array:
     return MEMORY * travel + (1 - MEMORY) * jnp.where(path > 0, share, 0.0)
 
 
-def _flat(tree: Any) -> Array:
-    """All numbers of a tree, and a zero."""
+def _flat(tree: object) -> Array:
+    """Return all numbers of a tree, and a zero."""
     return jnp.concatenate([jnp.zeros(1), *(jnp.ravel(a) for a in jax.tree.leaves(tree))])
 
 
 def settled(course: Course) -> Array:
-    """Whether the last windows were quiet."""
+    """Return whether the last windows were quiet."""
     return course.calm >= CALM

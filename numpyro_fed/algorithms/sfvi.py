@@ -45,6 +45,7 @@ from numpyro_fed.algorithms.begin import (
     carried_locals,
     somewhere,
 )
+from numpyro_fed.algorithms.mode import Searching
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.standardise import standardising
@@ -60,7 +61,7 @@ from numpyro_fed.trees import all_finite
 
 
 class ServerState(NamedTuple):
-    """What the server keeps from round to round.
+    """The state that the server keeps from round to round.
 
     ``params`` is ``{"theta", "guide"}``: shared parameters and those of the globals' guide, both in
     the ``frame``.
@@ -73,7 +74,7 @@ class ServerState(NamedTuple):
 
 
 class SiloState(NamedTuple):
-    """What a silo keeps from round to round.
+    """The state that a silo keeps from round to round.
 
     ``params`` is ``{"private", "guide"}``: private parameters and those of the local guide, in the
     ``frames`` of the rows of each plate. ``centre`` is from where that measures the globals, where
@@ -87,7 +88,7 @@ class SiloState(NamedTuple):
 
 
 class Down(NamedTuple):
-    """What the server sends: parameters, and draws of the globals (particles, dim).
+    """A message of the server: parameters, and draws of the globals (particles, dim).
 
     ``seen`` are the draws as local guides measure them, where there are any.
     """
@@ -98,7 +99,7 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """What a silo sends: its term of the bound, the gradient with respect to what it was sent."""
+    """A silo's message: its term of the bound, the gradient with respect to what it was sent."""
 
     bound: Array
     gradient: Down
@@ -140,7 +141,7 @@ class StructuredVI:
     wide: bool = False
 
     def algorithm(self) -> FederatedAlgorithm:
-        """As pure functions."""
+        """Return the algorithm as pure functions."""
         return FederatedAlgorithm(
             self.init_server,
             self.init_silo,
@@ -154,7 +155,7 @@ class StructuredVI:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """What silos are asked in a step."""
+        """Return what silos are asked in a step."""
         return Exchange("sfvi", self.silo, silo_noise=self.silo_noise)
 
     def init_server(self, key: Array) -> ServerState:
@@ -200,14 +201,14 @@ class StructuredVI:
         kept = centre if self.in_part and self.guide.locals else None
         return SiloState(params, self.optim.init(params), frames, kept)
 
-    def server_noise(self, key: Array) -> Any:
+    def server_noise(self, key: Array) -> Array:
         return self.guide.globals.noise(key, self.num_particles)
 
     def silo_noise(self, key: Array, state: SiloState) -> Noise:
         sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
         return noise_of(self.bound, self.minibatches, key, sizes, self.num_particles)
 
-    def draw(self, params: dict[str, Any], frame: Frame, eps: Any) -> tuple[Down, Array]:
+    def draw(self, params: dict[str, Any], frame: Frame, eps: Array) -> tuple[Down, Array]:
         """Return what is sent, and the server's own term of the bound."""
         theta = frame.parameters(params["theta"])
         seen, z_G, log_q = self.guide.globals.draws(frame.globals, params["guide"], eps)
@@ -215,7 +216,7 @@ class StructuredVI:
         down = Down(theta, z_G, seen if self.guide.locals else ())
         return down, jnp.mean(log_prior - log_q)
 
-    def round(self, state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
+    def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Draw the globals, ask every silo for gradients there, and take a step."""
         (down, value), pull = jax.vjp(
             lambda params: self.draw(params, state.frame, noise), state.params
@@ -279,13 +280,13 @@ class StructuredVI:
         """
 
         def silo(
-            noise: Any, down: At, state: Looked, data: SiloData
+            noise: object, down: At, state: Looked, data: SiloData
         ) -> tuple[Reply[tuple[()]], SiloState]:
             eta = begun_locals(self.model, self.guide, down, state, data)
             after = self.silo_from(state.private, eta, jnp.zeros(self.model.dim))
             return Reply((), all_finite(eta)), after
 
-        def run(state: Any, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        def run(state: Searching, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
             at = begun_at(self.model, state)
             ask(BEGIN, at)
             after = self.server_from(noise, at.begun)
@@ -303,7 +304,7 @@ def nothing(guide: Guide, key: Array, begun: Begun) -> dict[str, Any]:
 def noise_of(
     bound: SiloBound, minibatches: Minibatches | None, key: Array, sizes: Sizes, particles: int
 ) -> Noise:
-    """The noise of one step at a silo with so many rows of each silo plate."""
+    """Return the noise of one step at a silo with so many rows of each silo plate."""
     if minibatches is None:
         return Noise(bound.noise(key, sizes, particles))
     key, key_which = jax.random.split(key)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from numpyro_fed.algorithms.base import (
     own_key,
 )
 from numpyro_fed.algorithms.begin import BEGIN, At, begun_at, begun_locals, somewhere
+from numpyro_fed.algorithms.mode import Searching
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.sfvi import noise_of, nothing, recentred
@@ -55,13 +56,16 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
 from numpyro_fed.model.split import FederatedModel, Rows
 from numpyro_fed.objectives import SiloBound
-from numpyro_fed.trees import all_finite
+from numpyro_fed.trees import Tree, all_finite
 
 COUNT = "rows"  # the name of the exchange that adds them up
 
+Message = TypeVar("Message")
+Pair = tuple[Array, Array]
+
 
 class ServerState(NamedTuple):
-    """What the server keeps from round to round.
+    """The state that the server keeps from round to round.
 
     ``params`` is ``{"theta", "guide"}`` in a ``frame`` that silos have too; ``rows`` is the weight
     of all silos together.
@@ -74,7 +78,7 @@ class ServerState(NamedTuple):
 
 
 class SiloState(NamedTuple):
-    """What a silo keeps from round to round.
+    """The state that a silo keeps from round to round.
 
     ``params``, ``opt_state`` and ``frames`` are those of SFVI; ``shared_opt_state`` is that of the
     shared parameters' optimiser here, ``shared_frame`` the server's frame. The local guide measures
@@ -90,8 +94,8 @@ class SiloState(NamedTuple):
 
 
 class Down(NamedTuple):
-    """What the server sends: shared parameters with those of the globals' guide, and the weight of
-    all silos together.
+    """A message of the server: shared parameters with those of the globals' guide, and the weight
+    of all silos together.
     """
 
     params: dict[str, Any]
@@ -99,7 +103,7 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """What a silo sends: the bound as it sees it where the round began, its shared parameters, and
+    """A silo's message: the bound as it sees it where the round began, its shared parameters, and
     what the average takes of its guide.
     """
 
@@ -109,7 +113,7 @@ class Up(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Aggregation(ABC):
+class Aggregation(ABC, Generic[Message]):
     """How silos' Gaussian guides of the globals are averaged.
 
     Attributes
@@ -123,11 +127,11 @@ class Aggregation(ABC):
     scaled: ClassVar[bool] = True
 
     @abstractmethod
-    def message(self, eta: GuideParams, sent: GuideParams) -> Any:
+    def message(self, eta: GuideParams, sent: GuideParams) -> Message:
         """Return what a silo sends of its guide, given the one that it was sent."""
 
     @abstractmethod
-    def average(self, message: Any, weights: Array, sent: GuideParams) -> GuideParams:
+    def average(self, message: Message, weights: Array, sent: GuideParams) -> GuideParams:
         """Return the average guide.
 
         From the weighted mean of all messages; or from them all, gathered, and weights (J,) that
@@ -135,7 +139,7 @@ class Aggregation(ABC):
         """
 
 
-class AverageOfParameters(Aggregation):
+class AverageOfParameters(Aggregation[GuideParams]):
     """The average of the guides' parameters, whatever they are."""
 
     def message(self, eta: GuideParams, sent: GuideParams) -> GuideParams:
@@ -145,20 +149,18 @@ class AverageOfParameters(Aggregation):
         return message
 
 
-class DiagonalWasserstein(Aggregation):
+class DiagonalWasserstein(Aggregation[Pair]):
     """The Wasserstein barycenter of independent normals: average means and standard deviations."""
 
-    def message(self, eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
+    def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
         q = Gaussian.of(eta)
         return q.loc, q.scale
 
-    def average(
-        self, message: tuple[Array, Array], weights: Array, sent: GuideParams
-    ) -> GuideParams:
+    def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
         return Gaussian.of_root(*message).params()
 
 
-class Wasserstein(Aggregation):
+class Wasserstein(Aggregation[GuideParams]):
     """The Wasserstein barycenter of full Gaussians, for which the server sees each guide."""
 
     combine = Combine.GATHER
@@ -171,33 +173,29 @@ class Wasserstein(Aggregation):
         return Gaussian.of_root(*barycenters.wasserstein_of(q.loc, q.root, weights)).params()
 
 
-class ForwardKL(Aggregation):
+class ForwardKL(Aggregation[Pair]):
     """The Gaussian with the moments of the mixture, measured from the guide that was sent."""
 
-    def message(self, eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
+    def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
         q = Gaussian.of(eta)
         off = q.loc - sent["loc"]
         return off, q.covariance + _square(off, q.covariance)
 
-    def average(
-        self, message: tuple[Array, Array], weights: Array, sent: GuideParams
-    ) -> GuideParams:
+    def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
         off, second = message
         covariance = second - _square(off, second)
         root = jnp.sqrt(covariance) if covariance.ndim == 1 else linalg.cholesky(covariance)
         return Gaussian.of_root(sent["loc"] + off, root).params()
 
 
-class ReverseKL(Aggregation):
+class ReverseKL(Aggregation[Pair]):
     """The weighted geometric mean of the guides, measured from the guide that was sent."""
 
-    def message(self, eta: GuideParams, sent: GuideParams) -> tuple[Array, Array]:
+    def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
         q = Gaussian.of(eta)
         return q._replace(loc=q.loc - sent["loc"]).natural()
 
-    def average(
-        self, message: tuple[Array, Array], weights: Array, sent: GuideParams
-    ) -> GuideParams:
+    def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
         q = Gaussian.of_natural(*message)
         return q._replace(loc=sent["loc"] + q.loc).params()
 
@@ -209,20 +207,18 @@ class ProductOfGuides(ReverseKL):
     num_silos: int
     scaled = False
 
-    def average(
-        self, message: tuple[Array, Array], weights: Array, sent: GuideParams
-    ) -> GuideParams:
+    def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
         first, second = (self.num_silos * part for part in message)
         return super().average((first, second), weights, sent)
 
 
-def aggregation(name: str, kind: str, num_silos: int) -> Aggregation:
+def aggregation(name: str, kind: str, num_silos: int) -> Aggregation[Any]:
     """Return an aggregation by its name, for a diagonal or a full family."""
     if name == "wasserstein":
         return DiagonalWasserstein() if kind == "diagonal" else Wasserstein()
     if name == "product":
         return ProductOfGuides(num_silos)
-    others: dict[str, Aggregation] = {
+    others: dict[str, Aggregation[Any]] = {
         "average": AverageOfParameters(),
         "forward_kl": ForwardKL(),
         "reverse_kl": ReverseKL(),
@@ -257,7 +253,7 @@ class Averaging:
     bound: SiloBound
     optim: optax.GradientTransformation
     num_particles: int
-    aggregation: Aggregation
+    aggregation: Aggregation[Any]
     local_steps: int
     num_silos: int
     by_rows: bool
@@ -266,7 +262,7 @@ class Averaging:
     wide: bool = False
 
     def algorithm(self) -> FederatedAlgorithm:
-        """As pure functions."""
+        """Return the algorithm as pure functions."""
         return FederatedAlgorithm(
             self.init_server,
             self.init_silo,
@@ -279,7 +275,7 @@ class Averaging:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """What silos are asked in a round."""
+        """Return what silos are asked in a round."""
         combine = self.aggregation.combine
         return Exchange(
             "sfvi_avg", self.silo, silo_noise=own_key, combine=combine, weighted=self.by_rows
@@ -287,19 +283,21 @@ class Averaging:
 
     @cached_property
     def count(self) -> Round:
-        """All silos' rows, added up once before the first round."""
+        """Return the round that adds up all silos' rows, once before the first one."""
 
-        def silo(noise: Any, down: tuple, state: SiloState, data: SiloData) -> tuple[Reply, Any]:
+        def silo(
+            noise: object, down: object, state: SiloState, data: SiloData
+        ) -> tuple[Reply[tuple[()]], SiloState]:
             return Reply((), jnp.array(True), self.weight(data)), state
 
-        def run(state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
+        def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
             rows = ask(COUNT, ()).weight
             return state._replace(rows=rows), Info(jnp.zeros(()), jnp.array(True))
 
         return Round((Exchange(COUNT, silo, weighted=True),), run)
 
     def weight(self, data: SiloData) -> Array:
-        """Of a silo: its rows, or one."""
+        """Return the weight of a silo: its rows, or one."""
         if not self.by_rows:
             return jnp.ones(())
         sizes = self.model.sizes(data)
@@ -328,7 +326,7 @@ class Averaging:
 
     @property
     def total(self) -> Array:
-        """The weight of all silos, where it is known without asking."""
+        """Return the weight of all silos, where it is known without asking."""
         return jnp.array(0.0 if self.by_rows else float(self.num_silos))
 
     def init_silo(self, key: Array, data: SiloData) -> SiloState:
@@ -365,13 +363,13 @@ class Averaging:
         own, theirs = self.optim.init(params), self.optim.init(shared)
         return SiloState(params, own, theirs, jnp.zeros(self.model.dim), frames, frame)
 
-    def round(self, state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
+    def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         """Send the guide, and put an average of the silos' guides in its place."""
         replies = ask(self.exchange.name, Down(state.params, state.rows))
         gathered = self.aggregation.combine is Combine.GATHER
         weights = replies.weight / replies.weight.sum()
 
-        def mean(tree: Any) -> Any:
+        def mean(tree: Tree) -> Tree:
             if gathered:
                 return jax.tree.map(lambda a: jnp.tensordot(weights, a, 1), tree)
             return jax.tree.map(lambda a: a / replies.weight, tree)
@@ -384,8 +382,8 @@ class Averaging:
         after = state._replace(params=params, course=course)
         return after, Info(loss, all_finite((loss, params)))
 
-    def noise(self, key: Array, i: Array, state: SiloState) -> tuple[Any, Noise]:
-        """Of a local step, for the globals and the rows."""
+    def noise(self, key: Array, i: Array, state: SiloState) -> tuple[Array, Noise]:
+        """Return the noise of a local step, for the globals and the rows."""
         key_global, key_rows = jax.random.split(jax.random.fold_in(key, i))
         sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
         eps = self.guide.globals.noise(key_global, self.num_particles)
@@ -395,11 +393,11 @@ class Averaging:
         self,
         shared: dict[str, Any],
         own: dict[str, Any],
-        noise: tuple[Any, Noise],
+        noise: tuple[Array, Noise],
         state: SiloState,
         data: SiloData,
     ) -> tuple[Array, Array, Array]:
-        """Means over particles of the log prior, of ``log q`` and of the silo's own bound."""
+        """Return means over particles of the log prior, ``log q`` and the silo's own bound."""
         frame = state.shared_frame
         theta = frame.parameters(shared["theta"])
         seen, z_G, log_q = self.guide.globals.draws(frame.globals, shared["guide"], noise[0])
@@ -423,7 +421,9 @@ class Averaging:
         moved = recentred(self.guide, state.params["guide"], state.frames, here, data)
         start = {**state.params, "guide": moved}
 
-        def objective(shared: dict[str, Any], own: dict[str, Any], eps: Any) -> tuple[Array, Array]:
+        def objective(
+            shared: dict[str, Any], own: dict[str, Any], eps: tuple[Array, Noise]
+        ) -> tuple[Array, Array]:
             log_prior, log_q, bound = self.terms(shared, own, eps, state, data)
             seen = log_prior - log_q + scale * bound
             if self.aggregation.scaled:
@@ -444,10 +444,7 @@ class Averaging:
         message = self.aggregation.message(shared["guide"], down.params["guide"])
         up = Up(seen[0], shared["theta"], message)
         after = state._replace(
-            params=own,
-            opt_state=own_opt,
-            shared_opt_state=shared_opt,
-            centre=self.centre(shared),
+            params=own, opt_state=own_opt, shared_opt_state=shared_opt, centre=self.centre(shared)
         )
         return Reply(up, all_finite((up, own)), weight), after
 
@@ -476,7 +473,7 @@ class Averaging:
             frame = down.begun.frame(self.guide.globals)
             return Reply((), all_finite(eta)), self.silo_from(state.private, eta, shared, frame)
 
-        def run(state: Any, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
+        def run(state: Searching, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
             at = begun_at(self.model, state)
             ask(BEGIN, at)
             frame = at.begun.frame(self.guide.globals)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Silo
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
 
 class Sums(NamedTuple):
-    """Over a silo's rows: how many, and of each number that a network reads."""
+    """Sums over a silo's rows: how many they are, and of each number that a network reads."""
 
     number: Array
     total: Array
+
+
+class Learning(Protocol):
+    """A server's state that holds shared parameters."""
+
+    @property
+    def params(self) -> dict[str, Any]: ...
+
+    def _replace(self, *, params: dict[str, Any]) -> Self: ...
 
 
 def standardising(guide: Guide) -> tuple[Round, ...]:
@@ -32,11 +41,11 @@ def standardising(guide: Guide) -> tuple[Round, ...]:
 
 
 def _round(guide: Guide, name: str, power: int) -> Round:
-    """Return the means of a power of what is read, measured from the shift so far."""
+    """Return the round for means of a power of what is read, measured from the shift so far."""
 
     def silo(
-        noise: Any, down: dict[str, Array], state: Any, data: SiloData
-    ) -> tuple[Reply[dict[str, Sums]], Any]:
+        noise: object, down: dict[str, Array], state: Silo, data: SiloData
+    ) -> tuple[Reply[dict[str, Sums]], Silo]:
         sums: dict[str, Sums] = {}
         for plate, encoder in guide.encoders.items():
             if encoder.standardises:
@@ -45,7 +54,7 @@ def _round(guide: Guide, name: str, power: int) -> Round:
                 sums[encoder.name] = Sums(number, data.keep(plate, x**power).sum(0))
         return Reply(sums, all_finite(sums)), state
 
-    def run(state: Any, noise: Any, ask: Ask) -> tuple[Any, Info]:
+    def run(state: Learning, noise: object, ask: Ask) -> tuple[Learning, Info]:
         theta = dict(state.params["theta"])
         fed = [e.name for e in guide.encoders.values() if e.standardises]
         replies = ask(name, {encoder: theta[encoder]["shift"] for encoder in fed})

@@ -15,8 +15,18 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Reply, no_noise
+from numpyro_fed.algorithms.base import (
+    Down,
+    Exchange,
+    FederatedAlgorithm,
+    Reply,
+    Server,
+    Silo,
+    Up,
+    no_noise,
+)
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.trees import Tree
 
 
 class ReplyTransform(NamedTuple):
@@ -45,7 +55,7 @@ def clip_by_global_norm(max_norm: float) -> ReplyTransform:
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}.")
 
-    def apply(noise: Any, up: Any) -> Any:
+    def apply(noise: object, up: Tree) -> Tree:
         norm = optax.tree_utils.tree_norm(jax.tree.map(_real, up))
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
         return jax.tree.map(lambda a: a * scale.astype(a.dtype) if _is_real(a) else a, up)
@@ -66,19 +76,19 @@ def round_to_grid(step: float) -> ReplyTransform:
     if not step > 0:
         raise ValueError(f"step must be positive, got {step}.")
 
-    def apply(noise: Any, up: Any) -> Any:
+    def apply(noise: object, up: Tree) -> Tree:
         return jax.tree.map(lambda a: jnp.round(a / step) * step if _is_real(a) else a, up)
 
     return ReplyTransform(apply)
 
 
 def chain(*transforms: ReplyTransform) -> ReplyTransform:
-    """One after the other."""
+    """Return the transform that applies these one after the other."""
 
     def noise(key: Array) -> list[Any]:
         return [t.noise(jax.random.fold_in(key, i)) for i, t in enumerate(transforms)]
 
-    def apply(noise: list[Any], up: Any) -> Any:
+    def apply(noise: list[Any], up: Tree) -> Tree:
         for eps, transform in zip(noise, transforms, strict=True):
             up = transform.apply(eps, up)
         return up
@@ -86,15 +96,19 @@ def chain(*transforms: ReplyTransform) -> ReplyTransform:
     return ReplyTransform(apply, noise)
 
 
-def transformed(algorithm: FederatedAlgorithm, transform: ReplyTransform) -> FederatedAlgorithm:
-    """The same algorithm, whose silos transform what they send."""
+def transformed(
+    algorithm: FederatedAlgorithm[Server, Silo], transform: ReplyTransform
+) -> FederatedAlgorithm[Server, Silo]:
+    """Return the same algorithm, whose silos transform what they send."""
 
-    def wrap(exchange: Exchange) -> Exchange:
-        def silo_noise(key: Array, state: Any) -> tuple[Any, Any]:
+    def wrap(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up]:
+        def silo_noise(key: Array, state: Silo) -> tuple[Any, Any]:
             own, sending = jax.random.split(key)
             return exchange.silo_noise(own, state), transform.noise(sending)
 
-        def silo(noise: Any, down: Any, state: Any, data: SiloData) -> tuple[Reply, Any]:
+        def silo(
+            noise: tuple[Any, Any], down: Down, state: Silo, data: SiloData
+        ) -> tuple[Reply[Up], Any]:
             own, sending = noise
             reply, draft = exchange.silo(own, down, state, data)
             return reply._replace(up=transform.apply(sending, reply.up)), draft

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,15 @@ from numpyro.distributions import Distribution
 from numpyro_fed import linalg
 from numpyro_fed.trees import all_finite
 
-Natural = Any  # eta: a tree of natural parameters, or of statistics, whose inner product counts
-Ordinary = Any  # psi: a tree of unconstrained ordinary parameters, for optimisers
-Tree = Any
+Natural = dict[str, Any]  # eta: natural parameters, or statistics, whose inner product counts
+Ordinary = dict[str, Any]  # psi: unconstrained ordinary parameters, for optimisers
+Tree = dict[str, Any]
 Index = slice | np.ndarray
+Eps = TypeVar("Eps")  # the noise of a draw: an array; of a product one for each member
 
 
 @dataclass(frozen=True, eq=False)
-class Family(ABC):
+class Family(ABC, Generic[Eps]):
     r"""An exponential family of a flat vector ``z`` of unconstrained numbers.
 
     .. math::
@@ -48,7 +49,7 @@ class Family(ABC):
 
     @property
     def of_normals(self) -> bool:
-        """Whether the noise of a draw is ``dim`` standard normals and nothing else."""
+        """Return whether the noise of a draw is ``dim`` standard normals and nothing else."""
         return False
 
     @abstractmethod
@@ -57,11 +58,11 @@ class Family(ABC):
 
     @abstractmethod
     def log_base(self, z: Array) -> Array:
-        """Return ``log h(z)``."""
+        """Return the log base measure ``log h(z)``."""
 
     @abstractmethod
     def log_partition(self, eta: Natural) -> Array:
-        """Return ``A(eta)``."""
+        """Return the log partition function ``A(eta)``."""
 
     @abstractmethod
     def ordinary(self, eta: Natural) -> Ordinary:
@@ -80,11 +81,11 @@ class Family(ABC):
         """Return natural parameters, from mean parameters."""
 
     @abstractmethod
-    def noise(self, key: Array, n: int) -> Tree:
+    def noise(self, key: Array, n: int) -> Eps:
         """Return what ``n`` draws take, along a leading axis: standard normals, or keys."""
 
     @abstractmethod
-    def draw(self, psi: Ordinary, noise: Tree) -> Array:
+    def draw(self, psi: Ordinary, noise: Eps) -> Array:
         """Return one draw from the noise of one, with gradients to ``psi``."""
 
     @abstractmethod
@@ -113,7 +114,7 @@ class Family(ABC):
     ) -> Distribution:
         """Return the distribution of ``z[index]``, which is one site: see :func:`marginal`."""
 
-    def from_normals(self, normals: Array) -> Tree:
+    def from_normals(self, normals: Array) -> Eps:
         """Return standard normals (n, dim) as the noise of ``n`` draws, where they are."""
         raise TypeError(f"a draw of the {self.name} family takes more than {self.dim} normals.")
 
@@ -183,18 +184,18 @@ class Family(ABC):
 
 
 def usable(mean: Array, sd: Array) -> Array:
-    """Whether means are finite, and standard deviations finite and positive."""
+    """Return whether means are finite, and standard deviations finite and positive."""
     return (jnp.isfinite(mean) & jnp.isfinite(sd) & (sd > 0)).all()
 
 
 def location_and_log_scale(family: Family, eta: Tree) -> tuple[Array, Array]:
-    """Means and log standard deviations of each number of ``z``."""
+    """Return means and log standard deviations of each number of ``z``."""
     mean, sd = family.spread(family.ordinary(eta))
     return mean, jnp.log(sd)
 
 
 def move_along(family: Family, eta: Tree, step: Tree) -> Array:
-    """How far ``step`` from ``eta`` moves ``q``, as :meth:`Family.move` measures it."""
+    """Return how far ``step`` from ``eta`` moves ``q``, as :meth:`Family.move` measures it."""
     (_, log_sd), (mean, log_scale) = jax.jvp(
         lambda eta: location_and_log_scale(family, eta), (eta,), (step,)
     )
@@ -202,7 +203,7 @@ def move_along(family: Family, eta: Tree, step: Tree) -> Array:
 
 
 def inner(a: Tree, b: Tree) -> Array:
-    r"""The inner product of two trees of one structure, summed over all leaves.
+    r"""Return the inner product of two trees of one structure, summed over all leaves.
 
     Examples
     --------
@@ -214,7 +215,7 @@ def inner(a: Tree, b: Tree) -> Array:
 
 
 def log_density(family: Family, eta: Tree, z: Array) -> Array:
-    r"""The log density of the family with respect to ``dz``.
+    r"""Return the log density of the family with respect to ``dz``.
 
     .. math::
         \log q(z) = \log h(z) + \langle \eta, T(z) \rangle - A(\eta)
@@ -240,7 +241,7 @@ def log_density(family: Family, eta: Tree, z: Array) -> Array:
 
 
 def kl(family: Family, eta_q: Tree, eta_p: Tree) -> Array:
-    r"""The Kullback-Leibler divergence between two members of a family.
+    r"""Return the Kullback-Leibler divergence between two members of a family.
 
     .. math::
         KL(q \| p) = A(\eta_p) - A(\eta_q) - \langle \eta_p - \eta_q, \mu(\eta_q) \rangle
@@ -268,7 +269,7 @@ def kl(family: Family, eta_q: Tree, eta_p: Tree) -> Array:
 def marginal(
     family: Family, eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int = 0
 ) -> Distribution:
-    """The marginal of the coordinates ``z[index]`` that are one site, as a distribution.
+    """Return the marginal of the coordinates ``z[index]`` that are one site, as a distribution.
 
     Parameters
     ----------

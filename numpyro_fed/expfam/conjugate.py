@@ -24,7 +24,7 @@ _EULER_GAMMA = 0.5772156649015329
 
 
 def gamma(shape: tuple[int, ...] = ()) -> Family:
-    r"""Independent Gamma variables ``x = exp(z)`` with shapes ``alpha`` and rates ``beta``.
+    r"""Return the family of Gamma variables ``x = exp(z)``, shapes ``alpha``, rates ``beta``.
 
     .. math::
         T(z) = (\log x, x), \quad \eta = (\alpha - 1, -\beta), \quad h = \prod x
@@ -58,7 +58,7 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
 
 
 def beta(shape: tuple[int, ...] = ()) -> Family:
-    r"""Independent Beta variables ``x = 1 / (1 + exp(-z))``.
+    r"""Return the family of independent Beta variables ``x = 1 / (1 + exp(-z))``.
 
     .. math::
         T(z) = (\log x, \log(1 - x)), \quad \eta = (a - 1, b - 1), \quad h = \prod x (1 - x)
@@ -88,7 +88,7 @@ def beta(shape: tuple[int, ...] = ()) -> Family:
 
 
 def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family:
-    r"""Independent Dirichlet vectors ``x`` of ``k`` categories, by stick-breaking.
+    r"""Return the family of Dirichlet vectors ``x`` of ``k`` categories, by stick-breaking.
 
     .. math::
         T(z) = \log x, \quad \eta = \alpha - 1, \quad h = \prod_i x_i
@@ -119,7 +119,7 @@ def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family:
 
 
 def categorical(batch_shape: tuple[int, ...], k: int) -> Family:
-    r"""Independent integers ``z`` in ``0, ..., k - 1``.
+    r"""Return the family of independent integers ``z`` in ``0, ..., k - 1``.
 
     .. math::
         T(z)_v = 1\{z = v\}, \quad \eta = \text{logits}
@@ -149,7 +149,7 @@ def categorical(batch_shape: tuple[int, ...], k: int) -> Family:
 
 
 @dataclass(frozen=True)
-class _OverSupport(Family):
+class _OverSupport(Family[Array]):
     """Families whose NumPyro distribution is over ``x`` itself, and whose noise is keys."""
 
     event_dim: ClassVar[int] = 0  # of the distribution
@@ -244,14 +244,14 @@ class Gamma(_OverSupport):
 
 @dataclass(frozen=True)
 class _Simplex(_OverSupport):
-    """What Beta and Dirichlet share: vectors of ``k`` probabilities by stick-breaking."""
+    """A family of vectors of ``k`` probabilities by stick-breaking: Beta and Dirichlet."""
 
     batch_shape: tuple[int, ...]
     k: int
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The shape of ``z`` before it is flattened."""
+        """Return the shape of ``z`` before it is flattened."""
         return (*self.batch_shape, self.k - 1)
 
     def balance(self) -> Array:
@@ -409,7 +409,7 @@ class Categorical(_OverSupport):
 
 
 def _log_gamma(key: Array, log_alpha: Array) -> Array:
-    """Draws of the logarithm of Gamma variables with rate 1.
+    """Return draws of the logarithm of Gamma variables with rate 1.
 
     At concentrations above a million they are normal but for a skewness below a thousandth, and
     the derivative of an exact draw would take seconds.
@@ -422,7 +422,7 @@ def _log_gamma(key: Array, log_alpha: Array) -> Array:
 
 
 def _inverse_slopes(k: int) -> np.ndarray:
-    """From slopes to the coefficients of ``log x``.
+    """Return the matrix from slopes to the coefficients of ``log x``.
 
     With ``p`` and ``q = 1 - p`` the parts of the stick, ``d/dz_i`` of ``<a, log x>`` is
     ``p a_i - q (a_{i+1} + ... + a_k)`` where ``z_i`` is low, and with ``p`` and ``q`` exchanged
@@ -436,7 +436,7 @@ def _inverse_slopes(k: int) -> np.ndarray:
 
 
 def _excess(x: Array) -> Array:
-    """``x trigamma(x) - 1``, above 16 by its series, where the difference would cancel."""
+    """Return ``x trigamma(x) - 1``, above 16 by its series, where the difference would cancel."""
     far = jnp.maximum(x, 16.0)
     series = (0.5 + (1 / 6 - (1 / 30 - 1 / (42 * far**2)) / far**2) / far) / far
     return jnp.where(x > 16.0, series, x * polygamma(1, x) - 1)

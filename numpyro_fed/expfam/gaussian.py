@@ -22,7 +22,7 @@ from numpyro_fed.trees import all_finite
 
 
 def gaussian(dim: int, covariance: str = "diagonal") -> Family:
-    r"""Gaussians with a diagonal or a full covariance.
+    r"""Return the family of Gaussians with a diagonal or a full covariance.
 
     .. math::
         T(z) = (z, z z'), \quad \eta = (\Lambda m, -\tfrac12 \Lambda), \quad h = 1
@@ -59,8 +59,8 @@ def gaussian(dim: int, covariance: str = "diagonal") -> Family:
 
 
 @dataclass(frozen=True)
-class _GaussianFamily(Family):
-    """What Gaussians of both kinds share: all that their means and roots say."""
+class _GaussianFamily(Family[Array]):
+    """A Gaussian family, with all that means and roots say whatever the covariance."""
 
     name: ClassVar[str] = "gaussian"
 
@@ -131,7 +131,7 @@ class _GaussianFamily(Family):
 
 @dataclass(frozen=True)
 class DiagonalGaussian(_GaussianFamily):
-    """Independent normals."""
+    """The family of independent normals."""
 
     def statistics(self, z: Array) -> Tree:
         return {"first": z, "second": z**2}

@@ -17,7 +17,7 @@ from numpyro_fed.expfam.base import Family, Index, Natural, Ordinary, Tree, inne
 
 
 def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
-    r"""Independent members, each over its own coordinates of one flat vector.
+    r"""Return the family of independent members, each over its own coordinates of one flat vector.
 
     .. math::
         q(z) = \prod_k q_k(z_{I_k}), \quad A(\eta) = \sum_k A_k(\eta_k)
@@ -51,7 +51,7 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
 
 
 @dataclass(frozen=True, eq=False)
-class Product(Family):
+class Product(Family[Tree]):
     """A family for each part of ``z``: see :func:`product`."""
 
     members: Mapping[str, tuple[Index, Family]]
@@ -71,12 +71,12 @@ class Product(Family):
 
     @cached_property
     def _places(self) -> dict[str, np.ndarray]:
-        """The coordinates of each member."""
+        """Return the coordinates of each member."""
         return {name: np.arange(self.dim)[index] for name, (index, _) in self.members.items()}
 
     @cached_property
     def _order(self) -> np.ndarray:
-        """All coordinates, member by member."""
+        """Return all coordinates, member by member."""
         return np.concatenate([*self._places.values(), np.zeros(0, int)]).astype(int)
 
     def _cut(self, z: Array) -> Tree:

@@ -22,6 +22,7 @@ from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.tracing import TRACING
+from numpyro_fed.trees import Tree
 
 HIDDEN = 64  # units, of a network for rows
 READS_UP_TO = 32  # globals, that the default network reads
@@ -121,7 +122,7 @@ class Encoder(ABC):
 
     @property
     def name(self) -> str:
-        """The name of the parameters, among those that silos share."""
+        """Return the name of the parameters, among those that silos share."""
         return f"encoder of '{self.plate}'"
 
     @abstractmethod
@@ -145,12 +146,12 @@ class Encoder(ABC):
         loc, log_scale = self.outputs(phi, theta, z_G, data)
         return {"loc": loc, "log_scale": jnp.clip(log_scale, LEAST, LARGEST)}
 
-    def named(self, module: Any) -> dict[str, Array]:
+    def named(self, module: object) -> dict[str, Array]:
         """Return the learnt arrays of a module of this kind, by their paths."""
         leaves, _ = jax.tree.flatten_with_path(_learnt(module))
         return {jax.tree_util.keystr(path).lstrip("."): a for path, a in leaves}
 
-    def called(self, phi: dict[str, Array], *args: Any) -> Any:
+    def called(self, phi: dict[str, Array], *args: object) -> Any:
         """Return what the network says, with these parameters."""
         from numpyro.contrib.module import eqx_module
 
@@ -175,7 +176,7 @@ class OwnEncoder(Encoder):
 
     @property
     def width(self) -> int:
-        """How many numbers a row has."""
+        """Return how many numbers a row has."""
         return sum(math.prod(shape) for shape, _ in self.row.values())
 
     def init(self, key: Array) -> dict[str, Array]:
@@ -287,7 +288,7 @@ class AmortisedLocals(LocalGuide):
 
 
 def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> FederatedModel:
-    """The model with the networks' parameters among those that silos share."""
+    """Return the model with the networks' parameters among those that silos share."""
     if not encoders:
         return fm
 
@@ -304,7 +305,7 @@ def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> Federa
     return fm._replace(init_theta=init_theta, constrain_theta=constrain_theta)
 
 
-def _learnt(module: Any) -> Any:
+def _learnt(module: Tree) -> Tree:
     """Return a module with its arrays of floats alone."""
     import equinox as eqx
 

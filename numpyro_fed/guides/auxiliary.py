@@ -21,7 +21,7 @@ HIDDEN = 16  # units, where it is not said
 
 
 class Known(NamedTuple):
-    """What a client knows of its rows besides their predictor.
+    """A client's knowledge of its rows besides their predictor.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class AmortisedAuxiliary(AuxiliaryGuide):
 
     @property
     def width(self) -> int:
-        """How many numbers a row's predictor has."""
+        """Return how many numbers a row's predictor has."""
         return math.prod(self.shape[1:])
 
     def init(self, key: Array) -> GuideParams:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import jax
 from jax import Array
 
+from numpyro_fed.expfam.base import Eps
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.gaussian import Gaussian, as_matrix
 
@@ -16,7 +17,7 @@ GuideParams = dict[str, Any]  # eta: arrays by name
 
 
 @dataclass(frozen=True, eq=False)
-class GlobalGuide(ABC):
+class GlobalGuide(ABC, Generic[Eps]):
     """A guide of the flat vector ``z_G``, as functions of parameters ``eta`` and explicit noise.
 
     It acts on coordinates ``u`` of a frame, and the frame places these: :mod:`numpyro_fed.frame`.
@@ -36,7 +37,7 @@ class GlobalGuide(ABC):
     has_standard_noise: ClassVar[bool] = False
 
     @abstractmethod
-    def noise(self, key: Array, n: int) -> Any:
+    def noise(self, key: Array, n: int) -> Eps:
         """Return what ``n`` draws take, along a leading axis of every leaf."""
 
     @abstractmethod
@@ -47,7 +48,7 @@ class GlobalGuide(ABC):
         """
 
     @abstractmethod
-    def draw(self, eta: GuideParams, noise: Any) -> tuple[Array, Array]:
+    def draw(self, eta: GuideParams, noise: Eps) -> tuple[Array, Array]:
         """Return a draw (dim,) from the noise of one, and its log density."""
 
     @abstractmethod
@@ -83,7 +84,7 @@ class GlobalGuide(ABC):
         return eta
 
     def draws(
-        self, frame: Gaussian, eta: GuideParams, noise: Any
+        self, frame: Gaussian, eta: GuideParams, noise: Eps
     ) -> tuple[Coordinates, Array, Array]:
         """Return draws from the noise of many.
 

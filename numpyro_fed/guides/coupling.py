@@ -20,7 +20,7 @@ latents.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Full
 
+MaybeArray = Array | tuple[()]  # nothing where nothing is shared
+
 
 class Tie(NamedTuple):
     """A party's part, or their sum: ``b`` (rank,) of a draw, ``A`` (rank, rank) of its guide."""
@@ -40,27 +42,32 @@ class Tie(NamedTuple):
     A: Array
 
 
-def shared_guide(rank: int) -> GlobalGuide:
-    """The guide of ``xi``; it begins as a standard normal."""
+def shared_guide(rank: int) -> GlobalGuide[Array]:
+    """Return the guide of ``xi``; it begins as a standard normal."""
     return Full(rank, 1.0)
 
 
 def draw(
-    guide: GlobalGuide, eta: GuideParams, V: Array | None, noise: Array, xi: Any
-) -> tuple[Array, Array, Any]:
+    guide: GlobalGuide[Array], eta: GuideParams, V: Array | None, noise: Array, xi: MaybeArray
+) -> tuple[Array, Array, MaybeArray]:
     """Return coordinates of a party's latents, their log density under its own guide, and ``b``.
 
     Without ``V`` there is no tie. Parameters are stopped in densities and in ``b``.
     """
     if V is None:
         return *guide.draw(eta, noise), ()
-    u, log_q = guide.draw(eta, noise + V @ xi)
+    u, log_q = guide.draw(eta, noise + V @ jnp.asarray(xi))
     return u, log_q, at(guide, stop_gradient(eta), stop_gradient(V), u)
 
 
 def draw_in(
-    frame: Gaussian, guide: GlobalGuide, eta: GuideParams, V: Array | None, noise: Array, xi: Any
-) -> tuple[Array, Array, Any]:
+    frame: Gaussian,
+    guide: GlobalGuide[Array],
+    eta: GuideParams,
+    V: Array | None,
+    noise: Array,
+    xi: MaybeArray,
+) -> tuple[Array, Array, MaybeArray]:
     """Return the same of the latents themselves, which a frame places."""
     u, log_q, b = draw(guide, eta, V, noise, xi)
     return guide.place(frame, u), log_q - frame.log_det, b
@@ -85,7 +92,7 @@ def carried(guide: GlobalGuide, eta: GuideParams, V: Array) -> Array:
 
 
 def log_ratio(shared: GuideParams, b: Array, A: Array) -> Array:
-    """Log density of all parties' latents, less that of their guides on their own."""
+    """Return the log density of all parties' latents, less that of their guides on their own."""
     s, rank = shared["loc"], len(b)
     L = Gaussian.of(shared).root
     r = L.T @ (b - A @ s)

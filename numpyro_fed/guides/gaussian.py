@@ -16,8 +16,8 @@ from numpyro_fed.guides.base import GlobalGuide, GuideParams
 
 
 @dataclass(frozen=True)
-class _GaussianGuide(GlobalGuide):
-    """What Gaussian guides share: normals as noise, and a density that sticks the landing.
+class _GaussianGuide(GlobalGuide[Array]):
+    """A Gaussian guide: normals as noise, and a density that sticks the landing.
 
     In the ``log_q`` of a draw the parameters are stopped (Roeder, Wu and Duvenaud 2017), which
     leaves its value alone.
@@ -53,7 +53,7 @@ class _GaussianGuide(GlobalGuide):
 
 @dataclass(frozen=True)
 class Diagonal(_GaussianGuide):
-    """Independent normals."""
+    """A guide of independent normals."""
 
     has_standard_noise = True
 

@@ -66,7 +66,7 @@ def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
 
 
 @dataclass(frozen=True, eq=False)
-class AutoFlow(GlobalGuide):
+class AutoFlow(GlobalGuide[Array]):
     """An ``AutoContinuous``: standard normals, mapped by the autoguide's own transform."""
 
     guide: AutoContinuous
@@ -90,12 +90,12 @@ class AutoFlow(GlobalGuide):
 
     @cached_property
     def base(self) -> dist.Distribution:
-        """The distribution of the noise."""
+        """Return the distribution of the noise."""
         return self._auto.get_base_dist()
 
     @cached_property
     def _bijections(self) -> dict[str, Transform]:
-        """From unconstrained space to the support of each of its parameters."""
+        """Return the map from unconstrained space to each parameter's support."""
         sites = _params_of(self._auto, 0)
         real = constraints.real
         return {n: biject_to(s["kwargs"].get("constraint", real)) for n, s in sites.items()}

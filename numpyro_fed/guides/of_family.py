@@ -7,26 +7,26 @@ from dataclasses import dataclass
 import jax
 from jax import Array
 
-from numpyro_fed.expfam.base import Family, Natural, Tree
+from numpyro_fed.expfam.base import Eps, Family, Natural
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GlobalGuide
 
 
 @dataclass(frozen=True)
-class FamilyGuide(GlobalGuide):
+class FamilyGuide(GlobalGuide[Eps]):
     """A guide whose parameters are natural ones: PVI finds them, and no optimiser moves them.
 
     They are those of ``z_G`` itself: the frame is for silos' own guides alone.
     """
 
-    family: Family
+    family: Family[Eps]
     density_everywhere = True
 
-    def noise(self, key: Array, n: int) -> Tree:
+    def noise(self, key: Array, n: int) -> Eps:
         return self.family.noise(key, n)
 
-    def draw(self, eta: Natural, noise: Tree) -> tuple[Array, Array]:
+    def draw(self, eta: Natural, noise: Eps) -> tuple[Array, Array]:
         z = self.family.draw(self.family.ordinary(eta), noise)
         return z, self.family.log_density(eta, z)
 
@@ -39,7 +39,7 @@ class FamilyGuide(GlobalGuide):
     def init(self, key: Array, loc: Array, scale: float | None = None) -> Natural:
         raise NotImplementedError("natural parameters begin at the prior, or as silos' factors.")
 
-    def draws(self, frame: Gaussian, eta: Natural, noise: Tree) -> tuple[Coordinates, Array, Array]:
+    def draws(self, frame: Gaussian, eta: Natural, noise: Eps) -> tuple[Coordinates, Array, Array]:
         z_G, log_q = jax.vmap(self.draw, (None, 0))(eta, noise)
         return self.seen(frame, eta, z_G), z_G, log_q
 

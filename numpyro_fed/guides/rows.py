@@ -45,12 +45,12 @@ class LocalGuide:
 
     @property
     def joint(self) -> bool:
-        """Whether a row's density is given the rows before it, not on its own."""
+        """Return whether a row's density is given the rows before it, not on its own."""
         return self.covariance == "joint"
 
     @property
     def independent(self) -> bool:
-        """Whether all latents are independent given what stands above."""
+        """Return whether all latents are independent given what stands above."""
         return self.covariance == "diagonal" or (self.covariance == "full" and self.dim < 2)
 
     def init(self, loc: Array, width: int) -> GuideParams:

@@ -138,12 +138,12 @@ class Guide:
 
     @cached_property
     def outer(self) -> tuple[str, ...]:
-        """The plates with latents that stand above rows of another plate."""
+        """Return the plates with latents that stand above rows of another plate."""
         return tuple(p.name for p in self.model.plates if p.dim and p.outer)
 
     @cached_property
     def rows(self) -> tuple[str, ...]:
-        """The other plates with latents."""
+        """Return the other plates with latents."""
         return tuple(p.name for p in self.model.plates if p.dim and not p.outer)
 
     def init_global(self, key: Array) -> GuideParams:
@@ -248,25 +248,25 @@ class PlateGuide(NamedTuple):
 
 
 class Latents(Protocol):
-    """What a guide's settings are resolved for: the latents of a split model, or of one party."""
+    """Latents that a guide's settings are resolved for: a split model's, or one party's."""
 
     @property
     def dim(self) -> int:
-        """Length of the flat vector of globals."""
+        """Return the length of the flat vector of globals."""
         ...
 
     @property
     def supports(self) -> dict[str, Any]:
-        """The support of each of them."""
+        """Return the support of each of them."""
         ...
 
     @property
     def plates(self) -> tuple[Plate, ...]:
-        """The silo plates."""
+        """Return the silo plates."""
         ...
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
-        """The sites of one kind at one level."""
+        """Return the sites of one kind at one level."""
         ...
 
 
@@ -279,7 +279,7 @@ class Resolved(NamedTuple):
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> Resolved:
-        """From what JSON made of it."""
+        """Return what is resolved, from what JSON made of it."""
         kind, rank, plates = fields
         return cls(kind, rank, tuple(PlateGuide(*p) for p in plates))
 
@@ -363,12 +363,12 @@ def build_resolved(
 
 
 def init_loc_fn_of(spec: Spec | None) -> Callable | None:
-    """Where a guide begins, if it was asked for."""
+    """Return where a guide begins, if it was asked for."""
     return _structured(spec).init_loc_fn
 
 
 def amortises(spec: Spec | None) -> bool:
-    """Whether any plate's parameters come from a network."""
+    """Return whether any plate's parameters come from a network."""
     kinds = _structured(spec).locals
     return any(
         isinstance(kind, Amortised)
@@ -394,7 +394,7 @@ def _structured(spec: Spec | None) -> Structured:
 
 
 def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int | None]:
-    """The covariance of the globals, and its rank if it has one."""
+    """Return the covariance of the globals, and its rank if it has one."""
     kind, dim = spec.globals, fm.dim
     if isinstance(kind, AutoGuide):
         return type(kind).__name__, None
@@ -440,7 +440,7 @@ def _unbounded(fm: Latents, site: Site) -> bool:
 
 
 def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
-    """What is asked for of a plate."""
+    """Return what is asked for of a plate."""
     kind = spec.locals
     if isinstance(kind, Mapping):
         if plate not in kind:

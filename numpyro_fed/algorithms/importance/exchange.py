@@ -13,7 +13,7 @@ the guide with some wider draws (:mod:`numpyro_fed.algorithms.importance.proposa
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from numpyro_fed.algorithms.base import (
     Info,
     Reply,
     Round,
+    Server,
+    Silo,
     own_key,
 )
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
@@ -49,7 +51,7 @@ def importance(
     guide: Guide,
     proposal: Proposal,
     likelihood: SiloLikelihood,
-    fitted: FederatedAlgorithm,
+    fitted: FederatedAlgorithm[Server, Silo],
     num_draws: int,
     batch_size: int,
     name: str = "importance",
@@ -62,11 +64,11 @@ def importance(
     """
 
     def without_overflow(values: Array) -> Array:
-        """Far from the guide densities may overflow, which gives a draw no weight."""
+        """Return values without the overflow far from the guide, which gives a draw no weight."""
         far = jnp.arange(num_draws) >= proposal.own
         return jnp.where(far & ~(values < jnp.inf), -jnp.inf, values)
 
-    def silo(noise: Array, down: Down, state: Any, data: SiloData) -> tuple[Reply[Array], Any]:
+    def silo(noise: Array, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Array], Silo]:
         own = fitted.private(state)
         theta = {**down.theta, **own.theta}
 
@@ -80,7 +82,7 @@ def importance(
         values = without_overflow(jax.lax.map(estimate, draws, batch_size=batch_size))
         return Reply(values, jnp.array(True)), state
 
-    def run(state: Any, noise: Any, ask: Ask) -> tuple[Weighed, Info]:
+    def run(state: Server, noise: object, ask: Ask) -> tuple[Weighed, Info]:
         theta, eta, frame = shared = fitted.shared(state)
         if ask.server_data is None:
             z_G, log_q = proposal.draw(shared, noise)
@@ -99,5 +101,5 @@ def importance(
 
 
 def some_count(values: Array) -> Array:
-    """Whether log likelihoods (n,) are numbers, and some draw has any weight."""
+    """Return whether log likelihoods (n,) are numbers, and some draw has any weight."""
     return (values < jnp.inf).all() & (values > -jnp.inf).any()

@@ -56,7 +56,7 @@ class SiloLikelihood:
     def log_estimate(
         self, key: Array, theta: Theta, eta: dict, z_G: Array, seen: Coordinates, data: SiloData
     ) -> Array:
-        """The log of the estimate at one ``z_G``; ``eta`` are the local guides' parameters."""
+        """Return the log of the estimate at one ``z_G``; ``eta`` are local guides' parameters."""
         begun = self.guide.recentre(eta, seen, data)
         begun = {p: self.guide.of_rows(p, theta, own, z_G, data) for p, own in begun.items()}
         start = {p: begun[p]["loc"] for p in self.guide.locals}
@@ -85,7 +85,7 @@ class _At:
     data: SiloData
 
     def refined_outer(self) -> _At:
-        """The same with the guides of outer plates at the modes of their latents."""
+        """Return the same with the guides of outer plates at the modes of their latents."""
         guide, laplace = self.of.guide, Laplace(self.of.model)
         if not guide.outer:
             return self
@@ -97,7 +97,7 @@ class _At:
         return replace(self._with(better), start=z)
 
     def refined_rows(self, z_outer: Rows) -> _At:
-        """The same with the guides of rows at the modes of their latents, given those above."""
+        """Return the same with rows' guides at the modes of their latents, given those above."""
         guide, laplace = self.of.guide, Laplace(self.of.model)
         plates = [p for p in guide.rows if not guide.locals[p].joint]
         if not plates:
@@ -110,7 +110,7 @@ class _At:
         return self._with({p: guide.locals[p].around(*found[p]) for p in plates})
 
     def _with(self, better: dict[str, Any]) -> _At:
-        """The same with better guides, without couplings, for rows where these are finite."""
+        """Return the same with better guides, uncoupled, for rows where these are finite."""
         eta = dict(self.eta)
         for p, own in better.items():
             like = eta[p]
@@ -119,7 +119,7 @@ class _At:
         return replace(self, eta=eta)
 
     def rows(self, z_outer: Rows, key: Array) -> Array:
-        """The log likelihood given the outer latents, whose own densities are in it."""
+        """Return the log likelihood given the outer latents, whose own densities are in it."""
         return self.refined_rows(z_outer)._rows(z_outer, key)
 
     def _rows(self, z_outer: Rows, key: Array) -> Array:
@@ -146,7 +146,7 @@ class _At:
     def mixture(
         self, plates: tuple[str, ...], number: int, z_outer: Rows, key: Array
     ) -> tuple[Rows, Rows]:
-        """Draws of some plates {plate: (K, rows, dim)} and the mixture's log density (K, rows).
+        """Return draws of plates {plate: (K, rows, dim)}, the mixture's log density (K, rows).
 
         Outer plates are drawn together, and have one density, under an empty name (K, 1).
         """
@@ -175,7 +175,7 @@ class _At:
         return z, mixed
 
     def _separable(self, plates: tuple[str, ...]) -> bool:
-        """Whether each row has a density of its own; outer plates are one in any case."""
+        """Return whether each row has a density of its own; outer plates are one in any case."""
         guide = self.of.guide
         return plates == guide.outer or not any(guide.locals[p].joint for p in plates)
 
@@ -209,6 +209,6 @@ class _At:
 
 
 def _together(both: Mapping[str, tuple[Array, Array]]) -> dict[str, tuple[Array, Array]]:
-    """Densities (K, rows) of plates that are drawn as one: their sum, as a row of one plate."""
+    """Return densities (K, rows) of plates drawn as one: their sum, as a row of one plate."""
     log_q, log_p = (sum(pair[i].sum(1, keepdims=True) for pair in both.values()) for i in (0, 1))
     return {"": (jnp.asarray(log_q), jnp.asarray(log_p))}

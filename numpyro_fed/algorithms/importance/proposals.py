@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from jax.scipy.special import gammaln
 
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import Shared
+from numpyro_fed.expfam.base import Eps
 from numpyro_fed.guides.base import GlobalGuide
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.priors import Funnel
@@ -50,8 +51,10 @@ FREEDOM = 3.0  # of the t distributions
 FULL_UP_TO = 100
 PRIOR_DRAWS = 512
 
+Noise = TypeVar("Noise")
 
-class Proposal(NamedTuple):
+
+class Proposal(NamedTuple, Generic[Noise]):
     """A mixture around a guide.
 
     Attributes
@@ -64,8 +67,8 @@ class Proposal(NamedTuple):
     """
 
     own: int
-    noise: Callable[[Array], Any]
-    draw: Callable[[Shared, Any], tuple[Array, Array]]
+    noise: Callable[[Array], Noise]
+    draw: Callable[[Shared, Noise], tuple[Array, Array]]
 
 
 class Part(NamedTuple):
@@ -76,11 +79,11 @@ class Part(NamedTuple):
 
 
 def proposal(
-    fm: FederatedModel, guide: GlobalGuide, num_draws: int, share: float = SHARE
-) -> Proposal:
-    """Build the mixture; the guide alone if its density is known at its own draws only."""
+    fm: FederatedModel, guide: GlobalGuide[Eps], num_draws: int, share: float = SHARE
+) -> Proposal[Any]:
+    """Return the mixture; the guide alone if its density is known at its own draws only."""
 
-    def draw_own(shared: Shared, noise: Any) -> tuple[Array, Array]:
+    def draw_own(shared: Shared, noise: Eps) -> tuple[Array, Array]:
         return guide.draws(shared.frame, shared.guide, noise)[1:]
 
     if not share or not fm.dim or not guide.density_everywhere:
@@ -91,19 +94,19 @@ def proposal(
     numbers += [int(NECKS * share * num_draws / len(funnels)) for _ in funnels]
     own = num_draws - sum(numbers)
 
-    def noise(key: Array) -> Any:
+    def noise(key: Array) -> tuple[Eps, Array]:
         key_own, key_wide = jax.random.split(key)
         return guide.noise(key_own, own), jax.random.split(key_wide, len(numbers))
 
     def wider(theta: Theta, z: Array) -> list[Part]:
-        """The other parts of the mixture, around the guide's draws ``z`` (own, dim)."""
+        """Return the other parts of the mixture, around the guide's draws ``z`` (own, dim)."""
         centre, L = z.mean(0), _root(z)
         parts = [_student(centre, s * L) for s in SCALES]
         if spread is not None:
             parts.append(_student(jnp.asarray(spread[0]), jnp.diag(spread[1])))
         return parts + [_neck(fm, funnel, theta, centre, L) for funnel in funnels]
 
-    def draw(shared: Shared, noise: Any) -> tuple[Array, Array]:
+    def draw(shared: Shared, noise: tuple[Eps, Array]) -> tuple[Array, Array]:
         z, log_q = draw_own(shared, noise[0])
         drawn = zip(wider(shared.theta, z), noise[1], numbers, strict=True)
         others = [(part, part.sample(key, n), n) for part, key, n in drawn if n]
@@ -132,7 +135,7 @@ def _student(centre: Array, L: Array) -> Part:
 
 
 def _neck(fm: FederatedModel, funnel: Funnel, theta: Theta, centre: Array, L: Array) -> Part:
-    """The children of a funnel from their prior, what sets it from farther around the guide."""
+    """Return draws of a funnel's children from their prior, its setters from farther out."""
     prior = fm.global_prior
     kept = np.setdiff1d(np.arange(fm.dim), _coordinates(funnel.children))
     farther = np.isin(kept, _coordinates(funnel.setters))
@@ -162,7 +165,7 @@ def _coordinates(sites: Sequence[Site]) -> np.ndarray:
 
 
 def _root(z: Array) -> Array:
-    """A lower triangular root of the covariance of draws (n, dim); of its diagonal for many.
+    """Return a lower triangular root of the covariance of draws (n, dim); of its diagonal for many.
 
     From the draws themselves, since a covariance holds no correlation above 1 - 1e-16: wider
     draws beside a narrow ridge, as of a line over a far covariate, would meet nothing.
@@ -177,7 +180,7 @@ def _root(z: Array) -> Array:
 
 
 def prior_spread(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray] | None:
-    """Median and half the central 68 % of prior draws (dim,); None where it cannot be drawn."""
+    """Return median and half the central 68 % of prior draws (dim,); None where there are none."""
     if not fm.dim:
         return None
     draws = fm.draw_prior(jax.random.key(0), PRIOR_DRAWS)

@@ -19,7 +19,7 @@ ROUNDING = 1e-10  # of the size of the terms at that point
 def departure(
     rows: Callable[[Array], Array], family: Family, eta: Natural, centre: Array, z: Array
 ) -> tuple[Array, Array]:
-    """How far a sum of ``rows`` is from ``<eta, T>`` between two points, and the terms' size.
+    """Return how far a sum of ``rows`` is from ``<eta, T>`` between two points, the terms' size.
 
     In nats, from differences, so that little cancels where the two points are close.
     """
@@ -33,7 +33,7 @@ def departure(
 def affine_at(
     rows: Callable[[Array], Array], family: Family, eta: Natural, centre: Array, z: Array
 ) -> Array:
-    """Whether a sum of ``rows`` is ``<eta, T(z)>`` up to a constant at points, in double precision.
+    """Return whether a sum of ``rows`` is ``<eta, T(z)>`` plus a constant, in double precision.
 
     A few points of every scale do: what is left over grows with the distance, or stands where the
     prior or the posterior is.

@@ -31,7 +31,7 @@ from numpyro_fed.trees import all_finite
 
 
 def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
-    """Build the algorithm."""
+    """Return PVI, or a member of its family, as an algorithm."""
     server, silo = Server(parts, settings), Silo(parts, settings)
     exchange = Exchange(
         VISIT,
@@ -54,8 +54,8 @@ def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
 
 
 def usable(up: Up) -> Array:
-    """Whether the server can use a proposal: the expected log likelihood may be minus infinity, at
-    a vague prior, and a visit ends in one way.
+    """Return whether the server can use a proposal: the expected log likelihood may be minus
+    infinity, at a vague prior, and a visit ends in one way.
     """
     counted = (up.statuses >= 0).all() & (up.statuses.sum() == 1)
     return all_finite((up.change, up.theta)) & (up.log_lik < jnp.inf) & counted

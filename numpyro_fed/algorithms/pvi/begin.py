@@ -18,24 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import (
-    Ask,
-    Carry,
-    Exchange,
-    Info,
-    Private,
-    Reply,
-    Round,
-    own_key,
-)
-from numpyro_fed.algorithms.begin import (
-    BEGIN,
-    At,
-    Begun,
-    begun_at,
-    begun_locals,
-    carried_locals,
-)
+from numpyro_fed.algorithms.base import Ask, Carry, Exchange, Info, Private, Reply, Round, own_key
+from numpyro_fed.algorithms.begin import BEGIN, At, Begun, begun_at, begun_locals, carried_locals
 from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.pvi.server import Server
@@ -49,13 +33,13 @@ from numpyro_fed.trees import all_finite
 
 
 class Up(NamedTuple):
-    """What a silo sends: its factor."""
+    """A silo's message: its factor."""
 
     factor: Natural
 
 
 def _own_factor(parts: Parts, begun: Begun, none: Natural) -> Natural:
-    """The server's, at the centre: the parabola of what of the prior is outside of the family."""
+    """Return the server's factor: the parabola, at the centre, of what of the prior is outside."""
     outside = parts.globals.prior_outside
     if outside is None:
         return none
@@ -75,14 +59,14 @@ def frame_of(parts: Parts, begun: Begun) -> Gaussian:
 
 
 def pvi_carry(parts: Parts, settings: Settings) -> Carry:
-    """How PVI begins at another method's result: the posterior is the normal distribution of that,
-    and every silo has an equal share in what it is beyond the prior.
+    """Return how PVI begins at another method's result: the posterior is the normal distribution of
+    that, and every silo has an equal share in what it is beyond the prior.
     """
     server_role, silo_role = Server(parts, settings), Silo(parts, settings)
     family = silo_role.family
 
     def factors(key: Array, begun: Begun) -> tuple[ServerState, Natural, Natural]:
-        """The first state, all factors together, and the server's own."""
+        """Return the first state, all factors together, and the server's own."""
         first = server_role.init(key)
         K = frame_of(parts, begun).inverse_root()
         posterior = family.around(begun.centre, jnp.zeros_like(begun.centre), K.T @ K)

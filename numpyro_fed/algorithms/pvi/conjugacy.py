@@ -19,7 +19,7 @@ from numpyro_fed.trees import double
 
 
 def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloData]], bool]:
-    """Whether each silo's log likelihood is affine in the statistics, given its own data alone.
+    """Return whether each silo's log likelihood is affine in the statistics, by its data alone.
 
     Silos come in stacks. The programs are compiled once for each shape, and the answer is computed
     anew from the values. Parameters without a prior are looked at in a general place, too.
@@ -48,7 +48,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
 
 
 def row_terms(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Array], Array]:
-    """A silo's rows' log likelihoods as a function of the globals; there are no local latents."""
+    """Return rows' log likelihoods as a function of the globals, of a model without locals."""
     z_L = {plate: jnp.zeros((size, 0)) for plate, size in fm.sizes(data).items()}
 
     def rows(z: Array) -> Array:
@@ -59,6 +59,6 @@ def row_terms(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Arr
 
 
 def log_likelihood(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Array], Array]:
-    """A silo's log likelihood as a function of the globals, for a model without local latents."""
+    """Return a silo's log likelihood as a function of the globals, of a model without locals."""
     rows = row_terms(fm, theta, data)
     return lambda z: rows(z).sum()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from numpyro.distributions import biject_to, transforms
+from numpyro.distributions import biject_to, constraints, transforms
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.affine import affine_at
@@ -28,11 +28,11 @@ GAUSSIAN = "gaussian"
 
 POINTS = 2**22  # numbers, at most, in all points at which a function is looked at
 
-Members = Mapping[str, tuple[Any, Family]]
+Members = Mapping[str, tuple[np.ndarray, Family]]
 
 
 class Places(NamedTuple):
-    """Where a function is looked at: at fixed points, and around a density.
+    """A set of places at which a function is looked at: fixed points, and some around a density.
 
     Attributes
     ----------
@@ -163,7 +163,7 @@ def _terms(
     family: Family,
     names: Sequence[str],
 ) -> Callable[[Array], Array]:
-    """Terms of the log prior of some sites, over the base measure of the others."""
+    """Return terms of the log prior of some sites, over the base measure of the others."""
 
     def f(z: Array) -> Array:
         every, terms = fm.prior_terms(theta, z), [family.log_base(z)]
@@ -178,7 +178,7 @@ def _terms(
 
 
 def _reach(fm: FederatedModel) -> np.ndarray:
-    """How far from zero each global is looked at: as far as its bijection is precise."""
+    """Return how far from zero each global is looked at: as far as its bijection is precise."""
     reach = np.full(fm.dim, np.inf)
     for site in fm.named("latent"):
         bijection = _elementwise(biject_to(fm.supports[site.name]))
@@ -189,7 +189,7 @@ def _reach(fm: FederatedModel) -> np.ndarray:
 
 
 def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
-    """Points around zero, from a hundredth to a million away, and draws from the model's prior."""
+    """Return points around zero, a hundredth to a million away, and draws from the prior."""
     r = np.random.default_rng(1)
     levels = np.repeat(10.0 ** np.arange(-2, 7), 4)[:, None]
     scale = np.concatenate([levels + np.zeros(fm.dim), 10 ** r.uniform(-2, 6, (20, fm.dim))])
@@ -201,13 +201,13 @@ def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
 
 
 def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tuple[Array, Array]]:
-    """The centre of a density, and points up to a few standard deviations from it.
+    """Return the centre of a density, and points up to a few standard deviations from it.
 
     A Gaussian is as wide as can be where ``eta`` leaves it flat; what is improper counts as zero.
     """
     furthest = np.minimum(reach, 1e6)
 
-    def near(name: str, eta: Any, n: int) -> tuple[Array, Array]:
+    def near(name: str, eta: Natural, n: int) -> tuple[Array, Array]:
         places, member = members[name]
         width = jnp.where(jnp.arange(n) % 2, 1.0, 3.0)[:, None]
         noise = width * np.random.default_rng(2).normal(size=(n, member.dim))
@@ -233,7 +233,7 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tup
 
 
 def general(fm: FederatedModel) -> dict[str, Any]:
-    """Parameters in a general place: at the first ones a model may be simpler than elsewhere."""
+    """Return parameters in a general place: at the first ones a model may be simpler."""
     r = np.random.default_rng(0)
     return jax.tree.map(
         lambda a: a + r.normal(size=a.shape), double(fm.init_theta(jax.random.key(0)))
@@ -249,7 +249,7 @@ class Density(NamedTuple):
 
 
 def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
-    """For each density natural parameters, and whether it is theirs; in one program."""
+    """Return natural parameters of each density, and whether it is theirs; in one program."""
 
     @jit_double
     def found(points: list[Array]) -> list[tuple[Natural, Array]]:
@@ -284,7 +284,7 @@ def _member(site: Site, kind: str, covariance: str) -> Family:
 
 
 def _asked(site: Site, asked: str | None) -> str | None:
-    """The family that the user asked for, if the site can have it."""
+    """Return the family that the user asked for, if the site can have it."""
     if asked is not None and asked not in _candidates(site):
         raise ValueError(
             f"family of '{site.name}' is {asked!r}: on the support {site.support} expected one of "
@@ -303,7 +303,7 @@ def _kinds(
     fm: FederatedModel,
     theta: dict[str, Any],
 ) -> dict[str, str]:
-    """For each site the first family that its prior is in, if there is one."""
+    """Return for each site the first family that its prior is in, if there is one."""
     rest = np.random.default_rng(2).normal(size=fm.dim)
 
     def density(site: Site, kind: str) -> Density:
@@ -351,11 +351,11 @@ def _coupled(name: str, covariance: str) -> ModelError:
 
 
 def _members(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Members:
-    """One joint Gaussian over all sites that take one, and a member for each other site."""
-    members: dict[str, tuple[Any, Family]] = {}
+    """Return one joint Gaussian over all sites that take one, and a member for each other site."""
+    members: dict[str, tuple[np.ndarray, Family]] = {}
 
     def place(s: Site) -> np.ndarray:
-        """In int32, which JAX reads alike in either precision; a family is used in both."""
+        """Return a site's coordinates in int32, which JAX reads alike in either precision."""
         return np.arange(s.start, s.stop, dtype=np.int32)
 
     joint = [place(s) for s in sites if kinds[s.name] == GAUSSIAN]
@@ -387,8 +387,8 @@ def _marginals(
     return {site.name: of(site) for site in sites}
 
 
-def _on_support(z: dist.Distribution, support: Any) -> dist.Distribution:
-    """What a Gaussian in unconstrained space is on the support of its site."""
+def _on_support(z: dist.Distribution, support: constraints.Constraint) -> dist.Distribution:
+    """Return what a Gaussian in unconstrained space is on the support of its site."""
     bijection = biject_to(support)
     elementwise = _elementwise(bijection)
     if isinstance(elementwise, transforms.IdentityTransform):
@@ -399,8 +399,8 @@ def _on_support(z: dist.Distribution, support: Any) -> dist.Distribution:
     return dist.TransformedDistribution(z, bijection)
 
 
-def _elementwise(bijection: Any) -> Any:
-    """What a bijection is within one event."""
+def _elementwise(bijection: transforms.Transform) -> transforms.Transform:
+    """Return what a bijection is within one event."""
     while isinstance(bijection, transforms.IndependentTransform):
         bijection = bijection.base_transform
     return bijection

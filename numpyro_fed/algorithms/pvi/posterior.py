@@ -10,7 +10,6 @@ Under KL this is the sum of natural parameters. Otherwise it is found by optimis
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.divergences import KL, WeightedKL
 from numpyro_fed.expfam import Family
-from numpyro_fed.expfam.base import Natural
+from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.base import minimise
 
 STEPS = 200
@@ -30,7 +29,7 @@ ENOUGH = 1e-3  # of the largest coefficient: with a larger slope there is no min
 def aggregate(
     family: Family, divergence: Callable[..., Array]
 ) -> Callable[[Natural, Natural], Natural]:
-    """``(prior, total) -> eta`` for one divergence ``(family, eta_q, eta_p) -> ()``.
+    """Return ``(prior, total) -> eta`` for one divergence ``(family, eta_q, eta_p) -> ()``.
 
     Where no minimum is found ``eta`` is NaN, which counts as improper.
     """
@@ -39,7 +38,7 @@ def aggregate(
         return lambda prior, total: jax.tree.map(lambda a, b: a + b / weight, prior, total)
 
     def of(prior: Natural, total: Natural) -> Natural:
-        def objective(psi: Any) -> Array:
+        def objective(psi: Ordinary) -> Array:
             gain = expfam.inner(total, family.moments(psi))
             return divergence(family, family.natural(psi), prior) - gain
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,10 @@ from numpyro_fed.algorithms.pvi.states import (
     Status,
     Up,
 )
-from numpyro_fed.expfam.base import Natural, Ordinary, location_and_log_scale
+from numpyro_fed.expfam.base import Natural, Ordinary, Tree, location_and_log_scale
 from numpyro_fed.local.base import Noise, Problem, proper_step
-from numpyro_fed.trees import all_finite
+from numpyro_fed.model.split import Theta
+from numpyro_fed.trees import all_finite, where
 
 PRIOR_DRAWS = 256
 ARRIVED = 0.1  # standard deviations, about, that further rounds would move the posterior
@@ -36,7 +37,7 @@ class Server(Role):
     """The server's part of the algorithm."""
 
     def init(self, key: Array) -> ServerState:
-        """The posterior is the prior, with the server's own factor where it has one."""
+        """Return the first state: the prior, with the server's own factor where it has one."""
         theta = self.model.init_theta(key)
         prior = self.prior(theta)
         server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
@@ -97,7 +98,7 @@ class Server(Role):
         return Shared(state.params["theta"], state.params["guide"], state.frame)
 
     def done(self, state: ServerState) -> Array:
-        """Whether the last round has moved the posterior by next to nothing, all visits used."""
+        """Return whether the last round, all visits used, has hardly moved the posterior."""
         progress, settings = state.progress, self.settings
         ends = (progress.steps > 0) & (progress.steps % settings.steps == 0)
         used = jnp.where(state.taken > 0, state.taken, 1.0).min()
@@ -105,21 +106,21 @@ class Server(Role):
         accepted = (state.taken > 0).all() & (progress.refused == 0) & progress.own
         return ends & accepted & (progress.moved <= ARRIVED * pace)
 
-    def kl_to_prior(self, key: Array, theta: dict, eta: Natural) -> Array:
-        """KL between the posterior and the prior, by draws where that is outside the family."""
+    def kl_to_prior(self, key: Array, theta: Theta, eta: Natural) -> Array:
+        """Return KL from posterior to prior, by draws where the prior is outside the family."""
         family = self.family
         if self.parts.globals.prior_outside is None and not self.model.flat:
             return expfam.kl(family, eta, self.prior(theta))
         psi, noise = family.ordinary(eta), family.noise(key, PRIOR_DRAWS)
 
-        def at(noise: Any) -> Array:
+        def at(noise: Tree) -> Array:
             z = family.draw(psi, noise)
             return expfam.log_density(family, eta, z) - self.model.log_prior(theta, z)
 
         return jax.vmap(at)(noise).mean()
 
     def _damped(self, state: ServerState, prior: Natural, change: Natural) -> tuple[Natural, Array]:
-        """The sum of factors after the update, and the damping with which the change was taken."""
+        """Return the sum of factors after the update, and the damping of the change."""
         target = jax.tree.map(jnp.add, state.total, change)
         aggregate = self.parts.aggregate
 
@@ -130,8 +131,7 @@ class Server(Role):
             return proper_step(proper, state.total, target, state.damping)
         moved = jax.tree.map(lambda a, b: a + state.damping * b, state.total, change)
         fine = proper(moved)
-        total = jax.tree.map(lambda a, b: jnp.where(fine, a, b), moved, state.total)
-        return total, jnp.where(fine, state.damping, 0.0)
+        return where(fine, moved, state.total), jnp.where(fine, state.damping, 0.0)
 
     def _next_damping(self, now: Array, used: Array) -> Array:
         if not self.settings.adaptive:
@@ -140,9 +140,9 @@ class Server(Role):
         return jnp.minimum(2 * lowered, self.settings.damping)
 
     def _renewed(
-        self, state: ServerState, key: Array, theta: dict, total: Natural
+        self, state: ServerState, key: Array, theta: Theta, total: Natural
     ) -> tuple[Natural, Natural, Array]:
-        """The sum of factors with the server's own one renewed, that factor, its verdict."""
+        """Return the sum of factors with the server's own renewed, that factor, its verdict."""
         before = state.server_factor
         if (outside := self.parts.globals.prior_outside) is None:
             return total, before, state.progress.own
@@ -154,9 +154,9 @@ class Server(Role):
         return jax.tree.map(jnp.add, others, factor), factor, converged
 
     def _learned(
-        self, state: ServerState, key: Array, total: Natural, gradient: dict
-    ) -> tuple[dict, Any, Natural]:
-        """Shared parameters after a step on the free energy, and the posterior with them."""
+        self, state: ServerState, key: Array, total: Natural, gradient: Theta
+    ) -> tuple[Theta, optax.OptState, Natural]:
+        """Return shared parameters after a step on the free energy, and the posterior then."""
         theta, old, settings = state.params["theta"], state.params["guide"], self.settings
         guide = self.parts.aggregate(self.prior(theta), total)
         if not theta:
@@ -168,16 +168,12 @@ class Server(Role):
         moved = optax.apply_updates(theta, updates)
         shifted = self.parts.aggregate(self.prior(moved), total)
         fine = self.family.proper(shifted) & all_finite(moved)
-        return jax.tree.map(
-            lambda a, b: jnp.where(fine, a, b),
-            (moved, opt_state, shifted),
-            (theta, state.opt_state, guide),
-        )
+        return where(fine, (moved, opt_state, shifted), (theta, state.opt_state, guide))
 
     def _progress(
         self, before: Progress, old: Natural, new: Natural, own: Array, statuses: Array
     ) -> Progress:
-        """How far the posterior has come since the round began."""
+        """Return how far the posterior has come since the round began."""
         means, log_scales = zip(
             location_and_log_scale(self.family, old),
             location_and_log_scale(self.family, new),
@@ -197,38 +193,33 @@ class Server(Role):
 
     def _server_factor(
         self,
-        outside: Callable[[dict, Array], Array],
+        outside: Callable[[Theta, Array], Array],
         key: Array,
-        theta: dict,
+        theta: Theta,
         cavity: Natural,
         start: Ordinary,
         before: Natural,
     ) -> tuple[Natural, Array]:
-        """The server's own factor, for what of the prior is outside of the family; whether it
-        converged.
+        """Return the server's own factor, for what of the prior is outside of the family, and
+        whether it converged.
         """
         family = self.family
 
         def noise(key: Array, particles: int, batch: int | None) -> Noise:
             return Noise(family.noise(key, particles), {}, None)
 
-        def log_lik(psi: Any, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
-            def at(noise: Any) -> tuple[Array, Array]:
+        def log_lik(psi: Ordinary, own: object, noise: Noise, plain: bool) -> tuple[Array, Array]:
+            def at(noise: Tree) -> tuple[Array, Array]:
                 z = family.draw(psi, noise)
                 return z, outside(theta, z)
 
             return jax.vmap(at)(noise.globals)
 
-        def likelihood() -> Any:
+        def likelihood() -> NoReturn:
             raise TypeError("a prior outside of the family has no closed form")
 
         problem = Problem(family, cavity, start, (), noise, log_lik, likelihood, 0, None)
-        if self.settings.from_mode:
-            inside, back = problem.standardised()
-            found = back(self.parts.prior_local.solve(inside, key))
-        else:
-            found = self.parts.prior_local.solve(problem, key)
+        found = self.solved(self.parts.prior_local, problem, key)
         factor = jax.tree.map(jnp.subtract, found.eta, cavity)
         fine = family.proper(found.eta) & all_finite(factor)
-        factor = jax.tree.map(lambda a, b: jnp.where(fine, a, b), factor, before)
-        return factor, fine & found.converged
+        return where(fine, factor, before), fine & found.converged

@@ -18,24 +18,20 @@ from numpyro_fed.algorithms.base import Private, Reply
 from numpyro_fed.algorithms.pvi.affine import departure
 from numpyro_fed.algorithms.pvi.conjugacy import log_likelihood, row_terms
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
-from numpyro_fed.algorithms.pvi.states import (
-    Down,
-    Role,
-    SiloState,
-    Status,
-    Up,
-)
-from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.algorithms.pvi.states import Down, Role, SiloState, Status, Up
+from numpyro_fed.expfam.base import Natural, Ordinary, Tree
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import Noise, Problem, Solution
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.minibatch import drawn, rows_at
-from numpyro_fed.model.split import Rows
+from numpyro_fed.model.split import Rows, Theta
 from numpyro_fed.objectives import normals
-from numpyro_fed.trees import all_finite
+from numpyro_fed.trees import all_finite, where
 
 TOGETHER = 8  # draws of the expected log likelihood, at most, side by side
 ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood of few rows
+
+Params = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Silo(Role):
     """A silo's part of the algorithm."""
 
     def init(self, key: Array, data: SiloData) -> SiloState:
-        """No factor yet."""
+        """Return the first state, without a factor."""
         key_private, key_guide = jax.random.split(key)
         params = {
             "private": self.model.init_private(key_private, data),
@@ -68,20 +64,20 @@ class Silo(Role):
         cavity, begin = self._working_from(now, down, state)
         log_lik, g_theta = self.expected_log_lik(key_evidence, down.theta, posterior, state, data)
         problem = self._problem(down.theta, cavity, self._start(begin, state.visits), state, data)
-        found = self._solved(problem, key_local)
+        found = self.solved(self.parts.local, problem, key_local)
         proposal = self._factor(found.eta, cavity)
         change = jax.tree.map(
             jnp.subtract, proposal, factor if self.settings.deletion == "prior" else removed
         )
         status = self._status(found, change)
         usable = status < Status.NON_FINITE
-        change = _where(usable, change, jax.tree.map(jnp.zeros_like, change))
-        g_theta = _where(usable, g_theta, jax.tree.map(jnp.zeros_like, g_theta))
+        change = where(usable, change, jax.tree.map(jnp.zeros_like, change))
+        g_theta = where(usable, g_theta, jax.tree.map(jnp.zeros_like, g_theta))
         statuses = jax.nn.one_hot(status, len(Status), dtype=jnp.int32)
         centre = self.family.centre(self.family.ordinary(found.eta))
         after = {**found.own, "centre": state.frame.standardise(centre)}
         draft = SiloState(
-            _where(usable, after, state.params),
+            where(usable, after, state.params),
             factor,
             change,
             state.visits + 1,
@@ -92,26 +88,16 @@ class Silo(Role):
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
 
     def commit(self, draft: SiloState, sent: Up) -> SiloState:
-        """What is pending is what was sent, whatever stood between."""
+        """Return the state with what was sent as pending, whatever stood between."""
         return draft._replace(pending=sent.change)
 
     def view(self, state: SiloState) -> Private:
-        """Private parameters, the local guide and its centre."""
+        """Return private parameters, the local guide and its centre."""
         params = state.params
         return Private(params["private"], params["guide"], params["centre"])
 
-    def _solved(self, problem: Problem, key: Array) -> Solution:
-        """What the local optimiser makes of the problem; of one near its optimum in coordinates in
-        which the posterior is standard.
-        """
-        local = self.parts.local
-        if not (self.settings.from_mode and local.standardises):
-            return local.solve(problem, key)
-        inside, back = problem.standardised()
-        return back(local.solve(inside, key))
-
     def _removed(self, factor: Natural, total: Natural) -> Natural:
-        """What is taken out of the posterior to make the cavity."""
+        """Return what is taken out of the posterior to make the cavity."""
         if self.settings.deletion == "own":
             return factor
         if self.settings.deletion == "none":
@@ -127,16 +113,16 @@ class Silo(Role):
     def _working_from(
         self, now: tuple[Natural, Natural], down: Down, state: SiloState
     ) -> tuple[Natural, Natural]:
-        """The cavity and the posterior of this visit, or of the one before if it takes so long."""
-        if not self.settings.asynchronous:
+        """Return cavity and posterior of this visit, or of the one before if it takes so long."""
+        if not state.stale:
             return now
         prior = self.prior(down.theta)
         from_prior = self.parts.globals.prior_outside is None and not self.settings.from_mode
         at_first = (prior, prior) if from_prior else now
-        return _where(state.visits > 0, state.stale, at_first)
+        return where(state.visits > 0, state.stale, at_first)
 
     def _start(self, posterior: Natural, visits: Array) -> Ordinary:
-        """Where a visit starts: at the posterior, and at the first visit no wider than asked."""
+        """Return where a visit starts: at the posterior, at first no wider than asked."""
         psi = self.family.ordinary(posterior)
         scale = None if self.settings.from_mode else self.settings.start_scale
         if scale is None or GAUSSIAN not in psi:
@@ -146,13 +132,13 @@ class Silo(Role):
         return {**psi, GAUSSIAN: {**psi[GAUSSIAN], "log_scale": log_scale}}
 
     def _factor(self, eta: Natural, cavity: Natural) -> Natural:
-        """The factor that makes ``eta`` of the cavity: the gradient of their divergence."""
+        """Return the factor that makes ``eta`` of the cavity: the gradient of their divergence."""
         if self.parts.divergence is None:
             return jax.tree.map(jnp.subtract, eta, cavity)
         family, divergence = self.family, self.parts.divergence
         return family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
 
-    def _status(self, found: Solution, change: Natural) -> Array:
+    def _status(self, found: Solution[Params], change: Natural) -> Array:
         finite = found.finite & all_finite((change, found.own))
         proper = self.family.proper(found.eta)
         status = jnp.where(found.converged, Status.CONVERGED, Status.NOT_CONVERGED)
@@ -161,25 +147,25 @@ class Silo(Role):
         return jnp.where(finite, status, Status.NON_FINITE).astype(jnp.int32)
 
     def expected_log_lik(
-        self, key: Array, theta: dict, posterior: Natural, state: SiloState, data: SiloData
-    ) -> tuple[Array, dict]:
-        """The expected log likelihood at the posterior, and its gradient for shared parameters."""
+        self, key: Array, theta: Theta, posterior: Natural, state: SiloState, data: SiloData
+    ) -> tuple[Array, Theta]:
+        """Return the expected log likelihood at the posterior, with its gradient for ``theta``."""
         parts, family, private = self.parts, self.family, state.params["private"]
 
-        def exact(theta: dict) -> Array:
+        def exact(theta: Theta) -> Array:
             f = log_likelihood(parts.model, {**theta, **private}, data)
             eta, psi = family.fit(f), family.ordinary(posterior)
             z = family.centre(psi)
             away = jax.tree.map(jnp.subtract, family.moments(psi), family.statistics(z))
             return f(z) + expfam.inner(eta, away)
 
-        def sampled(theta: dict) -> Array:
+        def sampled(theta: Theta) -> Array:
             psi = family.ordinary(posterior)
             centre = family.centre(psi)
             eta = parts.guide.recentre(state.params["guide"], state.moving(centre), data)
             sizes = {p: len(part["loc"]) for p, part in eta.items()}
 
-            def at(noise: Any, rows: Rows) -> Array:
+            def at(noise: Tree, rows: Rows) -> Array:
                 z = family.draw(psi, noise)
                 seen = state.seen(z, centre)
                 return parts.bounds[0].value({**theta, **private}, eta, z, seen, rows, data)
@@ -196,15 +182,14 @@ class Silo(Role):
 
         expected = exact if parts.conjugate else sampled
         log_lik, gradient = jax.value_and_grad(expected)(theta) if theta else (expected(theta), {})
-        fine = all_finite(
-            (log_lik, gradient)
-        )  # at a vague prior it may not be, and nothing is wrong
+        # At a vague prior it may not be finite, and nothing is wrong.
+        fine = all_finite((log_lik, gradient))
         gradient = jax.tree.map(lambda g: jnp.where(fine, g, 0.0), gradient)
         return jnp.where(jnp.isfinite(log_lik), log_lik, -jnp.inf), gradient
 
     def _problem(
-        self, theta: dict, cavity: Natural, start: Ordinary, state: SiloState, data: SiloData
-    ) -> Problem:
+        self, theta: Theta, cavity: Natural, start: Ordinary, state: SiloState, data: SiloData
+    ) -> Problem[Params]:
         parts, fm, family, guide = self.parts, self.model, self.family, self.parts.guide
         centre = family.centre(start)
         eta = guide.recentre(state.params["guide"], state.moving(centre), data)
@@ -217,14 +202,14 @@ class Silo(Role):
                 which, sizes = parts.minibatches.noise(key_which), parts.minibatches.sizes(sizes)
             return Noise(*self._noise(key, sizes, particles), which)
 
-        def log_lik(psi: Any, own: Any, noise: Noise, plain: bool) -> tuple[Array, Array]:
+        def log_lik(psi: Ordinary, own: Params, noise: Noise, plain: bool) -> tuple[Array, Array]:
             here, places = drawn(parts.minibatches, noise.which, data)
             local = rows_at(own["guide"], places)
             shared = {**theta, **own["private"]}
             centre = family.centre(psi)
             bound = parts.bounds[1 if plain else 0]
 
-            def at(noise_globals: Any, noise_rows: Rows) -> tuple[Array, Array]:
+            def at(noise_globals: Tree, noise_rows: Rows) -> tuple[Array, Array]:
                 z = family.draw(psi, noise_globals)
                 seen = state.seen(z, centre)
                 return z, bound.value(shared, local, z, seen, noise_rows, here)
@@ -233,11 +218,11 @@ class Silo(Role):
 
         num_rows = sum(fm.sizes(data).values())
 
-        def likelihood() -> tuple[Natural, Callable[[Any], Array]]:
+        def likelihood() -> tuple[Natural, Callable[[Ordinary], Array]]:
             rows = row_terms(fm, {**theta, **own["private"]}, data)
             eta = family.fit(lambda z: rows(z).sum())
 
-            def misfit(psi: Any) -> Array:
+            def misfit(psi: Ordinary) -> Array:
                 here = family.centre(psi)
                 draws = jax.vmap(family.draw, (None, 0))
                 z = draws(psi, family.noise(jax.random.key(0), 8))
@@ -266,24 +251,20 @@ class Silo(Role):
             self._framed,
         )
 
-    def _framed(self, own: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def _framed(self, own: Params) -> tuple[Params, Callable[[Params], Params]]:
         """Return the silo's own part in frames of its rows, and the way back."""
         frames, inside = self.parts.guide.framed(own["guide"])
         return {**own, "guide": inside}, partial(self._placed, frames)
 
-    def _placed(self, frames: dict[str, Gaussian], own: Any) -> Any:
+    def _placed(self, frames: dict[str, Gaussian], own: Params) -> Params:
         """Return the silo's own part, from one in frames of its rows."""
         return {**own, "guide": self.parts.guide.placed(frames, own["guide"])}
 
-    def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Any, Rows]:
-        """The noise of so many draws of the globals, and of the rows for each."""
+    def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Tree, Rows]:
+        """Return the noise of so many draws of the globals, and of the rows for each."""
         family, shapes = self.family, self.parts.bounds[0].shapes(sizes, draws)
         if not family.of_normals:
             key, key_globals = jax.random.split(key)
             return family.noise(key_globals, draws), normals(key, 0, shapes)[1]
         ahead, rows = normals(key, draws * family.dim, shapes)
         return family.from_normals(ahead.reshape(draws, family.dim)), rows
-
-
-def _where(usable: Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, old)

@@ -18,7 +18,7 @@ from numpyro_fed.expfam.base import Natural
 from numpyro_fed.frame import Coordinates, standard
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.local.base import Local
+from numpyro_fed.local.base import Local, Own, Problem, Solution
 from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
@@ -53,7 +53,7 @@ class Progress(NamedTuple):
 
 
 class ServerState(NamedTuple):
-    """What the server keeps from round to round.
+    """The state that the server keeps from round to round.
 
     ``params`` is ``{"theta", "guide"}``: shared parameters, the posterior's natural parameters.
     ``total`` is the sum of all factors, ``server_factor`` the server's own among them, for what of
@@ -64,7 +64,7 @@ class ServerState(NamedTuple):
     params: dict[str, Any]
     total: Natural
     server_factor: Natural
-    opt_state: Any
+    opt_state: optax.OptState
     damping: Array
     taken: Array
     progress: Progress
@@ -72,7 +72,7 @@ class ServerState(NamedTuple):
 
 
 class SiloState(NamedTuple):
-    """What a silo keeps from round to round.
+    """The state that a silo keeps from round to round.
 
     ``params`` is ``{"private", "guide", "centre"}``: private parameters, the local guide, and
     from where it measures the globals in the ``frame``.
@@ -86,7 +86,7 @@ class SiloState(NamedTuple):
     pending: Natural
     visits: Array
     status: Array
-    stale: Any
+    stale: tuple[Natural, Natural] | tuple[()]
     frame: Gaussian
 
     def seen(self, z_G: Array, centre: Array) -> Coordinates:
@@ -98,13 +98,13 @@ class SiloState(NamedTuple):
         return Coordinates(self.frame.standardise(z_G), self.params["centre"])
 
     def effective_factor(self, taken: Array) -> Natural:
-        """The silo's factor, what is pending included: these sum to the server's ``total``."""
+        """Return the silo's factor, pending part included: these sum to the server's ``total``."""
         return jax.tree.map(lambda a, b: a + taken * b, self.factor, self.pending)
 
 
 class Down(NamedTuple):
-    """What the server sends: shared parameters, the sum of all factors, and with which factor it
-    took the silo's last proposal.
+    """A message of the server: shared parameters, the sum of all factors, and with which factor
+    it took the silo's last proposal.
     """
 
     theta: dict[str, Any]
@@ -117,7 +117,7 @@ SCATTERED: Any = (False, False, True)  # of Down, what each participant gets a s
 
 
 class Up(NamedTuple):
-    """What a silo sends: the change of its factor, the expected log likelihood at the posterior
+    """A silo's message: the change of its factor, the expected log likelihood at the posterior
     that it received with its gradient for the shared parameters, and how the visit ended.
     """
 
@@ -128,7 +128,7 @@ class Up(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a step reports: the damping used (0 for a rejected update), how visits ended, and
+    """A report of a step: the damping used (0 for a rejected update), how visits ended, and
     whether the server's own factor converged.
     """
 
@@ -138,7 +138,7 @@ class Report(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What makes PVI, and the members of its family, what they are.
+    """The settings that make PVI, and the members of its family, what they are.
 
     Attributes
     ----------
@@ -184,7 +184,7 @@ class Settings(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the algorithm is made of.
+    """The parts that the algorithm is made of.
 
     ``bounds`` holds the silo's term of the bound, and the same with a plain gradient.
     ``divergence`` is that to the cavity; ``aggregate`` makes a posterior of a prior and a sum of
@@ -206,24 +206,33 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Role:
-    """What the server's and a silo's part of the algorithm have in common."""
+    """A part of the algorithm, the server's or a silo's, with what both have in common."""
 
     parts: Parts
     settings: Settings
 
     @property
     def family(self) -> Family:
-        """The family of the globals."""
+        """Return the family of the globals."""
         return self.parts.globals.family
 
     @property
     def model(self) -> FederatedModel:
-        """The split text."""
+        """Return the split text."""
         return self.parts.model
 
     def prior(self, theta: dict[str, Any]) -> Natural:
-        """Natural parameters of the prior, for what of it is in the family."""
+        """Return natural parameters of the prior, for what of it is in the family."""
         return self.parts.globals.prior(theta)
+
+    def solved(self, local: Local, problem: Problem[Own], key: Array) -> Solution[Own]:
+        """Return what a local optimiser makes of the problem; of one near its optimum, in
+        coordinates in which the posterior is standard.
+        """
+        if not (self.settings.from_mode and local.standardises):
+            return local.solve(problem, key)
+        inside, back = problem.standardised()
+        return back(local.solve(inside, key))
 
     def first_frame(self) -> Gaussian:
         """Return the frame before one is known; of a run from the mode one of its shape."""

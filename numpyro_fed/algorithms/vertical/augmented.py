@@ -20,15 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms import settling
-from numpyro_fed.algorithms.base import (
-    Ask,
-    Exchange,
-    FederatedAlgorithm,
-    Info,
-    Reply,
-    Round,
-    Visit,
-)
+from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round, Visit
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     Drawn,
@@ -38,6 +30,7 @@ from numpyro_fed.algorithms.vertical.base import (
     Vertical,
 )
 from numpyro_fed.guides import coupling
+from numpyro_fed.guides.coupling import MaybeArray, Tie
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -45,14 +38,14 @@ DRAW, STEP = "draw", "step"  # the names of the exchanges
 
 
 class Down(NamedTuple):
-    """What clients need for a draw: the noise that all share, and the rows that take part."""
+    """A message of the server for a draw: the noise that all share, and the rows that take part."""
 
-    xi: Any
-    rows: Any
+    xi: MaybeArray
+    rows: MaybeArray
 
 
 class Up(NamedTuple):
-    """What a client sends: its part of the sum, its own term of the bound, and what ties it to
+    """A client's message: its part of the sum, its own term of the bound, and what ties it to
     other parties.
     """
 
@@ -62,11 +55,11 @@ class Up(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What a client says of its step: the gradient with respect to the noise that all share, and
+    """A client's message on its step: the gradient with respect to the noise that all share, and
     whether its guide has come to rest (0 or 1).
     """
 
-    by_xi: Any
+    by_xi: MaybeArray
     resting: Array
 
 
@@ -88,19 +81,11 @@ class Augmented:
     server_like: SiloData
     local_steps: int = 1
 
-    def algorithm(self) -> FederatedAlgorithm:
+    def algorithm(self) -> FederatedAlgorithm[ServerState, ClientState]:
         """Return it as pure functions."""
         v = self.vertical
         exchanges = drawing(v), stepping(v, self.step, self.local_steps)
-        return FederatedAlgorithm(
-            lambda key: v.init_server(key, self.server_like),
-            v.init_client,
-            Round(exchanges, self.round, v.server_noise),
-            v.shared,
-            v.own,
-            done=v.done,
-            server_like=self.server_like,
-        )
+        return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)
 
     def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
         """Ask clients for their parts of the sum, take a step, and send the slope there."""
@@ -109,7 +94,7 @@ class Augmented:
         up: Up = ask(DRAW, Down(xi, noise.rows)).up
         data = v.some(ask.server_data, noise.rows)
 
-        def bound(own: dict[str, Any], xi: Any, sent: Sent) -> Array:
+        def bound(own: dict[str, Any], xi: MaybeArray, sent: Sent) -> Array:
             return self.bound(own, noise.eps, xi, sent, up.tie, state, data)
 
         sums = Sent(up.part, up.tie.b if v.rank else ())
@@ -128,10 +113,10 @@ class Augmented:
     def bound(
         self,
         own: dict[str, Any],
-        eps: Any,
-        xi: Any,
+        eps: Array,
+        xi: MaybeArray,
         sent: Sent,
-        tie: Any,
+        tie: Tie | tuple[()],
         state: ServerState,
         data: SiloData,
     ) -> Array:
@@ -143,11 +128,11 @@ class Augmented:
         guide = v.guide(v.server).globals
         eta, V = own["guide"], v.tied(v.server, own)
 
-        def one(eps: Any, xi: Any, sent: Sent) -> Array:
+        def one(eps: Array, xi: MaybeArray, sent: Sent) -> Array:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
             prior, likelihood = v.model.log_server(own["theta"], z, sent.part, data)
             value = prior - log_q + v.share * likelihood
-            if V is None:
+            if V is None or not isinstance(tie, Tie):
                 return value
             A = jax.lax.stop_gradient(V.T @ V) + tie.A
             return value - coupling.log_ratio(state.params["shared"], sent.b + b, A)
@@ -155,35 +140,37 @@ class Augmented:
         return jax.vmap(one)(eps, xi, sent).mean()
 
     def step(
-        self, noise: Any, down: Sent, state: ClientState, data: SiloData
+        self, noise: MaybeArray, down: Sent, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
         return steps(self.vertical, noise, state, data, jnp.zeros_like(down.part), down)
 
 
-def drawing(v: Vertical) -> Exchange:
+def drawing(v: Vertical) -> Exchange[ClientState, Down, Up]:
     """Return the exchange in which clients draw."""
 
     def silo(
-        noise: Any, down: Down, state: ClientState, data: SiloData
+        noise: tuple[Array, MaybeArray], down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
         state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
         drawn = v.draw(state.params, down.xi, state, data)
         V = v.tied(v.kind(data), state.params["own"])
-        tie: Any = () if V is None else coupling.Tie(drawn.b, V.T @ V)
+        tie = () if V is None else Tie(drawn.b, V.T @ V)
         up = Up(drawn.z, drawn.own, tie)
         return Reply(up, all_finite(up)), state
 
     return Exchange(DRAW, silo, silo_noise=v.noise_of)
 
 
-def stepping(v: Vertical, step: Visit, local_steps: int) -> Exchange:
+def stepping(
+    v: Vertical, step: Visit[MaybeArray, Sent, ClientState, Stepped], local_steps: int
+) -> Exchange[ClientState, Sent, Stepped]:
     """Return the exchange in which clients take their steps.
 
     Back come whether they are at rest, and the gradient with respect to the noise that all share,
     by which the server moves the guide of that.
     """
 
-    def silo_noise(key: Array, state: ClientState) -> Any:
+    def silo_noise(key: Array, state: ClientState) -> MaybeArray:
         keys = jax.random.split(key, local_steps - 1)
         return jax.vmap(lambda key: v.noise_of(key, state)[0])(keys) if local_steps > 1 else ()
 
@@ -191,11 +178,11 @@ def stepping(v: Vertical, step: Visit, local_steps: int) -> Exchange:
 
 
 def steps(
-    v: Vertical, noise: Any, state: ClientState, data: SiloData, of_g: Array, down: Sent
+    v: Vertical, noise: MaybeArray, state: ClientState, data: SiloData, of_g: Array, down: Sent
 ) -> tuple[Reply[Stepped], ClientState]:
-    """A client's steps, given the gradient with respect to its predictor and to what it sent."""
+    """Take a client's steps, given the gradient in its predictor and in what it sent."""
 
-    def draw(params: dict[str, Any], xi: Any) -> Any:
+    def draw(params: dict[str, Any], xi: MaybeArray) -> Drawn:
         return v.draw(params, xi, state, data)
 
     drawn, pull = jax.vjp(draw, state.params, state.xi)
@@ -204,11 +191,11 @@ def steps(
     if v.auxiliary is not None:
         after = v.ascend(after, "auxiliary", gradient["auxiliary"])
 
-    def one(state: ClientState, eps: Any) -> tuple[ClientState, None]:
+    def one(state: ClientState, eps: Array) -> tuple[ClientState, None]:
         gradient = jax.grad(v.at_fixed)(state.params["own"], eps, drawn.z, state, data)
         return v.ascend(state, "own", gradient), None
 
-    if jax.tree.leaves(noise):
+    if not isinstance(noise, tuple):
         after, _ = jax.lax.scan(one, after, noise)
     course = settling.follow(
         state.course, jnp.zeros(()), after.params["own"], standard=v.from_start

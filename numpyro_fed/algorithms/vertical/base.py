@@ -13,15 +13,15 @@ import optax
 from jax import Array
 
 from numpyro_fed.algorithms import settling
-from numpyro_fed.algorithms.base import Private, Shared, ascend
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared, ascend
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.frame import standard
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known
-from numpyro_fed.guides.base import GlobalGuide
-from numpyro_fed.guides.coupling import shared_guide
-from numpyro_fed.guides.structured import Resolved, build_resolved
+from numpyro_fed.guides.base import GlobalGuide, GuideParams
+from numpyro_fed.guides.coupling import MaybeArray, shared_guide
+from numpyro_fed.guides.structured import Guide, Resolved, build_resolved
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
 
@@ -31,7 +31,7 @@ LOOSE = 0.1  # of the shared noise, where a run does not begin at the mode
 
 
 class ServerState(NamedTuple):
-    """What the server keeps from round to round.
+    """The state that the server keeps from round to round.
 
     ``params`` is ``{"own": {"theta", "guide", "coupling"}, "shared"}``, the guide in a ``frame``;
     ``shared`` is the guide of the noise that all parties share.
@@ -39,7 +39,7 @@ class ServerState(NamedTuple):
     """
 
     params: dict[str, Any]
-    opt_state: dict[str, Any]
+    opt_state: dict[str, optax.OptState]
     course: Course
     resting: Array
     frame: Gaussian
@@ -55,13 +55,13 @@ class ClientState(NamedTuple):
     """
 
     params: dict[str, Any]
-    opt_state: dict[str, Any]
+    opt_state: dict[str, optax.OptState]
     course: Course
-    noise: Any
-    rows: Any
+    noise: tuple[Array, MaybeArray]
+    rows: MaybeArray
     frame: Gaussian
     centre: Array
-    xi: Any = ()
+    xi: MaybeArray = ()
     slope: Any = ()
 
 
@@ -69,7 +69,7 @@ State = TypeVar("State", ServerState, ClientState)
 
 
 class Drawn(NamedTuple):
-    """Of one client, a draw each: its predictor and what it adds to the sum (particles, rows, ...);
+    """A client's draws, one each: its predictor and what it adds to the sum (particles, rows, ...);
     its own term of the bound, their mean; and what ties it to other parties (particles, rank).
     """
 
@@ -80,15 +80,15 @@ class Drawn(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a party begins: a point, a root of a covariance there, its part of the shared noise."""
+    """A party's beginning: a point, a root of a covariance there, its part of the shared noise."""
 
     z: Array
     root: Array
-    coupling: Array | tuple[()] = ()
+    coupling: MaybeArray = ()
 
 
 class Party(NamedTuple):
-    """What a client keeps to itself: parameters, guides, and the frame of those of its latents."""
+    """A client's own part, which stays there: parameters, guides, and the frame of its latents'."""
 
     theta: dict[str, Any]
     guide: dict[str, Any]
@@ -96,7 +96,7 @@ class Party(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What the server sends back of a round: the gradient with respect to the sum, or the sum
+    """A message of the server on a round: the gradient with respect to the sum, or the sum
     itself (particles, rows, ...), and the gradient with respect to what ties parties.
     """
 
@@ -105,15 +105,15 @@ class Sent(NamedTuple):
 
 
 class ServerNoise(NamedTuple):
-    """Of the server's latents, of the noise that all parties share, and the rows of a round."""
+    """The noise of a round: of the server's latents, what all parties share, and the rows."""
 
-    eps: Any
-    xi: Any
-    rows: Any
+    eps: Array
+    xi: MaybeArray
+    rows: MaybeArray
 
 
 class Held(NamedTuple):
-    """Where latents above others stay while a mode is looked for, unconstrained (dim,): at the
+    """A place where latents above others stay while a mode is looked for, unconstrained (dim,): the
     median of their prior; and how wide their guide begins, as wide as the prior and at most one.
     Zero and one for all other latents.
     """
@@ -132,7 +132,7 @@ class Kind(NamedTuple):
     above: tuple[bool, ...]
 
     def held(self, key: Array, data: SiloData) -> Held:
-        """Where latents above others are held; at zero where the prior cannot be drawn from."""
+        """Return where latents above others are held; zero if the prior cannot be drawn from."""
         nothing = Held(jnp.zeros(self.half.dim), jnp.ones(self.half.dim))
         if not any(self.above):
             return nothing
@@ -147,8 +147,8 @@ class Kind(NamedTuple):
         return Held(*(jnp.where(use, a, b) for a, b in zip((place, spread), nothing, strict=True)))
 
     def below(self, z: Array, held: Held) -> tuple[Array, Array]:
-        """A point with latents above others where they are held, and a normal log density of these
-        around it: together with others they may have no mode but where scales are zero.
+        """Return a point with latents above others where they are held, and a normal log density of
+        these around it: together with others they may have no mode but where scales are zero.
         """
         if not any(self.above):
             return z, jnp.zeros(())
@@ -201,43 +201,57 @@ class Vertical:
     rank: int = 0
     width: int = 0
 
+    def algorithm(
+        self, round_: Round, server_like: SiloData
+    ) -> FederatedAlgorithm[ServerState, ClientState]:
+        """Return the algorithm of this round; ``server_like`` are shapes of the server's data."""
+        return FederatedAlgorithm(
+            lambda key: self.init_server(key, server_like),
+            self.init_client,
+            round_,
+            self.shared,
+            self.own,
+            done=self.done,
+            server_like=server_like,
+        )
+
     @property
     def rows(self) -> int:
-        """In a round."""
+        """Return how many rows take part in a round."""
         return self.batch_size or self.model.rows
 
     @property
     def dim(self) -> int:
-        """How many latents all parties have, auxiliary variables apart."""
+        """Return how many latents all parties have, auxiliary variables apart."""
         return sum(half.dim for half in (self.model.server, *self.model.clients))
 
     @property
     def complete(self) -> bool:
-        """Whether that basis holds all directions."""
+        """Return whether that basis holds all directions."""
         return self.width > self.dim
 
     @property
     def share(self) -> float:
-        """By how much terms of rows count."""
+        """Return by how much terms of rows count."""
         return self.model.rows / self.rows
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what crosses: a number for each particle, row and column of the sum."""
+        """Return the shape of what crosses: one number a particle, row and column of the sum."""
         return (self.num_particles, self.rows, *self.model.shape[1:])
 
     def kind(self, data: SiloData) -> Kind:
-        """What client holds data of this shape."""
+        """Return the kind of client that holds data of this shape."""
         return self.kinds[signature(data)]
 
-    def guide(self, kind: Kind, data: SiloData | None = None) -> Any:
-        """The guide of a party's latents; its start may look at the party's data."""
+    def guide(self, kind: Kind, data: SiloData | None = None) -> Guide:
+        """Return the guide of a party's latents; its start may look at the party's data."""
         spec = self.server_spec if kind is self.server else self.spec
         of: Any = kind.half if data is None else kind.half.given(data)
         return build_resolved(spec, kind.resolved, of)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        """The server's first state; ``data`` are shapes of what it holds."""
+        """Return the server's first state; ``data`` are shapes of what it holds."""
         key_theta, key_guide = jax.random.split(key)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
         given = self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
@@ -250,7 +264,7 @@ class Vertical:
         return self._server_state(key_guide, {"theta": theta, **own}, standard((dim,)))
 
     def server_at(self, key: Array, theta: dict[str, Any], start: Start) -> ServerState:
-        """The server's state where a run begins."""
+        """Return the server's state where a run begins."""
         own, frame = self._begun(key, self.server, start)
         return self._server_state(key, {"theta": theta, **own}, frame)
 
@@ -272,26 +286,26 @@ class Vertical:
         )
 
     def nowhere(self, kind: Kind) -> Start:
-        """A start of the right shapes, before there is one."""
+        """Return a start of the right shapes, before there is one."""
         dim = kind.half.dim
         coupling = jnp.zeros((dim, self.rank)) if self.rank else ()
         return Start(jnp.zeros(dim), jnp.eye(dim), coupling)
 
     def loosely(self, key: Array, dim: int) -> Array:
-        """A little of the shared noise: with none at all its gradient would be zero."""
+        """Return a little of the shared noise: with none at all its gradient would be zero."""
         return LOOSE * jax.random.normal(key, (dim, self.rank))
 
-    def _own(self, guide: Any, coupling: Any) -> dict[str, Any]:
-        """A party's guide, and what it has of the shared noise."""
+    def _own(self, guide: GuideParams, coupling: MaybeArray) -> dict[str, Any]:
+        """Return a party's guide, and what it has of the shared noise."""
         return {"guide": guide, **({"coupling": coupling} if self.rank else {})}
 
     @property
-    def sharing(self) -> GlobalGuide:
-        """The guide of the noise that parties share."""
+    def sharing(self) -> GlobalGuide[Array]:
+        """Return the guide of the noise that parties share."""
         return shared_guide(self.rank)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
-        """A client's first state."""
+        """Return a client's first state."""
         key_theta, key_guide = jax.random.split(key)
         kind = self.kind(data)
         theta = kind.half.init_theta(key_theta, data)
@@ -304,14 +318,9 @@ class Vertical:
         return self._client_state(key_guide, kind, own, standard((dim,)), jnp.zeros(()))
 
     def client_at(
-        self,
-        key: Array,
-        data: SiloData,
-        theta: dict[str, Any],
-        start: Start,
-        centre: Array,
+        self, key: Array, data: SiloData, theta: dict[str, Any], start: Start, centre: Array
     ) -> ClientState:
-        """A client's state where a run begins; ``centre`` is its predictor there."""
+        """Return a client's state where a run begins; ``centre`` is its predictor there."""
         kind = self.kind(data)
         own, frame = self._begun(key, kind, start)
         kept = centre if self.auxiliary is not None and self.auxiliary.centred else jnp.zeros(())
@@ -343,10 +352,10 @@ class Vertical:
         return coupling.carried(self.guide(kind).globals, own["guide"], V)
 
     def server_noise(self, key: Array) -> ServerNoise:
-        """Of the draws of the server's latents and of what is shared, and which rows take part."""
+        """Return the noise of the server's latents and of what is shared, and the round's rows."""
         key_draw, key_rows = jax.random.split(key)
         eps = self.guide(self.server).globals.noise(key_draw, self.num_particles)
-        xi: Any = ()
+        xi: MaybeArray = ()
         if self.rank:
             xi = self.sharing.noise(jax.random.fold_in(key, 2), self.num_particles)
         if self.batch_size is None:
@@ -354,33 +363,35 @@ class Vertical:
         rows = jax.random.randint(key_rows, (self.rows,), 0, self.model.rows, jnp.int32)
         return ServerNoise(eps, xi, rows)
 
-    def xi(self, shared: Any, noise: Any) -> Any:
-        """The shared noise, (draws, rank), from standard normals."""
-        return jax.vmap(self.sharing.draw, (None, 0))(shared, noise)[0] if self.rank else ()
+    def xi(self, shared: GuideParams, noise: MaybeArray) -> MaybeArray:
+        """Return the shared noise, (draws, rank), from standard normals."""
+        if isinstance(noise, tuple):
+            return ()
+        return jax.vmap(self.sharing.draw, (None, 0))(shared, noise)[0]
 
-    def client_noise(self, key: Array, kind: Kind) -> Any:
-        """Of the draws of a client's latents and auxiliary variables."""
+    def client_noise(self, key: Array, kind: Kind) -> tuple[Array, MaybeArray]:
+        """Return the noise of a client's latents and auxiliary variables."""
         key_draw, key_z = jax.random.split(key)
         eps = self.guide(kind).globals.noise(key_draw, self.num_particles)
         if self.auxiliary is None:
             return eps, ()
         return eps, jax.random.normal(key_z, self.shape)
 
-    def server_draws(self, key: Array, n: int) -> tuple[Any, Any]:
-        """Noise for ``n`` draws of the server's latents, and of what is shared."""
+    def server_draws(self, key: Array, n: int) -> tuple[Array, MaybeArray]:
+        """Return noise for ``n`` draws of the server's latents, and of what is shared."""
         own = self.guide(self.server).globals.noise(key, n)
         return own, self.sharing.noise(jax.random.fold_in(key, 1), n) if self.rank else ()
 
-    def client_draws(self, key: Array, state: ClientState, n: int) -> Any:
-        """Noise for ``n`` draws of a client's latents."""
+    def client_draws(self, key: Array, state: ClientState, n: int) -> Array:
+        """Return noise for ``n`` draws of a client's latents."""
         return self.guide(self.alike(state)).globals.noise(key, n)
 
-    def noise_of(self, key: Array, state: ClientState) -> Any:
-        """New noise of the same kind as what a client's state holds."""
+    def noise_of(self, key: Array, state: ClientState) -> tuple[Array, MaybeArray]:
+        """Return new noise of the same kind as what a client's state holds."""
         return self.client_noise(key, self.alike(state))
 
     def alike(self, state: ClientState) -> Kind:
-        """A client that draws with noise of this shape; its guide may be another one."""
+        """Return a client that draws with noise of this shape; its guide may be another one."""
 
         def shapes(kind: Kind) -> Any:
             return jax.eval_shape(lambda: self.client_noise(jax.random.key(0), kind))
@@ -390,26 +401,28 @@ class Vertical:
         return next(alike)
 
     def own(self, state: ClientState) -> Private:
-        """A client's parameters, without its guides, for which its data would be needed."""
+        """Return a client's parameters, without guides, for which its data would be needed."""
         return Private(state.params["own"]["private"], {})
 
-    def some(self, data: SiloData, rows: Any) -> SiloData:
-        """The rows that take part."""
-        return data if self.batch_size is None else self.model.take(data, rows)
+    def some(self, data: SiloData, rows: MaybeArray) -> SiloData:
+        """Return the rows that take part."""
+        return data if isinstance(rows, tuple) else self.model.take(data, rows)
 
-    def draw(self, params: dict[str, Any], xi: Any, state: ClientState, data: SiloData) -> Drawn:
-        """What a client draws with its pending noise, and the shared one."""
+    def draw(
+        self, params: dict[str, Any], xi: MaybeArray, state: ClientState, data: SiloData
+    ) -> Drawn:
+        """Return what a client draws with its pending noise, and the shared one."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
         psi, known = params["auxiliary"], self.known(state, held)
         eta, V = params["own"]["guide"], self.tied(kind, params["own"])
-        if self.auxiliary is not None and self.batch_size is not None:
+        if self.auxiliary is not None and not isinstance(state.rows, tuple):
             psi = self.auxiliary.some(psi, state.rows)
 
-        def one(eps: Any, tau: Any, xi: Any) -> Drawn:
+        def one(eps: Array, tau: MaybeArray, xi: MaybeArray) -> Drawn:
             theta, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
             g, own = self.model.predict(kind.half, params["own"]["private"], theta, held)
-            if self.auxiliary is None:
+            if self.auxiliary is None or isinstance(tau, tuple):
                 return Drawn(g, g, own - log_q, b)
             z, log_q_z = self.auxiliary.draw(psi, g, known, tau)
             return Drawn(g, z, own - log_q + self.share * (self.log_noise(z, g) - log_q_z), b)
@@ -419,13 +432,13 @@ class Vertical:
         return drawn._replace(own=drawn.own.mean())
 
     def at_fixed(
-        self, own: dict[str, Any], eps: Any, z: Array, state: ClientState, data: SiloData
+        self, own: dict[str, Any], eps: Array, z: Array, state: ClientState, data: SiloData
     ) -> Array:
-        """A client's own term where its auxiliary variables stay where they are."""
+        """Return a client's own term where its auxiliary variables stay where they are."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
 
-        def one(eps: Any, z: Array) -> Array:
+        def one(eps: Array, z: Array) -> Array:
             theta, log_q, _ = coupling.draw_in(state.frame, guide, own["guide"], None, eps, ())
             g, prior = self.model.predict(kind.half, own["private"], theta, held)
             return prior - log_q + self.share * self.log_noise(z, g)
@@ -433,33 +446,33 @@ class Vertical:
         return jax.vmap(one)(eps, z).mean()
 
     def log_noise(self, z: Array, g: Array) -> Array:
-        """Log density of auxiliary variables given the predictor."""
+        """Return the log density of auxiliary variables given the predictor."""
         return dist.Normal(g, self.rho).log_prob(z).sum()
 
     def known(self, state: ClientState, data: SiloData) -> Known:
-        """What a client knows of the rows that take part, for the auxiliary variables' guide."""
+        """Return what a client knows of the round's rows, for the auxiliary variables' guide."""
         centre = state.centre
         if self.batch_size is not None and centre.ndim:
             centre = centre[state.rows]
         return Known(centre, self.response(data))
 
     def response(self, data: SiloData) -> Array:
-        """What clients know of the response (rows, k)."""
+        """Return what clients know of the response (rows, k)."""
         shared = data.kwargs.get("shared") or {}
         known = [shared[n] for n in self.model.response if n in shared]
         columns = [y.reshape(len(y), -1) for y in known if jnp.shape(y)[:1] == (self.rows,)]
         return jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1)
 
-    def ascend(self, state: State, part: str, gradient: Any) -> State:
-        """One step of a party up the bound, on a part of its parameters."""
+    def ascend(self, state: State, part: str, gradient: dict[str, Any]) -> State:
+        """Take one step of a party up the bound, on a part of its parameters."""
         after, opt_state = ascend(self.optim, gradient, state.opt_state[part], state.params[part])
         return state._replace(
             params={**state.params, part: after}, opt_state={**state.opt_state, part: opt_state}
         )
 
     def done(self, state: ServerState) -> Array:
-        """Whether the bound and all parties' own guides have come to rest; those of auxiliary
-        variables apart, of which the bound alone tells.
+        """Return whether the bound and all parties' own guides have come to rest; those of
+        auxiliary variables apart, of which the bound alone tells.
         """
         return settling.settled(state.course) & (state.resting == len(self.model.clients))
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from numpyro_fed.algorithms.vertical.search import (
     told,
 )
 from numpyro_fed.gaussian import Curvature
+from numpyro_fed.guides.coupling import MaybeArray
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -53,14 +54,14 @@ SPARE = 5  # columns of a basis beyond all directions: square random ones may be
 
 
 class Down(NamedTuple):
-    """What the server says of its point, and of the basis."""
+    """A message of the server on its point, and on the basis."""
 
     told: Told
     ritz: Ritz
 
 
 class Along(NamedTuple):
-    """What a client sends of its basis: how its predictor changes along it (width, rows, ...), the
+    """A client's message on its basis: how its predictor changes along it (width, rows, ...), the
     products of its rows and its own curvature (width, width), its own slope (width,), and the
     products with its rows of the anchor (width, rank).
     """
@@ -73,22 +74,22 @@ class Along(NamedTuple):
 
 
 class Tied(NamedTuple):
-    """What the server says where a run begins: its point, how to combine the basis into what
+    """A message of the server where a run begins: its point, how to combine the basis into what
     parties share (width, rank), and ``tau``.
     """
 
     told: Told
-    combine: Any
+    combine: MaybeArray
     tau: Array
 
 
 def width_of(dim: int, rank: int, most: int) -> int:
-    """Of the basis: enough for all directions, or twice the rank, and not more than ``most``."""
+    """Return the width of the basis, at most ``most``: for all directions, or twice the rank."""
     return min(dim + SPARE, max(2 * rank, 1), most)
 
 
 def looks(v: Vertical) -> int:
-    """How often parties are asked how they depend on each other."""
+    """Return how often parties are asked how they depend on each other."""
     return COMPLETE if v.complete else OTHERWISE
 
 
@@ -96,7 +97,7 @@ def spread(v: Vertical) -> Round:
     """Return the round, on the states of the search."""
 
     def turned(basis: Array, ritz: Ritz, rows: Callable[[Array], Array]) -> Array:
-        """The next basis; ``rows`` are the party's of ``P`` times a basis."""
+        """Return the next basis; ``rows`` are the party's of ``P`` times a basis."""
         new = basis @ ritz.combine
         if not v.complete:
             half = v.width // 2
@@ -104,7 +105,9 @@ def spread(v: Vertical) -> Round:
             new = jnp.concatenate([new[:, : v.width - half], residual[:, :half]], 1)
         return jnp.where(ritz.looks == 0, basis, new)
 
-    def silo(noise: Any, down: Down, state: Client, data: SiloData) -> tuple[Reply[Along], Client]:
+    def silo(
+        noise: object, down: Down, state: Client, data: SiloData
+    ) -> tuple[Reply[Along], Client]:
         predict, own = functions(v, state, data)
         local = Local.at(predict, own, state.z, down.told.slope, down.told.curvature)
         T = local.root()
@@ -127,7 +130,7 @@ def spread(v: Vertical) -> Round:
         )
         return Reply(up, all_finite(up)), state._replace(basis=basis, directions=directions)
 
-    def run(state: Server, noise: Any, ask: Ask) -> tuple[Server, Info]:
+    def run(state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
         up: Along = ask(SPREAD, Down(told(state), state.ritz)).up
         log_p = joint(v, state, ask.server_data)
         T = root_of(at_point(lambda z: log_p(z, state.total), state.z)[1])
@@ -135,7 +138,7 @@ def spread(v: Vertical) -> Round:
         slopes = jax.grad(log_p, (0, 1))
 
         def change(by_z: Array, by_total: Array) -> tuple[Array, Array]:
-            """Minus that of both slopes, along a direction."""
+            """Return minus the change of both slopes, along a direction."""
             found = jax.jvp(slopes, (state.z, state.total), (by_z, by_total))[1]
             return jax.tree.map(jnp.negative, found)
 
@@ -170,7 +173,7 @@ def spread(v: Vertical) -> Round:
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """From the states of the search to those of a run, in one round."""
+    """The way from the states of the search to those of a run, in one round."""
 
     vertical: Vertical
 
@@ -180,10 +183,10 @@ class Beginning:
 
     @property
     def name(self) -> str:
-        """The name of the exchange."""
+        """Return the name of the exchange."""
         return "begin at the mode" if self.vertical.width else "begin at zero"
 
-    def tied(self, state: Server) -> tuple[Any, Array]:
+    def tied(self, state: Server) -> tuple[MaybeArray, Array]:
         """Return how to combine the basis, and ``tau``."""
         v = self.vertical
         if not (v.rank and v.width):
@@ -198,13 +201,13 @@ class Beginning:
         return state.ritz.combine[:, : v.rank] * size @ (left @ right), tau
 
     def start(
-        self, z: Array, root: Array, basis: Array, combine: Any, tau: Array, key: Array
+        self, z: Array, root: Array, basis: Array, combine: MaybeArray, tau: Array, key: Array
     ) -> Start:
         """Return where a party's guide begins."""
         v = self.vertical
         if not v.rank:
             return Start(z, root)
-        coupling = basis @ combine if v.width else v.loosely(key, len(z))
+        coupling = basis @ jnp.asarray(combine) if v.width else v.loosely(key, len(z))
         return Start(z, jnp.sqrt(tau) * root, coupling)
 
     def silo(
@@ -232,18 +235,18 @@ class Beginning:
 
 
 def _positive(curvatures: Array) -> Array:
-    """Not to be divided by less."""
+    """Return the sizes of curvatures, none so small that one may not divide by it."""
     return jnp.maximum(jnp.abs(curvatures), jnp.finfo(curvatures.dtype).eps)
 
 
 def _products(a: Array, b: Array) -> Array:
-    """Of all pairs along the first axis."""
+    """Return the inner products of all pairs along the first axis."""
     return a.reshape(len(a), -1) @ b.reshape(len(b), -1).T
 
 
 def _directions(gram: Array, curvature: Array) -> tuple[Array, Array]:
-    """Combinations of a basis that are orthonormal and have no curvature in common, and their
-    curvatures, smallest first; columns are zero where the basis holds no more directions.
+    """Return combinations of a basis that are orthonormal and have no curvature in common, with
+    their curvatures, smallest first; columns are zero where the basis holds no more directions.
     """
     unit, values, vectors = Curvature.of(gram)
     there = values > PARALLEL * values.max()

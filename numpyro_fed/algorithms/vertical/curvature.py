@@ -28,23 +28,23 @@ class Local(NamedTuple):
     def at(
         cls, predict: Function, own: Function, z: Array, slope: Array, curvature: Array
     ) -> Local:
-        """By a Jacobian, and derivatives of the own log density."""
+        """Return the log density around ``z``, by a Jacobian and derivatives of the own part."""
         J = jax.jacfwd(predict)(z).reshape(slope.size, z.size)
         own_slope, own_hessian = jax.grad(own)(z), jax.hessian(own)(z)
         rows = J.T @ (jnp.ravel(curvature)[:, None] * J)
         return cls(J.T @ jnp.ravel(slope) + own_slope, rows - own_hessian, own_slope, own_hessian)
 
     def newton(self) -> Array:
-        """The Newton direction, uphill."""
+        """Return the Newton direction, uphill."""
         return newton_step(self.curvature, self.slope)
 
     def root(self) -> Array:
-        """A Cholesky factor of the inverse curvature."""
+        """Return a Cholesky factor of the inverse curvature."""
         return root_of(self.curvature)
 
 
 def at_point(log_density: Function, z: Array) -> tuple[Array, Array]:
-    """Slope and curvature."""
+    """Return slope and curvature of a log density at a point."""
     if not z.size:
         return jnp.zeros(0), jnp.zeros((0, 0))
     return jax.grad(log_density)(z), -jax.hessian(log_density)(z)
@@ -61,7 +61,7 @@ def root_of(curvature: Array) -> Array:
 
 
 def mode_of(log_density: Function, z: Array) -> Array:
-    """Where a party's log density is highest, by Newton steps of which the best share is taken."""
+    """Return where a party's log density is highest, by the best shares of Newton steps."""
     if not z.size:
         return z
     shares = jnp.asarray(SHARES)
@@ -78,7 +78,7 @@ def mode_of(log_density: Function, z: Array) -> Array:
 
 
 def diagonal_curvature(fn: Function, total: Array) -> Array:
-    """Minus the diagonal of the Hessian, none of it negative, for rows that stand alone."""
+    """Return minus the diagonal of the Hessian, none of it negative, for rows that stand alone."""
     columns = total.reshape(len(total), -1)
 
     def slope(columns: Array) -> Array:

@@ -21,14 +21,7 @@ from jax import Array
 
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round
-from numpyro_fed.algorithms.vertical.augmented import (
-    DRAW,
-    STEP,
-    Stepped,
-    drawing,
-    stepping,
-    steps,
-)
+from numpyro_fed.algorithms.vertical.augmented import DRAW, STEP, Stepped, drawing, stepping, steps
 from numpyro_fed.algorithms.vertical.augmented import Down as Rows
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
 from numpyro_fed.algorithms.vertical.base import (
@@ -39,6 +32,7 @@ from numpyro_fed.algorithms.vertical.base import (
     Vertical,
 )
 from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.guides.coupling import MaybeArray
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -83,23 +77,15 @@ class Power:
     server_like: SiloData
     local_steps: int = 1
 
-    def algorithm(self) -> FederatedAlgorithm:
+    def algorithm(self) -> FederatedAlgorithm[ServerState, ClientState]:
         """Return it as pure functions."""
         v = self.vertical
         likelihood = Exchange(LIKELIHOOD, self.likelihood)
         exchanges = drawing(v), likelihood, stepping(v, self.step, self.local_steps)
-        return FederatedAlgorithm(
-            lambda key: v.init_server(key, self.server_like),
-            v.init_client,
-            Round(exchanges, self.round, v.server_noise),
-            v.shared,
-            v.own,
-            done=v.done,
-            server_like=self.server_like,
-        )
+        return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)
 
     def draw(
-        self, params: dict[str, Any], frame: Gaussian, eps: Any, data: SiloData
+        self, params: dict[str, Any], frame: Gaussian, eps: Array, data: SiloData
     ) -> tuple[Array, Array]:
         """Return draws of the server's latents, and its own term of the bound."""
         v = self.vertical
@@ -112,7 +98,7 @@ class Power:
         return z, (jax.vmap(own)(z) - log_q).mean()
 
     def likelihood(
-        self, noise: Any, down: Down, state: ClientState, data: SiloData
+        self, noise: object, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
         v = self.vertical
         drawn = v.draw(state.params, (), state, data)
@@ -120,7 +106,7 @@ class Power:
         at_server = SiloData(dict(held.kwargs["shared"]))
         seen = drawn.g + down.total - drawn.z
 
-        def term(theta: Any, z: Array, seen: Array) -> Array:
+        def term(theta: dict[str, Any], z: Array, seen: Array) -> Array:
             def one(z: Array, seen: Array) -> Array:
                 return v.model.log_server(theta, z, seen, at_server)[1]
 
@@ -148,7 +134,7 @@ class Power:
         return after, Info(loss, all_finite((loss, gradient, up.slope)))
 
     def step(
-        self, noise: Any, down: Sent, state: ClientState, data: SiloData
+        self, noise: MaybeArray, down: Sent, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
         others = down._replace(part=down.part - state.slope)
         return steps(self.vertical, noise, state, data, state.slope, others)

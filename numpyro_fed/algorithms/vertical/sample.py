@@ -10,17 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import (
-    Ask,
-    Exchange,
-    Info,
-    Reply,
-    Round,
-    Sampled,
-    Shared,
-)
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Sampled, Shared
 from numpyro_fed.algorithms.vertical.base import ClientState, Kind, Party, ServerState, Vertical
 from numpyro_fed.guides import coupling
+from numpyro_fed.guides.coupling import MaybeArray
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.vertical import Half
 from numpyro_fed.trees import all_finite
@@ -29,12 +22,12 @@ AT_ONCE = 64  # draws whose values are computed together
 
 
 def values_at(half: Half, theta: dict[str, Any], z: Array, data: SiloData) -> Sampled:
-    """A party's latents on their own supports, at unconstrained draws (n, dim)."""
+    """Return a party's latents on their own supports, at unconstrained draws (n, dim)."""
     return Sampled(jax.lax.map(lambda z: half.values(theta, z, data), z, batch_size=AT_ONCE))
 
 
 def sample_name(n: int) -> str:
-    """From which any party builds the exchange."""
+    """Return the name of the exchange, from which any party builds it."""
     return json.dumps({"sample": n})
 
 
@@ -43,20 +36,20 @@ def sample(v: Vertical, n: int) -> Round:
     and unconstrained draws (n, dim) at the server, who sends the noise that parties share.
     """
 
-    def drawn(kind: Kind, party: Shared | Party, noise: Any, xi: Any) -> Array:
+    def drawn(kind: Kind, party: Shared | Party, noise: Array, xi: MaybeArray) -> Array:
         guide, V = party.guide, party.guide.get("coupling")
         draw = partial(coupling.draw_in, party.frame, v.guide(kind).globals, guide["latents"], V)
         return jax.vmap(draw)(noise, xi)[0]
 
     def silo(
-        noise: Any, down: Any, state: ClientState, data: SiloData
+        noise: Array, down: MaybeArray, state: ClientState, data: SiloData
     ) -> tuple[Reply[tuple[()]], Sampled]:
         kind, private = v.kind(data), v.private(state, data)
         z = drawn(kind, private, noise, down)
         sampled = values_at(kind.half, private.theta, z, data)
         return Reply((), all_finite(sampled)), sampled
 
-    def run(state: ServerState, noise: Any, ask: Ask) -> tuple[Array, Info]:
+    def run(state: ServerState, noise: tuple[Array, MaybeArray], ask: Ask) -> tuple[Array, Info]:
         own, shared = noise
         xi = v.xi(state.params["shared"], shared)
         ask(name, xi)

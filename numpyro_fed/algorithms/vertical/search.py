@@ -49,7 +49,7 @@ from numpyro_fed.algorithms.vertical.curvature import (
 from numpyro_fed.frame import standard
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.trees import all_finite
+from numpyro_fed.trees import all_finite, where
 
 PLANE_STEPS = 10  # of Newton's method in the plane, at the server
 STILL = 1e-3, 1e-6  # nats that the plane promises, and share of the log density: the end
@@ -91,7 +91,7 @@ class Server(NamedTuple):
 
 
 class Ritz(NamedTuple):
-    """What the server has found of a basis, looked at so many times: how to combine it (width,
+    """The server's findings of a basis, looked at so many times: how to combine it (width,
     width), curvatures along what comes of it, smallest first, and minus the change of the slope
     with respect to the sum along each (width, rows, ...), of which nothing is said where the basis
     holds all directions; ``gain`` is what a Newton step along them promises.
@@ -126,14 +126,14 @@ class Place(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """What a client sends of a point: its predictor and its own log density."""
+    """A client's message on a point: its predictor and its own log density."""
 
     predictor: Array
     own: Array
 
 
 class Told(NamedTuple):
-    """What the server sends of the sum: whether the point was better, slope and curvature there."""
+    """A message of the server on the sum: if the point was better, slope and curvature there."""
 
     better: Array
     slope: Array
@@ -141,7 +141,7 @@ class Told(NamedTuple):
 
 
 class Along(NamedTuple):
-    """What a client sends of its plane: how its predictor changes along both directions (2, rows,
+    """A client's message on its plane: how its predictor changes along both directions (2, rows,
     ...), slope (2,) and curvature (2, 2) of its own log density.
     """
 
@@ -228,7 +228,7 @@ class VerticalSearch:
         )
 
     def go(
-        self, noise: Any, down: Place, state: Client, data: SiloData
+        self, noise: object, down: Place, state: Client, data: SiloData
     ) -> tuple[Reply[Tried], Client]:
         step = step_of(down, state)
         tried = Tried(*client(self.vertical, state, data)(state.z + step))
@@ -250,14 +250,14 @@ class VerticalSearch:
         tried = state._replace(
             z=z, last=step, value=value, total=total, slope=slope, curvature=curvature
         )
-        best = jax.tree.map(lambda a, b: jnp.where(better, a, b), tried, state)
+        best = where(better, tried, state)
         return best._replace(better=better, newton=jnp.zeros_like(state.newton))
 
     def turn(
-        self, noise: Any, down: Told, state: Client, data: SiloData
+        self, noise: object, down: Told, state: Client, data: SiloData
     ) -> tuple[Reply[Along], Client]:
         moved = state._replace(z=state.z + state.step, last=state.step)
-        state = jax.tree.map(lambda a, b: jnp.where(down.better, a, b), moved, state)
+        state = where(down.better, moved, state)
 
         predict, own = functions(self.vertical, state, data)
         local = Local.at(predict, own, state.z, down.slope, down.curvature)
@@ -285,7 +285,7 @@ class VerticalSearch:
         quiet = jnp.where(still, state.quiet + 1, 0)
         return state._replace(direction=direction, ab=ab, quiet=quiet)
 
-    def round(self, state: Server, noise: Any, ask: Ask) -> tuple[Server, Info]:
+    def round(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
         tried = ask("try", Place(state.ab, state.newton))
         best = self.judged(state, tried, ask.server_data)
         along: Along = ask("turn", told(best)).up
@@ -300,7 +300,7 @@ def step_of(down: Place, state: Server | Client) -> Array:
 
 
 def client(v: Vertical, state: Client, data: SiloData) -> Callable[[Array], tuple[Array, Array]]:
-    """A client's predictor and its own log density, as a function of its latents."""
+    """Return a client's predictor and its own log density, as a function of its latents."""
     kind = v.kind(data)
 
     def at(z: Array) -> tuple[Array, Array]:
@@ -312,13 +312,13 @@ def client(v: Vertical, state: Client, data: SiloData) -> Callable[[Array], tupl
 
 
 def functions(v: Vertical, state: Client, data: SiloData) -> tuple[Function, Function]:
-    """The same as two functions."""
+    """Return the same as two functions."""
     at = client(v, state, data)
     return lambda z: at(z)[0], lambda z: at(z)[1]
 
 
 def joint(v: Vertical, state: Server, data: SiloData) -> Callable[[Array, Array], Array]:
-    """The server's log density, as a function of its latents and the sum."""
+    """Return the server's log density, as a function of its latents and the sum."""
 
     def at(z: Array, total: Array) -> Array:
         point, apart = v.server.below(z, state.held)
@@ -333,8 +333,11 @@ def told(state: Server) -> Told:
     return Told(state.better, state.slope, state.curvature)
 
 
-def _best(fn: Any) -> tuple[Array, Array]:
-    """The highest of a function of two numbers near zero, by damped Newton steps, and its gain."""
+def _best(fn: Function) -> tuple[Array, Array]:
+    """Return the highest place near zero of a function of two numbers, and its gain.
+
+    By damped Newton steps.
+    """
     first = jnp.array([1.0, 0.0])
 
     def step(carry: tuple, _: None) -> tuple[tuple, None]:

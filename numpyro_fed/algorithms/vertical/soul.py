@@ -20,9 +20,9 @@ coordinates in which a client's curvature under ``rho`` is one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -56,38 +56,44 @@ from numpyro_fed.trees import all_finite
 
 SHOW, DRAW, STEP = "show", "draw", "step"  # the names of the exchanges
 
+Seen = TypeVar("Seen")  # what a likelihood sees besides a client's own predictor
+
 
 class ServerState(NamedTuple):
-    """``params`` is ``{"theta", "z"}``: parameters and latents on their way to the mode.
+    """The state that the server keeps.
+
+    ``params`` is ``{"theta", "z"}``: parameters and latents on their way to the mode.
     ``resting`` is how many clients say that their auxiliary variables have come to rest.
     """
 
     params: dict[str, Any]
-    opt_state: Any
+    opt_state: optax.OptState
     course: Course
     resting: Array
 
 
 class ClientState(NamedTuple):
-    """``params`` is ``{"private", "steps"}``: parameters, and steps of the auxiliary variables from
+    """The state that a client keeps.
+
+    ``params`` is ``{"private", "steps"}``: parameters, and steps of the auxiliary variables from
     the ``centre`` in units of ``rho``. ``position`` (dim,) is the last Langevin draw, in units of
     ``root``; ``kept`` (kept, dim) are the last draws of rounds, ``number`` counts rounds;
     ``gradient`` is what the client knows of its parameters' by itself.
     """
 
     params: dict[str, Any]
-    opt_state: Any
+    opt_state: optax.OptState
     course: Course
     position: Array
     root: Array
     centre: Array
     kept: Array
     number: Array
-    gradient: Any
+    gradient: dict[str, Any]
 
 
 class Up(NamedTuple):
-    """What a client sends: auxiliary variables (rows, ...), and its own mean log density."""
+    """A client's message: auxiliary variables (rows, ...), and its own mean log density."""
 
     z: Array
     own: Array
@@ -102,7 +108,7 @@ class Down(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """What a client sends under the power likelihood: its term, and the gradients with respect to
+    """A client's message under the power likelihood: its term, and the gradients with respect to
     what the likelihood sees, and to the server's parameters and latents.
     """
 
@@ -113,7 +119,7 @@ class Slopes(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What a client says of its step: whether it has come to rest (0 or 1)."""
+    """A client's message on its step: whether it has come to rest (0 or 1)."""
 
     resting: Array
 
@@ -151,15 +157,15 @@ class Soul:
 
     @property
     def num_clients(self) -> int:
-        """How many there are."""
+        """Return how many clients there are."""
         return len(self.model.clients)
 
     def half(self, data: SiloData) -> Half:
-        """The half of the client that holds data of this shape."""
+        """Return the half of the client that holds data of this shape."""
         return self.kinds[signature(data)]
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        """The server's first state; ``data`` are shapes of what it holds."""
+        """Return the server's first state; ``data`` are shapes of what it holds."""
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
         half, total = self.model.server, jnp.zeros(self.model.shape)
         theta = half.init_theta(key, self.model.with_total(zeros, total))
@@ -168,7 +174,7 @@ class Soul:
         return ServerState(params, self.optim.init(params), course, nobody)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
-        """A client's first state: at zero, with the curvature that ``rho`` gives its predictor."""
+        """Return a client's first state: at zero, with the curvature that ``rho`` gives there."""
         half = self.half(data)
         theta, origin = half.init_theta(key, data), jnp.zeros(half.dim)
 
@@ -196,7 +202,7 @@ class Soul:
         )
 
     def of_likelihood(self, centre: Array, data: SiloData) -> Array:
-        """The curvature of a client's own likelihood, under the power model."""
+        """Return the curvature of a client's own likelihood, under the power model."""
         if not self.power:
             return jnp.zeros_like(centre)
         server = self.model.server
@@ -210,13 +216,18 @@ class Soul:
         return diagonal_curvature(log_p, centre)
 
     def auxiliary(self, state: ClientState) -> Array:
-        """A client's auxiliary variables."""
+        """Return a client's auxiliary variables."""
         return state.centre + self.rho * state.params["steps"]
 
     def drawn(
-        self, key: Array, state: ClientState, data: SiloData, seen: Any, likelihood: Any
-    ) -> tuple[ClientState, Array, Any]:
-        """A round's Langevin steps at a client.
+        self,
+        key: Array,
+        state: ClientState,
+        data: SiloData,
+        seen: Seen,
+        likelihood: Callable[[Array, Seen], Array | float],
+    ) -> tuple[ClientState, Array, Seen]:
+        """Take a round's Langevin steps at a client.
 
         ``likelihood(g, seen)`` is added to its own log density. Returns the state, with the
         gradient of its parameters in it, the mean log density, and the gradient with respect to
@@ -224,7 +235,7 @@ class Soul:
         """
         half, langevin = self.half(data), overdamped_langevin()
 
-        def log_p(u: Array, params: dict[str, Any], seen: Any) -> Array:
+        def log_p(u: Array, params: dict[str, Any], seen: Seen) -> Array:
             g, own = self.model.predict(half, params["private"], state.root @ u, data)
             z = state.centre + self.rho * params["steps"]
             return own + dist.Normal(g, self.rho).log_prob(z).sum() + likelihood(g, seen)
@@ -261,8 +272,8 @@ class Soul:
         return party.guide
 
     def stepped(self, state: ClientState, slope: Array) -> ClientState:
-        """A client's step, given the gradient with respect to its auxiliary variables that it does
-        not know by itself.
+        """Take a client's step, given the gradient with respect to its auxiliary variables that it
+        does not know by itself.
         """
         steps = state.gradient["steps"] + self.rho * slope
         gradient = {**state.gradient, "steps": steps}
@@ -271,18 +282,18 @@ class Soul:
         return state._replace(params=params, opt_state=opt_state, course=course)
 
     def done(self, state: ServerState) -> Array:
-        """Whether all parties' modes have come to rest."""
+        """Return whether all parties' modes have come to rest."""
         return settling.settled(state.course) & (state.resting == self.num_clients)
 
-    def moved(self, state: ServerState, gradient: Any, loss: Array) -> ServerState:
-        """The server's step."""
+    def moved(self, state: ServerState, gradient: dict[str, Any], loss: Array) -> ServerState:
+        """Take the server's step up the gradient."""
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
         course = settling.follow(state.course, loss, params, standard=False)
         return state._replace(params=params, opt_state=opt_state, course=course)
 
 
 def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm:
-    """Build the algorithm; ``server_like`` has the shapes of what the server holds."""
+    """Return the algorithm; ``server_like`` has the shapes of what the server holds."""
     return FederatedAlgorithm(
         lambda key: v.init_server(key, server_like),
         v.init_client,
@@ -295,14 +306,16 @@ def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm:
 
 
 def _augmented(v: Soul) -> Round:
-    """Clients draw, and send their auxiliary variables."""
+    """Return the round in which clients draw, and send their auxiliary variables."""
 
-    def silo(noise: Array, down: Any, state: ClientState, data: SiloData) -> tuple[Reply[Up], Any]:
+    def silo(
+        noise: Array, down: object, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Up], ClientState]:
         after, own, _ = v.drawn(noise, state, data, (), lambda g, seen: 0.0)
         up = Up(v.auxiliary(state), own)
         return Reply(up, all_finite((up, after.gradient, after.position))), after
 
-    def run(state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
+    def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         up: Up = ask(DRAW, ()).up
 
         def log_p(params: dict[str, Any], total: Array) -> Array:
@@ -319,9 +332,11 @@ def _augmented(v: Soul) -> Round:
 
 
 def _power(v: Soul) -> Round:
-    """Clients send their auxiliary variables; they draw given the sum, and send slopes."""
+    """Return the round in which clients show ``z``, draw given the sum, and send slopes."""
 
-    def show(noise: Any, down: Any, state: ClientState, data: SiloData) -> tuple[Reply[Array], Any]:
+    def show(
+        noise: object, down: object, state: ClientState, data: SiloData
+    ) -> tuple[Reply[Array], ClientState]:
         z = v.auxiliary(state)
         return Reply(z, all_finite(z)), state
 
@@ -341,7 +356,7 @@ def _power(v: Soul) -> Round:
         up = Slopes(own, slope, theta, z)
         return Reply(up, all_finite((up, after.gradient, after.position))), after
 
-    def run(state: ServerState, noise: Any, ask: Ask) -> tuple[ServerState, Info]:
+    def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         total: Array = ask(SHOW, ()).up
         up: Slopes = ask(DRAW, Down(total, state.params["theta"], state.params["z"])).up
 
@@ -360,13 +375,13 @@ def _power(v: Soul) -> Round:
     return Round(exchanges, run)
 
 
-def _stepping(v: Soul) -> Exchange:
-    """Clients take their steps: down goes the gradient with respect to the sum, back comes whether
-    they are at rest (0 or 1).
+def _stepping(v: Soul) -> Exchange[ClientState, Array, Stepped]:
+    """Return the exchange of clients' steps: down goes the gradient with respect to the sum, back
+    comes whether they are at rest (0 or 1).
     """
 
     def silo(
-        noise: Any, down: Array, state: ClientState, data: SiloData
+        noise: object, down: Array, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
         after = v.stepped(state, down)
         resting = settling.settled(after.course).astype(jnp.result_type(float))
@@ -385,13 +400,13 @@ def sample(v: Soul, n: int) -> Round:
         return jax.random.uniform(key, (n,))
 
     def silo(
-        noise: Array, down: Any, state: ClientState, data: SiloData
+        noise: Array, down: object, state: ClientState, data: SiloData
     ) -> tuple[Reply[tuple[()]], Sampled]:
         z = state.kept[chosen(noise, state.number, v.num_kept)]
         sampled = values_at(v.half(data), state.params["private"], z, data)
         return Reply((), all_finite(sampled)), sampled
 
-    def run(state: ServerState, noise: Any, ask: Ask) -> tuple[Array, Info]:
+    def run(state: ServerState, noise: object, ask: Ask) -> tuple[Array, Info]:
         ask(name, ())
         z = state.params["z"]
         return jnp.broadcast_to(z, (n, *z.shape)), Info(jnp.zeros(()), jnp.array(True))
@@ -400,8 +415,8 @@ def sample(v: Soul, n: int) -> Round:
     return Round((Exchange(name, silo, silo_noise=silo_noise),), run)
 
 
-def chosen(noise: Array, number: Any, num_kept: int) -> Array:
-    """Places of kept draws, from uniform noise: of the last half of ``number`` rounds."""
+def chosen(noise: Array, number: Array | int, num_kept: int) -> Array:
+    """Return places of kept draws, from uniform noise: of the last half of ``number`` rounds."""
     known = jnp.clip(number - number // 2, 1, num_kept)
     back = jnp.minimum((noise * known).astype(jnp.int32), known - 1)
     return (jnp.maximum(number, 1) - 1 - back) % num_kept

@@ -27,6 +27,7 @@ from jax import Array
 from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Shared
 from numpyro_fed.algorithms.vertical.base import ClientState, Kind, Party, ServerState, Vertical
 from numpyro_fed.guides import coupling
+from numpyro_fed.guides.coupling import MaybeArray, Tie
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -35,7 +36,7 @@ SHARES = (0.8, 0.1, 0.1)
 
 
 class Up(NamedTuple):
-    """What a client sends of each draw: its predictor (draws, rows, ...), its own log density, the
+    """A client's message on each draw: its predictor (draws, rows, ...), its own log density, the
     log density of its draw under each part of the mixture (draws, parts), and what ties it to other
     parties, ``b`` (draws, parts, rank).
     """
@@ -49,8 +50,8 @@ class Up(NamedTuple):
 class Down(NamedTuple):
     """The noise that all parties share, (draws, rank), and its centre."""
 
-    xi: Any
-    middle: Any
+    xi: MaybeArray
+    middle: MaybeArray
 
 
 class Placed(NamedTuple):
@@ -72,7 +73,7 @@ class Weighed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Weighing:
-    """From states of a vertical algorithm to :class:`Weighed` at the server, in one round.
+    """The way from states of a vertical algorithm to :class:`Weighed` at the server, in one round.
 
     Each client keeps draws (num_draws, dim).
 
@@ -97,12 +98,12 @@ class Weighing:
 
     @property
     def name(self) -> str:
-        """The name of the exchange, from which any party builds it."""
+        """Return the name of the exchange, from which any party builds it."""
         return json.dumps({"weigh": self.num_draws, "at_once": self.at_once})
 
     @cached_property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """The scales of the mixture's parts, and of which of them each draw is (num_draws,).
+        """Return the scales of the mixture's parts, and of which each draw is (num_draws,).
 
         The guides alone, if the density of some guide is known at its own draws alone.
         """
@@ -114,7 +115,9 @@ class Weighing:
         of = np.repeat(np.arange(len(SCALES)), [n - sum(numbers), *numbers])
         return np.array(SCALES), of
 
-    def place(self, kind: Kind, party: Shared | Party, noise: Any, xi: Any, middle: Any) -> Placed:
+    def place(
+        self, kind: Kind, party: Shared | Party, noise: Array, xi: MaybeArray, middle: MaybeArray
+    ) -> Placed:
         """Return a party's draws; ``middle`` is the centre of the shared noise."""
         scales, of = self.parts
         guide, frame = self.vertical.guide(kind).globals, party.frame
@@ -123,11 +126,13 @@ class Weighing:
         u, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
         at = jax.vmap(partial(guide.place, frame))
         if len(scales) == 1 or not guide.density_everywhere:
-            return Placed(at(u), log_q[:, None] - frame.log_det, () if V is None else b[:, None])
+            return Placed(
+                at(u), log_q[:, None] - frame.log_det, () if isinstance(b, tuple) else b[:, None]
+            )
         centre = guide.centre(eta) if V is None else guide.draw(eta, V @ middle)[0]
         u = centre + jnp.asarray(scales)[of][:, None] * (u - centre)
 
-        def under(scale: float) -> tuple[Array, Any]:
+        def under(scale: float) -> tuple[Array, MaybeArray]:
             shrunk = centre + (u - centre) / scale
             widened = frame.log_det + u.shape[1] * np.log(scale)
             log_q = jax.vmap(partial(guide.log_density, eta))(shrunk) - widened
@@ -139,7 +144,7 @@ class Weighing:
         return Placed(at(u), *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *found))
 
     def silo(
-        self, noise: Any, down: Down, state: ClientState, data: SiloData
+        self, noise: Array, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], Array]:
         v = self.vertical
         kind: Kind = v.kind(data)
@@ -150,16 +155,18 @@ class Weighing:
             return v.model.predict(kind.half, private.theta, z, data)
 
         g, own = jax.lax.map(one, drawn.z, batch_size=self.at_once)
-        tie = coupling.Tie(drawn.b, _products(private.guide)) if v.rank else ()
+        tie = Tie(drawn.b, _products(private.guide)) if v.rank else ()
         up = Up(g, own, drawn.log_q, tie)
         return Reply(up, jnp.array(True)), drawn.z
 
     def usable(self, up: Up) -> Array:
-        """Densities far out, and predictors there, may overflow: such a draw has no weight."""
+        """Return whether a message can be used; far out densities and predictors may overflow."""
         near = up.predictor[self.parts[1] == 0]
         return ~jnp.isnan(up.own).any() & ~jnp.isnan(near).any() & all_finite((up.log_q, up.tie))
 
-    def run(self, state: ServerState, noise: Any, ask: Ask) -> tuple[Weighed, Info]:
+    def run(
+        self, state: ServerState, noise: tuple[Array, MaybeArray], ask: Ask
+    ) -> tuple[Weighed, Info]:
         """Draw, ask clients for their predictors there, and weigh."""
         v, (own, shared) = self.vertical, noise
         scales, of = self.parts
@@ -187,6 +194,6 @@ class Weighing:
         return Weighed(drawn.z, log_w), Info(-evidence, fine)
 
 
-def _products(params: Any) -> Array:
+def _products(params: dict[str, Any]) -> Array:
     """Return ``V' V`` of a party's part in the shared noise."""
     return params["coupling"].T @ params["coupling"]
