@@ -17,7 +17,8 @@ from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import FULL_UP_TO
 from numpyro_fed.precision import in_this_precision
-from numpyro_fed.results.base import Fit, Result, Silos
+from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.stack import State, init_schedule
 from numpyro_fed.trees import strong
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.methods.host import RUNTIMES, SEARCHES, Host, check_course
+from numpyro_fed.methods.host import RUNTIMES, SEARCHES, Course, Host, Outcome
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.fingerprint import source_hash
@@ -27,7 +29,7 @@ from numpyro_fed.results.run import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalStart
 from numpyro_fed.runtime.crossing import Crossings, crossings
 from numpyro_fed.runtime.noise import one_key
-from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
+from numpyro_fed.runtime.stack import Batches, Runtime, State, on_device
 
 NEEDS_RESPONSE = (
     "under the power likelihood every client evaluates the likelihood itself, for which it must "
@@ -36,7 +38,7 @@ NEEDS_RESPONSE = (
 
 
 @dataclass(frozen=True)
-class VerticalMethod(Host):
+class VerticalMethod(Host[VerticalFit, Outcome]):
     """A model whose clients hold some columns of every row, and how to fit it.
 
     Parameters
@@ -49,42 +51,42 @@ class VerticalMethod(Host):
 
     model: Callable
     share_response: bool = field(default=False, kw_only=True)
-    _fits: dict[Any, VerticalFit] = field(
+    _fits: dict[Hashable, VerticalFit] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @abstractmethod
     def _build(self, roles: Roles) -> VerticalBuilt:
-        """The algorithm."""
+        """Return the algorithm for a text that is split over clients."""
 
     @abstractmethod
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
-        """What a saved state must agree with, besides sites and rows."""
+        """Return what a saved state must agree with, besides sites and rows."""
 
     def _begin(
         self,
         fit: VerticalFit,
         key: Array,
-        batches: tuple[Batch, ...],
+        batches: Batches,
         runtime_of: Callable[[FederatedAlgorithm], Runtime],
     ) -> tuple[State, VerticalStart | None]:
-        """The first state of a run, and the mode if it is there."""
+        """Return the first state of a run, and the mode if it is there."""
         return fit.runtime.init(key, batches), None
 
     def run(
         self,
         key: Array,
         num_rounds: int,
-        *args: Any,
+        *args: object,
         init_state: State | None = None,
         progress_bar: bool = True,
         runtime: str = "simulation",
-        row_ids: Sequence[Any] | None = None,
+        row_ids: Sequence[ArrayLike] | None = None,
         stop: str | None = None,
-        callback: Callable[[Any], Any] | None = None,
+        callback: Callable[[Outcome], object] | None = None,
         every: int = 100,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> Outcome:
         """Fit the model to its arguments.
 
         Parameters
@@ -113,7 +115,7 @@ class VerticalMethod(Host):
             By Ctrl-C, as in :meth:`SFVI.run`.
         """
         key = one_key(key)
-        check_course(num_rounds, every, stop)
+        course = Course(num_rounds, None, progress_bar, stop, callback, every)
         fit, held = self._prepare(args, kwargs, runtime)
         if row_ids is not None:
             model = fit.built.model
@@ -124,28 +126,19 @@ class VerticalMethod(Host):
             state, start = self._begin(fit, key, held.batches, SEARCHES[runtime])
         else:
             state, start = fit.check_state(init_state, held), None
-        return self._driven(
-            fit,
-            held,
-            key,
-            state,
-            num_rounds,
-            start,
-            server_data=fit.server_data,
-            progress_bar=progress_bar,
-            stop=stop,
-            callback=callback,
-            every=every,
-        )
+        course = replace(course, server_data=fit.server_data)
+        return self._driven(fit, held, key, state, start, course)
 
-    def messages(self, *args: Any, **kwargs: Any) -> Crossings:
-        """What each party sees: all arrays that cross, with their shapes, before the first round
-        (as often as :attr:`VerticalResult.start` says) and in each round.
+    def messages(self, *args: object, **kwargs: object) -> Crossings:
+        """Return what each party sees: all arrays that cross, with their shapes, before the
+        first round (as often as :attr:`VerticalResult.start` says) and in each round.
         """
         fit, held = self._prepare(args, kwargs, "simulation")
         return _messages(fit, held)
 
-    def load(self, path: str | Path, *args: Any, runtime: str = "simulation", **kwargs: Any) -> Any:
+    def load(
+        self, path: str | Path, *args: object, runtime: str = "simulation", **kwargs: object
+    ) -> Outcome:
         """Rebuild a fit from what :meth:`VerticalResult.save` wrote, and the model's arguments.
 
         Raises
@@ -178,22 +171,22 @@ class VerticalMethod(Host):
         fit.supports.check(alone(roles.server))
         return replace(fit, server_data=roles.server), held
 
-    def describe(self, silo: Any, row_ids: Any = None) -> Shapes:
-        """What a client says of its columns: shapes, dtypes and plain values, and by which digest
-        its rows' ids are known.
+    def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Shapes:
+        """Return what a client says of its columns: shapes, dtypes and plain values, and by which
+        digest its rows' ids are known.
         """
         shapes = Shapes.of(self.hold(silo))
         if row_ids is None:
             return shapes
-        rows = rows_of(silo) or len(row_ids)
+        rows = rows_of(silo) or np.shape(row_ids)[0]
         return replace(shapes, ids=digest(read_ids(row_ids, rows, "this client")))
 
     def read_plan(self, text: str) -> VerticalPlan:
-        """A plan from JSON."""
+        """Return a plan from JSON."""
         return VerticalPlan.from_json(text)
 
-    def hold(self, silo: Any, plan: VerticalPlan | None = None, number: int = 0) -> SiloData:
-        """A client's columns, checked; with the plan, as the algorithm takes them."""
+    def hold(self, silo: object, plan: VerticalPlan | None = None, number: int = 0) -> SiloData:
+        """Return a client's columns, checked; with the plan, as the algorithm takes them."""
         if plan is None:
             return read_one("a client", {"columns": silo})
         expected = self._roles(plan).clients[number]
@@ -208,7 +201,7 @@ class VerticalMethod(Host):
         return data
 
     def build(self, plan: VerticalPlan) -> VerticalBuilt:
-        """The algorithm, from text and plan: the same at every party."""
+        """Return the algorithm, from text and plan: the same at every party."""
         return self._build(self._roles(plan))
 
     def round_of(self, built: VerticalBuilt, name: str) -> Round:
@@ -218,7 +211,7 @@ class VerticalMethod(Host):
         return built.round_of(name)
 
     def admit(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
-        """Any exchange suits any client."""
+        """Refuse nothing: any exchange suits any client."""
         return
 
     def _roles(self, plan: VerticalPlan) -> Roles:
@@ -243,7 +236,7 @@ class VerticalMethod(Host):
 
 
 def _messages(fit: VerticalFit, held: Silos) -> Crossings:
-    """Of one client."""
+    """Return all that crosses between the server and one client."""
     built = fit.built
 
     def seen(when: str, algorithm: FederatedAlgorithm, rounds: Sequence[Round]) -> Crossings:

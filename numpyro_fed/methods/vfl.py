@@ -47,7 +47,7 @@ from numpyro_fed.results.vertical import (
 )
 from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.drive import Run, drive
-from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
+from numpyro_fed.runtime.stack import Batches, Runtime, Single, State
 from numpyro_fed.trees import strong
 
 MEAN_FIELD_UP_TO = 10_000  # rows
@@ -60,7 +60,7 @@ OPENING = 2**31 - 1  # folded into the key of a run, for what comes before its r
 
 
 @dataclass(frozen=True)
-class VFL(VerticalMethod):
+class VFL(VerticalMethod[VerticalResult]):
     r"""Structured federated variational inference for vertical models.
 
     Each client holds some columns of every row and the parameters that belong to them; the server
@@ -199,9 +199,9 @@ class VFL(VerticalMethod):
         if self.likelihood == "power" and not self.share_response:
             raise ValueError(NEEDS_RESPONSE)
 
-    def messages(self, *args: Any, **kwargs: Any) -> Crossings:
-        """What each party sees: all arrays that cross, with their shapes, before the first round
-        (as often as :attr:`VerticalResult.start` says) and in each round.
+    def messages(self, *args: object, **kwargs: object) -> Crossings:
+        """Return what each party sees: all arrays that cross, with their shapes, before the
+        first round (as often as :attr:`VerticalResult.start` says) and in each round.
 
         A client's ``part`` has a number for each row: in the exact split its predictor, of which
         many draws tell the client's columns up to what the predictor does with them (a linear
@@ -332,7 +332,7 @@ class VFL(VerticalMethod):
         self,
         fit: VerticalFit,
         key: Array,
-        batches: tuple[Batch, ...],
+        batches: Batches,
         runtime_of: Callable[[FederatedAlgorithm], Runtime],
     ) -> tuple[State, VerticalStart | None]:
         return begin(fit, key, batches, runtime_of)
@@ -350,7 +350,7 @@ class VFL(VerticalMethod):
         return self.hides_by_noise and "weigh" in settings_in(name)
 
     def _rank(self, v: Vertical, start: str | None) -> int:
-        """Of the noise that all parties share."""
+        """Return the rank of the noise that all parties share."""
         guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
         halves = (v.model.server, *v.model.clients)
         several = sum(half.dim > 0 for half in halves) > 1
@@ -366,7 +366,7 @@ class VFL(VerticalMethod):
         return min(int(self.rank), v.dim - 1) if several else 0
 
     def _start(self, roles: Roles) -> str | None:
-        """Where runs begin, of those that are possible."""
+        """Return where runs begin, of the places that are possible."""
         wanted = self.start
         if wanted == "auto":
             wanted = "mode" if self.rho is None else "own"
@@ -403,16 +403,16 @@ def _has_mode(roles: Roles) -> bool:
 def begin(
     fit: VerticalFit,
     key: Array,
-    batches: tuple[Batch, ...],
+    batches: Batches,
     runtime_of: Callable[[FederatedAlgorithm], Runtime],
 ) -> tuple[State, VerticalStart | None]:
-    """The first state of a run, and the mode if it is there."""
+    """Return the first state of a run, and the mode if it is there."""
     built = fit.built
     if built.search is None:
         return fit.runtime.init(key, batches), None
     search = built.search
     runtime = fit.once(SEARCH, lambda: runtime_of(search))
-    *spreads, beginning = (fit.once(x.name, partial(runtime.once, x)) for x in built.begins)
+    *spreads, beginning = (fit.soon(x, runtime) for x in built.begins)
     mine = jax.random.fold_in(key, OPENING)
     found: State | None = runtime.init(mine, batches)
     exchanges = 0
@@ -438,11 +438,11 @@ def _searched(
     fit: VerticalFit,
     key: Array,
     state: State,
-    batches: tuple[Batch, ...],
+    batches: Batches,
     runtime: Runtime,
     spread: Single,
 ) -> tuple[State | None, int]:
-    """The search at the mode, None if it fails, and how many exchanges it took."""
+    """Return the search at the mode, None if it fails, and how many exchanges it took."""
     asked = 0
     for cycle in range(CYCLES):
         run = drive(runtime, key, state, batches, MOST, False, fit.server_data, stop=True)

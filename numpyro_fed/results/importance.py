@@ -25,7 +25,8 @@ from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.objectives import LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.precision import in_own_precision, precision
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.base import Built, Fit, Result
+from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.built import Built
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.results.rounding import Rounding

@@ -17,7 +17,8 @@ from numpyro_fed.algorithms.pvi.states import Settings, Status
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.expfam.gaussian import rounding
 from numpyro_fed.precision import in_own_precision
-from numpyro_fed.results.base import Factors, Result
+from numpyro_fed.results.base import Result
+from numpyro_fed.results.built import Factors
 
 
 @dataclass(frozen=True, eq=False)
