@@ -14,17 +14,19 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import (
     FederatedAlgorithm,
+    Info,
     Round,
     Shared,
     unknown_exchange,
 )
-from numpyro_fed.errors import DataError, SavedStateError
+from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.recognise import Made
 from numpyro_fed.results.saving import SavedRun, Told, save
-from numpyro_fed.runtime.stack import Batches, Runtime, Single, State
+from numpyro_fed.runtime.drive import failed_silos
+from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
 from numpyro_fed.trees import Tree
 
 BATCHES = 5  # of rounds, whose means show how noisy a bound is
@@ -195,6 +197,7 @@ class FederatedRun(ABC, Generic[Ready]):
     start: Any = field(default=None, repr=False, kw_only=True)
 
     ELSEWHERE: ClassVar[str]  # what to say where a silo's own numbers are not in this process
+    PARTY: ClassVar[str] = "silo"
 
     @property
     @abstractmethod
@@ -224,6 +227,25 @@ class FederatedRun(ABC, Generic[Ready]):
     def _batches(self) -> Batches:
         """Return what silos of this process hold, for a round that they are asked in."""
         return () if self._silos is None else self._silos.batches
+
+    def _asked(
+        self, round_: Single, key: Array, words: str, given: ServerData = None
+    ) -> tuple[Any, Stacks, Info]:
+        """Return the states of server and silos after one more round, and what it reports.
+
+        Raises
+        ------
+        NonFiniteError
+            In these ``words``, with who is at fault in the place of ``{}``.
+        """
+        state, batches = self.state, self._batches
+        server, silos, info, good = round_(key, state.server, state.silos, batches, given)
+        if not bool(info.ok):
+            bad = failed_silos(good, silos, batches)
+            where = f"{self.PARTY} {', '.join(map(str, bad))}" if bad else "the server"
+            number = int(state.round)
+            raise NonFiniteError(words.format(where), result=self, round=number, silos=bad)
+        return server, silos, info
 
     @property
     def settled(self) -> bool:

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, Shared
 from numpyro_fed.algorithms.vertical.base import Kind, Party
-from numpyro_fed.errors import NonFiniteError, positive_int
+from numpyro_fed.errors import positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
@@ -122,6 +121,7 @@ class VerticalRun(FederatedRun[VerticalFit]):
         "clients hold their own latents and parameters, and the server knows nothing of them. Ask "
         "there, or run all parties in one process."
     )
+    PARTY = "client"
 
     @property
     def num_clients(self) -> int:
@@ -216,18 +216,11 @@ class VerticalRun(FederatedRun[VerticalFit]):
         NonFiniteError
             Where a draw is NaN or infinite.
         """
-        fit, state = self._fit, self.state
+        fit = self._fit
         positive_int("n", n)
-        z, sampled, info, good = fit.single(fit.built.sampling(n))(
-            key, state.server, state.silos, self._batches, fit.server_data
-        )
-        if not bool(info.ok):
-            raise NonFiniteError(
-                "a draw of the posterior is NaN or infinite: see the losses of the run.",
-                result=self,
-                round=int(state.round),
-                silos=tuple(np.flatnonzero(~np.asarray(good)).tolist()),
-            )
+        words = "a draw of the posterior is NaN or infinite: see the losses of the run."
+        sampling = fit.single(fit.built.sampling(n))
+        z, sampled, _ = self._asked(sampling, key, words, fit.server_data)
         sites = self.sites_at(z, ())
         for j in range(len(self._data)):
             values = self._held(j).at(j, [stack.values for stack in sampled])
