@@ -157,17 +157,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
                 state, start = fit.check_state(init_state, held), None
         except NoStartError as error:
             warnings.warn(error.warning, stacklevel=2)
-            return self._from_zero.run(
-                key,
-                num_rounds,
-                silos,
-                progress_bar=progress_bar,
-                runtime=runtime,
-                server_data=server_data,
-                stop=stop,
-                callback=callback,
-                every=every,
-            )
+            return self._from_zero.run(key, silos=silos, runtime=runtime, **vars(course))
         self._check_rounds(state, num_rounds)
 
         return self._driven(fit, held, key, state, start, course)

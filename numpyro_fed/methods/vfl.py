@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,13 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
+from numpyro_fed.algorithms.base import Round, settings_in
 from numpyro_fed.algorithms.vertical.augmented import Augmented
 from numpyro_fed.algorithms.vertical.base import Kind, Vertical
-from numpyro_fed.algorithms.vertical.begin import Beginning, looks, spread, width_of
+from numpyro_fed.algorithms.vertical.begin import Beginning, spread, width_of
 from numpyro_fed.algorithms.vertical.power import Power
 from numpyro_fed.algorithms.vertical.sample import sample
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
@@ -27,7 +25,7 @@ from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
-from numpyro_fed.methods.mode import SEARCH, SEARCHED_UP_TO
+from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_power
 from numpyro_fed.model.clients import positive_rho
@@ -43,20 +41,13 @@ from numpyro_fed.results.vertical import (
     VerticalBuilt,
     VerticalFit,
     VerticalResult,
-    VerticalStart,
 )
 from numpyro_fed.runtime.crossing import Crossings
-from numpyro_fed.runtime.drive import Run, drive
-from numpyro_fed.runtime.stack import Batches, Runtime, Single, State
-from numpyro_fed.trees import strong
+from numpyro_fed.runtime.drive import Run
 
 MEAN_FIELD_UP_TO = 10_000  # rows
 JACOBIAN = 2**26  # numbers, at most, in that of a client's predictor
-MOST = 60  # rounds of the search
-CYCLES = 5  # of the search, each but the first from a Newton step of all parties
-CLOSE = 1e-3  # nats that such a step promises, where the search is at its end
 RANK = 32  # of the noise that parties share, by default, at most
-OPENING = 2**31 - 1  # folded into the key of a run, for what comes before its rounds
 
 
 @dataclass(frozen=True)
@@ -328,15 +319,6 @@ class VFL(VerticalMethod[VerticalResult]):
     ) -> VerticalResult:
         return VerticalResult(run.losses, run.state, fit, held)
 
-    def _begin(
-        self,
-        fit: VerticalFit,
-        key: Array,
-        batches: Batches,
-        runtime_of: Callable[[FederatedAlgorithm], Runtime],
-    ) -> tuple[State, VerticalStart | None]:
-        return begin(fit, key, batches, runtime_of)
-
     def round_of(self, built: VerticalBuilt, name: str) -> Round:
         """Return the round that has this exchange: of a run, or the importance correction."""
         if "weigh" in (asked := settings_in(name)):
@@ -398,66 +380,3 @@ def _has_mode(roles: Roles) -> bool:
     """Whether a mode can be looked for."""
     halves = roles.model.server, *roles.model.clients
     return not any(half.named("param") for half in halves)
-
-
-def begin(
-    fit: VerticalFit,
-    key: Array,
-    batches: Batches,
-    runtime_of: Callable[[FederatedAlgorithm], Runtime],
-) -> tuple[State, VerticalStart | None]:
-    """Return the first state of a run, and the mode if it is there."""
-    built = fit.built
-    if built.search is None:
-        return fit.runtime.init(key, batches), None
-    search = built.search
-    runtime = fit.once(SEARCH, lambda: runtime_of(search))
-    *spreads, beginning = (fit.soon(x, runtime) for x in built.begins)
-    mine = jax.random.fold_in(key, OPENING)
-    found: State | None = runtime.init(mine, batches)
-    exchanges = 0
-    if found is not None and spreads:
-        found, exchanges = _searched(fit, mine, found, batches, runtime, spreads[0])
-    if found is not None:
-        server, silos, info, _ = beginning(
-            mine, found.server, found.silos, batches, fit.server_data
-        )
-        if info.ok:
-            state = strong(State(jnp.zeros((), jnp.int32), server, silos))
-            start = VerticalStart(-float(info.loss), exchanges + 1) if spreads else None
-            return state, start
-    warnings.warn(
-        "no start was found where the log density and its derivatives are finite: the run starts "
-        "at zero in unconstrained space. Double precision may help.",
-        stacklevel=3,
-    )
-    return fit.runtime.init(key, batches), None
-
-
-def _searched(
-    fit: VerticalFit,
-    key: Array,
-    state: State,
-    batches: Batches,
-    runtime: Runtime,
-    spread: Single,
-) -> tuple[State | None, int]:
-    """Return the search at the mode, None if it fails, and how many exchanges it took."""
-    asked = 0
-    for cycle in range(CYCLES):
-        run = drive(runtime, key, state, batches, MOST, False, fit.server_data, stop=True)
-        if run.refused is not None:
-            raise run.refused
-        if run.failure is not None:
-            return None, 0
-        state = run.state
-        for _ in range(1 if cycle else looks(fit.vertical)):
-            server, silos, info, _ = spread(
-                key, state.server, state.silos, batches, fit.server_data
-            )
-            if not info.ok:
-                return None, 0
-            state, asked = state._replace(server=server, silos=silos), asked + 1
-        if state.server.ritz.gain <= CLOSE:
-            break
-    return state, 2 * int(state.round) + asked

@@ -15,7 +15,7 @@ from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.errors import ModelError
 from numpyro_fed.methods.host import Course
 from numpyro_fed.methods.node import PartyServer
-from numpyro_fed.methods.vertical import VerticalMethod
+from numpyro_fed.methods.vertical import VerticalMethod, begin
 from numpyro_fed.model.data import read_one
 from numpyro_fed.model.observed import Supports, alone
 from numpyro_fed.model.roles import Text, split
@@ -133,7 +133,7 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         runtime_of: Callable[[FederatedAlgorithm], Runtime],
         progress_bar: bool,
     ) -> tuple[State, VerticalStart | None]:
-        return self._method._begin(fit, key, (), runtime_of)
+        return begin(fit, key, (), runtime_of)
 
     def run(
         self,

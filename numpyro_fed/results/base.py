@@ -22,7 +22,6 @@ from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
-from numpyro_fed.objectives import SiloBound
 from numpyro_fed.precision import in_own_precision, is_double, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.built import Built, Factors
@@ -77,7 +76,7 @@ class Fit(Prepared[Built]):
     @cached_property
     def posterior(self) -> Posterior:
         """Return the compiled sampling functions of the fit."""
-        return posterior(self.model, self.guide, self.bound)
+        return posterior(self.model, self.guide, self.built.bound)
 
     @property
     def model(self) -> FederatedModel:
@@ -88,11 +87,6 @@ class Fit(Prepared[Built]):
     def guide(self) -> Guide:
         """Return the guide of globals and locals."""
         return self.built.guide
-
-    @property
-    def bound(self) -> SiloBound:
-        """Return the silos' terms of the bound."""
-        return self.built.bound
 
     @property
     def draws(self) -> dict[str, int]:

@@ -12,11 +12,9 @@ from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.results.run import BuiltRun
-from numpyro_fed.runtime.crossing import Crossings, crossings
 from numpyro_fed.runtime.schedule import Schedule
 
 
@@ -116,15 +114,13 @@ class Built(BuiltRun):
         """Return the look around that follows a search, where a prior is flat."""
         return self.start.around if self.start is not None and self.model.flat else None
 
-    def messages(self, data: SiloData) -> Crossings:
-        """Return all that crosses between the server and a silo, one exchange of each kind."""
-        first, opening = self.first, self.algorithm.opening
-        path = opening if self.start is None else (first.round, self.start.begin, *opening)
-        rows = crossings("start", first, path, data, None).rows
-        if self.around is not None:
-            rows += crossings("start", first, (self.around,), data, None).rows
-        here = crossings("round", self.algorithm, (self.algorithm.round,), data, None)
-        return here._replace(rows=rows + here.rows)
+    @property
+    def paths(self) -> tuple[tuple[Round, ...], ...]:
+        """Return the rounds before the first one; by itself the look around, if there is one."""
+        if self.start is None:
+            return (self.opening,)
+        path = (self.start.search.round, self.start.begin, *self.algorithm.opening)
+        return (path,) if self.around is None else (path, (self.around,))
 
     def exchanged_before(self, start: object) -> dict[str, int]:
         """Return how often each exchange took place before the first round of a run that began at

@@ -25,6 +25,7 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.recognise import Made
 from numpyro_fed.results.saving import SavedRun, Told, save
+from numpyro_fed.runtime.crossing import Crossings, crossings
 from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
 from numpyro_fed.trees import Tree
@@ -82,6 +83,20 @@ class BuiltRun(ABC):
     def further(self) -> tuple[Round, ...]:
         """Return the rounds that are asked for after a run."""
         return ()
+
+    @property
+    def paths(self) -> tuple[tuple[Round, ...], ...]:
+        """Return the rounds before the algorithm's own first one, as they may follow each other."""
+        return (self.opening,)
+
+    def messages(
+        self, data: SiloData, server_data: ServerData = None, *, silo: str = "silo"
+    ) -> Crossings:
+        """Return all that crosses between the server and a silo, one exchange of each kind."""
+        starts = [("start", self.first, path) for path in self.paths]
+        each = [*starts, ("round", self.algorithm, (self.algorithm.round,))]
+        found = [crossings(*one, data, server_data, silo=silo) for one in each]
+        return found[0]._replace(rows=tuple(row for part in found for row in part.rows))
 
     def sender(self, round_: Round) -> FederatedAlgorithm:
         """Return the algorithm from whose states a round starts."""

@@ -24,6 +24,7 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.recognise import Made
 from numpyro_fed.results.run import BuiltRun, FederatedRun, Prepared, Silos
+from numpyro_fed.runtime.crossing import Crossings
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,6 +94,10 @@ class VerticalFit(Prepared[VerticalBuilt]):
     def vertical(self) -> Any:
         """Return the model and how it is approximated."""
         return self.built.vertical
+
+    def messages(self, held: Silos) -> Crossings:
+        """Return all that crosses between the server and the first client."""
+        return self.built.messages(held.data[0], self.server_data, silo="client")
 
     def description(self) -> dict[str, Any]:
         """Return what a saved state must agree with."""
