@@ -92,13 +92,13 @@ class ServerNode(PartyServer[Fit, Result]):
         Naming a silo that does not fit together with the others.
     """
 
-    def __init__(self, method: Method[Result, Any], facts: Sequence[str]):
+    def __init__(self, method: Method[Any, Any], facts: Sequence[str]):
         if isinstance(getattr(method, "start", None), Result):
             raise DataError(
                 "start= is a result of silos in this process, whose guides it takes over. Over "
                 "nodes begin at the mode (start='mode'), or at none."
             )
-        self._method: Method[Result, Any] = method
+        self._method: Method[Any, Any] = method
         told = [Facts.from_json(f) for f in facts]
         self._plan = method.agree(told)
         self._rows = [rows_of(f) for f in told]

@@ -77,7 +77,7 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
 
     def __init__(
         self,
-        method: VerticalMethod[VerticalRun],
+        method: VerticalMethod[Any],
         facts: Sequence[str],
         arguments: Callable[[list[Any]], Mapping[str, Any]],
         *,
@@ -98,7 +98,7 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
         check_same_digests(digests)
         self._plan = VerticalPlan(Shapes.of(read_one("the server", held)), clients, told)
-        self._method: VerticalMethod[VerticalRun] = method
+        self._method: VerticalMethod[Any] = method
         self._held, self._template = roles.server, roles.clients[0]
         self._built: VerticalBuilt = method._build(roles)
         self._description = method._description(self._built)
