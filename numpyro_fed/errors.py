@@ -97,7 +97,8 @@ class ReplyError(DataError):
 
     def __init__(self, message: str, *, silo: int, exchange: str):
         super().__init__(f"the reply of silo {silo} to the exchange '{exchange}' {message}")
-        self.silo, self.exchange, self.result = silo, exchange, None
+        self.silo, self.exchange = silo, exchange
+        self.result: Savable | None = None
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -19,7 +19,7 @@ from numpyro_fed.algorithms.transforms import round_to_grid, transformed
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.gaussian import unit_lower
 from numpyro_fed.methods.host import SEARCHES
-from numpyro_fed.methods.vfl import begin
+from numpyro_fed.methods.vertical import begin
 from numpyro_fed.model.roles import split_vertical
 from numpyro_fed.model.row_ids import digest, read_ids
 from numpyro_fed.results.vertical import VerticalResult

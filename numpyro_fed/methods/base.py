@@ -6,16 +6,17 @@ import json
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import (
     FederatedAlgorithm,
@@ -30,8 +31,7 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.methods.carrying import carried
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
-from numpyro_fed.methods.host import RUNTIMES, SEARCHES, Host, check_course
-from numpyro_fed.methods.minibatches import check_alone
+from numpyro_fed.methods.host import RUNTIMES, SEARCHES, Course, Host
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, why_coupled
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
@@ -41,30 +41,39 @@ from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
 from numpyro_fed.model.split import FederatedModel, split
 from numpyro_fed.model.verdicts import Checks, check_rows_apart
-from numpyro_fed.results.base import Built, Fit, Result, Silos
+from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import weighing
+from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.noise import one_key
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.stack import State, on_device
+from numpyro_fed.runtime.stack import ServerData, State, on_device
 
 WIDE_UP_TO = 10_000  # by L-BFGS
 SEARCHED = "mode", "wide"  # kinds of start
 
 
-class Method(Host):
+Found = TypeVar("Found", bound=Result)
+Shaped = TypeVar("Shaped")
+
+
+@dataclass(frozen=True)
+class Method(Host[Fit, Found], Generic[Found, Shaped]):
     """A federated method: settings in a frozen dataclass, ``run`` and ``load`` from here.
 
-    A subclass has the fields ``model``, ``_layouts`` and ``_fits``, and says how its fit is built.
+    A subclass has further settings, and says how its fit is built. ``Shaped`` is what it keeps
+    with a layout of silos.
     """
 
     model: Callable
-    batch_size: int | None = None
-    _layouts: dict[Any, tuple[Layout, Plan, Any]]
-    _fits: dict[Any, Fit]
+    _layouts: dict[Hashable, tuple[Layout, Plan, Shaped]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def hides_by_noise(self) -> bool:
-        """Silos' noise is that of their own latents, and hides nothing."""
+        """Return False: silos' noise is that of their own latents, and hides nothing."""
         return False
 
     def run(
@@ -76,12 +85,12 @@ class Method(Host):
         init_state: State | None = None,
         progress_bar: bool | Progress = True,
         runtime: str = "simulation",
-        server_data: Any = None,
+        server_data: ServerData = None,
         stop: str | None = None,
-        callback: Callable[[Any], Any] | None = None,
+        callback: Callable[[Found], object] | None = None,
         every: int = 100,
-    ) -> Any:
-        """Fit the model.
+    ) -> Found:
+        """Fit the model to what the silos hold.
 
         Parameters
         ----------
@@ -134,11 +143,11 @@ class Method(Host):
             that were finished.
         """
         key = one_key(key)
-        check_course(num_rounds, every, stop)
+        course = Course(num_rounds, server_data, progress_bar, stop, callback, every)
         fit, held = self._prepare(silos, runtime)
         try:
             earlier = getattr(self, "start", None)
-            start: Any
+            start: object
             if init_state is None and isinstance(earlier, Result):
                 state, start = carried(fit, key, held, earlier)
             elif init_state is None:
@@ -148,41 +157,19 @@ class Method(Host):
                 state, start = fit.check_state(init_state, held), None
         except NoStartError as error:
             warnings.warn(error.warning, stacklevel=2)
-            return self._from_zero.run(
-                key,
-                num_rounds,
-                silos,
-                progress_bar=progress_bar,
-                runtime=runtime,
-                server_data=server_data,
-                stop=stop,
-                callback=callback,
-                every=every,
-            )
+            return self._from_zero.run(key, silos=silos, runtime=runtime, **vars(course))
         self._check_rounds(state, num_rounds)
 
-        return self._driven(
-            fit,
-            held,
-            key,
-            state,
-            num_rounds,
-            start,
-            server_data=server_data,
-            progress_bar=progress_bar,
-            stop=stop,
-            callback=callback,
-            every=every,
-        )
+        return self._driven(fit, held, key, state, start, course)
 
     @cached_property
-    def _from_zero(self) -> Any:
-        """The same method without a start at the mode."""
-        own: Any = self
-        return replace(own, start=None)
+    def _from_zero(self) -> Method[Found, Shaped]:
+        """Return the same method without a start at the mode."""
+        settings: dict[str, Any] = {"start": None}
+        return replace(self, **settings)
 
     def cost(self, silos: Sequence[Mapping[str, Any]]) -> Cost:
-        """What a run with these silos will cost, without running it.
+        """Return what a run with these silos will cost, without running it.
 
         Parameters
         ----------
@@ -218,7 +205,7 @@ class Method(Host):
         silos: Sequence[Mapping[str, Any]],
         *,
         runtime: str = "simulation",
-    ) -> Any:
+    ) -> Found:
         """Rebuild a fit from what :meth:`Result.save` wrote; or from the file of a correction the
         fit that was corrected. See also :func:`numpyro_fed.load`.
 
@@ -239,8 +226,8 @@ class Method(Host):
         """
         return self.load_part(path, silos, runtime, "")
 
-    def load_part(self, path: str | Path, silos: Held, runtime: str, part: str) -> Any:
-        """One of the runs of a file, by its name there."""
+    def load_part(self, path: str | Path, silos: Held, runtime: str, part: str) -> Found:
+        """Return one of the runs of a file, by its name there."""
         fit, held = self._prepare(silos, runtime)
         result, said = self._loaded(path, fit, held, part)
         return replace(result, _before=said.get("before"))
@@ -249,30 +236,29 @@ class Method(Host):
         """Refuse a number of rounds that the method cannot run."""
 
     def _text(self) -> Callable:
-        """The model's text as it is run."""
+        """Return the model's text as it is run."""
         return self.model
 
-    def _shaped(self, fm: FederatedModel) -> Any:
-        """What else depends on the shapes alone: kept with the layout, for these."""
-        return None
+    @abstractmethod
+    def _shaped(self, fm: FederatedModel) -> Shaped:
+        """Return what else depends on the shapes alone: kept with the layout, for these."""
 
+    @abstractmethod
     def _verdicts(
-        self, layout: Layout, shaped: Any, stacks: Sequence[SiloData]
+        self, layout: Layout, shaped: Shaped, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
-        """What the silos' values decide about the fit, by functions compiled once."""
-        check_alone(layout, self.batch_size, stacks)
-        return ()
+        """Return what the silos' values decide about the fit, by functions compiled once."""
 
     @abstractmethod
     def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
-        """The method's settings with nothing left open; JSON."""
+        """Return the method's settings with nothing left open; JSON."""
 
     @abstractmethod
-    def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
-        """What the method makes of a split text and a plan."""
+    def _build(self, fm: FederatedModel, plan: Plan, shaped: Shaped) -> Built:
+        """Return what the method makes of a split text and a plan."""
 
-    def describe(self, silo: Mapping[str, Any], row_ids: Any = None) -> Facts:
-        """What a silo says of itself for this method, from its own data alone.
+    def describe(self, silo: Mapping[str, Any], row_ids: ArrayLike | None = None) -> Facts:
+        """Return what a silo says of itself for this method, from its own data alone.
 
         See :class:`numpyro_fed.Facts` for what they reveal.
         """
@@ -290,7 +276,7 @@ class Method(Host):
         return replace(facts, verdicts=self._verdicts(layout, self._shaped(fm), [stack]))
 
     def agree(self, facts: Sequence[Facts]) -> Plan:
-        """The plan of all silos that have described themselves.
+        """Return the plan of all silos that have described themselves.
 
         Raises
         ------
@@ -301,15 +287,15 @@ class Method(Host):
         return self._planned(split(self._text(), [plan.template()]), plan)
 
     def read_plan(self, text: str) -> Plan:
-        """A plan from JSON."""
+        """Return a plan from JSON."""
         return Plan.from_json(text)
 
     def hold(self, silo: Mapping[str, Any], plan: Plan | None = None, number: int = 0) -> SiloData:
-        """What a silo holds, checked."""
+        """Return what a silo holds, checked."""
         return silo_data.read([silo], self.model)[0]
 
     def build(self, plan: Plan) -> Built:
-        """The algorithm, from text and plan: the same at the server and at every silo."""
+        """Return the algorithm, from text and plan: the same at the server and at every silo."""
         fm = split(self._text(), [plan.template()])
         return self._build(fm, plan, self._shaped(fm))
 
@@ -341,7 +327,7 @@ class Method(Host):
         return replace(plan, settings=json.dumps(self._resolved(fm, plan), sort_keys=True))
 
     def _prepare(self, silos: Held, runtime: str) -> tuple[Fit, Silos]:
-        """The compiled fit for these silos, from an earlier run where there was one.
+        """Return the compiled fit for these silos, from an earlier run where there was one.
 
         What depends on shapes is kept; what depends on values is asked of each run's own.
         """
@@ -366,10 +352,10 @@ class Method(Host):
             plan = self._planned(layout.model, plan)
             built = self._build(layout.model, plan, shaped)
             check_memory(built.algorithm, buckets)
-            self._fits[known] = Fit.of(
-                plan,
-                built,
-                RUNTIMES[runtime](built.algorithm, built.schedule),
+            self._fits[known] = Fit(
+                plan=plan,
+                built=built,
+                runtime=RUNTIMES[runtime](built.algorithm, built.schedule),
                 sizes=layout.sizes,
                 checks=layout.checks,
                 recipe=recipe(self, runtime),
@@ -381,7 +367,7 @@ class Method(Host):
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
 
 
-def check_start(start: Any) -> None:
+def check_start(start: object) -> None:
     """Refuse what is no place to begin at."""
     if start not in ("mode", None) and not isinstance(start, Result):
         raise ValueError(f"start={start!r:.200}: expected 'mode', None or a result.")
@@ -393,7 +379,7 @@ def is_wide(kind: str | None, fm: FederatedModel) -> bool:
 
 
 def start_of(asked: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
-    """Where a run begins: at the mode, if there is something to search over and not too much.
+    """Return where a run begins: at the mode, if what is searched over is there and not too much.
 
     ``"wide"`` is a search by L-BFGS, for those who can begin there; ``"result"`` no search at all.
     """

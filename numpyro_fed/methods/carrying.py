@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,10 @@ from numpyro_fed.algorithms.begin import Begun
 from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import FULL_UP_TO
+from numpyro_fed.model.data import SiloData
 from numpyro_fed.precision import in_this_precision
-from numpyro_fed.results.base import Fit, Result, Silos
+from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.stack import State, init_schedule
 from numpyro_fed.trees import strong
 
@@ -26,7 +27,7 @@ DRAWS = 20_000  # of a guide whose covariance is not written down
 
 @dataclass(frozen=True)
 class Carried:
-    """What a run took over from an earlier result.
+    """A record of what a run took over from an earlier result.
 
     Attributes
     ----------
@@ -46,7 +47,7 @@ class Carried:
     guides: tuple[str, ...]
 
     def report(self) -> str:
-        """In words."""
+        """Return it in words."""
         parts = [self.globals]
         if self.parameters:
             parts.append(f"the parameters {', '.join(self.parameters)}")
@@ -56,7 +57,7 @@ class Carried:
 
 
 def carried(fit: Fit, key: Array, held: Silos, result: Result) -> tuple[State, Carried]:
-    """The first state of a run that goes on from another method's result, and what that took.
+    """Return the first state of a run that goes on from another's result, and what that took.
 
     Raises
     ------
@@ -140,8 +141,8 @@ def _check_same(fit: Fit, result: Result) -> None:
             )
 
 
-def _check_guides(fit: Fit, own: Private, data: Any) -> None:
-    """Each silo's guides must have the parts, and the shapes, that they have here."""
+def _check_guides(fit: Fit, own: Private, data: SiloData) -> None:
+    """Refuse silos' guides that have other parts, or other shapes, than here."""
     like = jax.eval_shape(fit.guide.init_local, jax.random.key(0), data)
     mine, theirs = (
         {p: {k: np.shape(a)[cut:] for k, a in eta.items()} for p, eta in guides.items()}
@@ -154,6 +155,6 @@ def _check_guides(fit: Fit, own: Private, data: Any) -> None:
         )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     words = str(value)
     return words if len(words) <= 300 else f"{words[:300]}..."

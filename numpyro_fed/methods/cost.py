@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,20 +13,16 @@ from numpyro_fed import html
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.results.base import Fit, Silos
-from numpyro_fed.results.communication import (
-    Communication,
-    communication,
-    exchanged_before,
-    size_in_words,
-)
+from numpyro_fed.results.base import Fit
+from numpyro_fed.results.communication import Communication, communication, size_in_words
+from numpyro_fed.results.run import Silos
 
 COPIES = 3  # of the state: itself, one more and a gradient
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run will cost; prints as text.
+    """A record of what a run will cost; prints as text.
 
     Attributes
     ----------
@@ -58,7 +53,7 @@ class Cost:
     communication: Communication = field(repr=False)
 
     def _summary(self) -> str:
-        """All but the messages, in words."""
+        """Return all but the messages, in words."""
         plates = ", ".join(
             f"{_range([size[p] for size in self.sizes])} rows of '{p}'" for p in self.sizes[0]
         )
@@ -83,17 +78,12 @@ class Cost:
 
 
 def cost_of(fit: Fit, held: Silos) -> Cost:
-    """Of a fit that is ready to run."""
+    """Return what a run of a fit that is ready will cost."""
     model, built = fit.model, fit.built
     server, silos = state_sizes(built.algorithm, held.buckets)
     data = sum(np.asarray(a).nbytes for b in held.buckets for a in jax.tree.leaves(b.data))
-    found = communication(
-        built,
-        held.data[0],
-        num_silos=len(held.data),
-        rounds=1,
-        before=exchanged_before(built, None),
-    )
+    before = built.exchanged_before(None)
+    found = communication(built, held.data[0], len(held.data), 1, before)
     theta = jax.eval_shape(model.init_theta, jax.random.key(0))
     has_own = any(model.named("param", p.name) for p in model.plates)
 
@@ -118,9 +108,9 @@ def cost_of(fit: Fit, held: Silos) -> Cost:
 
 
 def state_sizes(algorithm: FederatedAlgorithm, buckets: Sequence[Bucket]) -> tuple[int, int]:
-    """Bytes of the server's state, and of all silos' states."""
+    """Return the bytes of the server's state, and of all silos' states."""
 
-    def size(init: Callable, *args: Any) -> int:
+    def size(init: Callable, *args: SiloData) -> int:
         state = jax.eval_shape(init, jax.random.key(0), *args)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
 
@@ -131,7 +121,7 @@ def state_sizes(algorithm: FederatedAlgorithm, buckets: Sequence[Bucket]) -> tup
     return size(algorithm.init_server), silos
 
 
-def _count(tree: Any) -> int:
+def _count(tree: object) -> int:
     return sum(math.prod(a.shape) for a in jax.tree.leaves(tree))
 
 

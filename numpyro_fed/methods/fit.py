@@ -38,6 +38,7 @@ from numpyro_fed.results.rematch import rematched
 from numpyro_fed.results.weighted import ERROR
 from numpyro_fed.runtime.noise import one_key
 from numpyro_fed.runtime.progress import StageBar
+from numpyro_fed.runtime.stack import State
 
 STARTS = 4  # searches for the mode, side by side
 ROUNDS, STEPS = 10, 3_000  # of PVI, of SFVI, at most
@@ -161,7 +162,7 @@ class _Methods(NamedTuple):
     said: str
 
     def get(self, kind: type[PVI] | type[SFVI], draws: tuple[tuple[str, int], ...]) -> Any:
-        """The same object as in the call before, if there was one."""
+        """Return the same object as in the call before, if there was one."""
         who: Any = self.model
         try:
             hash(who)
@@ -223,7 +224,7 @@ class _Fitting:
         return Fitted(reached, best, tuple(self.stages), self.spent, self.missed(best))
 
     def interrupted(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
-        """An error that carries what was reached; the same one if that is nothing."""
+        """Return an error that carries what was reached; the same one if that is nothing."""
         partly = getattr(error, "result", None)
         if partly is not None:
             self.tell(self.doing, "interrupted", partly)
@@ -247,16 +248,19 @@ class _Fitting:
         return 0 < self.fm.dim <= SEARCHED_UP_TO and not self.fm.named("param")
 
     def method(self, kind: type[PVI] | type[SFVI]) -> Any:
-        """A method under the locally enhanced bound, where silos have latents of their own."""
+        """Return a method, under the locally enhanced bound where silos have latents."""
         plates = [p for p in self.fm.plates if p.dim and not self.coupled]
         below = any(not p.outer for p in plates)
         outer = OUTER if below else ROWS
         return self.methods.get(kind, tuple((p.name, outer if p.outer else ROWS) for p in plates))
 
-    def ran(self, kind: type[PVI] | type[SFVI], name: str, rounds: int, **options: Any) -> Result:
-        """A run, under the plain bound where rows read each other's latents."""
+    def ran(
+        self, kind: type[PVI] | type[SFVI], name: str, rounds: int, before: State | None = None
+    ) -> Result:
+        """Return the result of a run, under the plain bound where rows read others' latents."""
         rounds = min(rounds, max(self.left, 1))
-        settings = dict(stop="converged", progress_bar=self.bar, runtime=self.runtime, **options)
+        settings = dict(stop="converged", progress_bar=self.bar, runtime=self.runtime)
+        settings["init_state"] = before
         key = self.new_key()
         with self.stage(name):
             try:
@@ -266,28 +270,27 @@ class _Fitting:
                 return self.method(kind).run(key, rounds, self.silos, **settings)
 
     def new_key(self) -> Array:
-        """One for each step."""
+        """Return a new key, one for each step."""
         self.key, key = jax.random.split(self.key)
         return key
 
     def draws_of_rows(self) -> int:
-        """Draws of each row's latents in the correction: the noise of all rows adds up."""
+        """Return how many draws of each row's latents a correction takes, as noise adds up."""
         rows = [p.name for p in self.fm.plates if p.dim and not p.outer]
         sizes = [self.fm.sizes(silo) for silo in self.silos]
         most = max((sum(size[p] for size in sizes) for p in rows), default=0)
         return int(min(max(most / ROWS_EACH, INNER[0]), INNER[1]))
 
     def numbers(self) -> int:
-        """At all silos, as often as a step looks at them."""
+        """Return how many numbers all silos hold, as often as a step looks at them."""
         held = sum(a.size for s in self.silos for a in s.arrays.values())
         return held * (ROWS if any(p.dim for p in self.fm.plates) else 1)
 
     def by_pvi(self, before: Result | None = None) -> Result | None:
-        """PVI, or more rounds of it; None where it cannot be had."""
+        """Return the result of PVI, or of more rounds; None where it cannot be had."""
         name = "PVI" if before is None else "more rounds of PVI"
-        options = {} if before is None else {"init_state": before.state}
         try:
-            result = self.ran(PVI, name, ROUNDS, **options)
+            result = self.ran(PVI, name, ROUNDS, None if before is None else before.state)
         except (GuideError, NonFiniteError) as error:
             self.tell(name, f"not possible ({error})", None)
             return None
@@ -297,7 +300,7 @@ class _Fitting:
         return result
 
     def by_sfvi(self) -> Result:
-        """SFVI."""
+        """Return the result of SFVI, which can always be had."""
         result = self.ran(SFVI, "SFVI", STEPS)
         self.spend(len(result.losses) + _opening(result))
         self.tell("SFVI", f"{len(result.losses)} rounds", result)
@@ -306,7 +309,7 @@ class _Fitting:
     def corrected(
         self, result: Result, name: str = "correction", draws: int = AT_ONCE
     ) -> Corrected | None:
-        """The importance correction, or None where there is none."""
+        """Return the importance correction, or None where there is none."""
         try:
             with self.stage(name):
                 found = importance_correct(self.new_key(), result, draws, self.inner)
@@ -320,7 +323,7 @@ class _Fitting:
         return found
 
     def improved(self, found: Corrected | None) -> Corrected | None:
-        """What more draws make of a correction that is not good enough."""
+        """Return the best that more draws make of a correction that is not good enough."""
         best = found
         if best is None or best.trusted or not best.precise:
             return best
@@ -352,7 +355,7 @@ class _Fitting:
         return best
 
     def confirmed(self, best: Corrected | None) -> Corrected | None:
-        """The best of several corrections, judged by draws by which it was not chosen."""
+        """Return the best of several corrections, judged by draws by which it was not chosen."""
         tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
         if best is None or not best.trusted or tried <= 2 or self.left <= 0:
             return best
@@ -360,7 +363,7 @@ class _Fitting:
         return again if again is not None else best
 
     def missed(self, best: Corrected | None) -> tuple[Peak, ...]:
-        """Other modes of about as much mass as the draws have found, which they do not reach."""
+        """Return other modes of about as much mass that the draws do not reach."""
         start = next((r.start for r in self.results() if r.start is not None), None)
         if best is None or start is None or start.log_evidence is None:
             return ()
@@ -377,11 +380,11 @@ class _Fitting:
         )
 
     def results(self) -> list[Result]:
-        """The fits so far."""
+        """Return the fits so far."""
         return [stage.result for stage in self.stages if isinstance(stage.result, Result)]
 
     def better(self, one: Corrected | None, other: Corrected | None) -> Corrected | None:
-        """The one that can be trusted more."""
+        """Return the one that can be trusted more."""
         known = [c for c in (one, other) if c is not None]
         return max(known, key=_rank, default=None)
 
@@ -402,7 +405,7 @@ class _Fitting:
                 self.said.add(text)
                 self.warned.append(text)
 
-    def tell(self, name: str, words: str, result: Any) -> None:
+    def tell(self, name: str, words: str, result: Result | Corrected | None) -> None:
         """Note what came of a step."""
         self.stages.append(Stage(name, " ".join([words, *map("({})".format, self.warned)]), result))
         self.warned = []

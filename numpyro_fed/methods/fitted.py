@@ -35,7 +35,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What :func:`numpyro_fed.fit` returns.
+    """The result of :func:`numpyro_fed.fit`: a posterior, and whether to trust it.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Fitted:
 
     @property
     def mode(self) -> Mode | None:
-        """Where the search began to sample, if it did at a mode."""
+        """Return the mode at which the first fit began, if it did at one."""
         fits = (s.result for s in self.stages if isinstance(s.result, Result))
         return next((fit.start for fit in fits if fit.start is not None), None)
 
@@ -80,7 +80,7 @@ class Fitted:
 
     @property
     def verdict(self) -> str:
-        """In words: whether to trust the posterior, what error is left, what was done."""
+        """Say whether to trust the posterior, what error is left, what was done."""
         return f"{self._judgement()} {self._account()}"
 
     def _judgement(self) -> str:

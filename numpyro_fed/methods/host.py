@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jax import Array
 
-from numpyro_fed.algorithms.base import Round
 from numpyro_fed.errors import CallbackError, Interrupted, NonFiniteError, positive_int
-from numpyro_fed.results.run import BuiltRun, Prepared, Silos
+from numpyro_fed.results.run import FederatedRun, Ready, Silos
 from numpyro_fed.results.saving import load_state
 from numpyro_fed.runtime.drive import Failure, Run, Watcher, drive
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import Runtime, State
+from numpyro_fed.runtime.stack import Runtime, ServerData, State
 
 QUICK = partial(simulation, quick=True)
 RUNTIMES: dict[str, Callable[..., Runtime]] = {
@@ -29,8 +28,31 @@ RUNTIMES: dict[str, Callable[..., Runtime]] = {
 }
 SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
 
+Outcome = TypeVar("Outcome", bound=FederatedRun[Any])
 
-class Host(ABC):
+
+@dataclass(frozen=True)
+class Course(Generic[Outcome]):
+    """How a run goes on from its first state: for how long, and who looks at it.
+
+    The fields are what :meth:`SFVI.run` documents under these names.
+    """
+
+    num_rounds: int
+    server_data: ServerData
+    progress_bar: bool | Progress
+    stop: str | None
+    callback: Callable[[Outcome], object] | None = None
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        positive_int("num_rounds", self.num_rounds)
+        positive_int("every", self.every)
+        if self.stop not in (None, "converged"):
+            raise ValueError(f"stop={self.stop!r}: expected 'converged' or None.")
+
+
+class Host(ABC, Generic[Ready, Outcome]):
     """A federated method whose silos may hold rows or columns."""
 
     @property
@@ -39,29 +61,26 @@ class Host(ABC):
         """Whether silos add noise to what they send, of a key that they keep to themselves."""
 
     @abstractmethod
-    def _result(self, run: Run, fit: Any, held: Silos | None, *, quiet: bool = False) -> Any:
+    def _result(self, run: Run, fit: Ready, held: Silos | None, *, quiet: bool = False) -> Outcome:
         """Return the result of a run; ``run.log`` is None for what was loaded.
 
         ``quiet`` is about one that goes on.
         """
-
-    def round_of(self, built: Any, name: str) -> Round:
-        """Return the round that has this exchange, from its name."""
-        found: BuiltRun = built
-        return found.round_of(name)
 
     def unhides(self, name: str) -> bool:
         """Return whether an exchange sends without noise what noise hides elsewhere."""
         return False
 
     def finished(
-        self, run: Run, fit: Any, held: Silos | None, start: Any, *, quiet: bool = False
-    ) -> Any:
+        self, run: Run, fit: Ready, held: Silos | None, start: object, *, quiet: bool = False
+    ) -> Outcome:
         """Return the result of a run that began at ``start``."""
-        result: Any = self._result(run, fit, held, quiet=quiet)
+        result = self._result(run, fit, held, quiet=quiet)
         return replace(result, start=start, ended=run.ended)
 
-    def _loaded(self, path: str | Path, fit: Prepared, held: Silos, part: str = "") -> Any:
+    def _loaded(
+        self, path: str | Path, fit: Ready, held: Silos, part: str = ""
+    ) -> tuple[Outcome, dict[str, Any]]:
         """Return one of the runs of a file, by its name there, and what else is said of it."""
         like, made = fit.initial_state(held), fit.made(held)
         losses, state, said = load_state(path, fit.description(), like, made, part)
@@ -69,20 +88,15 @@ class Host(ABC):
 
     def _driven(
         self,
-        fit: Prepared,
-        held: Silos,
+        fit: Ready,
+        held: Silos | None,
         key: Array,
         state: State,
-        num_rounds: int,
-        start: Any,
-        *,
-        server_data: Any,
-        progress_bar: bool | Progress,
-        stop: str | None,
-        callback: Callable[[Any], Any] | None,
-        every: int,
-    ) -> Any:
+        start: object,
+        course: Course[Outcome],
+    ) -> Outcome:
         """Run rounds and return their result, or raise with it."""
+        callback = course.callback
 
         def look(run: Run) -> bool:
             return _called(callback, self.finished(run, fit, held, start, quiet=True))
@@ -91,28 +105,20 @@ class Host(ABC):
             fit.runtime,
             key,
             state,
-            held.batches,
-            num_rounds,
-            progress_bar,
-            server_data,
-            stop=stop is not None,
-            watcher=None if callback is None else Watcher(look, every),
+            () if held is None else held.batches,
+            course.num_rounds,
+            course.progress_bar,
+            course.server_data,
+            stop=course.stop is not None,
+            watcher=None if callback is None else Watcher(look, course.every),
             keep=True,
         )
         quiet = run.ended == "interrupted"
-        return unless_failed(self.finished(run, fit, held, start, quiet=quiet), run)
+        return _unless_failed(self.finished(run, fit, held, start, quiet=quiet), run)
 
 
-def check_course(num_rounds: int, every: int, stop: str | None) -> None:
-    """Refuse what says nothing about how long to run."""
-    positive_int("num_rounds", num_rounds)
-    positive_int("every", every)
-    if stop not in (None, "converged"):
-        raise ValueError(f"stop={stop!r}: expected 'converged' or None.")
-
-
-def unless_failed(result: Any, run: Run) -> Any:
-    """The result, or an error that carries it."""
+def _unless_failed(result: Outcome, run: Run) -> Outcome:
+    """Return the result, or raise an error that carries it."""
     if run.ended == "interrupted":
         rounds = int(run.state.round)
         raise Interrupted(
@@ -129,7 +135,7 @@ def unless_failed(result: Any, run: Run) -> Any:
     raise _non_finite(result, run.failure)
 
 
-def _non_finite(result: Any, failure: Failure) -> NonFiniteError:
+def _non_finite(result: FederatedRun[Any], failure: Failure) -> NonFiniteError:
     where = f"at silo {', '.join(map(str, failure.silos))}" if failure.silos else "at the server"
     return NonFiniteError(
         f"the bound turned NaN or infinite in round {failure.round}, {where}. The last good state "
@@ -142,8 +148,8 @@ def _non_finite(result: Any, failure: Failure) -> NonFiniteError:
     )
 
 
-def _called(callback: Callable[[Any], Any] | None, result: Any) -> bool:
-    """What a callback says: whether the run should end."""
+def _called(callback: Callable[[Outcome], object] | None, result: Outcome) -> bool:
+    """Return what a callback says: whether the run should end."""
     try:
         return bool(callback and callback(result))
     except Exception as error:

@@ -83,7 +83,7 @@ class Saved:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], saved: Mapping[str, Any]) -> Saved:
-        """What the arrays and the description of a file say."""
+        """Return what the arrays and the description of a file say."""
         words = saved.get("words", {})
         sites = (name for name in arrays if name.startswith(DRAWS))
         return cls(

@@ -21,7 +21,7 @@ def check_batch_size(size: int | None) -> None:
 def minibatches_of(
     fm: FederatedModel, plates_of: Mapping[str, tuple[str, ...]], size: int | None
 ) -> Minibatches | None:
-    """Which rows are drawn, where any are."""
+    """Return which rows are drawn, where any are."""
     return None if size is None else Minibatches.of(fm, plates_of, size)
 
 

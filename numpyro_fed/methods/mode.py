@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Round
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.mode import (
     AWAY,
     ROUNDINGS,
@@ -34,11 +34,12 @@ from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks, coupled_rows
 from numpyro_fed.programs import jit_once
-from numpyro_fed.results.base import Fit, Start
+from numpyro_fed.results.base import Fit
+from numpyro_fed.results.built import Start
 from numpyro_fed.runtime.drive import drive, failed_silos
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import Batch, Runtime, Single, State, init_schedule, on_device
+from numpyro_fed.runtime.stack import Batches, Runtime, State, init_schedule, on_device
 from numpyro_fed.trees import strong
 
 MOST = {"mode": 100, "wide": 300}  # places that a start tries
@@ -62,7 +63,7 @@ class NoStartError(Exception):
 
     @property
     def warning(self) -> str:
-        """In words, for who asked for the run."""
+        """Return it in words, for who asked for the run."""
         return f"{self}: the run starts at zero in unconstrained space, as start=None does."
 
 
@@ -217,12 +218,12 @@ def find_mode(
 def begin(
     fit: Fit,
     key: Array,
-    batches: tuple[Batch, ...],
-    runtime_of: Callable[..., Runtime],
+    batches: Batches,
+    runtime_of: Callable[[FederatedAlgorithm], Runtime],
     buckets: Sequence[Bucket] = (),
     progress_bar: bool | Progress = False,
 ) -> tuple[State, Mode | None]:
-    """The first state of a run that starts at the mode, and the mode.
+    """Return the first state of a run that starts at the mode, and the mode.
 
     Raises
     ------
@@ -257,13 +258,13 @@ def begin(
     if found_at.known.any():
         found = _mode(fm, found_at, None, exchanges, start.effects)
         if fm.flat and start.around is not None and found.converged:
-            looked = _single(fit, runtime, start.around)
+            looked = fit.soon(start.around, runtime)
             shape, *_ = looked(key_begin, run.state.server, run.state.silos, batches)
             shape = jax.tree.map(np.asarray, shape)
             found = _mode(fm, found_at, shape, exchanges + 1, start.effects)
             if found.flat:
                 raise _improper(fm, found.flat)
-        begun = _single(fit, runtime, start.begin)
+        begun = fit.soon(start.begin, runtime)
         server, silos, info, good = begun(key_begin, run.state.server, run.state.silos, batches)
         unusable = failed_silos(good, (), ())
         if info.ok:
@@ -279,10 +280,10 @@ def begin(
     )
 
 
-def opened(fit: Fit, key: Array, state: State, batches: tuple[Batch, ...]) -> State:
+def opened(fit: Fit, key: Array, state: State, batches: Batches) -> State:
     """Return the state after the rounds with which the algorithm itself opens."""
     for round_ in fit.built.algorithm.opening:
-        once = _single(fit, fit.runtime, round_)
+        once = fit.soon(round_)
         server, silos, info, good = once(key, state.server, state.silos, batches)
         if not bool(info.ok):
             bad = failed_silos(good, (), ())
@@ -324,11 +325,6 @@ def _usable(fm: FederatedModel, search: Search | Climb) -> bool:
     return bool(gain <= max(ALMOST * len(x), 10 * eps * abs(value)))
 
 
-def _single(fit: Fit, runtime: Runtime, round_: Round) -> Single:
-    """Return a round of the search's runtime, compiled once a fit."""
-    return fit.once(round_.name, lambda: runtime.once(round_))
-
-
 def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:
     return ModelError(
         f"the posterior is improper: it does not fall along {' and '.join(open)} (unconstrained, "
@@ -339,7 +335,7 @@ def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:
 
 
 def _which(silos: tuple[int, ...]) -> str:
-    """Whose numbers those are that are not finite, if that is known."""
+    """Return whose numbers those are that are not finite, if that is known."""
     return f" (those of silo {', '.join(map(str, silos))} were not)" if silos else ""
 
 
@@ -450,7 +446,7 @@ def distance(peak: Peak, z_G: np.ndarray) -> np.ndarray:
 def _log_evidence(
     fm: FederatedModel, value: float, curvature: np.ndarray, effects: np.ndarray
 ) -> float | None:
-    """By Laplace's method over the globals that ``value`` is a density of; None for a diagonal."""
+    """Return Laplace's evidence over the globals with density ``value``; None for a diagonal."""
     if curvature.ndim == 1:
         return None
     own = len(curvature) - fm.dim
@@ -473,7 +469,7 @@ def start_at(
 
 
 def why_coupled(fm: FederatedModel, asks: Checks | None, buckets: Sequence[Bucket]) -> str | None:
-    """Why Laplace's method cannot be used row by row, if it cannot."""
+    """Say why Laplace's method cannot be used row by row, if it cannot."""
     found = None if asks is None else coupled_rows(asks, buckets)
     if found is None:
         return None
@@ -484,7 +480,7 @@ def why_coupled(fm: FederatedModel, asks: Checks | None, buckets: Sequence[Bucke
 
 
 def _names(fm: FederatedModel) -> tuple[str, ...]:
-    """Of the coordinates of the search: shared parameters, then globals."""
+    """Return names of the coordinates of the search: shared parameters, then globals."""
 
     def each(name: str, shape: tuple[int, ...]) -> list[str]:
         places = np.ndindex(shape)

@@ -5,64 +5,59 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic
 
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.errors import DataError
 from numpyro_fed.methods.base import Method
-from numpyro_fed.methods.host import Host, check_course, unless_failed
+from numpyro_fed.methods.host import Course, Host, Outcome
 from numpyro_fed.methods.mode import Mode, NoStartError, begin, opened
 from numpyro_fed.model.facts import Facts, Plan
-from numpyro_fed.results.base import Built, Fit, Result
-from numpyro_fed.results.run import BuiltRun
-from numpyro_fed.runtime.drive import drive
+from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.built import Built
+from numpyro_fed.results.run import BuiltRun, Ready
 from numpyro_fed.runtime.node import SEARCH, Agreed, Line, Send, Weights, remote
 from numpyro_fed.runtime.noise import one_key
 from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Runtime, State
+from numpyro_fed.runtime.stack import Runtime, ServerData, State
 
 
-class PartyServer(ABC):
+class PartyServer(ABC, Generic[Ready, Outcome]):
     """A server whose silos or clients live in processes of their own."""
 
-    _method: Host
+    _method: Host[Ready, Outcome]
     _built: BuiltRun
 
     @property
     @abstractmethod
     def _agreed(self) -> Agreed:
-        """How many parties there are, and shapes of what the first of them holds."""
+        """Return how many parties there are, and shapes of what the first of them holds."""
 
     @abstractmethod
-    def _fit(self, runtime: Runtime) -> Any:
+    def _fit(self, runtime: Runtime) -> Ready:
         """Return what was built, with a runtime that reaches the parties."""
 
     @abstractmethod
     def _begin(
         self,
-        fit: Any,
+        fit: Ready,
         key: Array,
         runtime_of: Callable[[FederatedAlgorithm], Runtime],
         progress_bar: bool,
-    ) -> tuple[State, Any]:
+    ) -> tuple[State, object]:
         """Return the first state, and where that is."""
 
-    def _run(
+    def _begun(
         self,
         key: Array,
-        num_rounds: int,
         send: Send,
-        *,
-        server_data: Any,
         progress_bar: bool,
-        stop: str | None,
         weights: Sequence[Weights] | None = None,
         schedule: Schedule | None = None,
-    ) -> Any:
-        """Run rounds, and return what the server knows of them."""
-        check_course(num_rounds, 1, stop)
+    ) -> tuple[Ready, None, Array, State, object]:
+        """Return a fit that reaches the parties, what of them is here, a key, and the start."""
         key, agreed = one_key(key), self._agreed
         line = Line(send, agreed.num_silos, weights)
         runtime = remote(self._built.algorithm, schedule, agreed, line)
@@ -72,13 +67,10 @@ class PartyServer(ABC):
 
         fit = self._fit(runtime)
         state, start = self._begin(fit, key, runtime_of, progress_bar)
-        course = (num_rounds, progress_bar, server_data)
-        run = drive(runtime, key, state, (), *course, stop=stop is not None, keep=True)
-        quiet = run.ended == "interrupted"
-        return unless_failed(self._method.finished(run, fit, None, start, quiet=quiet), run)
+        return fit, None, key, state, start
 
 
-class ServerNode(PartyServer):
+class ServerNode(PartyServer[Fit, Result]):
     """A server whose silos live in processes of their own (:class:`numpyro_fed.SiloNode`).
 
     It knows the silos' facts and what they send, and nothing else.
@@ -100,13 +92,13 @@ class ServerNode(PartyServer):
         Naming a silo that does not fit together with the others.
     """
 
-    def __init__(self, method: Method, facts: Sequence[str]):
+    def __init__(self, method: Method[Any, Any], facts: Sequence[str]):
         if isinstance(getattr(method, "start", None), Result):
             raise DataError(
                 "start= is a result of silos in this process, whose guides it takes over. Over "
                 "nodes begin at the mode (start='mode'), or at none."
             )
-        self._method: Method = method
+        self._method: Method[Any, Any] = method
         told = [Facts.from_json(f) for f in facts]
         self._plan = method.agree(told)
         self._rows = [rows_of(f) for f in told]
@@ -118,7 +110,7 @@ class ServerNode(PartyServer):
         return self._plan
 
     def _fit(self, runtime: Runtime) -> Fit:
-        return Fit.of(self._plan, self._built, runtime)
+        return Fit(plan=self._plan, built=self._built, runtime=runtime)
 
     def _begin(
         self,
@@ -139,7 +131,7 @@ class ServerNode(PartyServer):
         num_rounds: int,
         send: Send,
         *,
-        server_data: Any = None,
+        server_data: ServerData = None,
         progress_bar: bool = False,
         stop: str | None = None,
     ) -> Result:
@@ -149,21 +141,14 @@ class ServerNode(PartyServer):
         :func:`numpyro_fed.importance_correct` (which asks the silos once more). A silo's latents
         stay there.
         """
-        return self._run(
-            key,
-            num_rounds,
-            send,
-            server_data=server_data,
-            progress_bar=progress_bar,
-            stop=stop,
-            weights=self._rows,
-            schedule=self._built.schedule,
-        )
+        course: Course[Result] = Course(num_rounds, server_data, progress_bar, stop)
+        begun = self._begun(key, send, progress_bar, self._rows, self._built.schedule)
+        return self._method._driven(*begun, course)
 
 
 def rows_of(facts: Facts) -> Weights:
-    """What a silo's number of rows may be, by its facts: each plate's up to a power of two, and
-    above the half of it.
+    """Return what a silo's number of rows may be, by its facts: each plate's up to a power
+    of two, and above the half of it.
     """
     sizes = dict(facts.sizes)
     most = [sizes[plate.name] for plate in facts.plates if not plate.outer]

@@ -47,12 +47,16 @@ from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
-from numpyro_fed.results.base import Built, Factors, Fit, Result, Silos
+from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.built import Built, Factors
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.pvi import PVIResult
+from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.drive import Run
 from numpyro_fed.runtime.stack import State
 
+# The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
+Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]
 DELETIONS = ("own", "none", "average", "prior")
 SAVED = (
     "schedule",
@@ -75,7 +79,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class PVI(Method):
+class PVI(Method[PVIResult, Conjugate]):
     r"""Partitioned variational inference, with or without local latents.
 
     The posterior of the globals is the prior times one factor for each silo, all in one
@@ -172,7 +176,6 @@ class PVI(Method):
     (2.994, 0.1996)
     """
 
-    model: Callable
     schedule: str | Spec = field(default="sequential", kw_only=True)
     damping: str | float | Adaptive = field(default="auto", kw_only=True)
     family: str | Mapping[str, str] = field(default="auto", kw_only=True)
@@ -191,8 +194,6 @@ class PVI(Method):
     deletion: str = field(default="own", kw_only=True)
     prior_share: str = field(default="whole", kw_only=True)
     max_rounds: int | None = field(default=None, kw_only=True)
-    _layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         named(self.schedule)
@@ -237,8 +238,8 @@ class PVI(Method):
     def _text(self) -> Callable:
         return self.model if self.loss is None else generalised(self.model, self.loss)
 
-    def _shaped(self, fm: FederatedModel) -> tuple[Globals, Callable[[Sequence[SiloData]], bool]]:
-        """The family of the globals, and the question whether the likelihood is conjugate to it."""
+    def _shaped(self, fm: FederatedModel) -> Conjugate:
+        """Return the family of the globals, and a test whether the likelihood is conjugate."""
         chosen = globals_of(fm, self.family, self._prior)
         return chosen, conjugacy(fm, chosen)
 
@@ -250,7 +251,7 @@ class PVI(Method):
         return "factor" if self.deletion in ("own", "none") else "exact"
 
     def _start(self, fm: FederatedModel, plan: Plan) -> str | None:
-        """At the mode, where silos keep a factor and one visit each is not exact in any case."""
+        """Return where to start: at the mode, if silos keep a factor and one visit is not exact."""
         if isinstance(self.start, Result):
             self._check_carried(fm)
             return "result"
@@ -268,9 +269,9 @@ class PVI(Method):
             )
 
     def _verdicts(
-        self, layout: Layout, shaped: Any, stacks: Sequence[SiloData]
+        self, layout: Layout, shaped: Conjugate, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
-        """Whether the likelihood is conjugate; refuses minibatches of rows that do not allow it."""
+        """Return whether the likelihood is conjugate; refuse minibatches that rows do not allow."""
         _, is_conjugate = shaped
         if self.local is not None:
             check_alone(layout, self.local.batch_size, stacks)
@@ -301,7 +302,7 @@ class PVI(Method):
             "adaptive": auto or isinstance(self.damping, Adaptive),
         }
 
-    def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
+    def _build(self, fm: FederatedModel, plan: Plan, shaped: Conjugate) -> Built:
         (chosen, _), resolved = shaped, plan.chosen
         guide = build_resolved(self.guide, Resolved.of(resolved["guide"]), fm)
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
@@ -426,8 +427,8 @@ def _for_the_prior(family: Family) -> FixedPoint:
     return FixedPoint(num_particles=max(64, 4 * each))
 
 
-def _described(value: Any) -> str:
-    """A setting in words that are the same in the next process."""
+def _described(value: object) -> str:
+    """Return a setting in words that are the same in the next process."""
     if is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: getattr(value, f.name) for f in fields(value)}
         told = [f"{name}={_described(part)}" for name, part in parts.items() if name != "optim"]

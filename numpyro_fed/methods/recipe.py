@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from numpyro_fed import divergences, guides, local, losses, objectives
 from numpyro_fed.methods import schedules
@@ -28,12 +28,21 @@ NAMES = {kind: name for name, kind in PARTS.items()}
 PLAIN = bool, int, float, str, type(None)
 
 
+class HasSettings(Protocol):
+    """A method: a dataclass of settings, with a model's text among them."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def model(self) -> Callable: ...
+
+
 class LostError(TypeError):
     """A setting that JSON cannot hold."""
 
 
-def recipe(method: Any, runtime: str) -> Recipe:
-    """How to have a method again, from its class and the model."""
+def recipe(method: HasSettings, runtime: str) -> Recipe:
+    """Return how to have a method again, from its class and the model."""
     settings, lost = {}, []
     for f in fields(method):
         value = getattr(method, f.name)
@@ -48,12 +57,12 @@ def recipe(method: Any, runtime: str) -> Recipe:
 
 
 def rebuilt(kind: Callable[..., Any], model: Callable, settings: Mapping[str, Any]) -> Any:
-    """The method, from the settings of its recipe."""
+    """Return the method, from the settings of its recipe."""
     return kind(model, **{name: decoded(value) for name, value in settings.items()})
 
 
-def encoded(value: Any) -> Any:
-    """A setting as JSON.
+def encoded(value: object) -> Any:
+    """Return a setting as JSON.
 
     Raises
     ------
@@ -65,16 +74,16 @@ def encoded(value: Any) -> Any:
         return value
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         return {"of": "dict", "items": {name: encoded(v) for name, v in value.items()}}
-    if type(value) in (list, tuple):
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return {"of": type(value).__name__, "items": [encoded(v) for v in value]}
-    if type(value) in NAMES:
+    if is_dataclass(value) and not isinstance(value, type) and type(value) in NAMES:
         parts = {f.name: encoded(getattr(value, f.name)) for f in fields(value) if f.init}
         return {"of": NAMES[type(value)], "items": parts}
     raise LostError(f"{type(value).__name__} cannot be written down.")
 
 
-def decoded(found: Any) -> Any:
-    """The setting that :func:`encoded` wrote down."""
+def decoded(found: object) -> Any:
+    """Return the setting that :func:`encoded` wrote down."""
     if not isinstance(found, dict):
         return found
     kind, items = found["of"], found["items"]
@@ -84,7 +93,7 @@ def decoded(found: Any) -> Any:
     return parts if kind == "dict" else PARTS[kind](**parts)
 
 
-def _is_default(f: Field[Any], value: Any) -> bool:
+def _is_default(f: Field[Any], value: object) -> bool:
     if f.default is MISSING:
         return False
     return type(value) is type(f.default) and bool(value == f.default)

@@ -58,7 +58,7 @@ class Synchronous:
     """
 
     def build(self, num_silos: int) -> None:
-        """Everyone."""
+        """Return None: everyone takes part in every round."""
 
     def damping(self, num_silos: int) -> float:
         """A safe damping: one over the number of silos (Ashman et al. 2022, section 3.3)."""

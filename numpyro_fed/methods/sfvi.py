@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,17 +26,22 @@ from numpyro_fed.guides.structured import (
 )
 from numpyro_fed.methods.base import SEARCHED, Method, check_start, is_wide, start_of
 from numpyro_fed.methods.minibatches import (
+    check_alone,
     check_batch_size,
     check_guide,
     minibatches_of,
 )
 from numpyro_fed.methods.mode import start_at
 from numpyro_fed.methods.schedules import Spec, in_step
+from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
-from numpyro_fed.results.base import Built, Fit, Result, Silos
+from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct
+from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.drive import Run
 
 STEP, SETTLES, DECAY = 0.03, 100, 0.7  # of Adam: its first step, and how that becomes smaller
@@ -47,7 +53,7 @@ def default_optimiser() -> optax.GradientTransformation:
     return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
 
 
-def check_optimiser(optim: Any) -> None:
+def check_optimiser(optim: object) -> None:
     """Refuse what is none of Optax's, or needs more than a gradient; None is fine."""
     if optim is None:
         return
@@ -66,23 +72,41 @@ def check_optimiser(optim: Any) -> None:
         ) from error
 
 
-def result_of(run: Run, fit: Fit, held: Silos | None, *, quiet: bool) -> Result:
-    """The result of a run by stochastic steps, with a warning where it should go on."""
-    result = Result(run.losses, run.state, fit, held)
-    if quiet or run.ended == "converged":
+@dataclass(frozen=True)
+class ByGradients(Method[Result, None]):
+    """A method by stochastic gradients, of which a run may end before the bound has settled."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int | None:
+        """Return how many rows a silo draws for a step; None for all."""
+
+    def _shaped(self, fm: FederatedModel) -> None:
+        return None
+
+    def _verdicts(
+        self, layout: Layout, shaped: None, stacks: Sequence[SiloData]
+    ) -> tuple[tuple[str, bool], ...]:
+        """Refuse minibatches of rows that do not stand alone; return no verdict."""
+        check_alone(layout, self.batch_size, stacks)
+        return ()
+
+    def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
+        result = Result(run.losses, run.state, fit, held)
+        if quiet or run.ended == "converged":
+            return result
+        if len(run.losses) >= ENOUGH and run.log is not None and not result.settled:
+            warnings.warn(
+                f"the bound was still rising at the end of these {len(run.losses)} rounds: run for "
+                "more of them (init_state=result.state goes on), or take larger steps. "
+                "result.report() says how far the fit can be trusted.",
+                stacklevel=5,
+            )
         return result
-    if len(run.losses) >= ENOUGH and run.log is not None and not result.settled:
-        warnings.warn(
-            f"the bound was still rising at the end of these {len(run.losses)} rounds: run for "
-            "more of them (init_state=result.state goes on), or take larger steps. "
-            "result.report() says how far the fit can be trusted.",
-            stacklevel=6,
-        )
-    return result
 
 
 @dataclass(frozen=True)
-class SFVI(Method):
+class SFVI(ByGradients):
     r"""Structured federated variational inference.
 
     Each round, all silos and the server take one stochastic gradient step on
@@ -155,7 +179,6 @@ class SFVI(Method):
     (True, True)
     """
 
-    model: Callable
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     guide: Structured | Amortised | AutoGuide | None = field(default=None, kw_only=True)
     objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
@@ -164,8 +187,6 @@ class SFVI(Method):
     starts: int = field(default=1, kw_only=True)
     schedule: str | Spec = field(default="synchronous", kw_only=True)
     batch_size: int | None = field(default=None, kw_only=True)
-    _layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_start(self.start)
@@ -174,9 +195,6 @@ class SFVI(Method):
         check_optimiser(self.optim)
         check_batch_size(self.batch_size)
         in_step(self.schedule)
-
-    def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
-        return result_of(run, fit, held, quiet=quiet)
 
     def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         largest, total = dict(plan.largest), dict(plan.total)
@@ -199,7 +217,7 @@ class SFVI(Method):
             "batch_size": self.batch_size,
         }
 
-    def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
+    def _build(self, fm: FederatedModel, plan: Plan, shaped: None) -> Built:
         guide = build_resolved(self.guide, Resolved.of(plan.chosen["guide"]), fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
         draws = draws_by_plate(self.objective, guide)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,17 +24,16 @@ from numpyro_fed.guides.structured import (
     init_loc_fn_of,
     resolve,
 )
-from numpyro_fed.methods.base import Method, start_of
+from numpyro_fed.methods.base import start_of
 from numpyro_fed.methods.minibatches import check_batch_size, check_guide, minibatches_of
 from numpyro_fed.methods.mode import start_at
 from numpyro_fed.methods.schedules import Given, Random, Sequential, Spec, in_step
-from numpyro_fed.methods.sfvi import check_optimiser, result_of
+from numpyro_fed.methods.sfvi import ByGradients, check_optimiser
 from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
-from numpyro_fed.results.base import Built, Fit, Result, Silos
+from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct
-from numpyro_fed.runtime.drive import Run
 
 CENTRE, REST, STEP = 0.2, 0.01, 0.02  # of Adam: its first steps in a round
 LAST, MEMORY = 1e-4, 0.9  # the last one, and how second moments are averaged
@@ -61,8 +60,8 @@ def default_optimiser(local_steps: int, standard: bool) -> optax.GradientTransfo
     return optax.multi_transform(kinds, partial(jax.tree_util.tree_map_with_path, _kind))
 
 
-def _kind(path: tuple, _: Any) -> str:
-    """Of a leaf of shared parameters, or of a silo's own: which steps it takes."""
+def _kind(path: tuple, _: object) -> str:
+    """Return which steps a leaf of shared parameters, or of a silo's own, takes."""
     first, last = path[0].key, getattr(path[-1], "key", None)
     if first != "guide":
         return "other"
@@ -70,7 +69,7 @@ def _kind(path: tuple, _: Any) -> str:
 
 
 @dataclass(frozen=True)
-class SFVIAvg(Method):
+class SFVIAvg(ByGradients):
     r"""Structured federated variational inference with averages: fewer rounds, more work in each.
 
     In each round every silo takes ``local_steps`` stochastic gradient steps on
@@ -151,7 +150,6 @@ class SFVIAvg(Method):
     (True, True)
     """
 
-    model: Callable
     local_steps: int = field(default=500, kw_only=True)
     aggregate: str = field(default="wasserstein", kw_only=True)
     weights: str = field(default="rows", kw_only=True)
@@ -163,8 +161,6 @@ class SFVIAvg(Method):
     starts: int = field(default=1, kw_only=True)
     schedule: str | Spec = field(default="synchronous", kw_only=True)
     batch_size: int | None = field(default=None, kw_only=True)
-    _layouts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _fits: dict[Any, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         positive_int("local_steps", self.local_steps)
@@ -188,9 +184,6 @@ class SFVIAvg(Method):
                 "come to, as if all rows were like its own. Let two or more take part in a round, "
                 "or use PVI, whose silos may answer one after the other."
             )
-
-    def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
-        return result_of(run, fit, held, quiet=quiet)
 
     def _check_facts(self, facts: Sequence[Facts]) -> None:
         first = dict(facts[0].static)
@@ -230,7 +223,7 @@ class SFVIAvg(Method):
         }
 
     def _guide(self, fm: FederatedModel) -> Structured:
-        """With a family of the globals that has a barycenter."""
+        """Return the guide with a family of the globals that has a barycenter."""
         spec = Structured() if self.guide is None else self.guide
         if isinstance(spec, Amortised):
             spec = Structured(locals=spec)
@@ -248,7 +241,7 @@ class SFVIAvg(Method):
             )
         return replace(spec, globals=kind) if isinstance(spec, Structured) else Structured()
 
-    def _build(self, fm: FederatedModel, plan: Plan, shaped: Any) -> Built:
+    def _build(self, fm: FederatedModel, plan: Plan, shaped: None) -> Built:
         chosen = plan.chosen
         resolved, spec = Resolved.of(chosen["guide"]), self._guide(fm)
         guide = build_resolved(spec, resolved, fm, plan.row_of)
@@ -295,7 +288,8 @@ def _of_one(schedule: Spec) -> bool:
     return isinstance(schedule, Random) and schedule.size == 1
 
 
-def _counts_rows(value: Any, facts: Facts) -> bool:
+def _counts_rows(value: object, facts: Facts) -> bool:
     """Whether a static argument may be a number of the silo's rows, as far as facts tell it."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    return whole and size_class(value) in dict(facts.sizes).values()
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        return False
+    return size_class(value) in dict(facts.sizes).values()

@@ -23,7 +23,7 @@ from numpyro_fed.runtime.drive import Run
 
 
 @dataclass(frozen=True)
-class SOUL(VerticalMethod):
+class SOUL(VerticalMethod[SOULResult]):
     r"""Langevin draws of clients' latents, with auxiliary variables at their mode.
 
     .. math::
@@ -108,7 +108,7 @@ class SOUL(VerticalMethod):
 
     @property
     def hides_by_noise(self) -> bool:
-        """Clients add noise to what they send, of a key that they keep to themselves."""
+        """Return True: clients add noise to what they send, of a key of their own."""
         return True
 
     def _build(self, roles: Roles) -> VerticalBuilt:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
+from numpyro_fed.algorithms.vertical.begin import looks
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.methods.host import RUNTIMES, SEARCHES, Host, check_course
+from numpyro_fed.methods.host import RUNTIMES, SEARCHES, Course, Host, Outcome
+from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.fingerprint import source_hash
@@ -25,10 +32,16 @@ from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
 from numpyro_fed.results.run import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalStart
-from numpyro_fed.runtime.crossing import Crossings, crossings
+from numpyro_fed.runtime.crossing import Crossings
+from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.noise import one_key
-from numpyro_fed.runtime.stack import Batch, Runtime, State, on_device
+from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, on_device
+from numpyro_fed.trees import strong
 
+MOST = 60  # rounds of the search
+CYCLES = 5  # of the search, each but the first from a Newton step of all parties
+CLOSE = 1e-3  # nats that such a step promises, where the search is at its end
+OPENING = 2**31 - 1  # folded into the key of a run, for what comes before its rounds
 NEEDS_RESPONSE = (
     "under the power likelihood every client evaluates the likelihood itself, for which it must "
     "know the response: say share_response=True, or use the augmented model."
@@ -36,7 +49,7 @@ NEEDS_RESPONSE = (
 
 
 @dataclass(frozen=True)
-class VerticalMethod(Host):
+class VerticalMethod(Host[VerticalFit, Outcome]):
     """A model whose clients hold some columns of every row, and how to fit it.
 
     Parameters
@@ -49,42 +62,32 @@ class VerticalMethod(Host):
 
     model: Callable
     share_response: bool = field(default=False, kw_only=True)
-    _fits: dict[Any, VerticalFit] = field(
+    _fits: dict[Hashable, VerticalFit] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @abstractmethod
     def _build(self, roles: Roles) -> VerticalBuilt:
-        """The algorithm."""
+        """Return the algorithm for a text that is split over clients."""
 
     @abstractmethod
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
-        """What a saved state must agree with, besides sites and rows."""
-
-    def _begin(
-        self,
-        fit: VerticalFit,
-        key: Array,
-        batches: tuple[Batch, ...],
-        runtime_of: Callable[[FederatedAlgorithm], Runtime],
-    ) -> tuple[State, VerticalStart | None]:
-        """The first state of a run, and the mode if it is there."""
-        return fit.runtime.init(key, batches), None
+        """Return what a saved state must agree with, besides sites and rows."""
 
     def run(
         self,
         key: Array,
         num_rounds: int,
-        *args: Any,
+        *args: object,
         init_state: State | None = None,
         progress_bar: bool = True,
         runtime: str = "simulation",
-        row_ids: Sequence[Any] | None = None,
+        row_ids: Sequence[ArrayLike] | None = None,
         stop: str | None = None,
-        callback: Callable[[Any], Any] | None = None,
+        callback: Callable[[Outcome], object] | None = None,
         every: int = 100,
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> Outcome:
         """Fit the model to its arguments.
 
         Parameters
@@ -113,39 +116,30 @@ class VerticalMethod(Host):
             By Ctrl-C, as in :meth:`SFVI.run`.
         """
         key = one_key(key)
-        check_course(num_rounds, every, stop)
+        course = Course(num_rounds, None, progress_bar, stop, callback, every)
         fit, held = self._prepare(args, kwargs, runtime)
         if row_ids is not None:
             model = fit.built.model
             check_same_ids(row_ids, model.rows, len(model.clients))
         if progress_bar:
-            tqdm.write(str(_messages(fit, held)))
+            tqdm.write(str(fit.messages(held)))
         if init_state is None:
-            state, start = self._begin(fit, key, held.batches, SEARCHES[runtime])
+            state, start = begin(fit, key, held.batches, SEARCHES[runtime])
         else:
             state, start = fit.check_state(init_state, held), None
-        return self._driven(
-            fit,
-            held,
-            key,
-            state,
-            num_rounds,
-            start,
-            server_data=fit.server_data,
-            progress_bar=progress_bar,
-            stop=stop,
-            callback=callback,
-            every=every,
-        )
+        course = replace(course, server_data=fit.server_data)
+        return self._driven(fit, held, key, state, start, course)
 
-    def messages(self, *args: Any, **kwargs: Any) -> Crossings:
-        """What each party sees: all arrays that cross, with their shapes, before the first round
-        (as often as :attr:`VerticalResult.start` says) and in each round.
+    def messages(self, *args: object, **kwargs: object) -> Crossings:
+        """Return what each party sees: all arrays that cross, with their shapes, before the
+        first round (as often as :attr:`VerticalResult.start` says) and in each round.
         """
         fit, held = self._prepare(args, kwargs, "simulation")
-        return _messages(fit, held)
+        return fit.messages(held)
 
-    def load(self, path: str | Path, *args: Any, runtime: str = "simulation", **kwargs: Any) -> Any:
+    def load(
+        self, path: str | Path, *args: object, runtime: str = "simulation", **kwargs: object
+    ) -> Outcome:
         """Rebuild a fit from what :meth:`VerticalResult.save` wrote, and the model's arguments.
 
         Raises
@@ -178,22 +172,22 @@ class VerticalMethod(Host):
         fit.supports.check(alone(roles.server))
         return replace(fit, server_data=roles.server), held
 
-    def describe(self, silo: Any, row_ids: Any = None) -> Shapes:
-        """What a client says of its columns: shapes, dtypes and plain values, and by which digest
-        its rows' ids are known.
+    def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Shapes:
+        """Return what a client says of its columns: shapes, dtypes and plain values, and by which
+        digest its rows' ids are known.
         """
         shapes = Shapes.of(self.hold(silo))
         if row_ids is None:
             return shapes
-        rows = rows_of(silo) or len(row_ids)
+        rows = rows_of(silo) or np.shape(row_ids)[0]
         return replace(shapes, ids=digest(read_ids(row_ids, rows, "this client")))
 
     def read_plan(self, text: str) -> VerticalPlan:
-        """A plan from JSON."""
+        """Return a plan from JSON."""
         return VerticalPlan.from_json(text)
 
-    def hold(self, silo: Any, plan: VerticalPlan | None = None, number: int = 0) -> SiloData:
-        """A client's columns, checked; with the plan, as the algorithm takes them."""
+    def hold(self, silo: object, plan: VerticalPlan | None = None, number: int = 0) -> SiloData:
+        """Return a client's columns, checked; with the plan, as the algorithm takes them."""
         if plan is None:
             return read_one("a client", {"columns": silo})
         expected = self._roles(plan).clients[number]
@@ -208,7 +202,7 @@ class VerticalMethod(Host):
         return data
 
     def build(self, plan: VerticalPlan) -> VerticalBuilt:
-        """The algorithm, from text and plan: the same at every party."""
+        """Return the algorithm, from text and plan: the same at every party."""
         return self._build(self._roles(plan))
 
     def round_of(self, built: VerticalBuilt, name: str) -> Round:
@@ -218,7 +212,7 @@ class VerticalMethod(Host):
         return built.round_of(name)
 
     def admit(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
-        """Any exchange suits any client."""
+        """Refuse nothing: any exchange suits any client."""
         return
 
     def _roles(self, plan: VerticalPlan) -> Roles:
@@ -242,19 +236,6 @@ class VerticalMethod(Host):
         }
 
 
-def _messages(fit: VerticalFit, held: Silos) -> Crossings:
-    """Of one client."""
-    built = fit.built
-
-    def seen(when: str, algorithm: FederatedAlgorithm, rounds: Sequence[Round]) -> Crossings:
-        data = held.data[0]
-        return crossings(when, algorithm, rounds, data, fit.server_data, silo="client")
-
-    start = seen("start", built.first, built.opening)
-    rounds = seen("round", built.algorithm, (built.algorithm.round,))
-    return start._replace(rows=start.rows + rounds.rows)
-
-
 def _held(roles: Roles, runtime: str) -> Silos:
     sizes: list[dict[str, int]] = [{} for _ in roles.clients]
     if runtime == "host":
@@ -268,3 +249,66 @@ def check_power(model: VerticalModel) -> None:
     """Refuse latents whose distribution depends on the sum."""
     for name in model.below:
         raise ModelError(LATENT_OF_SUM.format(name))
+
+
+def begin(
+    fit: VerticalFit,
+    key: Array,
+    batches: Batches,
+    runtime_of: Callable[[FederatedAlgorithm], Runtime],
+) -> tuple[State, VerticalStart | None]:
+    """Return the first state of a run, and the mode if it is there."""
+    built = fit.built
+    if built.search is None:
+        return fit.runtime.init(key, batches), None
+    search = built.search
+    runtime = fit.once(SEARCH, lambda: runtime_of(search))
+    *spreads, beginning = (fit.soon(x, runtime) for x in built.begins)
+    mine = jax.random.fold_in(key, OPENING)
+    found: State | None = runtime.init(mine, batches)
+    exchanges = 0
+    if found is not None and spreads:
+        found, exchanges = _searched(fit, mine, found, batches, runtime, spreads[0])
+    if found is not None:
+        server, silos, info, _ = beginning(
+            mine, found.server, found.silos, batches, fit.server_data
+        )
+        if info.ok:
+            state = strong(State(jnp.zeros((), jnp.int32), server, silos))
+            start = VerticalStart(-float(info.loss), exchanges + 1) if spreads else None
+            return state, start
+    warnings.warn(
+        "no start was found where the log density and its derivatives are finite: the run starts "
+        "at zero in unconstrained space. Double precision may help.",
+        stacklevel=3,
+    )
+    return fit.runtime.init(key, batches), None
+
+
+def _searched(
+    fit: VerticalFit,
+    key: Array,
+    state: State,
+    batches: Batches,
+    runtime: Runtime,
+    spread: Single,
+) -> tuple[State | None, int]:
+    """Return the search at the mode, None if it fails, and how many exchanges it took."""
+    asked = 0
+    for cycle in range(CYCLES):
+        run = drive(runtime, key, state, batches, MOST, False, fit.server_data, stop=True)
+        if run.refused is not None:
+            raise run.refused
+        if run.failure is not None:
+            return None, 0
+        state = run.state
+        for _ in range(1 if cycle else looks(fit.vertical)):
+            server, silos, info, _ = spread(
+                key, state.server, state.silos, batches, fit.server_data
+            )
+            if not info.ok:
+                return None, 0
+            state, asked = state._replace(server=server, silos=silos), asked + 1
+        if state.server.ritz.gain <= CLOSE:
+            break
+    return state, 2 * int(state.round) + asked

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,13 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
+from numpyro_fed.algorithms.base import Round, settings_in
 from numpyro_fed.algorithms.vertical.augmented import Augmented
 from numpyro_fed.algorithms.vertical.base import Kind, Vertical
-from numpyro_fed.algorithms.vertical.begin import Beginning, looks, spread, width_of
+from numpyro_fed.algorithms.vertical.begin import Beginning, spread, width_of
 from numpyro_fed.algorithms.vertical.power import Power
 from numpyro_fed.algorithms.vertical.sample import sample
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
@@ -27,7 +25,7 @@ from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
-from numpyro_fed.methods.mode import SEARCH, SEARCHED_UP_TO
+from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_power
 from numpyro_fed.model.clients import positive_rho
@@ -43,24 +41,17 @@ from numpyro_fed.results.vertical import (
     VerticalBuilt,
     VerticalFit,
     VerticalResult,
-    VerticalStart,
 )
 from numpyro_fed.runtime.crossing import Crossings
-from numpyro_fed.runtime.drive import Run, drive
-from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
-from numpyro_fed.trees import strong
+from numpyro_fed.runtime.drive import Run
 
 MEAN_FIELD_UP_TO = 10_000  # rows
 JACOBIAN = 2**26  # numbers, at most, in that of a client's predictor
-MOST = 60  # rounds of the search
-CYCLES = 5  # of the search, each but the first from a Newton step of all parties
-CLOSE = 1e-3  # nats that such a step promises, where the search is at its end
 RANK = 32  # of the noise that parties share, by default, at most
-OPENING = 2**31 - 1  # folded into the key of a run, for what comes before its rounds
 
 
 @dataclass(frozen=True)
-class VFL(VerticalMethod):
+class VFL(VerticalMethod[VerticalResult]):
     r"""Structured federated variational inference for vertical models.
 
     Each client holds some columns of every row and the parameters that belong to them; the server
@@ -199,9 +190,9 @@ class VFL(VerticalMethod):
         if self.likelihood == "power" and not self.share_response:
             raise ValueError(NEEDS_RESPONSE)
 
-    def messages(self, *args: Any, **kwargs: Any) -> Crossings:
-        """What each party sees: all arrays that cross, with their shapes, before the first round
-        (as often as :attr:`VerticalResult.start` says) and in each round.
+    def messages(self, *args: object, **kwargs: object) -> Crossings:
+        """Return what each party sees: all arrays that cross, with their shapes, before the
+        first round (as often as :attr:`VerticalResult.start` says) and in each round.
 
         A client's ``part`` has a number for each row: in the exact split its predictor, of which
         many draws tell the client's columns up to what the predictor does with them (a linear
@@ -328,15 +319,6 @@ class VFL(VerticalMethod):
     ) -> VerticalResult:
         return VerticalResult(run.losses, run.state, fit, held)
 
-    def _begin(
-        self,
-        fit: VerticalFit,
-        key: Array,
-        batches: tuple[Batch, ...],
-        runtime_of: Callable[[FederatedAlgorithm], Runtime],
-    ) -> tuple[State, VerticalStart | None]:
-        return begin(fit, key, batches, runtime_of)
-
     def round_of(self, built: VerticalBuilt, name: str) -> Round:
         """Return the round that has this exchange: of a run, or the importance correction."""
         if "weigh" in (asked := settings_in(name)):
@@ -350,7 +332,7 @@ class VFL(VerticalMethod):
         return self.hides_by_noise and "weigh" in settings_in(name)
 
     def _rank(self, v: Vertical, start: str | None) -> int:
-        """Of the noise that all parties share."""
+        """Return the rank of the noise that all parties share."""
         guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
         halves = (v.model.server, *v.model.clients)
         several = sum(half.dim > 0 for half in halves) > 1
@@ -366,7 +348,7 @@ class VFL(VerticalMethod):
         return min(int(self.rank), v.dim - 1) if several else 0
 
     def _start(self, roles: Roles) -> str | None:
-        """Where runs begin, of those that are possible."""
+        """Return where runs begin, of the places that are possible."""
         wanted = self.start
         if wanted == "auto":
             wanted = "mode" if self.rho is None else "own"
@@ -398,66 +380,3 @@ def _has_mode(roles: Roles) -> bool:
     """Whether a mode can be looked for."""
     halves = roles.model.server, *roles.model.clients
     return not any(half.named("param") for half in halves)
-
-
-def begin(
-    fit: VerticalFit,
-    key: Array,
-    batches: tuple[Batch, ...],
-    runtime_of: Callable[[FederatedAlgorithm], Runtime],
-) -> tuple[State, VerticalStart | None]:
-    """The first state of a run, and the mode if it is there."""
-    built = fit.built
-    if built.search is None:
-        return fit.runtime.init(key, batches), None
-    search = built.search
-    runtime = fit.once(SEARCH, lambda: runtime_of(search))
-    *spreads, beginning = (fit.once(x.name, partial(runtime.once, x)) for x in built.begins)
-    mine = jax.random.fold_in(key, OPENING)
-    found: State | None = runtime.init(mine, batches)
-    exchanges = 0
-    if found is not None and spreads:
-        found, exchanges = _searched(fit, mine, found, batches, runtime, spreads[0])
-    if found is not None:
-        server, silos, info, _ = beginning(
-            mine, found.server, found.silos, batches, fit.server_data
-        )
-        if info.ok:
-            state = strong(State(jnp.zeros((), jnp.int32), server, silos))
-            start = VerticalStart(-float(info.loss), exchanges + 1) if spreads else None
-            return state, start
-    warnings.warn(
-        "no start was found where the log density and its derivatives are finite: the run starts "
-        "at zero in unconstrained space. Double precision may help.",
-        stacklevel=3,
-    )
-    return fit.runtime.init(key, batches), None
-
-
-def _searched(
-    fit: VerticalFit,
-    key: Array,
-    state: State,
-    batches: tuple[Batch, ...],
-    runtime: Runtime,
-    spread: Single,
-) -> tuple[State | None, int]:
-    """The search at the mode, None if it fails, and how many exchanges it took."""
-    asked = 0
-    for cycle in range(CYCLES):
-        run = drive(runtime, key, state, batches, MOST, False, fit.server_data, stop=True)
-        if run.refused is not None:
-            raise run.refused
-        if run.failure is not None:
-            return None, 0
-        state = run.state
-        for _ in range(1 if cycle else looks(fit.vertical)):
-            server, silos, info, _ = spread(
-                key, state.server, state.silos, batches, fit.server_data
-            )
-            if not info.ok:
-                return None, 0
-            state, asked = state._replace(server=server, silos=silos), asked + 1
-        if state.server.ritz.gain <= CLOSE:
-            break
-    return state, 2 * int(state.round) + asked

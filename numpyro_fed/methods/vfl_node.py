@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.errors import ModelError
+from numpyro_fed.methods.host import Course
 from numpyro_fed.methods.node import PartyServer
-from numpyro_fed.methods.vertical import VerticalMethod
+from numpyro_fed.methods.vertical import VerticalMethod, begin
 from numpyro_fed.model.data import read_one
 from numpyro_fed.model.observed import Supports, alone
 from numpyro_fed.model.roles import Text, split
@@ -24,7 +26,7 @@ from numpyro_fed.runtime.node import Send
 from numpyro_fed.runtime.stack import Runtime, State
 
 
-class VerticalServerNode(PartyServer):
+class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
     """A server of a vertical model whose clients live in processes of their own
     (:class:`numpyro_fed.SiloNode`, given a client's columns).
 
@@ -75,11 +77,11 @@ class VerticalServerNode(PartyServer):
 
     def __init__(
         self,
-        method: VerticalMethod,
+        method: VerticalMethod[Any],
         facts: Sequence[str],
         arguments: Callable[[list[Any]], Mapping[str, Any]],
         *,
-        row_ids: Any = None,
+        row_ids: ArrayLike | None = None,
     ):
         clients = tuple(Shapes.from_json(text) for text in facts)
         digests = {f"client {j}": client.ids for j, client in enumerate(clients)}
@@ -96,7 +98,7 @@ class VerticalServerNode(PartyServer):
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
         check_same_digests(digests)
         self._plan = VerticalPlan(Shapes.of(read_one("the server", held)), clients, told)
-        self._method: VerticalMethod = method
+        self._method: VerticalMethod[Any] = method
         self._held, self._template = roles.server, roles.clients[0]
         self._built: VerticalBuilt = method._build(roles)
         self._description = method._description(self._built)
@@ -104,7 +106,7 @@ class VerticalServerNode(PartyServer):
 
     @property
     def num_silos(self) -> int:
-        """How many clients there are."""
+        """Return how many clients there are."""
         return self._plan.num_silos
 
     def template(self) -> Any:
@@ -131,7 +133,7 @@ class VerticalServerNode(PartyServer):
         runtime_of: Callable[[FederatedAlgorithm], Runtime],
         progress_bar: bool,
     ) -> tuple[State, VerticalStart | None]:
-        return self._method._begin(fit, key, (), runtime_of)
+        return begin(fit, key, (), runtime_of)
 
     def run(
         self,
@@ -147,8 +149,8 @@ class VerticalServerNode(PartyServer):
         The result is what the server knows: the posterior of its own latents, losses, and
         :func:`numpyro_fed.importance_correct` (which asks the clients once more).
         """
-        course: Any = dict(server_data=self._held, progress_bar=progress_bar, stop=stop)
-        return self._run(key, num_rounds, send, **course)
+        course: Course[VerticalRun] = Course(num_rounds, self._held, progress_bar, stop)
+        return self._method._driven(*self._begun(key, send, progress_bar), course)
 
 
 def _check_handed_on(
@@ -156,7 +158,7 @@ def _check_handed_on(
 ) -> None:
     """Refuse a text that computes what a predictor is given: a client hands over what it holds."""
 
-    def numbered(a: Any) -> Any:
+    def numbered(a: object) -> object:
         return np.arange(1, a.size + 1).reshape(a.shape).astype(a.dtype) if _is_array(a) else a
 
     given = jax.tree.map(numbered, columns)
@@ -173,5 +175,5 @@ def _check_handed_on(
             )
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> TypeGuard[np.ndarray]:
     return hasattr(leaf, "dtype")

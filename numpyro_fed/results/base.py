@@ -1,4 +1,4 @@
-"""What a federated fit returns."""
+"""The fit of a model to silos that hold rows, and its result."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round
-from numpyro_fed.algorithms.pvi.families import Globals
+from numpyro_fed.algorithms.base import Private
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import Sizes
@@ -24,100 +22,18 @@ from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
-from numpyro_fed.objectives import SiloBound
 from numpyro_fed.precision import in_own_precision, is_double, precision
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.communication import Communication, communication, exchanged_before
+from numpyro_fed.results.built import Built, Factors
+from numpyro_fed.results.communication import Communication, communication
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.recognise import Made
-from numpyro_fed.results.run import BuiltRun, FederatedRun, Prepared, Silos
+from numpyro_fed.results.run import FederatedRun, Prepared, Silos
 from numpyro_fed.results.saving import SavedRun
-from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Runtime
-
-
-class Factors(NamedTuple):
-    """What a fit by factors knows besides: their family, its settings, one more evaluation.
-
-    ``loss`` and ``divergence`` say whether it is under a loss in the place of the log density, and
-    under a divergence other than KL.
-    """
-
-    globals: Globals
-    settings: Any
-    conjugate: bool
-    loss: bool
-    divergence: bool
-    evaluation: Round
-
-
-class Start(NamedTuple):
-    """How a run begins.
-
-    Attributes
-    ----------
-    search : FederatedAlgorithm
-        For the mode.
-    around : Round or None
-        A look around, where a prior is flat; None where globals are too many for it.
-    begin : Round
-        From the search's states to the first ones.
-    effects : (c,) int array
-        Coordinates that the search integrates out.
-    """
-
-    search: FederatedAlgorithm
-    around: Round | None
-    begin: Round
-    effects: np.ndarray
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Built(BuiltRun):
-    """What a method makes of a text whose silos hold rows.
-
-    Attributes
-    ----------
-    model, guide, bound
-    schedule : Schedule or None
-    draws : dict of str to int
-        ``K`` for each silo plate that has latents.
-    certify : (key, result) -> importance correction
-    factors : Factors or None
-    start : Start or None
-        None where a run begins at ``algorithm``'s own first state.
-    """
-
-    model: FederatedModel
-    guide: Guide
-    bound: SiloBound
-    schedule: Schedule | None
-    draws: dict[str, int]
-    certify: Callable[..., Any]
-    factors: Factors | None = None
-    start: Start | None = None
-
-    @property
-    def first(self) -> FederatedAlgorithm:
-        """The algorithm whose states come first."""
-        return self.algorithm if self.start is None else self.start.search
-
-    @property
-    def searching(self) -> tuple[Round, ...]:
-        """The rounds that find where to start."""
-        if self.start is None:
-            return ()
-        looks = () if self.start.around is None else (self.start.around,)
-        return (self.start.search.round, *looks, self.start.begin)
-
-    @property
-    def further(self) -> tuple[Round, ...]:
-        """The evaluation of a fit by factors."""
-        return () if self.factors is None else (self.factors.evaluation,)
 
 
 class Recipe(NamedTuple):
-    """How the method of a fit can be had again, from its class and the model.
+    """A record of how the method of a fit can be had again, from its class and the model.
 
     Attributes
     ----------
@@ -139,71 +55,51 @@ class Recipe(NamedTuple):
     source: str
 
     def description(self) -> dict[str, Any]:
-        """As a file keeps it."""
+        """Return it as a file keeps it."""
         return {name: value for name, value in self._asdict().items() if name != "source"}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Fit(Prepared):
-    """What was built for silos that hold rows.
+class Fit(Prepared[Built]):
+    """A method that was built for silos that hold rows.
 
     ``double`` says whether it computes in double precision. Of silos in other processes it knows
     neither the sizes nor how to ask about their values, and has no recipe.
     """
 
     plan: Plan
-    built: Built
-    posterior: Posterior
-    double: bool
+    double: bool = field(default_factory=is_double)
     sizes: tuple[Sizes, ...] = ()
     checks: Checks | None = None
     recipe: Recipe | None = None
 
-    @classmethod
-    def of(cls, plan: Plan, built: Built, runtime: Runtime, **layout: Any) -> Fit:
-        """Return a fit with nothing compiled yet."""
-        sampling = posterior(built.model, built.guide, built.bound)
-        return cls(
-            plan=plan,
-            built=built,
-            runtime=runtime,
-            posterior=sampling,
-            double=is_double(),
-            **layout,
-        )
+    @cached_property
+    def posterior(self) -> Posterior:
+        """Return the compiled sampling functions of the fit."""
+        return posterior(self.model, self.guide, self.built.bound)
 
     @property
     def model(self) -> FederatedModel:
-        """The split text."""
+        """Return the text, split over server and silos."""
         return self.built.model
 
     @property
     def guide(self) -> Guide:
-        """The guide."""
+        """Return the guide of globals and locals."""
         return self.built.guide
 
     @property
-    def bound(self) -> SiloBound:
-        """The silos' terms of the bound."""
-        return self.built.bound
-
-    @property
-    def algorithm(self) -> FederatedAlgorithm:
-        """The algorithm."""
-        return self.built.algorithm
-
-    @property
     def draws(self) -> dict[str, int]:
-        """``K`` for each silo plate that has latents."""
+        """Return ``K`` for each silo plate that has latents."""
         return self.built.draws
 
     @property
     def factors(self) -> Factors | None:
-        """What a fit by factors knows besides."""
+        """Return all that a fit by factors knows besides."""
         return self.built.factors
 
     def description(self) -> dict[str, Any]:
-        """What a saved state must agree with."""
+        """Return what a saved state must agree with."""
         return {
             "settings": {**self.plan.chosen, "draws": self.draws},
             "sites": {
@@ -224,8 +120,8 @@ class Fit(Prepared):
 
 
 @dataclass(frozen=True, eq=False)
-class Result(FederatedRun):
-    """A federated fit.
+class Result(FederatedRun[Fit]):
+    """A federated fit of a model whose silos hold rows.
 
     Attributes
     ----------
@@ -235,7 +131,6 @@ class Result(FederatedRun):
         The mode at which the run began, or what it took over from another result.
     """
 
-    start: Any = field(default=None, repr=False, kw_only=True)
     _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)  # of a file
 
     ELSEWHERE = (
@@ -250,52 +145,52 @@ class Result(FederatedRun):
 
     @property
     def num_silos(self) -> int:
-        """How many silos took part."""
+        """Return how many silos took part."""
         return self._fit.plan.num_silos
 
     @property
     def num_parties(self) -> int:
-        """The number of silos."""
+        """Return the number of silos."""
         return self.num_silos
 
     @property
     def num_globals(self) -> int:
-        """Length of the flat vector of global latents."""
+        """Return the length of the flat vector of global latents."""
         return self._fit.model.dim
 
     @property
     def sizes(self) -> list[Sizes]:
-        """Rows of each silo plate at each silo, of a run in one process."""
+        """Return the rows of each silo plate at each silo, of a run in one process."""
         return list(self._fit.sizes)
 
     @property
     def plan(self) -> Plan:
-        """What server and silos have built from."""
+        """Return the plan from which server and silos have built."""
         return self._fit.plan
 
     @property
     @in_own_precision
     def communication(self) -> Communication:
-        """What this run has cost in bytes down to the silos and up from them; prints as a table.
+        """Return what this run has cost in bytes down to the silos and up; prints as a table.
 
         Of a run that goes on from another's state, what it has cost itself.
         """
         data = self.plan.template() if self._silos is None else self._silos.data[0]
         rounds, number, before = len(self.losses), self.num_silos, self._exchanged_before
-        return communication(self._fit.built, data, num_silos=number, rounds=rounds, before=before)
+        return communication(self._fit.built, data, number, rounds, before)
 
     @property
     def _exchanged_before(self) -> Mapping[str, int]:
-        """How often each exchange took place before the first round of this run."""
+        """Return how often each exchange took place before the first round of this run."""
         if self._before is not None:
             return self._before
         goes_on = int(self.state.round) > len(self.losses)
-        return {} if goes_on else exchanged_before(self._fit.built, self.start)
+        return {} if goes_on else self._fit.built.exchanged_before(self.start)
 
     @cached_property
     @in_own_precision
     def certificate(self) -> Any:
-        """The fit's importance correction with default settings, computed once.
+        """Return the fit's importance correction with default settings, computed once.
 
         A :class:`numpyro_fed.Corrected`, or in words why there is none.
         """
@@ -395,11 +290,11 @@ class Result(FederatedRun):
         return posterior.constrain_locals(theta, z_G, z_L, data)
 
     def private(self, silo: int) -> Private:
-        """Of a silo's state what never leaves, padded rows included."""
+        """Return what never leaves of a silo's state, padded rows included."""
         return self._fit.algorithm.private(self._silo_state(silo))
 
     def _real_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
-        """Private parameters without what belongs to padded rows."""
+        """Return private parameters without what belongs to padded rows."""
         key, data = jax.random.key(0), self._held(silo).data[silo]
         shapes = jax.eval_shape(self._fit.model.init_private, key, data)
         return jax.tree.map(lambda a, s: a[tuple(map(slice, s.shape))], private, shapes)
@@ -426,7 +321,7 @@ class Result(FederatedRun):
 
         check = new_data_check(self._fit.model.text, silo)
 
-        def guide(*args: Any, **kwargs: Any) -> None:
+        def guide(*args: object, **kwargs: object) -> None:
             check(*args, **kwargs)
             key = numpyro.prng_key()
             with numpyro.handlers.block():  # drawing runs the model's text, which nobody is to see
@@ -441,14 +336,14 @@ class Result(FederatedRun):
     def to_arviz(
         self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
     ) -> Any:
-        """Posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
+        """Return posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
 
         Needs the extra ``examples``.
         """
         return to_arviz(partial(self.sample_posterior, silo=silo), key, num_samples)
 
     def saved_run(self) -> SavedRun:
-        """The run as it goes into a file."""
+        """Return the run as it goes into a file."""
         recipe = self._fit.recipe
         description = {
             **self._fit.description(),

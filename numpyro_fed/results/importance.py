@@ -25,23 +25,25 @@ from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.objectives import LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.precision import in_own_precision, precision
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.base import Built, Fit, Result
-from numpyro_fed.results.moments import Moments, moments
+from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.built import Built
+from numpyro_fed.results.moments import Moments
 from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.saving import Told
 from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
 from numpyro_fed.results.weighted import (
+    NO_WEIGHTS,
     Weighted,
-    no_weights,
+    judged,
     systematic,
     threshold,
     unless_interrupted,
     until_interrupted,
     weights_of,
+    without_the_weightless,
 )
-from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Single
 
 AT_ONCE = 4_000  # draws in an exchange
@@ -169,59 +171,40 @@ def _corrected(
     weigh, sampler, proposed = _compiled(fit, draws, size, wider)
 
     def exchange(i: int) -> Weighed:
-        return _weighed(result, weigh, jax.random.fold_in(key, i) if i else key)
+        mine = jax.random.fold_in(key, i) if i else key
+        found: Weighed = result._asked(weigh, mine, NO_WEIGHTS)[0]
+        return found
 
     parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
     z_G, log_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
     own = np.tile(np.arange(size) < proposed.own, len(parts))
-    pareto_k, weights = weights_of(log_weights)
+    known = weights_of(log_weights)
     for _ in range(0 if draws else LOOKS):
-        if pareto_k <= threshold(len(weights)):
+        if known[0] <= threshold(len(z_G)):
             break
         unsmooth = _unsmooth(result, weigh, key, z_G, np.asarray(log_weights), own)
         if not unsmooth.size:
             break
         log_weights = log_weights.at[unsmooth].set(-jnp.inf)
-        pareto_k, weights = weights_of(log_weights)
-    ess = float(1 / (weights**2).sum())
-    z_G = _without_the_weightless(z_G, weights)
-    log_evidence = float(jax.nn.logsumexp(log_weights) - np.log(len(weights)))
-    found = moments(np.asarray(z_G), weights, own)
+        known = weights_of(log_weights)
+    z_G = without_the_weightless(z_G, known[1])
+    log_evidence = float(jax.nn.logsumexp(log_weights) - np.log(len(z_G)))
     corrected = Corrected(
         log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
-        ess=ess,
-        pareto_k=pareto_k,
-        weights=weights,
         result=result,
         _key=jax.random.fold_in(key, 1),
         _z_G=z_G,
-        _moments=found,
-        _rounding=Rounding.of(z_G, weights, log_weights, found.mean, found.sd),
         _posterior=sampler,
         _inner_draws=draws,
+        **judged(np.asarray(z_G), own, log_weights, known),
     )
     return unless_interrupted(corrected, interrupted, num_draws)
-
-
-def _weighed(result: Result, weigh: Single, key: Array, given: Array | None = None) -> Weighed:
-    """One exchange: draws of the globals, or the ``given`` ones, and their log weights.
-
-    Raises
-    ------
-    NonFiniteError
-        If a silo's estimate is NaN, or no draw has any weight.
-    """
-    state, batches = result.state, result._batches
-    found, states, info, good = weigh(key, state.server, state.silos, batches, given)
-    if not bool(info.ok):
-        raise no_weights(result, "silo", failed_silos(good, states, batches))
-    return found
 
 
 def _unsmooth(
     result: Result, weigh: Single, key: Array, z_G: Array, log_weights: np.ndarray, own: np.ndarray
 ) -> np.ndarray:
-    """Which of the heaviest draws owe their weight to the cancellation of large numbers.
+    """Return which of the heaviest draws owe their weight to the cancellation of large numbers.
 
     A log density that rises by cancellation, as far out where the gamma functions of a Beta
     distribution are subtracted, jumps from one number to the next. So each of these draws is
@@ -237,15 +220,11 @@ def _unsmooth(
     three = [z[heavy] - step, z[heavy], z[heavy] + step]
     spare = np.broadcast_to(z[own].mean(0), (size - 3 * len(heavy), z.shape[1]))
     places = jnp.asarray(np.concatenate([*three, spare]), z_G.dtype)
-    density = np.asarray(_weighed(result, weigh, key, places).log_weights, np.float64)
+    weighed: Weighed = result._asked(weigh, key, NO_WEIGHTS, places)[0]
+    density = np.asarray(weighed.log_weights, np.float64)
     below, at, above = density[: 3 * len(heavy)].reshape(3, -1)
     smooth = np.abs(above - 2 * at + below) <= JUMP
     return heavy[~smooth & (log_weights[heavy] > -np.inf)]
-
-
-def _without_the_weightless(z_G: Array, weights: np.ndarray) -> Array:
-    """Draws (n, dim) that carry weight; others, which may overflow, stand where the heaviest is."""
-    return jnp.where(jnp.asarray(weights > 0)[:, None], z_G, z_G[weights.argmax()])
 
 
 def _check_weighable(fit: Fit) -> None:
@@ -258,8 +237,8 @@ def _check_weighable(fit: Fit) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Corrected(Weighted):
-    """An importance-corrected fit.
+class Corrected(Weighted[Result]):
+    """An importance-corrected fit of silos that hold rows.
 
     Attributes
     ----------
@@ -291,12 +270,12 @@ class Corrected(Weighted):
     @cached_property
     @in_own_precision
     def draws(self) -> dict[str, Array]:
-        """Draws of the globals on their own supports, to be weighted by ``weights``."""
+        """Return draws of the globals on their own supports, to be weighted by ``weights``."""
         theta = self.result.shared.theta
         return self._posterior.constrain_globals(theta, self._z_G)
 
     def told(self) -> Told:
-        """The correction as it goes into a file, with what :meth:`from_file` needs."""
+        """Return the correction as it goes into a file, with what :meth:`from_file` needs."""
         told = super().told()
         key = random.key_data(self._key)
         found = dict(self._moments._asdict(), z_G=self._z_G, weights=self.weights, key=key)
@@ -312,7 +291,7 @@ class Corrected(Weighted):
     def from_file(
         cls, result: Result, arrays: Mapping[str, np.ndarray], words: Mapping[str, Any]
     ) -> Corrected:
-        """The correction of a fit, from what :meth:`told` put into a file."""
+        """Return the correction of a fit, from what :meth:`told` put into a file."""
         fit, draws = result._fit, dict(words["inner_draws"])
         own = {k.removeprefix(PART): a for k, a in arrays.items() if k.startswith(PART)}
         found: dict[str, Any] = {name: own[name] for name in Moments._fields}
@@ -333,7 +312,7 @@ class Corrected(Weighted):
 
     @cached_property
     def samples(self) -> dict[str, Array]:
-        """As many draws of the globals, resampled by their weights."""
+        """Return as many draws of the globals, resampled by their weights."""
         return self.sample_posterior(self._key, len(self.weights))
 
     @in_own_precision
@@ -349,7 +328,7 @@ class Corrected(Weighted):
     def to_arviz(
         self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
     ) -> Any:
-        """Corrected draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
+        """Return corrected draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
 
         At most as many as the weighted draws are worth, so that ``arviz.ess`` is about true. The
         group ``posterior`` has the attributes ``ess``, ``pareto_k`` and ``verdict``. Needs the
@@ -373,7 +352,7 @@ def weighing(built: Built, name: str) -> tuple[Round, Proposal]:
 def _compiled(
     fit: Fit, draws: dict[str, int], num_draws: int, wider: float
 ) -> tuple[Single, Posterior, Proposal]:
-    """The exchange and the sampling functions for these numbers of draws, compiled once a fit."""
+    """Return the exchange and the sampling functions for these draws, compiled once a fit."""
     settings = dict(
         importance=True,
         inner_draws=draws,
@@ -403,7 +382,7 @@ def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str
 
 
 def _batch_size(fit: Fit, draws: Mapping[str, int], num_draws: int) -> int:
-    """Draws of the globals at a time, for about 16 MB a site."""
+    """Return how many draws of the globals to take at a time, for about 16 MB a site."""
     rows = sum(n for _, n in fit.plan.total)
     inner = math.prod(
         max([k for p, k in draws.items() if (p in fit.guide.outer) == outer] or [1])

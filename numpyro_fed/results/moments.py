@@ -15,7 +15,7 @@ FAR = 100.0  # log term, less the largest, that counts as none
 
 
 class Moments(NamedTuple):
-    r"""Of each coordinate, from weights ``w`` that sum to one.
+    r"""Moments of each coordinate, from weights ``w`` that sum to one.
 
     Standard errors are those of self-normalised weights (Owen 2013, "Monte Carlo theory, methods
     and examples", section 9.2): of the mean :math:`\sqrt{\sum_i w_i^2 (z_i - m)^2}`, and of the

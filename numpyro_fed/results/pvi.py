@@ -1,9 +1,10 @@
-"""What a fit by partitioned variational inference returns."""
+"""The result of a fit by partitioned variational inference."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -13,11 +14,11 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
-from numpyro_fed.algorithms.pvi.states import Settings, Status
-from numpyro_fed.errors import NonFiniteError
+from numpyro_fed.algorithms.pvi.states import Status
 from numpyro_fed.expfam.gaussian import rounding
 from numpyro_fed.precision import in_own_precision
-from numpyro_fed.results.base import Factors, Result
+from numpyro_fed.results.base import Result
+from numpyro_fed.results.built import Factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,18 +103,14 @@ class PVIResult(Result):
                 "maximised is in .losses, with its sign turned."
             )
         evaluate = self._fit.single(self._factors.evaluation)
-        state, batches = self.state, self._batches
-        _, _, info, good = evaluate(jax.random.key(0), state.server, state.silos, batches)
-        if not bool(info.ok):
-            raise NonFiniteError(
-                "the expected log likelihood at the posterior is not finite at some silo. Look at "
-                "the supports of the sites, or run more rounds.",
-                result=self,
-                round=int(self.state.round),
-                silos=tuple(np.flatnonzero(~np.asarray(good)).tolist()),
-            )
+        _, _, info = self._asked(
+            evaluate,
+            jax.random.key(0),
+            "the expected log likelihood at the posterior is not finite at some silo. Look at "
+            "the supports of the sites, or run more rounds.",
+        )
         last = -np.asarray(info.loss)[None]
-        settings: Settings = self._factors.settings
+        settings = self._factors.settings
         if settings.visits != settings.num_silos or settings.asynchronous:
             return last
         return np.concatenate([-self.losses[1:], last])
@@ -219,7 +216,7 @@ class PVIResult(Result):
 
     @property
     def trusted(self) -> bool:
-        """As of any result, unless rounding moves the posterior by more than a tenth of an sd.
+        """Whether the certificate trusts it, and rounding moves nothing by a tenth of an sd.
 
         The certificate is computed in the same precision, and may not show that.
         """
@@ -247,7 +244,7 @@ class PVIResult(Result):
         )
 
     def warning(self) -> str:
-        """What to warn of at the end of a run; empty where nothing is wrong that did not mend."""
+        """Return what to warn of after a run; empty where nothing is wrong that did not mend."""
         wrong = {what.replace("_", " "): n for what, n in self.rejections.items() if n}
         if not self.doubts and set(wrong) <= {"not converged", "server not converged"}:
             return ""
@@ -263,7 +260,7 @@ class PVIResult(Result):
         return not self.doubts
 
     def _course(self) -> str:
-        """What was taken and what was not, silo by silo and round by round."""
+        """Say what was taken and what was not, silo by silo and round by round."""
         rounds = len(self.damping)
         if not rounds:
             return "Loaded: what its rounds reported is not kept."
@@ -299,7 +296,7 @@ class PVIResult(Result):
         return "\n".join(lines)
 
 
-def _silos(numbers: Any) -> str:
+def _silos(numbers: Sequence[int] | np.ndarray) -> str:
     shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
     return f"silo {shown}" if len(numbers) == 1 else f"silos {shown}"
 

@@ -16,7 +16,7 @@ NATS = 0.1  # by which rounding may move a log weight: an sd then stays right to
 
 
 class Rounding(NamedTuple):
-    """What the rounding of one precision leaves of weighted draws.
+    """A record of what the rounding of one precision leaves of weighted draws.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class Rounding(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What to do about it, as a sentence."""
+        """Say what to do about it, as a sentence."""
         double = (
             "Compute in double precision (numpyro_fed.fit does by default, for the rest "
             "jax.config.update('jax_enable_x64', True)), or subtract"

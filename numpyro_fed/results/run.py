@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -14,27 +14,31 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import (
     FederatedAlgorithm,
+    Info,
     Round,
     Shared,
     unknown_exchange,
 )
-from numpyro_fed.errors import DataError, SavedStateError
+from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.recognise import Made
 from numpyro_fed.results.saving import SavedRun, Told, save
-from numpyro_fed.runtime.stack import Batch, Runtime, Single, State
+from numpyro_fed.runtime.crossing import Crossings, crossings
+from numpyro_fed.runtime.drive import failed_silos
+from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
+from numpyro_fed.trees import Tree
 
 BATCHES = 5  # of rounds, whose means show how noisy a bound is
 
 
 class Silos(NamedTuple):
-    """What the silos hold: as read, in buckets, and on the device."""
+    """The data that silos hold: as read, in buckets, and on the device."""
 
     data: tuple[SiloData, ...]
     buckets: tuple[Bucket, ...]
-    batches: tuple[Batch, ...]
+    batches: Batches
 
     def place(self, silo: int) -> tuple[int, int]:
         """Return the bucket that holds a silo, and its place there."""
@@ -43,7 +47,7 @@ class Silos(NamedTuple):
                 return b, bucket.silos.index(silo)
         raise IndexError(f"there is no silo {silo}: they are numbered 0 to {len(self.data) - 1}.")
 
-    def at(self, silo: int, stacks: Any) -> Any:
+    def at(self, silo: int, stacks: Sequence[Tree]) -> Tree:
         """Return what belongs to a silo, of what is stacked in buckets."""
         b, i = self.place(silo)
         return jax.tree.map(lambda a: a[i], stacks[b])
@@ -51,7 +55,7 @@ class Silos(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BuiltRun(ABC):
-    """What a method makes of a text and a plan: pure functions, and nobody's data.
+    """All that a method makes of a text and a plan: pure functions, and nobody's data.
 
     Attributes
     ----------
@@ -63,22 +67,36 @@ class BuiltRun(ABC):
     @property
     @abstractmethod
     def first(self) -> FederatedAlgorithm:
-        """The algorithm whose states come first: a search's, or the run's own."""
+        """Return the algorithm whose states come first: a search's, or the run's own."""
 
     @property
     @abstractmethod
     def searching(self) -> tuple[Round, ...]:
-        """The rounds that find where to start."""
+        """Return the rounds that find where to start."""
 
     @property
     def opening(self) -> tuple[Round, ...]:
-        """The rounds before the algorithm's own first one."""
+        """Return the rounds before the algorithm's own first one."""
         return (*self.searching, *self.algorithm.opening)
 
     @property
     def further(self) -> tuple[Round, ...]:
-        """Rounds that are asked for after a run."""
+        """Return the rounds that are asked for after a run."""
         return ()
+
+    @property
+    def paths(self) -> tuple[tuple[Round, ...], ...]:
+        """Return the rounds before the algorithm's own first one, as they may follow each other."""
+        return (self.opening,)
+
+    def messages(
+        self, data: SiloData, server_data: ServerData = None, *, silo: str = "silo"
+    ) -> Crossings:
+        """Return all that crosses between the server and a silo, one exchange of each kind."""
+        starts = [("start", self.first, path) for path in self.paths]
+        each = [*starts, ("round", self.algorithm, (self.algorithm.round,))]
+        found = [crossings(*one, data, server_data, silo=silo) for one in each]
+        return found[0]._replace(rows=tuple(row for part in found for row in part.rows))
 
     def sender(self, round_: Round) -> FederatedAlgorithm:
         """Return the algorithm from whose states a round starts."""
@@ -99,24 +117,30 @@ class BuiltRun(ABC):
         raise unknown_exchange(name)
 
 
+Built = TypeVar("Built", bound=BuiltRun)
+Kept = TypeVar("Kept")
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Prepared(ABC):
-    """What was built for silos of certain shapes, ready to run.
+class Prepared(ABC, Generic[Built]):
+    """A method that was built for silos of certain shapes, ready to run.
 
     Attributes
     ----------
+    built : BuiltRun
     runtime : Runtime
     compiled : dict
         What was compiled besides, by what it is for.
     """
 
+    built: Built
     runtime: Runtime
-    compiled: dict[Any, Any] = field(default_factory=dict)
+    compiled: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
-    @abstractmethod
     def algorithm(self) -> FederatedAlgorithm:
-        """The algorithm."""
+        """Return the algorithm that is run."""
+        return self.built.algorithm
 
     @abstractmethod
     def made(self, held: Silos) -> Made:
@@ -130,7 +154,14 @@ class Prepared(ABC):
         """Return a single round, compiled once for each name."""
         return self.once(("single", round_.name), lambda: self.runtime.single(round_))
 
-    def once(self, name: Any, make: Callable[[], Any]) -> Any:
+    def soon(self, round_: Round, runtime: Runtime | None = None) -> Single:
+        """Return a single round that is little work, compiled once for each name.
+
+        By another ``runtime`` than that of the run where one is given, as a search's.
+        """
+        return self.once(round_.name, lambda: (runtime or self.runtime).once(round_))
+
+    def once(self, name: Hashable, make: Callable[[], Kept]) -> Kept:
         """Return what was made under a name, made where it is asked for first."""
         if name not in self.compiled:
             self.compiled[name] = make()
@@ -154,9 +185,12 @@ class Prepared(ABC):
         return state
 
 
+Ready = TypeVar("Ready", bound=Prepared[Any])
+
+
 @dataclass(frozen=True, eq=False)
-class FederatedRun(ABC):
-    """What a run returns.
+class FederatedRun(ABC, Generic[Ready]):
+    """The result of a run: losses, the last state, and what can be asked of them.
 
     Attributes
     ----------
@@ -166,20 +200,24 @@ class FederatedRun(ABC):
         Everything that a run needs to go on: ``run(..., init_state=result.state)``.
     ended : {"rounds", "converged", "callback", "failure", "interrupted"}
         Why there are no more rounds.
+    start : optional
+        Where the run began, if that was at a mode or at another result.
     """
 
     losses: np.ndarray = field(repr=False)
     state: State = field(repr=False)
-    _fit: Any = field(repr=False)
+    _fit: Ready = field(repr=False)
     _silos: Silos | None = field(default=None, repr=False)  # of a run in one process
     ended: str = field(default="rounds", kw_only=True)
+    start: Any = field(default=None, repr=False, kw_only=True)
 
     ELSEWHERE: ClassVar[str]  # what to say where a silo's own numbers are not in this process
+    PARTY: ClassVar[str] = "silo"
 
     @property
     @abstractmethod
     def num_parties(self) -> int:
-        """How many silos or clients took part."""
+        """Return how many silos or clients took part."""
 
     @abstractmethod
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
@@ -187,7 +225,7 @@ class FederatedRun(ABC):
 
     @property
     def shared(self) -> Shared:
-        """What everybody may know: shared parameters, unconstrained, and a guide."""
+        """Return what everybody may know: shared parameters, unconstrained, and a guide."""
         return self._fit.algorithm.shared(self.state.server)
 
     def _held(self, silo: int) -> Silos:
@@ -201,9 +239,28 @@ class FederatedRun(ABC):
         return self._held(silo).at(silo, self.state.silos)
 
     @property
-    def _batches(self) -> tuple[Batch, ...]:
-        """What silos of this process hold, for a round that they are asked in."""
+    def _batches(self) -> Batches:
+        """Return what silos of this process hold, for a round that they are asked in."""
         return () if self._silos is None else self._silos.batches
+
+    def _asked(
+        self, round_: Single, key: Array, words: str, given: ServerData = None
+    ) -> tuple[Any, Stacks, Info]:
+        """Return the states of server and silos after one more round, and what it reports.
+
+        Raises
+        ------
+        NonFiniteError
+            In these ``words``, with who is at fault in the place of ``{}``.
+        """
+        state, batches = self.state, self._batches
+        server, silos, info, good = round_(key, state.server, state.silos, batches, given)
+        if not bool(info.ok):
+            bad = failed_silos(good, silos, batches)
+            where = f"{self.PARTY} {', '.join(map(str, bad))}" if bad else "the server"
+            number = int(state.round)
+            raise NonFiniteError(words.format(where), result=self, round=number, silos=bad)
+        return server, silos, info
 
     @property
     def settled(self) -> bool:
@@ -256,7 +313,7 @@ class FederatedRun(ABC):
         return None if self._silos is None else self._fit.made(self._silos)
 
 
-def bound_settled(losses: Any) -> bool:
+def bound_settled(losses: np.ndarray | Sequence[float]) -> bool:
     """Return whether the last quarter of a course gains nothing on the quarter before.
 
     See :attr:`FederatedRun.settled`.

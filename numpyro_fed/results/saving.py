@@ -11,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_fed.errors import SavedStateError
 from numpyro_fed.files import npz, read_npz, write_npz
 from numpyro_fed.results.recognise import Made
+from numpyro_fed.trees import Tree
 
 VERSION = 4
 # Of version 1 a description in a file of its own, without fingerprints. States of a version before
@@ -32,14 +34,14 @@ class SavedRun:
     state: Any
 
     def arrays(self, part: str = "") -> dict[str, np.ndarray]:
-        """By name, those of a second run of a file under its name."""
+        """Return its arrays by name, those of a second run of a file under its name."""
         named = {f"{part}state{name}": _numbers(leaf) for name, leaf in _leaves(self.state)}
         return {**named, f"{part}losses": np.asarray(self.losses)}
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a file tells without the model and the data.
+    """All that a file tells without the model and the data.
 
     Attributes
     ----------
@@ -119,8 +121,8 @@ def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def load_state(
-    path: str | Path, description: dict[str, Any], like: Any, made: Made | None, part: str = ""
-) -> tuple[np.ndarray, Any, dict[str, Any]]:
+    path: str | Path, description: dict[str, Any], like: Tree, made: Made | None, part: str = ""
+) -> tuple[np.ndarray, Tree, dict[str, Any]]:
     """Read losses, a state of the same structure as ``like``, and what else is said of the fit.
 
     Raises
@@ -144,32 +146,31 @@ def load_state(
     for name, wanted in expected.items():
         if said.get(name) != wanted:
             raise SavedStateError(f"{file} belongs to another fit: {_differ(name, said, wanted)}")
-    wanted = {f"{part}state{name}": leaf for name, leaf in _leaves(like)}
+    leaves_of = {f"{part}state{name}": leaf for name, leaf in _leaves(like)}
     known = {name for name in arrays if name.startswith(f"{part}state")}
     leaves = []
-    for name in [*wanted, *sorted(known - wanted.keys())]:
-        here, there = _kind(_numbers(wanted.get(name))), _kind(arrays.get(name))
+    for name in [*leaves_of, *sorted(known - leaves_of.keys())]:
+        leaf = leaves_of.get(name)
+        here, there = _kind(None if leaf is None else _numbers(leaf)), _kind(arrays.get(name))
         if here != there:
             raise SavedStateError(
                 f"{file} does not fit: expected {here} for {name}, found {there}. Use the guide, "
                 "optimiser, runtime and precision that the fit was made with."
             )
-        leaves.append(_like(wanted[name], arrays[name], f"{file}: {name}"))
+        leaves.append(_like(leaves_of[name], arrays[name], f"{file}: {name}"))
     if made is not None and record is not None:
         made.check(record)
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return arrays[f"{part}losses"], state, said
 
 
-def _numbers(leaf: Any) -> Any:
-    """A leaf as numbers that npz knows: the data of a key, the bits of a bfloat16."""
-    if leaf is None:
-        return None
+def _numbers(leaf: Array) -> np.ndarray:
+    """Return a leaf as numbers that npz knows: the data of a key, the bits of a bfloat16."""
     numbers = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     return numbers.view(f"u{numbers.dtype.itemsize}") if numbers.dtype.kind == "V" else numbers
 
 
-def _like(leaf: Any, numbers: np.ndarray, name: str) -> Any:
+def _like(leaf: Array, numbers: np.ndarray, name: str) -> Array:
     if _is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(leaf))
     numbers = numbers.view(leaf.dtype)
@@ -191,15 +192,15 @@ def _check_finite(array: np.ndarray, name: str) -> None:
         )
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _kind(array: Any) -> str:
+def _kind(array: np.ndarray | None) -> str:
     return "nothing" if array is None else f"{array.dtype}{array.shape}"
 
 
-def _differ(part: str, saved: dict[str, Any], wanted: Any) -> str:
+def _differ(part: str, saved: dict[str, Any], wanted: object) -> str:
     found = saved.get(part)
     if isinstance(wanted, dict) and isinstance(found, dict):
         for name in [*wanted, *found]:
@@ -211,5 +212,5 @@ def _differ(part: str, saved: dict[str, Any], wanted: Any) -> str:
     return f"its {part} are {found}, but here they are {wanted}. Pass the silos it was made with."
 
 
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
+def _leaves(tree: object) -> list[tuple[str, Array]]:
     return [(jax.tree_util.keystr(p), leaf) for p, leaf in jax.tree.leaves_with_path(tree)]

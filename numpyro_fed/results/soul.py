@@ -1,4 +1,4 @@
-"""What SOUL returns."""
+"""The result of SOUL."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, Shared
 from numpyro_fed.algorithms.vertical.base import Kind, Party
-from numpyro_fed.errors import NonFiniteError, positive_int
+from numpyro_fed.errors import positive_int
 from numpyro_fed.guides import coupling
+from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.fingerprint import vertical_fingerprint
 from numpyro_fed.model.observed import Supports
@@ -24,11 +24,12 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.recognise import Made
 from numpyro_fed.results.run import BuiltRun, FederatedRun, Prepared, Silos
+from numpyro_fed.runtime.crossing import Crossings
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VerticalBuilt(BuiltRun):
-    """What a method makes of a text whose clients hold columns.
+    """All that a method makes of a text whose clients hold columns.
 
     Attributes
     ----------
@@ -51,17 +52,17 @@ class VerticalBuilt(BuiltRun):
 
     @property
     def model(self) -> VerticalModel:
-        """The split text."""
+        """Return the text, split over server and clients."""
         return self.vertical.model
 
     @property
     def first(self) -> FederatedAlgorithm:
-        """The algorithm whose states come first."""
+        """Return the algorithm whose states come first."""
         return self.algorithm if self.search is None else self.search
 
     @property
     def searching(self) -> tuple[Round, ...]:
-        """The rounds that find where to start."""
+        """Return the rounds that find where to start."""
         if self.search is None:
             return ()
         searching = (self.search.round,) if len(self.begins) > 1 else ()
@@ -69,8 +70,8 @@ class VerticalBuilt(BuiltRun):
 
 
 class VerticalStart(NamedTuple):
-    """Where a run began: the log density of all parties' latents there, in unconstrained space, and
-    the exchanges that it took to get there.
+    """The mode at which a run began: the log density of all parties' latents there, in
+    unconstrained space, and the exchanges that it took to get there.
     """
 
     log_density: float
@@ -78,13 +79,12 @@ class VerticalStart(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class VerticalFit(Prepared):
-    """What was built for a model's arguments of certain shapes.
+class VerticalFit(Prepared[VerticalBuilt]):
+    """A vertical method that was built for a model's arguments of certain shapes.
 
     ``said`` is what a saved state must agree with, ``source`` a hash of the source of the text.
     """
 
-    built: VerticalBuilt
     said: dict[str, Any]
     server_data: SiloData
     supports: Supports
@@ -92,13 +92,12 @@ class VerticalFit(Prepared):
 
     @property
     def vertical(self) -> Any:
-        """The model and how it is approximated."""
+        """Return the model and how it is approximated."""
         return self.built.vertical
 
-    @property
-    def algorithm(self) -> FederatedAlgorithm:
-        """The algorithm."""
-        return self.built.algorithm
+    def messages(self, held: Silos) -> Crossings:
+        """Return all that crosses between the server and the first client."""
+        return self.built.messages(held.data[0], self.server_data, silo="client")
 
     def description(self) -> dict[str, Any]:
         """Return what a saved state must agree with."""
@@ -118,8 +117,8 @@ class VerticalFit(Prepared):
 
 
 @dataclass(frozen=True, eq=False)
-class VerticalRun(FederatedRun):
-    """What the methods for vertical models return; each says what its numbers are."""
+class VerticalRun(FederatedRun[VerticalFit]):
+    """The result of a method for vertical models; each says what its numbers are."""
 
     start: VerticalStart | None = field(default=None, kw_only=True)
 
@@ -127,20 +126,21 @@ class VerticalRun(FederatedRun):
         "clients hold their own latents and parameters, and the server knows nothing of them. Ask "
         "there, or run all parties in one process."
     )
+    PARTY = "client"
 
     @property
     def num_clients(self) -> int:
-        """How many clients took part."""
+        """Return how many clients took part."""
         return len(self._fit.vertical.model.clients)
 
     @property
     def num_parties(self) -> int:
-        """The number of clients."""
+        """Return the number of clients."""
         return self.num_clients
 
     @property
     def _data(self) -> tuple[SiloData, ...]:
-        """What clients of this process hold."""
+        """Return what clients of this process hold."""
         return () if self._silos is None else self._silos.data
 
     @property
@@ -221,18 +221,11 @@ class VerticalRun(FederatedRun):
         NonFiniteError
             Where a draw is NaN or infinite.
         """
-        fit, state = self._fit, self.state
+        fit = self._fit
         positive_int("n", n)
-        z, sampled, info, good = fit.single(fit.built.sampling(n))(
-            key, state.server, state.silos, self._batches, fit.server_data
-        )
-        if not bool(info.ok):
-            raise NonFiniteError(
-                "a draw of the posterior is NaN or infinite: see the losses of the run.",
-                result=self,
-                round=int(state.round),
-                silos=tuple(np.flatnonzero(~np.asarray(good)).tolist()),
-            )
+        words = "a draw of the posterior is NaN or infinite: see the losses of the run."
+        sampling = fit.single(fit.built.sampling(n))
+        z, sampled, _ = self._asked(sampling, key, words, fit.server_data)
         sites = self.sites_at(z, ())
         for j in range(len(self._data)):
             values = self._held(j).at(j, [stack.values for stack in sampled])
@@ -295,5 +288,5 @@ class VerticalResult(VerticalRun):
 
 
 @partial(jax.jit, static_argnums=0)
-def _values(values: Callable, theta: Any, z: Array, data: SiloData) -> dict[str, Array]:
+def _values(values: Callable, theta: Theta, z: Array, data: SiloData) -> dict[str, Array]:
     return jax.lax.map(lambda z: values(theta, z, data), z, batch_size=64)

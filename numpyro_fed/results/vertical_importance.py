@@ -14,18 +14,17 @@ from jax import Array
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.model.sites import Site
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.moments import moments
-from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.results.weighted import (
+    NO_WEIGHTS,
     Weighted,
-    no_weights,
+    judged,
     systematic,
     unless_interrupted,
     until_interrupted,
     weights_of,
+    without_the_weightless,
 )
-from numpyro_fed.runtime.drive import failed_silos
 
 AT_ONCE = 4_000  # draws in an exchange
 NUMBERS = 2**24  # in a client's reply, about
@@ -33,7 +32,7 @@ TOGETHER = 2**20  # numbers that are computed at a time
 
 
 @dataclass(frozen=True, eq=False)
-class VerticalCorrected(Weighted):
+class VerticalCorrected(Weighted[VerticalResult]):
     """An importance-corrected vertical fit: the posterior of the model as it is written.
 
     Attributes
@@ -59,7 +58,7 @@ class VerticalCorrected(Weighted):
 
     @cached_property
     def draws(self) -> dict[str, Array]:
-        """Draws of all parties' latents on their own supports, to be weighted by ``weights``."""
+        """Return draws of all parties' latents on their supports, to be weighted by ``weights``."""
         return self.result.sites_at(self._z, self._own)
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
@@ -68,14 +67,14 @@ class VerticalCorrected(Weighted):
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
 
     def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
-        """Corrected draws for ArviZ; see :meth:`Corrected.to_arviz`."""
+        """Return corrected draws for ArviZ; see :meth:`Corrected.to_arviz`."""
         sample, known = self.sample_posterior, self._attributes
         return to_arviz(sample, key, num_samples, worth=self.ess, attributes=known)
 
 
 def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> VerticalCorrected:
     """Weigh draws of all parties' latents; see :func:`numpyro_fed.importance_correct`."""
-    fit, held, batches = result._fit, result._silos, result._batches
+    fit, held = result._fit, result._silos
     v = fit.vertical
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
@@ -83,13 +82,9 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
     weigh = fit.single(weighing.as_round())
 
     def one(i: int) -> tuple[Any, list[Any], float]:
-        """The server's weighed draws, the clients' own, and an estimate of the log evidence."""
+        """Return the server's weighed draws, the clients' own, and an estimate of the evidence."""
         mine = jax.random.fold_in(key, i)
-        weighed, states, info, good = weigh(
-            mine, result.state.server, result.state.silos, batches, fit.server_data
-        )
-        if not bool(info.ok):
-            raise no_weights(result, "client", failed_silos(good, states, batches))
+        weighed, states, info = result._asked(weigh, mine, NO_WEIGHTS, fit.server_data)
         places = [] if held is None else map(held.place, range(result.num_clients))
         return weighed, [states[b][i] for b, i in places], -float(info.loss)
 
@@ -97,21 +92,15 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
     server, own, evidence = zip(*weighed, strict=True)
     z, log_weights = (jnp.concatenate(part) for part in zip(*server, strict=True))
     draws = tuple(jnp.concatenate(part) for part in zip(*own, strict=True))
-    pareto_k, weights = weights_of(log_weights)
-    known = jnp.asarray(weights > 0)[:, None]
-    z, *rest = (jnp.where(known, a, a[weights.argmax()]) for a in (z, *draws))
+    known = weights_of(log_weights)
+    z, *rest = (without_the_weightless(a, known[1]) for a in (z, *draws))
     guides_own = np.tile(weighing.parts[1] == 0, len(server))
     everything = np.concatenate([np.asarray(a) for a in (z, *rest)], 1)
-    found = moments(everything, weights, guides_own)
     corrected = VerticalCorrected(
         log_evidence=float(np.logaddexp.reduce(evidence) - np.log(len(evidence))),
-        ess=float(1 / (weights**2).sum()),
-        pareto_k=pareto_k,
-        weights=weights,
         result=result,
         _key=key,
-        _moments=found,
-        _rounding=Rounding.of(everything, weights, log_weights, found.mean, found.sd),
+        **judged(everything, guides_own, log_weights, known),
         _z=z,
         _own=tuple(rest),
     )

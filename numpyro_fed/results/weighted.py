@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ from blackjax.diagnostics import psis_weights
 from jax import Array
 
 from numpyro_fed import html
-from numpyro_fed.errors import Interrupted, NonFiniteError
+from numpyro_fed.errors import Interrupted
 from numpyro_fed.model.sites import Site
-from numpyro_fed.results.moments import Moments
+from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.rounding import Rounding
+from numpyro_fed.results.run import FederatedRun
 from numpyro_fed.results.saving import Told, save
 
 FEW = 100  # draws: with fewer there is no tail to speak of
@@ -29,10 +30,17 @@ CLOSE = 0.1  # sds
 FINITE = 0.5  # tails of variances with a smaller shape have a finite standard error
 MANY = 0.3  # of the draws
 NONE = -100.0  # log weight, less the largest, that counts as none
+NO_WEIGHTS = (
+    "the importance weights are NaN, or all zero, at {}. Fit for more rounds, or look at the data "
+    "and the supports of the sites there."
+)
+
+
+Corrects = TypeVar("Corrects", bound=FederatedRun[Any])
 
 
 @dataclass(frozen=True, eq=False)
-class Weighted(ABC):
+class Weighted(ABC, Generic[Corrects]):
     """Draws of latents that are the same for all, weighed by their posterior.
 
     Attributes
@@ -53,7 +61,7 @@ class Weighted(ABC):
     ess: float
     pareto_k: float
     weights: np.ndarray = field(repr=False)
-    result: Any = field(repr=False)
+    result: Corrects = field(repr=False)
     _key: Array = field(repr=False)
     _moments: Moments = field(repr=False)
     _rounding: Rounding = field(repr=False)
@@ -61,7 +69,7 @@ class Weighted(ABC):
     @property
     @abstractmethod
     def _sites(self) -> tuple[Site, ...]:
-        """The latents, by their places among the coordinates."""
+        """Return the latents, by their places among the coordinates."""
 
     @property
     def threshold(self) -> float:
@@ -156,7 +164,7 @@ class Weighted(ABC):
 
     @property
     def _attributes(self) -> dict[str, float | str]:
-        """What goes with the draws into other libraries' objects."""
+        """Return what goes with the draws into other libraries' objects."""
         return dict(ess=self.ess, pareto_k=self.pareto_k, verdict=self.report())
 
     def _verdict(self) -> str:
@@ -227,7 +235,7 @@ class Weighted(ABC):
         save(path, self.told(), self.result.saved_run(), self.result.made())
 
     def told(self) -> Told:
-        """The correction as it goes into a file."""
+        """Return the correction as it goes into a file."""
         words = {
             "verdict": self.report(),
             "trusted": self.trusted,
@@ -239,23 +247,33 @@ class Weighted(ABC):
 
 
 Part = TypeVar("Part")
-Correction = TypeVar("Correction", bound=Weighted)
+Correction = TypeVar("Correction", bound=Weighted[Any])
 
 
-def no_weights(result: Any, owner: str, bad: tuple[int, ...]) -> NonFiniteError:
-    """The error where weights are NaN or all zero; ``bad`` are the silos or clients at fault."""
-    where = f"{owner} {', '.join(map(str, bad))}" if bad else "the server"
-    return NonFiniteError(
-        f"the importance weights are NaN, or all zero, at {where}. Fit for more "
-        "rounds, or look at the data and the supports of the sites there.",
-        result=result,
-        round=int(result.state.round),
-        silos=bad,
-    )
+def judged(
+    z: np.ndarray, own: np.ndarray, log_weights: Array, known: tuple[float, np.ndarray]
+) -> dict[str, Any]:
+    """Return the fields of a correction that say what its draws (n, dim) are worth.
+
+    ``own`` (n,) says which of them are the fit's; ``known`` is what :func:`weights_of` returns.
+    """
+    pareto_k, weights = known
+    found = moments(z, weights, own)
+    rounding = Rounding.of(z, weights, log_weights, found.mean, found.sd)
+    ess = float(1 / (weights**2).sum())
+    return dict(ess=ess, pareto_k=pareto_k, weights=weights, _moments=found, _rounding=rounding)
+
+
+def without_the_weightless(z: Array, weights: np.ndarray) -> Array:
+    """Return draws (n, dim) that carry weight, and the heaviest in the place of the others.
+
+    These may overflow.
+    """
+    return jnp.where(jnp.asarray(weights > 0)[:, None], z, z[weights.argmax()])
 
 
 def until_interrupted(exchange: Callable[[int], Part], number: int) -> tuple[list[Part], bool]:
-    """What ``number`` exchanges give, or those before Ctrl-C if there are any; and whether it came.
+    """Return what ``number`` exchanges give, or those before Ctrl-C, and whether that came.
 
     A second Ctrl-C gets through.
     """
@@ -271,7 +289,7 @@ def until_interrupted(exchange: Callable[[int], Part], number: int) -> tuple[lis
 
 
 def unless_interrupted(found: Correction, interrupted: bool, num_draws: int) -> Correction:
-    """The correction, or an error that carries it."""
+    """Return the correction, or raise an error that carries it."""
     if not interrupted:
         return found
     raise Interrupted(
@@ -285,7 +303,7 @@ _smooth = jax.jit(psis_weights)  # a hundred small programs otherwise
 
 
 def weights_of(log_weights: Array) -> tuple[float, np.ndarray]:
-    """k-hat and normalised weights: smoothed, but as they are where k-hat is too large for that.
+    """Return k-hat and normalised weights: smoothed, or as they are where k-hat is too large.
 
     Few large weights among equal ones, those of a mode that the guide has missed, would be lost.
     """
@@ -303,19 +321,19 @@ def weights_of(log_weights: Array) -> tuple[float, np.ndarray]:
 
 
 def threshold(num_draws: int) -> float:
-    """The largest k-hat for which so many draws are enough (Vehtari et al. 2024)."""
+    """Return the largest k-hat for which so many draws are enough (Vehtari et al. 2024)."""
     return min(1 - 1 / math.log10(max(num_draws, 11)), 0.7)
 
 
 def _tail(pareto_k: float, share: float) -> float:
-    """``k`` where there is no tail to fit: weights equal up to rounding, or a few that are all."""
+    """Return ``k``, also where there is no tail: weights equal up to rounding, or a few."""
     if not math.isnan(pareto_k):
         return pareto_k
     return 0.0 if share > 0.99 else math.inf
 
 
 def systematic(key: Array, weights: Array, n: int) -> Array:
-    """Indices of ``n`` draws resampled systematically, in random order."""
+    """Return the indices of ``n`` draws resampled systematically, in random order."""
     key_start, key_order = jax.random.split(key)
     points = (jnp.arange(n) + jax.random.uniform(key_start)) / n
     chosen = jnp.searchsorted(jnp.cumsum(weights), points * weights.sum())
