@@ -28,8 +28,9 @@ class Frame(NamedTuple):
 
     Attributes
     ----------
-    theta : tree of Gaussian
-        Of the shared parameters, unconstrained: one of independent numbers for each array.
+    theta : tree of Gaussian, or ()
+        Of the shared parameters, unconstrained: one of independent numbers for each array; or none,
+        where they are what they are.
     globals : Gaussian
         Of the globals, in the order of coordinates in which their guide works.
     """
@@ -38,10 +39,9 @@ class Frame(NamedTuple):
     globals: Gaussian
 
     @classmethod
-    def standard(cls, theta: Any, dim: int) -> Frame:
+    def standard(cls, dim: int) -> Frame:
         """Return the frame in which all coordinates are what they are, for ``dim`` globals."""
-        still = jax.tree.map(lambda a: standard(jnp.shape(a)), theta)
-        return cls(still, standard((dim,)))
+        return cls((), standard((dim,)))
 
     @classmethod
     def around(cls, theta: Any, unit: Any, globals: Gaussian) -> Frame:
@@ -50,6 +50,8 @@ class Frame(NamedTuple):
 
     def parameters(self, steps: Tree) -> Tree:
         """Return the shared parameters at coordinates ``steps``."""
+        if self.theta == ():
+            return steps
         return jax.tree.map(
             lambda frame, step: frame.draw(step), self.theta, steps, is_leaf=_is_gaussian
         )

@@ -193,16 +193,13 @@ class Gaussian(NamedTuple):
 
         Its mean is ``m + L m_step`` and its root ``L L_step``.
         """
-        loc, log_scale = self.draw(step.loc), self.log_scale + step.log_scale
-        if self.unit is None and step.unit is None:
-            return Gaussian(loc, log_scale)
-        if self.unit is None:
-            root = self.scale[..., None] * step.root
-        elif step.unit is None:
-            root = self.root * step.scale[..., None, :]
-        else:
-            root = dot(self.root, step.root)
-        return Gaussian(loc, log_scale, root / jnp.exp(log_scale)[..., None, :])
+        after = Gaussian(self.draw(step.loc), self.log_scale + step.log_scale, self.unit)
+        if step.unit is None:
+            return after
+        # With own scales D and those of the step, L L_step = T (D T_step / D) D D_step.
+        log_ratio = self.log_scale[..., :, None] - self.log_scale[..., None, :]
+        turned = step.unit * jnp.exp(jnp.tril(log_ratio, -1))
+        return after._replace(unit=turned if self.unit is None else dot(self.unit, turned))
 
 
 class Curvature(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from numpyro_fed.frame import standard
 from numpyro_fed.gaussian import Curvature, Gaussian, as_matrix
 
 
@@ -73,6 +74,18 @@ def test_a_step_in_the_own_coordinates_is_a_change_of_variables(kinds, double):
     still = q.then(Gaussian.of(standard))
     close((still.loc, still.log_scale), (q.loc, q.log_scale))
     close(as_matrix(still.root), as_matrix(q.root))
+
+
+def test_scales_far_from_one_are_carried_along():
+    """In single precision: the unit triangle of a step stays what it is, and has a gradient."""
+    step = some(3, True)
+    for size in (-90.0, -60.0, 60.0, 90.0):
+        far = step._replace(log_scale=jnp.full(3, size))
+        close(standard((3,)).then(far), far, rtol=1e-6)
+        of_scale = jax.grad(
+            lambda s, far=far: standard((3,)).then(far._replace(log_scale=s)).unit.sum()
+        )
+        close(of_scale(far.log_scale), jnp.zeros(3))
 
 
 def test_a_curvature_is_mended_in_the_scales_of_its_own_diagonal(double):

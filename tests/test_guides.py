@@ -14,6 +14,7 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 import numpyro_fed as nf
 from numpyro_fed.errors import GuideError
 from numpyro_fed.frame import Coordinates
+from numpyro_fed.gaussian import unit_lower
 from numpyro_fed.guides import gaussian, rows
 from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.model.padding import bucket
@@ -567,6 +568,77 @@ def test_a_skewed_guide_begins_at_a_gaussian_and_moves_in_its_coordinates(double
     P = np.eye(4)[ORDER]
     L = np.linalg.cholesky(P @ (np.eye(4) + 0.5) @ P.T)
     np.testing.assert_allclose(P @ moved, L @ step["loc"], rtol=1e-10)
+
+
+KINDS = {
+    "diagonal": gaussian.Diagonal(4, 0.3),
+    "full": gaussian.Full(4, 0.3),
+    "skewed": gaussian.Skewed(4, 0.3, tuple(ORDER)),
+    "low_rank": gaussian.LowRank(4, 0.3, 2),
+}
+LOC, ROOT = jnp.array([3.0, -2.0, 500.0, 0.0]), np.diag([1e-3, 1.0, 30.0, 2.0])
+
+
+@pytest.mark.parametrize("root", [ROOT + np.tril(np.outer(np.diag(ROOT), [1, 1, 1, 1]), -1), ROOT])
+@pytest.mark.parametrize("kind", KINDS)
+def test_densities_in_a_frame_are_those_of_draws(kind, root, double):
+    """By the change of variables where noise is standard, and by what is said of the guide."""
+    guide = KINDS[kind]
+    frame = guide.frame(LOC, jnp.asarray(root))
+    eta = guide.init(KEY, jnp.array([0.2, -0.4, 0.1, 0.3]), 0.7)
+    eta = jax.tree.map(lambda a: a + 0.2 * jax.random.normal(KEY, a.shape), eta)
+    noise = guide.noise(KEY, 3)
+    seen, z, log_q = guide.draws(frame, eta, noise)
+    density = jax.vmap(lambda z: guide.density(frame, eta, z))(z)
+    np.testing.assert_allclose(density, log_q, rtol=1e-8)
+    back = guide.seen(frame, eta, z)
+    np.testing.assert_allclose(back.u, seen.u, rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(back.centre, seen.centre)
+    if guide.has_standard_noise:
+        slope = jax.jacfwd(lambda e: guide.draws(frame, eta, e[None])[1][0])(noise[0])
+        exact = -0.5 * (noise[0] ** 2 + np.log(2 * np.pi)).sum() - jnp.linalg.slogdet(slope)[1]
+        np.testing.assert_allclose(log_q[0], exact, rtol=1e-8)
+    if kind != "skewed":
+        said = guide.in_z(frame, eta)
+        scale = jnp.exp(said["log_scale"])
+        L = unit_lower(said["below"], 4) * scale if kind == "full" else jnp.diag(scale)
+        W = said.get("factor", jnp.zeros((4, 0)))
+        q = dist.MultivariateNormal(said["loc"], L @ L.T + W @ W.T)
+        np.testing.assert_allclose(q.log_prob(z), log_q, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_without_a_start_begins_where_it_was_told(kind):
+    """Whatever the order in which a guide holds the globals."""
+
+    def model(y):
+        a = numpyro.sample("a", dist.Normal(0, 10))
+        s = numpyro.sample("s", dist.LogNormal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(a, s), obs=y)
+
+    told = init_to_value(values={"a": 7.0, "s": 0.5})
+    guide = nf.guides.Structured(globals=kind, init_loc_fn=told, init_scale=0.01)
+    sfvi = nf.SFVI(model, guide=guide, start=None, optim=optax.sgd(0.0))
+    silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([3.0]))]
+    result = sfvi.run(KEY, 1, silos, progress_bar=False)
+    loc = result.params["guide"]["loc"]
+    np.testing.assert_allclose(loc, [7.0, np.log(0.5)], rtol=1e-5)
+    draws = result.sample_posterior(KEY, 20)
+    assert abs(draws["a"] - 7).max() < 0.2
+    assert abs(draws["s"] - 0.5).max() < 0.1
+
+
+def test_shared_parameters_keep_their_precision():
+    def model(y):
+        w = numpyro.param("w", jnp.zeros(2, jnp.float16))
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(a + w.sum().astype(float), 1), obs=y)
+
+    silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([3.0]))]
+    result = nf.SFVI(model, start=None).run(KEY, 2, silos, progress_bar=False)
+    assert result.params["w"].dtype == jnp.float16
 
 
 def test_coefficients_that_spread_as_the_noise_does_are_fitted():

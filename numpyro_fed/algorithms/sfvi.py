@@ -77,8 +77,8 @@ class SiloState(NamedTuple):
     """The state that a silo keeps from round to round.
 
     ``params`` is ``{"private", "guide"}``: private parameters and those of the local guide, in the
-    ``frames`` of the rows of each plate. ``centre`` is from where that measures the globals, where
-    a silo may be left out of a round.
+    ``frames`` of the rows of each plate, if there are any. ``centre`` is from where that measures
+    the globals, where a silo may be left out of a round.
     """
 
     params: dict[str, Any]
@@ -90,12 +90,17 @@ class SiloState(NamedTuple):
 class Down(NamedTuple):
     """A message of the server: parameters, and draws of the globals (particles, dim).
 
-    ``seen`` are the draws as local guides measure them, where there are any.
+    ``seen`` are the draws as local guides measure them, where any guide does.
     """
 
     theta: dict[str, Any]
     z_G: Array
     seen: Coordinates | tuple[()]
+
+
+def measured(down: Down) -> Coordinates:
+    """Return the draws as local guides measure them; anything, where none does."""
+    return down.seen if isinstance(down.seen, Coordinates) else Coordinates(down.z_G, down.z_G[0])
 
 
 class Up(NamedTuple):
@@ -166,7 +171,7 @@ class StructuredVI:
             return self.server_from(key, begun)
         theta = self.model.init_theta(key_theta)
         params = {"theta": theta, "guide": self.guide.init_global(key_guide)}
-        return self.server_at(params, Frame.standard(theta, self.model.dim))
+        return self.server_at(params, Frame.standard(self.model.dim))
 
     def server_from(self, key: Array, begun: Begun) -> ServerState:
         """Return the server's state where a run begins."""
@@ -184,8 +189,7 @@ class StructuredVI:
         nowhere = jnp.zeros(self.model.dim)
         if self.from_mode:
             return self.silo_from(private, eta, nowhere)
-        frames = {p: self.guide.locals[p].standard(own) for p, own in eta.items()}
-        return self.silo_at({"private": private, "guide": eta}, frames, nowhere)
+        return self.silo_at({"private": private, "guide": eta}, {}, nowhere)
 
     def silo_from(
         self, private: dict[str, Any], eta: dict[str, GuideParams], centre: Array
@@ -198,7 +202,7 @@ class StructuredVI:
         self, params: dict[str, Any], frames: dict[str, Gaussian], centre: Array
     ) -> SiloState:
         """Return a silo's state before the first step."""
-        kept = centre if self.in_part and self.guide.locals else None
+        kept = centre if self.in_part and self.guide.measures else None
         return SiloState(params, self.optim.init(params), frames, kept)
 
     def server_noise(self, key: Array) -> Array:
@@ -213,7 +217,7 @@ class StructuredVI:
         theta = frame.parameters(params["theta"])
         seen, z_G, log_q = self.guide.globals.draws(frame.globals, params["guide"], eps)
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-        down = Down(theta, z_G, seen if self.guide.locals else ())
+        down = Down(theta, z_G, seen if self.guide.measures else ())
         return down, jnp.mean(log_prior - log_q)
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
@@ -250,7 +254,7 @@ class StructuredVI:
                 seen = Coordinates(u, centre)
                 return self.bound.value(theta, eta, z_G, seen, eps, here)
 
-            u, centre = down.seen or Coordinates(down.z_G, jnp.zeros(self.model.dim))
+            u, centre = measured(down)
             return jax.vmap(at, (0, 0, 1))(down.z_G, u, noise.rows).mean()
 
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)

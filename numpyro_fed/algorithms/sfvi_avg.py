@@ -318,7 +318,7 @@ class Averaging:
             return nothing(self.guide, key, begun), begun.frame(self.guide.globals)
         theta = self.model.init_theta(key_theta)
         params = {"theta": theta, "guide": self.guide.init_global(key_guide)}
-        return params, Frame.standard(theta, self.model.dim)
+        return params, Frame.standard(self.model.dim)
 
     def server_at(self, params: dict[str, Any], frame: Frame) -> ServerState:
         """Return the server's state before the first round."""
@@ -334,12 +334,10 @@ class Averaging:
         key_private, key_guide = jax.random.split(key)
         private = self.model.init_private(key_private, data)
         eta = self.guide.init_local(key_guide, data)
-        like = jax.eval_shape(self.first, key)
-        shared, frame = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        shared, frame = self.first(key)
         if self.from_mode:
             return self.silo_from(private, eta, shared, frame)
-        frames = {p: self.guide.locals[p].standard(own) for p, own in eta.items()}
-        return self.silo_at({"private": private, "guide": eta}, frames, shared, frame)
+        return self.silo_at({"private": private, "guide": eta}, {}, shared, frame)
 
     def silo_from(
         self,

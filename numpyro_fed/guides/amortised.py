@@ -15,8 +15,6 @@ from jax.lax import stop_gradient
 from numpyro import handlers
 
 from numpyro_fed.errors import GuideError, MissingExtraError, positive_int
-from numpyro_fed.frame import standard
-from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.data import SiloData
@@ -279,12 +277,6 @@ class AmortisedLocals(LocalGuide):
 
     def recentre(self, eta: GuideParams, above: Array) -> GuideParams:
         return eta
-
-    def placed(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
-        return eta
-
-    def standard(self, eta: GuideParams) -> Gaussian:
-        return standard(eta["loc"].shape)
 
 
 def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> FederatedModel:

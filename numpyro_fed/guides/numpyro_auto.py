@@ -25,6 +25,7 @@ from numpyro.infer.autoguide import (
 from numpyro.infer.initialization import init_to_value
 
 from numpyro_fed.errors import GuideError
+from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Diagonal, LowRank
 from numpyro_fed.tracing import TRACING
@@ -106,6 +107,9 @@ class AutoFlow(GlobalGuide[Array]):
     def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
         sites = _params_of(self._at(loc), key)
         return {name: self._bijections[name].inv(site["value"]) for name, site in sites.items()}
+
+    def in_z(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
+        return {**eta, "frame": frame.params()}
 
     def draw(self, eta: GuideParams, noise: Array) -> tuple[Array, Array]:
         transform = self._auto.get_transform({k: f(eta[k]) for k, f in self._bijections.items()})

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.frame import standard
 from numpyro_fed.gaussian import Gaussian, standard_normal, unit_lower
 from numpyro_fed.guides.base import GuideParams
 
@@ -123,10 +122,6 @@ class LocalGuide:
         """Return the guide with ``f`` of its couplings (rows, dim, width)."""
         couplings = {"mean_coupling": self.couple_mean, "scale_coupling": self.couple_scale}
         return {**eta, **{name: f(eta[name]) for name, there in couplings.items() if there}}
-
-    def standard(self, eta: GuideParams) -> Gaussian:
-        """Return the frame that changes nothing, for rows with these parameters."""
-        return standard(self._gaussian(eta).loc.shape)
 
     def _mean_and_log_scale(self, eta: GuideParams, above: Array) -> tuple[Array, Array]:
         loc, log_scale = eta["loc"], eta["log_scale"]

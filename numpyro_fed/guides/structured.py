@@ -14,7 +14,7 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.errors import GuideError
-from numpyro_fed.frame import Coordinates
+from numpyro_fed.frame import Coordinates, standard
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.amortised import Amortised, AmortisedLocals, Encoder, Row, encoder
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
@@ -146,10 +146,16 @@ class Guide:
         """Return the other plates with latents."""
         return tuple(p.name for p in self.model.plates if p.dim and not p.outer)
 
+    @cached_property
+    def measures(self) -> bool:
+        """Whether any local guide depends on where the globals are."""
+        return any(g.couple_mean or g.couple_scale for g in self.locals.values())
+
     def init_global(self, key: Array) -> GuideParams:
         """Return the first parameters of the globals' guide."""
         key_loc, key_rest = jax.random.split(key)
-        return self.globals.init(key_rest, self.model.init_global(key_loc, self.init_loc_fn))
+        z_G = self.model.init_global(key_loc, self.init_loc_fn)
+        return self.globals.init(key_rest, self.globals.coordinates(standard(z_G.shape), z_G))
 
     def init_local(self, key: Array, data: SiloData) -> dict[str, GuideParams]:
         """Return the first parameters of a silo's local guides, by plate."""
@@ -225,8 +231,14 @@ class Guide:
     def placed(
         self, frames: Mapping[str, Gaussian], eta: dict[str, GuideParams]
     ) -> dict[str, GuideParams]:
-        """Return the parameters in ``z`` of local guides in frames of the rows."""
-        return {p: self.locals[p].placed(frames[p], own) for p, own in eta.items()}
+        """Return the parameters in ``z`` of local guides in frames of the rows.
+
+        Rows of a plate without a frame are what they are.
+        """
+        return {
+            p: self.locals[p].placed(frames[p], own) if p in frames else own
+            for p, own in eta.items()
+        }
 
     def of_rows(
         self, plate: str, theta: dict[str, Any], eta: GuideParams, z_G: Array, data: SiloData

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,11 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import linalg
-from numpyro_fed.algorithms.base import Private
+from numpyro_fed.algorithms.base import Private, Shared
 from numpyro_fed.algorithms.begin import Begun
 from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
-from numpyro_fed.guides.structured import FULL_UP_TO
+from numpyro_fed.guides.structured import FULL_UP_TO, Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.precision import in_this_precision
 from numpyro_fed.results.base import Fit, Result
@@ -73,7 +75,9 @@ def carried(fit: Fit, key: Array, held: Silos, result: Result) -> tuple[State, C
     begun, how = _begun(result)
     begun = in_this_precision(begun)
     key_server, key_silos = jax.random.split(key)
-    privates = [in_this_precision(_without_frame(result, j)) for j in range(result.num_silos)]
+    shared, without = in_this_precision(result.shared), _without_frame(result._fit.guide)
+    own = (in_this_precision(result.private(j)) for j in range(result.num_silos))
+    privates = [without(shared, private) for private in own]
     silos = []
     for bucket, batch in zip(held.buckets, held.batches, strict=True):
         own = jax.tree.map(lambda *a: jnp.stack(a), *(privates[j] for j in bucket.silos))
@@ -115,15 +119,19 @@ def _begun(result: Result) -> tuple[Begun, str]:
     return Begun(theta, unit, centre, root), f"the mean and {spread} of the globals"
 
 
-def _without_frame(result: Result, silo: int) -> Private:
-    """Return what a silo keeps, with guides that measure the globals as they are."""
-    _, eta, frame = result.shared
-    guide, private = result._fit.guide, result.private(silo)
-    centre = guide.globals.centre(eta) if private.centre is None else private.centre
-    own = guide.measured_by(
-        lambda z: guide.globals.coordinates(frame, z), private.guide, jnp.zeros_like(frame.loc)
-    )
-    return private._replace(guide=own, centre=guide.globals.place(frame, centre))
+def _without_frame(guide: Guide) -> Callable[[Shared, Private], Private]:
+    """Return what turns a silo's own guides into such that measure the globals as they are."""
+
+    @jax.jit
+    def without(shared: Shared, private: Private) -> Private:
+        frame = shared.frame
+        coordinates = partial(guide.globals.coordinates, frame)
+        own = guide.measured_by(coordinates, private.guide, jnp.zeros_like(frame.loc))
+        seen = guide.globals.seen(frame, shared.guide, frame.loc[None])
+        centre = guide.globals.place(frame, private.measured(seen).centre)
+        return private._replace(guide=own, centre=centre)
+
+    return without
 
 
 def _check_same(fit: Fit, result: Result) -> None:

@@ -32,7 +32,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import Proposal
-from numpyro_fed.algorithms.sfvi import Down
+from numpyro_fed.algorithms.sfvi import Down, measured
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
@@ -77,7 +77,7 @@ def importance(
             mine, seen = jax.random.fold_in(noise, s), own.measured(Coordinates(u, centre))
             return likelihood.log_estimate(mine, theta, own.guide, z_G, seen, data)
 
-        u, centre = down.seen or Coordinates(down.z_G, jnp.zeros(fm.dim))
+        u, centre = measured(down)
         draws = (jnp.arange(num_draws), down.z_G, u)
         values = without_overflow(jax.lax.map(estimate, draws, batch_size=batch_size))
         return Reply(values, jnp.array(True)), state
@@ -89,7 +89,7 @@ def importance(
         else:
             z_G, log_q = ask.server_data, jnp.zeros(num_draws)
         log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
-        seen = guide.globals.seen(frame, eta, z_G) if guide.locals else ()
+        seen = guide.globals.seen(frame, eta, z_G) if guide.measures else ()
         replies = ask(name, Down(theta, z_G, seen))
         log_weights = without_overflow(log_prior - log_q) + replies.up
         some = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
