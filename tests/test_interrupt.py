@@ -214,7 +214,6 @@ def test_draws_of_a_correction_before_it_are_kept(monkeypatch):
 
 def test_a_correction_without_any_draws_is_a_plain_one(monkeypatch):
     result = SFVI.run(KEY, 20, SILOS, **QUIET)
-    monkeypatch.setattr(importance, "failed_silos", None)
     monkeypatch.setattr(importance, "_compiled", lambda *args: (ctrl_c, None, None))
     with pytest.raises(KeyboardInterrupt) as caught:
         nf.importance_correct(KEY, result)
