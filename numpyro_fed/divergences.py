@@ -29,7 +29,7 @@ def __dir__() -> list[str]:
 
 
 class _ForEveryFamily:
-    def check(self, family: Family) -> None:
+    def check(self, family: Family[Any]) -> None:
         """Every exponential family will do."""
 
 
@@ -51,7 +51,7 @@ class KL(_ForEveryFamily):
     2.0
     """
 
-    def __call__(self, family: Family, eta_q: Natural, eta_p: Natural) -> Array:
+    def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
         return expfam.kl(family, eta_q, eta_p)
 
 
@@ -63,7 +63,7 @@ class ReverseKL(_ForEveryFamily):
         KL(p \| q) = \mathbb{E}_p[\log p(z) - \log q(z)]
     """
 
-    def __call__(self, family: Family, eta_q: Natural, eta_p: Natural) -> Array:
+    def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
         return expfam.kl(family, eta_p, eta_q)
 
 
@@ -93,7 +93,7 @@ class WeightedKL(_ForEveryFamily):
     def __post_init__(self) -> None:
         object.__setattr__(self, "weight", _positive("weight", self.weight))
 
-    def __call__(self, family: Family, eta_q: Natural, eta_p: Natural) -> Array:
+    def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
         return self.weight * expfam.kl(family, eta_q, eta_p)
 
 
@@ -145,7 +145,7 @@ class AlphaRenyi(_ForEveryFamily):
             raise ValueError("alpha must not be 1. The limit there is KL().")
         object.__setattr__(self, "alpha", alpha)
 
-    def __call__(self, family: Family, eta_q: Natural, eta_p: Natural) -> Array:
+    def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
         alpha = self.alpha
         mixed = jax.tree.map(lambda q, p: alpha * q + (1 - alpha) * p, eta_q, eta_p)
         exists = alpha < 1 or family.proper(mixed)
@@ -196,7 +196,7 @@ class FisherRao:
 
     squared: bool = False
 
-    def check(self, family: Family) -> None:
+    def check(self, family: Family[Any]) -> None:
         """Refuse what is no diagonal Gaussian and no product of such."""
 
         def psi() -> Ordinary:
@@ -204,7 +204,7 @@ class FisherRao:
 
         _diagonal_gaussians(jax.eval_shape(psi), family.name)
 
-    def __call__(self, family: Family, eta_q: Natural, eta_p: Natural) -> Array:
+    def __call__(self, family: Family[Any], eta_q: Natural, eta_p: Natural) -> Array:
         q, p = (_diagonal_gaussians(family.ordinary(e), family.name) for e in (eta_q, eta_p))
         pairs = zip(q, p, strict=True)
         square = sum((_squared_distance(a, b) for a, b in pairs), jnp.zeros(()))

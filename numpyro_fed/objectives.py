@@ -15,9 +15,11 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed.frame import Coordinates
+from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.split import FederatedModel, Rows, Theta
+from numpyro_fed.model.split import FederatedModel
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,13 @@ class SiloBound:
         return normals(key, 0, self.shapes(sizes, particles))[1]
 
     def value(
-        self, theta: Theta, eta: dict, z_G: Array, seen: Coordinates, noise: Rows, data: SiloData
+        self,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        seen: Coordinates,
+        noise: Rows,
+        data: SiloData,
     ) -> Array:
         """Return the bound at one ``z_G``; noise is that of one particle (rows, K_outer, K, dim).
 
@@ -201,7 +209,13 @@ class SiloBound:
         return _doubly_reparametrised(self._outer_weights, counts, own, (moved, at, eps))[_OUTER]
 
     def sample(
-        self, key: Array, theta: Theta, eta: dict, z_G: Array, seen: Coordinates, data: SiloData
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        seen: Coordinates,
+        data: SiloData,
     ) -> Rows:
         """Return a draw of the locals, {plate: (rows, dim)}, resampled by weight if ``K > 1``."""
         guide = self.guide

@@ -10,7 +10,7 @@ respect to :math:`u` (and to the latents of outer plates) as couplings.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,9 @@ from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Curvature, Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.split import FederatedModel, Rows, Theta
+from numpyro_fed.model.split import FederatedModel
 
 FLAT = 1e-6  # of the largest scaled curvature: no direction counts as flatter than that
 UNLIKE = 0.05  # the same away from a mode, where the posterior is not like the parabola
@@ -59,7 +60,7 @@ class Begun(NamedTuple):
         """Return whether the globals are too many for a covariance."""
         return self.root.ndim == 1
 
-    def frame(self, guide: GlobalGuide) -> Frame:
+    def frame(self, guide: GlobalGuide[Any]) -> Frame:
         """Return the frame in which a guide of the globals works from here."""
         return Frame.around(self.theta, self.unit, guide.frame(self.centre, self.root))
 

@@ -48,8 +48,9 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.frame import standard
 from numpyro_fed.gaussian import LOG_2PI, Curvature
+from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.split import FederatedModel, Rows, Theta
+from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import all_finite, where
 
@@ -128,11 +129,11 @@ class SiloState(NamedTuple):
 def mode(
     fm: FederatedModel,
     number: int = 1,
-    init_loc_fn: Callable | None = None,
+    init_loc_fn: Callable[..., Any] | None = None,
     *,
     effects: np.ndarray,
     most: int | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[Any, SiloState]:
     """Return the search as an algorithm.
 
     Parameters
@@ -238,7 +239,7 @@ def prior_of(
 
 
 def starting_places(
-    fm: FederatedModel, key: Array, number: int, init_loc_fn: Callable | None
+    fm: FederatedModel, key: Array, number: int, init_loc_fn: Callable[..., Any] | None
 ) -> Array:
     """Return where to begin (number, n): shared parameters and globals as one vector."""
     theta = fm.init_theta(key)
@@ -302,8 +303,11 @@ def together(fm: FederatedModel) -> int:
 
 
 def searching(
-    fm: FederatedModel, init_server: Callable, init_silo: Callable, round_: Round
-) -> FederatedAlgorithm:
+    fm: FederatedModel,
+    init_server: Callable[[Array], Any],
+    init_silo: Callable[[Array, SiloData], SiloState],
+    round_: Round,
+) -> FederatedAlgorithm[Any, SiloState]:
     """Return the algorithm of a search; it ends where every silo has been at the best place."""
     unravel = unraveller(fm)
 

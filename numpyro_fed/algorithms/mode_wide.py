@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,10 +85,10 @@ class Climb(NamedTuple):
 def wide_mode(
     fm: FederatedModel,
     number: int = 1,
-    init_loc_fn: Callable | None = None,
+    init_loc_fn: Callable[..., Any] | None = None,
     *,
     most: int | None = None,
-) -> FederatedAlgorithm:
+) -> FederatedAlgorithm[Any, SiloState]:
     """Return the algorithm; arguments as for :func:`numpyro_fed.algorithms.mode.mode`."""
     search = WideSearch(fm, number, init_loc_fn, most)
     round_ = Round((Exchange("mode", search.silo, lenient=True),), search.round)
@@ -101,7 +101,7 @@ class WideSearch:
 
     model: FederatedModel
     number: int
-    init_loc_fn: Callable | None
+    init_loc_fn: Callable[..., Any] | None
     most: int | None
 
     def init_server(self, key: Array) -> Climb:

@@ -14,7 +14,7 @@ when, ``CALM`` times in a row,
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +124,6 @@ def _flat(tree: object) -> Array:
     return jnp.concatenate([jnp.zeros(1), *(jnp.ravel(a) for a in jax.tree.leaves(tree))])
 
 
-def settled(course: Course) -> Array:
+def settled(course: Course[Any]) -> Array:
     """Return whether the last windows were quiet."""
     return course.calm >= CALM

@@ -53,9 +53,10 @@ from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
-from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.trees import all_finite
 
@@ -69,7 +70,7 @@ class ServerState(NamedTuple):
 
     params: dict[str, Any]
     opt_state: Any
-    course: Course
+    course: Course[dict[str, Any]]
     frame: Frame
 
 
@@ -145,7 +146,7 @@ class StructuredVI:
     from_mode: bool = False
     wide: bool = False
 
-    def algorithm(self) -> FederatedAlgorithm:
+    def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
         """Return the algorithm as pure functions."""
         return FederatedAlgorithm(
             self.init_server,
@@ -159,7 +160,7 @@ class StructuredVI:
         )
 
     @cached_property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Exchange[SiloState, Down, Up]:
         """Return what silos are asked in a step."""
         return Exchange("sfvi", self.silo, silo_noise=self.silo_noise)
 

@@ -52,9 +52,10 @@ from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
-from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.trees import Tree, all_finite
 
@@ -72,7 +73,7 @@ class ServerState(NamedTuple):
     """
 
     params: dict[str, Any]
-    course: Course
+    course: Course[dict[str, Any]]
     rows: Array
     frame: Frame
 
@@ -261,7 +262,7 @@ class Averaging:
     from_mode: bool = False
     wide: bool = False
 
-    def algorithm(self) -> FederatedAlgorithm:
+    def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
         """Return the algorithm as pure functions."""
         return FederatedAlgorithm(
             self.init_server,
@@ -274,7 +275,7 @@ class Averaging:
         )
 
     @cached_property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Exchange[SiloState, Down, Up]:
         """Return what silos are asked in a round."""
         combine = self.aggregation.combine
         return Exchange(
@@ -428,7 +429,7 @@ class Averaging:
                 return seen, seen
             return log_prior / self.num_silos - log_q + bound, seen
 
-        def step(carry: tuple, i: Array) -> tuple[tuple, Array]:
+        def step(carry: tuple[Any, ...], i: Array) -> tuple[tuple[Any, ...], Array]:
             shared, shared_opt, own, own_opt = carry
             eps = self.noise(noise, i, state)
             pair, seen = jax.grad(objective, (0, 1), has_aux=True)(shared, own, eps)

@@ -188,13 +188,13 @@ def usable(mean: Array, sd: Array) -> Array:
     return (jnp.isfinite(mean) & jnp.isfinite(sd) & (sd > 0)).all()
 
 
-def location_and_log_scale(family: Family, eta: Tree) -> tuple[Array, Array]:
+def location_and_log_scale(family: Family[Any], eta: Tree) -> tuple[Array, Array]:
     """Return means and log standard deviations of each number of ``z``."""
     mean, sd = family.spread(family.ordinary(eta))
     return mean, jnp.log(sd)
 
 
-def move_along(family: Family, eta: Tree, step: Tree) -> Array:
+def move_along(family: Family[Any], eta: Tree, step: Tree) -> Array:
     """Return how far ``step`` from ``eta`` moves ``q``, as :meth:`Family.move` measures it."""
     (_, log_sd), (mean, log_scale) = jax.jvp(
         lambda eta: location_and_log_scale(family, eta), (eta,), (step,)
@@ -214,7 +214,7 @@ def inner(a: Tree, b: Tree) -> Array:
     return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)), jnp.zeros(()))
 
 
-def log_density(family: Family, eta: Tree, z: Array) -> Array:
+def log_density(family: Family[Any], eta: Tree, z: Array) -> Array:
     r"""Return the log density of the family with respect to ``dz``.
 
     .. math::
@@ -240,7 +240,7 @@ def log_density(family: Family, eta: Tree, z: Array) -> Array:
     return family.log_density(eta, z)
 
 
-def kl(family: Family, eta_q: Tree, eta_p: Tree) -> Array:
+def kl(family: Family[Any], eta_q: Tree, eta_p: Tree) -> Array:
     r"""Return the Kullback-Leibler divergence between two members of a family.
 
     .. math::
@@ -267,7 +267,7 @@ def kl(family: Family, eta_q: Tree, eta_p: Tree) -> Array:
 
 
 def marginal(
-    family: Family, eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int = 0
+    family: Family[Any], eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int = 0
 ) -> Distribution:
     """Return the marginal of the coordinates ``z[index]`` that are one site, as a distribution.
 

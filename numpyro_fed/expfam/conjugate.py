@@ -23,7 +23,7 @@ _NORMAL = 14.0  # log concentration from which the logarithm of a Gamma variable
 _EULER_GAMMA = 0.5772156649015329
 
 
-def gamma(shape: tuple[int, ...] = ()) -> Family:
+def gamma(shape: tuple[int, ...] = ()) -> Family[Array]:
     r"""Return the family of Gamma variables ``x = exp(z)``, shapes ``alpha``, rates ``beta``.
 
     .. math::
@@ -57,7 +57,7 @@ def gamma(shape: tuple[int, ...] = ()) -> Family:
     return Gamma(math.prod(shape), shape)
 
 
-def beta(shape: tuple[int, ...] = ()) -> Family:
+def beta(shape: tuple[int, ...] = ()) -> Family[Array]:
     r"""Return the family of independent Beta variables ``x = 1 / (1 + exp(-z))``.
 
     .. math::
@@ -87,7 +87,7 @@ def beta(shape: tuple[int, ...] = ()) -> Family:
     return Beta(math.prod(shape), shape, 2)
 
 
-def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family:
+def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
     r"""Return the family of Dirichlet vectors ``x`` of ``k`` categories, by stick-breaking.
 
     .. math::
@@ -118,7 +118,7 @@ def dirichlet(batch_shape: tuple[int, ...], k: int) -> Family:
     return Dirichlet(math.prod(batch_shape) * (k - 1), batch_shape, k)
 
 
-def categorical(batch_shape: tuple[int, ...], k: int) -> Family:
+def categorical(batch_shape: tuple[int, ...], k: int) -> Family[Array]:
     r"""Return the family of independent integers ``z`` in ``0, ..., k - 1``.
 
     .. math::

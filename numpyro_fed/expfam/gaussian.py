@@ -21,7 +21,7 @@ from numpyro_fed.gaussian import LOG_2PI, Gaussian, dot, symmetric
 from numpyro_fed.trees import all_finite
 
 
-def gaussian(dim: int, covariance: str = "diagonal") -> Family:
+def gaussian(dim: int, covariance: str = "diagonal") -> Family[Array]:
     r"""Return the family of Gaussians with a diagonal or a full covariance.
 
     .. math::

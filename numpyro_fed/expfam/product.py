@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from numpyro.distributions import Distribution
 from numpyro_fed.expfam.base import Family, Index, Natural, Ordinary, Tree, inner
 
 
-def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
+def product(members: Mapping[str, tuple[Index, Family[Any]]]) -> Family[Any]:
     r"""Return the family of independent members, each over its own coordinates of one flat vector.
 
     .. math::
@@ -54,7 +54,7 @@ def product(members: Mapping[str, tuple[Index, Family]]) -> Family:
 class Product(Family[Tree]):
     """A family for each part of ``z``: see :func:`product`."""
 
-    members: Mapping[str, tuple[Index, Family]]
+    members: Mapping[str, tuple[Index, Family[Any]]]
     name: ClassVar[str] = "product"
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Product(Family[Tree]):
             )
 
     @cached_property
-    def _families(self) -> dict[str, Family]:
+    def _families(self) -> dict[str, Family[Any]]:
         return {name: family for name, (_, family) in self.members.items()}
 
     @cached_property

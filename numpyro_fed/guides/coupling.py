@@ -73,12 +73,12 @@ def draw_in(
     return guide.place(frame, u), log_q - frame.log_det, b
 
 
-def at(guide: GlobalGuide, eta: GuideParams, V: Array, u: Array) -> Array:
+def at(guide: GlobalGuide[Array], eta: GuideParams, V: Array, u: Array) -> Array:
     """Return ``b`` at any point."""
     return V.T @ guide.standard_noise(eta, u)
 
 
-def carried(guide: GlobalGuide, eta: GuideParams, V: Array) -> Array:
+def carried(guide: GlobalGuide[Array], eta: GuideParams, V: Array) -> Array:
     """Return what of the shared noise enters a guide's own, where ``V`` is in units of the frame.
 
     The guide may change its own spread, and what it shares with others stays.

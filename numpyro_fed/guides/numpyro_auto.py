@@ -31,7 +31,7 @@ from numpyro_fed.guides.gaussian import Diagonal, LowRank
 from numpyro_fed.tracing import TRACING
 
 
-def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide:
+def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide[Array]:
     """Use a NumPyro autoguide as the guide of the flat vector ``z_G``.
 
     Parameters

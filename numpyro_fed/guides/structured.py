@@ -21,9 +21,10 @@ from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Diagonal, Full, LowRank, Skewed
 from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.guides.rows import LocalGuide
+from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.sites import Plate, Site
-from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.model.split import FederatedModel
 
 SKEWED_UP_TO = 128
 FULL_UP_TO = 300
@@ -86,11 +87,13 @@ class Structured:
     locals: str | Amortised | Mapping[str, str | Amortised] = "auto"
     couple_mean: bool | None = None
     couple_scale: bool | None = None
-    init_loc_fn: Callable | None = None
+    init_loc_fn: Callable[..., Any] | None = None
     init_scale: float = 0.1
 
 
-def MeanField(*, init_loc_fn: Callable | None = None, init_scale: float = 0.1) -> Structured:
+def MeanField(
+    *, init_loc_fn: Callable[..., Any] | None = None, init_scale: float = 0.1
+) -> Structured:
     """Independent normals for all latents: NumPyro's ``AutoNormal``, federated.
 
     Parameters
@@ -131,9 +134,9 @@ class Guide:
     """
 
     model: FederatedModel
-    globals: GlobalGuide
+    globals: GlobalGuide[Array]
     locals: Mapping[str, LocalGuide]
-    init_loc_fn: Callable | None = None
+    init_loc_fn: Callable[..., Any] | None = None
     encoders: Mapping[str, Encoder] = field(default_factory=dict)
 
     @cached_property
@@ -374,7 +377,7 @@ def build_resolved(
     return Guide(fm, _globals_of(spec, resolved, fm), locals_, spec.init_loc_fn, encoders)
 
 
-def init_loc_fn_of(spec: Spec | None) -> Callable | None:
+def init_loc_fn_of(spec: Spec | None) -> Callable[..., Any] | None:
     """Return where a guide begins, if it was asked for."""
     return _structured(spec).init_loc_fn
 
@@ -425,7 +428,7 @@ def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int
     return kind, rank if kind == "low_rank" else None
 
 
-def _globals_of(spec: Structured, resolved: Resolved, fm: FederatedModel) -> GlobalGuide:
+def _globals_of(spec: Structured, resolved: Resolved, fm: FederatedModel) -> GlobalGuide[Array]:
     """Return the guide of the globals, as it was resolved."""
     dim, first = fm.dim, spec.init_scale
     if isinstance(spec.globals, AutoGuide):

@@ -58,7 +58,7 @@ class Problem(NamedTuple, Generic[Own]):
         Whether ``start`` is near the optimum, and steps are in its own coordinates.
     """
 
-    family: Family
+    family: Family[Any]
     cavity: Natural
     start: Ordinary
     own: Own

@@ -13,7 +13,7 @@ standard deviations, and each standard deviation, relatively, says how far away 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class AtRest:
         Estimates, at most.
     """
 
-    family: Family
+    family: Family[Any]
     tolerance: float
     most: int = MANY
 

@@ -65,7 +65,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
     with a layout of silos.
     """
 
-    model: Callable
+    model: Callable[..., Any]
     _layouts: dict[Hashable, tuple[Layout, Plan, Shaped]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -235,7 +235,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
     def _check_rounds(self, state: State, num_rounds: int) -> None:
         """Refuse a number of rounds that the method cannot run."""
 
-    def _text(self) -> Callable:
+    def _text(self) -> Callable[..., Any]:
         """Return the model's text as it is run."""
         return self.model
 
@@ -393,7 +393,7 @@ def start_of(asked: str | Result | None, fm: FederatedModel, *, wide: bool = Fal
     return "wide" if wide and number <= WIDE_UP_TO else None
 
 
-def check_memory(algorithm: FederatedAlgorithm, buckets: Sequence[Bucket]) -> None:
+def check_memory(algorithm: FederatedAlgorithm[Any, Any], buckets: Sequence[Bucket]) -> None:
     """Refuse what cannot fit: the state, a copy of it, and a gradient."""
     needed = COPIES * sum(state_sizes(algorithm, buckets))
     available = _memory()

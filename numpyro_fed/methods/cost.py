@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -107,10 +108,12 @@ def cost_of(fit: Fit, held: Silos) -> Cost:
     )
 
 
-def state_sizes(algorithm: FederatedAlgorithm, buckets: Sequence[Bucket]) -> tuple[int, int]:
+def state_sizes(
+    algorithm: FederatedAlgorithm[Any, Any], buckets: Sequence[Bucket]
+) -> tuple[int, int]:
     """Return the bytes of the server's state, and of all silos' states."""
 
-    def size(init: Callable, *args: SiloData) -> int:
+    def size(init: Callable[..., Any], *args: SiloData) -> int:
         state = jax.eval_shape(init, jax.random.key(0), *args)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
 

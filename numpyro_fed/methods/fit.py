@@ -57,7 +57,7 @@ TAILS = 4  # times as many draws where tails decide
 
 def fit(
     key: Array,
-    model: Callable,
+    model: Callable[..., Any],
     silos: Sequence[Mapping[str, Any]],
     *,
     budget: int = 10_000,
@@ -158,7 +158,7 @@ _ONE = threading.RLock()  # a thread at a time: warnings that a fit repeats are 
 class _Methods(NamedTuple):
     """Methods for a model that says what it said in an earlier call, with all that was compiled."""
 
-    model: Callable
+    model: Callable[..., Any]
     said: str
 
     def get(self, kind: type[PVI] | type[SFVI], draws: tuple[tuple[str, int], ...]) -> Any:

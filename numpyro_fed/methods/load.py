@@ -32,7 +32,7 @@ from numpyro_fed.results.importance import Corrected
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.results.weighted import systematic
 
-METHODS: dict[str, type[Method]] = {kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg)}
+METHODS: dict[str, type[Method[Any, Any]]] = {kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg)}
 EARLIER = "Saved by an earlier release, which kept no verdict."
 
 
@@ -142,7 +142,7 @@ class Saved:
 
 def load(
     path: str | Path,
-    model: Callable | None = None,
+    model: Callable[..., Any] | None = None,
     silos: Sequence[Mapping[str, Any]] | None = None,
 ) -> Any:
     """Read what ``save`` of a :class:`Fitted`, a :class:`Corrected` or a result wrote.
@@ -229,11 +229,11 @@ class _Runs:
         self,
         path: str | Path,
         saved: Mapping[str, Any],
-        model: Callable,
+        model: Callable[..., Any],
         silos: ReadSilos,
     ):
         self._path, self._saved, self._model, self._silos = path, saved, model, silos
-        self._methods: dict[str, Method] = {}
+        self._methods: dict[str, Method[Any, Any]] = {}
 
     def get(self, part: str) -> Result:
         """A run by its name in the file."""
@@ -241,7 +241,7 @@ class _Runs:
         method = self._method(said)
         return method.load_part(self._path, self._silos, said["recipe"]["runtime"], part)
 
-    def _method(self, said: Mapping[str, Any]) -> Method:
+    def _method(self, said: Mapping[str, Any]) -> Method[Any, Any]:
         """The method of a run; one for all runs of one method, which compiles once."""
         recipe, name, file = said.get("recipe"), said["settings"]["method"], npz(self._path)
         if recipe is None or recipe["method"] not in METHODS:

@@ -136,7 +136,7 @@ class Mode:
 
 def find_mode(
     key: Array,
-    model: Callable,
+    model: Callable[..., Any],
     silos: Sequence[Mapping[str, Any]],
     *,
     starts: int = 1,
@@ -219,7 +219,7 @@ def begin(
     fit: Fit,
     key: Array,
     batches: Batches,
-    runtime_of: Callable[[FederatedAlgorithm], Runtime],
+    runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
     buckets: Sequence[Bucket] = (),
     progress_bar: bool | Progress = False,
 ) -> tuple[State, Mode | None]:
@@ -457,7 +457,7 @@ def _log_evidence(
 
 
 def start_at(
-    kind: str, fm: FederatedModel, starts: int, init_loc_fn: Callable | None, begin: Round
+    kind: str, fm: FederatedModel, starts: int, init_loc_fn: Callable[..., Any] | None, begin: Round
 ) -> Start:
     """Return how a run starts that begins at the mode by a round."""
     if kind == "wide":

@@ -44,7 +44,7 @@ class PartyServer(ABC, Generic[Ready, Outcome]):
         self,
         fit: Ready,
         key: Array,
-        runtime_of: Callable[[FederatedAlgorithm], Runtime],
+        runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
         progress_bar: bool,
     ) -> tuple[State, object]:
         """Return the first state, and where that is."""
@@ -55,14 +55,14 @@ class PartyServer(ABC, Generic[Ready, Outcome]):
         send: Send,
         progress_bar: bool,
         weights: Sequence[Weights] | None = None,
-        schedule: Schedule | None = None,
+        schedule: Schedule[Any] | None = None,
     ) -> tuple[Ready, None, Array, State, object]:
         """Return a fit that reaches the parties, what of them is here, a key, and the start."""
         key, agreed = one_key(key), self._agreed
         line = Line(send, agreed.num_silos, weights)
         runtime = remote(self._built.algorithm, schedule, agreed, line)
 
-        def runtime_of(search: FederatedAlgorithm) -> Runtime:
+        def runtime_of(search: FederatedAlgorithm[Any, Any]) -> Runtime:
             return remote(search, None, agreed, line, begin=SEARCH)
 
         fit = self._fit(runtime)
@@ -116,7 +116,7 @@ class ServerNode(PartyServer[Fit, Result]):
         self,
         fit: Fit,
         key: Array,
-        runtime_of: Callable[[FederatedAlgorithm], Runtime],
+        runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
         progress_bar: bool,
     ) -> tuple[State, Mode | None]:
         try:

@@ -188,7 +188,7 @@ class PVI(Method[PVIResult, Conjugate]):
     starts: int = field(default=1, kw_only=True)
     start_scale: float | None = field(default=0.1, kw_only=True)
     evidence_draws: int = field(default=32, kw_only=True)
-    loss: Callable | None = field(default=None, kw_only=True)
+    loss: Callable[..., Any] | None = field(default=None, kw_only=True)
     divergence: Divergence = field(default=KL(), kw_only=True)
     prior_divergence: Divergence = field(default=KL(), kw_only=True)
     deletion: str = field(default="own", kw_only=True)
@@ -235,7 +235,7 @@ class PVI(Method[PVIResult, Conjugate]):
                 "rounds would count the data again. Use run(key, 1, silos), or PVI."
             )
 
-    def _text(self) -> Callable:
+    def _text(self) -> Callable[..., Any]:
         return self.model if self.loss is None else generalised(self.model, self.loss)
 
     def _shaped(self, fm: FederatedModel) -> Conjugate:
@@ -419,7 +419,7 @@ def _flat(fm: FederatedModel) -> ModelError:
     )
 
 
-def _for_the_prior(family: Family) -> FixedPoint:
+def _for_the_prior(family: Family[Any]) -> FixedPoint:
     """The server's optimiser, with enough draws for a full covariance of all globals."""
     z = jax.ShapeDtypeStruct((family.dim,), np.float32)
     statistics = jax.eval_shape(family.statistics, z)

@@ -19,7 +19,7 @@ from numpyro_fed.methods.schedules import Adaptive, Sequential, Spec, named
 
 
 def GlobalVI(
-    model: Callable,
+    model: Callable[..., Any],
     *,
     rate: float = 0.1,
     gradient: str = "natural",
@@ -77,7 +77,7 @@ def GlobalVI(
     return PVI(model, schedule="synchronous", local=step, **chosen)
 
 
-def BCM(model: Callable, *, split: bool = False, **settings: Any) -> PVI:
+def BCM(model: Callable[..., Any], *, split: bool = False, **settings: Any) -> PVI:
     r"""The Bayesian committee machine: every silo infers alone, and the results are multiplied.
 
     .. math::
@@ -117,7 +117,7 @@ def BCM(model: Callable, *, split: bool = False, **settings: Any) -> PVI:
     )
 
 
-def VCL(model: Callable, *, schedule: str | Spec = "sequential", **settings: Any) -> PVI:
+def VCL(model: Callable[..., Any], *, schedule: str | Spec = "sequential", **settings: Any) -> PVI:
     """Variational continual learning: one pass, each silo's prior the posterior before it.
 
     No silo keeps a factor, so that no silo can be visited again.
@@ -150,7 +150,9 @@ def VCL(model: Callable, *, schedule: str | Spec = "sequential", **settings: Any
     return PVI(model, schedule=schedule, damping=1.0, deletion="none", max_rounds=1, **settings)
 
 
-def StreamingVB(model: Callable, *, schedule: str | Spec = "sequential", **settings: Any) -> PVI:
+def StreamingVB(
+    model: Callable[..., Any], *, schedule: str | Spec = "sequential", **settings: Any
+) -> PVI:
     """Streaming variational Bayes: nothing is taken out of the posterior before a visit.
 
     The first pass is :func:`VCL`'s; every further pass counts the data once more, so that the
@@ -176,7 +178,7 @@ def StreamingVB(model: Callable, *, schedule: str | Spec = "sequential", **setti
     return PVI(model, schedule=schedule, deletion="none", **settings)
 
 
-def PowerEP(model: Callable, *, alpha: float | None = None, **settings: Any) -> PVI:
+def PowerEP(model: Callable[..., Any], *, alpha: float | None = None, **settings: Any) -> PVI:
     """Power expectation propagation (Algorithm 2): moments of the tilted distribution, matched.
 
     Its limit for ``alpha`` to 0 is PVI; ``alpha`` 1 is expectation propagation.
@@ -203,7 +205,7 @@ def PowerEP(model: Callable, *, alpha: float | None = None, **settings: Any) -> 
     return PVI(model, **{"start_scale": None, **chosen})
 
 
-def AlphaEP(model: Callable, *, alpha: float | None = None, **settings: Any) -> PVI:
+def AlphaEP(model: Callable[..., Any], *, alpha: float | None = None, **settings: Any) -> PVI:
     """EP by alpha-divergences (Algorithm 3): ``q`` as close as can be to the tilted distribution.
 
     Unlike :func:`PowerEP` it minimises the divergence itself, by stochastic gradients.
@@ -229,7 +231,9 @@ def AlphaEP(model: Callable, *, alpha: float | None = None, **settings: Any) -> 
     return PVI(model, **_with_alpha(alpha, partial(local.Optax, num_particles=32), settings))
 
 
-def StochasticPowerEP(model: Callable, *, alpha: float | None = None, **settings: Any) -> PVI:
+def StochasticPowerEP(
+    model: Callable[..., Any], *, alpha: float | None = None, **settings: Any
+) -> PVI:
     """Stochastic power EP (Algorithm 4): all silos share one average factor, and keep none.
 
     With one natural-gradient step and ``alpha`` to 0 it is global variational inference on
@@ -269,9 +273,9 @@ def _with_alpha(
 
 
 def FedGVI(
-    model: Callable,
+    model: Callable[..., Any],
     *,
-    loss: Callable | None = None,
+    loss: Callable[..., Any] | None = None,
     divergence: Divergence | None = None,
     prior_divergence: Divergence | None = None,
     **settings: Any,

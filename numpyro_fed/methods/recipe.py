@@ -34,7 +34,7 @@ class HasSettings(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
-    def model(self) -> Callable: ...
+    def model(self) -> Callable[..., Any]: ...
 
 
 class LostError(TypeError):
@@ -56,7 +56,9 @@ def recipe(method: HasSettings, runtime: str) -> Recipe:
     return Recipe(type(method).__name__, settings, tuple(lost), runtime, source)
 
 
-def rebuilt(kind: Callable[..., Any], model: Callable, settings: Mapping[str, Any]) -> Any:
+def rebuilt(
+    kind: Callable[..., Any], model: Callable[..., Any], settings: Mapping[str, Any]
+) -> Any:
     """Return the method, from the settings of its recipe."""
     return kind(model, **{name: decoded(value) for name, value in settings.items()})
 

@@ -37,7 +37,7 @@ class Sequential:
 
     order: str | Sequence[int] = "fixed"
 
-    def build(self, num_silos: int) -> Schedule:
+    def build(self, num_silos: int) -> Schedule[tuple[()]]:
         """The schedule for so many silos."""
         return schedule.in_turn(num_silos, self.order)
 
@@ -81,7 +81,7 @@ class Random:
     def __post_init__(self) -> None:
         positive_int("size", self.size)
 
-    def build(self, num_silos: int) -> Schedule:
+    def build(self, num_silos: int) -> Schedule[tuple[()]]:
         """The schedule for so many silos."""
         return schedule.at_random(num_silos, self.size)
 
@@ -109,7 +109,7 @@ class Given:
 
     who: Sequence[Sequence[int]]
 
-    def build(self, num_silos: int) -> Schedule:
+    def build(self, num_silos: int) -> Schedule[tuple[()]]:
         """The schedule for so many silos."""
         return schedule.given(num_silos, self.who)
 
@@ -140,7 +140,7 @@ class Asynchronous:
 
     seconds: Sequence[float] | Callable[[Array, Array], Array] | None = None
 
-    def build(self, num_silos: int) -> Schedule:
+    def build(self, num_silos: int) -> Schedule[schedule.Clock]:
         """The schedule for so many silos."""
         seconds = [1.0] * num_silos if self.seconds is None else self.seconds
         return schedule.asynchronous(num_silos, seconds)

@@ -60,7 +60,7 @@ def default_optimiser(local_steps: int, standard: bool) -> optax.GradientTransfo
     return optax.multi_transform(kinds, partial(jax.tree_util.tree_map_with_path, _kind))
 
 
-def _kind(path: tuple, _: object) -> str:
+def _kind(path: tuple[Any, ...], _: object) -> str:
     """Return which steps a leaf of shared parameters, or of a silo's own, takes."""
     first, last = path[0].key, getattr(path[-1], "key", None)
     if first != "guide":

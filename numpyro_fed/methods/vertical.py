@@ -60,7 +60,7 @@ class VerticalMethod(Host[VerticalFit, Outcome]):
         Whether clients know the response and what else the server holds.
     """
 
-    model: Callable
+    model: Callable[..., Any]
     share_response: bool = field(default=False, kw_only=True)
     _fits: dict[Hashable, VerticalFit] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -151,7 +151,7 @@ class VerticalMethod(Host[VerticalFit, Outcome]):
         return self._loaded(path, fit, held)[0]
 
     def _prepare(
-        self, args: tuple, kwargs: dict[str, Any], runtime: str
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], runtime: str
     ) -> tuple[VerticalFit, Silos]:
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
@@ -255,7 +255,7 @@ def begin(
     fit: VerticalFit,
     key: Array,
     batches: Batches,
-    runtime_of: Callable[[FederatedAlgorithm], Runtime],
+    runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
 ) -> tuple[State, VerticalStart | None]:
     """Return the first state of a run, and the mode if it is there."""
     built = fit.built

@@ -23,7 +23,8 @@ from numpyro_fed.algorithms.vertical.sample import sample
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.algorithms.vertical.weigh import Weighing
 from numpyro_fed.errors import GuideError, positive_int
-from numpyro_fed.guides.auxiliary import Amortised, auxiliary_guide
+from numpyro_fed.guides.amortised import Amortised
+from numpyro_fed.guides.auxiliary import auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
 from numpyro_fed.methods.mode import SEARCHED_UP_TO
 from numpyro_fed.methods.sfvi import default_optimiser

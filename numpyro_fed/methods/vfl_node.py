@@ -130,7 +130,7 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         self,
         fit: VerticalFit,
         key: Array,
-        runtime_of: Callable[[FederatedAlgorithm], Runtime],
+        runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
         progress_bar: bool,
     ) -> tuple[State, VerticalStart | None]:
         return begin(fit, key, (), runtime_of)
@@ -154,7 +154,9 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
 
 
 def _check_handed_on(
-    model: Callable, arguments: Callable[[list[Any]], Mapping[str, Any]], columns: list[Any]
+    model: Callable[..., Any],
+    arguments: Callable[[list[Any]], Mapping[str, Any]],
+    columns: list[Any],
 ) -> None:
     """Refuse a text that computes what a predictor is given: a client hands over what it holds."""
 

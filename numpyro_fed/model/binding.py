@@ -25,7 +25,7 @@ Theta = dict[str, Any]
 Rows = dict[str, Array]
 
 
-def bind(model: Callable, values: dict[str, Array], theta: Theta) -> Callable:
+def bind(model: Callable[..., Any], values: dict[str, Array], theta: Theta) -> Callable[..., Any]:
     """The model at given unconstrained latents and parameters, log-determinants as factors."""
 
     def substitute(site: dict[str, Any]) -> Any:
@@ -86,7 +86,7 @@ def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
 
 
 def trace_at(
-    model: Callable,
+    model: Callable[..., Any],
     sites: Sequence[Site],
     theta: Theta,
     z_G: Array,

@@ -33,7 +33,7 @@ class Clients:
     """The arguments of a ``client_sum``: a predictor and columns for each client."""
 
     name: str
-    predictors: tuple[Callable, ...]
+    predictors: tuple[Callable[..., Any], ...]
     columns: tuple[Any, ...]
 
     def __len__(self) -> int:
@@ -54,7 +54,9 @@ class Clients:
             return numpyro.sample(AUXILIARY, dist.Normal(g, rho).to_event(jnp.ndim(g)))
 
 
-def client_sum(name: str, predictor: Callable | Sequence[Callable], clients: Sequence[Any]) -> Any:
+def client_sum(
+    name: str, predictor: Callable[..., Any] | Sequence[Callable[..., Any]], clients: Sequence[Any]
+) -> Any:
     r"""The sum over clients of a predictor that runs at each client, on its own columns.
 
     .. math::
@@ -153,7 +155,9 @@ def rows_of(columns: object) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def _read(name: str, predictor: Callable | Sequence[Callable], clients: object) -> Clients:
+def _read(
+    name: str, predictor: Callable[..., Any] | Sequence[Callable[..., Any]], clients: object
+) -> Clients:
     if isinstance(clients, np.ndarray | Array) or not isinstance(clients, Sequence):
         raise DataError(
             f"client_sum '{name}': expected a list with the columns of each client, got "
@@ -162,7 +166,9 @@ def _read(name: str, predictor: Callable | Sequence[Callable], clients: object) 
     if not clients:
         raise DataError(f"client_sum '{name}': there are no clients. Pass the columns of each.")
     all_alike = not isinstance(predictor, list | tuple)
-    many = cast("Sequence[Callable]", [predictor] * len(clients) if all_alike else predictor)
+    many = cast(
+        "Sequence[Callable[..., Any]]", [predictor] * len(clients) if all_alike else predictor
+    )
     for one in many:
         if not callable(one):
             raise ModelError(
@@ -250,7 +256,7 @@ def positive_rho(rho: object) -> float:
     return float(rho)
 
 
-def augment(model: Callable, rho: float) -> Callable:
+def augment(model: Callable[..., Any], rho: float) -> Callable[..., Any]:
     r"""The model in which the likelihood sees noisy predictors.
 
     .. math::
@@ -306,7 +312,7 @@ def augment(model: Callable, rho: float) -> Callable:
     return augmented
 
 
-def power_likelihood(model: Callable, rho: float) -> Callable:
+def power_likelihood(model: Callable[..., Any], rho: float) -> Callable[..., Any]:
     r"""The model in which each client's likelihood sees its own predictor as it is.
 
     .. math::
@@ -401,7 +407,9 @@ def power_likelihood(model: Callable, rho: float) -> Callable:
     return powered
 
 
-def _check_latents(log_probs: Callable, eta: Array, observed: Sequence[str]) -> None:
+def _check_latents(
+    log_probs: Callable[[Array], dict[str, Array]], eta: Array, observed: Sequence[str]
+) -> None:
     """Refuse latents whose distribution depends on the sum."""
     reached = provenance(log_probs, eta=eta)
     for name, labels in reached.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -90,7 +90,8 @@ class ReadSilos(Sequence[SiloData]):
 
     def __init__(self, silos: Iterable[SiloData]):
         self._silos = tuple(silos)
-        self._by_text: dict[int, tuple[Callable, Any]] = {}  # by id, and the text that has it
+        # by id, and the text that has it
+        self._by_text: dict[int, tuple[Callable[..., Any], Any]] = {}
 
     def __len__(self) -> int:
         return len(self._silos)
@@ -104,7 +105,7 @@ class ReadSilos(Sequence[SiloData]):
     def __getitem__(self, i: int | slice) -> SiloData | tuple[SiloData, ...]:
         return self._silos[i]
 
-    def once(self, text: Callable, make: Callable[[], Made]) -> Made:
+    def once(self, text: Callable[..., Any], make: Callable[[], Made]) -> Made:
         """Return what was made for a text, made where it is asked for first."""
         if id(text) not in self._by_text:
             self._by_text[id(text)] = text, make()
@@ -125,7 +126,7 @@ jax.tree_util.register_pytree_node(ReadSilos, _parts, _together)
 Held: TypeAlias = Sequence[Mapping[str, Any]] | ReadSilos  # by silos, as given or as read
 
 
-def read(silos: Held, model: Callable | None = None) -> ReadSilos:
+def read(silos: Held, model: Callable[..., Any] | None = None) -> ReadSilos:
     """Check the user's list of dicts and turn each into a :class:`SiloData` of NumPy arrays.
 
     What has been read already is returned as it is. A model may add to what its silos hold, by a
@@ -140,7 +141,7 @@ def read(silos: Held, model: Callable | None = None) -> ReadSilos:
     return silos if isinstance(silos, ReadSilos) else _read(silos, model)
 
 
-def _read(silos: Sequence[Mapping[str, Any]], model: Callable | None) -> ReadSilos:
+def _read(silos: Sequence[Mapping[str, Any]], model: Callable[..., Any] | None) -> ReadSilos:
     if isinstance(silos, Mapping) or not isinstance(silos, Sequence):
         raise DataError(
             "silos must be a list with one dict of keyword arguments for each silo, "
@@ -155,7 +156,7 @@ def _read(silos: Sequence[Mapping[str, Any]], model: Callable | None) -> ReadSil
 
 
 def completed(
-    model: Callable | None, silos: Sequence[Mapping[str, Any]]
+    model: Callable[..., Any] | None, silos: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
     """The data of silos with what the model adds to them, within handlers around it."""
     while model is not None:
@@ -296,7 +297,7 @@ def _check_kind(name: str, j: int, value: object, i: int, other: object) -> None
         )
 
 
-def signature(data: SiloData) -> tuple:
+def signature(data: SiloData) -> tuple[Hashable, ...]:
     """Shapes, dtypes and static values: what a program is compiled for."""
     return (
         data.static,
@@ -306,14 +307,14 @@ def signature(data: SiloData) -> tuple:
     )
 
 
-def kind(data: SiloData) -> tuple:
+def kind(data: SiloData) -> tuple[Hashable, ...]:
     """Static values, dtypes and numbers of axes: what decides how a text reads its data."""
     return data.static, tuple((k, a.dtype, np.ndim(a)) for k, a in data.arrays.items())
 
 
 def written(value: ArrayLike) -> bytes:
     """An array as bytes, by which it is recognised: its dtype, its shape and its numbers."""
-    if isinstance(value, Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     array = np.asarray(value)
     return f"{array.dtype}{array.shape}".encode() + array.tobytes()

@@ -27,7 +27,7 @@ from numpyro_fed.model.split import FederatedModel, globals_at, split
 from numpyro_fed.programs import jit_once
 
 VERSION = 1
-Skeleton = str | list  # of JSON: a name, or a kind of node and what is in it
+Skeleton = str | list[Any]  # of JSON: a name, or a kind of node and what is in it
 POINTS = 3  # at which the global sites of all silos are compared
 TOLERANCE = 1e-3  # relative: silos may compute on other machines
 
@@ -95,7 +95,11 @@ class Facts:
 
     @classmethod
     def _of(cls, found: dict[str, Any]) -> Facts:
-        rows: dict[str, Callable] = {"arguments": Argument, "sites": Site, "plates": Plate}
+        rows: dict[str, Callable[..., Any]] = {
+            "arguments": Argument,
+            "sites": Site,
+            "plates": Plate,
+        }
         typed = {k: tuple(row(*fields) for fields in found[k]) for k, row in rows.items()}
         return cls(**found | typed)
 
@@ -170,7 +174,7 @@ class Plan:
         return cls(**found | {"facts": Facts._of(found["facts"])})
 
 
-def describe(model: Callable, silo: Mapping[str, Any]) -> Facts:
+def describe(model: Callable[..., Any], silo: Mapping[str, Any]) -> Facts:
     """Describe a silo, from its own data alone.
 
     Parameters
@@ -287,7 +291,7 @@ def _agreed(of_silos: Sequence[Argument]) -> Argument:
 
 
 def _check_alike(first: Facts, other: Facts, j: int) -> None:
-    def kinds(facts: Facts, other: Facts) -> tuple:
+    def kinds(facts: Facts, other: Facts) -> tuple[tuple[str, str, int], ...]:
         """Return the arrays that both hold: None says that a silo lacks one."""
         lacking = {name for name, value in other.static if value is None}
         return tuple(
@@ -322,7 +326,7 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
             )
 
 
-def _names(pairs: tuple) -> tuple[str, ...]:
+def _names(pairs: tuple[tuple[str, object], ...]) -> tuple[str, ...]:
     return tuple(name for name, _ in pairs)
 
 

@@ -22,7 +22,7 @@ class feasible(Messenger):
     that nobody can set: those in the body of a scan.
     """
 
-    def __init__(self, fn: Callable | None = None, *, scanned: bool = False):
+    def __init__(self, fn: Callable[..., Any] | None = None, *, scanned: bool = False):
         self.scanned = scanned
         super().__init__(fn)
 

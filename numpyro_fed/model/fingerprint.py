@@ -6,6 +6,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def vertical_fingerprint(
     return _hashed(repr([(half.sites, sorted(half.supports)) for half in halves]), programs)
 
 
-def source_hash(model: Callable) -> str:
+def source_hash(model: Callable[..., Any]) -> str:
     """A hash of the source of a model's function, comments included; empty where there is none.
 
     It says less than a :func:`fingerprint`, since it knows nothing of what the text reads from

@@ -55,12 +55,12 @@ class at_silo(Messenger):
     ['mu', 'silo_3/row', 'silo_3/b', 'silo_3/y']
     """
 
-    def __init__(self, fn: Callable | None = None, silo: int = 0):
+    def __init__(self, fn: Callable[..., Any] | None = None, silo: int = 0):
         self.silo = silo
         self._local_plates: set[str] = set()
         super().__init__(fn)
 
-    def _around(self, body: Callable) -> Callable:
+    def _around(self, body: Callable[..., Any]) -> Callable[..., Any]:
         inside = at_silo(body, self.silo)
         inside._local_plates = self._local_plates
         return inside
@@ -89,7 +89,7 @@ def local_name(silo: int, name: str) -> str:
 class _at_home(Messenger):
     """Give sites outside of the silo plates to one, as ``{site: silo plate}`` says."""
 
-    def __init__(self, fn: Callable, plates: Mapping[str, str]):
+    def __init__(self, fn: Callable[..., Any], plates: Mapping[str, str]):
         self.plates = plates
         super().__init__(fn)
 
@@ -98,7 +98,7 @@ class _at_home(Messenger):
             msg.setdefault("silo_plate", self.plates[msg["name"]])
 
 
-def localised(model: Callable, data: Mapping[str, Any]) -> Callable:
+def localised(model: Callable[..., Any], data: Mapping[str, Any]) -> Callable[..., Any]:
     """The model with ``numpyro.deterministic`` sites that read rows as local ones.
 
     Such a site belongs to the last of the silo plates whose latents it reads, or of all plates
@@ -168,7 +168,7 @@ class _shared(Messenger):
             self.values.setdefault(msg["name"], msg["value"])
 
 
-def joint(model: Callable, silos: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
+def joint(model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
     r"""The exact joint model of all silos, as an ordinary NumPyro model of no arguments.
 
     .. math::
@@ -270,7 +270,7 @@ class generalised(Messenger):
 
     def __init__(
         self,
-        fn: Callable | None = None,
+        fn: Callable[..., Any] | None = None,
         loss: Callable[[Distribution, Any], Array] | None = None,
     ):
         if not callable(loss):
@@ -283,7 +283,9 @@ class generalised(Messenger):
             msg["fn"] = _generalise(msg["fn"], self.loss, msg["name"])
 
 
-def _generalise(fn: Distribution, loss: Callable, site: str) -> Distribution:
+def _generalise(
+    fn: Distribution, loss: Callable[[Distribution, Any], Array], site: str
+) -> Distribution:
     if isinstance(fn, dist.ExpandedDistribution):
         return _generalise(fn.base_dist, loss, site).expand(fn.batch_shape)
     if isinstance(fn, dist.MaskedDistribution):
@@ -297,7 +299,9 @@ class _Generalised(Distribution):
     pytree_data_fields = ("base_dist",)
     pytree_aux_fields = ("loss", "site")
 
-    def __init__(self, base_dist: Distribution, loss: Callable, site: str):
+    def __init__(
+        self, base_dist: Distribution, loss: Callable[[Distribution, Any], Array], site: str
+    ):
         self.base_dist, self.loss, self.site = base_dist, loss, site
         super().__init__(base_dist.batch_shape, base_dist.event_shape)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
     return _check(fm.terms_at_zero, "silo {}")
 
 
-def new_data_check(model: Callable, silo: int | None) -> Callable[..., None]:
+def new_data_check(model: Callable[..., Any], silo: int | None) -> Callable[..., None]:
     """A check of new data, for which a text predicts: it is called as the text is.
 
     Latents are drawn from their priors, so that outcomes that are to be predicted may be missing.
@@ -82,7 +82,7 @@ def new_data_check(model: Callable, silo: int | None) -> Callable[..., None]:
 
 
 def _check(rows: Callable[[SiloData], Any], owner: str) -> Callable[[int, SiloData], None]:
-    known: dict[tuple, bool] = {}
+    known: dict[tuple[Hashable, ...], bool] = {}
 
     @jit_once
     def errors(data: SiloData) -> Any:
@@ -172,7 +172,7 @@ def _scan(loop: Scan, values: list[Any], labels: Sequence[Labels]) -> list[Any]:
 
 
 def _cond(choices: list[Program], values: list[Any], labels: Sequence[Labels]) -> list[Any]:
-    def branch(program: Program) -> Callable:
+    def branch(program: Program) -> Callable[..., list[Any]]:
         return lambda *operands: _run(program, operands, labels[1:])
 
     return jax.lax.switch(values[0], [branch(program) for program in choices], *values[1:])

@@ -75,7 +75,7 @@ class Identity(NamedTuple):
         return all(a is b or written(a) == written(b) for a, b in pairs)
 
 
-def traced(fn: Callable, /, *args: object) -> Program:
+def traced(fn: Callable[..., Any], /, *args: object) -> Program:
     """The program of a function at these arguments; nothing is computed."""
     return opened(jax.make_jaxpr(fn)(*args))
 
@@ -159,7 +159,7 @@ def _read(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> dict[Var, ArrayLike]:
     return {v: c for v, c in zip(jaxpr.constvars, consts, strict=True) if id(v) in read}
 
 
-def provenance(fn: Callable, /, **inputs: object) -> Any:
+def provenance(fn: Callable[..., Any], /, **inputs: object) -> Any:
     """The names of the inputs that reach each output of ``fn``: a pytree like its outputs.
 
     As ``numpyro.ops.provenance``, except that the outputs of a scan are told apart. Nothing is

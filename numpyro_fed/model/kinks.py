@@ -27,7 +27,7 @@ NORM = 0.18848  # what the log density lacks to be one, where both slopes are al
 class _Rounded(dist.AsymmetricLaplace):
     """A Laplace distribution, of the same slope on both sides or not, without its kink."""
 
-    def log_prob(self, value: Array, intermediates: list | None = None) -> Array:
+    def log_prob(self, value: Array, intermediates: list[Any] | None = None) -> Array:
         z, left, right = value - self.loc, 1 / self.left_scale, 1 / self.right_scale
         size = jnp.sqrt(WIDTH**2 * 4 / (left + right) ** 2 + z**2)
         straight = -0.5 * (size * (left + right) + z * (right - left))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numpyro_fed.model.audit import separable
 from numpyro_fed.model.data import ReadSilos, SiloData, Sizes
@@ -79,14 +79,14 @@ class Layout(NamedTuple):
             return False
 
 
-def layout_of(model: Callable, silos: Sequence[SiloData]) -> Layout:
+def layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
     """Split the model at silos of these shapes; for silos that were read, once for each text."""
     if isinstance(silos, ReadSilos):
         return silos.once(model, partial(_layout_of, model, silos))
     return _layout_of(model, silos)
 
 
-def _layout_of(model: Callable, silos: Sequence[SiloData]) -> Layout:
+def _layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
     fm = split(model, silos)
     sizes = tuple(s.sizes for s in structures(model, silos))
     rows = padded_keys(silos, sizes)
@@ -95,7 +95,7 @@ def _layout_of(model: Callable, silos: Sequence[SiloData]) -> Layout:
 
 
 def lay_out(
-    model: Callable, silos: Sequence[SiloData], *, summaries: bool = True
+    model: Callable[..., Any], silos: Sequence[SiloData], *, summaries: bool = True
 ) -> tuple[Layout, list[Bucket]]:
     """Split the model and bucket the silos; see :meth:`Layout.arrange`."""
     layout = layout_of(model, silos)

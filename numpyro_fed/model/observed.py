@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -60,7 +60,9 @@ class Supports:
     sites: Sequence[Site]
     at: At
     owner: str
-    _known: dict[tuple, dict[str, Kind]] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[tuple[Hashable, ...], dict[str, Kind]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def _observed(self) -> list[str]:

@@ -77,7 +77,7 @@ def bucket(
     rows = padded_keys(silos, sizes) if may_pad else {}
     plates = padded_plates(rows, sizes)
 
-    def shape_of(j: int) -> tuple:
+    def shape_of(j: int) -> tuple[Hashable, ...]:
         cut = {k: a[:1] if k in rows else a for k, a in silos[j].arrays.items()}
         unpadded = tuple((p, n) for p, n in sizes[j].items() if p not in plates)
         return (*signature(replace(silos[j], arrays=cut)), unpadded)

@@ -35,7 +35,9 @@ def is_scan(msg: dict[str, Any]) -> bool:
     return msg["type"] == "control_flow" and msg["fn"] is scan_wrapper
 
 
-def inside_control_flow(msg: dict[str, Any], wrap: Callable[[Callable], Callable]) -> bool:
+def inside_control_flow(
+    msg: dict[str, Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> bool:
     """Wrap the bodies of a ``scan`` or ``cond``, whose messages a handler sees only afterwards.
 
     Whether there is nothing else to do: the message is that of the control flow itself, or of a
@@ -137,7 +139,7 @@ class silo_plate(numpyro.plate):
                 _SiloFrame(*f) if f.name == self.name else f for f in msg["cond_indep_stack"]
             ]
 
-    def _around(self, body: Callable) -> Callable:
+    def _around(self, body: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*args: object) -> Any:
             with self:
                 return body(*args)

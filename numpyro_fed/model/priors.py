@@ -33,7 +33,7 @@ class LocalPrior(NamedTuple):
     log_density: Callable[[Theta, Array, Rows, SiloData], Rows]
 
 
-def local_prior(model: Callable, sites: Sequence[Site]) -> LocalPrior:
+def local_prior(model: Callable[..., Any], sites: Sequence[Site]) -> LocalPrior:
     """Read the local latents' distributions off the text."""
     local = [s for s in sites if s.kind == "latent" and s.plate is not None]
 
@@ -82,7 +82,7 @@ class GlobalPrior:
     Read off the text, which runs on placeholders for data.
     """
 
-    model: Callable
+    model: Callable[..., Any]
     sites: Sequence[Site]
     silo: SiloData  # placeholders for data
     # of the type of the globals, with local latents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Roles(NamedTuple):
     model: VerticalModel
     server: SiloData  # arrays by name; nothing that belongs to a client
     clients: tuple[SiloData, ...]  # columns, and what is shared of the server's
-    arguments: tuple  # of the model: shapes, dtypes and static values
+    arguments: tuple[Hashable, ...]  # of the model: shapes, dtypes and static values
 
 
 class _Reached(Exception):
@@ -50,12 +50,12 @@ class _Reached(Exception):
 class Text(NamedTuple):
     """A model with its arguments: arrays by name, and all else as it is."""
 
-    model: Callable
+    model: Callable[..., Any]
     signature: inspect.Signature
     data: SiloData
 
     @classmethod
-    def of(cls, model: Callable, args: tuple, kwargs: dict[str, Any]) -> Text:
+    def of(cls, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Text:
         """Read the arguments of a call of the model."""
         signature = inspect.signature(model)
         try:
@@ -95,7 +95,7 @@ class Text(NamedTuple):
         at.one()
         return found[0]
 
-    def at_client(self, j: int, arrays: Mapping[str, Any] | None = None) -> Callable:
+    def at_client(self, j: int, arrays: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         """The text of client ``j``: its columns are its own, the server's arrays are zero if they
         are not given.
         """
@@ -117,7 +117,7 @@ class Text(NamedTuple):
 
         return text
 
-    def at_server(self, rows: int) -> Callable:
+    def at_server(self, rows: int) -> Callable[..., Any]:
         """The text of the server, of its arrays by name and the sum."""
 
         def text(**leaves: Array) -> None:
@@ -136,7 +136,11 @@ class Text(NamedTuple):
 
 
 def split_vertical(
-    model: Callable, args: tuple, kwargs: dict[str, Any], *, share_response: bool = False
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    share_response: bool = False,
 ) -> Roles:
     """Split a text at its ``client_sum``, and its arguments over the parties; see :func:`split`."""
     return split(Text.of(model, args, kwargs), share_response=share_response)
@@ -285,7 +289,7 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "dtype")
 
 
-def _half(text: Callable, data: SiloData, owner: str) -> Half:
+def _half(text: Callable[..., Any], data: SiloData, owner: str) -> Half:
     found = structure(text, data, owner, split=False)
     dim = max([s.stop for s in found.sites if s.kind == "latent"], default=0)
     return Half(text, found, dim)
@@ -382,7 +386,12 @@ def _densities(half: Half, theta: Theta, data: SiloData, **arrays: Array) -> dic
     return half.log_probs(theta, jnp.zeros(half.dim), replace(data, arrays=arrays))[0]
 
 
-def _rows_apart(fn: Callable, data: SiloData, rows: int, take: Callable) -> bool:
+def _rows_apart(
+    fn: Callable[[SiloData], Any],
+    data: SiloData,
+    rows: int,
+    take: Callable[[SiloData, Array], SiloData],
+) -> bool:
     """Whether some rows of what ``fn`` returns are what it returns for these rows alone."""
     r = np.random.default_rng(0)
     arrays = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -88,16 +88,18 @@ class Structure(NamedTuple):
     kinked: bool = False  # whether the density of a sample site has a kink
 
 
-def structures(model: Callable, silos: Sequence[SiloData]) -> list[Structure]:
+def structures(model: Callable[..., Any], silos: Sequence[SiloData]) -> list[Structure]:
     """The structure at each silo; one abstract trace for each distinct set of shapes."""
-    known: dict[tuple, Structure] = {}
+    known: dict[tuple[Hashable, ...], Structure] = {}
     for j, data in enumerate(silos):
         if signature(data) not in known:
             known[signature(data)] = structure(model, data, f"silo {j}")
     return [known[signature(data)] for data in silos]
 
 
-def structure(model: Callable, data: SiloData, owner: str, *, split: bool = True) -> Structure:
+def structure(
+    model: Callable[..., Any], data: SiloData, owner: str, *, split: bool = True
+) -> Structure:
     """Trace a text abstractly at the shapes of what ``owner`` holds, and read its sites.
 
     ``split`` says that there must be a silo plate.

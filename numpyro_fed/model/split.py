@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class FederatedModel(NamedTuple):
         Of the text with kinks rounded off (:mod:`numpyro_fed.model.kinks`), if there are any.
     """
 
-    text: Callable
+    text: Callable[..., Any]
     sites: tuple[Site, ...]
     plates: tuple[Plate, ...]
     dim: int
@@ -152,7 +152,7 @@ class FederatedModel(NamedTuple):
         return tuple(s for s in self.sites if s.kind == kind and s.plate == plate)
 
 
-def split(model: Callable, silos: Sequence[SiloData]) -> FederatedModel:
+def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedModel:
     """Split a model's trace at its silo plates.
 
     Parameters
@@ -250,7 +250,12 @@ def _warn_fields(found: Structure) -> None:
 
 
 def globals_at(
-    model: Callable, sites: Sequence[Site], theta: Theta, z_G: Array, z_L: Rows, data: SiloData
+    model: Callable[..., Any],
+    sites: Sequence[Site],
+    theta: Theta,
+    z_G: Array,
+    z_L: Rows,
+    data: SiloData,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Log density of each global site, its log-determinant included, and values of all."""
     probabilities, trace = trace_at(model, sites, theta, z_G, z_L, data)
@@ -273,7 +278,7 @@ def _owners(sites: Sequence[Site]) -> dict[str, str]:
 class _Text:
     """A model's text, traced at one silo: the functions of a :class:`FederatedModel`."""
 
-    model: Callable
+    model: Callable[..., Any]
     at: Structure
     silo: SiloData
 
@@ -373,7 +378,7 @@ class _Text:
         return self._parameters(key, data, local=True)
 
     def _start(
-        self, key: Array, data: SiloData, init_loc_fn: Callable, plate: str | None
+        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any], plate: str | None
     ) -> list[tuple[Site, Array]]:
         """Return where one of NumPyro's functions puts the latents of one level, unconstrained."""
         text = handlers.substitute(handlers.seed(self.model, key), substitute_fn=init_loc_fn)
@@ -384,20 +389,22 @@ class _Text:
         inverse = [biject_to(f.support).inv(v) for f, v in zip(fns, values, strict=True)]
         return list(zip(sites, inverse, strict=True))
 
-    def init_global(self, key: Array, init_loc_fn: Callable | None = None) -> Array:
+    def init_global(self, key: Array, init_loc_fn: Callable[..., Any] | None = None) -> Array:
         if init_loc_fn is None:
             return jnp.zeros(self.dim)
         return self._init_global(key, init_loc_fn, self.template)
 
     @compiled_method(static_argnums=1)
-    def _init_global(self, key: Array, init_loc_fn: Callable, data: SiloData) -> Array:
+    def _init_global(self, key: Array, init_loc_fn: Callable[..., Any], data: SiloData) -> Array:
         values = [jnp.ravel(v) for _, v in self._start(key, data, init_loc_fn, None)]
         return jnp.concatenate([jnp.zeros(0), *values])
 
     def sizes(self, data: SiloData) -> Sizes:
         return structure(self.model, data, "silo 0").sizes
 
-    def init_local(self, key: Array, data: SiloData, init_loc_fn: Callable | None = None) -> Rows:
+    def init_local(
+        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any] | None = None
+    ) -> Rows:
         size = self.sizes(data)
         rows = {p.name: jnp.zeros((size[p.name], p.dim)) for p in self.plates}
         if init_loc_fn is None:
@@ -439,7 +446,9 @@ class _Text:
         )
 
 
-def _dependence(fm: FederatedModel, model: Callable, silo: SiloData) -> dict[str, set[str | None]]:
+def _dependence(
+    fm: FederatedModel, model: Callable[..., Any], silo: SiloData
+) -> dict[str, set[str | None]]:
     """The silo plates, by name, whose latents reach each site's density or value; None for data.
 
     Randomness that is no sample site goes by the name ``KEY``.
@@ -508,13 +517,13 @@ def _check_reaches(fm: FederatedModel, reaches: dict[str, set[str | None]]) -> N
 
 
 def _check_globals(
-    model: Callable, fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]
+    model: Callable[..., Any], fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]
 ) -> None:
     """Refuse global sites that change with what differs between silos, numbers of rows included.
 
     Where all silos are alike, one with a row more stands for others.
     """
-    distinct: dict[tuple, int] = {}
+    distinct: dict[tuple[Hashable, ...], int] = {}
     for j, silo in enumerate(silos):
         distinct.setdefault(signature(silo), j)
     z_G, theta = np.random.default_rng(0).normal(size=fm.dim), fm.init_theta(jax.random.key(0))
@@ -524,10 +533,12 @@ def _check_globals(
         density = {f"log density:{name}": value for name, value in terms.items()}
         return density | {f"value:{name}": value for name, value in values.items()}
 
-    def arguments(silo: SiloData, size: Sizes) -> tuple[Theta, np.ndarray, dict, SiloData]:
+    def arguments(
+        silo: SiloData, size: Sizes
+    ) -> tuple[Theta, np.ndarray, dict[str, np.ndarray], SiloData]:
         return theta, z_G, {p.name: np.zeros((size[p.name], p.dim)) for p in fm.plates}, silo
 
-    def program(at: tuple) -> Identity:
+    def program(at: tuple[Any, ...]) -> Identity:
         return Identity.of(needed(traced(seen, *at)))
 
     def compare(silo: SiloData, size: Sizes, who: str) -> None:

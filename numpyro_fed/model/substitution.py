@@ -145,7 +145,7 @@ class SitePrior(Protocol[Shared]):
         """The site (size,), of these blocks."""
         ...
 
-    def suits(self, model: Callable, silos: Sequence[Mapping[str, Any]]) -> None:
+    def suits(self, model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a text, run on what silos hold, in which the site has another prior."""
         ...
 
@@ -153,7 +153,7 @@ class SitePrior(Protocol[Shared]):
 class _Substitution(Messenger):
     """Put other priors in the place of sites, for the blocks that are held here."""
 
-    def __init__(self, priors: Mapping[str, SitePrior], which: Mapping[str, Any]):
+    def __init__(self, priors: Mapping[str, SitePrior[Any]], which: Mapping[str, Any]):
         self.priors, self.which = priors, which
         self.phi: dict[str, Array] = {}
         super().__init__(None)
@@ -185,9 +185,9 @@ class Substituted:
     silo's part of the model; without these it is the model of all blocks.
     """
 
-    model: Callable
-    priors: Mapping[str, SitePrior]
-    _slopes: dict[Any, Callable] = field(default_factory=dict, init=False, repr=False)
+    model: Callable[..., Any]
+    priors: Mapping[str, SitePrior[Any]]
+    _slopes: dict[Any, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the model's text with the other priors."""
@@ -258,7 +258,10 @@ class Substituted:
 
 
 def entries_read(
-    model: Callable, site: str, others: Sequence[str], kwargs_of: Callable[[Any], dict[str, Any]]
+    model: Callable[..., Any],
+    site: str,
+    others: Sequence[str],
+    kwargs_of: Callable[[Any], dict[str, Any]],
 ) -> Callable[[Any], Array]:
     """A function of a silo's arrays: the entries of a site (size,) that move the other sites' log
     densities.
@@ -290,7 +293,7 @@ def block_name(site: str) -> str:
 
 
 def traced(
-    model: Callable,
+    model: Callable[..., Any],
     key: Array | int,
     kwargs: Mapping[str, Any],
     known: Mapping[str, Any] | None = None,
@@ -303,7 +306,7 @@ def traced(
         return handlers.trace(at).get_trace(**kwargs)
 
 
-def site_of(model: Callable, site: str, kwargs: Mapping[str, Any]) -> Distribution:
+def site_of(model: Callable[..., Any], site: str, kwargs: Mapping[str, Any]) -> Distribution:
     """The distribution of a site that can be split: a vector of real numbers.
 
     Raises
@@ -337,7 +340,9 @@ def site_of(model: Callable, site: str, kwargs: Mapping[str, Any]) -> Distributi
     return fn
 
 
-def substitute_prior(model: Callable, priors: Mapping[str, SitePrior]) -> Substituted:
+def substitute_prior(
+    model: Callable[..., Any], priors: Mapping[str, SitePrior[Any]]
+) -> Substituted:
     r"""Replace sites that tie all silos together by priors that do not.
 
     .. math::

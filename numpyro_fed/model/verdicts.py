@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -27,9 +27,10 @@ from numpyro_fed.model.audit import (
     perturbed,
     scrambled,
 )
+from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.programs import compiled_method, jit_once
 
 PADDINGS = 4  # ways of filling padded rows that must agree
@@ -72,7 +73,9 @@ class Checks:
     """
 
     model: FederatedModel
-    _known: dict[tuple, Verdict] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[tuple[Hashable, ...], Verdict] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def ask(
         self, question: Callable[..., Moved | Array], b: Bucket, plate: str, *keys: str

@@ -24,7 +24,7 @@ PREDICTOR = "_predictor"  # the site at which a client's text shows its predicto
 class Half(NamedTuple):
     """One party's latents and parameters, and its part of the text."""
 
-    text: Callable  # of what the party holds, as keyword arguments
+    text: Callable[..., Any]  # of what the party holds, as keyword arguments
     found: Structure  # its sites and their supports
     dim: int  # length of the flat vector of its latents
 
@@ -112,7 +112,7 @@ class Given(NamedTuple):
         """The sites of one kind."""
         return self.half.named(kind, plate)
 
-    def init_global(self, key: Array, init_loc_fn: Callable | None) -> Array:
+    def init_global(self, key: Array, init_loc_fn: Callable[..., Any] | None) -> Array:
         """A starting point by one of NumPyro's ``init_to_...`` functions; zeros when None."""
         if init_loc_fn is None or not self.dim:
             return jnp.zeros(self.dim)

@@ -312,7 +312,9 @@ class Result(FederatedRun[Fit]):
         """The posterior of the globals and of one silo's locals as a NumPyro guide."""
         return self._as_guide(lambda key: self.sample_posterior(key, 1, silo=silo), silo)
 
-    def _as_guide(self, draw: Callable[[Array], dict[str, Array]], silo: int | None) -> Callable:
+    def _as_guide(
+        self, draw: Callable[[Array], dict[str, Array]], silo: int | None
+    ) -> Callable[..., None]:
         latents = {
             s.name
             for s in self._fit.model.sites

@@ -48,7 +48,7 @@ class Start(NamedTuple):
         Coordinates that the search integrates out.
     """
 
-    search: FederatedAlgorithm
+    search: FederatedAlgorithm[Any, Any]
     around: Round | None
     begin: Round
     effects: np.ndarray
@@ -81,14 +81,14 @@ class Built(BuiltRun):
     model: FederatedModel
     guide: Guide
     bound: SiloBound
-    schedule: Schedule | None
+    schedule: Schedule[Any] | None
     draws: dict[str, int]
     certify: Callable[..., Any]
     factors: Factors | None = None
     start: Start | None = None
 
     @property
-    def first(self) -> FederatedAlgorithm:
+    def first(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm whose states come first."""
         return self.algorithm if self.start is None else self.start.search
 

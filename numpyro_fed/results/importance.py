@@ -338,7 +338,7 @@ class Corrected(Weighted[Result]):
         return to_arviz(sample, key, num_samples, worth=self.ess, attributes=self._attributes)
 
 
-def weighing(built: Built, name: str) -> tuple[Round, Proposal]:
+def weighing(built: Built, name: str) -> tuple[Round, Proposal[Any]]:
     """Return the round, from the name that says all of its settings, and its proposal."""
     settings = json.loads(name)
     draws, num_draws = settings["inner_draws"], settings["num_draws"]
@@ -351,7 +351,7 @@ def weighing(built: Built, name: str) -> tuple[Round, Proposal]:
 
 def _compiled(
     fit: Fit, draws: dict[str, int], num_draws: int, wider: float
-) -> tuple[Single, Posterior, Proposal]:
+) -> tuple[Single, Posterior, Proposal[Any]]:
     """Return the exchange and the sampling functions for these draws, compiled once a fit."""
     settings = dict(
         importance=True,
@@ -362,7 +362,7 @@ def _compiled(
     )
     name = json.dumps(settings)
 
-    def make() -> tuple[Single, Posterior, Proposal]:
+    def make() -> tuple[Single, Posterior, Proposal[Any]]:
         round_, proposed = weighing(fit.built, name)
         sampler = posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws))
         rows = sum(n for _, n in fit.plan.total)

@@ -12,9 +12,11 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Shared
 from numpyro_fed.frame import Coordinates
+from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.split import FederatedModel, Rows
+from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
 
 
@@ -58,7 +60,7 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
 
     @jax.jit
     def draw_locals(
-        key: Array, theta: dict, eta: dict, z_G: Array, seen: Coordinates, data: SiloData
+        key: Array, theta: Theta, eta: GuideParams, z_G: Array, seen: Coordinates, data: SiloData
     ) -> Rows:
         def one(draw: tuple[Array, Array, Array]) -> Rows:
             i, z, u = draw
@@ -68,7 +70,7 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
         return jax.lax.map(one, (jnp.arange(len(z_G)), z_G, seen.u), batch_size=64)
 
     @jax.jit
-    def constrain_locals(theta: dict, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
+    def constrain_locals(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
         return jax.vmap(fm.constrain_local, (None, 0, 0, None))(theta, z_G, z_L, data)
 
     return Posterior(draw_globals, coordinates, constrain_globals, draw_locals, constrain_locals)

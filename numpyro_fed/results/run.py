@@ -62,11 +62,11 @@ class BuiltRun(ABC):
     algorithm : FederatedAlgorithm
     """
 
-    algorithm: FederatedAlgorithm
+    algorithm: FederatedAlgorithm[Any, Any]
 
     @property
     @abstractmethod
-    def first(self) -> FederatedAlgorithm:
+    def first(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm whose states come first: a search's, or the run's own."""
 
     @property
@@ -98,7 +98,7 @@ class BuiltRun(ABC):
         found = [crossings(*one, data, server_data, silo=silo) for one in each]
         return found[0]._replace(rows=tuple(row for part in found for row in part.rows))
 
-    def sender(self, round_: Round) -> FederatedAlgorithm:
+    def sender(self, round_: Round) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm from whose states a round starts."""
         searches = round_.name in {x.name for x in self.searching}
         return self.first if searches else self.algorithm
@@ -138,7 +138,7 @@ class Prepared(ABC, Generic[Built]):
     compiled: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
-    def algorithm(self) -> FederatedAlgorithm:
+    def algorithm(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm that is run."""
         return self.built.algorithm
 

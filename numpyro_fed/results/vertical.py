@@ -46,7 +46,7 @@ class VerticalBuilt(BuiltRun):
 
     vertical: Any
     sampling: Callable[[int], Round]
-    search: FederatedAlgorithm | None = None
+    search: FederatedAlgorithm[Any, Any] | None = None
     static: tuple[Any, ...] = ()
     begins: tuple[Round, ...] = ()
 
@@ -56,7 +56,7 @@ class VerticalBuilt(BuiltRun):
         return self.vertical.model
 
     @property
-    def first(self) -> FederatedAlgorithm:
+    def first(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm whose states come first."""
         return self.algorithm if self.search is None else self.search
 
@@ -288,5 +288,10 @@ class VerticalResult(VerticalRun):
 
 
 @partial(jax.jit, static_argnums=0)
-def _values(values: Callable, theta: Theta, z: Array, data: SiloData) -> dict[str, Array]:
+def _values(
+    values: Callable[[Theta, Array, SiloData], dict[str, Array]],
+    theta: Theta,
+    z: Array,
+    data: SiloData,
+) -> dict[str, Array]:
     return jax.lax.map(lambda z: values(theta, z, data), z, batch_size=64)

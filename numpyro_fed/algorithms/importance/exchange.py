@@ -13,7 +13,7 @@ the guide with some wider draws (:mod:`numpyro_fed.algorithms.importance.proposa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ class Weighed(NamedTuple):
 def importance(
     fm: FederatedModel,
     guide: Guide,
-    proposal: Proposal,
+    proposal: Proposal[Any],
     likelihood: SiloLikelihood,
     fitted: FederatedAlgorithm[Server, Silo],
     num_draws: int,

@@ -25,6 +25,7 @@ from jax import Array
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
 from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.frame import Coordinates
+from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
@@ -54,7 +55,13 @@ class SiloLikelihood:
     draws: Mapping[str, int]
 
     def log_estimate(
-        self, key: Array, theta: Theta, eta: dict, z_G: Array, seen: Coordinates, data: SiloData
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        seen: Coordinates,
+        data: SiloData,
     ) -> Array:
         """Return the log of the estimate at one ``z_G``; ``eta`` are local guides' parameters."""
         begun = self.guide.recentre(eta, seen, data)

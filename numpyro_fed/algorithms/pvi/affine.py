@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ ROUNDING = 1e-10  # of the size of the terms at that point
 
 
 def departure(
-    rows: Callable[[Array], Array], family: Family, eta: Natural, centre: Array, z: Array
+    rows: Callable[[Array], Array], family: Family[Any], eta: Natural, centre: Array, z: Array
 ) -> tuple[Array, Array]:
     """Return how far a sum of ``rows`` is from ``<eta, T>`` between two points, the terms' size.
 
@@ -31,7 +32,7 @@ def departure(
 
 
 def affine_at(
-    rows: Callable[[Array], Array], family: Family, eta: Natural, centre: Array, z: Array
+    rows: Callable[[Array], Array], family: Family[Any], eta: Natural, centre: Array, z: Array
 ) -> Array:
     """Return whether a sum of ``rows`` is ``<eta, T(z)>`` plus a constant, in double precision.
 

@@ -26,11 +26,20 @@ from jax import Array
 from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Round, own_key
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
-from numpyro_fed.algorithms.pvi.states import SCATTERED, VISIT, Down, Parts, Settings, Up
+from numpyro_fed.algorithms.pvi.states import (
+    SCATTERED,
+    VISIT,
+    Down,
+    Parts,
+    ServerState,
+    Settings,
+    SiloState,
+    Up,
+)
 from numpyro_fed.trees import all_finite
 
 
-def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm:
+def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm[ServerState, SiloState]:
     """Return PVI, or a member of its family, as an algorithm."""
     server, silo = Server(parts, settings), Silo(parts, settings)
     exchange = Exchange(

@@ -28,7 +28,7 @@ GAUSSIAN = "gaussian"
 
 POINTS = 2**22  # numbers, at most, in all points at which a function is looked at
 
-Members = Mapping[str, tuple[np.ndarray, Family]]
+Members = Mapping[str, tuple[np.ndarray, Family[Any]]]
 
 
 class Places(NamedTuple):
@@ -62,7 +62,7 @@ class Globals(NamedTuple):
         What of the log prior is outside of the family; ``prior`` then leaves it out.
     """
 
-    family: Family
+    family: Family[Any]
     prior: Callable[[dict[str, Any]], Natural]
     marginals: Callable[[Natural], dict[str, dist.Distribution]]
     places: Places
@@ -159,8 +159,8 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
 def _terms(
     fm: FederatedModel,
     theta: dict[str, Any],
-    members: Mapping[str, tuple[Site, Family]],
-    family: Family,
+    members: Mapping[str, tuple[Site, Family[Any]]],
+    family: Family[Any],
     names: Sequence[str],
 ) -> Callable[[Array], Array]:
     """Return terms of the log prior of some sites, over the base measure of the others."""
@@ -244,7 +244,7 @@ class Density(NamedTuple):
     """A density whose logarithm is a sum of terms, and the family that it may be in."""
 
     terms: Callable[[Array], Array]
-    family: Family
+    family: Family[Any]
     places: Places
 
 
@@ -273,7 +273,7 @@ def _candidates(site: Site) -> list[str]:
     return [GAUSSIAN, *elementwise.get(site.support.split("^")[0], [])]
 
 
-def _member(site: Site, kind: str, covariance: str) -> Family:
+def _member(site: Site, kind: str, covariance: str) -> Family[Any]:
     if kind == GAUSSIAN:
         return expfam.gaussian(site.stop - site.start, covariance)
     if kind == "gamma":
@@ -352,7 +352,7 @@ def _coupled(name: str, covariance: str) -> ModelError:
 
 def _members(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Members:
     """Return one joint Gaussian over all sites that take one, and a member for each other site."""
-    members: dict[str, tuple[np.ndarray, Family]] = {}
+    members: dict[str, tuple[np.ndarray, Family[Any]]] = {}
 
     def place(s: Site) -> np.ndarray:
         """Return a site's coordinates in int32, which JAX reads alike in either precision."""
@@ -372,7 +372,7 @@ def _marginals(
     fm: FederatedModel,
     sites: Sequence[Site],
     kinds: Mapping[str, str],
-    family: Family,
+    family: Family[Any],
     eta: Natural,
 ) -> dict[str, dist.Distribution]:
     def of(site: Site) -> dist.Distribution:

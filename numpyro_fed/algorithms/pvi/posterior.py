@@ -10,6 +10,7 @@ Under KL this is the sum of natural parameters. Otherwise it is found by optimis
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ ENOUGH = 1e-3  # of the largest coefficient: with a larger slope there is no min
 
 
 def aggregate(
-    family: Family, divergence: Callable[..., Array]
+    family: Family[Any], divergence: Callable[..., Array]
 ) -> Callable[[Natural, Natural], Natural]:
     """Return ``(prior, total) -> eta`` for one divergence ``(family, eta_q, eta_p) -> ()``.
 

@@ -25,7 +25,7 @@ from numpyro_fed.algorithms.pvi.states import (
 )
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree, location_and_log_scale
 from numpyro_fed.local.base import Noise, Problem, proper_step
-from numpyro_fed.model.split import Theta
+from numpyro_fed.model.binding import Theta
 from numpyro_fed.trees import all_finite, where
 
 PRIOR_DRAWS = 256

@@ -22,9 +22,9 @@ from numpyro_fed.algorithms.pvi.states import Down, Role, SiloState, Status, Up
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import Noise, Problem, Solution
+from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.minibatch import drawn, rows_at
-from numpyro_fed.model.split import Rows, Theta
 from numpyro_fed.objectives import normals
 from numpyro_fed.trees import all_finite, where
 

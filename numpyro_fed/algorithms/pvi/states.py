@@ -212,7 +212,7 @@ class Role:
     settings: Settings
 
     @property
-    def family(self) -> Family:
+    def family(self) -> Family[Any]:
         """Return the family of the globals."""
         return self.parts.globals.family
 

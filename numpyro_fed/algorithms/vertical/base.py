@@ -40,7 +40,7 @@ class ServerState(NamedTuple):
 
     params: dict[str, Any]
     opt_state: dict[str, optax.OptState]
-    course: Course
+    course: Course[dict[str, Any]]
     resting: Array
     frame: Gaussian
 
@@ -56,7 +56,7 @@ class ClientState(NamedTuple):
 
     params: dict[str, Any]
     opt_state: dict[str, optax.OptState]
-    course: Course
+    course: Course[dict[str, Any]]
     noise: tuple[Array, MaybeArray]
     rows: MaybeArray
     frame: Gaussian

@@ -55,6 +55,8 @@ PLANE_STEPS = 10  # of Newton's method in the plane, at the server
 STILL = 1e-3, 1e-6  # nats that the plane promises, and share of the log density: the end
 QUIET = 2  # such rounds in a row
 
+Newton = tuple[Array, Array, Array]  # a point, its height and the damping
+
 
 class Server(NamedTuple):
     """The server's part of the search.
@@ -164,7 +166,7 @@ class VerticalSearch:
     vertical: Vertical
     server_like: SiloData
 
-    def algorithm(self) -> FederatedAlgorithm:
+    def algorithm(self) -> FederatedAlgorithm[Server, Client]:
         """Return the search as pure functions."""
         exchanges = Exchange("try", self.go, lenient=True), Exchange("turn", self.turn)
         return FederatedAlgorithm(
@@ -340,7 +342,7 @@ def _best(fn: Function) -> tuple[Array, Array]:
     """
     first = jnp.array([1.0, 0.0])
 
-    def step(carry: tuple, _: None) -> tuple[tuple, None]:
+    def step(carry: Newton, _: None) -> tuple[Newton, None]:
         ab, value, damping = carry
         slope, hessian = jax.grad(fn)(ab), jax.hessian(fn)(ab)
         curvature = Curvature.of(-hessian)

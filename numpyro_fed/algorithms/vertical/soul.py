@@ -68,7 +68,7 @@ class ServerState(NamedTuple):
 
     params: dict[str, Any]
     opt_state: optax.OptState
-    course: Course
+    course: Course[dict[str, Any]]
     resting: Array
 
 
@@ -83,7 +83,7 @@ class ClientState(NamedTuple):
 
     params: dict[str, Any]
     opt_state: optax.OptState
-    course: Course
+    course: Course[dict[str, Any]]
     position: Array
     root: Array
     centre: Array
@@ -292,7 +292,7 @@ class Soul:
         return state._replace(params=params, opt_state=opt_state, course=course)
 
 
-def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm:
+def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm[ServerState, ClientState]:
     """Return the algorithm; ``server_like`` has the shapes of what the server holds."""
     return FederatedAlgorithm(
         lambda key: v.init_server(key, server_like),
