@@ -14,7 +14,6 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 import numpyro_fed as nf
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Combine
-from numpyro_fed.algorithms.sfvi import ServerState
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.model.minibatch import Noise
 from numpyro_fed.model.padding import bucket
@@ -512,7 +511,8 @@ class Pooled:
         p = parts(glmm, glmm_silos([ROWS]), **self.settings)
         server = p.algorithm.init_server(KEY)
         params = {**server.params, "guide": jitter(server.params["guide"], 0.1)}
-        self.server = ServerState(params, optim.init(params), settling.begin(params))
+        opt_state, course = optim.init(params), settling.begin(params)
+        self.server = server._replace(params=params, opt_state=opt_state, course=course)
         silo = p.algorithm.init_silo(KEY, p.silos[0])
         self.locals = {"private": {}, "guide": jitter(silo.params["guide"], 0.1, 1)}
         self.noise_of = jax.jit(lambda k: p.algorithm.round.exchanges[0].silo_noise(k, silo).rows)
