@@ -37,6 +37,7 @@ LAYERS = [
     {"model.sites"},
     {"model.binding"},
     {"model.priors"},
+    {"model.federated"},
     {"model.split"},
     {"model.minibatch"},
     {"model", "guides", "objectives", "local"},

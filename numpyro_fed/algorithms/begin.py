@@ -28,7 +28,7 @@ from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.federated import FederatedModel
 
 FLAT = 1e-6  # of the largest scaled curvature: no direction counts as flatter than that
 UNLIKE = 0.05  # the same away from a mode, where the posterior is not like the parabola

@@ -25,7 +25,7 @@ from numpyro_fed import linalg
 from numpyro_fed.gaussian import LOG_2PI, Curvature, symmetric
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.federated import FederatedModel
 
 NEAR = 1e-2  # where the search for the first modes begins
 STEPS = 50  # of Newton's method, at most

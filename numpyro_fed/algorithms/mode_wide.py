@@ -39,7 +39,7 @@ from numpyro_fed.algorithms.mode import (
     unraveller,
 )
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.trees import all_finite, where
 
 MEMORY = 30  # pairs of L-BFGS

@@ -55,8 +55,8 @@ from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
-from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.trees import all_finite
 

@@ -23,8 +23,8 @@ from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
-from numpyro_fed.model.split import FederatedModel
 
 SKEWED_UP_TO = 128
 FULL_UP_TO = 300

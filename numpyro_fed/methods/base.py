@@ -37,9 +37,10 @@ from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import Held, SiloData, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
-from numpyro_fed.model.split import FederatedModel, split
+from numpyro_fed.model.split import split
 from numpyro_fed.model.verdicts import Checks, check_rows_apart
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built

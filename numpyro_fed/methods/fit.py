@@ -26,9 +26,9 @@ from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import ReadSilos
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.layout import layout_of
-from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.precision import precision as precision_as
 from numpyro_fed.results.base import Result

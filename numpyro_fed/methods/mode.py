@@ -29,9 +29,9 @@ from numpyro_fed.algorithms.mode import (
 from numpyro_fed.algorithms.mode_wide import Climb, wide_mode
 from numpyro_fed.errors import ModelError, NonFiniteError, positive_int
 from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks, coupled_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.base import Fit

@@ -43,9 +43,9 @@ from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_at
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
-from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built, Factors

@@ -6,13 +6,14 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.sfvi import StructuredVI
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.guides.amortised import Amortised, with_encoders
@@ -35,8 +36,9 @@ from numpyro_fed.methods.mode import start_at
 from numpyro_fed.methods.schedules import Spec, in_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import Layout
-from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
@@ -72,14 +74,66 @@ def check_optimiser(optim: object) -> None:
         ) from error
 
 
+class Parts(Protocol):
+    """The parts of an algorithm by stochastic gradients."""
+
+    def begin(self) -> Round:
+        """Return the round that leads from the states of a search to those of a run."""
+
+    def algorithm(self) -> FederatedAlgorithm[Any, Any]:
+        """Return the algorithm that is run."""
+
+
 @dataclass(frozen=True)
 class ByGradients(Method[Result, None]):
     """A method by stochastic gradients, of which a run may end before the bound has settled."""
 
-    @property
+    optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
+    guide: Structured | Amortised | AutoGuide | None = field(default=None, kw_only=True)
+    objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
+    num_particles: int = field(default=1, kw_only=True)
+    starts: int = field(default=1, kw_only=True)
+    schedule: str | Spec = field(default="synchronous", kw_only=True)
+    batch_size: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        positive_int("num_particles", self.num_particles)
+        positive_int("starts", self.starts)
+        check_optimiser(self.optim)
+        check_batch_size(self.batch_size)
+        in_step(self.schedule)
+
     @abstractmethod
-    def batch_size(self) -> int | None:
-        """Return how many rows a silo draws for a step; None for all."""
+    def _parts(
+        self, fm: FederatedModel, plan: Plan, bound: SiloBound, minibatches: Minibatches | None
+    ) -> Parts:
+        """Return the parts of the method's algorithm for a bound, whose guide is built."""
+
+    def _spec(self, fm: FederatedModel) -> Structured | Amortised | AutoGuide | None:
+        """Return the guide that is asked for, to be resolved by the model's sizes."""
+        return self.guide
+
+    def _build(self, fm: FederatedModel, plan: Plan, shaped: None) -> Built:
+        chosen, spec = plan.chosen, self._spec(fm)
+        guide = build_resolved(spec, Resolved.of(chosen["guide"]), fm, plan.row_of)
+        fm = with_encoders(fm, guide.encoders)
+        draws = draws_by_plate(self.objective, guide)
+        bound = SiloBound(fm, guide, draws)
+        minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
+        check_guide(guide, draws, minibatches)
+        parts, start = self._parts(fm, plan, bound, minibatches), None
+        if (kind := chosen["start"]) in SEARCHED:
+            start = start_at(kind, fm, self.starts, init_loc_fn_of(spec), parts.begin())
+        return Built(
+            model=fm,
+            guide=guide,
+            bound=bound,
+            algorithm=parts.algorithm(),
+            schedule=in_step(self.schedule).build(plan.num_silos),
+            draws=draws,
+            certify=importance_correct,
+            start=start,
+        )
 
     def _shaped(self, fm: FederatedModel) -> None:
         return None
@@ -179,22 +233,11 @@ class SFVI(ByGradients):
     (True, True)
     """
 
-    optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
-    guide: Structured | Amortised | AutoGuide | None = field(default=None, kw_only=True)
-    objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
-    num_particles: int = field(default=1, kw_only=True)
     start: str | Result | None = field(default="mode", kw_only=True)
-    starts: int = field(default=1, kw_only=True)
-    schedule: str | Spec = field(default="synchronous", kw_only=True)
-    batch_size: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_start(self.start)
-        positive_int("num_particles", self.num_particles)
-        positive_int("starts", self.starts)
-        check_optimiser(self.optim)
-        check_batch_size(self.batch_size)
-        in_step(self.schedule)
+        super().__post_init__()
 
     def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         largest, total = dict(plan.largest), dict(plan.total)
@@ -217,38 +260,19 @@ class SFVI(ByGradients):
             "batch_size": self.batch_size,
         }
 
-    def _build(self, fm: FederatedModel, plan: Plan, shaped: None) -> Built:
-        guide = build_resolved(self.guide, Resolved.of(plan.chosen["guide"]), fm, plan.row_of)
-        fm = with_encoders(fm, guide.encoders)
-        draws = draws_by_plate(self.objective, guide)
-        bound = SiloBound(fm, guide, draws)
-        kind, optim = plan.chosen["start"], self.optim or default_optimiser()
-        minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
-        check_guide(guide, draws, minibatches)
-        schedule = in_step(self.schedule).build(plan.num_silos)
-        parts = StructuredVI(
+    def _parts(
+        self, fm: FederatedModel, plan: Plan, bound: SiloBound, minibatches: Minibatches | None
+    ) -> StructuredVI:
+        kind = plan.chosen["start"]
+        return StructuredVI(
             fm,
-            guide,
+            bound.guide,
             bound,
-            optim,
+            self.optim or default_optimiser(),
             self.num_particles,
             plan.num_silos,
-            in_part=schedule is not None,
+            in_part=in_step(self.schedule).build(plan.num_silos) is not None,
             minibatches=minibatches,
             from_mode=kind is not None,
             wide=is_wide(kind, fm),
-        )
-        start = None
-        if kind in SEARCHED:
-            start = start_at(kind, fm, self.starts, init_loc_fn_of(self.guide), parts.begin())
-        algorithm, certify = parts.algorithm(), importance_correct
-        return Built(
-            model=fm,
-            guide=guide,
-            bound=bound,
-            algorithm=algorithm,
-            schedule=schedule,
-            draws=draws,
-            certify=certify,
-            start=start,
         )

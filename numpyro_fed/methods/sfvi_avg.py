@@ -10,30 +10,24 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.algorithms.sfvi_avg import Averaging, aggregation
 from numpyro_fed.errors import GuideError, ModelError, positive_int
-from numpyro_fed.guides.amortised import Amortised, with_encoders
+from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.structured import (
     FULL_UP_TO,
     Resolved,
     Structured,
     amortises,
-    build_resolved,
-    init_loc_fn_of,
     resolve,
 )
 from numpyro_fed.methods.base import start_of
-from numpyro_fed.methods.minibatches import check_batch_size, check_guide, minibatches_of
-from numpyro_fed.methods.mode import start_at
 from numpyro_fed.methods.schedules import Given, Random, Sequential, Spec, in_step
-from numpyro_fed.methods.sfvi import ByGradients, check_optimiser
+from numpyro_fed.methods.sfvi import ByGradients
 from numpyro_fed.model.facts import Facts, Plan, size_class
-from numpyro_fed.model.split import FederatedModel
-from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
-from numpyro_fed.results.built import Built
-from numpyro_fed.results.importance import importance_correct
+from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.minibatch import Minibatches
+from numpyro_fed.objectives import SiloBound
 
 CENTRE, REST, STEP = 0.2, 0.01, 0.02  # of Adam: its first steps in a round
 LAST, MEMORY = 1e-4, 0.9  # the last one, and how second moments are averaged
@@ -153,19 +147,11 @@ class SFVIAvg(ByGradients):
     local_steps: int = field(default=500, kw_only=True)
     aggregate: str = field(default="wasserstein", kw_only=True)
     weights: str = field(default="rows", kw_only=True)
-    optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
-    guide: Structured | Amortised | AutoGuide | None = field(default=None, kw_only=True)
-    objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
-    num_particles: int = field(default=1, kw_only=True)
     start: str | None = field(default="mode", kw_only=True)
-    starts: int = field(default=1, kw_only=True)
-    schedule: str | Spec = field(default="synchronous", kw_only=True)
-    batch_size: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive_int("local_steps", self.local_steps)
-        positive_int("num_particles", self.num_particles)
-        positive_int("starts", self.starts)
         if self.aggregate not in AGGREGATES:
             raise ValueError(f"aggregate={self.aggregate!r}: expected one of {AGGREGATES}.")
         if self.weights not in ("rows", "even"):
@@ -175,8 +161,6 @@ class SFVIAvg(ByGradients):
             raise ValueError(
                 f"start={found}: expected 'mode' or None. SFVI and PVI begin at results of others."
             )
-        check_optimiser(self.optim)
-        check_batch_size(self.batch_size)
         schedule = in_step(self.schedule)
         if isinstance(schedule, Sequential) or _of_one(schedule):
             raise ValueError(
@@ -205,7 +189,7 @@ class SFVIAvg(ByGradients):
                 "all of them: SFVIAvg weighs each silo's rows as if all were like them. Use SFVI "
                 "or PVI, or take the parameter out of the silo_plate."
             )
-        guide = resolve(self._guide(fm), fm, dict(plan.largest), dict(plan.total))
+        guide = resolve(self._spec(fm), fm, dict(plan.largest), dict(plan.total))
         return {
             "method": "SFVIAvg",
             "local_steps": self.local_steps,
@@ -222,7 +206,7 @@ class SFVIAvg(ByGradients):
             "batch_size": self.batch_size,
         }
 
-    def _guide(self, fm: FederatedModel) -> Structured:
+    def _spec(self, fm: FederatedModel) -> Structured:
         """Return the guide with a family of the globals that has a barycenter."""
         spec = Structured() if self.guide is None else self.guide
         if isinstance(spec, Amortised):
@@ -241,43 +225,24 @@ class SFVIAvg(ByGradients):
             )
         return replace(spec, globals=kind) if isinstance(spec, Structured) else Structured()
 
-    def _build(self, fm: FederatedModel, plan: Plan, shaped: None) -> Built:
+    def _parts(
+        self, fm: FederatedModel, plan: Plan, bound: SiloBound, minibatches: Minibatches | None
+    ) -> Averaging:
         chosen = plan.chosen
-        resolved, spec = Resolved.of(chosen["guide"]), self._guide(fm)
-        guide = build_resolved(spec, resolved, fm, plan.row_of)
-        fm = with_encoders(fm, guide.encoders)
-        draws = draws_by_plate(self.objective, guide)
-        bound, kind = SiloBound(fm, guide, draws), chosen["start"]
-        minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
-        check_guide(guide, draws, minibatches)
-        schedule = in_step(self.schedule).build(plan.num_silos)
-        parts = Averaging(
+        kind, family = chosen["start"], Resolved.of(chosen["guide"]).globals
+        return Averaging(
             model=fm,
-            guide=guide,
+            guide=bound.guide,
             bound=bound,
             optim=self.optim or default_optimiser(self.local_steps, kind is not None),
             num_particles=self.num_particles,
-            aggregation=aggregation(self.aggregate, resolved.globals, plan.num_silos),
+            aggregation=aggregation(self.aggregate, family, plan.num_silos),
             local_steps=self.local_steps,
             num_silos=plan.num_silos,
             by_rows=chosen["by_rows"],
             minibatches=minibatches,
             from_mode=kind is not None,
             wide=kind == "wide",
-        )
-        start = None
-        if kind is not None:
-            start = start_at(kind, fm, self.starts, init_loc_fn_of(spec), parts.begin())
-        algorithm, certify = parts.algorithm(), importance_correct
-        return Built(
-            model=fm,
-            guide=guide,
-            bound=bound,
-            algorithm=algorithm,
-            schedule=schedule,
-            draws=draws,
-            certify=certify,
-            start=start,
         )
 
 

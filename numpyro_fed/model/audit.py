@@ -16,8 +16,8 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.jaxprs import NONE, Labels, follow, labels_by_name, traced
-from numpyro_fed.model.split import FederatedModel
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn

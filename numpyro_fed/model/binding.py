@@ -18,6 +18,7 @@ from numpyro.infer.util import compute_log_probs
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.primitives import silo_plate_of
 from numpyro_fed.model.sites import Site
 from numpyro_fed.tracing import TRACING
 
@@ -99,3 +100,28 @@ def trace_at(
     seeded = handlers.seed(text, jax.random.key(0) if key is None else key)
     with TRACING:
         return compute_log_probs(seeded, (), data.kwargs, {}, sum_log_prob=False)
+
+
+def globals_at(
+    model: Callable[..., Any],
+    sites: Sequence[Site],
+    theta: Theta,
+    z_G: Array,
+    z_L: Rows,
+    data: SiloData,
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Log density of each global site, its log-determinant included, and values of all."""
+    probabilities, trace = trace_at(model, sites, theta, z_G, z_L, data)
+    owner, terms = log_det_owners(sites), dict[str, Array]()
+    for name, value in probabilities.items():
+        if silo_plate_of(trace[name]) is None:
+            site = owner.get(name, name)
+            terms[site] = terms.get(site, jnp.zeros(())) + value.sum()
+    shown = ("latent", "deterministic")
+    values = {s.name: trace[s.name]["value"] for s in sites if s.plate is None and s.kind in shown}
+    return terms, values
+
+
+def log_det_owners(sites: Sequence[Site]) -> dict[str, str]:
+    """The latent that a factor with a log-determinant belongs to."""
+    return {f"_{s.name}_log_det": s.name for s in sites if s.kind == "latent"}

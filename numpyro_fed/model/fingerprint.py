@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.model.data import SiloData, signature, written
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.jaxprs import Identity, Program, traced
-from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.vertical import VerticalModel
 
 

@@ -21,6 +21,7 @@ from numpyro import handlers
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import SiloData, kind, read_one
 from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.jaxprs import (
     Labels,
     Program,
@@ -34,7 +35,6 @@ from numpyro_fed.model.jaxprs import (
     traced,
     type_of,
 )
-from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.programs import jit_once
 from numpyro_fed.tracing import TRACING
 

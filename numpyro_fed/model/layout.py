@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from numpyro_fed.model.audit import separable
 from numpyro_fed.model.data import ReadSilos, SiloData, Sizes
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.indices import index_check
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
 from numpyro_fed.model.sites import structures
-from numpyro_fed.model.split import FederatedModel, split
+from numpyro_fed.model.split import split
 from numpyro_fed.model.verdicts import Checks, check_summaries
 
 

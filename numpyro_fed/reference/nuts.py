@@ -23,11 +23,11 @@ from numpyro_fed.errors import positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes, signature
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket, grouped, stacked
 from numpyro_fed.model.sites import Site
-from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.reference.starts import Position, Shapes, good_starts, some_from_prior, uniform
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.rounding import Rounding

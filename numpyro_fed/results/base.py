@@ -18,9 +18,9 @@ from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import Sizes
 from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
-from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.model.verdicts import Checks
 from numpyro_fed.precision import in_own_precision, is_double, precision
 from numpyro_fed.results.arviz import to_arviz

@@ -12,7 +12,7 @@ from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.results.run import BuiltRun
 from numpyro_fed.runtime.schedule import Schedule

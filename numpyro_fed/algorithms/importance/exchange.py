@@ -36,7 +36,7 @@ from numpyro_fed.algorithms.sfvi import Down, measured
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.split import FederatedModel
+from numpyro_fed.model.federated import FederatedModel
 
 
 class Weighed(NamedTuple):

@@ -29,8 +29,8 @@ from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.priors import LocalPrior
-from numpyro_fed.model.split import FederatedModel
 
 # The search for the modes of a silo's latents, from where a step of Newton's method will do.
 NEARBY: dict[str, Any] = dict(within=1.0, steps=10, shares=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))

@@ -39,9 +39,9 @@ from numpyro_fed.algorithms.base import Shared
 from numpyro_fed.expfam.base import Eps
 from numpyro_fed.guides.base import GlobalGuide
 from numpyro_fed.model.binding import Theta
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.priors import Funnel
 from numpyro_fed.model.sites import Site
-from numpyro_fed.model.split import FederatedModel
 
 SHARE = 0.5  # of the draws, from what is wider than the guide
 SCALES = (2.5, 8.0, 25.0)  # times the guide's own

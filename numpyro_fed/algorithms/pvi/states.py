@@ -19,8 +19,8 @@ from numpyro_fed.frame import Coordinates, standard
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local, Own, Problem, Solution
+from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
-from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import SiloBound
 
 

@@ -1,0 +1,315 @@
+"""The model as pure log densities in unconstrained space, and how its text is run for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+from numpyro import handlers
+from numpyro.distributions import biject_to
+from numpyro.infer import init_to_sample
+
+from numpyro_fed.model.binding import Rows, Theta, globals_at, sum_rows, trace_at
+from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.feasible import feasible
+from numpyro_fed.model.primitives import silo_plate_of
+from numpyro_fed.model.priors import GlobalPrior, LocalPrior, local_prior
+from numpyro_fed.model.sites import (
+    Plate,
+    Site,
+    Structure,
+    structure,
+)
+from numpyro_fed.programs import compiled_method, jit_once
+from numpyro_fed.tracing import TRACING
+
+
+class FederatedModel(NamedTuple):
+    r"""A model as pure functions in unconstrained space.
+
+    For any partition of the rows over silos the joint log density is
+
+    .. math::
+        \log p(z_G, z_L, y; \theta) = \texttt{log\_prior}(\theta, z_G)
+        + \sum_{j} \sum_{\text{plates}} \sum_i \texttt{log\_silo}(\theta, z_G, z_{L_j}, y_j)_i,
+
+    log-determinants of the bijections to unconstrained space included.
+
+    Attributes
+    ----------
+    text : callable
+        The model's text.
+    sites : tuple of Site
+    plates : tuple of Plate
+        In the order in which the model enters them.
+    dim : int
+        Length of the flat vector ``z_G`` of global latents.
+    nested : bool
+        Whether a site stands in two silo plates at once.
+    log_prior : (theta, z_G) -> ()
+        Needs no data.
+    prior_terms : (theta, z_G) -> {site: ()}
+        What each global site, its log-determinant included, adds to ``log_prior``.
+    log_silo : (theta, z_G, z_L, data) -> {plate: (size,)}
+        One number for each row of each silo plate; ``z_L`` is ``{plate: (size, dim)}``. Zero in
+        padded rows. ``theta`` carries the shared and the silo's private parameters.
+    constrain_global : (theta, z_G) -> {site: value}
+        Global latents and deterministic sites on their own supports.
+    constrain_local : (theta, z_G, z_L, data) -> {site: value}
+        The same for what is local.
+    constrain_theta : theta -> theta
+        Parameters on their own supports.
+    init_theta : key -> theta
+        Initial values of the shared parameters, unconstrained.
+    init_private : (key, data) -> theta
+        Initial values of the parameters inside silo plates, unconstrained.
+    init_global : (key, init_loc_fn) -> z_G
+        A starting point by one of NumPyro's ``init_to_...`` functions; zeros when None.
+    init_local : (key, data, init_loc_fn) -> z_L
+        The same for the local latents.
+    sizes : data -> {plate: size}
+        The size of each silo plate at a silo, padded rows included.
+    supports : dict
+        The support of each global latent and the constraint of each parameter.
+    flat : tuple of str
+        The latents without a proper prior.
+    local_prior : LocalPrior or None
+        None where a local latent has none, is masked, or has a distribution of the user's own,
+        which may not draw what its density says.
+    global_prior : GlobalPrior
+    smooth : FederatedModel or None
+        Of the text with kinks rounded off (:mod:`numpyro_fed.model.kinks`), if there are any.
+    """
+
+    text: Callable[..., Any]
+    sites: tuple[Site, ...]
+    plates: tuple[Plate, ...]
+    dim: int
+    nested: bool
+    log_prior: Callable[[Theta, Array], Array]
+    prior_terms: Callable[[Theta, Array], dict[str, Array]]
+    log_silo: Callable[[Theta, Array, Rows, SiloData], Rows]
+    constrain_global: Callable[[Theta, Array], dict[str, Array]]
+    constrain_local: Callable[[Theta, Array, Rows, SiloData], dict[str, Array]]
+    constrain_theta: Callable[[Theta], Theta]
+    init_theta: Callable[[Array], Theta]
+    init_private: Callable[[Array, SiloData], Theta]
+    init_global: Callable[..., Array]
+    init_local: Callable[..., Rows]
+    sizes: Callable[[SiloData], Sizes]
+    supports: dict[str, Any]
+    global_prior: GlobalPrior
+    flat: tuple[str, ...] = ()
+    local_prior: LocalPrior | None = None
+    smooth: Any = None
+
+    @property
+    def rounded(self) -> FederatedModel:
+        """Without kinks, for what reads curvature."""
+        return self.smooth or self
+
+    def draw_prior(self, key: Array, n: int) -> Array | None:
+        """Unconstrained draws (n, dim) of the globals from their prior.
+
+        None where some distribution of the prior cannot be drawn from.
+        """
+
+        @jit_once
+        def draws(key: Array) -> Array:
+            keys = jax.random.split(key, n)
+            return jax.vmap(lambda key: self.init_global(key, init_to_sample))(keys)
+
+        try:
+            return draws(key)
+        except NotImplementedError:
+            return None
+
+    def terms_at_zero(self, data: SiloData) -> Rows:
+        """Return the terms of all rows of a silo, {plate: (size,)}, all latents at zero."""
+        key, sizes = jax.random.key(0), self.sizes(data)
+        theta = {**self.init_theta(key), **self.init_private(key, data)}
+        z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.plates}
+        return self.log_silo(theta, jnp.zeros(self.dim), z_L, data)
+
+    def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
+        """The sites of one kind at one level: ``plate`` or, when None, the globals."""
+        return tuple(s for s in self.sites if s.kind == kind and s.plate == plate)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelText:
+    """A model's text, traced at one silo: the functions of a :class:`FederatedModel`."""
+
+    model: Callable[..., Any]
+    at: Structure
+    silo: SiloData
+
+    @cached_property
+    def latents(self) -> list[Site]:
+        return [s for s in self.at.sites if s.kind == "latent"]
+
+    @cached_property
+    def dim(self) -> int:
+        return max([s.stop for s in self.latents if s.plate is None], default=0)
+
+    @cached_property
+    def plates(self) -> tuple[Plate, ...]:
+        def width(plate: str) -> int:
+            return max([s.stop for s in self.latents if s.plate == plate], default=0)
+
+        return tuple(Plate(p, width(p), False) for p in self.at.sizes)
+
+    @cached_property
+    def template(self) -> SiloData:
+        """Placeholders for data: the global functions run the text on them and on zeros as latents.
+
+        Inside of jit, so that they stay abstract. None of them reaches the result:
+        ``_check_reaches`` has made sure.
+        """
+        return jax.tree.map(np.zeros_like, self.silo)
+
+    def placeholder(self, dtype: DTypeLike, silo: SiloData) -> tuple[SiloData, Rows]:
+        """Return them in the type in which the globals come, or a scan would carry two types."""
+        data = jax.tree.map(lambda a: a.astype(dtype) if a.dtype.kind == "f" else a, silo)
+        return data, {p.name: jnp.zeros((self.at.sizes[p.name], p.dim), dtype) for p in self.plates}
+
+    def log_silo(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        total: Rows = {}
+        values, trace = trace_at(self.model, self.at.sites, theta, z_G, z_L, data)
+        for name, value in values.items():
+            site = trace[name]
+            if plate := silo_plate_of(site):
+                shape = jnp.broadcast_shapes(jnp.shape(value), site["fn"].batch_shape)
+                value = jnp.broadcast_to(value, shape)
+                frame = next(f for f in site["cond_indep_stack"] if f.name == plate)
+                total[plate] = total.get(plate, 0.0) + sum_rows(jnp.moveaxis(value, frame.dim, 0))
+        return {plate: data.keep(plate, rows) for plate, rows in total.items()}
+
+    def prior_terms(self, theta: Theta, z_G: Array) -> dict[str, Array]:
+        return self._prior_terms(theta, z_G, self.template)
+
+    @compiled_method()
+    def _prior_terms(self, theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
+        data, z_L = self.placeholder(z_G.dtype, data)
+        return globals_at(self.model, self.at.sites, theta, z_G, z_L, data)[0]
+
+    def log_prior(self, theta: Theta, z_G: Array) -> Array:
+        return sum(self.prior_terms(theta, z_G).values(), jnp.zeros(()))
+
+    def _constrain(
+        self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData, *, local: bool
+    ) -> dict[str, Array]:
+        _, trace = trace_at(self.model, self.at.sites, theta, z_G, z_L, data)
+        return {
+            s.name: trace[s.name]["value"]
+            for s in self.at.sites
+            if s.kind in ("latent", "deterministic") and (s.plate is not None) == local
+        }
+
+    def constrain_local(
+        self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData
+    ) -> dict[str, Array]:
+        return self._constrain(theta, z_G, z_L, data, local=True)
+
+    def constrain_global(self, theta: Theta, z_G: Array) -> dict[str, Array]:
+        return self._constrain_global(theta, z_G, self.template)
+
+    @compiled_method()
+    def _constrain_global(self, theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
+        data, z_L = self.placeholder(z_G.dtype, data)
+        return self._constrain(theta, z_G, z_L, data, local=False)
+
+    def constrain_theta(self, theta: Theta) -> Theta:
+        return {name: biject_to(self.at.supports[name])(value) for name, value in theta.items()}
+
+    def _parameters(self, key: Array, data: SiloData, *, local: bool) -> Theta:
+        params = [s for s in self.at.sites if s.kind == "param" and (s.plate is not None) == local]
+        if not params:
+            return {}
+        with TRACING, feasible():
+            trace = handlers.trace(handlers.seed(self.model, key)).get_trace(**data.kwargs)
+        at = {s.name: trace[s.name]["value"] for s in params}
+        return {name: biject_to(self.at.supports[name]).inv(value) for name, value in at.items()}
+
+    def init_theta(self, key: Array) -> Theta:
+        shared = any(s.kind == "param" and s.plate is None for s in self.at.sites)
+        own = jax.jit(partial(self._parameters, local=False))
+        return own(key, self.template) if shared else {}
+
+    def init_private(self, key: Array, data: SiloData) -> Theta:
+        return self._parameters(key, data, local=True)
+
+    def _start(
+        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any], plate: str | None
+    ) -> list[tuple[Site, Array]]:
+        """Return where one of NumPyro's functions puts the latents of one level, unconstrained."""
+        text = handlers.substitute(handlers.seed(self.model, key), substitute_fn=init_loc_fn)
+        with TRACING:
+            trace = handlers.trace(text).get_trace(**data.kwargs)
+        sites = [s for s in self.latents if s.plate == plate]
+        fns, values = ([trace[s.name][k] for s in sites] for k in ("fn", "value"))
+        inverse = [biject_to(f.support).inv(v) for f, v in zip(fns, values, strict=True)]
+        return list(zip(sites, inverse, strict=True))
+
+    def init_global(self, key: Array, init_loc_fn: Callable[..., Any] | None = None) -> Array:
+        if init_loc_fn is None:
+            return jnp.zeros(self.dim)
+        return self._init_global(key, init_loc_fn, self.template)
+
+    @compiled_method(static_argnums=1)
+    def _init_global(self, key: Array, init_loc_fn: Callable[..., Any], data: SiloData) -> Array:
+        values = [jnp.ravel(v) for _, v in self._start(key, data, init_loc_fn, None)]
+        return jnp.concatenate([jnp.zeros(0), *values])
+
+    def sizes(self, data: SiloData) -> Sizes:
+        return structure(self.model, data, "silo 0").sizes
+
+    def init_local(
+        self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any] | None = None
+    ) -> Rows:
+        size = self.sizes(data)
+        rows = {p.name: jnp.zeros((size[p.name], p.dim)) for p in self.plates}
+        if init_loc_fn is None:
+            return rows
+        for p in self.plates:
+            for s, value in self._start(key, data, init_loc_fn, p.name):
+                value = jnp.moveaxis(value, s.axis or 0, 0).reshape(size[p.name], -1)
+                rows[p.name] = rows[p.name].at[:, s.start : s.stop].set(value)
+        return rows
+
+    def federated(self) -> FederatedModel:
+        """Return the model as pure functions."""
+        at = self.at
+        without = {*at.masked, *at.improper, *at.foreign}
+        no_prior = any(s.name in without for s in self.latents if s.plate is not None)
+        return FederatedModel(
+            text=self.model,
+            sites=at.sites,
+            plates=self.plates,
+            dim=self.dim,
+            nested=at.nested,
+            log_prior=self.log_prior,
+            prior_terms=self.prior_terms,
+            log_silo=self.log_silo,
+            constrain_global=self.constrain_global,
+            constrain_local=self.constrain_local,
+            constrain_theta=self.constrain_theta,
+            init_theta=self.init_theta,
+            init_private=self.init_private,
+            init_global=self.init_global,
+            init_local=self.init_local,
+            sizes=self.sizes,
+            supports=at.supports,
+            flat=(*(name for name, everywhere in at.masked.items() if everywhere), *at.improper),
+            local_prior=None if no_prior else local_prior(self.model, at.sites),
+            global_prior=GlobalPrior(
+                self.model, at.sites, self.template, self.placeholder, frozenset(without)
+            ),
+        )
