@@ -273,3 +273,21 @@ def test_a_fit_can_be_shown_and_be_a_key(fitted):
     assert len(repr(fitted)) < 200
     assert repr(fitted.stages[0]).startswith("Stage(name='PVI', words='")
     assert len(repr(fitted.stages)) < 400
+
+
+def test_messages_of_a_step_that_fails_are_counted(monkeypatch):
+    silos = [{"y": np.zeros(3)}, {"y": np.ones(4)}]
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    def fails(*args, **kwargs):
+        raise nf.NonFiniteError("nothing is finite", result=None, round=0, silos=())
+
+    good = nf.fit(KEY, model, silos, budget=50, progress_bar=False)
+    monkeypatch.setattr("numpyro_fed.methods.fit.importance_correct", fails)
+    bad = nf.fit(KEY, model, silos, budget=50, progress_bar=False)
+    assert not bad.trusted
+    assert bad.num_exchanges == good.num_exchanges > 2

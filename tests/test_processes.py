@@ -13,7 +13,7 @@ from problems import cut
 from silo_process import METHODS, VERTICAL, serve
 
 import numpyro_fed as nf
-from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.errors import DataError, ModelError, ReplyError
 from numpyro_fed.runtime.messages import read, write
 
 KEY = jax.random.key(0)
@@ -201,6 +201,25 @@ def test_a_message_of_another_kind_is_refused():
 
     with pytest.raises(DataError, match=r"holds float64.* as 'down.*float32.* was agreed"):
         server.run(KEY, 1, double_precision)
+
+
+@pytest.mark.parametrize("damage", [b"", b"no arrays", None], ids=["empty", "text", "cut short"])
+def test_a_message_that_cannot_be_read_is_refused_on_both_sides(damage):
+    server, send = together(METHODS["sfvi"](), silos()[:2])
+    server.run(KEY, 1, send)
+    with pytest.raises(DataError, match="npz format"):
+        send(0, write({"a": np.zeros(50)})[:80] if damage is None else damage)
+    with pytest.raises(DataError, match="names the exchange"):
+        send(0, write({"a": np.zeros(50)}))
+
+    def reply_damaged(silo, message):
+        reply = send(silo, message)
+        if not read(reply):  # a run has begun
+            return reply
+        return reply[:80] if damage is None else damage
+
+    with pytest.raises(ReplyError, match="silo 0.*npz format"):
+        server.run(KEY, 1, reply_damaged)
 
 
 def together(method, rows, **options):

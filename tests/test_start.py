@@ -341,6 +341,54 @@ def test_a_likelihood_with_a_kink_has_no_curvature_to_start_from():
     assert_at(result, *median(y, 10.0))
 
 
+def kinked(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10.0))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.factor("y", -jnp.abs(y - mu) / 3)
+
+
+def kinked_silos():
+    return cut({"y": np.random.default_rng(0).laplace(4.0, 3.0, 20)}, (12, 8))
+
+
+@pytest.mark.filterwarnings("ignore:no mode to start from")
+@pytest.mark.parametrize("method", [nf.PVI, nf.SFVI], ids=["PVI", "SFVI"])
+def test_a_run_without_a_mode_can_be_gone_on_from_and_loaded(method, tmp_path):
+    sfvi, silos = method(kinked), kinked_silos()
+    once = sfvi.run(KEY, 5, silos, **QUIET)
+    first = sfvi.run(KEY, 3, silos, **QUIET)
+    assert first.start is None
+    then = sfvi.run(KEY, 2, silos, init_state=first.state, **QUIET)
+    np.testing.assert_array_equal([*first.losses, *then.losses], once.losses)
+    without = method(kinked, start=None).run(KEY, 5, silos, **QUIET)
+    np.testing.assert_array_equal(without.losses, once.losses)
+    first.save(tmp_path / "fit")
+    for loaded in (
+        sfvi.load(tmp_path / "fit", silos),
+        nf.load(tmp_path / "fit", kinked, silos),
+    ):
+        again = sfvi.run(KEY, 2, silos, init_state=loaded.state, **QUIET)
+        np.testing.assert_array_equal(again.losses, then.losses)
+
+
+@pytest.mark.filterwarnings("ignore:no mode to start from")
+@pytest.mark.parametrize("method", [nf.PVI, nf.SFVI], ids=["PVI", "SFVI"])
+def test_nodes_begin_as_one_process_does_where_there_is_no_mode(method):
+    fit, silos = method(kinked), kinked_silos()
+    nodes = [nf.SiloNode(fit, silo) for silo in silos]
+    server = nf.ServerNode(fit, [node.facts() for node in nodes])
+    for j, node in enumerate(nodes):
+        node.accept(server.plan, j)
+    apart = server.run(KEY, 3, lambda j, message: nodes[j].handle(message))
+    assert apart.start is None
+    together = fit.run(KEY, 3, silos, **QUIET)
+    np.testing.assert_allclose(apart.losses, together.losses, rtol=1e-4)
+    again = server.run(KEY, 3, lambda j, message: nodes[j].handle(message))
+    np.testing.assert_array_equal(again.losses, apart.losses)
+    evidence = [nf.importance_correct(KEY, r, 100).log_evidence for r in (again, together)]
+    np.testing.assert_allclose(*evidence, rtol=1e-4)
+
+
 @pytest.mark.parametrize("method", [nf.PVI, nf.SFVI], ids=["PVI", "SFVI"])
 def test_a_laplace_likelihood_far_from_zero_is_started_without_its_kink(method):
     def model(y):

@@ -401,6 +401,26 @@ class _Held:
         self._silos, self.num_clients = held, len(held.data)
 
 
+def test_one_method_runs_in_either_precision():
+    """Of yes and no alone the precision is not in the data."""
+    xs = [np.random.default_rng(j).integers(0, 2, (12, 2)).astype(bool) for j in range(2)]
+    y = np.random.default_rng(2).integers(0, 2, 12).astype(bool)
+
+    def counted(x):
+        return linear(jnp.asarray(x, float))
+
+    def model(xs, y):
+        eta = nf.client_sum("client", counted, xs)
+        with numpyro.plate("obs", eta.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=eta), obs=y)
+
+    vfl = nf.VFL(model, start=None)
+    single = vfl.run(jax.random.key(0), 2, xs, y, progress_bar=False)
+    with jax.enable_x64(True):
+        double = vfl.run(jax.random.key(0), 2, xs, y, progress_bar=False)
+    assert [r._fit.built.model.dtype for r in (single, double)] == ["float32", "float64"]
+
+
 def test_a_second_run_of_the_same_shapes_builds_nothing():
     xs, y = data()
     vfl = nf.VFL(logistic)

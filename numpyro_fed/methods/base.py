@@ -8,7 +8,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +28,7 @@ from numpyro_fed.errors import (
     DataError,
     GuideError,
     ModelError,
+    SavedStateError,
 )
 from numpyro_fed.methods.carrying import carried
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
@@ -56,6 +57,7 @@ SEARCHED = "mode", "wide"  # kinds of start
 
 Found = TypeVar("Found", bound=Result)
 Shaped = TypeVar("Shaped")
+Used = TypeVar("Used")
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,14 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
                 search = SEARCHES[runtime]
                 state, start = begin(fit, key, held.batches, search, held.buckets, progress_bar)
             else:
-                state, start = fit.check_state(init_state, held), None
+                fit, state = _with_or_without_start(
+                    fit, runtime, lambda fit: (fit, fit.check_state(init_state, held))
+                )
+                start = None
         except NoStartError as error:
             warnings.warn(error.warning, stacklevel=2)
-            return self._from_zero.run(key, silos=silos, runtime=runtime, **vars(course))
+            fit = _without_start(fit, runtime) or fit
+            state, start = begin(fit, key, held.batches, SEARCHES[runtime])
         self._check_rounds(state, num_rounds)
 
         return self._driven(fit, held, key, state, start, course)
@@ -230,7 +236,9 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
     def load_part(self, path: str | Path, silos: Held, runtime: str, part: str) -> Found:
         """Return one of the runs of a file, by its name there."""
         fit, held = self._prepare(silos, runtime)
-        result, said = self._loaded(path, fit, held, part)
+        result, said = _with_or_without_start(
+            fit, runtime, lambda fit: self._loaded(path, fit, held, part)
+        )
         return replace(result, _before=said.get("before"))
 
     def _check_rounds(self, state: State, num_rounds: int) -> None:
@@ -257,6 +265,20 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
     @abstractmethod
     def _build(self, fm: FederatedModel, plan: Plan, shaped: Shaped) -> Built:
         """Return what the method makes of a split text and a plan."""
+
+    def _built(self, fm: FederatedModel, plan: Plan, shaped: Shaped) -> Built:
+        """Return what the method makes of a split text and a plan, with or without a start."""
+        built = self._build(fm, plan, shaped)
+        if built.start is None:
+            return built
+
+        @cache
+        def without_start() -> tuple[Plan, Built]:
+            other = self._from_zero
+            agreed = other._planned(fm, plan)
+            return agreed, other._build(fm, agreed, shaped)
+
+        return replace(built, without_start=without_start)
 
     def describe(self, silo: Mapping[str, Any], row_ids: ArrayLike | None = None) -> Facts:
         """Return what a silo says of itself for this method, from its own data alone.
@@ -298,7 +320,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
     def build(self, plan: Plan) -> Built:
         """Return the algorithm, from text and plan: the same at the server and at every silo."""
         fm = split(self._text(), [plan.template()])
-        return self._build(fm, plan, self._shaped(fm))
+        return self._built(fm, plan, self._shaped(fm))
 
     def round_of(self, built: Built, name: str) -> Round:
         """Return the round that has this exchange: of a run, the evaluation, the correction."""
@@ -351,7 +373,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
         known = (runtime, shapes, padded(buckets), plan)
         if known not in self._fits:
             plan = self._planned(layout.model, plan)
-            built = self._build(layout.model, plan, shaped)
+            built = self._built(layout.model, plan, shaped)
             check_memory(built.algorithm, buckets)
             self._fits[known] = Fit(
                 plan=plan,
@@ -366,6 +388,27 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
         if runtime == "host":
             buckets = one_by_one(read, layout.sizes)
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
+
+
+def _without_start(fit: Fit, runtime: str) -> Fit | None:
+    """Return the fit of runs in this process for which no mode was found to begin at."""
+    return fit.without_start(RUNTIMES[runtime])
+
+
+def _with_or_without_start(fit: Fit, runtime: str, use: Callable[[Fit], Used]) -> Used:
+    """Return what comes of a state or a file that was made with a start at the mode, or without
+    one, where a search had found none.
+    """
+    try:
+        return use(fit)
+    except SavedStateError as error:
+        other = _without_start(fit, runtime)
+        if other is None:
+            raise
+        try:
+            return use(other)
+        except SavedStateError:
+            raise error from None
 
 
 def check_start(start: object) -> None:

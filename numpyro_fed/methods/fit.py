@@ -48,7 +48,7 @@ DRAWS = 64_000  # of the globals in the correction, at most
 AGAIN = 3  # times that a proposal is matched to the weighted draws
 ROWS, OUTER = 20, 5  # draws of each row's latents in the bound; of outer plates' above such rows
 SMALL = 20_000  # numbers: less time goes into steps over them than into the program for these
-KEPT = 8  # models whose compiled programs are kept for the next call
+KEPT = 8  # methods, each for a model and its draws, whose programs are kept for the next call
 KNOWN = 3  # effective draws for each global, from which on their covariance is worth something
 RARE = 0.02  # of the mass: a mode with less may be missed
 PRECISIONS = ("double", "single")
@@ -169,12 +169,14 @@ class _Methods(NamedTuple):
         except TypeError:
             who = id(who)  # kept alive by the method that is kept
         key = (kind, who, self.said, draws)
-        if key not in _kept:
+        method = _kept.pop(key, None)
+        if method is None:
             while len(_kept) >= KEPT:
                 _kept.pop(next(iter(_kept)))
             objective = LocallyEnhanced(draws=dict(draws)) if draws else ELBO()
-            _kept[key] = kind(self.model, objective=objective, starts=STARTS)
-        return _kept[key]
+            method = kind(self.model, objective=objective, starts=STARTS)
+        _kept[key] = method  # the last used stands last
+        return method
 
 
 class _Fitting:
@@ -214,6 +216,7 @@ class _Fitting:
             try:
                 other = self.by_sfvi()
             except NonFiniteError as error:
+                self.spend(_sent_before(error))
                 self.tell("SFVI", f"not possible ({error})", None)
             else:
                 again = self.improved(self.corrected(other))
@@ -292,6 +295,7 @@ class _Fitting:
         try:
             result = self.ran(PVI, name, ROUNDS, None if before is None else before.state)
         except (GuideError, NonFiniteError) as error:
+            self.spend(_sent_before(error))
             self.tell(name, f"not possible ({error})", None)
             return None
         self.spend(len(result.losses) + _opening(result))
@@ -314,6 +318,10 @@ class _Fitting:
             with self.stage(name):
                 found = importance_correct(self.new_key(), result, draws, self.inner)
         except (ValueError, NonFiniteError) as error:
+            asked = isinstance(
+                error, NonFiniteError
+            )  # the others are found before anything is sent
+            self.spend(math.ceil(draws / AT_ONCE) if asked else 0)
             self.tell(name, f"not possible ({error})", None)
             return None
         self.spend(math.ceil(draws / AT_ONCE))
@@ -423,6 +431,15 @@ def _wants_more(found: Corrected | None) -> bool:
 
 def _rank(found: Corrected) -> tuple[bool, bool, float]:
     return found.trusted, found.reliable, -found.monte_carlo_error
+
+
+def _sent_before(error: Exception) -> int:
+    """Return how many messages each silo had sent when a run ended by an error."""
+    if not isinstance(error, NonFiniteError):
+        return 0
+    if not isinstance(error.result, Result):  # in the search: its exchanges
+        return error.round
+    return len(error.result.losses) + 1 + _opening(error.result)
 
 
 def _opening(result: Result) -> int:

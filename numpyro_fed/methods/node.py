@@ -5,23 +5,33 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic
 
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.errors import DataError
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.host import Course, Host, Outcome
-from numpyro_fed.methods.mode import Mode, NoStartError, begin, opened
+from numpyro_fed.methods.mode import Mode, NoStartError, begin
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.run import BuiltRun, Ready
-from numpyro_fed.runtime.node import SEARCH, Agreed, Line, Send, Weights, remote
+from numpyro_fed.runtime.node import (
+    SEARCH,
+    WITHOUT_START,
+    Agreed,
+    Line,
+    Send,
+    Weights,
+    remote,
+)
 from numpyro_fed.runtime.noise import one_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
+
+Reach = Callable[..., Runtime]  # of an algorithm, its schedule, and how a run begins
 
 
 class PartyServer(ABC, Generic[Ready, Outcome]):
@@ -44,10 +54,13 @@ class PartyServer(ABC, Generic[Ready, Outcome]):
         self,
         fit: Ready,
         key: Array,
-        runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
+        reach: Reach,
         progress_bar: bool,
-    ) -> tuple[State, object]:
-        """Return the first state, and where that is."""
+    ) -> tuple[Ready, State, object]:
+        """Return the fit that is run, its first state, and where that is.
+
+        ``reach`` makes runtimes that reach the parties.
+        """
 
     def _begun(
         self,
@@ -60,13 +73,9 @@ class PartyServer(ABC, Generic[Ready, Outcome]):
         """Return a fit that reaches the parties, what of them is here, a key, and the start."""
         key, agreed = one_key(key), self._agreed
         line = Line(send, agreed.num_silos, weights)
-        runtime = remote(self._built.algorithm, schedule, agreed, line)
-
-        def runtime_of(search: FederatedAlgorithm[Any, Any]) -> Runtime:
-            return remote(search, None, agreed, line, begin=SEARCH)
-
-        fit = self._fit(runtime)
-        state, start = self._begin(fit, key, runtime_of, progress_bar)
+        reach: Reach = partial(remote, plan=agreed, line=line)
+        fit = self._fit(reach(self._built.algorithm, schedule))
+        fit, state, start = self._begin(fit, key, reach, progress_bar)
         return fit, None, key, state, start
 
 
@@ -116,14 +125,16 @@ class ServerNode(PartyServer[Fit, Result]):
         self,
         fit: Fit,
         key: Array,
-        runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
+        reach: Reach,
         progress_bar: bool,
-    ) -> tuple[State, Mode | None]:
+    ) -> tuple[Fit, State, Mode | None]:
+        search = partial(reach, schedule=None, begin=SEARCH)
         try:
-            return begin(fit, key, (), runtime_of, progress_bar=progress_bar)
+            return fit, *begin(fit, key, (), search, progress_bar=progress_bar)
         except NoStartError as error:
             warnings.warn(error.warning, stacklevel=4)
-            return opened(fit, key, fit.runtime.init(key, ()), ()), None
+            fit = fit.without_start(partial(reach, begin=WITHOUT_START)) or fit
+            return fit, *begin(fit, key, (), search)
 
     def run(
         self,

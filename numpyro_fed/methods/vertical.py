@@ -157,7 +157,8 @@ class VerticalMethod(Host[VerticalFit, Outcome]):
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
         held = _held(roles, runtime)
-        known = (runtime, roles.arguments, *map(signature, roles.clients))
+        precision = str(jnp.result_type(float))
+        known = (runtime, precision, roles.arguments, *map(signature, roles.clients))
         if known not in self._fits:
             built = self._build(roles)
             self._fits[known] = VerticalFit(

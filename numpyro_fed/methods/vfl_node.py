@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeGuard
 
 import jax
@@ -11,10 +12,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.errors import ModelError
 from numpyro_fed.methods.host import Course
-from numpyro_fed.methods.node import PartyServer
+from numpyro_fed.methods.node import PartyServer, Reach
 from numpyro_fed.methods.vertical import VerticalMethod, begin
 from numpyro_fed.model.data import read_one
 from numpyro_fed.model.observed import Supports, alone
@@ -22,7 +22,7 @@ from numpyro_fed.model.roles import Text, split
 from numpyro_fed.model.row_ids import check_same_digests, digest, read_ids
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalRun, VerticalStart
-from numpyro_fed.runtime.node import Send
+from numpyro_fed.runtime.node import SEARCH, Send
 from numpyro_fed.runtime.stack import Runtime, State
 
 
@@ -130,10 +130,10 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         self,
         fit: VerticalFit,
         key: Array,
-        runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
+        reach: Reach,
         progress_bar: bool,
-    ) -> tuple[State, VerticalStart | None]:
-        return begin(fit, key, (), runtime_of)
+    ) -> tuple[VerticalFit, State, VerticalStart | None]:
+        return fit, *begin(fit, key, (), partial(reach, schedule=None, begin=SEARCH))
 
     def run(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
-from numpyro_fed.algorithms.base import Private
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import Sizes
@@ -30,6 +30,8 @@ from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.recognise import Made
 from numpyro_fed.results.run import FederatedRun, Prepared, Silos
 from numpyro_fed.results.saving import SavedRun
+from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.runtime.stack import Runtime
 
 
 class Recipe(NamedTuple):
@@ -77,6 +79,23 @@ class Fit(Prepared[Built]):
     def posterior(self) -> Posterior:
         """Return the compiled sampling functions of the fit."""
         return posterior(self.model, self.guide, self.built.bound)
+
+    def without_start(
+        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
+    ) -> Fit | None:
+        """Return the fit of runs that found no mode to begin at; None where none is sought.
+
+        It is built where it is first asked for, with a runtime by ``runtime_of``.
+        """
+        if (build := self.built.without_start) is None:
+            return None
+
+        def make() -> Fit:
+            plan, built = build()
+            runtime = runtime_of(built.algorithm, built.schedule)
+            return replace(self, plan=plan, built=built, runtime=runtime, compiled={})
+
+        return self.once("without a start", make)
 
     @property
     def model(self) -> FederatedModel:

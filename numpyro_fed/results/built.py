@@ -12,6 +12,7 @@ from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.results.run import BuiltRun
@@ -68,7 +69,7 @@ class Built(BuiltRun):
 
     Attributes
     ----------
-    model, guide, bound
+    model, guide, bound, without_start
     schedule : Schedule or None
     draws : dict of str to int
         ``K`` for each silo plate that has latents.
@@ -79,6 +80,7 @@ class Built(BuiltRun):
     """
 
     model: FederatedModel
+    without_start: Callable[[], tuple[Plan, Built]] | None = None
     guide: Guide
     bound: SiloBound
     schedule: Schedule[Any] | None

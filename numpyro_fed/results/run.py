@@ -60,9 +60,13 @@ class BuiltRun(ABC):
     Attributes
     ----------
     algorithm : FederatedAlgorithm
+    without_start : () -> (plan, BuiltRun)
+        Builds the same for a run that does not begin at a mode, where a search has found none;
+        None where no search is made.
     """
 
     algorithm: FederatedAlgorithm[Any, Any]
+    without_start: Callable[[], tuple[Any, BuiltRun]] | None = None
 
     @property
     @abstractmethod

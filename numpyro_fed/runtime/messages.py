@@ -25,9 +25,21 @@ def write(arrays: Mapping[str, ArrayLike]) -> bytes:
 
 
 def read(message: bytes) -> dict[str, np.ndarray]:
-    """Return the arrays that :func:`write` was given."""
-    with np.load(io.BytesIO(message), allow_pickle=False) as arrays:
-        return dict(arrays)
+    """Return the arrays that :func:`write` was given.
+
+    Raises
+    ------
+    DataError
+        For bytes that are no arrays in NumPy's ``npz`` format.
+    """
+    try:
+        with np.load(io.BytesIO(message), allow_pickle=False) as arrays:
+            return dict(arrays)
+    except Exception as error:  # NumPy and zipfile have many of them for bytes that are damaged
+        raise DataError(
+            f"a message cannot be read: {len(message)} bytes that are no arrays in NumPy's npz "
+            "format. SiloNode and ServerNode make them, and nothing on the way may change them."
+        ) from error
 
 
 def pack(prefix: str, tree: object) -> dict[str, Array]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 import uuid
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,6 +46,7 @@ Send = Callable[[int, bytes], bytes]
 Ids = Sequence[int] | Sequence[str] | np.ndarray | None
 BEGIN = "begin"  # the message with which a run starts at the algorithm's own first state
 SEARCH = "begin the search"  # and the one with which it starts by a search for the mode
+WITHOUT_START = "begin without a start"  # at the first state of the algorithm that needs no mode
 
 
 class Told(Protocol):
@@ -66,6 +66,10 @@ class Half(Protocol):
 
     @property
     def opening(self) -> Sequence[Round]: ...
+
+    @property
+    def without_start(self) -> Callable[[], tuple[Any, Any]] | None:
+        """Return what builds the half of a run that has no mode to begin at."""
 
     def sender(self, round_: Round) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm whose server sends in a round."""
@@ -198,26 +202,48 @@ class SiloNode(Generic[Holds, Plan, Built]):
     def accept(self, plan: str, number: int) -> None:
         """Build the silo's half from the agreed plan, as silo ``number`` of all."""
         agreed = self._method.read_plan(plan)
-        self._built, self._number = self._method.build(agreed), number
+        self._accepted = self._method.build(agreed)
+        self._number = number
         self._data = self._method.hold(self._silo, agreed, number)
+        self._state, self._run = None, np.zeros(0)
+        self._use(self._accepted)
+
+    def _use(self, built: Built) -> None:
+        """Answer from now on as a half of a run says."""
+        self._built = built
         self._init = {
-            BEGIN: jax.jit(self._built.algorithm.init_silo),
-            SEARCH: jax.jit(self._built.first.init_silo),
+            BEGIN: jax.jit(built.algorithm.init_silo),
+            SEARCH: jax.jit(built.first.init_silo),
+            WITHOUT_START: jax.jit(built.algorithm.init_silo),
         }
         self._exchanges: dict[str, tuple[Exchange[Any, Any, Any], Any]] = {}
         self._crossed: dict[str, list[Crossed]] = {}
-        self._state, self._run = None, np.zeros(0)
-        own = (*self._built.opening, self._built.algorithm.round)
+        own = (*built.opening, built.algorithm.round)
         # All other exchanges leave the state as it is.
         self._own = {exchange.name for round_ in own for exchange in round_.exchanges}
+
+    def _half(self, beginning: str) -> Built:
+        """Return the half of a run that begins in this way."""
+        build = self._accepted.without_start
+        if beginning != WITHOUT_START or build is None:
+            return self._accepted
+        half: Built = build()[1]
+        return half
 
     def handle(self, message: bytes) -> bytes:
         """Answer the server's message."""
         if (built := self._built) is None:
             raise ModelError("this silo has not accepted a plan: call accept(plan, ...) first.")
         arrays = read(message)
+        if not {"exchange", "run", "key"} <= arrays.keys():
+            raise DataError(
+                f"a message to a silo names the exchange, the run and a key, but this one holds "
+                f"{sorted(arrays)}. ServerNode makes them."
+            )
         name, key = str(arrays["exchange"]), self._key(arrays["key"])
         if name in self._init:
+            if (half := self._half(name)) is not built:
+                self._use(half)
             self._run, mine = arrays["run"], jax.random.fold_in(key, self._number)
             self._aside = None
             self._state = strong(self._init[name](mine, self._data))
@@ -336,13 +362,6 @@ class Line:
             reply = unpack("reply", like, read(answer))
         except DataError as error:
             raise ReplyError(f"is refused: {error}", silo=silo, exchange=name) from error
-        except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-            raise ReplyError(
-                f"cannot be read: {len(answer)} bytes that are no arrays in NumPy's npz format. "
-                "SiloNode.handle makes them, and nothing on the way may change them.",
-                silo=silo,
-                exchange=name,
-            ) from error
         if exchange.weighted:
             allowed, weight = self._weights[silo], float(np.asarray(reply.weight))
             if not allowed.least <= weight <= allowed.most:
