@@ -218,7 +218,7 @@ def test_a_message_that_cannot_be_read_is_refused_on_both_sides(damage):
             return reply
         return reply[:80] if damage is None else damage
 
-    with pytest.raises(ReplyError, match="silo 0.*npz format"):
+    with pytest.raises(ReplyError, match=r"silo 0.*npz format"):
         server.run(KEY, 1, reply_damaged)
 
 

@@ -72,6 +72,9 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
     _layouts: dict[Hashable, tuple[Layout, Plan, Shaped]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _texts: dict[Hashable, FederatedModel] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -307,7 +310,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
             Naming the silo that does not fit together with the others.
         """
         plan = self._agreed(facts)
-        return self._planned(split(self._text(), [plan.template()]), plan)
+        return self._planned(self._split(plan), plan)
 
     def read_plan(self, text: str) -> Plan:
         """Return a plan from JSON."""
@@ -319,8 +322,15 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
 
     def build(self, plan: Plan) -> Built:
         """Return the algorithm, from text and plan: the same at the server and at every silo."""
-        fm = split(self._text(), [plan.template()])
+        fm = self._split(plan)
         return self._built(fm, plan, self._shaped(fm))
+
+    def _split(self, plan: Plan) -> FederatedModel:
+        """Return the text, split for the shapes that a plan tells; once for each."""
+        key = str(jnp.result_type(float)), plan.facts
+        if key not in self._texts:
+            self._texts[key] = split(self._text(), [plan.template()])
+        return self._texts[key]
 
     def round_of(self, built: Built, name: str) -> Round:
         """Return the round that has this exchange: of a run, the evaluation, the correction."""

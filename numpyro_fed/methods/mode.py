@@ -45,7 +45,7 @@ from numpyro_fed.trees import strong
 MOST = {"mode": 100, "wide": 300}  # places that a start tries
 SEARCHED_UP_TO = 300  # shared parameters and globals, by Newton's method
 SEARCH = "search"  # under which a fit keeps its runtime
-OPENING = 2**31 - 1  # in the place of a round's number, in keys
+OPENING, SEARCHING = 2**31 - 2, 2**31 - 1  # in the place of a round's number, in keys
 APART = 3.0  # standard deviations, from which on two modes are two
 UNFELT = 1e-5  # of a coordinate's curvature: a share of the silos that is none
 ALMOST = 0.5  # nats for each coordinate, about which a place may be off a mode
@@ -242,7 +242,7 @@ def begin(
         raise NoStartError(MANY_EFFECTS)
     search = start.search
     runtime = fit.once(SEARCH, lambda: runtime_of(search))
-    key_search, key_begin = jax.random.split(jax.random.fold_in(key, OPENING))
+    key_search, key_begin = jax.random.split(jax.random.fold_in(key, SEARCHING))
     state = runtime.init(key_search, batches)
     most = max(MOST.values()) + 2
     run = drive(runtime, key_search, state, batches, most, progress_bar, stop=True, search=True)
@@ -282,6 +282,7 @@ def begin(
 
 def opened(fit: Fit, key: Array, state: State, batches: Batches) -> State:
     """Return the state after the rounds with which the algorithm itself opens."""
+    key = jax.random.fold_in(key, OPENING)
     for round_ in fit.built.algorithm.opening:
         once = fit.soon(round_)
         server, silos, info, good = once(key, state.server, state.silos, batches)
