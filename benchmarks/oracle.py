@@ -56,10 +56,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault(  # before jax is imported
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_multi_thread_eigen=false",
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from xla_flags import known_flags
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS") or " ".join(  # before jax is imported
+    known_flags(
+        [
+            *("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"),
+            *("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_multi_thread_eigen=false"),
+        ]
+    )
 )
 
 import jax
@@ -71,7 +77,7 @@ from oracle_models import DATA_SETS, Global, Spec, random_silos, random_spec, te
 
 import numpyro_fed as nf
 
-OPTIMISED = "--xla_cpu_multi_thread_eigen=false --xla_cpu_use_fusion_emitters=false"
+OPTIMISED = "--xla_cpu_multi_thread_eigen=false", "--xla_cpu_use_fusion_emitters=false"
 EVERYTHING = {  # small programs, many of them the same for all models, are worth a cache
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -406,7 +412,7 @@ def _spawn(args: argparse.Namespace, models: range) -> None:
 
     def one(model: int) -> None:
         quick = random_spec(args.seed, model).local is None
-        flags = {} if quick else {"XLA_FLAGS": OPTIMISED}
+        flags = {} if quick else {"XLA_FLAGS": " ".join(known_flags(OPTIMISED))}
         run = [*command, "--models", str(model)]
         done = subprocess.run(run, capture_output=True, text=True, env=environment | flags)
         if done.returncode:
