@@ -138,7 +138,7 @@ def test_gradients_of_minibatches_are_unbiased(double):
     server = whole.init_server(KEY)
     down, _ = whole.draw(server.params, server.frame, whole.server_noise(KEY))
     states = jax.vmap(whole.init_silo, (None, 0))(KEY, split.data)
-    noise = jax.vmap(whole.silo_noise)(jax.random.split(KEY, 2), states)
+    noise = jax.vmap(whole.step_noise)(jax.random.split(KEY, 2), states)
 
     def ask(parts, noise):
         reply, _ = jax.vmap(parts.silo, (0, None, 0, 0))(noise, down, states, split.data)

@@ -11,7 +11,7 @@ from problems import jitter
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Replies
-from numpyro_fed.algorithms.sfvi import StructuredVI, recentred
+from numpyro_fed.algorithms.sfvi import StructuredVI
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import build
 from numpyro_fed.model.data import read
@@ -116,7 +116,7 @@ def test_gradients_are_unbiased(double, name):
     split, times = Split(name, 4), 4_000
     down, states = split.start()
     silos = len(split.data.masks["row"])
-    each = jax.vmap(split.whole.silo_noise)(jax.random.split(KEY, silos), states)
+    each = jax.vmap(split.whole.step_noise)(jax.random.split(KEY, silos), states)
     whole = gradients(split.whole, each, down, states, split.data)
 
     def cut(key):
@@ -149,7 +149,7 @@ def test_a_silo_with_few_rows_takes_all_of_them(double, name):
     split = Split(name, 4)
     down, states = split.start()
     keys = jax.random.split(KEY, 3)
-    noise = jax.vmap(split.some.silo_noise)(keys, states)
+    noise = jax.vmap(split.some.step_noise)(keys, states)
     few = jax.tree.map(lambda a: a[2], (noise, states, split.data))
     _, places = split.minibatches.draw(few[0].which, few[2])
     rows = {
@@ -167,7 +167,7 @@ def test_batches_larger_than_every_silo_change_nothing(double):
     split = Split("wards_and_rows", 50)
     down, states = split.start()
     keys = jax.random.split(KEY, 3)
-    noise = jax.vmap(split.some.silo_noise)(keys, states)
+    noise = jax.vmap(split.some.step_noise)(keys, states)
     assert noise.rows["row"].shape[1] == 12
     some = gradients(split.some, noise, down, states, split.data)
     whole = gradients(split.whole, Noise(noise.rows), down, states, split.data)
@@ -280,7 +280,7 @@ def test_participants_count_for_all():
         parts = StructuredVI(*[getattr(split.whole, f) for f in FIELDS], in_part=True)
         down, states = split.start()
         server = parts.init_server(KEY)
-        noise = jax.vmap(parts.silo_noise)(jax.random.split(KEY, 3), states)
+        noise = jax.vmap(parts.step_noise)(jax.random.split(KEY, 3), states)
         states = states._replace(centre=jnp.tile(down.seen.centre, (3, 1)))
         eps = parts.server_noise(KEY)
 
@@ -316,9 +316,8 @@ def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
     if framed:
         frames, _ = guide.framed(jitter(state.params["guide"], seed=1))
         state = state._replace(frames=frames)
-    own = state.params["guide"]
-    moved = recentred(guide, own, state.frames, Coordinates(there, here), data)
-    after = state._replace(params={**state.params, "guide": moved}, centre=there)
+    moved = split.whole.recentred(state, Coordinates(there, here), data)
+    after = state._replace(params=moved, centre=there)
 
     def draws(state):
         eta, seen = split.whole.private(state).guide, Coordinates(u, state.centre)

@@ -154,8 +154,8 @@ def begun_locals(
 
 def carried_locals(
     guide: Guide, own: Private, begun: Begun, data: SiloData
-) -> tuple[dict[str, GuideParams], Array]:
-    """Return the local guides of an earlier result in the frame where a run begins, and its centre.
+) -> dict[str, GuideParams]:
+    """Return the local guides of an earlier result, which measure from the frame's centre.
 
     Those of the result measure the globals as they are, without a frame.
     """
@@ -163,7 +163,7 @@ def carried_locals(
     eta = own.guide
     if own.centre is not None:
         eta = guide.recentre(eta, Coordinates(begun.centre, own.centre), data)
-    return guide.measured_by(lambda u: guide.globals.place(frame, u), eta, centre), centre
+    return guide.measured_by(lambda u: guide.globals.place(frame, u), eta, centre)
 
 
 def _at_zero(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuideParams]:

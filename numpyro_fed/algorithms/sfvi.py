@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from numpyro_fed.algorithms import settling
@@ -32,32 +31,17 @@ from numpyro_fed.algorithms.base import (
     Private,
     Reply,
     Round,
-    Shared,
     ascend,
-    own_key,
 )
-from numpyro_fed.algorithms.begin import (
-    BEGIN,
-    At,
-    Begun,
-    begun_at,
-    begun_locals,
-    carried_locals,
-    somewhere,
-)
-from numpyro_fed.algorithms.mode import Searching
-from numpyro_fed.algorithms.mode import SiloState as Looked
+from numpyro_fed.algorithms.begin import Begun, carried_locals
+from numpyro_fed.algorithms.gradients import ByGradients
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
-from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows
-from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.federated import FederatedModel
-from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
-from numpyro_fed.objectives import SiloBound
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.minibatch import Noise, drawn, rows_at
 from numpyro_fed.trees import all_finite
 
 
@@ -112,39 +96,17 @@ class Up(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class StructuredVI:
-    """The parts of the algorithm; the server and every silo use ``optim``, each with its own state.
+class StructuredVI(ByGradients[ServerState, SiloState]):
+    """The parts of the algorithm.
 
     Parameters
     ----------
-    model : FederatedModel
-    guide : Guide
-    bound : SiloBound
-    optim : optax.GradientTransformation
-    num_particles : int
-        Draws of the globals in each step.
-    num_silos : int
     in_part : bool
         Whether silos may be left out of a step. What those that take part answer is then scaled
         up, and a silo keeps in mind from where its own guide measures the globals.
-    minibatches : Minibatches, optional
-        Of the rows in a silo's step.
-    from_mode : bool
-        Whether a run begins at the mode, by :meth:`begin`, or at an earlier result.
-    wide : bool
-        Whether the search there is for many globals.
     """
 
-    model: FederatedModel
-    guide: Guide
-    bound: SiloBound
-    optim: optax.GradientTransformation
-    num_particles: int
-    num_silos: int
     in_part: bool = False
-    minibatches: Minibatches | None = None
-    from_mode: bool = False
-    wide: bool = False
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
         """Return the algorithm as pure functions."""
@@ -162,56 +124,32 @@ class StructuredVI:
     @cached_property
     def exchange(self) -> Exchange[SiloState, Down, Up]:
         """Return what silos are asked in a step."""
-        return Exchange("sfvi", self.silo, silo_noise=self.silo_noise)
+        return Exchange("sfvi", self.silo, silo_noise=self.step_noise)
 
-    def init_server(self, key: Array) -> ServerState:
-        """Return the first state; at the mode, or at a result, one of its shapes."""
-        key_theta, key_guide = jax.random.split(key)
-        if self.from_mode:
-            begun = somewhere(self.model, self.model.init_theta(key), wide=self.wide)
-            return self.server_from(key, begun)
-        theta = self.model.init_theta(key_theta)
-        params = {"theta": theta, "guide": self.guide.init_global(key_guide)}
-        return self.server_at(params, Frame.standard(self.model.dim))
+    def server_at(self, params: dict[str, Any], frame: Frame) -> ServerState:
+        return ServerState(params, self.optim.init(params), settling.begin(params), frame)
 
     def server_from(self, key: Array, begun: Begun) -> ServerState:
         """Return the server's state where a run begins."""
-        return self.server_at(nothing(self.guide, key, begun), begun.frame(self.guide.globals))
-
-    def server_at(self, params: dict[str, Any], frame: Frame) -> ServerState:
-        """Return the server's state before the first step."""
-        return ServerState(params, self.optim.init(params), settling.begin(params), frame)
-
-    def init_silo(self, key: Array, data: SiloData) -> SiloState:
-        """Return a silo's first state, which does not know the mode."""
-        key_private, key_guide = jax.random.split(key)
-        private = self.model.init_private(key_private, data)
-        eta = self.guide.init_local(key_guide, data)
-        nowhere = jnp.zeros(self.model.dim)
-        if self.from_mode:
-            return self.silo_from(private, eta, nowhere)
-        return self.silo_at({"private": private, "guide": eta}, {}, nowhere)
-
-    def silo_from(
-        self, private: dict[str, Any], eta: dict[str, GuideParams], centre: Array
-    ) -> SiloState:
-        """Return a silo's state with local guides ``eta``, from where their frames are."""
-        frames, own = self.guide.framed(eta)
-        return self.silo_at({"private": private, "guide": own}, frames, centre)
+        return self.server_at(*self.params_at(key, begun))
 
     def silo_at(
-        self, params: dict[str, Any], frames: dict[str, Gaussian], centre: Array
+        self,
+        own: dict[str, Any],
+        frames: dict[str, Gaussian],
+        params: dict[str, Any],
+        frame: Frame,
     ) -> SiloState:
-        """Return a silo's state before the first step."""
-        kept = centre if self.in_part and self.guide.measures else None
-        return SiloState(params, self.optim.init(params), frames, kept)
+        kept = jnp.zeros(self.model.dim) if self.in_part and self.guide.measures else None
+        return SiloState(own, self.optim.init(own), frames, kept)
+
+    def carried_silo(self, key: Array, own: Private, begun: Begun, data: SiloData) -> SiloState:
+        """Return a silo's state where it begins at an earlier result of its own."""
+        eta = carried_locals(self.guide, own, begun, data)
+        return self.silo_from(own.theta, eta, *self.params_at(key, begun))
 
     def server_noise(self, key: Array) -> Array:
         return self.guide.globals.noise(key, self.num_particles)
-
-    def silo_noise(self, key: Array, state: SiloState) -> Noise:
-        sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
-        return noise_of(self.bound, self.minibatches, key, sizes, self.num_particles)
 
     def draw(self, params: dict[str, Any], frame: Frame, eps: Array) -> tuple[Down, Array]:
         """Return what is sent, and the server's own term of the bound."""
@@ -241,9 +179,7 @@ class StructuredVI:
     ) -> tuple[Reply[Up], SiloState]:
         if isinstance(down.seen, Coordinates) and state.centre is not None:
             seen = Coordinates(down.seen.centre, state.centre)
-            eta = recentred(self.guide, state.params["guide"], state.frames, seen, data)
-            params = {**state.params, "guide": eta}
-            state = state._replace(params=params, centre=seen.u)
+            state = state._replace(params=self.recentred(state, seen, data), centre=seen.u)
         here, places = drawn(self.minibatches, noise.which, data)
         frames = rows_at(state.frames, places)
 
@@ -262,71 +198,3 @@ class StructuredVI:
         params, opt_state = ascend(self.optim, g_params, state.opt_state, state.params)
         reply = Reply(Up(value, g_down), all_finite((value, g_down)))
         return reply, state._replace(params=params, opt_state=opt_state)
-
-    def shared(self, state: ServerState) -> Shared:
-        """Return shared parameters and the globals' guide."""
-        theta = state.frame.parameters(state.params["theta"])
-        return Shared(theta, state.params["guide"], state.frame.globals)
-
-    def private(self, state: SiloState) -> Private:
-        """Return a silo's parameters and local guides."""
-        eta = self.guide.placed(state.frames, state.params["guide"])
-        return Private(state.params["private"], eta, state.centre)
-
-    def carried_silo(self, key: Array, own: Private, begun: Begun, data: SiloData) -> SiloState:
-        """Return a silo's state where it begins at an earlier result of its own."""
-        eta, centre = carried_locals(self.guide, own, begun, data)
-        return self.silo_from(own.theta, eta, centre)
-
-    def begin(self) -> Round:
-        """Return the round from the states of a search for the mode.
-
-        The server says where that is; silos answer with nothing.
-        """
-
-        def silo(
-            noise: object, down: At, state: Looked, data: SiloData
-        ) -> tuple[Reply[tuple[()]], SiloState]:
-            eta = begun_locals(self.model, self.guide, down, state, data)
-            after = self.silo_from(state.private, eta, jnp.zeros(self.model.dim))
-            return Reply((), all_finite(eta)), after
-
-        def run(state: Searching, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-            at = begun_at(self.model, state)
-            ask(BEGIN, at)
-            after = self.server_from(noise, at.begun)
-            return after, Info(jnp.zeros(()), all_finite(after))
-
-        return Round((Exchange(BEGIN, silo),), run, own_key)
-
-
-def nothing(guide: Guide, key: Array, begun: Begun) -> dict[str, Any]:
-    """Return shared parameters and guide where a run begins: no step, and a standard normal."""
-    still = jax.tree.map(jnp.zeros_like, begun.theta)
-    return {"theta": still, "guide": guide.globals.init(key, jnp.zeros_like(begun.centre), 1.0)}
-
-
-def noise_of(
-    bound: SiloBound, minibatches: Minibatches | None, key: Array, sizes: Sizes, particles: int
-) -> Noise:
-    """Return the noise of one step at a silo with so many rows of each silo plate."""
-    if minibatches is None:
-        return Noise(bound.noise(key, sizes, particles))
-    key, key_which = jax.random.split(key)
-    rows = bound.noise(key, minibatches.sizes(sizes), particles)
-    return Noise(rows, minibatches.noise(key_which))
-
-
-def recentred(
-    guide: Guide,
-    own: dict[str, GuideParams],
-    frames: dict[str, Gaussian],
-    seen: Coordinates,
-    data: SiloData,
-) -> dict[str, GuideParams]:
-    """Return the same local guides, measured from where the globals are now.
-
-    The centre of the globals' guide may be far from where it was when the silo was last asked.
-    """
-    above = guide.centres(guide.placed(frames, own), seen, data)
-    return {p: guide.locals[p].recentre(own[p], above[p]) for p in own}

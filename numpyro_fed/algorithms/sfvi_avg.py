@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from numpyro_fed import barycenters, linalg
@@ -35,28 +34,20 @@ from numpyro_fed.algorithms.base import (
     Exchange,
     FederatedAlgorithm,
     Info,
-    Private,
     Reply,
     Round,
-    Shared,
     ascend,
     own_key,
 )
-from numpyro_fed.algorithms.begin import BEGIN, At, begun_at, begun_locals, somewhere
-from numpyro_fed.algorithms.mode import Searching
-from numpyro_fed.algorithms.mode import SiloState as Looked
+from numpyro_fed.algorithms.gradients import ByGradients
 from numpyro_fed.algorithms.settling import Course
-from numpyro_fed.algorithms.sfvi import noise_of, nothing, recentred
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
-from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
-from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
-from numpyro_fed.objectives import SiloBound
+from numpyro_fed.model.minibatch import Noise, drawn, rows_at
 from numpyro_fed.trees import Tree, all_finite
 
 COUNT = "rows"  # the name of the exchange that adds them up
@@ -232,35 +223,21 @@ def _square(off: Array, like: Array) -> Array:
     return off**2 if like.ndim == 1 else jnp.outer(off, off)
 
 
-@dataclass(frozen=True, eq=False)
-class Averaging:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Averaging(ByGradients[ServerState, SiloState]):
     """The parts of the algorithm.
 
     Parameters
     ----------
-    model, guide, bound, optim, num_particles
-        As for SFVI.
     aggregation : Aggregation
     local_steps : int
-    num_silos : int
     by_rows : bool
         Whether a silo's weight is its number of rows, or one.
-    minibatches, from_mode, wide
-        As for SFVI.
     """
 
-    model: FederatedModel
-    guide: Guide
-    bound: SiloBound
-    optim: optax.GradientTransformation
-    num_particles: int
     aggregation: Aggregation[Any]
     local_steps: int
-    num_silos: int
     by_rows: bool
-    minibatches: Minibatches | None = None
-    from_mode: bool = False
-    wide: bool = False
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
         """Return the algorithm as pure functions."""
@@ -307,22 +284,7 @@ class Averaging:
         )
         return sum((r.sum() for r in rows), jnp.zeros(()))
 
-    def init_server(self, key: Array) -> ServerState:
-        """Return the first state; at the mode one of its shapes."""
-        return self.server_at(*self.first(key))
-
-    def first(self, key: Array) -> tuple[dict[str, Any], Frame]:
-        """Return the first shared parameters and guide, and their frame."""
-        key_theta, key_guide = jax.random.split(key)
-        if self.from_mode:
-            begun = somewhere(self.model, self.model.init_theta(key), wide=self.wide)
-            return nothing(self.guide, key, begun), begun.frame(self.guide.globals)
-        theta = self.model.init_theta(key_theta)
-        params = {"theta": theta, "guide": self.guide.init_global(key_guide)}
-        return params, Frame.standard(self.model.dim)
-
     def server_at(self, params: dict[str, Any], frame: Frame) -> ServerState:
-        """Return the server's state before the first round."""
         return ServerState(params, settling.begin(params), self.total, frame)
 
     @property
@@ -330,37 +292,15 @@ class Averaging:
         """Return the weight of all silos, where it is known without asking."""
         return jnp.array(0.0 if self.by_rows else float(self.num_silos))
 
-    def init_silo(self, key: Array, data: SiloData) -> SiloState:
-        """Return a silo's first state, which does not know the mode."""
-        key_private, key_guide = jax.random.split(key)
-        private = self.model.init_private(key_private, data)
-        eta = self.guide.init_local(key_guide, data)
-        shared, frame = self.first(key)
-        if self.from_mode:
-            return self.silo_from(private, eta, shared, frame)
-        return self.silo_at({"private": private, "guide": eta}, {}, shared, frame)
-
-    def silo_from(
-        self,
-        private: dict[str, Any],
-        eta: dict[str, GuideParams],
-        shared: dict[str, Any],
-        frame: Frame,
-    ) -> SiloState:
-        """Return a silo's state with local guides ``eta``, from where their frames are."""
-        frames, own = self.guide.framed(eta)
-        return self.silo_at({"private": private, "guide": own}, frames, shared, frame)
-
     def silo_at(
         self,
-        params: dict[str, Any],
+        own: dict[str, Any],
         frames: dict[str, Gaussian],
-        shared: dict[str, Any],
+        params: dict[str, Any],
         frame: Frame,
     ) -> SiloState:
-        """Return a silo's state before the first round; ``shared`` are what its optimiser takes."""
-        own, theirs = self.optim.init(params), self.optim.init(shared)
-        return SiloState(params, own, theirs, jnp.zeros(self.model.dim), frames, frame)
+        mine, shared = self.optim.init(own), self.optim.init(params)
+        return SiloState(own, mine, shared, jnp.zeros(self.model.dim), frames, frame)
 
     def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         """Send the guide, and put an average of the silos' guides in its place."""
@@ -384,9 +324,8 @@ class Averaging:
     def noise(self, key: Array, i: Array, state: SiloState) -> tuple[Array, Noise]:
         """Return the noise of a local step, for the globals and the rows."""
         key_global, key_rows = jax.random.split(jax.random.fold_in(key, i))
-        sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
         eps = self.guide.globals.noise(key_global, self.num_particles)
-        return eps, noise_of(self.bound, self.minibatches, key_rows, sizes, self.num_particles)
+        return eps, self.step_noise(key_rows, state)
 
     def terms(
         self,
@@ -417,8 +356,7 @@ class Averaging:
         weight = self.weight(data)
         scale = down.rows / weight
         here = Coordinates(self.centre(down.params), state.centre)
-        moved = recentred(self.guide, state.params["guide"], state.frames, here, data)
-        start = {**state.params, "guide": moved}
+        start = self.recentred(state, here, data)
 
         def objective(
             shared: dict[str, Any], own: dict[str, Any], eps: tuple[Array, Noise]
@@ -450,33 +388,3 @@ class Averaging:
     def centre(self, shared: dict[str, Any]) -> Array:
         """Return the centre of the globals' guide in its frame."""
         return self.guide.globals.centre(shared["guide"])
-
-    def shared(self, state: ServerState) -> Shared:
-        """Return shared parameters and the globals' guide."""
-        theta = state.frame.parameters(state.params["theta"])
-        return Shared(theta, state.params["guide"], state.frame.globals)
-
-    def private(self, state: SiloState) -> Private:
-        """Return a silo's parameters and local guides."""
-        eta = self.guide.placed(state.frames, state.params["guide"])
-        return Private(state.params["private"], eta, state.centre)
-
-    def begin(self) -> Round:
-        """Return the round from the states of a search for the mode; silos answer with nothing."""
-
-        def silo(
-            noise: Array, down: At, state: Looked, data: SiloData
-        ) -> tuple[Reply[tuple[()]], SiloState]:
-            eta = begun_locals(self.model, self.guide, down, state, data)
-            shared = nothing(self.guide, noise, down.begun)
-            frame = down.begun.frame(self.guide.globals)
-            return Reply((), all_finite(eta)), self.silo_from(state.private, eta, shared, frame)
-
-        def run(state: Searching, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-            at = begun_at(self.model, state)
-            ask(BEGIN, at)
-            frame = at.begun.frame(self.guide.globals)
-            after = self.server_at(nothing(self.guide, noise, at.begun), frame)
-            return after, Info(jnp.zeros(()), all_finite(after))
-
-        return Round((Exchange(BEGIN, silo, silo_noise=own_key),), run, own_key)

@@ -87,7 +87,8 @@ def pvi_carry(parts: Parts, settings: Settings) -> Carry:
     def silo(key: Array, private: Private, begun: Begun, data: SiloData) -> SiloState:
         _, total, own = factors(key, begun)
         share = jax.tree.map(lambda a, b: (a - b) / settings.num_silos, total, own)
-        eta, centre = carried_locals(parts.guide, private, begun, data)
+        eta = carried_locals(parts.guide, private, begun, data)
+        centre = jnp.zeros_like(begun.centre)
         params = {"private": private.theta, "guide": eta, "centre": centre}
         first = silo_role.init(key, data)
         return first._replace(params=params, factor=share, frame=frame_of(parts, begun))

@@ -1,0 +1,207 @@
+"""What SFVI and SFVI-Avg have in common: their parts, their first states, what is seen of these."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from numpyro_fed.algorithms.base import (
+    Ask,
+    Exchange,
+    Info,
+    Private,
+    Reply,
+    Round,
+    Shared,
+    own_key,
+)
+from numpyro_fed.algorithms.begin import BEGIN, At, Begun, begun_at, begun_locals, somewhere
+from numpyro_fed.algorithms.mode import Searching
+from numpyro_fed.algorithms.mode import SiloState as Looked
+from numpyro_fed.frame import Coordinates, Frame
+from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.minibatch import Minibatches, Noise
+from numpyro_fed.objectives import SiloBound
+from numpyro_fed.trees import all_finite
+
+
+class _Server(Protocol):
+    """The state of a server that holds shared parameters and a guide of the globals."""
+
+    @property
+    def params(self) -> dict[str, Any]: ...
+
+    @property
+    def frame(self) -> Frame: ...
+
+
+class _Silo(Protocol):
+    """The state of a silo that holds private parameters and local guides."""
+
+    @property
+    def params(self) -> dict[str, Any]: ...
+
+    @property
+    def frames(self) -> dict[str, Gaussian]: ...
+
+    @property
+    def centre(self) -> Array | None: ...
+
+
+Server = TypeVar("Server", bound=_Server)
+Silo = TypeVar("Silo", bound=_Silo)
+
+
+@dataclass(frozen=True, eq=False)
+class ByGradients(ABC, Generic[Server, Silo]):
+    """The parts of an algorithm that takes stochastic gradient steps at silos.
+
+    Parameters
+    ----------
+    model : FederatedModel
+    guide : Guide
+    bound : SiloBound
+    optim : optax.GradientTransformation
+        Used by the server and by every silo, each with its own state.
+    num_particles : int
+        Draws of the globals in each step.
+    num_silos : int
+    minibatches : Minibatches, optional
+        Of the rows in a silo's step.
+    from_mode : bool
+        Whether a run begins at the mode, by :meth:`begin`, or at an earlier result.
+    wide : bool
+        Whether the search there is for many globals.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    bound: SiloBound
+    optim: optax.GradientTransformation
+    num_particles: int
+    num_silos: int
+    minibatches: Minibatches | None = None
+    from_mode: bool = False
+    wide: bool = False
+
+    @abstractmethod
+    def server_at(self, params: dict[str, Any], frame: Frame) -> Server:
+        """Return the server's state before the first step."""
+
+    @abstractmethod
+    def silo_at(
+        self,
+        own: dict[str, Any],
+        frames: dict[str, Gaussian],
+        params: dict[str, Any],
+        frame: Frame,
+    ) -> Silo:
+        """Return a silo's state before the first step.
+
+        ``own`` are its parameters and ``frames`` those of its local guides, ``params`` and
+        ``frame`` are those of the server.
+        """
+
+    def init_server(self, key: Array) -> Server:
+        """Return the first state; at the mode, or at a result, one of its shapes."""
+        return self.server_at(*self.first(key))
+
+    def init_silo(self, key: Array, data: SiloData) -> Silo:
+        """Return a silo's first state, which does not know the mode."""
+        key_private, key_guide = jax.random.split(key)
+        private = self.model.init_private(key_private, data)
+        eta = self.guide.init_local(key_guide, data)
+        if self.from_mode:
+            return self.silo_from(private, eta, *self.first(key))
+        return self.silo_at({"private": private, "guide": eta}, {}, *self.first(key))
+
+    def first(self, key: Array) -> tuple[dict[str, Any], Frame]:
+        """Return the first shared parameters and guide, and their frame."""
+        key_theta, key_guide = jax.random.split(key)
+        if self.from_mode:
+            begun = somewhere(self.model, self.model.init_theta(key), wide=self.wide)
+            return self.params_at(key, begun)
+        theta = self.model.init_theta(key_theta)
+        params = {"theta": theta, "guide": self.guide.init_global(key_guide)}
+        return params, Frame.standard(self.model.dim)
+
+    def params_at(self, key: Array, begun: Begun) -> tuple[dict[str, Any], Frame]:
+        """Return shared parameters and guide where a run begins, and their frame.
+
+        In the frame that is no step, and a standard normal.
+        """
+        still = jax.tree.map(jnp.zeros_like, begun.theta)
+        eta = self.guide.globals.init(key, jnp.zeros_like(begun.centre), 1.0)
+        return {"theta": still, "guide": eta}, begun.frame(self.guide.globals)
+
+    def silo_from(
+        self,
+        private: dict[str, Any],
+        eta: dict[str, GuideParams],
+        params: dict[str, Any],
+        frame: Frame,
+    ) -> Silo:
+        """Return a silo's state with local guides ``eta``, from where their frames are."""
+        frames, own = self.guide.framed(eta)
+        return self.silo_at({"private": private, "guide": own}, frames, params, frame)
+
+    def begin(self) -> Round:
+        """Return the round from the states of a search for the mode.
+
+        The server says where that is; silos answer with nothing.
+        """
+
+        def silo(
+            noise: Array, down: At, state: Looked, data: SiloData
+        ) -> tuple[Reply[tuple[()]], Silo]:
+            eta = begun_locals(self.model, self.guide, down, state, data)
+            after = self.silo_from(state.private, eta, *self.params_at(noise, down.begun))
+            return Reply((), all_finite(eta)), after
+
+        def run(state: Searching, noise: Array, ask: Ask) -> tuple[Server, Info]:
+            at = begun_at(self.model, state)
+            ask(BEGIN, at)
+            after = self.server_at(*self.params_at(noise, at.begun))
+            return after, Info(jnp.zeros(()), all_finite(after))
+
+        return Round((Exchange(BEGIN, silo, silo_noise=own_key),), run, own_key)
+
+    def shared(self, state: Server) -> Shared:
+        """Return shared parameters and the globals' guide."""
+        theta = state.frame.parameters(state.params["theta"])
+        return Shared(theta, state.params["guide"], state.frame.globals)
+
+    def private(self, state: Silo) -> Private:
+        """Return a silo's parameters and local guides."""
+        eta = self.guide.placed(state.frames, state.params["guide"])
+        return Private(state.params["private"], eta, state.centre)
+
+    def step_noise(self, key: Array, state: Silo) -> Noise:
+        """Return the noise of one step at a silo."""
+        sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
+        if self.minibatches is None:
+            return Noise(self.bound.noise(key, sizes, self.num_particles))
+        key, key_which = jax.random.split(key)
+        rows = self.bound.noise(key, self.minibatches.sizes(sizes), self.num_particles)
+        return Noise(rows, self.minibatches.noise(key_which))
+
+    def recentred(self, state: Silo, seen: Coordinates, data: SiloData) -> dict[str, Any]:
+        """Return a silo's parameters with its local guides measured from where the globals are now.
+
+        They are the same guides: the centre of the globals' guide may be far from where it was when
+        the silo was last asked.
+        """
+        own = state.params["guide"]
+        above = self.guide.centres(self.guide.placed(state.frames, own), seen, data)
+        moved = {p: self.guide.locals[p].recentre(own[p], above[p]) for p in own}
+        return {**state.params, "guide": moved}
