@@ -381,14 +381,14 @@ def test_minibatches_are_unbiased(case, auxiliary):
                 eps, tau = noises[j]
                 if picked is not None and v.rho is not None:
                     tau = tau[:, picked]
-                mine = (eps, tau) if exchange.name == "draw" else ()
+                mine = (eps, tau) if exchange.name == "draw" else None
                 reply, silos[j] = exchange.visit(mine, down, silos[j], client)
                 replies.append(jax.tree.map(lambda a: jnp.asarray(a)[None], reply))
             given.append(combine(exchange.combine, replies))
         server, _ = part(*asked, given)
         return server.params, [s.params for s in silos]
 
-    whole = stepped(1, (), None)
+    whole = stepped(1, None, None)
     each = [stepped(0, jnp.array([i]), jnp.array([i])) for i in range(4)]
     mean = jax.tree.map(lambda *a: sum(a) / 4, *each)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), mean, whole)

@@ -32,8 +32,6 @@ from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Full
 
-MaybeArray = Array | tuple[()]  # nothing where nothing is shared
-
 
 class Tie(NamedTuple):
     """A party's part, or their sum: ``b`` (rank,) of a draw, ``A`` (rank, rank) of its guide."""
@@ -48,15 +46,15 @@ def shared_guide(rank: int) -> GlobalGuide[Array]:
 
 
 def draw(
-    guide: GlobalGuide[Array], eta: GuideParams, V: Array | None, noise: Array, xi: MaybeArray
-) -> tuple[Array, Array, MaybeArray]:
+    guide: GlobalGuide[Array], eta: GuideParams, V: Array | None, noise: Array, xi: Array | None
+) -> tuple[Array, Array, Array | None]:
     """Return coordinates of a party's latents, their log density under its own guide, and ``b``.
 
     Without ``V`` there is no tie. Parameters are stopped in densities and in ``b``.
     """
-    if V is None:
-        return *guide.draw(eta, noise), ()
-    u, log_q = guide.draw(eta, noise + V @ jnp.asarray(xi))
+    if V is None or xi is None:
+        return *guide.draw(eta, noise), None
+    u, log_q = guide.draw(eta, noise + V @ xi)
     return u, log_q, at(guide, stop_gradient(eta), stop_gradient(V), u)
 
 
@@ -66,8 +64,8 @@ def draw_in(
     eta: GuideParams,
     V: Array | None,
     noise: Array,
-    xi: MaybeArray,
-) -> tuple[Array, Array, MaybeArray]:
+    xi: Array | None,
+) -> tuple[Array, Array, Array | None]:
     """Return the same of the latents themselves, which a frame places."""
     u, log_q, b = draw(guide, eta, V, noise, xi)
     return guide.place(frame, u), log_q - frame.log_det, b

@@ -268,7 +268,7 @@ class VerticalResult(VerticalRun):
         parties: list[tuple[Kind, Shared | Party]] = [(v.server, server)]
         for j, data in enumerate(self._data):
             parties.append((v.kind(data), self.private(j)))
-        xi: Any = ()
+        xi: Array | None = None
         if v.rank:
             noise = v.sharing.noise(jax.random.fold_in(key, len(parties)), n)
             xi = v.xi(server.guide["shared"], noise)

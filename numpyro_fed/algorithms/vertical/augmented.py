@@ -30,7 +30,7 @@ from numpyro_fed.algorithms.vertical.base import (
     Vertical,
 )
 from numpyro_fed.guides import coupling
-from numpyro_fed.guides.coupling import MaybeArray, Tie
+from numpyro_fed.guides.coupling import Tie
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -40,8 +40,8 @@ DRAW, STEP = "draw", "step"  # the names of the exchanges
 class Down(NamedTuple):
     """A message of the server for a draw: the noise that all share, and the rows that take part."""
 
-    xi: MaybeArray
-    rows: MaybeArray
+    xi: Array | None
+    rows: Array | None
 
 
 class Up(NamedTuple):
@@ -59,7 +59,7 @@ class Stepped(NamedTuple):
     whether its guide has come to rest (0 or 1).
     """
 
-    by_xi: MaybeArray
+    by_xi: Array | None
     resting: Array
 
 
@@ -94,10 +94,10 @@ class Augmented:
         up: Up = ask(DRAW, Down(xi, noise.rows)).up
         data = v.some(ask.server_data, noise.rows)
 
-        def bound(own: dict[str, Any], xi: MaybeArray, sent: Sent) -> Array:
+        def bound(own: dict[str, Any], xi: Array | None, sent: Sent) -> Array:
             return self.bound(own, noise.eps, xi, sent, up.tie, state, data)
 
-        sums = Sent(up.part, up.tie.b if v.rank else ())
+        sums = Sent(up.part, up.tie.b if v.rank else None)
         value, (gradient, by_xi, slope) = jax.value_and_grad(bound, (0, 1, 2))(
             state.params["own"], xi, sums
         )
@@ -114,9 +114,9 @@ class Augmented:
         self,
         own: dict[str, Any],
         eps: Array,
-        xi: MaybeArray,
+        xi: Array | None,
         sent: Sent,
-        tie: Tie | tuple[()],
+        tie: Tie | None,
         state: ServerState,
         data: SiloData,
     ) -> Array:
@@ -128,11 +128,11 @@ class Augmented:
         guide = v.guide(v.server).globals
         eta, V = own["guide"], v.tied(v.server, own)
 
-        def one(eps: Array, xi: MaybeArray, sent: Sent) -> Array:
+        def one(eps: Array, xi: Array | None, sent: Sent) -> Array:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
             prior, likelihood = v.model.log_server(own["theta"], z, sent.part, data)
             value = prior - log_q + v.share * likelihood
-            if V is None or not isinstance(tie, Tie):
+            if V is None or b is None or tie is None:
                 return value
             A = jax.lax.stop_gradient(V.T @ V) + tie.A
             return value - coupling.log_ratio(state.params["shared"], sent.b + b, A)
@@ -140,7 +140,7 @@ class Augmented:
         return jax.vmap(one)(eps, xi, sent).mean()
 
     def step(
-        self, noise: MaybeArray, down: Sent, state: ClientState, data: SiloData
+        self, noise: Array | None, down: Sent, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
         return steps(self.vertical, noise, state, data, jnp.zeros_like(down.part), down)
 
@@ -149,12 +149,12 @@ def drawing(v: Vertical) -> Exchange[ClientState, Down, Up]:
     """Return the exchange in which clients draw."""
 
     def silo(
-        noise: tuple[Array, MaybeArray], down: Down, state: ClientState, data: SiloData
+        noise: tuple[Array, Array | None], down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
         state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
         drawn = v.draw(state.params, down.xi, state, data)
         V = v.tied(v.kind(data), state.params["own"])
-        tie = () if V is None else Tie(drawn.b, V.T @ V)
+        tie = None if V is None else Tie(drawn.b, V.T @ V)
         up = Up(drawn.z, drawn.own, tie)
         return Reply(up, all_finite(up)), state
 
@@ -162,7 +162,7 @@ def drawing(v: Vertical) -> Exchange[ClientState, Down, Up]:
 
 
 def stepping(
-    v: Vertical, step: Visit[MaybeArray, Sent, ClientState, Stepped], local_steps: int
+    v: Vertical, step: Visit[Array | None, Sent, ClientState, Stepped], local_steps: int
 ) -> Exchange[ClientState, Sent, Stepped]:
     """Return the exchange in which clients take their steps.
 
@@ -170,19 +170,19 @@ def stepping(
     by which the server moves the guide of that.
     """
 
-    def silo_noise(key: Array, state: ClientState) -> MaybeArray:
+    def silo_noise(key: Array, state: ClientState) -> Array | None:
         keys = jax.random.split(key, local_steps - 1)
-        return jax.vmap(lambda key: v.noise_of(key, state)[0])(keys) if local_steps > 1 else ()
+        return jax.vmap(lambda key: v.noise_of(key, state)[0])(keys) if local_steps > 1 else None
 
     return Exchange(STEP, step, silo_noise=silo_noise)
 
 
 def steps(
-    v: Vertical, noise: MaybeArray, state: ClientState, data: SiloData, of_g: Array, down: Sent
+    v: Vertical, noise: Array | None, state: ClientState, data: SiloData, of_g: Array, down: Sent
 ) -> tuple[Reply[Stepped], ClientState]:
     """Take a client's steps, given the gradient in its predictor and in what it sent."""
 
-    def draw(params: dict[str, Any], xi: MaybeArray) -> Drawn:
+    def draw(params: dict[str, Any], xi: Array | None) -> Drawn:
         return v.draw(params, xi, state, data)
 
     drawn, pull = jax.vjp(draw, state.params, state.xi)
@@ -195,7 +195,7 @@ def steps(
         gradient = jax.grad(v.at_fixed)(state.params["own"], eps, drawn.z, state, data)
         return v.ascend(state, "own", gradient), None
 
-    if not isinstance(noise, tuple):
+    if noise is not None:
         after, _ = jax.lax.scan(one, after, noise)
     course = settling.follow(
         state.course, jnp.zeros(()), after.params["own"], standard=v.from_start

@@ -20,7 +20,7 @@ from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
-from numpyro_fed.guides.coupling import MaybeArray, shared_guide
+from numpyro_fed.guides.coupling import shared_guide
 from numpyro_fed.guides.structured import Guide, Resolved, build_resolved
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
@@ -57,12 +57,12 @@ class ClientState(NamedTuple):
     params: dict[str, Any]
     opt_state: dict[str, optax.OptState]
     course: Course[dict[str, Any]]
-    noise: tuple[Array, MaybeArray]
-    rows: MaybeArray
+    noise: tuple[Array, Array | None]
+    rows: Array | None
     frame: Gaussian
     centre: Array
-    xi: MaybeArray = ()
-    slope: Any = ()
+    xi: Array | None = None
+    slope: Any = None
 
 
 State = TypeVar("State", ServerState, ClientState)
@@ -76,7 +76,7 @@ class Drawn(NamedTuple):
     g: Array
     z: Array
     own: Array
-    b: Any = ()
+    b: Any = None
 
 
 class Start(NamedTuple):
@@ -84,7 +84,7 @@ class Start(NamedTuple):
 
     z: Array
     root: Array
-    coupling: MaybeArray = ()
+    coupling: Array | None = None
 
 
 class Party(NamedTuple):
@@ -108,8 +108,8 @@ class ServerNoise(NamedTuple):
     """The noise of a round: of the server's latents, what all parties share, and the rows."""
 
     eps: Array
-    xi: MaybeArray
-    rows: MaybeArray
+    xi: Array | None
+    rows: Array | None
 
 
 class Held(NamedTuple):
@@ -288,14 +288,14 @@ class Vertical:
     def nowhere(self, kind: Kind) -> Start:
         """Return a start of the right shapes, before there is one."""
         dim = kind.half.dim
-        coupling = jnp.zeros((dim, self.rank)) if self.rank else ()
+        coupling = jnp.zeros((dim, self.rank)) if self.rank else None
         return Start(jnp.zeros(dim), jnp.eye(dim), coupling)
 
     def loosely(self, key: Array, dim: int) -> Array:
         """Return a little of the shared noise: with none at all its gradient would be zero."""
         return LOOSE * jax.random.normal(key, (dim, self.rank))
 
-    def _own(self, guide: GuideParams, coupling: MaybeArray) -> dict[str, Any]:
+    def _own(self, guide: GuideParams, coupling: Array | None) -> dict[str, Any]:
         """Return a party's guide, and what it has of the shared noise."""
         return {"guide": guide, **({"coupling": coupling} if self.rank else {})}
 
@@ -337,9 +337,9 @@ class Vertical:
             opt_state={part: self.optim.init(value) for part, value in params.items()},
             course=settling.begin(own),
             noise=self.client_noise(key_noise, kind),
-            rows=() if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
-            xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else (),
-            slope=jnp.zeros(self.shape) if self.power else (),
+            rows=None if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
+            xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else None,
+            slope=jnp.zeros(self.shape) if self.power else None,
             frame=frame,
             centre=centre,
         )
@@ -355,38 +355,38 @@ class Vertical:
         """Return the noise of the server's latents and of what is shared, and the round's rows."""
         key_draw, key_rows = jax.random.split(key)
         eps = self.guide(self.server).globals.noise(key_draw, self.num_particles)
-        xi: MaybeArray = ()
+        xi: Array | None = None
         if self.rank:
             xi = self.sharing.noise(jax.random.fold_in(key, 2), self.num_particles)
         if self.batch_size is None:
-            return ServerNoise(eps, xi, ())
+            return ServerNoise(eps, xi, None)
         rows = jax.random.randint(key_rows, (self.rows,), 0, self.model.rows, jnp.int32)
         return ServerNoise(eps, xi, rows)
 
-    def xi(self, shared: GuideParams, noise: MaybeArray) -> MaybeArray:
+    def xi(self, shared: GuideParams, noise: Array | None) -> Array | None:
         """Return the shared noise, (draws, rank), from standard normals."""
-        if isinstance(noise, tuple):
-            return ()
+        if noise is None:
+            return None
         return jax.vmap(self.sharing.draw, (None, 0))(shared, noise)[0]
 
-    def client_noise(self, key: Array, kind: Kind) -> tuple[Array, MaybeArray]:
+    def client_noise(self, key: Array, kind: Kind) -> tuple[Array, Array | None]:
         """Return the noise of a client's latents and auxiliary variables."""
         key_draw, key_z = jax.random.split(key)
         eps = self.guide(kind).globals.noise(key_draw, self.num_particles)
         if self.auxiliary is None:
-            return eps, ()
+            return eps, None
         return eps, jax.random.normal(key_z, self.shape)
 
-    def server_draws(self, key: Array, n: int) -> tuple[Array, MaybeArray]:
+    def server_draws(self, key: Array, n: int) -> tuple[Array, Array | None]:
         """Return noise for ``n`` draws of the server's latents, and of what is shared."""
         own = self.guide(self.server).globals.noise(key, n)
-        return own, self.sharing.noise(jax.random.fold_in(key, 1), n) if self.rank else ()
+        return own, self.sharing.noise(jax.random.fold_in(key, 1), n) if self.rank else None
 
     def client_draws(self, key: Array, state: ClientState, n: int) -> Array:
         """Return noise for ``n`` draws of a client's latents."""
         return self.guide(self.alike(state)).globals.noise(key, n)
 
-    def noise_of(self, key: Array, state: ClientState) -> tuple[Array, MaybeArray]:
+    def noise_of(self, key: Array, state: ClientState) -> tuple[Array, Array | None]:
         """Return new noise of the same kind as what a client's state holds."""
         return self.client_noise(key, self.alike(state))
 
@@ -404,25 +404,25 @@ class Vertical:
         """Return a client's parameters, without guides, for which its data would be needed."""
         return Private(state.params["own"]["private"], {})
 
-    def some(self, data: SiloData, rows: MaybeArray) -> SiloData:
+    def some(self, data: SiloData, rows: Array | None) -> SiloData:
         """Return the rows that take part."""
-        return data if isinstance(rows, tuple) else self.model.take(data, rows)
+        return data if rows is None else self.model.take(data, rows)
 
     def draw(
-        self, params: dict[str, Any], xi: MaybeArray, state: ClientState, data: SiloData
+        self, params: dict[str, Any], xi: Array | None, state: ClientState, data: SiloData
     ) -> Drawn:
         """Return what a client draws with its pending noise, and the shared one."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
         psi, known = params["auxiliary"], self.known(state, held)
         eta, V = params["own"]["guide"], self.tied(kind, params["own"])
-        if self.auxiliary is not None and not isinstance(state.rows, tuple):
+        if self.auxiliary is not None and state.rows is not None:
             psi = self.auxiliary.some(psi, state.rows)
 
-        def one(eps: Array, tau: MaybeArray, xi: MaybeArray) -> Drawn:
+        def one(eps: Array, tau: Array | None, xi: Array | None) -> Drawn:
             theta, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
             g, own = self.model.predict(kind.half, params["own"]["private"], theta, held)
-            if self.auxiliary is None or isinstance(tau, tuple):
+            if self.auxiliary is None or tau is None:
                 return Drawn(g, g, own - log_q, b)
             z, log_q_z = self.auxiliary.draw(psi, g, known, tau)
             return Drawn(g, z, own - log_q + self.share * (self.log_noise(z, g) - log_q_z), b)
@@ -439,7 +439,7 @@ class Vertical:
         guide = self.guide(kind).globals
 
         def one(eps: Array, z: Array) -> Array:
-            theta, log_q, _ = coupling.draw_in(state.frame, guide, own["guide"], None, eps, ())
+            theta, log_q, _ = coupling.draw_in(state.frame, guide, own["guide"], None, eps, None)
             g, prior = self.model.predict(kind.half, own["private"], theta, held)
             return prior - log_q + self.share * self.log_noise(z, g)
 
@@ -452,7 +452,7 @@ class Vertical:
     def known(self, state: ClientState, data: SiloData) -> Known:
         """Return what a client knows of the round's rows, for the auxiliary variables' guide."""
         centre = state.centre
-        if self.batch_size is not None and centre.ndim:
+        if state.rows is not None and centre.ndim:
             centre = centre[state.rows]
         return Known(centre, self.response(data))
 

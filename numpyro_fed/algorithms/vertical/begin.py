@@ -43,7 +43,6 @@ from numpyro_fed.algorithms.vertical.search import (
     told,
 )
 from numpyro_fed.gaussian import Curvature
-from numpyro_fed.guides.coupling import MaybeArray
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -79,7 +78,7 @@ class Tied(NamedTuple):
     """
 
     told: Told
-    combine: MaybeArray
+    combine: Array | None
     tau: Array
 
 
@@ -186,11 +185,11 @@ class Beginning:
         """Return the name of the exchange."""
         return "begin at the mode" if self.vertical.width else "begin at zero"
 
-    def tied(self, state: Server) -> tuple[MaybeArray, Array]:
+    def tied(self, state: Server) -> tuple[Array | None, Array]:
         """Return how to combine the basis, and ``tau``."""
         v = self.vertical
         if not (v.rank and v.width):
-            return (), jnp.ones(())
+            return None, jnp.ones(())
         curvatures = _positive(state.ritz.curvatures)
         all_there = v.complete and v.rank >= v.dim - 1
         tau = 1 / curvatures.max() if all_there else jnp.ones(())
@@ -201,13 +200,13 @@ class Beginning:
         return state.ritz.combine[:, : v.rank] * size @ (left @ right), tau
 
     def start(
-        self, z: Array, root: Array, basis: Array, combine: MaybeArray, tau: Array, key: Array
+        self, z: Array, root: Array, basis: Array, combine: Array | None, tau: Array, key: Array
     ) -> Start:
         """Return where a party's guide begins."""
         v = self.vertical
         if not v.rank:
             return Start(z, root)
-        coupling = basis @ jnp.asarray(combine) if v.width else v.loosely(key, len(z))
+        coupling = basis @ combine if combine is not None else v.loosely(key, len(z))
         return Start(z, jnp.sqrt(tau) * root, coupling)
 
     def silo(

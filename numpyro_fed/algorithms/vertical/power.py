@@ -32,7 +32,6 @@ from numpyro_fed.algorithms.vertical.base import (
     Vertical,
 )
 from numpyro_fed.gaussian import Gaussian
-from numpyro_fed.guides.coupling import MaybeArray
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -101,7 +100,7 @@ class Power:
         self, noise: object, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
         v = self.vertical
-        drawn = v.draw(state.params, (), state, data)
+        drawn = v.draw(state.params, None, state, data)
         held = v.some(data, state.rows)
         at_server = SiloData(dict(held.kwargs["shared"]))
         seen = drawn.g + down.total - drawn.z
@@ -118,7 +117,7 @@ class Power:
 
     def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
         v = self.vertical
-        clients: Drawn = ask(DRAW, Rows((), noise.rows)).up
+        clients: Drawn = ask(DRAW, Rows(None, noise.rows)).up
         data = v.some(ask.server_data, noise.rows)
         (z, value), pull = jax.vjp(
             lambda own: self.draw(own, state.frame, noise.eps, data), state.params["own"]
@@ -129,12 +128,12 @@ class Power:
         after = v.ascend(state, "own", {**gradient, "theta": theta})
         loss = -(value + up.term + clients.own)
         course = settling.follow(state.course, loss, after.params, standard=v.from_start)
-        stepped: Stepped = ask(STEP, Sent(up.slope, ())).up
+        stepped: Stepped = ask(STEP, Sent(up.slope, None)).up
         after = after._replace(course=course, resting=stepped.resting)
         return after, Info(loss, all_finite((loss, gradient, up.slope)))
 
     def step(
-        self, noise: MaybeArray, down: Sent, state: ClientState, data: SiloData
+        self, noise: Array | None, down: Sent, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
         others = down._replace(part=down.part - state.slope)
         return steps(self.vertical, noise, state, data, state.slope, others)

@@ -13,7 +13,6 @@ from jax import Array
 from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Sampled, Shared
 from numpyro_fed.algorithms.vertical.base import ClientState, Kind, Party, ServerState, Vertical
 from numpyro_fed.guides import coupling
-from numpyro_fed.guides.coupling import MaybeArray
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.vertical import Half
 from numpyro_fed.trees import all_finite
@@ -36,20 +35,20 @@ def sample(v: Vertical, n: int) -> Round:
     and unconstrained draws (n, dim) at the server, who sends the noise that parties share.
     """
 
-    def drawn(kind: Kind, party: Shared | Party, noise: Array, xi: MaybeArray) -> Array:
+    def drawn(kind: Kind, party: Shared | Party, noise: Array, xi: Array | None) -> Array:
         guide, V = party.guide, party.guide.get("coupling")
         draw = partial(coupling.draw_in, party.frame, v.guide(kind).globals, guide["latents"], V)
         return jax.vmap(draw)(noise, xi)[0]
 
     def silo(
-        noise: Array, down: MaybeArray, state: ClientState, data: SiloData
+        noise: Array, down: Array | None, state: ClientState, data: SiloData
     ) -> tuple[Reply[tuple[()]], Sampled]:
         kind, private = v.kind(data), v.private(state, data)
         z = drawn(kind, private, noise, down)
         sampled = values_at(kind.half, private.theta, z, data)
         return Reply((), all_finite(sampled)), sampled
 
-    def run(state: ServerState, noise: tuple[Array, MaybeArray], ask: Ask) -> tuple[Array, Info]:
+    def run(state: ServerState, noise: tuple[Array, Array | None], ask: Ask) -> tuple[Array, Info]:
         own, shared = noise
         xi = v.xi(state.params["shared"], shared)
         ask(name, xi)

@@ -27,7 +27,7 @@ from jax import Array
 from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Shared
 from numpyro_fed.algorithms.vertical.base import ClientState, Kind, Party, ServerState, Vertical
 from numpyro_fed.guides import coupling
-from numpyro_fed.guides.coupling import MaybeArray, Tie
+from numpyro_fed.guides.coupling import Tie
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -44,14 +44,14 @@ class Up(NamedTuple):
     predictor: Array
     own: Array
     log_q: Array
-    tie: Any = ()
+    tie: Any = None
 
 
 class Down(NamedTuple):
     """The noise that all parties share, (draws, rank), and its centre."""
 
-    xi: MaybeArray
-    middle: MaybeArray
+    xi: Array | None
+    middle: Array | None
 
 
 class Placed(NamedTuple):
@@ -116,7 +116,12 @@ class Weighing:
         return np.array(SCALES), of
 
     def place(
-        self, kind: Kind, party: Shared | Party, noise: Array, xi: MaybeArray, middle: MaybeArray
+        self,
+        kind: Kind,
+        party: Shared | Party,
+        noise: Array,
+        xi: Array | None,
+        middle: Array | None,
     ) -> Placed:
         """Return a party's draws; ``middle`` is the centre of the shared noise."""
         scales, of = self.parts
@@ -126,18 +131,16 @@ class Weighing:
         u, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
         at = jax.vmap(partial(guide.place, frame))
         if len(scales) == 1 or not guide.density_everywhere:
-            return Placed(
-                at(u), log_q[:, None] - frame.log_det, () if isinstance(b, tuple) else b[:, None]
-            )
+            return Placed(at(u), log_q[:, None] - frame.log_det, None if b is None else b[:, None])
         centre = guide.centre(eta) if V is None else guide.draw(eta, V @ middle)[0]
         u = centre + jnp.asarray(scales)[of][:, None] * (u - centre)
 
-        def under(scale: float) -> tuple[Array, MaybeArray]:
+        def under(scale: float) -> tuple[Array, Array | None]:
             shrunk = centre + (u - centre) / scale
             widened = frame.log_det + u.shape[1] * np.log(scale)
             log_q = jax.vmap(partial(guide.log_density, eta))(shrunk) - widened
             if V is None:
-                return log_q, ()
+                return log_q, None
             return log_q, jax.vmap(partial(coupling.at, guide, eta, V))(shrunk)
 
         found = [under(float(s)) for s in scales]
@@ -155,7 +158,7 @@ class Weighing:
             return v.model.predict(kind.half, private.theta, z, data)
 
         g, own = jax.lax.map(one, drawn.z, batch_size=self.at_once)
-        tie = Tie(drawn.b, _products(private.guide)) if v.rank else ()
+        tie = Tie(drawn.b, _products(private.guide)) if v.rank else None
         up = Up(g, own, drawn.log_q, tie)
         return Reply(up, jnp.array(True)), drawn.z
 
@@ -165,14 +168,14 @@ class Weighing:
         return ~jnp.isnan(up.own).any() & ~jnp.isnan(near).any() & all_finite((up.log_q, up.tie))
 
     def run(
-        self, state: ServerState, noise: tuple[Array, MaybeArray], ask: Ask
+        self, state: ServerState, noise: tuple[Array, Array | None], ask: Ask
     ) -> tuple[Weighed, Info]:
         """Draw, ask clients for their predictors there, and weigh."""
         v, (own, shared) = self.vertical, noise
         scales, of = self.parts
         shares = jnp.asarray(np.bincount(of, minlength=len(scales)) / self.num_draws)
         theta, params, _ = server = v.shared(state)
-        middle = v.sharing.centre(state.params["shared"]) if v.rank else ()
+        middle = v.sharing.centre(state.params["shared"]) if v.rank else None
         down = Down(v.xi(state.params["shared"], shared), middle)
         up: Up = ask(self.name, down).up
         drawn = self.place(v.server, server, own, down.xi, middle)
