@@ -155,7 +155,7 @@ def drawing(v: Vertical) -> Exchange[ClientState, Down, Up]:
         drawn = v.draw(state.params, down.xi, state, data)
         V = v.tied(v.kind(data), state.params["own"])
         tie = None if V is None else Tie(drawn.b, V.T @ V)
-        up = Up(drawn.z, drawn.own, tie)
+        up = Up(drawn.part, drawn.own, tie)
         return Reply(up, all_finite(up)), state
 
     return Exchange(DRAW, silo, silo_noise=v.noise_of)
@@ -192,7 +192,7 @@ def steps(
         after = v.ascend(after, "auxiliary", gradient["auxiliary"])
 
     def one(state: ClientState, eps: Array) -> tuple[ClientState, None]:
-        gradient = jax.grad(v.at_fixed)(state.params["own"], eps, drawn.z, state, data)
+        gradient = jax.grad(v.at_fixed)(state.params["own"], eps, drawn.part, state, data)
         return v.ascend(state, "own", gradient), None
 
     if noise is not None:

@@ -74,7 +74,7 @@ class Drawn(NamedTuple):
     """
 
     g: Array
-    z: Array
+    part: Array
     own: Array
     b: Any = None
 
@@ -420,34 +420,35 @@ class Vertical:
             psi = self.auxiliary.some(psi, state.rows)
 
         def one(eps: Array, tau: Array | None, xi: Array | None) -> Drawn:
-            theta, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
-            g, own = self.model.predict(kind.half, params["own"]["private"], theta, held)
+            z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
+            g, own = self.model.predict(kind.half, params["own"]["private"], z, held)
             if self.auxiliary is None or tau is None:
                 return Drawn(g, g, own - log_q, b)
-            z, log_q_z = self.auxiliary.draw(psi, g, known, tau)
-            return Drawn(g, z, own - log_q + self.share * (self.log_noise(z, g) - log_q_z), b)
+            part, log_q_part = self.auxiliary.draw(psi, g, known, tau)
+            log_ratio = self.log_noise(part, g) - log_q_part
+            return Drawn(g, part, own - log_q + self.share * log_ratio, b)
 
         eps, tau = state.noise
         drawn = jax.vmap(one)(eps, tau, xi)
         return drawn._replace(own=drawn.own.mean())
 
     def at_fixed(
-        self, own: dict[str, Any], eps: Array, z: Array, state: ClientState, data: SiloData
+        self, own: dict[str, Any], eps: Array, part: Array, state: ClientState, data: SiloData
     ) -> Array:
-        """Return a client's own term where its auxiliary variables stay where they are."""
+        """Return a client's own term where its auxiliary variables stay at ``part``."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
 
-        def one(eps: Array, z: Array) -> Array:
-            theta, log_q, _ = coupling.draw_in(state.frame, guide, own["guide"], None, eps, None)
-            g, prior = self.model.predict(kind.half, own["private"], theta, held)
-            return prior - log_q + self.share * self.log_noise(z, g)
+        def one(eps: Array, part: Array) -> Array:
+            z, log_q, _ = coupling.draw_in(state.frame, guide, own["guide"], None, eps, None)
+            g, prior = self.model.predict(kind.half, own["private"], z, held)
+            return prior - log_q + self.share * self.log_noise(part, g)
 
-        return jax.vmap(one)(eps, z).mean()
+        return jax.vmap(one)(eps, part).mean()
 
-    def log_noise(self, z: Array, g: Array) -> Array:
+    def log_noise(self, part: Array, g: Array) -> Array:
         """Return the log density of auxiliary variables given the predictor."""
-        return dist.Normal(g, self.rho).log_prob(z).sum()
+        return dist.Normal(g, self.rho).log_prob(part).sum()
 
     def known(self, state: ClientState, data: SiloData) -> Known:
         """Return what a client knows of the round's rows, for the auxiliary variables' guide."""

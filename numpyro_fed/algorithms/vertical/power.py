@@ -103,7 +103,7 @@ class Power:
         drawn = v.draw(state.params, None, state, data)
         held = v.some(data, state.rows)
         at_server = SiloData(dict(held.kwargs["shared"]))
-        seen = drawn.g + down.total - drawn.z
+        seen = drawn.g + down.total - drawn.part
 
         def term(theta: dict[str, Any], z: Array, seen: Array) -> Array:
             def one(z: Array, seen: Array) -> Array:
