@@ -384,21 +384,14 @@ class Vertical:
 
     def client_draws(self, key: Array, state: ClientState, n: int) -> Array:
         """Return noise for ``n`` draws of a client's latents."""
-        return self.guide(self.alike(state)).globals.noise(key, n)
+        return jax.random.normal(key, (n, *state.noise[0].shape[1:]))
 
     def noise_of(self, key: Array, state: ClientState) -> tuple[Array, Array | None]:
-        """Return new noise of the same kind as what a client's state holds."""
-        return self.client_noise(key, self.alike(state))
-
-    def alike(self, state: ClientState) -> Kind:
-        """Return a client that draws with noise of this shape; its guide may be another one."""
-
-        def shapes(kind: Kind) -> Any:
-            return jax.eval_shape(lambda: self.client_noise(jax.random.key(0), kind))
-
-        wanted = jax.tree.map(jnp.shape, state.noise)
-        alike = (k for k in self.kinds.values() if jax.tree.map(jnp.shape, shapes(k)) == wanted)
-        return next(alike)
+        """Return new noise of the shapes of what a client's state holds, which are normals."""
+        key_draw, key_z = jax.random.split(key)
+        eps, tau = state.noise
+        new = jax.random.normal(key_draw, eps.shape)
+        return new, None if tau is None else jax.random.normal(key_z, tau.shape)
 
     def own(self, state: ClientState) -> Private:
         """Return a client's parameters, without guides, for which its data would be needed."""
