@@ -25,6 +25,7 @@ class _GaussianGuide(GlobalGuide[Array]):
 
     init_scale: float
     density_everywhere = True
+    has_standard_noise = True
 
     def at(self, eta: GuideParams, noise: Array) -> Array:
         """Return the draw (dim,) that this noise makes."""
@@ -47,6 +48,9 @@ class _GaussianGuide(GlobalGuide[Array]):
     def log_density(self, eta: GuideParams, u: Array) -> Array:
         return Gaussian.of(eta).log_density(u)
 
+    def standard_noise(self, eta: GuideParams, u: Array) -> Array:
+        return Gaussian.of(eta).standardise(u)
+
     def in_z(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
         return frame.then(Gaussian.of(eta)).params()
 
@@ -55,11 +59,6 @@ class _GaussianGuide(GlobalGuide[Array]):
 class Diagonal(_GaussianGuide):
     """A guide of independent normals."""
 
-    has_standard_noise = True
-
-    def standard_noise(self, eta: GuideParams, u: Array) -> Array:
-        return Gaussian.of(eta).standardise(u)
-
     def frame(self, loc: Array, root: Array) -> Gaussian:
         return Gaussian(loc, _conditional_log_scale(root))
 
@@ -67,11 +66,6 @@ class Diagonal(_GaussianGuide):
 @dataclass(frozen=True)
 class Full(_GaussianGuide):
     """A Gaussian with any covariance."""
-
-    has_standard_noise = True
-
-    def standard_noise(self, eta: GuideParams, u: Array) -> Array:
-        return Gaussian.of(eta).standardise(u)
 
     def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
         below = jnp.zeros(self.dim * (self.dim - 1) // 2)
@@ -93,7 +87,6 @@ class Skewed(_GaussianGuide):
     """
 
     order: tuple[int, ...]
-    has_standard_noise = True
 
     @property
     def _order(self) -> np.ndarray:
@@ -161,6 +154,8 @@ class LowRank(_GaussianGuide):
     """A Gaussian with covariance ``W W' + diag(exp(2 s))``, with ``W`` of ``rank`` columns."""
 
     rank: int
+    has_standard_noise = False
+    standard_noise = GlobalGuide.standard_noise  # which refuses
 
     def noise(self, key: Array, n: int) -> Array:
         return jax.random.normal(key, (n, self.dim + self.rank))
