@@ -22,6 +22,7 @@ from numpyro_fed.algorithms.base import (
     Server,
     Silo,
     Up,
+    as_drafted,
 )
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.combine import combine, slices
@@ -181,15 +182,19 @@ def _reach(batches: Batches, watch: Watch) -> Reach[Array, Stacks]:
 
 
 def compiled(round_: Round) -> Round:
-    """Return the same round, each part of it compiled; ``silo`` is then the whole visit."""
+    """Return the same round, each part of it compiled."""
     exchanges = tuple(map(compiled_visit, round_.exchanges))
     return replace(in_parts(round_), exchanges=exchanges)
 
 
 def compiled_visit(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up]:
-    """Return the same exchange, a silo's part of it compiled; ``silo`` is then the whole visit."""
-    silo, noise = jax.jit(exchange.visit), jax.jit(exchange.silo_noise)
-    return exchange._replace(silo=silo, silo_noise=noise)
+    """Return the same exchange, a silo's part of it compiled.
+
+    Its ``silo`` is the whole visit: the reply that it returns is checked and the draft is the
+    silo's next state, so that nothing is left to commit.
+    """
+    visit, noise = jax.jit(exchange.visit), jax.jit(exchange.silo_noise)
+    return exchange._replace(silo=visit, commit=as_drafted, silo_noise=noise)
 
 
 def _only(stack: Tree) -> Tree:
