@@ -321,7 +321,7 @@ class PVI(Method[PVIResult, Conjugate]):
             conjugate=closed,
             optim=self.theta_optim or optax.adam(0.02),
             minibatches=minibatches,
-            divergence=_general(self.divergence, chosen),
+            divergence=_to_cavity(self.divergence, chosen),
             aggregate=aggregate(chosen.family, self.prior_divergence),
         )
         spec, num_silos = named(self.schedule), plan.num_silos
@@ -452,7 +452,7 @@ def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:
     return local
 
 
-def _general(divergence: Divergence, chosen: Globals) -> Callable[[Any, Any], Array] | None:
+def _to_cavity(divergence: Divergence, chosen: Globals) -> Callable[[Any, Any], Array] | None:
     """The divergence to the cavity; None for KL, which has its own short cuts."""
     if isinstance(divergence, KL):
         return None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.pvi.affine import affine_at
-from numpyro_fed.algorithms.pvi.families import Globals, general
+from numpyro_fed.algorithms.pvi.families import Globals, generic_parameters
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
@@ -28,7 +28,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
     if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
         return lambda stacks: False
     family, around = chosen.family, chosen.places.around
-    theta = general(fm)
+    theta = generic_parameters(fm)
 
     @jit_double
     def look(stack: SiloData, prior: Natural, points: Array) -> Array:

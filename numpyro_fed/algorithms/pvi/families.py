@@ -108,7 +108,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         )
     if covariance == "auto":
         covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
-    theta, reach = general(fm), _reach(fm)
+    theta, reach = generic_parameters(fm), _reach(fm)
     points = _scattered(fm, reach)
     with double_precision():
 
@@ -232,7 +232,7 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tup
     return around
 
 
-def general(fm: FederatedModel) -> dict[str, Any]:
+def generic_parameters(fm: FederatedModel) -> dict[str, Any]:
     """Return parameters in a general place: at the first ones a model may be simpler."""
     r = np.random.default_rng(0)
     return jax.tree.map(
