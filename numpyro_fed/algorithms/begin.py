@@ -32,7 +32,7 @@ from numpyro_fed.model.federated import FederatedModel
 
 FLAT = 1e-6  # of the largest scaled curvature: no direction counts as flatter than that
 UNLIKE = 0.05  # the same away from a mode, where the posterior is not like the parabola
-BEGIN = "from the mode"  # the name of the exchange
+FROM_MODE = "from the mode"  # the name of the exchange
 UNSURE = 0.1  # standard deviation of a row whose mode was not found
 
 Guides = dict[str, GuideParams]  # by plate

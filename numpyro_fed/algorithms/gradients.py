@@ -21,7 +21,7 @@ from numpyro_fed.algorithms.base import (
     Shared,
     own_key,
 )
-from numpyro_fed.algorithms.begin import BEGIN, At, Begun, begun_at, begun_locals, somewhere
+from numpyro_fed.algorithms.begin import FROM_MODE, At, Begun, begun_at, begun_locals, somewhere
 from numpyro_fed.algorithms.mode import Searching
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.frame import Coordinates, Frame
@@ -170,11 +170,11 @@ class ByGradients(ABC, Generic[Server, Silo]):
 
         def run(state: Searching, noise: Array, ask: Ask) -> tuple[Server, Info]:
             at = begun_at(self.model, state)
-            ask(BEGIN, at)
+            ask(FROM_MODE, at)
             after = self.server_at(*self.params_at(noise, at.begun))
             return after, Info(jnp.zeros(()), all_finite(after))
 
-        return Round((Exchange(BEGIN, silo, silo_noise=own_key),), run, own_key)
+        return Round((Exchange(FROM_MODE, silo, silo_noise=own_key),), run, own_key)
 
     def shared(self, state: Server) -> Shared:
         """Return shared parameters and the globals' guide."""

@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Ask, Carry, Exchange, Info, Private, Reply, Round, own_key
-from numpyro_fed.algorithms.begin import BEGIN, At, Begun, begun_at, begun_locals, carried_locals
+from numpyro_fed.algorithms.begin import (
+    FROM_MODE,
+    At,
+    Begun,
+    begun_at,
+    begun_locals,
+    carried_locals,
+)
 from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.pvi.server import Server
@@ -118,7 +125,7 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Round:
 
     def run(state: Search, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         at = begun_at(fm, state)
-        begun, replies = at.begun, ask(BEGIN, at)
+        begun, replies = at.begun, ask(FROM_MODE, at)
         first, prior = server_role.init(noise), server_role.prior(begun.theta)
         server_factor = _own_factor(parts, begun, first.server_factor)
         total = jax.tree.map(jnp.add, replies.up.factor, server_factor)
@@ -139,5 +146,5 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Round:
         )
         return after, Info(jnp.zeros(()), all_finite(after) & proper(total))
 
-    exchange = Exchange(BEGIN, silo, commit=commit, silo_noise=own_key)
+    exchange = Exchange(FROM_MODE, silo, commit=commit, silo_noise=own_key)
     return Round((exchange,), run, own_key)
