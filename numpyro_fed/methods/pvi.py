@@ -20,6 +20,8 @@ from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
 from numpyro_fed.algorithms.pvi.evaluate import evaluation
 from numpyro_fed.algorithms.pvi.families import Globals, globals_of
 from numpyro_fed.algorithms.pvi.posterior import aggregate
+from numpyro_fed.algorithms.pvi.server import Server
+from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import Parts, Settings, Status
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import GuideError, ModelError, NonFiniteError, positive_int
@@ -307,7 +309,7 @@ class PVI(Method[PVIResult, Conjugate]):
         guide = build_resolved(self.guide, Resolved.of(resolved["guide"]), fm)
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         draws = draws_by_plate(self.objective, guide)
-        bounds = (SiloBound(fm, guide, draws), SiloBound(fm, guide, draws, plain=True))
+        bound = SiloBound(fm, guide, draws)
         local, closed = self._local(plan), plan.facts.verdict("conjugate")
         minibatches = minibatches_of(fm, plan.lengths, local.batch_size)
         check_guide(guide, draws, minibatches)
@@ -315,7 +317,8 @@ class PVI(Method[PVIResult, Conjugate]):
             model=fm,
             globals=chosen,
             guide=guide,
-            bounds=bounds,
+            bound=bound,
+            plain_bound=replace(bound, plain=True),
             local=_suited(local, closed, self.divergence),
             prior_local=_for_the_prior(chosen.family),
             conjugate=closed,
@@ -329,8 +332,8 @@ class PVI(Method[PVIResult, Conjugate]):
         steps, size = (1, num_silos) if schedule is None else (schedule.steps, schedule.size)
         settings = Settings(
             num_silos=num_silos,
-            visits=steps * size,
             steps=steps,
+            participants=size,
             damping=resolved["damping"],
             adaptive=resolved["adaptive"],
             deletion=self.deletion,
@@ -344,25 +347,26 @@ class PVI(Method[PVIResult, Conjugate]):
         )
         if fm.flat and not settings.from_mode:
             raise _flat(fm)
+        server, silo = Server(parts, settings), Silo(parts, settings)
         factors = Factors(
             chosen,
             settings,
             closed,
             loss=self.loss not in (None, log_loss),
             divergence=not all(isinstance(d, KL) for d in (self.divergence, self.prior_divergence)),
-            evaluation=evaluation(parts, settings),
+            evaluation=evaluation(server, silo),
         )
-        algorithm, start = pvi(parts, settings), None
+        algorithm, start = pvi(server, silo), None
         if resolved["start"] == "result":
-            algorithm = algorithm._replace(carry=pvi_carry(parts, settings))
+            algorithm = algorithm._replace(carry=pvi_carry(server, silo))
         if resolved["start"] == "mode":
-            begin = pvi_from_mode(parts, settings)
+            begin = pvi_from_mode(server, silo)
             start = start_at("mode", fm, self.starts, init_loc_fn_of(self.guide), begin)
         certify = importance_correct
         return Built(
             model=fm,
             guide=guide,
-            bound=bounds[0],
+            bound=bound,
             algorithm=algorithm,
             schedule=schedule,
             draws=draws,

@@ -30,18 +30,15 @@ from numpyro_fed.algorithms.pvi.states import (
     SCATTERED,
     VISIT,
     Down,
-    Parts,
     ServerState,
-    Settings,
     SiloState,
     Up,
 )
 from numpyro_fed.trees import all_finite
 
 
-def pvi(parts: Parts, settings: Settings) -> FederatedAlgorithm[ServerState, SiloState]:
+def pvi(server: Server, silo: Silo) -> FederatedAlgorithm[ServerState, SiloState]:
     """Return PVI, or a member of its family, as an algorithm."""
-    server, silo = Server(parts, settings), Silo(parts, settings)
     exchange = Exchange(
         VISIT,
         silo.visit,

@@ -31,7 +31,7 @@ from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
-from numpyro_fed.algorithms.pvi.states import Parts, ServerState, Settings, SiloState
+from numpyro_fed.algorithms.pvi.states import Parts, ServerState, SiloState
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import proper_step
@@ -65,24 +65,23 @@ def frame_of(parts: Parts, begun: Begun) -> Gaussian:
     return begun.frame(parts.guide.globals).globals
 
 
-def pvi_carry(parts: Parts, settings: Settings) -> Carry:
+def pvi_carry(server: Server, silo: Silo) -> Carry:
     """Return how PVI begins at another method's result: the posterior is the normal distribution of
     that, and every silo has an equal share in what it is beyond the prior.
     """
-    server_role, silo_role = Server(parts, settings), Silo(parts, settings)
-    family = silo_role.family
+    parts, family = server.parts, server.family
 
     def factors(key: Array, begun: Begun) -> tuple[ServerState, Natural, Natural]:
         """Return the first state, all factors together, and the server's own."""
-        first = server_role.init(key)
+        first = server.init(key)
         K = frame_of(parts, begun).inverse_root()
         posterior = family.around(begun.centre, jnp.zeros_like(begun.centre), K.T @ K)
-        total = jax.tree.map(jnp.subtract, posterior, server_role.prior(begun.theta))
+        total = jax.tree.map(jnp.subtract, posterior, server.prior(begun.theta))
         return first, total, _own_factor(parts, begun, first.server_factor)
 
-    def server(key: Array, begun: Begun) -> ServerState:
+    def begin_server(key: Array, begun: Begun) -> ServerState:
         first, total, own = factors(key, begun)
-        guide = parts.aggregate(server_role.prior(begun.theta), total)
+        guide = parts.aggregate(server.prior(begun.theta), total)
         return first._replace(
             params={"theta": begun.theta, "guide": guide},
             total=total,
@@ -91,24 +90,25 @@ def pvi_carry(parts: Parts, settings: Settings) -> Carry:
             frame=frame_of(parts, begun),
         )
 
-    def silo(key: Array, private: Private, begun: Begun, data: SiloData) -> SiloState:
+    def begin_silo(key: Array, private: Private, begun: Begun, data: SiloData) -> SiloState:
         _, total, own = factors(key, begun)
-        share = jax.tree.map(lambda a, b: (a - b) / settings.num_silos, total, own)
+        share = jax.tree.map(lambda a, b: (a - b) / server.settings.num_silos, total, own)
         eta = carried_locals(parts.guide, private, begun, data)
         centre = jnp.zeros_like(begun.centre)
         params = {"private": private.theta, "guide": eta, "centre": centre}
-        first = silo_role.init(key, data)
+        first = silo.init(key, data)
         return first._replace(params=params, factor=share, frame=frame_of(parts, begun))
 
-    return Carry(server, silo)
+    return Carry(begin_server, begin_silo)
 
 
-def pvi_from_mode(parts: Parts, settings: Settings) -> Round:
+def pvi_from_mode(server: Server, silo: Silo) -> Round:
     """Return the round from the states of a search for the mode to those of PVI."""
-    server_role, silo_role = Server(parts, settings), Silo(parts, settings)
-    fm, family = parts.model, silo_role.family
+    parts, fm, family = server.parts, server.model, server.family
 
-    def silo(noise: Array, down: At, state: Looked, data: SiloData) -> tuple[Reply[Up], SiloState]:
+    def answer(
+        noise: Array, down: At, state: Looked, data: SiloData
+    ) -> tuple[Reply[Up], SiloState]:
         begun, place = down.begun, jax.tree.map(lambda a: a[down.start], state.place)
         own = len(place.gradient) - fm.dim
         factor = family.around(begun.centre, place.gradient[own:], place.curvature[own:, own:])
@@ -116,7 +116,7 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Round:
         eta = begun_locals(fm, parts.guide, down, state, data)
         centre = jnp.zeros_like(begun.centre)
         params = {"private": state.private, "guide": eta, "centre": centre}
-        first, frame = silo_role.init(noise, data), frame_of(parts, begun)
+        first, frame = silo.init(noise, data), frame_of(parts, begun)
         draft = first._replace(params=params, pending=factor, frame=frame)
         return Reply(Up(factor), all_finite(eta)), draft
 
@@ -126,7 +126,7 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Round:
     def run(state: Search, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         at = begun_at(fm, state)
         begun, replies = at.begun, ask(FROM_MODE, at)
-        first, prior = server_role.init(noise), server_role.prior(begun.theta)
+        first, prior = server.init(noise), server.prior(begun.theta)
         server_factor = _own_factor(parts, begun, first.server_factor)
         total = jax.tree.map(jnp.add, replies.up.factor, server_factor)
 
@@ -146,5 +146,5 @@ def pvi_from_mode(parts: Parts, settings: Settings) -> Round:
         )
         return after, Info(jnp.zeros(()), all_finite(after) & proper(total))
 
-    exchange = Exchange(FROM_MODE, silo, commit=commit, silo_noise=own_key)
+    exchange = Exchange(FROM_MODE, answer, commit=commit, silo_noise=own_key)
     return Round((exchange,), run, own_key)

@@ -11,9 +11,7 @@ from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import (
     SCATTERED,
     Down,
-    Parts,
     ServerState,
-    Settings,
     SiloState,
 )
 from numpyro_fed.model.data import SiloData
@@ -21,14 +19,13 @@ from numpyro_fed.model.data import SiloData
 EVALUATION = "evaluation"  # the name of the exchange
 
 
-def evaluation(parts: Parts, settings: Settings) -> Round:
+def evaluation(server: Server, silo: Silo) -> Round:
     """Return the round; a silo sends its expected log likelihood."""
-    server, silo = Server(parts, settings), Silo(parts, settings)
 
     def expect(
         noise: Array, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Array], SiloState]:
-        posterior = parts.aggregate(parts.globals.prior(down.theta), down.total)
+        posterior = silo.parts.aggregate(silo.prior(down.theta), down.total)
         log_lik, _ = silo.expected_log_lik(noise, down.theta, posterior, state, data)
         return Reply(log_lik, jnp.isfinite(log_lik)), state
 

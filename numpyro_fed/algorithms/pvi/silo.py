@@ -168,7 +168,7 @@ class Silo(Role):
             def at(noise: Tree, rows: Rows) -> Array:
                 z = family.draw(psi, noise)
                 seen = state.seen(z, centre)
-                return parts.bounds[0].value({**theta, **private}, eta, z, seen, rows, data)
+                return parts.bound.value({**theta, **private}, eta, z, seen, rows, data)
 
             draws = self.settings.evidence_draws
             times = -(-draws // TOGETHER)
@@ -207,7 +207,7 @@ class Silo(Role):
             local = rows_at(own["guide"], places)
             shared = {**theta, **own["private"]}
             centre = family.centre(psi)
-            bound = parts.bounds[1 if plain else 0]
+            bound = parts.plain_bound if plain else parts.bound
 
             def at(noise_globals: Tree, noise_rows: Rows) -> tuple[Array, Array]:
                 z = family.draw(psi, noise_globals)
@@ -262,7 +262,7 @@ class Silo(Role):
 
     def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Tree, Rows]:
         """Return the noise of so many draws of the globals, and of the rows for each."""
-        family, shapes = self.family, self.parts.bounds[0].shapes(sizes, draws)
+        family, shapes = self.family, self.parts.bound.shapes(sizes, draws)
         if not family.of_normals:
             key, key_globals = jax.random.split(key)
             return family.noise(key_globals, draws), normals(key, 0, shapes)[1]

@@ -142,10 +142,11 @@ class Settings(NamedTuple):
 
     Attributes
     ----------
-    num_silos, visits : int
-        Silos, and visits in a round.
+    num_silos : int
     steps : int
         Server updates in a round.
+    participants : int
+        Silos that are visited in each of them.
     damping : float
     adaptive : bool
         Whether to lower the damping where an update would be improper, instead of rejecting it.
@@ -169,8 +170,8 @@ class Settings(NamedTuple):
     """
 
     num_silos: int
-    visits: int
     steps: int
+    participants: int
     damping: float
     adaptive: bool
     deletion: str = "own"
@@ -182,11 +183,16 @@ class Settings(NamedTuple):
     exact: bool = False
     from_mode: bool = False
 
+    @property
+    def visits(self) -> int:
+        """Return how many visits a round has."""
+        return self.steps * self.participants
+
 
 class Parts(NamedTuple):
     """The parts that the algorithm is made of.
 
-    ``bounds`` holds the silo's term of the bound, and the same with a plain gradient.
+    ``bound`` is the silo's term of the bound, ``plain_bound`` the same with a plain gradient.
     ``divergence`` is that to the cavity; ``aggregate`` makes a posterior of a prior and a sum of
     factors.
     """
@@ -194,7 +200,8 @@ class Parts(NamedTuple):
     model: FederatedModel
     globals: Globals
     guide: Guide
-    bounds: tuple[SiloBound, SiloBound]
+    bound: SiloBound
+    plain_bound: SiloBound
     local: Local
     prior_local: Local
     conjugate: bool
