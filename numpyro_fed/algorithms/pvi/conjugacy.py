@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.pvi.affine import affine_at
+from numpyro_fed.algorithms.pvi.affine import affine_at, departure
 from numpyro_fed.algorithms.pvi.families import Globals, generic_parameters
-from numpyro_fed.expfam.base import Natural
+from numpyro_fed.expfam import Family
+from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.precision import double_precision
 from numpyro_fed.programs import jit_double
 from numpyro_fed.trees import double
+
+ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood of few rows
 
 
 def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloData]], bool]:
@@ -63,3 +69,29 @@ def log_likelihood(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable
     """Return a silo's log likelihood as a function of the globals, of a model without locals."""
     rows = row_terms(fm, theta, data)
     return lambda z: rows(z).sum()
+
+
+def misfit(
+    rows: Callable[[Array], Array],
+    family: Family[Any],
+    eta: Natural,
+    start: Ordinary,
+    num_rows: int,
+    psi: Ordinary,
+) -> Array:
+    """Return how many nats the sum of ``rows`` is from ``<eta, T>``, more than rounding explains.
+
+    Between draws from ``psi``, draws from ``start``, and the centre of ``psi``.
+    """
+    here = family.centre(psi)
+    draws = jax.vmap(family.draw, (None, 0))
+    z = draws(psi, family.noise(jax.random.key(0), 8))
+    begun = draws(start, family.noise(jax.random.key(1), 4))
+    begun = jnp.where(jnp.isfinite(begun), begun, here)  # a prior may be flat
+    at = partial(departure, rows, family, eta, here)
+    nats, size = jax.vmap(at)(jnp.concatenate([z, begun]))
+    # Rounding within a row is what rounding the globals would make of it.
+    within = jnp.linalg.norm(jax.jvp(rows, (here,), (here,))[1])
+    eps = max(ROUNDINGS, 2 * math.sqrt(num_rows)) * jnp.finfo(here.dtype).eps
+    rounding = eps * (size + within)
+    return (jnp.abs(nats) - rounding).max()

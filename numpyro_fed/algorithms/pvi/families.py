@@ -91,6 +91,35 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     ModelError
         For a model without globals, and for a prior outside every family that its site can take.
     """
+    chosen, covariance = _read(fm, spec)
+    return _built(fm, _choice(fm, chosen, covariance, prior))
+
+
+class _Choice(NamedTuple):
+    """The families that a model's globals take, and what of the prior is in them.
+
+    Attributes
+    ----------
+    kinds : dict of str to str
+        By site.
+    family : Family
+        Their product.
+    places : Places
+    eta : Natural
+        Natural parameters of what of the prior is in the family.
+    outside : list of str
+        The sites whose prior is not.
+    """
+
+    kinds: dict[str, str]
+    family: Family[Any]
+    places: Places
+    eta: Natural
+    outside: list[str]
+
+
+def _read(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """Return the families that are asked for by site, and the covariance of the Gaussian."""
     chosen = dict(spec) if isinstance(spec, Mapping) else {"covariance": spec}
     covariance = chosen.pop("covariance", "auto")
     sites = fm.named("latent")
@@ -108,36 +137,51 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         )
     if covariance == "auto":
         covariance = "full" if fm.dim <= FULL_UP_TO else "diagonal"
-    theta, reach = generic_parameters(fm), _reach(fm)
+    return chosen, covariance
+
+
+def _choice(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: str) -> _Choice:
+    """Return a family for each site: those that are asked for, the Gaussian where the whole prior
+    is in it, and else the first that the site's own prior is in.
+    """
+    sites, theta, reach = fm.named("latent"), generic_parameters(fm), _reach(fm)
     points = _scattered(fm, reach)
-    with double_precision():
 
-        def every(z: Array) -> Array:
-            return jnp.stack(list(fm.prior_terms(theta, z).values()))
-
-        kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
+    def product(kinds: Mapping[str, str]) -> tuple[Family[Any], Places]:
         members = _members(sites, kinds, covariance)
-        family, places = expfam.product(members), Places(points, _around(members, reach))
+        return expfam.product(members), Places(points, _around(members, reach))
+
+    def every(z: Array) -> Array:
+        return jnp.stack(list(fm.prior_terms(theta, z).values()))
+
+    with double_precision():
+        kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
+        family, places = product(kinds)
         [(eta, affine)] = _fitted([Density(every, family, places)])
-        outside: list[str] = []
-        if not affine:
-            found = _kinds(sites, chosen, points, reach, covariance=covariance, fm=fm, theta=theta)
-            if prior == "exact" and (none := [s for s in sites if s.name not in found]):
-                raise _outside(none[0], covariance)
-            kinds = {s.name: found.get(s.name, kinds[s.name]) for s in sites}
-            members = _members(sites, kinds, covariance)
-            family, places = expfam.product(members), Places(points, _around(members, reach))
-            by_site = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
+        if affine:
+            return _Choice(kinds, family, places, eta, [])
+        found = _kinds(sites, chosen, points, reach, covariance=covariance, fm=fm, theta=theta)
+        if prior == "exact" and (none := [s for s in sites if s.name not in found]):
+            raise _outside(none[0], covariance)
+        kinds = {s.name: found.get(s.name, kinds[s.name]) for s in sites}
+        family, places = product(kinds)
+        by_site = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
 
-            def of(names: Sequence[str]) -> Density:
-                return Density(_terms(fm, theta, by_site, family, names), family, places)
+        def of(names: Sequence[str]) -> Density:
+            return Density(_terms(fm, theta, by_site, family, names), family, places)
 
-            names = list(fm.prior_terms(theta, jnp.zeros(fm.dim)))
-            each = _fitted([of([name]) for name in names])
-            outside = [name for name, (_, affine) in zip(names, each, strict=True) if not affine]
-            if outside and prior == "exact":
-                raise _coupled(outside[0], covariance)
-            [(eta, _)] = _fitted([of([n for n in names if n not in outside])])
+        names = list(fm.prior_terms(theta, jnp.zeros(fm.dim)))
+        each = _fitted([of([name]) for name in names])
+        outside = [name for name, (_, affine) in zip(names, each, strict=True) if not affine]
+        if outside and prior == "exact":
+            raise _coupled(outside[0], covariance)
+        [(eta, _)] = _fitted([of([n for n in names if n not in outside])])
+    return _Choice(kinds, family, places, eta, outside)
+
+
+def _built(fm: FederatedModel, choice: _Choice) -> Globals:
+    """Return what is chosen as pure functions."""
+    kinds, family, places, eta, outside = choice
     learned = bool(fm.named("param")) and not outside
     fixed = jax.tree.map(np.asarray, eta)
 
@@ -151,7 +195,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         return fm.log_prior(theta, z) - family.log_base(z) - known
 
     def marginals(eta: Natural) -> dict[str, dist.Distribution]:
-        return _marginals(fm, sites, kinds, family, eta)
+        return _marginals(fm, fm.named("latent"), kinds, family, eta)
 
     return Globals(family, inside, marginals, places, rest if outside else None)
 

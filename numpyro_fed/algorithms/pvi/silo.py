@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,7 @@ from jax import Array
 
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.base import Private, Reply
-from numpyro_fed.algorithms.pvi.affine import departure
-from numpyro_fed.algorithms.pvi.conjugacy import log_likelihood, row_terms
+from numpyro_fed.algorithms.pvi.conjugacy import log_likelihood, misfit, row_terms
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import Down, Role, SiloState, Status, Up
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree
@@ -29,7 +27,6 @@ from numpyro_fed.objectives import normals
 from numpyro_fed.trees import all_finite, where
 
 TOGETHER = 8  # draws of the expected log likelihood, at most, side by side
-ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood of few rows
 
 Params = dict[str, Any]
 
@@ -221,22 +218,7 @@ class Silo(Role):
         def likelihood() -> tuple[Natural, Callable[[Ordinary], Array]]:
             rows = row_terms(fm, {**theta, **own["private"]}, data)
             eta = family.fit(lambda z: rows(z).sum())
-
-            def misfit(psi: Ordinary) -> Array:
-                here = family.centre(psi)
-                draws = jax.vmap(family.draw, (None, 0))
-                z = draws(psi, family.noise(jax.random.key(0), 8))
-                begun = draws(start, family.noise(jax.random.key(1), 4))
-                begun = jnp.where(jnp.isfinite(begun), begun, here)  # a prior may be flat
-                at = partial(departure, rows, family, eta, here)
-                nats, size = jax.vmap(at)(jnp.concatenate([z, begun]))
-                # Rounding within a row is what rounding the globals would make of it.
-                within = jnp.linalg.norm(jax.jvp(rows, (here,), (here,))[1])
-                eps = max(ROUNDINGS, 2 * math.sqrt(num_rows)) * jnp.finfo(here.dtype).eps
-                rounding = eps * (size + within)
-                return (jnp.abs(nats) - rounding).max()
-
-            return eta, misfit
+            return eta, partial(misfit, rows, family, eta, start, num_rows)
 
         return Problem(
             family,
