@@ -135,14 +135,14 @@ def total_of_factors(result):
 
 def assert_sum_rule(result):
     server = result.state.server
-    prior = result._fit.factors.globals.prior(server.params["theta"])
+    prior = result._fit.factors.globals.prior(server.params.theta)
     factors = total_of_factors(result)
 
     def equal(a, b):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
     jax.tree.map(equal, factors, server.total)
-    jax.tree.map(lambda p, f, q: equal(p + f, q), prior, factors, server.params["guide"])
+    jax.tree.map(lambda p, f, q: equal(p + f, q), prior, factors, server.params.guide)
 
 
 def fixed_noise(monkeypatch, points=32):

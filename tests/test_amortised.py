@@ -191,7 +191,7 @@ def test_what_is_read_is_standardised_over_all_rows(double):
     silos = silos_of(9, 4, 6)
     sfvi = nf.SFVI(model, guide=nf.guides.Amortised())
     result = sfvi.run(KEY, 1, silos, **QUIET)
-    phi = result.state.server.params["theta"]["encoder of 'row'"]
+    phi = result.state.server.params.theta["encoder of 'row'"]
     every = [np.c_[s["x"], s["y"]] for s in silos]
     read = np.concatenate(every)
     np.testing.assert_allclose(phi["shift"], read.mean(0), rtol=1e-12)

@@ -60,14 +60,14 @@ def result_at(model, silos, loc, scale, local, runtime="simulation"):
         return full | {k: jnp.broadcast_to(v, full[k].shape) * 1.0 for k, v in new.items()}
 
     server = state.server.params
-    guide = put(server["guide"], {"loc": loc, "log_scale": np.log(scale)})
+    guide = put(server.guide, {"loc": loc, "log_scale": np.log(scale)})
     moved = []
     for s, b in zip(state.silos, held.batches, strict=True):
-        eta, wanted = s.params["guide"], local(b.data.arrays)
+        eta, wanted = s.params.guide, local(b.data.arrays)
         eta = {plate: put(old, wanted[plate]) for plate, old in eta.items()}
-        moved.append(s._replace(params={**s.params, "guide": eta}))
+        moved.append(s._replace(params=s.params._replace(guide=eta)))
     state = state._replace(
-        server=state.server._replace(params={**server, "guide": guide}), silos=tuple(moved)
+        server=state.server._replace(params=server._replace(guide=guide)), silos=tuple(moved)
     )
     return nf.Result(np.zeros(0), state, fit, held)
 
@@ -310,7 +310,7 @@ def test_locals_are_integrated_where_the_guide_does_not_reach():
 
     @jax.jit
     def estimate(key, z_G):
-        eta = state.params["guide"]
+        eta = state.params.guide
         return likelihood.log_estimate(key, {}, eta, z_G, Coordinates(z_G, jnp.zeros(1)), data)
 
     # Next to nothing depends on the guide's draws at the first; four standard errors elsewhere.

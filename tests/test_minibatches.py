@@ -314,7 +314,7 @@ def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
     here, there, u = (jnp.asarray(r.normal(size=2)) for _ in range(3))
     state = state._replace(params=jitter(state.params), centre=here)
     if framed:
-        frames, _ = guide.framed(jitter(state.params["guide"], seed=1))
+        frames, _ = guide.framed(jitter(state.params.guide, seed=1))
         state = state._replace(frames=frames)
     moved = split.whole.recentred(state, Coordinates(there, here), data)
     after = state._replace(params=moved, centre=there)
@@ -358,7 +358,7 @@ def test_averages_are_of_those_that_take_part(double):
     for who in ([[0, 1], [2, 3]], [[0, 1, 2, 3]], [[3, 1], [2, 0]]):
         avg = nf.SFVIAvg(plain, schedule=nf.schedules.Given(who), weights="even", **settings)
         avg = avg.run(KEY, 1, [silo] * 4, **QUIET)
-        found.append(avg.state.server.params["guide"]["loc"])
+        found.append(avg.state.server.params.guide["loc"])
     assert (abs(found[0] - found[1]) < 0.1 * abs(found[1])).all()  # up to the silos' own noise
     assert (abs(found[2] - found[1]) < 0.2 * abs(found[1])).all()
 

@@ -510,11 +510,11 @@ class Pooled:
         self.settings = {"objective": objective, "guide": guide, "optim": optim}
         p = parts(glmm, glmm_silos([ROWS]), **self.settings)
         server = p.algorithm.init_server(KEY)
-        params = {**server.params, "guide": jitter(server.params["guide"], 0.1)}
+        params = server.params._replace(guide=jitter(server.params.guide, 0.1))
         opt_state, course = optim.init(params), settling.begin(params)
         self.server = server._replace(params=params, opt_state=opt_state, course=course)
         silo = p.algorithm.init_silo(KEY, p.silos[0])
-        self.locals = {"private": {}, "guide": jitter(silo.params["guide"], 0.1, 1)}
+        self.locals = silo.params._replace(guide=jitter(silo.params.guide, 0.1, 1))
         self.noise_of = jax.jit(lambda k: p.algorithm.round.exchanges[0].silo_noise(k, silo).rows)
 
     def noise(self, key):
@@ -563,7 +563,7 @@ def gradients(pooled, sizes):
         (total,) = pull((jax.tree.map(lambda *a: sum(a), *ups), jnp.ones_like(value)))
         # Under sgd(1.0) a silo's step is its gradient.
         steps = [
-            jax.tree.map(jnp.subtract, after.params["guide"], before.params["guide"])
+            jax.tree.map(jnp.subtract, after.params.guide, before.params.guide)
             for before, (_, after) in zip(states, replies, strict=True)
         ]
         each = None
@@ -640,7 +640,7 @@ def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
         # The first steps of Adam are signs of gradients, which rounding moves by 1e-10 at most.
         close = partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
         jax.tree.map(close, ends[n], ends[ROWS])
-        assert abs(ends[n][1]["guide"]["loc"] - pooled.server.params["guide"]["loc"]).max() > 0.1
+        assert abs(ends[n][1].guide["loc"] - pooled.server.params.guide["loc"]).max() > 0.1
 
 
 @pytest.mark.parametrize(("objective", "guide"), SETTINGS[::3])

@@ -190,7 +190,7 @@ def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
     replies = combine(x.exchanges[0].combine, each)
     after, _ = part(x, state, (), jnp.arange(3), None, [replies])
     etas = replies_of(replace(parts, aggregation=AverageOfParameters())).up.guide
-    eta, w = after.params["guide"], sizes / sizes.sum()
+    eta, w = after.params.guide, sizes / sizes.sum()
     if aggregate == "average":
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, np.tensordot(w, b, 1), rtol=1e-4, atol=1e-5),

@@ -16,6 +16,8 @@ from jax import Array
 from numpyro_fed.errors import ModelError
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.gaussian import Gaussian
+from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -276,6 +278,36 @@ class Round:
 def own_key(key: Array, state: object = None) -> Array:
     """Return the key itself, as the noise of what draws as it goes."""
     return key
+
+
+class SharedParams(NamedTuple):
+    """What the server learns, as it keeps it and moves it.
+
+    Attributes
+    ----------
+    guide : dict
+        Parameters of the globals' guide.
+    theta : dict
+        Shared parameters, unconstrained.
+    """
+
+    guide: Any
+    theta: Theta
+
+
+class OwnParams(NamedTuple):
+    """What a silo learns and keeps to itself.
+
+    Attributes
+    ----------
+    guide : dict
+        Parameters of its local guides, by plate.
+    private : dict
+        Its private parameters, unconstrained.
+    """
+
+    guide: dict[str, GuideParams]
+    private: Theta
 
 
 class Shared(NamedTuple):

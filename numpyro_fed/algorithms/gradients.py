@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,12 @@ from numpyro_fed.algorithms.base import (
     Ask,
     Exchange,
     Info,
+    OwnParams,
     Private,
     Reply,
     Round,
     Shared,
+    SharedParams,
     own_key,
 )
 from numpyro_fed.algorithms.begin import FROM_MODE, At, Begun, begun_at, begun_locals, somewhere
@@ -28,6 +30,7 @@ from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches, Noise
@@ -39,7 +42,7 @@ class _Server(Protocol):
     """The state of a server that holds shared parameters and a guide of the globals."""
 
     @property
-    def params(self) -> dict[str, Any]: ...
+    def params(self) -> SharedParams: ...
 
     @property
     def frame(self) -> Frame: ...
@@ -49,7 +52,7 @@ class _Silo(Protocol):
     """The state of a silo that holds private parameters and local guides."""
 
     @property
-    def params(self) -> dict[str, Any]: ...
+    def params(self) -> OwnParams: ...
 
     @property
     def frames(self) -> dict[str, Gaussian]: ...
@@ -95,15 +98,15 @@ class ByGradients(ABC, Generic[Server, Silo]):
     wide: bool = False
 
     @abstractmethod
-    def server_at(self, params: dict[str, Any], frame: Frame) -> Server:
+    def server_at(self, params: SharedParams, frame: Frame) -> Server:
         """Return the server's state before the first step."""
 
     @abstractmethod
     def silo_at(
         self,
-        own: dict[str, Any],
+        own: OwnParams,
         frames: dict[str, Gaussian],
-        params: dict[str, Any],
+        params: SharedParams,
         frame: Frame,
     ) -> Silo:
         """Return a silo's state before the first step.
@@ -123,37 +126,37 @@ class ByGradients(ABC, Generic[Server, Silo]):
         eta = self.guide.init_local(key_guide, data)
         if self.from_mode:
             return self.silo_from(private, eta, *self.first(key))
-        return self.silo_at({"private": private, "guide": eta}, {}, *self.first(key))
+        return self.silo_at(OwnParams(eta, private), {}, *self.first(key))
 
-    def first(self, key: Array) -> tuple[dict[str, Any], Frame]:
+    def first(self, key: Array) -> tuple[SharedParams, Frame]:
         """Return the first shared parameters and guide, and their frame."""
         key_theta, key_guide = jax.random.split(key)
         if self.from_mode:
             begun = somewhere(self.model, self.model.init_theta(key), wide=self.wide)
             return self.params_at(key, begun)
         theta = self.model.init_theta(key_theta)
-        params = {"theta": theta, "guide": self.guide.init_global(key_guide)}
+        params = SharedParams(self.guide.init_global(key_guide), theta)
         return params, Frame.standard(self.model.dim)
 
-    def params_at(self, key: Array, begun: Begun) -> tuple[dict[str, Any], Frame]:
+    def params_at(self, key: Array, begun: Begun) -> tuple[SharedParams, Frame]:
         """Return shared parameters and guide where a run begins, and their frame.
 
         In the frame that is no step, and a standard normal.
         """
         still = jax.tree.map(jnp.zeros_like, begun.theta)
         eta = self.guide.globals.init(key, jnp.zeros_like(begun.centre), 1.0)
-        return {"theta": still, "guide": eta}, begun.frame(self.guide.globals)
+        return SharedParams(eta, still), begun.frame(self.guide.globals)
 
     def silo_from(
         self,
-        private: dict[str, Any],
+        private: Theta,
         eta: dict[str, GuideParams],
-        params: dict[str, Any],
+        params: SharedParams,
         frame: Frame,
     ) -> Silo:
         """Return a silo's state with local guides ``eta``, from where their frames are."""
         frames, own = self.guide.framed(eta)
-        return self.silo_at({"private": private, "guide": own}, frames, params, frame)
+        return self.silo_at(OwnParams(own, private), frames, params, frame)
 
     def begin(self) -> Round:
         """Return the round from the states of a search for the mode.
@@ -178,30 +181,30 @@ class ByGradients(ABC, Generic[Server, Silo]):
 
     def shared(self, state: Server) -> Shared:
         """Return shared parameters and the globals' guide."""
-        theta = state.frame.parameters(state.params["theta"])
-        return Shared(theta, state.params["guide"], state.frame.globals)
+        theta = state.frame.parameters(state.params.theta)
+        return Shared(theta, state.params.guide, state.frame.globals)
 
     def private(self, state: Silo) -> Private:
         """Return a silo's parameters and local guides."""
-        eta = self.guide.placed(state.frames, state.params["guide"])
-        return Private(state.params["private"], eta, state.centre)
+        eta = self.guide.placed(state.frames, state.params.guide)
+        return Private(state.params.private, eta, state.centre)
 
     def step_noise(self, key: Array, state: Silo) -> Noise:
         """Return the noise of one step at a silo."""
-        sizes = {plate: len(eta["loc"]) for plate, eta in state.params["guide"].items()}
+        sizes = {plate: len(eta["loc"]) for plate, eta in state.params.guide.items()}
         if self.minibatches is None:
             return Noise(self.bound.noise(key, sizes, self.num_particles))
         key, key_which = jax.random.split(key)
         rows = self.bound.noise(key, self.minibatches.sizes(sizes), self.num_particles)
         return Noise(rows, self.minibatches.noise(key_which))
 
-    def recentred(self, state: Silo, seen: Coordinates, data: SiloData) -> dict[str, Any]:
+    def recentred(self, state: Silo, seen: Coordinates, data: SiloData) -> OwnParams:
         """Return a silo's parameters with its local guides measured from where the globals are now.
 
         They are the same guides: the centre of the globals' guide may be far from where it was when
         the silo was last asked.
         """
-        own = state.params["guide"]
+        own = state.params.guide
         above = self.guide.centres(self.guide.placed(state.frames, own), seen, data)
         moved = {p: self.guide.locals[p].recentre(own[p], above[p]) for p in own}
-        return {**state.params, "guide": moved}
+        return state.params._replace(guide=moved)

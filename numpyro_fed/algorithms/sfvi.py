@@ -28,9 +28,11 @@ from numpyro_fed.algorithms.base import (
     Exchange,
     FederatedAlgorithm,
     Info,
+    OwnParams,
     Private,
     Reply,
     Round,
+    SharedParams,
     ascend,
 )
 from numpyro_fed.algorithms.begin import Begun, carried_locals
@@ -48,25 +50,23 @@ from numpyro_fed.trees import all_finite
 class ServerState(NamedTuple):
     """The state that the server keeps from round to round.
 
-    ``params`` is ``{"theta", "guide"}``: shared parameters and those of the globals' guide, both in
-    the ``frame``.
+    Shared parameters and those of the globals' guide are both in the ``frame``.
     """
 
-    params: dict[str, Any]
+    params: SharedParams
     opt_state: Any
-    course: Course[dict[str, Any]]
+    course: Course[SharedParams]
     frame: Frame
 
 
 class SiloState(NamedTuple):
     """The state that a silo keeps from round to round.
 
-    ``params`` is ``{"private", "guide"}``: private parameters and those of the local guide, in the
-    ``frames`` of the rows of each plate, if there are any. ``centre`` is from where that measures
-    the globals, where a silo may be left out of a round.
+    The local guides are in the ``frames`` of the rows of each plate, if there are any. ``centre``
+    is from where they measure the globals, where a silo may be left out of a round.
     """
 
-    params: dict[str, Any]
+    params: OwnParams
     opt_state: Any
     frames: dict[str, Gaussian]
     centre: Array | None = None
@@ -126,7 +126,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         """Return what silos are asked in a step."""
         return Exchange("sfvi", self.silo, silo_noise=self.step_noise)
 
-    def server_at(self, params: dict[str, Any], frame: Frame) -> ServerState:
+    def server_at(self, params: SharedParams, frame: Frame) -> ServerState:
         return ServerState(params, self.optim.init(params), settling.begin(params), frame)
 
     def server_from(self, key: Array, begun: Begun) -> ServerState:
@@ -135,9 +135,9 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
 
     def silo_at(
         self,
-        own: dict[str, Any],
+        own: OwnParams,
         frames: dict[str, Gaussian],
-        params: dict[str, Any],
+        params: SharedParams,
         frame: Frame,
     ) -> SiloState:
         kept = jnp.zeros(self.model.dim) if self.in_part and self.guide.measures else None
@@ -151,10 +151,10 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
     def server_noise(self, key: Array) -> Array:
         return self.guide.globals.noise(key, self.num_particles)
 
-    def draw(self, params: dict[str, Any], frame: Frame, eps: Array) -> tuple[Down, Array]:
+    def draw(self, params: SharedParams, frame: Frame, eps: Array) -> tuple[Down, Array]:
         """Return what is sent, and the server's own term of the bound."""
-        theta = frame.parameters(params["theta"])
-        seen, z_G, log_q = self.guide.globals.draws(frame.globals, params["guide"], eps)
+        theta = frame.parameters(params.theta)
+        seen, z_G, log_q = self.guide.globals.draws(frame.globals, params.guide, eps)
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
         down = Down(theta, z_G, seen if self.guide.measures else ())
         return down, jnp.mean(log_prior - log_q)
@@ -183,9 +183,9 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         here, places = drawn(self.minibatches, noise.which, data)
         frames = rows_at(state.frames, places)
 
-        def term(down: Down, params: dict[str, Any]) -> Array:
-            theta = {**down.theta, **params["private"]}
-            eta = self.guide.placed(frames, rows_at(params["guide"], places))
+        def term(down: Down, params: OwnParams) -> Array:
+            theta = {**down.theta, **params.private}
+            eta = self.guide.placed(frames, rows_at(params.guide, places))
 
             def at(z_G: Array, u: Array, eps: Rows) -> Array:
                 seen = Coordinates(u, centre)

@@ -34,8 +34,10 @@ from numpyro_fed.algorithms.base import (
     Exchange,
     FederatedAlgorithm,
     Info,
+    OwnParams,
     Reply,
     Round,
+    SharedParams,
     ascend,
     own_key,
 )
@@ -59,12 +61,11 @@ Pair = tuple[Array, Array]
 class ServerState(NamedTuple):
     """The state that the server keeps from round to round.
 
-    ``params`` is ``{"theta", "guide"}`` in a ``frame`` that silos have too; ``rows`` is the weight
-    of all silos together.
+    ``params`` are in a ``frame`` that silos have too; ``rows`` is the weight of all silos together.
     """
 
-    params: dict[str, Any]
-    course: Course[dict[str, Any]]
+    params: SharedParams
+    course: Course[SharedParams]
     rows: Array
     frame: Frame
 
@@ -77,7 +78,7 @@ class SiloState(NamedTuple):
     the globals from ``centre``, where the silo's own steps have led: an average is elsewhere.
     """
 
-    params: dict[str, Any]
+    params: OwnParams
     opt_state: Any
     shared_opt_state: Any
     centre: Array
@@ -90,7 +91,7 @@ class Down(NamedTuple):
     of all silos together.
     """
 
-    params: dict[str, Any]
+    params: SharedParams
     rows: Array
 
 
@@ -284,7 +285,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         )
         return sum((r.sum() for r in rows), jnp.zeros(()))
 
-    def server_at(self, params: dict[str, Any], frame: Frame) -> ServerState:
+    def server_at(self, params: SharedParams, frame: Frame) -> ServerState:
         return ServerState(params, settling.begin(params), self.total, frame)
 
     @property
@@ -294,9 +295,9 @@ class Averaging(ByGradients[ServerState, SiloState]):
 
     def silo_at(
         self,
-        own: dict[str, Any],
+        own: OwnParams,
         frames: dict[str, Gaussian],
-        params: dict[str, Any],
+        params: SharedParams,
         frame: Frame,
     ) -> SiloState:
         mine, shared = self.optim.init(own), self.optim.init(params)
@@ -314,8 +315,8 @@ class Averaging(ByGradients[ServerState, SiloState]):
             return jax.tree.map(lambda a: a / replies.weight, tree)
 
         guide = replies.up.guide if gathered else mean(replies.up.guide)
-        eta = self.aggregation.average(guide, weights, state.params["guide"])
-        params = {"theta": mean(replies.up.theta), "guide": eta}
+        eta = self.aggregation.average(guide, weights, state.params.guide)
+        params = SharedParams(eta, mean(replies.up.theta))
         loss = -mean(replies.up.bound)
         course = settling.follow(state.course, loss, params, standard=self.from_mode)
         after = state._replace(params=params, course=course)
@@ -329,20 +330,20 @@ class Averaging(ByGradients[ServerState, SiloState]):
 
     def terms(
         self,
-        shared: dict[str, Any],
-        own: dict[str, Any],
+        shared: SharedParams,
+        own: OwnParams,
         noise: tuple[Array, Noise],
         state: SiloState,
         data: SiloData,
     ) -> tuple[Array, Array, Array]:
         """Return means over particles of the log prior, ``log q`` and the silo's own bound."""
         frame = state.shared_frame
-        theta = frame.parameters(shared["theta"])
-        seen, z_G, log_q = self.guide.globals.draws(frame.globals, shared["guide"], noise[0])
+        theta = frame.parameters(shared.theta)
+        seen, z_G, log_q = self.guide.globals.draws(frame.globals, shared.guide, noise[0])
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
         here, places = drawn(self.minibatches, noise[1].which, data)
-        local = self.guide.placed(rows_at(state.frames, places), rows_at(own["guide"], places))
-        held = {**theta, **own["private"]}
+        local = self.guide.placed(rows_at(state.frames, places), rows_at(own.guide, places))
+        held = {**theta, **own.private}
 
         def at(z: Array, u: Array, eps: Rows) -> Array:
             return self.bound.value(held, local, z, seen._replace(u=u), eps, here)
@@ -359,7 +360,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         start = self.recentred(state, here, data)
 
         def objective(
-            shared: dict[str, Any], own: dict[str, Any], eps: tuple[Array, Noise]
+            shared: SharedParams, own: OwnParams, eps: tuple[Array, Noise]
         ) -> tuple[Array, Array]:
             log_prior, log_q, bound = self.terms(shared, own, eps, state, data)
             seen = log_prior - log_q + scale * bound
@@ -378,13 +379,13 @@ class Averaging(ByGradients[ServerState, SiloState]):
         begun = (down.params, state.shared_opt_state, start, state.opt_state)
         steps = jnp.arange(self.local_steps)
         (shared, shared_opt, own, own_opt), seen = jax.lax.scan(step, begun, steps)
-        message = self.aggregation.message(shared["guide"], down.params["guide"])
-        up = Up(seen[0], shared["theta"], message)
+        message = self.aggregation.message(shared.guide, down.params.guide)
+        up = Up(seen[0], shared.theta, message)
         after = state._replace(
             params=own, opt_state=own_opt, shared_opt_state=shared_opt, centre=self.centre(shared)
         )
         return Reply(up, all_finite((up, own)), weight), after
 
-    def centre(self, shared: dict[str, Any]) -> Array:
+    def centre(self, shared: SharedParams) -> Array:
         """Return the centre of the globals' guide in its frame."""
-        return self.guide.globals.centre(shared["guide"])
+        return self.guide.globals.centre(shared.guide)

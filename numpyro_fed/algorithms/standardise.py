@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Silo
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, SharedParams, Silo
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
@@ -24,9 +24,9 @@ class Learning(Protocol):
     """A server's state that holds shared parameters."""
 
     @property
-    def params(self) -> dict[str, Any]: ...
+    def params(self) -> SharedParams: ...
 
-    def _replace(self, *, params: dict[str, Any]) -> Self: ...
+    def _replace(self, *, params: SharedParams) -> Self: ...
 
 
 def standardising(guide: Guide) -> tuple[Round, ...]:
@@ -55,7 +55,7 @@ def _round(guide: Guide, name: str, power: int) -> Round:
         return Reply(sums, all_finite(sums)), state
 
     def run(state: Learning, noise: object, ask: Ask) -> tuple[Learning, Info]:
-        theta = dict(state.params["theta"])
+        theta = dict(state.params.theta)
         fed = [e.name for e in guide.encoders.values() if e.standardises]
         replies = ask(name, {encoder: theta[encoder]["shift"] for encoder in fed})
         for encoder, sums in replies.up.items():
@@ -63,7 +63,7 @@ def _round(guide: Guide, name: str, power: int) -> Round:
             spread = jnp.where(mean > 0, jnp.sqrt(jnp.abs(mean)), 1.0)
             found = {"shift": mean} if power == 1 else {"scale": spread}
             theta[encoder] = theta[encoder] | found
-        after = state._replace(params={**state.params, "theta": theta})
+        after = state._replace(params=state.params._replace(theta=theta))
         return after, Info(jnp.zeros(()), jnp.array(True))
 
     return Round((Exchange(name, silo),), run)

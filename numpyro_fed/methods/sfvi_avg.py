@@ -56,7 +56,7 @@ def default_optimiser(local_steps: int, standard: bool) -> optax.GradientTransfo
 
 def _kind(path: tuple[Any, ...], _: object) -> str:
     """Return which steps a leaf of shared parameters, or of a silo's own, takes."""
-    first, last = path[0].key, getattr(path[-1], "key", None)
+    first, last = path[0].name, getattr(path[-1], "key", None)
     if first != "guide":
         return "other"
     return "centre" if len(path) == 2 and last == "loc" else "rest"

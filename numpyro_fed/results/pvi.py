@@ -54,12 +54,12 @@ class PVIResult(Result):
     @in_own_precision
     def posterior(self) -> dict[str, dist.Distribution]:
         """Each global site's marginal, as a NumPyro distribution on its own support."""
-        return self._factors.globals.marginals(self.state.server.params["guide"])
+        return self._factors.globals.marginals(self.state.server.params.guide)
 
     @in_own_precision
     def natural_parameters(self) -> Any:
         """Natural parameters of the posterior: the prior's, and all factors."""
-        return self.state.server.params["guide"]
+        return self.state.server.params.guide
 
     @in_own_precision
     def factor(self, silo: int) -> Any:

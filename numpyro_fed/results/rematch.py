@@ -37,5 +37,5 @@ def rematched(found: Corrected) -> Result | None:
     matched = {GAUSSIAN: {"first": precision @ mean, "second": -0.5 * precision}}
     guide = jax.tree.map(lambda a: jnp.asarray(a, dtype), matched)
     server = result.state.server
-    params = {**server.params, "guide": guide}
+    params = server.params._replace(guide=guide)
     return replace(result, state=result.state._replace(server=server._replace(params=params)))

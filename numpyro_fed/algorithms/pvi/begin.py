@@ -18,7 +18,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Ask, Carry, Exchange, Info, Private, Reply, Round, own_key
+from numpyro_fed.algorithms.base import (
+    Ask,
+    Carry,
+    Exchange,
+    Info,
+    OwnParams,
+    Private,
+    Reply,
+    Round,
+    SharedParams,
+    own_key,
+)
 from numpyro_fed.algorithms.begin import (
     FROM_MODE,
     At,
@@ -83,7 +94,7 @@ def pvi_carry(server: Server, silo: Silo) -> Carry:
         first, total, own = factors(key, begun)
         guide = parts.aggregate(server.prior(begun.theta), total)
         return first._replace(
-            params={"theta": begun.theta, "guide": guide},
+            params=SharedParams(guide, begun.theta),
             total=total,
             server_factor=own,
             opt_state=parts.optim.init(begun.theta),
@@ -94,9 +105,7 @@ def pvi_carry(server: Server, silo: Silo) -> Carry:
         _, total, own = factors(key, begun)
         share = jax.tree.map(lambda a, b: (a - b) / server.settings.num_silos, total, own)
         eta = carried_locals(parts.guide, private, begun, data)
-        centre = jnp.zeros_like(begun.centre)
-        params = {"private": private.theta, "guide": eta, "centre": centre}
-        first = silo.init(key, data)
+        first, params = silo.init(key, data), OwnParams(eta, private.theta)
         return first._replace(params=params, factor=share, frame=frame_of(parts, begun))
 
     return Carry(begin_server, begin_silo)
@@ -114,8 +123,7 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
         factor = family.around(begun.centre, place.gradient[own:], place.curvature[own:, own:])
         factor = jax.tree.map(lambda a: jnp.where(all_finite(factor), a, 0.0), factor)
         eta = begun_locals(fm, parts.guide, down, state, data)
-        centre = jnp.zeros_like(begun.centre)
-        params = {"private": state.private, "guide": eta, "centre": centre}
+        params = OwnParams(eta, state.private)
         first, frame = silo.init(noise, data), frame_of(parts, begun)
         draft = first._replace(params=params, pending=factor, frame=frame)
         return Reply(Up(factor), all_finite(eta)), draft
@@ -137,7 +145,7 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
         total, taken = proper_step(proper, none, total, 1.0)
         guide = parts.aggregate(prior, total)
         after = first._replace(
-            params={"theta": begun.theta, "guide": guide},
+            params=SharedParams(guide, begun.theta),
             total=total,
             server_factor=jax.tree.map(lambda a: taken * a, server_factor),
             opt_state=parts.optim.init(begun.theta),

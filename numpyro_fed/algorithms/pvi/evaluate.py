@@ -32,7 +32,7 @@ def evaluation(server: Server, silo: Silo) -> Round:
     def run(state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         log_lik = ask(EVALUATION, server.sent(state, ask.who)).up
         params = state.params
-        loss = server.kl_to_prior(noise, params["theta"], params["guide"]) - log_lik
+        loss = server.kl_to_prior(noise, params.theta, params.guide) - log_lik
         return state, Info(loss, jnp.array(True))
 
     exchange = Exchange(EVALUATION, expect, silo_noise=own_key, scatter=Down(*SCATTERED))

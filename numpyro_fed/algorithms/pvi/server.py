@@ -12,7 +12,7 @@ import optax
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.base import Ask, Info, Shared
+from numpyro_fed.algorithms.base import Ask, Info, Shared, SharedParams
 from numpyro_fed.algorithms.pvi.states import (
     VISIT,
     Down,
@@ -55,7 +55,7 @@ class Server(Role):
             none, none, jnp.zeros((), jnp.int32), jnp.zeros(()), converged, jnp.zeros(())
         )
         return ServerState(
-            {"theta": theta, "guide": guide},
+            SharedParams(guide, theta),
             server_factor,
             server_factor,
             self.parts.optim.init(theta),
@@ -67,18 +67,18 @@ class Server(Role):
 
     def sent(self, state: ServerState, who: Array) -> Down:
         """Return the sum of all factors and, to each silo, whether its last proposal was taken."""
-        return Down(state.params["theta"], state.total, state.taken[who])
+        return Down(state.params.theta, state.total, state.taken[who])
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Ask for changes; take as much as leaves the posterior proper; step on parameters."""
-        settings, theta, old = self.settings, state.params["theta"], state.params["guide"]
+        settings, theta, old = self.settings, state.params.theta, state.params.guide
         up: Up = ask(VISIT, self.sent(state, ask.who)).up
         kl_to_prior = self.kl_to_prior(noise, theta, old)
         total, damping = self._damped(state, self.prior(theta), up.change)
         total, server_factor, converged = self._renewed(state, noise, theta, total)
         theta, opt_state, guide = self._learned(state, noise, total, up.theta)
         after = ServerState(
-            {"theta": theta, "guide": guide},
+            SharedParams(guide, theta),
             total,
             server_factor,
             opt_state,
@@ -95,7 +95,7 @@ class Server(Role):
 
     def view(self, state: ServerState) -> Shared:
         """Return shared parameters and the posterior."""
-        return Shared(state.params["theta"], state.params["guide"], state.frame)
+        return Shared(state.params.theta, state.params.guide, state.frame)
 
     def done(self, state: ServerState) -> Array:
         """Return whether the last round, all visits used, has hardly moved the posterior."""
@@ -157,7 +157,7 @@ class Server(Role):
         self, state: ServerState, key: Array, total: Natural, gradient: Theta
     ) -> tuple[Theta, optax.OptState, Natural]:
         """Return shared parameters after a step on the free energy, and the posterior then."""
-        theta, old, settings = state.params["theta"], state.params["guide"], self.settings
+        theta, old, settings = state.params.theta, state.params.guide, self.settings
         guide = self.parts.aggregate(self.prior(theta), total)
         if not theta:
             return theta, state.opt_state, guide

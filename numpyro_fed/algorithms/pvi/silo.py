@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.base import Private, Reply
+from numpyro_fed.algorithms.base import OwnParams, Private, Reply
 from numpyro_fed.algorithms.pvi.conjugacy import log_likelihood, misfit, row_terms
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import Down, Role, SiloState, Status, Up
@@ -28,8 +27,6 @@ from numpyro_fed.trees import all_finite, where
 
 TOGETHER = 8  # draws of the expected log likelihood, at most, side by side
 
-Params = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Silo(Role):
@@ -38,16 +35,16 @@ class Silo(Role):
     def init(self, key: Array, data: SiloData) -> SiloState:
         """Return the first state, without a factor."""
         key_private, key_guide = jax.random.split(key)
-        params = {
-            "private": self.model.init_private(key_private, data),
-            "guide": self.parts.guide.init_local(key_guide, data),
-            "centre": jnp.zeros(self.model.dim),
-        }
+        params = OwnParams(
+            self.parts.guide.init_local(key_guide, data),
+            self.model.init_private(key_private, data),
+        )
         like = jax.eval_shape(lambda: self.prior(self.model.init_theta(jax.random.key(0))))
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
         none = jnp.zeros((), jnp.int32)
         stale = (zeros, zeros) if self.settings.asynchronous else ()
-        return SiloState(params, zeros, zeros, none, none, stale, self.first_frame())
+        centre, frame = jnp.zeros(self.model.dim), self.first_frame()
+        return SiloState(params, centre, zeros, zeros, none, none, stale, frame)
 
     def visit(
         self, noise: Array, down: Down, state: SiloState, data: SiloData
@@ -71,10 +68,9 @@ class Silo(Role):
         change = where(usable, change, jax.tree.map(jnp.zeros_like, change))
         g_theta = where(usable, g_theta, jax.tree.map(jnp.zeros_like, g_theta))
         statuses = jax.nn.one_hot(status, len(Status), dtype=jnp.int32)
-        centre = self.family.centre(self.family.ordinary(found.eta))
-        after = {**found.own, "centre": state.frame.standardise(centre)}
+        centre = state.frame.standardise(self.family.centre(self.family.ordinary(found.eta)))
         draft = SiloState(
-            where(usable, after, state.params),
+            *where(usable, (found.own, centre), (state.params, state.centre)),
             factor,
             change,
             state.visits + 1,
@@ -90,8 +86,7 @@ class Silo(Role):
 
     def view(self, state: SiloState) -> Private:
         """Return private parameters, the local guide and its centre."""
-        params = state.params
-        return Private(params["private"], params["guide"], params["centre"])
+        return Private(state.params.private, state.params.guide, state.centre)
 
     def _removed(self, factor: Natural, total: Natural) -> Natural:
         """Return what is taken out of the posterior to make the cavity."""
@@ -135,7 +130,7 @@ class Silo(Role):
         family, divergence = self.family, self.parts.divergence
         return family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
 
-    def _status(self, found: Solution[Params], change: Natural) -> Array:
+    def _status(self, found: Solution[OwnParams], change: Natural) -> Array:
         finite = found.finite & all_finite((change, found.own))
         proper = self.family.proper(found.eta)
         status = jnp.where(found.converged, Status.CONVERGED, Status.NOT_CONVERGED)
@@ -147,7 +142,7 @@ class Silo(Role):
         self, key: Array, theta: Theta, posterior: Natural, state: SiloState, data: SiloData
     ) -> tuple[Array, Theta]:
         """Return the expected log likelihood at the posterior, with its gradient for ``theta``."""
-        parts, family, private = self.parts, self.family, state.params["private"]
+        parts, family, private = self.parts, self.family, state.params.private
 
         def exact(theta: Theta) -> Array:
             f = log_likelihood(parts.model, {**theta, **private}, data)
@@ -159,7 +154,7 @@ class Silo(Role):
         def sampled(theta: Theta) -> Array:
             psi = family.ordinary(posterior)
             centre = family.centre(psi)
-            eta = parts.guide.recentre(state.params["guide"], state.moving(centre), data)
+            eta = parts.guide.recentre(state.params.guide, state.moving(centre), data)
             sizes = {p: len(part["loc"]) for p, part in eta.items()}
 
             def at(noise: Tree, rows: Rows) -> Array:
@@ -186,11 +181,11 @@ class Silo(Role):
 
     def _problem(
         self, theta: Theta, cavity: Natural, start: Ordinary, state: SiloState, data: SiloData
-    ) -> Problem[Params]:
+    ) -> Problem[OwnParams]:
         parts, fm, family, guide = self.parts, self.model, self.family, self.parts.guide
         centre = family.centre(start)
-        eta = guide.recentre(state.params["guide"], state.moving(centre), data)
-        own = {"private": state.params["private"], "guide": eta}
+        eta = guide.recentre(state.params.guide, state.moving(centre), data)
+        own = OwnParams(eta, state.params.private)
 
         def noise(key: Array, particles: int, batch: int | None) -> Noise:
             which, sizes = None, {p: len(part["loc"]) for p, part in eta.items()}
@@ -199,10 +194,12 @@ class Silo(Role):
                 which, sizes = parts.minibatches.noise(key_which), parts.minibatches.sizes(sizes)
             return Noise(*self._noise(key, sizes, particles), which)
 
-        def log_lik(psi: Ordinary, own: Params, noise: Noise, plain: bool) -> tuple[Array, Array]:
+        def log_lik(
+            psi: Ordinary, own: OwnParams, noise: Noise, plain: bool
+        ) -> tuple[Array, Array]:
             here, places = drawn(parts.minibatches, noise.which, data)
-            local = rows_at(own["guide"], places)
-            shared = {**theta, **own["private"]}
+            local = rows_at(own.guide, places)
+            shared = {**theta, **own.private}
             centre = family.centre(psi)
             bound = parts.plain_bound if plain else parts.bound
 
@@ -216,7 +213,7 @@ class Silo(Role):
         num_rows = sum(fm.sizes(data).values())
 
         def likelihood() -> tuple[Natural, Callable[[Ordinary], Array]]:
-            rows = row_terms(fm, {**theta, **own["private"]}, data)
+            rows = row_terms(fm, {**theta, **own.private}, data)
             eta = family.fit(lambda z: rows(z).sum())
             return eta, partial(misfit, rows, family, eta, start, num_rows)
 
@@ -233,14 +230,14 @@ class Silo(Role):
             self._framed,
         )
 
-    def _framed(self, own: Params) -> tuple[Params, Callable[[Params], Params]]:
+    def _framed(self, own: OwnParams) -> tuple[OwnParams, Callable[[OwnParams], OwnParams]]:
         """Return the silo's own part in frames of its rows, and the way back."""
-        frames, inside = self.parts.guide.framed(own["guide"])
-        return {**own, "guide": inside}, partial(self._placed, frames)
+        frames, inside = self.parts.guide.framed(own.guide)
+        return own._replace(guide=inside), partial(self._placed, frames)
 
-    def _placed(self, frames: dict[str, Gaussian], own: Params) -> Params:
+    def _placed(self, frames: dict[str, Gaussian], own: OwnParams) -> OwnParams:
         """Return the silo's own part, from one in frames of its rows."""
-        return {**own, "guide": self.parts.guide.placed(frames, own["guide"])}
+        return own._replace(guide=self.parts.guide.placed(frames, own.guide))
 
     def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Tree, Rows]:
         """Return the noise of so many draws of the globals, and of the rows for each."""

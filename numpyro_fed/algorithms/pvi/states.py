@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from numpyro_fed.algorithms.base import OwnParams, SharedParams
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
@@ -55,13 +56,13 @@ class Progress(NamedTuple):
 class ServerState(NamedTuple):
     """The state that the server keeps from round to round.
 
-    ``params`` is ``{"theta", "guide"}``: shared parameters, the posterior's natural parameters.
+    ``params`` are shared parameters, and as ``guide`` the posterior's natural parameters.
     ``total`` is the sum of all factors, ``server_factor`` the server's own among them, for what of
     the prior is outside of the family; ``taken`` (silos,) is the factor with which each silo's last
     proposal was taken. Silos' own guides measure the globals in the ``frame``.
     """
 
-    params: dict[str, Any]
+    params: SharedParams
     total: Natural
     server_factor: Natural
     opt_state: optax.OptState
@@ -74,14 +75,14 @@ class ServerState(NamedTuple):
 class SiloState(NamedTuple):
     """The state that a silo keeps from round to round.
 
-    ``params`` is ``{"private", "guide", "centre"}``: private parameters, the local guide, and
-    from where it measures the globals in the ``frame``.
-    ``factor`` has been taken by the server, ``pending`` was sent and waits to hear. ``status`` says
-    how the last visit ended. ``stale`` is the cavity and the posterior that an asynchronous silo is
-    at work from.
+    ``centre`` is from where the local guides measure the globals in the ``frame``. ``factor`` has
+    been taken by the server, ``pending`` was sent and waits to hear. ``status`` says how the last
+    visit ended. ``stale`` is the cavity and the posterior that an asynchronous silo is at work
+    from.
     """
 
-    params: dict[str, Any]
+    params: OwnParams
+    centre: Array
     factor: Natural
     pending: Natural
     visits: Array
@@ -95,7 +96,7 @@ class SiloState(NamedTuple):
 
     def moving(self, z_G: Array) -> Coordinates:
         """Return the globals as the local guide sees them from where it is now."""
-        return Coordinates(self.frame.standardise(z_G), self.params["centre"])
+        return Coordinates(self.frame.standardise(z_G), self.centre)
 
     def effective_factor(self, taken: Array) -> Natural:
         """Return the silo's factor, pending part included: these sum to the server's ``total``."""
