@@ -157,12 +157,11 @@ def bound_of(model, v, held, xs, y, server_noise, client_noises):
 
     def normal(shared, parties):
         """Mean and covariance of all parties' latents, in a row."""
-        loc = jnp.concatenate([own["guide"]["loc"] for own in parties])
-        T = block_diag(*(root(own["guide"]) for own in parties))
-        V = jnp.concatenate([own.get("coupling", jnp.zeros((len(T), 0))[:0]) for own in parties])
+        loc = jnp.concatenate([own.guide["loc"] for own in parties])
+        T = block_diag(*(root(own.guide) for own in parties))
         if not shared:
             return loc, T @ T.T
-        W = T @ V
+        W = T @ jnp.concatenate([own.coupling for own in parties])
         return loc + W @ shared["loc"], T @ T.T + W @ root(shared) @ root(shared).T @ W.T
 
     def drawn(shared, parties, noises):
@@ -170,7 +169,7 @@ def bound_of(model, v, held, xs, y, server_noise, client_noises):
         xi = shared["loc"] + root(shared) @ server_noise.xi[0] if shared else jnp.zeros(0)
         zs = []
         for own, eps in zip(parties, noises, strict=True):
-            eta, V = own["guide"], own.get("coupling", jnp.zeros((len(eps), 0)))
+            eta, V = own.guide, jnp.zeros((len(eps), 0)) if own.coupling is None else own.coupling
             zs.append(eta["loc"] + root(eta) @ (eps + V @ xi))
         q = dist.MultivariateNormal(*normal(*jax.lax.stop_gradient((shared, parties))))
         return zs, q.log_prob(jnp.concatenate(zs))
@@ -184,16 +183,16 @@ def bound_of(model, v, held, xs, y, server_noise, client_noises):
         return values, log_det(half, z)
 
     def bound(server, clients):
-        parties = [server["own"], *(params["own"] for params in clients)]
+        parties = [server.own, *(params.own for params in clients)]
         noises = [server_noise.eps[0], *(eps[0] for eps, _ in client_noises)]
-        (z, *zs), log_q = drawn(server["shared"], parties, noises)
+        (z, *zs), log_q = drawn(server.shared, parties, noises)
         values, extra = sites(v.model.server, z)
         for j, (params, (_, tau)) in enumerate(zip(clients, client_noises, strict=True)):
             own, extra_j = sites(v.model.clients[j], zs[j])
             extra = extra + extra_j
             values |= {f"client_{j}/{n}": value for n, value in own.items()}
             if v.rho is not None:
-                psi = params["auxiliary"]
+                psi = params.auxiliary
                 z_j = v.rho * (psi["loc"] + jnp.exp(psi["log_scale"]) * tau[0])
                 fixed = jax.lax.stop_gradient(psi)
                 q = dist.Normal(v.rho * fixed["loc"], v.rho * jnp.exp(fixed["log_scale"]))
@@ -468,9 +467,9 @@ def joint_normal(result):
     if "shared" not in server:
         return loc, T @ T.T
     W = T @ jnp.concatenate([p["coupling"] for p in parties])
-    L = root_of_guide(server["shared"])
+    L = root_of_guide(server.shared)
     covariance = T @ T.T + W @ L @ L.T @ W.T
-    return loc + W @ server["shared"]["loc"], 0.5 * (covariance + covariance.T)
+    return loc + W @ server.shared["loc"], 0.5 * (covariance + covariance.T)
 
 
 def begun(vfl, *data):

@@ -22,8 +22,10 @@ from jax import Array
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round, Visit
 from numpyro_fed.algorithms.vertical.base import (
+    ClientParams,
     ClientState,
     Drawn,
+    PartyParams,
     Sent,
     ServerNoise,
     ServerState,
@@ -90,16 +92,16 @@ class Augmented:
     def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
         """Ask clients for their parts of the sum, take a step, and send the slope there."""
         v = self.vertical
-        xi, pull = jax.vjp(lambda shared: v.xi(shared, noise.xi), state.params["shared"])
+        xi, pull = jax.vjp(lambda shared: v.xi(shared, noise.xi), state.params.shared)
         up: Up = ask(DRAW, Down(xi, noise.rows)).up
         data = v.some(ask.server_data, noise.rows)
 
-        def bound(own: dict[str, Any], xi: Array | None, sent: Sent) -> Array:
+        def bound(own: PartyParams, xi: Array | None, sent: Sent) -> Array:
             return self.bound(own, noise.eps, xi, sent, up.tie, state, data)
 
         sums = Sent(up.part, up.tie.b if v.rank else None)
         value, (gradient, by_xi, slope) = jax.value_and_grad(bound, (0, 1, 2))(
-            state.params["own"], xi, sums
+            state.params.own, xi, sums
         )
         after = v.ascend(state, "own", gradient)
         total = value + up.own
@@ -112,7 +114,7 @@ class Augmented:
 
     def bound(
         self,
-        own: dict[str, Any],
+        own: PartyParams,
         eps: Array,
         xi: Array | None,
         sent: Sent,
@@ -126,16 +128,16 @@ class Augmented:
         """
         v = self.vertical
         guide = v.guide(v.server).globals
-        eta, V = own["guide"], v.tied(v.server, own)
+        eta, V = own.guide, v.tied(v.server, own)
 
         def one(eps: Array, xi: Array | None, sent: Sent) -> Array:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
-            prior, likelihood = v.model.log_server(own["theta"], z, sent.part, data)
+            prior, likelihood = v.model.log_server(own.theta, z, sent.part, data)
             value = prior - log_q + v.share * likelihood
             if V is None or b is None or tie is None:
                 return value
             A = jax.lax.stop_gradient(V.T @ V) + tie.A
-            return value - coupling.log_ratio(state.params["shared"], sent.b + b, A)
+            return value - coupling.log_ratio(state.params.shared, sent.b + b, A)
 
         return jax.vmap(one)(eps, xi, sent).mean()
 
@@ -153,7 +155,7 @@ def drawing(v: Vertical) -> Exchange[ClientState, Down, Up]:
     ) -> tuple[Reply[Up], ClientState]:
         state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
         drawn = v.draw(state.params, down.xi, state, data)
-        V = v.tied(v.kind(data), state.params["own"])
+        V = v.tied(v.kind(data), state.params.own)
         tie = None if V is None else Tie(drawn.b, V.T @ V)
         up = Up(drawn.part, drawn.own, tie)
         return Reply(up, all_finite(up)), state
@@ -182,23 +184,21 @@ def steps(
 ) -> tuple[Reply[Stepped], ClientState]:
     """Take a client's steps, given the gradient in its predictor and in what it sent."""
 
-    def draw(params: dict[str, Any], xi: Array | None) -> Drawn:
+    def draw(params: ClientParams, xi: Array | None) -> Drawn:
         return v.draw(params, xi, state, data)
 
     drawn, pull = jax.vjp(draw, state.params, state.xi)
     gradient, by_xi = pull(Drawn(of_g, down.part, jnp.ones_like(drawn.own), down.b))
-    after = v.ascend(state, "own", gradient["own"])
+    after = v.ascend(state, "own", gradient.own)
     if v.auxiliary is not None:
-        after = v.ascend(after, "auxiliary", gradient["auxiliary"])
+        after = v.ascend(after, "auxiliary", gradient.auxiliary)
 
     def one(state: ClientState, eps: Array) -> tuple[ClientState, None]:
-        gradient = jax.grad(v.at_fixed)(state.params["own"], eps, drawn.part, state, data)
+        gradient = jax.grad(v.at_fixed)(state.params.own, eps, drawn.part, state, data)
         return v.ascend(state, "own", gradient), None
 
     if noise is not None:
         after, _ = jax.lax.scan(one, after, noise)
-    course = settling.follow(
-        state.course, jnp.zeros(()), after.params["own"], standard=v.from_start
-    )
+    course = settling.follow(state.course, jnp.zeros(()), after.params.own, standard=v.from_start)
     up = Stepped(by_xi, settling.settled(course).astype(jnp.result_type(float)))
     return Reply(up, all_finite((gradient, by_xi))), after._replace(course=course)

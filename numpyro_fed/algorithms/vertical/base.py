@@ -30,17 +30,40 @@ NARROW = 1e-6  # of their guide at the start, at least
 LOOSE = 0.1  # of the shared noise, where a run does not begin at the mode
 
 
+class PartyParams(NamedTuple):
+    """A party's own parameters: what it has of the noise that all share (dim, rank), if there is
+    any; those of the guide of its latents, in a frame; and its parameters, unconstrained.
+    """
+
+    coupling: Array | None
+    guide: GuideParams
+    theta: dict[str, Any]
+
+
+class ServerParams(NamedTuple):
+    """The server's own parameters, and the guide of the noise that all parties share."""
+
+    own: PartyParams
+    shared: GuideParams
+
+
+class ClientParams(NamedTuple):
+    """The guide of a client's auxiliary variables, and its own parameters."""
+
+    auxiliary: GuideParams
+    own: PartyParams
+
+
 class ServerState(NamedTuple):
     """The state that the server keeps from round to round.
 
-    ``params`` is ``{"own": {"theta", "guide", "coupling"}, "shared"}``, the guide in a ``frame``;
-    ``shared`` is the guide of the noise that all parties share.
+    ``opt_state`` is by field of ``params``, ``frame`` is that of the guide of its latents.
     ``resting`` is how many clients say that their guides have come to rest.
     """
 
-    params: dict[str, Any]
+    params: ServerParams
     opt_state: dict[str, optax.OptState]
-    course: Course[dict[str, Any]]
+    course: Course[ServerParams]
     resting: Array
     frame: Gaussian
 
@@ -48,15 +71,15 @@ class ServerState(NamedTuple):
 class ClientState(NamedTuple):
     """A client's parameters, and what it keeps from one exchange of a round to the next.
 
-    ``params`` is ``{"own": {"private", "guide", "coupling"}, "auxiliary"}``, the guide in a
-    ``frame``; ``centre`` is the predictor in the middle of that, around which
-    auxiliary variables are measured; ``noise``, ``rows`` and the shared noise ``xi`` are of the
+    ``opt_state`` is by field of ``params``, ``frame`` is that of the guide of its latents;
+    ``centre`` is the predictor in the middle of that, around which auxiliary variables are
+    measured; ``noise``, ``rows`` and the shared noise ``xi`` are of the
     draw that is on its way, ``slope`` is the gradient of the client's likelihood there.
     """
 
-    params: dict[str, Any]
+    params: ClientParams
     opt_state: dict[str, optax.OptState]
-    course: Course[dict[str, Any]]
+    course: Course[PartyParams]
     noise: tuple[Array, Array | None]
     rows: Array | None
     frame: Gaussian
@@ -260,26 +283,27 @@ class Vertical:
             return self.server_at(key_guide, theta, self.nowhere(self.server))
         eta = self.guide(self.server, given).init_global(key_guide)
         dim = self.server.half.dim
-        own = self._own(eta, self.loosely(key_guide, dim))
-        return self._server_state(key_guide, {"theta": theta, **own}, standard((dim,)))
+        own = PartyParams(self.loosely(key_guide, dim), eta, theta)
+        return self._server_state(key_guide, own, standard((dim,)))
 
     def server_at(self, key: Array, theta: dict[str, Any], start: Start) -> ServerState:
         """Return the server's state where a run begins."""
-        own, frame = self._begun(key, self.server, start)
-        return self._server_state(key, {"theta": theta, **own}, frame)
+        return self._server_state(key, *self._begun(key, self.server, theta, start))
 
-    def _begun(self, key: Array, kind: Kind, start: Start) -> tuple[dict[str, Any], Gaussian]:
-        """Return a party's guide where a run begins, a standard normal in a frame."""
+    def _begun(
+        self, key: Array, kind: Kind, theta: dict[str, Any], start: Start
+    ) -> tuple[PartyParams, Gaussian]:
+        """Return a party's parameters where a run begins, with a standard normal in a frame."""
         guide = self.guide(kind).globals
         eta = guide.init(key, jnp.zeros_like(start.z), 1.0)
-        return self._own(eta, start.coupling), guide.frame(start.z, start.root)
+        return PartyParams(start.coupling, eta, theta), guide.frame(start.z, start.root)
 
-    def _server_state(self, key: Array, own: dict[str, Any], frame: Gaussian) -> ServerState:
+    def _server_state(self, key: Array, own: PartyParams, frame: Gaussian) -> ServerState:
         zeros = jnp.zeros(self.rank)
-        params = {"own": own, "shared": self.sharing.init(key, zeros) if self.rank else {}}
+        params = ServerParams(own, self.sharing.init(key, zeros) if self.rank else {})
         return ServerState(
             params=params,
-            opt_state={part: self.optim.init(value) for part, value in params.items()},
+            opt_state={part: self.optim.init(value) for part, value in params._asdict().items()},
             course=settling.begin(params),
             resting=jnp.zeros(()),
             frame=frame,
@@ -291,13 +315,9 @@ class Vertical:
         coupling = jnp.zeros((dim, self.rank)) if self.rank else None
         return Start(jnp.zeros(dim), jnp.eye(dim), coupling)
 
-    def loosely(self, key: Array, dim: int) -> Array:
+    def loosely(self, key: Array, dim: int) -> Array | None:
         """Return a little of the shared noise: with none at all its gradient would be zero."""
-        return LOOSE * jax.random.normal(key, (dim, self.rank))
-
-    def _own(self, guide: GuideParams, coupling: Array | None) -> dict[str, Any]:
-        """Return a party's guide, and what it has of the shared noise."""
-        return {"guide": guide, **({"coupling": coupling} if self.rank else {})}
+        return LOOSE * jax.random.normal(key, (dim, self.rank)) if self.rank else None
 
     @property
     def sharing(self) -> GlobalGuide[Array]:
@@ -314,7 +334,7 @@ class Vertical:
             return self.client_at(key_guide, data, theta, self.nowhere(kind), centre)
         eta = self.guide(kind, data).init_global(key_guide)
         dim = kind.half.dim
-        own = {"private": theta, **self._own(eta, self.loosely(key_guide, dim))}
+        own = PartyParams(self.loosely(key_guide, dim), eta, theta)
         return self._client_state(key_guide, kind, own, standard((dim,)), jnp.zeros(()))
 
     def client_at(
@@ -322,19 +342,19 @@ class Vertical:
     ) -> ClientState:
         """Return a client's state where a run begins; ``centre`` is its predictor there."""
         kind = self.kind(data)
-        own, frame = self._begun(key, kind, start)
+        own, frame = self._begun(key, kind, theta, start)
         kept = centre if self.auxiliary is not None and self.auxiliary.centred else jnp.zeros(())
-        return self._client_state(key, kind, {"private": theta, **own}, frame, kept)
+        return self._client_state(key, kind, own, frame, kept)
 
     def _client_state(
-        self, key: Array, kind: Kind, own: dict[str, Any], frame: Gaussian, centre: Array
+        self, key: Array, kind: Kind, own: PartyParams, frame: Gaussian, centre: Array
     ) -> ClientState:
         key_aux, key_noise = jax.random.split(key)
         psi = {} if self.auxiliary is None else self.auxiliary.init(key_aux)
-        params = {"own": own, "auxiliary": psi}
+        params = ClientParams(psi, own)
         return ClientState(
             params=params,
-            opt_state={part: self.optim.init(value) for part, value in params.items()},
+            opt_state={part: self.optim.init(value) for part, value in params._asdict().items()},
             course=settling.begin(own),
             noise=self.client_noise(key_noise, kind),
             rows=None if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
@@ -344,12 +364,12 @@ class Vertical:
             centre=centre,
         )
 
-    def tied(self, kind: Kind, own: dict[str, Any]) -> Array | None:
+    def tied(self, kind: Kind, own: PartyParams) -> Array | None:
         """Return what of the shared noise enters a party's guide (dim, rank), or None."""
-        V = own.get("coupling")
+        V = own.coupling
         if V is None or not self.from_start:
             return V
-        return coupling.carried(self.guide(kind).globals, own["guide"], V)
+        return coupling.carried(self.guide(kind).globals, own.guide, V)
 
     def server_noise(self, key: Array) -> ServerNoise:
         """Return the noise of the server's latents and of what is shared, and the round's rows."""
@@ -395,26 +415,26 @@ class Vertical:
 
     def own(self, state: ClientState) -> Private:
         """Return a client's parameters, without guides, for which its data would be needed."""
-        return Private(state.params["own"]["private"], {})
+        return Private(state.params.own.theta, {})
 
     def some(self, data: SiloData, rows: Array | None) -> SiloData:
         """Return the rows that take part."""
         return data if rows is None else self.model.take(data, rows)
 
     def draw(
-        self, params: dict[str, Any], xi: Array | None, state: ClientState, data: SiloData
+        self, params: ClientParams, xi: Array | None, state: ClientState, data: SiloData
     ) -> Drawn:
         """Return what a client draws with its pending noise, and the shared one."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
-        psi, known = params["auxiliary"], self.known(state, held)
-        eta, V = params["own"]["guide"], self.tied(kind, params["own"])
+        psi, known = params.auxiliary, self.known(state, held)
+        eta, V = params.own.guide, self.tied(kind, params.own)
         if self.auxiliary is not None and state.rows is not None:
             psi = self.auxiliary.some(psi, state.rows)
 
         def one(eps: Array, tau: Array | None, xi: Array | None) -> Drawn:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
-            g, own = self.model.predict(kind.half, params["own"]["private"], z, held)
+            g, own = self.model.predict(kind.half, params.own.theta, z, held)
             if self.auxiliary is None or tau is None:
                 return Drawn(g, g, own - log_q, b)
             part, log_q_part = self.auxiliary.draw(psi, g, known, tau)
@@ -426,15 +446,15 @@ class Vertical:
         return drawn._replace(own=drawn.own.mean())
 
     def at_fixed(
-        self, own: dict[str, Any], eps: Array, part: Array, state: ClientState, data: SiloData
+        self, own: PartyParams, eps: Array, part: Array, state: ClientState, data: SiloData
     ) -> Array:
         """Return a client's own term where its auxiliary variables stay at ``part``."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
 
         def one(eps: Array, part: Array) -> Array:
-            z, log_q, _ = coupling.draw_in(state.frame, guide, own["guide"], None, eps, None)
-            g, prior = self.model.predict(kind.half, own["private"], z, held)
+            z, log_q, _ = coupling.draw_in(state.frame, guide, own.guide, None, eps, None)
+            g, prior = self.model.predict(kind.half, own.theta, z, held)
             return prior - log_q + self.share * self.log_noise(part, g)
 
         return jax.vmap(one)(eps, part).mean()
@@ -457,11 +477,13 @@ class Vertical:
         columns = [y.reshape(len(y), -1) for y in known if jnp.shape(y)[:1] == (self.rows,)]
         return jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1)
 
-    def ascend(self, state: State, part: str, gradient: dict[str, Any]) -> State:
+    def ascend(self, state: State, part: str, gradient: PartyParams | GuideParams) -> State:
         """Take one step of a party up the bound, on a part of its parameters."""
-        after, opt_state = ascend(self.optim, gradient, state.opt_state[part], state.params[part])
+        before = getattr(state.params, part)
+        after, opt_state = ascend(self.optim, gradient, state.opt_state[part], before)
         return state._replace(
-            params={**state.params, part: after}, opt_state={**state.opt_state, part: opt_state}
+            params=state.params._replace(**{part: after}),
+            opt_state={**state.opt_state, part: opt_state},
         )
 
     def done(self, state: ServerState) -> Array:
@@ -472,16 +494,16 @@ class Vertical:
 
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters and guide."""
-        own, shared = state.params["own"], state.params["shared"]
+        own, shared = state.params
         tied = {"coupling": self.tied(self.server, own), "shared": shared} if self.rank else {}
-        return Shared(own["theta"], {"latents": own["guide"], **tied}, state.frame)
+        return Shared(own.theta, {"latents": own.guide, **tied}, state.frame)
 
     def private(self, state: ClientState, data: SiloData) -> Party:
         """Return a client's parameters and guides."""
-        own, psi = state.params["own"], state.params["auxiliary"]
+        psi, own = state.params
         tied = {"coupling": self.tied(self.kind(data), own)} if self.rank else {}
-        guide = {"latents": own["guide"], **({"auxiliary": psi} if psi else {}), **tied}
-        return Party(own["private"], guide, state.frame)
+        guide = {"latents": own.guide, **({"auxiliary": psi} if psi else {}), **tied}
+        return Party(own.theta, guide, state.frame)
 
     def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:
         """Return a party's guides for a user to look at; ``data`` is None at the server."""

@@ -26,6 +26,7 @@ from numpyro_fed.algorithms.vertical.augmented import Down as Rows
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
+    PartyParams,
     Sent,
     ServerNoise,
     ServerState,
@@ -84,15 +85,15 @@ class Power:
         return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)
 
     def draw(
-        self, params: dict[str, Any], frame: Gaussian, eps: Array, data: SiloData
+        self, params: PartyParams, frame: Gaussian, eps: Array, data: SiloData
     ) -> tuple[Array, Array]:
         """Return draws of the server's latents, and its own term of the bound."""
         v = self.vertical
-        _, z, log_q = v.guide(v.server).globals.draws(frame, params["guide"], eps)
+        _, z, log_q = v.guide(v.server).globals.draws(frame, params.guide, eps)
 
         def own(z: Array) -> Array:
             total = jnp.zeros(v.shape[1:])
-            return v.model.log_server(params["theta"], z, total, data)[0]
+            return v.model.log_server(params.theta, z, total, data)[0]
 
         return z, (jax.vmap(own)(z) - log_q).mean()
 
@@ -120,12 +121,12 @@ class Power:
         clients: Drawn = ask(DRAW, Rows(None, noise.rows)).up
         data = v.some(ask.server_data, noise.rows)
         (z, value), pull = jax.vjp(
-            lambda own: self.draw(own, state.frame, noise.eps, data), state.params["own"]
+            lambda own: self.draw(own, state.frame, noise.eps, data), state.params.own
         )
         up: Up = ask(LIKELIHOOD, Down(clients.part, v.shared(state).theta, z)).up
         (gradient,) = pull((up.z, jnp.ones_like(value)))
-        theta = jax.tree.map(jnp.add, gradient["theta"], up.theta)
-        after = v.ascend(state, "own", {**gradient, "theta": theta})
+        theta = jax.tree.map(jnp.add, gradient.theta, up.theta)
+        after = v.ascend(state, "own", gradient._replace(theta=theta))
         loss = -(value + up.term + clients.own)
         course = settling.follow(state.course, loss, after.params, standard=v.from_start)
         stepped: Stepped = ask(STEP, Sent(up.slope, None)).up

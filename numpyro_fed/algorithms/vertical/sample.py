@@ -50,7 +50,7 @@ def sample(v: Vertical, n: int) -> Round:
 
     def run(state: ServerState, noise: tuple[Array, Array | None], ask: Ask) -> tuple[Array, Info]:
         own, shared = noise
-        xi = v.xi(state.params["shared"], shared)
+        xi = v.xi(state.params.shared, shared)
         ask(name, xi)
         z = drawn(v.server, v.shared(state), own, xi)
         return z, Info(jnp.zeros(()), all_finite(z))

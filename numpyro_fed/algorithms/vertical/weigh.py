@@ -175,8 +175,8 @@ class Weighing:
         scales, of = self.parts
         shares = jnp.asarray(np.bincount(of, minlength=len(scales)) / self.num_draws)
         theta, params, _ = server = v.shared(state)
-        middle = v.sharing.centre(state.params["shared"]) if v.rank else None
-        down = Down(v.xi(state.params["shared"], shared), middle)
+        middle = v.sharing.centre(state.params.shared) if v.rank else None
+        down = Down(v.xi(state.params.shared, shared), middle)
         up: Up = ask(self.name, down).up
         drawn = self.place(v.server, server, own, down.xi, middle)
 
