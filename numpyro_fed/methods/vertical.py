@@ -310,6 +310,6 @@ def _searched(
             if not info.ok:
                 return None, 0
             state, asked = state._replace(server=server, silos=silos), asked + 1
-        if state.server.ritz.gain <= CLOSE:
+        if state.server.spread.ritz.gain <= CLOSE:
             break
     return state, 2 * int(state.round) + asked

@@ -34,9 +34,11 @@ from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, own_k
 from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Start, Vertical
 from numpyro_fed.algorithms.vertical.curvature import Local, at_point, mode_of, root_of
 from numpyro_fed.algorithms.vertical.search import (
+    Basis,
     Client,
     Ritz,
     Server,
+    Spread,
     Told,
     functions,
     joint,
@@ -117,7 +119,7 @@ def spread(v: Vertical) -> Round:
             pulled = jax.vmap(lambda pull: back(pull)[0])(down.ritz.pull)
             return (pulled @ T).T + curvature @ basis
 
-        basis = turned(state.basis, down.ritz, rows)
+        basis = turned(state.basis.rows, down.ritz, rows)
         directions = T @ basis
         along = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1])(directions.T)
         up = Along(
@@ -125,15 +127,17 @@ def spread(v: Vertical) -> Round:
             basis.T @ basis,
             basis.T @ curvature @ basis,
             directions.T @ local.own_slope,
-            basis.T @ state.anchor,
+            basis.T @ state.basis.anchor,
         )
-        return Reply(up, all_finite(up)), state._replace(basis=basis, directions=directions)
+        after = state.basis._replace(rows=basis, directions=directions)
+        return Reply(up, all_finite(up)), state._replace(basis=after)
 
     def run(state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
-        up: Along = ask(SPREAD, Down(told(state), state.ritz)).up
+        ritz, anchor = state.spread.ritz, state.basis.anchor
+        up: Along = ask(SPREAD, Down(told(state), ritz)).up
         log_p = joint(v, state, ask.server_data)
         T = root_of(at_point(lambda z: log_p(z, state.total), state.z)[1])
-        basis = turned(state.basis, state.ritz, lambda new: state.turned)
+        basis = turned(state.basis.rows, ritz, lambda new: state.spread.turned)
         slopes = jax.grad(log_p, (0, 1))
 
         def change(by_z: Array, by_total: Array) -> tuple[Array, Array]:
@@ -149,23 +153,25 @@ def spread(v: Vertical) -> Round:
         combine, curvatures = _directions(up.gram + basis.T @ basis, curvature)
         along = combine.T @ slope
         newton = along / _positive(curvatures)
+        found = Ritz(
+            looks=ritz.looks + 1,
+            combine=combine,
+            curvatures=curvatures,
+            pull=jnp.tensordot(combine.T[: len(ritz.pull)], of_total, 1),
+            gain=0.5 * along @ newton,
+        )
         after = state._replace(
-            basis=basis,
-            directions=directions,
-            turned=T.T @ of_z.T @ combine,
-            newton=combine @ newton,
             ab=jnp.zeros(2),
             quiet=jnp.zeros_like(state.quiet),
-            angles=(combine.T @ (basis.T @ state.anchor + up.anchor))[: v.rank],
-            ritz=Ritz(
-                looks=state.ritz.looks + 1,
-                combine=combine,
-                curvatures=curvatures,
-                pull=jnp.tensordot(combine.T[: len(state.ritz.pull)], of_total, 1),
-                gain=0.5 * along @ newton,
+            basis=Basis(basis, directions, anchor),
+            spread=Spread(
+                found,
+                turned=T.T @ of_z.T @ combine,
+                newton=combine @ newton,
+                angles=(combine.T @ (basis.T @ anchor + up.anchor))[: v.rank],
             ),
         )
-        return after, Info(jnp.zeros(()), all_finite(after.ritz))
+        return after, Info(jnp.zeros(()), all_finite(found))
 
     return Round((Exchange(SPREAD, silo),), run)
 
@@ -190,14 +196,14 @@ class Beginning:
         v = self.vertical
         if not (v.rank and v.width):
             return None, jnp.ones(())
-        curvatures = _positive(state.ritz.curvatures)
+        curvatures = _positive(state.spread.ritz.curvatures)
         all_there = v.complete and v.rank >= v.dim - 1
         tau = 1 / curvatures.max() if all_there else jnp.ones(())
         size = jnp.sqrt(jnp.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
         # Of all rotations of the shared noise the one that brings V next to the anchor: directions
         # of about the same curvature are as rounding has it, and what comes of them is not.
-        left, _, right = linalg.svd(size[:, None] * state.angles)
-        return state.ritz.combine[:, : v.rank] * size @ (left @ right), tau
+        left, _, right = linalg.svd(size[:, None] * state.spread.angles)
+        return state.spread.ritz.combine[:, : v.rank] * size @ (left @ right), tau
 
     def start(
         self, z: Array, root: Array, basis: Array, combine: Array | None, tau: Array, key: Array
@@ -214,7 +220,7 @@ class Beginning:
     ) -> tuple[Reply[tuple[()]], ClientState]:
         predict, own = functions(self.vertical, state, data)
         local = Local.at(predict, own, state.z, down.told.slope, down.told.curvature)
-        at = self.start(state.z, local.root(), state.basis, down.combine, down.tau, noise)
+        at = self.start(state.z, local.root(), state.basis.rows, down.combine, down.tau, noise)
         after = self.vertical.client_at(noise, data, state.theta, at, predict(state.z))
         return Reply((), all_finite(after)), after
 
@@ -228,7 +234,7 @@ class Beginning:
 
         z = state.z if v.width else mode_of(log_p, state.z)
         root = root_of(at_point(log_p, z)[1])
-        at = self.start(z, root, state.basis, combine, tau, noise)
+        at = self.start(z, root, state.basis.rows, combine, tau, noise)
         after = v.server_at(noise, state.theta, at)
         return after, Info(-state.value, all_finite(after))
 

@@ -58,17 +58,56 @@ QUIET = 2  # such rounds in a row
 Newton = tuple[Array, Array, Array]  # a point, its height and the damping
 
 
+class Basis(NamedTuple):
+    """A party's rows of directions of all parties' latents.
+
+    Attributes
+    ----------
+    rows : (dim, width)
+    directions : (dim, width)
+        The same in the latents' own units.
+    anchor : (dim, rank)
+        The first columns of the first basis.
+    """
+
+    rows: Array
+    directions: Array
+    anchor: Array
+
+    @classmethod
+    def random(cls, key: Array, dim: int, v: Vertical) -> Basis:
+        """Return the first basis, of which no direction is known."""
+        rows = jax.random.normal(key, (dim, v.width))
+        return cls(rows, jnp.zeros_like(rows), rows[:, : v.rank])
+
+
+class Spread(NamedTuple):
+    """What the server knows of the basis: by it all parties' guides begin.
+
+    Attributes
+    ----------
+    ritz : Ritz
+    turned : (dim, width)
+        The server's rows of the curvature along the directions.
+    newton : (width,)
+        A step along them, to be tried.
+    angles : (rank, rank)
+        Of the best directions to the anchor.
+    """
+
+    ritz: Ritz
+    turned: Array
+    newton: Array
+    angles: Array
+
+
 class Server(NamedTuple):
     """The server's part of the search.
 
     ``z`` is the best point so far, ``direction`` and ``last`` span the plane, ``ab`` is the place
     there to be tried; ``total``, ``slope`` and ``curvature`` are of the sum at the best point, and
-    before the search that which an auxiliary variable has.
-    ``basis`` (dim, width) is the server's part of directions of all parties' latents,
-    ``directions`` these in the latents' own units, ``ritz`` what is known of them, ``turned`` the
-    server's rows of their curvature, ``newton`` (width,) a step along them, to be tried, and
-    ``angles`` (rank, rank) those of the best directions to the ``anchor`` (dim, rank), the first
-    columns of the first basis. ``held`` says where latents above others are.
+    before the search that which an auxiliary variable has. ``held`` says where latents above others
+    are.
     """
 
     theta: dict[str, Any]
@@ -83,13 +122,8 @@ class Server(NamedTuple):
     slope: Array
     curvature: Array
     quiet: Array
-    basis: Array
-    directions: Array
-    ritz: Ritz
-    turned: Array
-    newton: Array
-    anchor: Array
-    angles: Array
+    basis: Basis
+    spread: Spread
 
 
 class Ritz(NamedTuple):
@@ -115,9 +149,7 @@ class Client(NamedTuple):
     direction: Array
     last: Array
     step: Array
-    basis: Array
-    directions: Array
-    anchor: Array
+    basis: Basis
 
 
 class Place(NamedTuple):
@@ -184,7 +216,14 @@ class VerticalSearch:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.server_like)
         half, sum_ = v.server.half, jnp.zeros(model.shape)
         given, still = model.with_total(zeros, sum_), jnp.zeros(half.dim)
-        held, basis = v.server.held(key, given), jax.random.normal(key, (half.dim, v.width))
+        held = v.server.held(key, given)
+        ritz = Ritz(
+            looks=jnp.zeros((), jnp.int32),
+            combine=jnp.eye(v.width),
+            curvatures=jnp.ones(v.width),
+            pull=jnp.zeros((0 if v.complete else v.width, *model.shape)),
+            gain=jnp.zeros(()),
+        )
         return Server(
             theta=half.init_theta(key, given),
             held=held,
@@ -198,25 +237,18 @@ class VerticalSearch:
             slope=sum_,
             curvature=jnp.full(model.shape, 0.0 if v.rho is None else v.rho**-2),
             quiet=jnp.zeros((), jnp.int32),
-            basis=basis,
-            directions=jnp.zeros((half.dim, v.width)),
-            ritz=Ritz(
-                looks=jnp.zeros((), jnp.int32),
-                combine=jnp.eye(v.width),
-                curvatures=jnp.ones(v.width),
-                pull=jnp.zeros((0 if v.complete else v.width, *model.shape)),
-                gain=jnp.zeros(()),
+            basis=Basis.random(key, half.dim, v),
+            spread=Spread(
+                ritz,
+                turned=jnp.zeros((half.dim, v.width)),
+                newton=jnp.zeros(v.width),
+                angles=jnp.eye(v.rank),
             ),
-            turned=jnp.zeros((half.dim, v.width)),
-            newton=jnp.zeros(v.width),
-            anchor=basis[:, : v.rank],
-            angles=jnp.eye(v.rank),
         )
 
     def init_client(self, key: Array, data: SiloData) -> Client:
         v, kind = self.vertical, self.vertical.kind(data)
         half, held, still = kind.half, kind.held(key, data), jnp.zeros(kind.half.dim)
-        basis = jax.random.normal(key, (half.dim, v.width))
         return Client(
             theta=half.init_theta(key, data),
             held=held,
@@ -224,9 +256,7 @@ class VerticalSearch:
             direction=still,
             last=still,
             step=still,
-            basis=basis,
-            directions=jnp.zeros_like(basis),
-            anchor=basis[:, : v.rank],
+            basis=Basis.random(key, half.dim, v),
         )
 
     def go(
@@ -238,7 +268,7 @@ class VerticalSearch:
 
     def judged(self, state: Server, replies: Replies[Tried], data: SiloData) -> Server:
         """Return the state with the better one of the best point and the one that was tried."""
-        total, step = replies.up.predictor, step_of(Place(state.ab, state.newton), state)
+        total, step = replies.up.predictor, step_of(to_try(state), state)
         z = state.z + step
 
         def log_p(total: Array) -> Array:
@@ -253,7 +283,8 @@ class VerticalSearch:
             z=z, last=step, value=value, total=total, slope=slope, curvature=curvature
         )
         best = where(better, tried, state)
-        return best._replace(better=better, newton=jnp.zeros_like(state.newton))
+        spread = best.spread._replace(newton=jnp.zeros_like(state.spread.newton))
+        return best._replace(better=better, spread=spread)
 
     def turn(
         self, noise: object, down: Told, state: Client, data: SiloData
@@ -288,17 +319,22 @@ class VerticalSearch:
         return state._replace(direction=direction, ab=ab, quiet=quiet)
 
     def round(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
-        tried = ask("try", Place(state.ab, state.newton))
+        tried = ask("try", to_try(state))
         best = self.judged(state, tried, ask.server_data)
         along: Along = ask("turn", told(best)).up
         after = self.aimed(best, along, ask.server_data)
         return after, Info(-best.value, all_finite(after.ab))
 
 
+def to_try(state: Server) -> Place:
+    """Return the point to be tried next."""
+    return Place(state.ab, state.spread.newton)
+
+
 def step_of(down: Place, state: Server | Client) -> Array:
     """Return the step from the best point that is to be tried."""
     plane = down.ab[0] * state.direction + down.ab[1] * state.last
-    return plane + state.directions @ down.newton
+    return plane + state.basis.directions @ down.newton
 
 
 def client(v: Vertical, state: Client, data: SiloData) -> Callable[[Array], tuple[Array, Array]]:
