@@ -39,9 +39,9 @@ class Frame(NamedTuple):
     globals: Gaussian
 
     @classmethod
-    def standard(cls, dim: int) -> Frame:
+    def identity(cls, dim: int) -> Frame:
         """Return the frame in which all coordinates are what they are, for ``dim`` globals."""
-        return cls((), standard((dim,)))
+        return cls((), identity((dim,)))
 
     @classmethod
     def around(cls, theta: Any, unit: Any, globals: Gaussian) -> Frame:
@@ -77,7 +77,7 @@ class Coordinates(NamedTuple):
         return self.u - self.centre
 
 
-def standard(shape: tuple[int, ...]) -> Gaussian:
+def identity(shape: tuple[int, ...]) -> Gaussian:
     """Return independent standard normals of this shape: the frame that changes nothing."""
     return Gaussian(jnp.zeros(shape), jnp.zeros(shape))
 

@@ -281,7 +281,7 @@ class SiloBound:
     def _given(self, plate: str, at: _At) -> tuple[Any, Array]:
         """Return the parameters of a plate's guide, and what its rows are coupled to."""
         eta = self.guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
-        return eta, self.guide.above(plate, at.eta, at.seen, at.z_outer, at.data)
+        return eta, self.guide.above(plate, at.eta, at.seen.away, at.z_outer, at.data)
 
     def _draw(self, plate: str, at: _At, eps: Array) -> Array:
         return self.guide.locals[plate].draw(*self._given(plate, at), eps)

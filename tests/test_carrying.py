@@ -107,13 +107,13 @@ def test_many_globals_are_taken_over_by_their_standard_deviations():
     silos = [dict(x=r.normal(size=(5, 400)), y=r.normal(size=5)) for _ in range(2)]
     guide = nf.guides.Structured(globals="diagonal")
     first = nf.SFVIAvg(model, local_steps=5, start=None).run(KEY, 2, silos, progress_bar=False)
-    assert set(first.params.guide) == {"loc", "log_scale"}
+    assert set(first.params["guide"]) == {"loc", "log_scale"}
     after = nf.SFVI(model, optim=STILL, start=first, guide=guide).run(
         KEY, 1, silos, progress_bar=False
     )
     for name in ("loc", "log_scale"):
-        found = after.params.guide[name]
-        np.testing.assert_allclose(found, first.params.guide[name], rtol=1e-5)
+        found = after.params["guide"][name]
+        np.testing.assert_allclose(found, first.params["guide"][name], rtol=1e-5)
     with pytest.raises(GuideError, match="PVI begins at results with up to 300"):
         nf.PVI(model, start=first).run(KEY, 1, silos, progress_bar=False)
 

@@ -316,14 +316,14 @@ def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
     if framed:
         frames, _ = guide.framed(jitter(state.params.guide, seed=1))
         state = state._replace(frames=frames)
-    moved = split.whole.recentred(state, Coordinates(there, here), data)
+    moved = split.whole.recentred(state, there - here, data)
     after = state._replace(params=moved, centre=there)
 
     def draws(state):
         eta, seen = split.whole.private(state).guide, Coordinates(u, state.centre)
         outer = {}
         for p in (*guide.outer, *guide.rows):
-            above = guide.above(p, eta, seen, outer, data)
+            above = guide.above(p, eta, seen.away, outer, data)
             eps = jnp.asarray(np.random.default_rng(1).normal(size=eta[p]["loc"].shape))
             outer[p] = guide.locals[p].draw(eta[p], above, eps)
         return outer

@@ -19,7 +19,7 @@ def settled_after(path, losses, *, standard=True):
     """The round in which a path of parameters (rounds, dim) counts as settled."""
 
     def one(course, seen):
-        course = settling.follow(course, seen[1], seen[0], standard=standard)
+        course = settling.follow(course, seen[1], seen[0], whitened=standard)
         return course, settling.settled(course)
 
     _, found = jax.lax.scan(one, settling.begin(path[0]), (path, losses))

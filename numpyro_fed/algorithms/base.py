@@ -349,6 +349,24 @@ class Private(NamedTuple):
         return seen if self.centre is None else seen._replace(centre=self.centre)
 
 
+class CarriedSilo(NamedTuple):
+    """What a silo takes over from an earlier result, without a frame.
+
+    Attributes
+    ----------
+    theta : dict
+        Its parameters, unconstrained.
+    guide : dict
+        Parameters of its own guides, which measure the globals ``z_G`` as they are.
+    centre : (dim,)
+        From where.
+    """
+
+    theta: Theta
+    guide: dict[str, GuideParams]
+    centre: Array
+
+
 class Sampled(NamedTuple):
     """A silo's draws of its latents on their supports, ``{site: (n, ...)}``: they stay there."""
 
@@ -361,8 +379,7 @@ class Carry(NamedTuple):
     Attributes
     ----------
     server : (key, Begun) -> server_state
-    silo : (key, Private, Begun, data) -> silo_state
-        The guides of ``Private`` measure the globals as they are, without a frame.
+    silo : (key, CarriedSilo, Begun, data) -> silo_state
     """
 
     server: Callable[..., Any]

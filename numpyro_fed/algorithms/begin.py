@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed import linalg
-from numpyro_fed.algorithms.base import Private
+from numpyro_fed.algorithms.base import CarriedSilo
 from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.algorithms.mode import Searching, highest, unraveller
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.mode_wide import positive
-from numpyro_fed.frame import Coordinates, Frame
+from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Curvature, Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.structured import Guide
@@ -153,16 +153,11 @@ def begun_locals(
 
 
 def carried_locals(
-    guide: Guide, own: Private, begun: Begun, data: SiloData
+    guide: Guide, own: CarriedSilo, begun: Begun, data: SiloData
 ) -> dict[str, GuideParams]:
-    """Return the local guides of an earlier result, which measure from the frame's centre.
-
-    Those of the result measure the globals as they are, without a frame.
-    """
+    """Return the local guides of an earlier result in the frame where a run begins."""
     frame, centre = begun.frame(guide.globals).globals, jnp.zeros_like(begun.centre)
-    eta = own.guide
-    if own.centre is not None:
-        eta = guide.recentre(eta, Coordinates(begun.centre, own.centre), data)
+    eta = guide.recentre(own.guide, begun.centre - own.centre, data)
     return guide.measured_by(lambda u: guide.globals.place(frame, u), eta, centre)
 
 

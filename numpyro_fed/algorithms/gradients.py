@@ -26,7 +26,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.begin import FROM_MODE, At, Begun, begun_at, begun_locals, somewhere
 from numpyro_fed.algorithms.mode import Searching
 from numpyro_fed.algorithms.mode import SiloState as Looked
-from numpyro_fed.frame import Coordinates, Frame
+from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
@@ -136,7 +136,7 @@ class ByGradients(ABC, Generic[Server, Silo]):
             return self.params_at(key, begun)
         theta = self.model.init_theta(key_theta)
         params = SharedParams(self.guide.init_global(key_guide), theta)
-        return params, Frame.standard(self.model.dim)
+        return params, Frame.identity(self.model.dim)
 
     def params_at(self, key: Array, begun: Begun) -> tuple[SharedParams, Frame]:
         """Return shared parameters and guide where a run begins, and their frame.
@@ -198,13 +198,13 @@ class ByGradients(ABC, Generic[Server, Silo]):
         rows = self.bound.noise(key, self.minibatches.sizes(sizes), self.num_particles)
         return Noise(rows, self.minibatches.noise(key_which))
 
-    def recentred(self, state: Silo, seen: Coordinates, data: SiloData) -> OwnParams:
-        """Return a silo's parameters with its local guides measured from where the globals are now.
+    def recentred(self, state: Silo, away: Array, data: SiloData) -> OwnParams:
+        """Return a silo's parameters with local guides that measure from ``away`` (dim,) further.
 
         They are the same guides: the centre of the globals' guide may be far from where it was when
         the silo was last asked.
         """
         own = state.params.guide
-        above = self.guide.centres(self.guide.placed(state.frames, own), seen, data)
+        above = self.guide.centres(self.guide.placed(state.frames, own), away, data)
         moved = {p: self.guide.locals[p].recentre(own[p], above[p]) for p in own}
         return state.params._replace(guide=moved)

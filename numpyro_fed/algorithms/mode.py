@@ -46,7 +46,7 @@ from numpyro_fed.algorithms.base import (
     Shared,
 )
 from numpyro_fed.algorithms.laplace import Laplace
-from numpyro_fed.frame import standard
+from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import LOG_2PI, Curvature
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
@@ -313,7 +313,7 @@ def searching(
 
     def shared(state: Searching) -> Shared:
         theta, z_G = unravel(state.best.x[highest(state)])
-        return Shared(theta, {"loc": z_G}, standard(z_G.shape))
+        return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
     def private(state: SiloState) -> Private:
         return Private({}, {})

@@ -59,10 +59,10 @@ def begin(params: Tree) -> Course[Tree]:
     return Course(none, zero, zero, still, params, still, still, far, zero, still, none)
 
 
-def follow(course: Course[Tree], loss: Array, params: Tree, *, standard: bool) -> Course[Tree]:
+def follow(course: Course[Tree], loss: Array, params: Tree, *, whitened: bool) -> Course[Tree]:
     """Return the course after one more round.
 
-    ``standard`` says whether the posterior is about standard in the parameters' coordinates.
+    ``whitened`` says whether the posterior is about standard in the parameters' coordinates.
     """
     # Losses are summed from that of the first round in the window: large ones would cancel.
     first = course.rounds % WINDOW == 0
@@ -76,10 +76,10 @@ def follow(course: Course[Tree], loss: Array, params: Tree, *, standard: bool) -
         squares=jnp.where(first, 0.0, course.squares) + off * (loss - mean),
     )
     looks = now.rounds % STRIDE == 0
-    return jax.lax.cond(looks, lambda c: _looked(c, params, standard), lambda c: c, now)
+    return jax.lax.cond(looks, lambda c: _looked(c, params, whitened), lambda c: c, now)
 
 
-def _looked(course: Course[Tree], params: Tree, standard: bool) -> Course[Tree]:
+def _looked(course: Course[Tree], params: Tree, whitened: bool) -> Course[Tree]:
     """Return the course after a look at the parameters; and the end of a window, if it is one."""
     first = (course.rounds - STRIDE) % WINDOW == 0
     share = STRIDE / WINDOW
@@ -89,10 +89,10 @@ def _looked(course: Course[Tree], params: Tree, standard: bool) -> Course[Tree]:
     )
     now = course._replace(params=mean, path=path, last=params)
     ends = now.rounds % WINDOW == 0
-    return jax.lax.cond(ends, lambda c: _closed(c, standard), lambda c: c, now)
+    return jax.lax.cond(ends, lambda c: _closed(c, whitened), lambda c: c, now)
 
 
-def _closed(course: Course[Tree], standard: bool) -> Course[Tree]:
+def _closed(course: Course[Tree], whitened: bool) -> Course[Tree]:
     """Return the course at the end of a window."""
     error = jnp.sqrt(course.squares / (WINDOW - 1) / WINDOW)
     gain = course.mean_before - course.loss
@@ -102,7 +102,7 @@ def _closed(course: Course[Tree], standard: bool) -> Course[Tree]:
     windows = course.rounds // WINDOW - 1  # with one before
     share = jnp.abs(_flat(travel)) / (1 - MEMORY**windows)
     still = (share.mean() <= TRAVEL) & (share.max() <= FARTHEST) & (windows >= LEAST)
-    if standard:
+    if whitened:
         still &= jnp.abs(_flat(moves)).max() <= STILL
     quiet = (gain <= jnp.maximum(GAIN, noise)) & still
     return course._replace(

@@ -24,12 +24,12 @@ from jax import Array
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import (
     Ask,
+    CarriedSilo,
     Carry,
     Exchange,
     FederatedAlgorithm,
     Info,
     OwnParams,
-    Private,
     Reply,
     Round,
     SharedParams,
@@ -143,7 +143,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         kept = jnp.zeros(self.model.dim) if self.in_part and self.guide.measures else None
         return SiloState(own, self.optim.init(own), frames, kept)
 
-    def carried_silo(self, key: Array, own: Private, begun: Begun, data: SiloData) -> SiloState:
+    def carried_silo(self, key: Array, own: CarriedSilo, begun: Begun, data: SiloData) -> SiloState:
         """Return a silo's state where it begins at an earlier result of its own."""
         eta = carried_locals(self.guide, own, begun, data)
         return self.silo_from(own.theta, eta, *self.params_at(key, begun))
@@ -170,7 +170,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
         total = value + up.bound
-        course = settling.follow(state.course, -total, params, standard=self.from_mode)
+        course = settling.follow(state.course, -total, params, whitened=self.from_mode)
         after = state._replace(params=params, opt_state=opt_state, course=course)
         return after, Info(-total, all_finite((total, gradient)))
 
@@ -178,8 +178,9 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         self, noise: Noise, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         if isinstance(down.seen, Coordinates) and state.centre is not None:
-            seen = Coordinates(down.seen.centre, state.centre)
-            state = state._replace(params=self.recentred(state, seen, data), centre=seen.u)
+            now = down.seen.centre
+            params = self.recentred(state, now - state.centre, data)
+            state = state._replace(params=params, centre=now)
         here, places = drawn(self.minibatches, noise.which, data)
         frames = rows_at(state.frames, places)
 

@@ -44,7 +44,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.gradients import ByGradients
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.standardise import standardising
-from numpyro_fed.frame import Coordinates, Frame
+from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.model.binding import Rows
@@ -318,7 +318,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         eta = self.aggregation.average(guide, weights, state.params.guide)
         params = SharedParams(eta, mean(replies.up.theta))
         loss = -mean(replies.up.bound)
-        course = settling.follow(state.course, loss, params, standard=self.from_mode)
+        course = settling.follow(state.course, loss, params, whitened=self.from_mode)
         after = state._replace(params=params, course=course)
         return after, Info(loss, all_finite((loss, params)))
 
@@ -356,8 +356,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
     ) -> tuple[Reply[Up], SiloState]:
         weight = self.weight(data)
         scale = down.rows / weight
-        here = Coordinates(self.centre(down.params), state.centre)
-        start = self.recentred(state, here, data)
+        start = self.recentred(state, self.centre(down.params) - state.centre, data)
 
         def objective(
             shared: SharedParams, own: OwnParams, eps: tuple[Array, Noise]

@@ -1,4 +1,4 @@
-"""What a network reads of rows, in units that fit: means and deviations over all silos' rows."""
+"""Rounds that find means and standard deviations of what encoders read, over all silos' rows."""
 
 from __future__ import annotations
 

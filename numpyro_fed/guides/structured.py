@@ -14,7 +14,7 @@ from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.errors import GuideError
-from numpyro_fed.frame import Coordinates, standard
+from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.amortised import Amortised, AmortisedLocals, Encoder, Row, encoder
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
@@ -158,7 +158,7 @@ class Guide:
         """Return the first parameters of the globals' guide."""
         key_loc, key_rest = jax.random.split(key)
         z_G = self.model.init_global(key_loc, self.init_loc_fn)
-        return self.globals.init(key_rest, self.globals.coordinates(standard(z_G.shape), z_G))
+        return self.globals.init(key_rest, self.globals.coordinates(identity(z_G.shape), z_G))
 
     def init_local(self, key: Array, data: SiloData) -> dict[str, GuideParams]:
         """Return the first parameters of a silo's local guides, by plate."""
@@ -174,34 +174,37 @@ class Guide:
         self,
         plate: str,
         eta: dict[str, GuideParams],
-        at: Coordinates,
+        away: Array,
         z_outer: Rows,
         data: SiloData,
     ) -> Array:
-        """Return what the rows of a plate are coupled to (width,), from the guides' centres."""
+        """Return what the rows of a plate are coupled to (width,), from the guides' centres.
+
+        ``away`` (dim,) is how far the globals are from there.
+        """
         if plate in self.outer or not self.outer:
-            return at.away
+            return away
         offsets = [data.keep(p, z_outer[p] - eta[p]["loc"]).ravel() for p in self.outer]
-        return jnp.concatenate([at.away, *offsets])
+        return jnp.concatenate([away, *offsets])
 
     def recentre(
-        self, eta: dict[str, GuideParams], at: Coordinates, data: SiloData
+        self, eta: dict[str, GuideParams], away: Array, data: SiloData
     ) -> dict[str, GuideParams]:
-        """Return the same local guides where the globals are measured from where they are now."""
-        above = self.centres(eta, at, data)
+        """Return the same local guides where they measure the globals from ``away`` (dim,) further
+        on.
+        """
+        above = self.centres(eta, away, data)
         return {p: self.locals[p].recentre(eta[p], above[p]) for p in eta}
 
-    def centres(
-        self, eta: dict[str, GuideParams], at: Coordinates, data: SiloData
-    ) -> dict[str, Array]:
-        """Return what the rows of each plate are coupled to (width,) where the globals are now.
+    def centres(self, eta: dict[str, GuideParams], away: Array, data: SiloData) -> dict[str, Array]:
+        """Return what the rows of each plate are coupled to (width,), globals ``away`` (dim,).
 
         Outer plates are at the centres of their guides given these globals.
         """
         above: dict[str, Array] = {}
         z_outer: dict[str, Array] = {}
         for p in (*self.outer, *self.rows):
-            above[p] = self.above(p, eta, at, z_outer, data)
+            above[p] = self.above(p, eta, away, z_outer, data)
             if p in self.outer:
                 z_outer[p] = self.locals[p].recentre(eta[p], above[p])["loc"]
         return above

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import linalg
-from numpyro_fed.algorithms.base import Private, Shared
+from numpyro_fed.algorithms.base import CarriedSilo, Private, Shared
 from numpyro_fed.algorithms.begin import Begun
 from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
@@ -119,17 +119,17 @@ def _begun(result: Result) -> tuple[Begun, str]:
     return Begun(theta, unit, centre, root), f"the mean and {spread} of the globals"
 
 
-def _without_frame(guide: Guide) -> Callable[[Shared, Private], Private]:
+def _without_frame(guide: Guide) -> Callable[[Shared, Private], CarriedSilo]:
     """Return what turns a silo's own guides into such that measure the globals as they are."""
 
     @jax.jit
-    def without(shared: Shared, private: Private) -> Private:
+    def without(shared: Shared, private: Private) -> CarriedSilo:
         frame = shared.frame
         coordinates = partial(guide.globals.coordinates, frame)
         own = guide.measured_by(coordinates, private.guide, jnp.zeros_like(frame.loc))
         seen = guide.globals.seen(frame, shared.guide, frame.loc[None])
         centre = guide.globals.place(frame, private.measured(seen).centre)
-        return private._replace(guide=own, centre=centre)
+        return CarriedSilo(private.theta, own, centre)
 
     return without
 
@@ -149,7 +149,7 @@ def _check_same(fit: Fit, result: Result) -> None:
             )
 
 
-def _check_guides(fit: Fit, own: Private, data: SiloData) -> None:
+def _check_guides(fit: Fit, own: CarriedSilo, data: SiloData) -> None:
     """Refuse silos' guides that have other parts, or other shapes, than here."""
     like = jax.eval_shape(fit.guide.init_local, jax.random.key(0), data)
     mine, theirs = (

@@ -34,11 +34,11 @@ LAST, MEMORY = 1e-4, 0.9  # the last one, and how second moments are averaged
 AGGREGATES = ("wasserstein", "reverse_kl", "forward_kl", "product", "average")
 
 
-def default_optimiser(local_steps: int, standard: bool) -> optax.GradientTransformation:
+def default_optimiser(local_steps: int, whitened: bool) -> optax.GradientTransformation:
     """Adam whose steps become smaller within each round, and begin anew in the next: a silo goes
     from what all have in common to where its own rows lead.
 
-    That may be many standard deviations away. In ``standard`` coordinates, in which the posterior
+    That may be many standard deviations away. In ``whitened`` coordinates, in which the posterior
     is about standard, the centre of the globals therefore takes the largest steps, and the rest of
     the guides the smallest: noise makes standard deviations too narrow. Second moments are of the
     last ten or so: those of the way there would keep what comes after from settling.
@@ -48,7 +48,7 @@ def default_optimiser(local_steps: int, standard: bool) -> optax.GradientTransfo
         course = optax.cosine_decay_schedule(first, local_steps, LAST / first)
         return optax.adam(lambda count: course(count % local_steps), b2=MEMORY)
 
-    if not standard:
+    if not whitened:
         return falling(STEP)
     kinds = {"centre": falling(CENTRE), "rest": falling(REST), "other": falling(STEP)}
     return optax.multi_transform(kinds, partial(jax.tree_util.tree_map_with_path, _kind))

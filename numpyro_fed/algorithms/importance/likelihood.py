@@ -64,7 +64,7 @@ class SiloLikelihood:
         data: SiloData,
     ) -> Array:
         """Return the log of the estimate at one ``z_G``; ``eta`` are local guides' parameters."""
-        begun = self.guide.recentre(eta, seen, data)
+        begun = self.guide.recentre(eta, seen.away, data)
         begun = {p: self.guide.of_rows(p, theta, own, z_G, data) for p, own in begun.items()}
         start = {p: begun[p]["loc"] for p in self.guide.locals}
         here = seen._replace(centre=seen.u)
@@ -188,7 +188,7 @@ class _At:
 
     def _above(self, plate: str, z_outer: Rows) -> Array:
         guide = self.of.guide
-        return guide.above(plate, self.eta, self.seen, z_outer, self.data)
+        return guide.above(plate, self.eta, self.seen.away, z_outer, self.data)
 
     def _guided(self, plates: tuple[str, ...], z_outer: Rows, key: Array) -> Rows:
         drawn = {}

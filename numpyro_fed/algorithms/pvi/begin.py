@@ -20,11 +20,11 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import (
     Ask,
+    CarriedSilo,
     Carry,
     Exchange,
     Info,
     OwnParams,
-    Private,
     Reply,
     Round,
     SharedParams,
@@ -101,11 +101,11 @@ def pvi_carry(server: Server, silo: Silo) -> Carry:
             frame=frame_of(parts, begun),
         )
 
-    def begin_silo(key: Array, private: Private, begun: Begun, data: SiloData) -> SiloState:
-        _, total, own = factors(key, begun)
-        share = jax.tree.map(lambda a, b: (a - b) / server.settings.num_silos, total, own)
-        eta = carried_locals(parts.guide, private, begun, data)
-        first, params = silo.init(key, data), OwnParams(eta, private.theta)
+    def begin_silo(key: Array, own: CarriedSilo, begun: Begun, data: SiloData) -> SiloState:
+        _, total, mine = factors(key, begun)
+        share = jax.tree.map(lambda a, b: (a - b) / server.settings.num_silos, total, mine)
+        eta = carried_locals(parts.guide, own, begun, data)
+        first, params = silo.init(key, data), OwnParams(eta, own.theta)
         return first._replace(params=params, factor=share, frame=frame_of(parts, begun))
 
     return Carry(begin_server, begin_silo)

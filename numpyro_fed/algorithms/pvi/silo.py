@@ -154,7 +154,7 @@ class Silo(Role):
         def sampled(theta: Theta) -> Array:
             psi = family.ordinary(posterior)
             centre = family.centre(psi)
-            eta = parts.guide.recentre(state.params.guide, state.moving(centre), data)
+            eta = parts.guide.recentre(state.params.guide, state.away(centre), data)
             sizes = {p: len(part["loc"]) for p, part in eta.items()}
 
             def at(noise: Tree, rows: Rows) -> Array:
@@ -184,7 +184,7 @@ class Silo(Role):
     ) -> Problem[OwnParams]:
         parts, fm, family, guide = self.parts, self.model, self.family, self.parts.guide
         centre = family.centre(start)
-        eta = guide.recentre(state.params.guide, state.moving(centre), data)
+        eta = guide.recentre(state.params.guide, state.away(centre), data)
         own = OwnParams(eta, state.params.private)
 
         def noise(key: Array, particles: int, batch: int | None) -> Noise:

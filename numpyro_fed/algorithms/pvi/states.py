@@ -16,7 +16,7 @@ from numpyro_fed.algorithms.base import OwnParams, SharedParams
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
-from numpyro_fed.frame import Coordinates, standard
+from numpyro_fed.frame import Coordinates, identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local, Own, Problem, Solution
@@ -94,9 +94,9 @@ class SiloState(NamedTuple):
         """Return the globals as a local guide sees them that measures from ``centre``."""
         return Coordinates(self.frame.standardise(z_G), self.frame.standardise(centre))
 
-    def moving(self, z_G: Array) -> Coordinates:
-        """Return the globals as the local guide sees them from where it is now."""
-        return Coordinates(self.frame.standardise(z_G), self.centre)
+    def away(self, z_G: Array) -> Array:
+        """Return how far the globals are from where the local guides measure them."""
+        return self.frame.standardise(z_G) - self.centre
 
     def effective_factor(self, taken: Array) -> Natural:
         """Return the silo's factor, pending part included: these sum to the server's ``total``."""
@@ -245,5 +245,5 @@ class Role:
     def first_frame(self) -> Gaussian:
         """Return the frame before one is known; of a run from the mode one of its shape."""
         if not self.settings.from_mode:
-            return standard((self.model.dim,))
+            return identity((self.model.dim,))
         return Gaussian.of_root(jnp.zeros(self.model.dim), jnp.eye(self.model.dim))

@@ -15,7 +15,7 @@ from jax import Array
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared, ascend
 from numpyro_fed.algorithms.settling import Course
-from numpyro_fed.frame import standard
+from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known
@@ -284,7 +284,7 @@ class Vertical:
         eta = self.guide(self.server, given).init_global(key_guide)
         dim = self.server.half.dim
         own = PartyParams(self.loosely(key_guide, dim), eta, theta)
-        return self._server_state(key_guide, own, standard((dim,)))
+        return self._server_state(key_guide, own, identity((dim,)))
 
     def server_at(self, key: Array, theta: dict[str, Any], start: Start) -> ServerState:
         """Return the server's state where a run begins."""
@@ -335,7 +335,7 @@ class Vertical:
         eta = self.guide(kind, data).init_global(key_guide)
         dim = kind.half.dim
         own = PartyParams(self.loosely(key_guide, dim), eta, theta)
-        return self._client_state(key_guide, kind, own, standard((dim,)), jnp.zeros(()))
+        return self._client_state(key_guide, kind, own, identity((dim,)), jnp.zeros(()))
 
     def client_at(
         self, key: Array, data: SiloData, theta: dict[str, Any], start: Start, centre: Array

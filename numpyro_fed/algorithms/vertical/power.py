@@ -128,7 +128,7 @@ class Power:
         theta = jax.tree.map(jnp.add, gradient.theta, up.theta)
         after = v.ascend(state, "own", gradient._replace(theta=theta))
         loss = -(value + up.term + clients.own)
-        course = settling.follow(state.course, loss, after.params, standard=v.from_start)
+        course = settling.follow(state.course, loss, after.params, whitened=v.from_start)
         stepped: Stepped = ask(STEP, Sent(up.slope, None)).up
         after = after._replace(course=course, resting=stepped.resting)
         return after, Info(loss, all_finite((loss, gradient, up.slope)))

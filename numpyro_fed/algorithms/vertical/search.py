@@ -46,7 +46,7 @@ from numpyro_fed.algorithms.vertical.curvature import (
     diagonal_curvature,
     newton_step,
 )
-from numpyro_fed.frame import standard
+from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite, where
@@ -205,7 +205,7 @@ class VerticalSearch:
             self.init_server,
             self.init_client,
             Round(exchanges, self.round),
-            lambda state: Shared(state.theta, {}, standard(state.z.shape)),
+            lambda state: Shared(state.theta, {}, identity(state.z.shape)),
             lambda state: Private(state.theta, {}),
             done=lambda state: state.quiet >= QUIET,
             server_like=self.server_like,

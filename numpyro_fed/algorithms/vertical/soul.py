@@ -49,7 +49,7 @@ from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.vertical.base import Party
 from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
 from numpyro_fed.algorithms.vertical.sample import sample_name, values_at
-from numpyro_fed.frame import standard
+from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import Half, VerticalModel
 from numpyro_fed.trees import all_finite
@@ -257,7 +257,7 @@ class Soul:
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters, and its latents where they are."""
         z = state.params["z"]
-        return Shared(state.params["theta"], {"z": z}, standard(z.shape))
+        return Shared(state.params["theta"], {"z": z}, identity(z.shape))
 
     def own(self, state: ClientState) -> Private:
         """Return a client's parameters, and the draws that it has kept."""
@@ -265,7 +265,7 @@ class Soul:
 
     def private(self, state: ClientState, data: SiloData) -> Party:
         """Return the same, without a frame."""
-        return Party(*self.own(state)[:2], standard(()))
+        return Party(*self.own(state)[:2], identity(()))
 
     def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:
         """Return what a party has in the place of a guide."""
@@ -278,7 +278,7 @@ class Soul:
         steps = state.gradient["steps"] + self.rho * slope
         gradient = {**state.gradient, "steps": steps}
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
-        course = settling.follow(state.course, jnp.zeros(()), params, standard=False)
+        course = settling.follow(state.course, jnp.zeros(()), params, whitened=False)
         return state._replace(params=params, opt_state=opt_state, course=course)
 
     def done(self, state: ServerState) -> Array:
@@ -288,7 +288,7 @@ class Soul:
     def moved(self, state: ServerState, gradient: dict[str, Any], loss: Array) -> ServerState:
         """Take the server's step up the gradient."""
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
-        course = settling.follow(state.course, loss, params, standard=False)
+        course = settling.follow(state.course, loss, params, whitened=False)
         return state._replace(params=params, opt_state=opt_state, course=course)
 
 
