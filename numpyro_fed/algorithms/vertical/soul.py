@@ -59,37 +59,49 @@ SHOW, DRAW, STEP = "show", "draw", "step"  # the names of the exchanges
 Seen = TypeVar("Seen")  # what a likelihood sees besides a client's own predictor
 
 
+class ServerParams(NamedTuple):
+    """The server's parameters and latents on their way to the mode."""
+
+    theta: dict[str, Any]
+    z: Array
+
+
+class ClientParams(NamedTuple):
+    """A client's parameters, and steps of its auxiliary variables in units of ``rho``."""
+
+    private: dict[str, Any]
+    steps: Array
+
+
 class ServerState(NamedTuple):
     """The state that the server keeps.
 
-    ``params`` is ``{"theta", "z"}``: parameters and latents on their way to the mode.
     ``resting`` is how many clients say that their auxiliary variables have come to rest.
     """
 
-    params: dict[str, Any]
+    params: ServerParams
     opt_state: optax.OptState
-    course: Course[dict[str, Any]]
+    course: Course[ServerParams]
     resting: Array
 
 
 class ClientState(NamedTuple):
     """The state that a client keeps.
 
-    ``params`` is ``{"private", "steps"}``: parameters, and steps of the auxiliary variables from
-    the ``centre`` in units of ``rho``. ``position`` (dim,) is the last Langevin draw, in units of
-    ``root``; ``kept`` (kept, dim) are the last draws of rounds, ``number`` counts rounds;
-    ``gradient`` is what the client knows of its parameters' by itself.
+    The auxiliary variables' steps are from the ``centre``. ``position`` (dim,) is the last Langevin
+    draw, in units of ``root``; ``kept`` (kept, dim) are the last draws of rounds, ``number`` counts
+    rounds; ``gradient`` is what the client knows of its parameters' by itself.
     """
 
-    params: dict[str, Any]
+    params: ClientParams
     opt_state: optax.OptState
-    course: Course[dict[str, Any]]
+    course: Course[ClientParams]
     position: Array
     root: Array
     centre: Array
     kept: Array
     number: Array
-    gradient: dict[str, Any]
+    gradient: ClientParams
 
 
 class Up(NamedTuple):
@@ -169,7 +181,7 @@ class Soul:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
         half, total = self.model.server, jnp.zeros(self.model.shape)
         theta = half.init_theta(key, self.model.with_total(zeros, total))
-        params = {"theta": theta, "z": jnp.zeros(half.dim)}
+        params = ServerParams(theta, jnp.zeros(half.dim))
         course, nobody = settling.begin(params), jnp.zeros(())
         return ServerState(params, self.optim.init(params), course, nobody)
 
@@ -188,7 +200,7 @@ class Soul:
         if half.dim:
             curvature = self.rho**-2 + self.of_likelihood(centre, data)
             root = Local.at(predict, own, origin, jnp.zeros_like(centre), curvature).root()
-        params = {"private": theta, "steps": jnp.zeros_like(centre)}
+        params = ClientParams(theta, jnp.zeros_like(centre))
         return ClientState(
             params=params,
             opt_state=self.optim.init(params),
@@ -217,7 +229,7 @@ class Soul:
 
     def auxiliary(self, state: ClientState) -> Array:
         """Return a client's auxiliary variables."""
-        return state.centre + self.rho * state.params["steps"]
+        return state.centre + self.rho * state.params.steps
 
     def drawn(
         self,
@@ -235,9 +247,9 @@ class Soul:
         """
         half, langevin = self.half(data), overdamped_langevin()
 
-        def log_p(u: Array, params: dict[str, Any], seen: Seen) -> Array:
-            g, own = self.model.predict(half, params["private"], state.root @ u, data)
-            z = state.centre + self.rho * params["steps"]
+        def log_p(u: Array, params: ClientParams, seen: Seen) -> Array:
+            g, own = self.model.predict(half, params.private, state.root @ u, data)
+            z = state.centre + self.rho * params.steps
             return own + dist.Normal(g, self.rho).log_prob(z).sum() + likelihood(g, seen)
 
         def step(u: Array, key: Array) -> tuple[Array, Any]:
@@ -256,12 +268,12 @@ class Soul:
 
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters, and its latents where they are."""
-        z = state.params["z"]
-        return Shared(state.params["theta"], {"z": z}, identity(z.shape))
+        z = state.params.z
+        return Shared(state.params.theta, {"z": z}, identity(z.shape))
 
     def own(self, state: ClientState) -> Private:
         """Return a client's parameters, and the draws that it has kept."""
-        return Private(state.params["private"], {"draws": state.kept})
+        return Private(state.params.private, {"draws": state.kept})
 
     def private(self, state: ClientState, data: SiloData) -> Party:
         """Return the same, without a frame."""
@@ -275,8 +287,7 @@ class Soul:
         """Take a client's step, given the gradient with respect to its auxiliary variables that it
         does not know by itself.
         """
-        steps = state.gradient["steps"] + self.rho * slope
-        gradient = {**state.gradient, "steps": steps}
+        gradient = state.gradient._replace(steps=state.gradient.steps + self.rho * slope)
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
         course = settling.follow(state.course, jnp.zeros(()), params, whitened=False)
         return state._replace(params=params, opt_state=opt_state, course=course)
@@ -285,7 +296,7 @@ class Soul:
         """Return whether all parties' modes have come to rest."""
         return settling.settled(state.course) & (state.resting == self.num_clients)
 
-    def moved(self, state: ServerState, gradient: dict[str, Any], loss: Array) -> ServerState:
+    def moved(self, state: ServerState, gradient: ServerParams, loss: Array) -> ServerState:
         """Take the server's step up the gradient."""
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
         course = settling.follow(state.course, loss, params, whitened=False)
@@ -318,8 +329,8 @@ def _augmented(v: Soul) -> Round:
     def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         up: Up = ask(DRAW, ()).up
 
-        def log_p(params: dict[str, Any], total: Array) -> Array:
-            own, rows = v.model.log_server(params["theta"], params["z"], total, ask.server_data)
+        def log_p(params: ServerParams, total: Array) -> Array:
+            own, rows = v.model.log_server(params.theta, params.z, total, ask.server_data)
             return own + rows
 
         value, (gradient, slope) = jax.value_and_grad(log_p, (0, 1))(state.params, up.z)
@@ -351,21 +362,21 @@ def _power(v: Soul) -> Round:
 
         seen = down.theta, down.z, down.total - v.auxiliary(state)
         after, own, (theta, z, slope) = v.drawn(noise, state, data, seen, likelihood)
-        steps = after.gradient["steps"] - v.rho * slope  # it is in the sum that comes back
-        after = after._replace(gradient={**after.gradient, "steps": steps})
+        steps = after.gradient.steps - v.rho * slope  # it is in the sum that comes back
+        after = after._replace(gradient=after.gradient._replace(steps=steps))
         up = Slopes(own, slope, theta, z)
         return Reply(up, all_finite((up, after.gradient, after.position))), after
 
     def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         total: Array = ask(SHOW, ()).up
-        up: Slopes = ask(DRAW, Down(total, state.params["theta"], state.params["z"])).up
+        up: Slopes = ask(DRAW, Down(total, state.params.theta, state.params.z)).up
 
-        def log_p(params: dict[str, Any]) -> Array:
+        def log_p(params: ServerParams) -> Array:
             nothing = jnp.zeros(v.model.shape)
-            return v.model.log_server(params["theta"], params["z"], nothing, ask.server_data)[0]
+            return v.model.log_server(params.theta, params.z, nothing, ask.server_data)[0]
 
         value, gradient = jax.value_and_grad(log_p)(state.params)
-        gradient = jax.tree.map(jnp.add, gradient, {"theta": up.theta, "z": up.z})
+        gradient = jax.tree.map(jnp.add, gradient, ServerParams(up.theta, up.z))
         loss = -(value + up.term)
         stepped: Stepped = ask(STEP, up.seen).up
         after = v.moved(state, gradient, loss)._replace(resting=stepped.resting)
@@ -403,12 +414,12 @@ def sample(v: Soul, n: int) -> Round:
         noise: Array, down: object, state: ClientState, data: SiloData
     ) -> tuple[Reply[tuple[()]], Sampled]:
         z = state.kept[chosen(noise, state.number, v.num_kept)]
-        sampled = values_at(v.half(data), state.params["private"], z, data)
+        sampled = values_at(v.half(data), state.params.private, z, data)
         return Reply((), all_finite(sampled)), sampled
 
     def run(state: ServerState, noise: object, ask: Ask) -> tuple[Array, Info]:
         ask(name, ())
-        z = state.params["z"]
+        z = state.params.z
         return jnp.broadcast_to(z, (n, *z.shape)), Info(jnp.zeros(()), jnp.array(True))
 
     name = sample_name(n)
