@@ -281,30 +281,14 @@ def own_key(key: Array, state: object = None) -> Array:
 
 
 class SharedParams(NamedTuple):
-    """What the server learns, as it keeps it and moves it.
-
-    Attributes
-    ----------
-    guide : dict
-        Parameters of the globals' guide.
-    theta : dict
-        Shared parameters, unconstrained.
-    """
+    """The parameters of the globals' guide, and the shared ones, unconstrained."""
 
     guide: Any
     theta: Theta
 
 
 class OwnParams(NamedTuple):
-    """What a silo learns and keeps to itself.
-
-    Attributes
-    ----------
-    guide : dict
-        Parameters of its local guides, by plate.
-    private : dict
-        Its private parameters, unconstrained.
-    """
+    """The parameters of a silo's local guides, and its private ones, unconstrained."""
 
     guide: dict[str, GuideParams]
     private: Theta
@@ -350,16 +334,8 @@ class Private(NamedTuple):
 
 
 class CarriedSilo(NamedTuple):
-    """What a silo takes over from an earlier result, without a frame.
-
-    Attributes
-    ----------
-    theta : dict
-        Its parameters, unconstrained.
-    guide : dict
-        Parameters of its own guides, which measure the globals ``z_G`` as they are.
-    centre : (dim,)
-        From where.
+    """A silo's own part of an earlier result: its parameters, unconstrained, and guides that
+    measure the globals ``z_G`` themselves, without a frame, from ``centre`` (dim,).
     """
 
     theta: Theta

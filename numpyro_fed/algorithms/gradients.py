@@ -1,10 +1,10 @@
-"""What SFVI and SFVI-Avg have in common: their parts, their first states, what is seen of these."""
+"""The parts, the first states and the views that SFVI and SFVI-Avg have in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,13 @@ class _Silo(Protocol):
     def centre(self) -> Array | None: ...
 
 
+class Start(NamedTuple):
+    """The place where steps begin: the server's first parameters, and their frame."""
+
+    params: SharedParams
+    frame: Frame
+
+
 Server = TypeVar("Server", bound=_Server)
 Silo = TypeVar("Silo", bound=_Silo)
 
@@ -98,26 +105,16 @@ class ByGradients(ABC, Generic[Server, Silo]):
     wide: bool = False
 
     @abstractmethod
-    def server_at(self, params: SharedParams, frame: Frame) -> Server:
+    def server_at(self, start: Start) -> Server:
         """Return the server's state before the first step."""
 
     @abstractmethod
-    def silo_at(
-        self,
-        own: OwnParams,
-        frames: dict[str, Gaussian],
-        params: SharedParams,
-        frame: Frame,
-    ) -> Silo:
-        """Return a silo's state before the first step.
-
-        ``own`` are its parameters and ``frames`` those of its local guides, ``params`` and
-        ``frame`` are those of the server.
-        """
+    def silo_at(self, own: OwnParams, frames: dict[str, Gaussian], start: Start) -> Silo:
+        """Return a silo's state before the first step, with ``frames`` of its local guides."""
 
     def init_server(self, key: Array) -> Server:
         """Return the first state; at the mode, or at a result, one of its shapes."""
-        return self.server_at(*self.first(key))
+        return self.server_at(self.first(key))
 
     def init_silo(self, key: Array, data: SiloData) -> Silo:
         """Return a silo's first state, which does not know the mode."""
@@ -125,38 +122,29 @@ class ByGradients(ABC, Generic[Server, Silo]):
         private = self.model.init_private(key_private, data)
         eta = self.guide.init_local(key_guide, data)
         if self.from_mode:
-            return self.silo_from(private, eta, *self.first(key))
-        return self.silo_at(OwnParams(eta, private), {}, *self.first(key))
+            return self.silo_from(private, eta, self.first(key))
+        return self.silo_at(OwnParams(eta, private), {}, self.first(key))
 
-    def first(self, key: Array) -> tuple[SharedParams, Frame]:
-        """Return the first shared parameters and guide, and their frame."""
+    def first(self, key: Array) -> Start:
+        """Return where the first states are."""
         key_theta, key_guide = jax.random.split(key)
         if self.from_mode:
             begun = somewhere(self.model, self.model.init_theta(key), wide=self.wide)
-            return self.params_at(key, begun)
+            return self.start_at(key, begun)
         theta = self.model.init_theta(key_theta)
         params = SharedParams(self.guide.init_global(key_guide), theta)
-        return params, Frame.identity(self.model.dim)
+        return Start(params, Frame.identity(self.model.dim))
 
-    def params_at(self, key: Array, begun: Begun) -> tuple[SharedParams, Frame]:
-        """Return shared parameters and guide where a run begins, and their frame.
-
-        In the frame that is no step, and a standard normal.
-        """
+    def start_at(self, key: Array, begun: Begun) -> Start:
+        """Return where a run begins: in its frame that is no step, and a standard normal."""
         still = jax.tree.map(jnp.zeros_like, begun.theta)
         eta = self.guide.globals.init(key, jnp.zeros_like(begun.centre), 1.0)
-        return SharedParams(eta, still), begun.frame(self.guide.globals)
+        return Start(SharedParams(eta, still), begun.frame(self.guide.globals))
 
-    def silo_from(
-        self,
-        private: Theta,
-        eta: dict[str, GuideParams],
-        params: SharedParams,
-        frame: Frame,
-    ) -> Silo:
+    def silo_from(self, private: Theta, eta: dict[str, GuideParams], start: Start) -> Silo:
         """Return a silo's state with local guides ``eta``, from where their frames are."""
         frames, own = self.guide.framed(eta)
-        return self.silo_at(OwnParams(own, private), frames, params, frame)
+        return self.silo_at(OwnParams(own, private), frames, start)
 
     def begin(self) -> Round:
         """Return the round from the states of a search for the mode.
@@ -168,13 +156,13 @@ class ByGradients(ABC, Generic[Server, Silo]):
             noise: Array, down: At, state: Looked, data: SiloData
         ) -> tuple[Reply[tuple[()]], Silo]:
             eta = begun_locals(self.model, self.guide, down, state, data)
-            after = self.silo_from(state.private, eta, *self.params_at(noise, down.begun))
+            after = self.silo_from(state.private, eta, self.start_at(noise, down.begun))
             return Reply((), all_finite(eta)), after
 
         def run(state: Searching, noise: Array, ask: Ask) -> tuple[Server, Info]:
             at = begun_at(self.model, state)
             ask(FROM_MODE, at)
-            after = self.server_at(*self.params_at(noise, at.begun))
+            after = self.server_at(self.start_at(noise, at.begun))
             return after, Info(jnp.zeros(()), all_finite(after))
 
         return Round((Exchange(FROM_MODE, silo, silo_noise=own_key),), run, own_key)

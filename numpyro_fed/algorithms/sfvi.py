@@ -36,7 +36,7 @@ from numpyro_fed.algorithms.base import (
     ascend,
 )
 from numpyro_fed.algorithms.begin import Begun, carried_locals
-from numpyro_fed.algorithms.gradients import ByGradients
+from numpyro_fed.algorithms.gradients import ByGradients, Start
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Coordinates, Frame
@@ -126,27 +126,22 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         """Return what silos are asked in a step."""
         return Exchange("sfvi", self.silo, silo_noise=self.step_noise)
 
-    def server_at(self, params: SharedParams, frame: Frame) -> ServerState:
+    def server_at(self, start: Start) -> ServerState:
+        params, frame = start
         return ServerState(params, self.optim.init(params), settling.begin(params), frame)
 
     def server_from(self, key: Array, begun: Begun) -> ServerState:
         """Return the server's state where a run begins."""
-        return self.server_at(*self.params_at(key, begun))
+        return self.server_at(self.start_at(key, begun))
 
-    def silo_at(
-        self,
-        own: OwnParams,
-        frames: dict[str, Gaussian],
-        params: SharedParams,
-        frame: Frame,
-    ) -> SiloState:
+    def silo_at(self, own: OwnParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
         kept = jnp.zeros(self.model.dim) if self.in_part and self.guide.measures else None
         return SiloState(own, self.optim.init(own), frames, kept)
 
     def carried_silo(self, key: Array, own: CarriedSilo, begun: Begun, data: SiloData) -> SiloState:
         """Return a silo's state where it begins at an earlier result of its own."""
         eta = carried_locals(self.guide, own, begun, data)
-        return self.silo_from(own.theta, eta, *self.params_at(key, begun))
+        return self.silo_from(own.theta, eta, self.start_at(key, begun))
 
     def server_noise(self, key: Array) -> Array:
         return self.guide.globals.noise(key, self.num_particles)

@@ -41,7 +41,7 @@ from numpyro_fed.algorithms.base import (
     ascend,
     own_key,
 )
-from numpyro_fed.algorithms.gradients import ByGradients
+from numpyro_fed.algorithms.gradients import ByGradients, Start
 from numpyro_fed.algorithms.settling import Course
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Frame
@@ -285,7 +285,8 @@ class Averaging(ByGradients[ServerState, SiloState]):
         )
         return sum((r.sum() for r in rows), jnp.zeros(()))
 
-    def server_at(self, params: SharedParams, frame: Frame) -> ServerState:
+    def server_at(self, start: Start) -> ServerState:
+        params, frame = start
         return ServerState(params, settling.begin(params), self.total, frame)
 
     @property
@@ -293,15 +294,9 @@ class Averaging(ByGradients[ServerState, SiloState]):
         """Return the weight of all silos, where it is known without asking."""
         return jnp.array(0.0 if self.by_rows else float(self.num_silos))
 
-    def silo_at(
-        self,
-        own: OwnParams,
-        frames: dict[str, Gaussian],
-        params: SharedParams,
-        frame: Frame,
-    ) -> SiloState:
-        mine, shared = self.optim.init(own), self.optim.init(params)
-        return SiloState(own, mine, shared, jnp.zeros(self.model.dim), frames, frame)
+    def silo_at(self, own: OwnParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
+        mine, shared = self.optim.init(own), self.optim.init(start.params)
+        return SiloState(own, mine, shared, jnp.zeros(self.model.dim), frames, start.frame)
 
     def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         """Send the guide, and put an average of the silos' guides in its place."""

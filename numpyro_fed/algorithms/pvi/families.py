@@ -96,19 +96,8 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
 
 
 class _Choice(NamedTuple):
-    """The families that a model's globals take, and what of the prior is in them.
-
-    Attributes
-    ----------
-    kinds : dict of str to str
-        By site.
-    family : Family
-        Their product.
-    places : Places
-    eta : Natural
-        Natural parameters of what of the prior is in the family.
-    outside : list of str
-        The sites whose prior is not.
+    """The kinds of family that sites take, and their product; natural parameters ``eta`` of what
+    of the prior is in it, and the sites whose prior is ``outside``.
     """
 
     kinds: dict[str, str]

@@ -59,15 +59,8 @@ Newton = tuple[Array, Array, Array]  # a point, its height and the damping
 
 
 class Basis(NamedTuple):
-    """A party's rows of directions of all parties' latents.
-
-    Attributes
-    ----------
-    rows : (dim, width)
-    directions : (dim, width)
-        The same in the latents' own units.
-    anchor : (dim, rank)
-        The first columns of the first basis.
+    """A party's ``rows`` (dim, width) of directions of all parties' latents, ``directions`` these
+    in the latents' own units, and as ``anchor`` (dim, rank) the first columns of the first basis.
     """
 
     rows: Array
@@ -82,17 +75,9 @@ class Basis(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """What the server knows of the basis: by it all parties' guides begin.
-
-    Attributes
-    ----------
-    ritz : Ritz
-    turned : (dim, width)
-        The server's rows of the curvature along the directions.
-    newton : (width,)
-        A step along them, to be tried.
-    angles : (rank, rank)
-        Of the best directions to the anchor.
+    """What the server knows of the basis: ``turned`` (dim, width) are its rows of the curvature
+    along the directions, ``newton`` (width,) is a step along them, to be tried, and ``angles``
+    (rank, rank) are those of the best directions to the anchor.
     """
 
     ritz: Ritz
