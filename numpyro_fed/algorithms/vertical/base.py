@@ -73,8 +73,8 @@ class ClientState(NamedTuple):
 
     ``opt_state`` is by field of ``params``, ``frame`` is that of the guide of its latents;
     ``centre`` is the predictor in the middle of that, around which auxiliary variables are
-    measured; ``noise``, ``rows`` and the shared noise ``xi`` are of the
-    draw that is on its way, ``slope`` is the gradient of the client's likelihood there.
+    measured; ``noise``, ``rows`` and the shared noise ``xi`` are of the draw that is on its way,
+    ``slope`` is the gradient of the client's likelihood there.
     """
 
     params: ClientParams
