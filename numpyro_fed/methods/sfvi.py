@@ -40,7 +40,6 @@ from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.drive import Run
 
@@ -241,14 +240,11 @@ class SFVI(ByGradients):
         start = None
         if kind in SEARCHED:
             start = start_at(kind, fm, self.starts, init_loc_fn_of(self.guide), parts.begin())
-        algorithm, certify = parts.algorithm(), importance_correct
         return Built(
             model=fm,
             guide=guide,
-            bound=bound,
-            algorithm=algorithm,
+            algorithm=parts.algorithm(),
             schedule=schedule,
             draws=draws,
-            certify=certify,
             start=start,
         )

@@ -33,7 +33,6 @@ from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.split import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.importance import importance_correct
 
 CENTRE, REST, STEP = 0.2, 0.01, 0.02  # of Adam: its first steps in a round
 LAST, MEMORY = 1e-4, 0.9  # the last one, and how second moments are averaged
@@ -268,15 +267,12 @@ class SFVIAvg(ByGradients):
         start = None
         if kind is not None:
             start = start_at(kind, fm, self.starts, init_loc_fn_of(spec), parts.begin())
-        algorithm, certify = parts.algorithm(), importance_correct
         return Built(
             model=fm,
             guide=guide,
-            bound=bound,
-            algorithm=algorithm,
+            algorithm=parts.algorithm(),
             schedule=schedule,
             draws=draws,
-            certify=certify,
             start=start,
         )
 
