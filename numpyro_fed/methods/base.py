@@ -45,7 +45,7 @@ from numpyro_fed.model.split import split
 from numpyro_fed.model.verdicts import Checks, check_rows_apart
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.importance import weighing
+from numpyro_fed.results.importance import importance_correct, weighing
 from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.noise import one_key
 from numpyro_fed.runtime.progress import Progress
@@ -255,11 +255,11 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
     def _shaped(self, fm: FederatedModel) -> Shaped:
         """Return what else depends on the shapes alone: kept with the layout, for these."""
 
-    @abstractmethod
     def _verdicts(
         self, layout: Layout, shaped: Shaped, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
         """Return what the silos' values decide about the fit, by functions compiled once."""
+        return ()
 
     @abstractmethod
     def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
@@ -387,6 +387,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
             check_memory(built.algorithm, buckets)
             self._fits[known] = Fit(
                 plan=plan,
+                certify=importance_correct,
                 built=built,
                 runtime=RUNTIMES[runtime](built.algorithm, built.schedule),
                 sizes=layout.sizes,

@@ -17,6 +17,7 @@ from numpyro_fed.methods.mode import Mode, NoStartError, begin
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
+from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.run import BuiltRun, Ready
 from numpyro_fed.runtime.node import (
     SEARCH,
@@ -119,7 +120,7 @@ class ServerNode(PartyServer[Fit, Result]):
         return self._plan
 
     def _fit(self, runtime: Runtime) -> Fit:
-        return Fit(plan=self._plan, built=self._built, runtime=runtime)
+        return Fit(plan=self._plan, certify=importance_correct, built=self._built, runtime=runtime)
 
     def _begin(
         self,

@@ -51,7 +51,6 @@ from numpyro_fed.model.layout import Layout
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built, Factors
-from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.drive import Run
@@ -362,15 +361,12 @@ class PVI(Method[PVIResult, Conjugate]):
         if resolved["start"] == "mode":
             begin = pvi_from_mode(server, silo)
             start = start_at("mode", fm, self.starts, init_loc_fn_of(self.guide), begin)
-        certify = importance_correct
         return Built(
             model=fm,
             guide=guide,
-            bound=bound,
             algorithm=algorithm,
             schedule=schedule,
             draws=draws,
-            certify=certify,
             factors=factors,
             start=start,
         )

@@ -42,7 +42,6 @@ from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.drive import Run
 
@@ -127,11 +126,9 @@ class ByGradients(Method[Result, None]):
         return Built(
             model=fm,
             guide=guide,
-            bound=bound,
             algorithm=parts.algorithm(),
             schedule=in_step(self.schedule).build(plan.num_silos),
             draws=draws,
-            certify=importance_correct,
             start=start,
         )
 

@@ -65,11 +65,13 @@ class Recipe(NamedTuple):
 class Fit(Prepared[Built]):
     """A method that was built for silos that hold rows.
 
-    ``double`` says whether it computes in double precision. Of silos in other processes it knows
-    neither the sizes nor how to ask about their values, and has no recipe.
+    ``certify`` is the importance correction of a result, ``(key, result) -> Corrected``; ``double``
+    says whether it computes in double precision. Of silos in other processes it knows neither the
+    sizes nor how to ask about their values, and has no recipe.
     """
 
     plan: Plan
+    certify: Callable[..., Any]
     double: bool = field(default_factory=is_double)
     sizes: tuple[Sizes, ...] = ()
     checks: Checks | None = None
@@ -214,7 +216,7 @@ class Result(FederatedRun[Fit]):
         A :class:`numpyro_fed.Corrected`, or in words why there is none.
         """
         try:
-            return self._fit.built.certify(jax.random.key(0), self)
+            return self._fit.certify(jax.random.key(0), self)
         except (ValueError, NonFiniteError) as error:
             return str(error)
 

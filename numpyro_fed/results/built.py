@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -69,11 +70,11 @@ class Built(BuiltRun):
 
     Attributes
     ----------
-    model, guide, bound, without_start
+    model, guide, without_start
     schedule : Schedule or None
+        None where all silos take part in every round.
     draws : dict of str to int
         ``K`` for each silo plate that has latents.
-    certify : (key, result) -> importance correction
     factors : Factors or None
     start : Start or None
         None where a run begins at ``algorithm``'s own first state.
@@ -82,12 +83,15 @@ class Built(BuiltRun):
     model: FederatedModel
     without_start: Callable[[], tuple[Plan, Built]] | None = None
     guide: Guide
-    bound: SiloBound
-    schedule: Schedule[Any] | None
-    draws: dict[str, int]
-    certify: Callable[..., Any]
+    schedule: Schedule[Any] | None = None
+    draws: dict[str, int] = field(default_factory=dict)
     factors: Factors | None = None
     start: Start | None = None
+
+    @cached_property
+    def bound(self) -> SiloBound:
+        """Return a silo's term of the bound."""
+        return SiloBound(self.model, self.guide, self.draws)
 
     @property
     def first(self) -> FederatedAlgorithm[Any, Any]:
