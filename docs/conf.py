@@ -1,6 +1,24 @@
 """Settings of the documentation: ``python -m sphinx -W -b html docs docs/_build/html``."""
 
+import os
+import sys
 from importlib.metadata import version as installed
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "tests"))
+
+from xla_flags import remembered_flags
+
+# Code cells are small and run once: their time goes into compiling, so they are compiled with few
+# optimisations, and programs are kept for the next build.
+BUILD = HERE / "_build"
+if "XLA_FLAGS" not in os.environ:
+    os.environ["XLA_FLAGS"] = " ".join(remembered_flags(BUILD))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(BUILD / "programs"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 
 project = "numpyro_fed"
 author = "The numpyro_fed developers"
@@ -21,7 +39,7 @@ needs_sphinx = "8.2"
 myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence", "attrs_block"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
-nb_execution_timeout = 240
+nb_execution_timeout = 900  # seconds, of a cell: machines are shared
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_output_stderr = "remove"  # progress bars
