@@ -86,7 +86,7 @@ class beta_loss:
         For another ``beta``.
     ModelError
         When called with a distribution whose power integral is not built in: see
-        :func:`log_power_integral`.
+        ``numpyro_fed.losses.log_power_integral``.
 
     References
     ----------

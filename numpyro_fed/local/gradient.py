@@ -92,7 +92,7 @@ class Optax:
 
     @property
     def share(self) -> float:
-        """Return 1, or 0 for a single step: how far it goes depends on the optimiser."""
+        """Return 1, or 0 for a single step, whose length depends on the optimiser."""
         return 0.0 if self.steps == 1 else 1.0
 
     def __post_init__(self) -> None:

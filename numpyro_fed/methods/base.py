@@ -79,7 +79,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
 
     @property
     def hides_by_noise(self) -> bool:
-        """Return False: silos' noise is that of their own latents, and hides nothing."""
+        """Return False, since silos' noise is that of their own latents and hides nothing."""
         return False
 
     def run(

@@ -100,8 +100,8 @@ def fit(
     Returns
     -------
     Fitted
-        With ``.sample_posterior(key, n)`` (each site (n, *shape)), ``.verdict``, ``.trusted`` and
-        the results of all ``.stages``.
+        With ``.sample_posterior(key, n)`` (each site ``(n, *shape)``), ``.verdict``, ``.trusted``
+        and the results of all ``.stages``.
 
     Raises
     ------

@@ -50,8 +50,9 @@ class Saved:
         Whether means and sds of the globals are right to a tenth of an sd; None where that was not
         asked, as of a run without its correction.
     draws : dict of str to array
-        Draws of the globals (n, *shape) on their own supports, with the dtypes of the file, to be
-        weighted by ``weights``. Of a run those that were asked for: ``result.save(path, draws=n)``.
+        Draws of the globals, ``(n, *shape)``, on their own supports, with the dtypes of the file,
+        to be weighted by ``weights``. Of a run those that were asked for:
+        ``result.save(path, draws=n)``.
     weights : (n,) array
     log_evidence, ess, pareto_k : float or None
         As of :class:`Corrected`; None where there was no correction.

@@ -130,7 +130,7 @@ class Mode:
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        """The inverse of :attr:`curvature` (n, n); (n,) where that is a diagonal."""
+        """The inverse of ``curvature``, (n, n), or (n,) where that is a diagonal."""
         return 1 / self.curvature if self.curvature.ndim == 1 else np.linalg.inv(self.curvature)
 
 

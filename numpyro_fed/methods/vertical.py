@@ -132,7 +132,7 @@ class VerticalMethod(Host[VerticalFit, Outcome]):
 
     def messages(self, *args: object, **kwargs: object) -> Crossings:
         """Return what each party sees: all arrays that cross, with their shapes, before the
-        first round (as often as :attr:`VerticalResult.start` says) and in each round.
+        first round (as often as ``VerticalResult.start`` says) and in each round.
         """
         fit, held = self._prepare(args, kwargs, "simulation")
         return fit.messages(held)

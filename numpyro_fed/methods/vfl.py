@@ -109,7 +109,7 @@ class VFL(VerticalMethod[VerticalResult]):
         sends predictors without noise.
     rank : int or "auto"
         How much noise all parties share, so that their posteriors depend on each other:
-        :mod:`numpyro_fed.guides.coupling`. 0 for parties that are independent under the guide. A
+        ``numpyro_fed.guides.coupling``. 0 for parties that are independent under the guide. A
         run from the mode begins with the ``rank`` directions of all latents in which parties make
         up for each other most. ``"auto"`` is up to 32 for the exact split from the mode, and else
         0: under a mean-field guide of auxiliary variables parties are independent given these.
@@ -193,7 +193,7 @@ class VFL(VerticalMethod[VerticalResult]):
 
     def messages(self, *args: object, **kwargs: object) -> Crossings:
         """Return what each party sees: all arrays that cross, with their shapes, before the
-        first round (as often as :attr:`VerticalResult.start` says) and in each round.
+        first round (as often as ``VerticalResult.start`` says) and in each round.
 
         A client's ``part`` has a number for each row: in the exact split its predictor, of which
         many draws tell the client's columns up to what the predictor does with them (a linear

@@ -119,14 +119,16 @@ class NutsResult:
 
     @property
     def accurate(self) -> bool:
-        """Whether the chains know the mode that they are in: few divergences, and small errors."""
+        """Whether the chains know the mode that they are in, by few divergences, small errors."""
         total = self._transitions or 1
         return self.divergences <= DIVERGENT * total and self.monte_carlo_error <= ERROR
 
     @property
     def trusted(self) -> bool:
-        """Whether these draws can serve as the reference: :attr:`accurate`, and two chains or more
-        that agree. One alone, in one of several modes, would never know.
+        """Whether these draws can serve as the reference.
+
+        They are :attr:`accurate`, and of two chains or more that agree. One alone, in one of
+        several modes, would never know.
         """
         return self.accurate and self.num_chains > 1
 

@@ -91,7 +91,7 @@ def importance_correct(
     The weights are Pareto-smoothed (Vehtari et al. 2024, by BlackJAX). Their shape ``k`` says
     whether guide and posterior are close enough to trust, with no pooled run to compare with.
     ``q`` is the guide and, for some of the draws, wider distributions around it and the prior's
-    spread (:mod:`numpyro_fed.algorithms.importance.proposals`), which show what a narrow guide, or
+    spread (``numpyro_fed.algorithms.importance.proposals``), which show what a narrow guide, or
     one in one of several modes, would not. A mode that is narrow and far off, as seen from the
     prior, still hides.
 
@@ -247,7 +247,7 @@ class Corrected(Weighted[Result]):
     ess : float
         Effective number of draws.
     pareto_k : float
-        Shape of the weights' tail: the smaller the better (:attr:`reliable`).
+        Shape of the weights' tail: the smaller the better (:attr:`Corrected.reliable`).
     weights : array (num_draws,)
         Smoothed weights, which sum to one.
     result : Result

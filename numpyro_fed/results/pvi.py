@@ -37,7 +37,7 @@ class PVIResult(Result):
     damping : array (rounds, steps)
         The share of each proposed change that was taken; 0 where the update was rejected.
     status : array (rounds, steps, participants)
-        How each visit ended, as :class:`numpyro_fed.algorithms.pvi.states.Status`.
+        How each visit ended, as ``numpyro_fed.algorithms.pvi.states.Status``.
     own : array (rounds, steps)
         Whether the server's own factor converged; true where it has none.
     """
@@ -155,7 +155,7 @@ class PVIResult(Result):
 
     @property
     def never_visited(self) -> list[int]:
-        """Silos that have not replied yet: their data count for nothing."""
+        """Silos that have not replied yet, so that their data count for nothing."""
         return np.flatnonzero(self._of_silos("visits") == 0).tolist()
 
     @property
@@ -254,8 +254,10 @@ class PVIResult(Result):
 
     @property
     def settled(self) -> bool:
-        """Whether the run has come to rest: all silos were visited, their last visits converged
-        and were taken, the server's own factor converged, and the last round moved nothing.
+        """Whether the run has come to rest.
+
+        All silos were visited, their last visits converged and were taken, the server's own factor
+        converged, and the last round moved nothing.
         """
         return not self.doubts
 

@@ -229,7 +229,7 @@ class FederatedRun(ABC, Generic[Ready]):
 
     @property
     def shared(self) -> Shared:
-        """Return what everybody may know: shared parameters, unconstrained, and a guide."""
+        """Return shared parameters, unconstrained, and the globals' guide, known to all."""
         return self._fit.algorithm.shared(self.state.server)
 
     def _held(self, silo: int) -> Silos:

@@ -250,8 +250,12 @@ class VerticalResult(VerticalRun):
 
     Attributes
     ----------
-    losses, state, ended
-        As of every run: :class:`numpyro_fed.results.run.FederatedRun`.
+    losses : array (rounds,)
+        Minus the bound, one number for each round of this run.
+    state : State
+        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
+    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
+        Why there are no more rounds.
     start : VerticalStart or None
         The mode at which the run began, if it did.
     """

@@ -42,7 +42,7 @@ class VerticalCorrected(Weighted[VerticalResult]):
     ess : float
         Effective number of draws.
     pareto_k : float
-        Shape of the weights' tail: the smaller the better (:attr:`reliable`).
+        Shape of the weights' tail: the smaller the better (:attr:`numpyro_fed.Corrected.reliable`).
     weights : array (num_draws,)
         Smoothed weights, which sum to one.
     result : VerticalResult
@@ -67,7 +67,7 @@ class VerticalCorrected(Weighted[VerticalResult]):
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
 
     def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
-        """Return corrected draws for ArviZ; see :meth:`Corrected.to_arviz`."""
+        """Return corrected draws for ArviZ; see :meth:`numpyro_fed.Corrected.to_arviz`."""
         sample, known = self.sample_posterior, self._attributes
         return to_arviz(sample, key, num_samples, worth=self.ess, attributes=known)
 

@@ -92,7 +92,7 @@ class Weighted(ABC, Generic[Corrects]):
 
     @property
     def many_count(self) -> bool:
-        """Whether no few draws carry the weight: more of them help, and only tails are unsure."""
+        """Whether many draws carry the weight, so that only tails are unsure."""
         return self.ess > MANY * len(self.weights)
 
     @property

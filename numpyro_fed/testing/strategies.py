@@ -33,7 +33,7 @@ class Latent(NamedTuple):
     ----------
     name : str
     family : str
-        A key of :data:`FAMILIES`.
+        A key of ``FAMILIES`` in this module.
     parents : tuple of str
         Earlier sites that its distribution, bounds included, depends on.
     inner : bool
@@ -61,7 +61,7 @@ class ModelSpec(NamedTuple):
     Attributes
     ----------
     shared, private : tuple of str
-        Constraints (:data:`CONSTRAINTS`) of the ``numpyro.param`` sites ``theta{i}`` outside of
+        Constraints (``CONSTRAINTS``) of the ``numpyro.param`` sites ``theta{i}`` outside of
         the silo plates and ``phi{i}`` inside the one over rows.
     server, groups, rows : tuple of Latent
         Global latents; those in an outer ``silo_plate("group", ...)``, which exists when there
@@ -71,7 +71,7 @@ class ModelSpec(NamedTuple):
     inner : int
         Size of an ordinary plate nested in the row plate, and around some globals; 0 for none.
     likelihood : str
-        A key of :data:`LIKELIHOODS`.
+        A key of ``LIKELIHOODS``.
     masked, scaled : bool
         Whether the observed site is masked where rows are missing, and scaled.
     extras : bool
