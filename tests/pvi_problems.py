@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from laid_open import inside
 from problems import jitter
 
 import numpyro_fed as nf
@@ -135,7 +136,7 @@ def total_of_factors(result):
 
 def assert_sum_rule(result):
     server = result.state.server
-    prior = result._fit.factors.globals.prior(server.params["theta"])
+    prior = inside(result).factors.globals.prior(server.params["theta"])
     factors = total_of_factors(result)
 
     def equal(a, b):

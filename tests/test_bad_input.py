@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import kept_fits, laid_open, put_in_place
 from numpyro.distributions import constraints
 
 import numpyro_fed as nf
@@ -216,15 +217,15 @@ def two_levels(y):
 )
 def test_a_guide_that_is_too_large_for_the_memory_is_refused(monkeypatch, guide, n):
     fit = nf.SFVI(two_levels, optim=ADAM, guide=guide, start=None)
-    monkeypatch.setattr("numpyro_fed.methods.base._memory", lambda: 6e5)
+    put_in_place(monkeypatch, "memory", lambda: 6e5)
     with pytest.raises(nf.GuideError, match=re.escape("this machine has 0.0 GiB")) as caught:
         fit.run(KEY, 5, [rows(n)])
     assert "guides.MeanField()" in str(caught.value)
-    assert not fit._fits
+    assert not kept_fits(fit)
 
 
 def test_a_guide_that_fits_into_the_memory_is_not_refused(monkeypatch):
-    monkeypatch.setattr("numpyro_fed.methods.base._memory", lambda: 6e5)
+    put_in_place(monkeypatch, "memory", lambda: 6e5)
     nf.SFVI(two_levels, optim=ADAM, guide=nf.guides.MeanField(), start=None).run(
         KEY, 1, [rows(3)], **quiet
     )
@@ -315,12 +316,12 @@ def wider(y):
     ids=["model", "guide", "optimiser", "number of silos", "sizes of silos", "runtime"],
 )
 def test_a_state_of_another_fit_is_refused(other, silos, runtime):
-    fit, held = other._prepare(silos, runtime)
+    state = laid_open(other, silos, runtime).result().state
     with pytest.raises(
         nf.SavedStateError, match=r"another model, guide.*Pass the \.state of a run"
     ):
         nf.SFVI(good, optim=ADAM, start=None).run(
-            KEY, 1, [rows(3), rows(3)], init_state=fit.initial_state(held), **quiet
+            KEY, 1, [rows(3), rows(3)], init_state=state, **quiet
         )
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laid_open import squared_arsinh_of_root as f
 from scipy import integrate, stats
 
 from numpyro_fed import expfam
 from numpyro_fed.divergences import KL, AlphaRenyi, FisherRao, ReverseKL, WeightedKL
-from numpyro_fed.divergences import _squared_arsinh_of_root as f
 from numpyro_fed.errors import GuideError
 
 DIAGONAL = expfam.gaussian(2)

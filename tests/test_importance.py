@@ -12,15 +12,22 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import (
+    globals_drawn,
+    inner_draws,
+    inside,
+    laid_open,
+    put_in_place,
+    root,
+    with_moments,
+)
 from problems import cut, parts
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.exchange import importance
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
-from numpyro_fed.algorithms.importance.proposals import _root, proposal
+from numpyro_fed.algorithms.importance.proposals import proposal
 from numpyro_fed.frame import Coordinates
-from numpyro_fed.results import importance as correction
-from numpyro_fed.results.importance import _inner_draws
 from numpyro_fed.results.moments import moments
 from numpyro_fed.results.weighted import systematic
 from numpyro_fed.runtime.step import part
@@ -52,8 +59,8 @@ def result_at(model, silos, loc, scale, local, runtime="simulation"):
 
     ``local`` gives the guide's parameters of a stack of silos from their data.
     """
-    fit, held = nf.SFVI(model, optim=optax.sgd(0.1), start=None)._prepare(silos, runtime)
-    state = fit.initial_state(held)
+    opened = laid_open(nf.SFVI(model, optim=optax.sgd(0.1), start=None), silos, runtime)
+    state = opened.result().state
 
     def put(old, new):
         full = {name: jnp.zeros_like(a) for name, a in old.items()}
@@ -62,14 +69,14 @@ def result_at(model, silos, loc, scale, local, runtime="simulation"):
     server = state.server.params
     guide = put(server["guide"], {"loc": loc, "log_scale": np.log(scale)})
     moved = []
-    for s, b in zip(state.silos, held.batches, strict=True):
+    for s, b in zip(state.silos, opened.batches, strict=True):
         eta, wanted = s.params["guide"], local(b.data.arrays)
         eta = {plate: put(old, wanted[plate]) for plate, old in eta.items()}
         moved.append(s._replace(params={**s.params, "guide": eta}))
     state = state._replace(
         server=state.server._replace(params={**server, "guide": guide}), silos=tuple(moved)
     )
-    return nf.Result(np.zeros(0), state, fit, held)
+    return opened.result(state)
 
 
 @cache
@@ -149,7 +156,7 @@ def test_a_host_runs_fit_is_corrected_by_the_same_numbers():
 
 def test_weights_do_not_depend_on_how_many_draws_run_at_a_time(monkeypatch):
     whole = corrected(num_draws=300, **OFF)
-    monkeypatch.setattr(correction, "_batch_size", lambda *args: 7)
+    put_in_place(monkeypatch, "batch_size", lambda *args: 7)
     pieces = nf.importance_correct(jax.random.key(3), conjugate_at(**OFF), 300, 20, wider=0.0)
     np.testing.assert_allclose(pieces.weights, whole.weights, rtol=1e-3)
 
@@ -219,7 +226,7 @@ def test_the_report_trusts_a_wrong_guide_that_was_repaired():
     fixed = corrected(**OFF)
     assert fixed.pareto_k < fixed.threshold == 0.7
     assert fixed.reliable
-    known = replace(fixed, _moments=fixed._moments._replace(error=np.full((2, 1), 0.029), tail=0.5))
+    known = with_moments(fixed, error=np.full((2, 1), 0.029), tail=0.5)
     assert known.trusted
     assert "The corrected posterior of the globals can be trusted" in known.report()
     assert f"{fixed.ess:.0f} effective draws" in fixed.report()
@@ -304,9 +311,9 @@ def test_locals_are_integrated_where_the_guide_does_not_reach():
     """As tau goes to zero rows no longer differ, and a guide fitted elsewhere never meets them."""
     silos = [{"y": Y[:6]}]
     result = result_at(funnel, silos, 0.0, 0.5, lambda arrays: {"row": {}})
-    fit, state = result._fit, jax.tree.map(lambda a: a[0], result.state.silos[0])
-    likelihood = SiloLikelihood(fit.model, fit.guide, {"row": 100})
-    data = jax.tree.map(lambda a: a[0], result._silos.batches[0].data)
+    opened, state = inside(result), jax.tree.map(lambda a: a[0], result.state.silos[0])
+    likelihood = SiloLikelihood(opened.model, opened.guide, {"row": 100})
+    data = jax.tree.map(lambda a: a[0], opened.batches[0].data)
 
     @jax.jit
     def estimate(key, z_G):
@@ -373,7 +380,7 @@ def test_wider_draws_stay_on_a_narrow_ridge():
     with jax.enable_x64(True):
         z = np.random.default_rng(0).normal(size=(1_000, 2))
         z = jnp.asarray(z @ [[1.0, -1e-7], [0.0, 1e-14]])
-        L = _root(z)
+        L = root(z)
         beside = np.linalg.cond(np.linalg.solve(L, (z - z.mean(0)).T))
     assert beside == pytest.approx(1, rel=1e-2)
 
@@ -635,14 +642,14 @@ def wards_off():
 
 
 def test_an_int_is_for_outer_plates_with_its_root_below():
-    guide = wards_off()[0]._fit.guide
-    assert _inner_draws(guide, 9) == {"ward": 9, "row": 3}
-    assert _inner_draws(guide, 10) == {"ward": 10, "row": 4}
-    assert _inner_draws(guide, 1) == {"ward": 1, "row": 1}
-    assert _inner_draws(guide, {"row": 5}) == {"ward": 1, "row": 5}
-    assert _inner_draws(conjugate_at(**OFF)._fit.guide, 10) == {"row": 10}
+    guide = inside(wards_off()[0]).guide
+    assert inner_draws(guide, 9) == {"ward": 9, "row": 3}
+    assert inner_draws(guide, 10) == {"ward": 10, "row": 4}
+    assert inner_draws(guide, 1) == {"ward": 1, "row": 1}
+    assert inner_draws(guide, {"row": 5}) == {"ward": 1, "row": 5}
+    assert inner_draws(inside(conjugate_at(**OFF)).guide, 10) == {"row": 10}
     with pytest.raises(ValueError, match="draws for silo_plate 'ward' must be a positive int"):
-        _inner_draws(guide, 0)
+        inner_draws(guide, 0)
 
 
 def test_the_evidence_under_an_outer_plate_is_within_its_standard_error():
@@ -680,9 +687,8 @@ def test_spreads_that_hang_on_few_draws_far_out_are_not_known():
     assert light.tail < 0.5
     good = nf.importance_correct(KEY, conjugate_at((4, 6)), num_draws=4_000, inner_draws=3)
     assert good.trusted
-    enough = good._moments._replace(tail=heavy.tail, error=np.full((2, 1), 0.02))
-    assert replace(good, _moments=enough).trusted
-    unknown = replace(good, _moments=enough._replace(error=np.full((2, 1), 0.021)))
+    assert with_moments(good, tail=heavy.tail, error=np.full((2, 1), 0.02)).trusted
+    unknown = with_moments(good, tail=heavy.tail, error=np.full((2, 1), 0.021))
     assert not unknown.trusted
     assert not unknown.fit_trusted
     assert "Few draws far out carry a spread" in unknown.report()
@@ -747,6 +753,6 @@ def test_latents_that_are_far_from_where_the_guide_expects_them_are_found(model)
     fit = nf.SFVI(model).run(KEY, 1, silos, progress_bar=False)
     found = nf.importance_correct(KEY, fit, 16_000, 20)
     assert found.trusted
-    drawn, w = np.asarray(found._z_G, np.float64)[:, 0], found.weights
+    drawn, w = globals_drawn(found)[:, 0], found.weights
     assert abs(w @ drawn - mean) < 4 * found.monte_carlo_error * sd
     assert abs((w @ (drawn - w @ drawn) ** 2) ** 0.5 / sd - 1) < 4 * found.monte_carlo_error

@@ -10,6 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from laid_open import at_checks, put_in_place
 
 import numpyro_fed as nf
 from numpyro_fed.methods import fit as fit_module
@@ -102,7 +103,7 @@ def test_between_a_rounds_report_and_its_state(monkeypatch):
             ctrl_c()
         return np.asarray(a)[:n]
 
-    monkeypatch.setattr(drive_module, "_first", first)
+    put_in_place(monkeypatch, "rounds_of_a_log", first)
     with pytest.raises(nf.Interrupted) as caught:
         SFVI.run(KEY, 20, SILOS, callback=lambda _: False, every=5, **QUIET)
     found = caught.value.result
@@ -111,7 +112,7 @@ def test_between_a_rounds_report_and_its_state(monkeypatch):
 
 @pytest.mark.parametrize("method", [SFVI, nf.PVI(model, start=None)], ids=["SFVI", "PVI"])
 def test_before_the_first_round_is_done(monkeypatch, method):
-    monkeypatch.setattr(drive_module, "_all_finite", ctrl_c)
+    put_in_place(monkeypatch, "all_finite", ctrl_c)
     with pytest.raises(nf.Interrupted) as caught:
         method.run(KEY, 3, SILOS, runtime="quick", **QUIET)
     found = caught.value.result
@@ -121,7 +122,7 @@ def test_before_the_first_round_is_done(monkeypatch, method):
 
 def test_in_the_search_there_is_nothing_to_keep(monkeypatch):
     """It is not swallowed there either."""
-    monkeypatch.setattr(drive_module, "_all_finite", ctrl_c)
+    put_in_place(monkeypatch, "all_finite", ctrl_c)
     for call in (
         lambda: nf.SFVI(model).run(KEY, 3, SILOS, **QUIET),
         lambda: nf.find_mode(KEY, model, SILOS, progress_bar=False),
@@ -214,7 +215,7 @@ def test_draws_of_a_correction_before_it_are_kept(monkeypatch):
 
 def test_a_correction_without_any_draws_is_a_plain_one(monkeypatch):
     result = SFVI.run(KEY, 20, SILOS, **QUIET)
-    monkeypatch.setattr(importance, "_compiled", lambda *args: (ctrl_c, None, None))
+    put_in_place(monkeypatch, "compiled_correction", lambda *args: (ctrl_c, None, None))
     with pytest.raises(KeyboardInterrupt) as caught:
         nf.importance_correct(KEY, result)
     assert not isinstance(caught.value, nf.Interrupted)
@@ -244,14 +245,11 @@ def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
 
 
 def test_a_stage_of_a_fit_is_kept_as_far_as_it_came(monkeypatch):
-    finite = drive_module._all_finite
-
-    def looked(state, batches):
+    def look(state):
         if int(state.round) > drive_module.FIRST:  # the search has fewer rounds
             ctrl_c()
-        return finite(state, batches)
 
-    monkeypatch.setattr(drive_module, "_all_finite", looked)
+    at_checks(monkeypatch, look)
     with pytest.raises(nf.Interrupted) as caught:
         nf.fit(KEY, by_param, SILOS, **QUIET)
     (stage,) = caught.value.result.stages

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import joint_density, laid_open, parameters
 from numpyro.contrib.control_flow import scan
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer.util import potential_energy
@@ -19,7 +20,7 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
-from numpyro_fed.reference.nuts import NutsResult, _joint_density, _parameters
+from numpyro_fed.reference.nuts import NutsResult
 from numpyro_fed.reference.starts import good_starts, some_from_prior, uniform
 
 KEY = jax.random.key(0)
@@ -122,7 +123,7 @@ def test_the_density_and_its_gradient_are_those_of_the_joint_model(x64, case):
     assert len(buckets) == num_buckets
     assert any(b.data.masks for b in buckets)
     shared = jitter(fm.init_theta(KEY))
-    private = jitter(_parameters(fm, data, None)[1])
+    private = jitter(parameters(fm, data, None)[1])
     first = {p.name: np.cumsum([0, *(n[p.name] for n in sizes)]) for p in fm.plates}
 
     def rows_of(position, j):
@@ -153,7 +154,7 @@ def test_the_density_and_its_gradient_are_those_of_the_joint_model(x64, case):
             total += sum(abs(r).sum() for r in rows.values())
         return total
 
-    found = jax.jit(jax.value_and_grad(_joint_density(fm, sizes, buckets, shared, private)))
+    found = jax.jit(jax.value_and_grad(joint_density(fm, sizes, buckets, shared, private)))
     expected = jax.jit(jax.value_and_grad(expected))
     r = np.random.default_rng(1)
     for _ in range(3):
@@ -263,16 +264,14 @@ def centred_silos():
 @cache
 def centred_fit():
     """A result whose parameters are no initial values, theta and each row's own among them."""
-    fit, held = nf.SFVI(centred, optim=optax.sgd(0.1), start=None)._prepare(
-        centred_silos(), "simulation"
-    )
-    start = fit.initial_state(held)
+    opened = laid_open(nf.SFVI(centred, optim=optax.sgd(0.1), start=None), centred_silos())
+    start = opened.result().state
     server, silos = jitter((start.server.params, [s.params for s in start.silos]), scale=2.0)
     moved = start._replace(
         server=start.server._replace(params=server),
         silos=tuple(s._replace(params=p) for s, p in zip(start.silos, silos, strict=True)),
     )
-    return nf.Result(np.zeros(0), moved, fit, held)
+    return opened.result(moved)
 
 
 def test_samples_are_on_their_supports_with_parameters_held_at_the_fit():
@@ -311,12 +310,12 @@ def test_samples_are_on_their_supports_with_parameters_held_at_the_fit():
 def test_without_a_fit_parameters_are_at_their_initial_values():
     data = read(centred_silos())
     layout, buckets = lay_out(centred, data)
-    shared, private = _parameters(layout.model, data, None)
+    shared, private = parameters(layout.model, data, None)
     np.testing.assert_allclose(layout.model.constrain_theta(shared)["theta"], 1.0, rtol=1e-6)
     for own, n in zip(private, SIZES, strict=True):
         assert own["level"] == 5.0
         np.testing.assert_array_equal(own["at"], np.zeros((n, 1)))
-    density = jax.jit(_joint_density(layout.model, layout.sizes, buckets, shared, private))
+    density = jax.jit(joint_density(layout.model, layout.sizes, buckets, shared, private))
     at = {"z_G": jnp.zeros(layout.model.dim), "z_L": {"row": jnp.full((9, 3), 5.0)}}
     off = {**at, "z_L": {"row": at["z_L"]["row"].at[:, 0].set(5.1)}}
     # b at 5.1 instead of 5 is 10 of its sds away at each of 9 rows.
@@ -388,7 +387,7 @@ def test_chains_start_where_the_gradient_is_finite(num_chains):
     """Of the first draws in (-2, 2) some have a density, and no gradient."""
     x = np.linspace(-1, 1, 12)
     layout, buckets = lay_out(smooth, read(cut({"x": x, "y": np.sin(4 * x)}, (5, 7))))
-    density = _joint_density(layout.model, layout.sizes, buckets, {}, [{}, {}])
+    density = joint_density(layout.model, layout.sizes, buckets, {}, [{}, {}])
     look = jax.jit(jax.vmap(jax.value_and_grad(density)))
     shapes = {"z_G": (num_chains, layout.model.dim), "z_L": {"row": (num_chains, 12, 0)}}
     first, found = [], []

@@ -12,6 +12,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laid_open import inside, laid_open, times_compiled
 from problems import cut, glmm_silos
 from pvi_problems import (
     CONJUGATE,
@@ -95,16 +96,12 @@ def test_the_posterior_is_the_prior_plus_all_factors_at_every_round(name):
 
 
 def test_what_a_silo_sends_depends_neither_on_its_rows_nor_on_its_data():
-    fits = [
-        nf.PVI(glmm_inside, local=nf.local.Optax(steps=2), start=None)._prepare(
-            glmm_silos((n, n)), "host"
-        )
-        for n in (3, 7)
-    ]
+    pvi = nf.PVI(glmm_inside, local=nf.local.Optax(steps=2), start=None)
     sent = []
-    for fit, held in fits:
-        state = fit.runtime.init(KEY, held.batches)
-        up = jax.eval_shape(partial(reply, fit), held.batches, state)
+    for n in (3, 7):
+        opened = laid_open(pvi, glmm_silos((n, n)), "host")
+        state = opened.first_state(KEY)
+        up = jax.eval_shape(partial(reply, opened.round), opened.batches, state)
         sent.append(jax.tree.map(lambda a: a.shape, up))
     assert sent[0] == sent[1]
     assert sum(np.prod(s) for s in jax.tree.leaves(sent[0], is_leaf=is_shape)) == (
@@ -116,10 +113,10 @@ def is_shape(x):
     return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
 
 
-def reply(fit, batches, state):
+def reply(round_, batches, state):
     """What silo 0 answers to the server's first message."""
-    (exchange,) = fit.algorithm.round.exchanges
-    down = part(fit.algorithm.round, state.server, KEY, jnp.array([0]))
+    (exchange,) = round_.exchanges
+    down = part(round_, state.server, KEY, jnp.array([0]))
     one = jax.tree.map(lambda a: a[0], (state.silos[0], batches[0].data))
     return exchange.silo(KEY, down._replace(taken=down.taken[0]), *one)[0].up
 
@@ -144,14 +141,15 @@ def test_local_free_energies_sum_to_the_global_one():
     """Property 2.2(a), with normalised factors: at any posterior that the sum rule holds for."""
     pvi = nf.PVI(logistic, local=QUICK, evidence_draws=200_000, start=None)
     result = pvi.run(KEY, 1, cut(logistic_rows(), (8, 8, 8)), **QUIET)
-    chosen = result._fit.factors.globals
+    opened = inside(result)
+    chosen = opened.factors.globals
     family, q = chosen.family, result.natural_parameters()
     prior, psi = chosen.prior({}), chosen.family.ordinary(q)
     z = jax.vmap(family.draw, (None, 0))(psi, family.noise(KEY, 200_000))
     moments, total = family.moments(psi), 0.0
-    for j, data in enumerate(result._silos.data):
+    for j, data in enumerate(opened.data):
         none = {"row": jnp.zeros((len(data.arrays["y"]), 0))}
-        rows = jax.vmap(lambda z, d=data, n=none: result._fit.model.log_silo({}, z, n, d)["row"])(z)
+        rows = jax.vmap(lambda z, d=data, n=none: opened.model.log_silo({}, z, n, d)["row"])(z)
         cavity = jax.tree.map(jnp.subtract, q, result.factor(j))
         to_cavity = expfam.inner(jax.tree.map(jnp.subtract, q, cavity), moments)
         total += rows.sum(1).mean() - to_cavity
@@ -250,7 +248,7 @@ def test_a_run_goes_on_bit_for_bit_and_compiles_once(tmp_path):
     loaded = pvi.load(tmp_path / "part", silos)
     rest = pvi.run(KEY, 2, silos, init_state=loaded.state, **QUIET)
     assert_close(eta_of(rest), eta_of(whole), rtol=0)
-    assert whole._fit.runtime.advance._cache_size() == 1
+    assert times_compiled(inside(whole).runtime.advance) == 1
     np.testing.assert_array_equal(np.sort(whole.visits[1, :, 0]), np.arange(3))
 
 
@@ -280,7 +278,7 @@ def test_some_silos_of_several_buckets_with_latents_and_parameters_of_their_own(
         apart = pvi.run(KEY, 3, silos, runtime="host", **QUIET)
         part = pvi.run(KEY, 1, silos, **QUIET)
         rest = pvi.run(KEY, 2, silos, init_state=part.state, **QUIET)
-    assert len(whole._silos.batches) == 2
+    assert len(inside(whole).batches) == 2
     np.testing.assert_array_equal(whole.visits, apart.visits)
     assert_close(eta_of(whole), eta_of(apart), rtol=1e-8, atol=1e-10)
     assert_close(eta_of(rest), eta_of(whole), rtol=0)

@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax.flatten_util import ravel_pytree
+from laid_open import inside, laid_open
 from problems import cut, glmm_silos
 from pvi_problems import KEY, QUIET, glmm_inside, logistic, logistic_rows
 from scipy import optimize
@@ -101,7 +102,7 @@ def test_globals_other_than_gaussian_meet_likelihoods_they_are_not_conjugate_to(
 
     silos = cut(dict(y=np.array(rows)), (4, 2, 2))
     result = nf.PVI(model, start=None).run(KEY, 4, silos, **QUIET)
-    assert not result._fit.factors.conjugate
+    assert not inside(result).factors.conjugate
     q, best = result.posterior()["z"], nearest(prior, likelihood, rows)
     np.testing.assert_allclose(q.mean, best.mean, rtol=0.03)
     np.testing.assert_allclose(q.variance, best.variance, rtol=0.03)
@@ -137,10 +138,10 @@ def test_a_model_that_is_conjugate_at_some_silos_alone_is_not_taken_for_conjugat
 
     zero, one = (dict(x=np.full(2, x), y=np.array([2.0, 3.0])) for x in (0.0, 1.0))
     pvi = nf.PVI(model, start=None)
-    assert not pvi._prepare([zero, one], "simulation")[0].factors.conjugate
+    assert not laid_open(pvi, [zero, one]).factors.conjugate
     other = nf.PVI(model, start=None)
     other.run(KEY, 1, [zero, zero], **QUIET)
-    assert not other._prepare([zero, one], "simulation")[0].factors.conjugate
+    assert not laid_open(other, [zero, one]).factors.conjugate
 
 
 def test_minibatches_of_a_model_whose_rows_read_each_others_latents_are_refused():

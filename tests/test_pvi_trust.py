@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from laid_open import for_the_prior, put_in_place
 from problems import cut
 from pvi_problems import KEY, QUIET, logistic, logistic_rows, mean
 
@@ -18,7 +19,6 @@ from numpyro_fed.algorithms.pvi.families import globals_of
 from numpyro_fed.algorithms.pvi.states import Status
 from numpyro_fed.local import LBFGS
 from numpyro_fed.local.base import Noise, Problem
-from numpyro_fed.methods.pvi import _for_the_prior
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.split import split
 
@@ -257,7 +257,7 @@ def test_the_servers_factor_has_draws_enough_for_many_globals():
 
     start = family.ordinary(family.fit(lambda z: -2 * z @ z))
     problem = Problem(family, cavity, start, (), noise, log_lik, None, 0, None)
-    found = jax.jit(lambda key: _for_the_prior(family).solve(problem, key))(KEY)
+    found = jax.jit(lambda key: for_the_prior(family).solve(problem, key))(KEY)
     mean, sd = family.spread(family.ordinary(found.eta))
     assert found.converged
     np.testing.assert_allclose(np.exp(mean[0] + sd[0] ** 2 / 2), tau, atol=0.3 * tau_sd)
@@ -266,9 +266,7 @@ def test_the_servers_factor_has_draws_enough_for_many_globals():
 
 
 def test_a_factor_of_the_servers_that_has_not_converged_is_reported(monkeypatch):
-    import numpyro_fed.methods.pvi as module
-
-    monkeypatch.setattr(module, "_for_the_prior", lambda family: LBFGS(steps=1))
+    put_in_place(monkeypatch, "factor_for_the_prior", lambda family: LBFGS(steps=1))
     model = location(dist.StudentT(3.0, 0.0, 1.0), normal)
     with pytest.warns(UserWarning, match="server's own factor"):
         result = nf.PVI(model, prior="factor", start=None).run(

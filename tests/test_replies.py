@@ -7,6 +7,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import built_at, laid_open
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.transforms import ReplyTransform, transformed
@@ -273,7 +274,7 @@ def test_weights_that_rows_explain_are_taken():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_no_exchange_but_an_average_by_rows_is_weighted(name):
-    there = federation(name).server._built
+    there = built_at(federation(name).server)
     rounds = (*there.opening, there.algorithm.round)
     weighted = {x.name for r in rounds for x in r.exchanges if x.weighted}
     assert weighted == ({"rows", "sfvi_avg"} if name == "averages_of_sums" else set())
@@ -321,14 +322,14 @@ def test_a_reply_that_a_transform_spoils_is_that_of_its_silo(schedule, runtime):
     """What happens to a reply before it leaves is looked at, too."""
     rows = [ROWS[0], {"y": ROWS[1]["y"] + 1e4}, ROWS[2]]
     method = nf.PVI(normal, start=None, schedule=schedule)
-    fit, held = method._prepare(rows, runtime)
+    opened = laid_open(method, rows, runtime)
 
     def apply(noise, up):
         largest = jnp.stack([jnp.abs(a).max() for a in jax.tree.leaves(up.change)]).max()
         broken = jnp.where(largest > 1e3, jnp.nan, 1.0)
         return up._replace(change=jax.tree.map(lambda a: a * broken, up.change))
 
-    algorithm = transformed(fit.algorithm, ReplyTransform(apply))
-    spoilt = RUNTIMES[runtime](algorithm, fit.built.schedule)
-    run = drive(spoilt, KEY, spoilt.init(KEY, held.batches), held.batches, 5, False)
+    algorithm = transformed(opened.algorithm, ReplyTransform(apply))
+    spoilt = RUNTIMES[runtime](algorithm, opened.built.schedule)
+    run = drive(spoilt, KEY, spoilt.init(KEY, opened.batches), opened.batches, 5, False)
     assert run.failure.silos == (BAD,)

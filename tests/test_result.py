@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import inside, laid_open
 from numpyro.infer import MCMC, NUTS, Predictive
 
 import numpyro_fed as nf
@@ -62,14 +63,11 @@ def result():
 
 def unfitted(**settings):
     """A result before its first round."""
-    fit, held = nf.SFVI(model, optim=optax.sgd(0.1), **settings, start=None)._prepare(
-        SILOS, "simulation"
-    )
-    return nf.Result(np.zeros(0), fit.initial_state(held), fit, held)
+    return laid_open(nf.SFVI(model, optim=optax.sgd(0.1), **settings, start=None), SILOS).result()
 
 
 def test_silos_of_these_sizes_are_padded(result):
-    (bucket,) = result._silos.buckets
+    (bucket,) = inside(result).buckets
     assert bucket.silos == (0, 1, 2)
     assert list(bucket.data.masks) == ["row"]
     assert result.num_silos == 3
@@ -290,7 +288,7 @@ def test_a_bound_has_settled_when_it_gains_no_more(losses, settled):
     r = np.random.default_rng(0)
     result = replace(unfitted(), losses=losses)
     assert result.settled == settled
-    assert ("had settled" in result._course()) == settled
+    assert ("had settled" in result.report(certificate=False)) == settled
     noisy = replace(result, losses=losses + 0.02 * r.normal(size=len(losses)))
     assert noisy.settled == settled
 

@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import inside, laid_open, times_compiled
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
@@ -97,10 +98,10 @@ def rows(tree, n):
 def test_host_and_compiled_runtime_agree_on_padded_silos_in_several_buckets(fit):
     silos = mixed_silos()
     one, other = (fit.run(KEY, 8, silos, runtime=r, **quiet) for r in ("simulation", "host"))
-    buckets = one._silos.buckets
+    buckets = inside(one).buckets
     assert [b.silos for b in buckets] == [(0, 2), (1,)]
     assert [list(b.data.masks) for b in buckets] == [["row"], []]
-    assert not any(b.data.masks for b in other._silos.buckets)
+    assert not any(b.data.masks for b in inside(other).buckets)
     np.testing.assert_allclose(one.losses, other.losses, rtol=2e-5)
     close = partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
     jax.tree.map(close, one.params, other.params)
@@ -201,10 +202,10 @@ def test_whether_padding_is_harmless_is_asked_of_each_runs_data(tmp_path):
 
 def test_whether_minibatches_are_harmless_is_asked_of_each_runs_data():
     method = nf.PVI(summarising, local=nf.local.NaturalGradient(steps=1, batch_size=2), start=None)
-    method._prepare(silos_of(constant, 4, 4), "simulation")
+    laid_open(method, silos_of(constant, 4, 4))
     for values in (varying, varying_at_the_second):
         with pytest.raises(nf.GuideError, match="a minibatch is another model"):
-            method._prepare(silos_of(values, 4, 4), "simulation")
+            laid_open(method, silos_of(values, 4, 4))
 
 
 def test_whether_a_model_is_conjugate_is_asked_of_each_runs_data():
@@ -215,11 +216,10 @@ def test_whether_a_model_is_conjugate_is_asked_of_each_runs_data():
 
     method = nf.PVI(model, start=None)
     found = [
-        method._prepare([{"x": np.full(3, x), "y": np.ones(3)}] * 2, "simulation")[0]
-        for x in (0.0, 1.0, 0.0)
+        laid_open(method, [{"x": np.full(3, x), "y": np.ones(3)}] * 2) for x in (0.0, 1.0, 0.0)
     ]
-    assert [fit.factors.conjugate for fit in found] == [True, False, True]
-    assert found[0] is found[2]
+    assert [opened.factors.conjugate for opened in found] == [True, False, True]
+    assert found[0].fit is found[2].fit
 
 
 def neighbours(y):
@@ -296,15 +296,15 @@ def test_a_second_run_traces_and_compiles_nothing(runtime, compiled, capfd):
     fit.run(KEY, 2, mixed_silos(), runtime=runtime, init_state=first.state, **quiet)
     assert (len(calls), compiled) == (0, [])
     if runtime == "simulation":
-        assert first._fit.runtime.advance._cache_size() == 1
+        assert times_compiled(inside(first).runtime.advance) == 1
 
 
 def test_other_shapes_are_another_program():
     a = ROBUST.run(KEY, 2, robust_silos((2, 3)), **quiet)
     b = ROBUST.run(KEY, 2, robust_silos((4, 3)), **quiet)
     c = ROBUST.run(KEY, 2, robust_silos((2, 3)), **quiet)
-    assert a._fit is c._fit
-    assert a._fit is not b._fit
+    assert inside(a).fit is inside(c).fit
+    assert inside(a).fit is not inside(b).fit
     np.testing.assert_array_equal(a.losses, c.losses)
 
 
@@ -315,9 +315,9 @@ def equations(program):
 
 def test_the_program_does_not_grow_with_the_number_of_silos():
     def size(silos):
-        fit, held = nf.SFVI(mixed, optim=optax.adam(1e-2), start=None)._prepare(silos, "simulation")
-        state = fit.initial_state(held)
-        return equations(traced(fit.runtime.advance, KEY, state, held.batches, 5))
+        opened = laid_open(nf.SFVI(mixed, optim=optax.adam(1e-2), start=None), silos)
+        state = opened.first_state(KEY)
+        return equations(traced(opened.runtime.advance, KEY, state, opened.batches, 5))
 
     two, many = size(mixed_silos()[:1] * 2), size(mixed_silos()[:1] * 200)
     assert two == many

@@ -18,6 +18,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import laid_open
 
 import numpyro_fed as nf
 from numpyro_fed.files import read_npz, write_atomically, write_npz
@@ -107,8 +108,7 @@ def test_a_fit_of_the_host_runtime_is_read_back(tmp_path):
 def test_keys_in_the_state_of_an_optimiser_are_read_back(tmp_path):
     noisy = optax.chain(optax.add_noise(0.01, 0.5, key=jax.random.key(3)), optax.sgd(1e-2))
     noisy = method(optim=noisy, guide=nf.guides.MeanField())
-    fit, held = noisy._prepare(silos(), "simulation")
-    first = nf.Result(np.zeros(0), fit.initial_state(held), fit, held)
+    first = laid_open(noisy, silos()).result()
     first.save(tmp_path / "fit")
     again = noisy.load(tmp_path / "fit", silos())
     assert jax.tree.structure(again.state) == jax.tree.structure(first.state)
@@ -377,9 +377,9 @@ def test_fingerprints_are_the_same_in_every_process(fit):
     script = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from laid_open import laid_open
         from test_saving import method, silos
-        fit, held = method()._prepare(silos(), "simulation")
-        print(fit.made(held.data).text())
+        print(laid_open(method(), silos()).result().made().text())
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
