@@ -128,6 +128,7 @@ def test_gradients_are_those_of_the_bound(double, objective):
     jax.tree.map(check, slopes(split.bound), slopes(plain))
 
 
+@pytest.mark.slow
 def test_gradients_of_minibatches_are_unbiased(double):
     split = Split(nf.guides.Amortised(hidden=3), 9, 4)
     cut = Minibatches.of(split.fm, split.layout.lengths, 4)
@@ -162,6 +163,7 @@ def test_gradients_of_minibatches_are_unbiased(double):
     jax.tree.map(check, found, ask(whole, noise))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "batch_size"), [(1.0, None), (1e-4, None), (1e5, 16)])
 def test_a_run_in_any_unit_reaches_the_posterior(unit, batch_size):
     def scaled(x, y):
@@ -187,6 +189,7 @@ def test_a_run_in_any_unit_reaches_the_posterior(unit, batch_size):
     assert abs(np.mean(u.std(0) / spread) - 1) < 0.15
 
 
+@pytest.mark.slow
 def test_what_is_read_is_standardised_over_all_rows(double):
     silos = silos_of(9, 4, 6)
     sfvi = nf.SFVI(model, guide=nf.guides.Amortised())
@@ -200,6 +203,7 @@ def test_what_is_read_is_standardised_over_all_rows(double):
     assert list(dict.fromkeys(sent)) == ["means", "deviations", "sfvi"]
 
 
+@pytest.mark.slow
 def test_averages_take_networks_too(tmp_path):
     silos = silos_of(30, 30)
     avg = nf.SFVIAvg(model, guide=nf.guides.Amortised(hidden=8), local_steps=100)
@@ -215,6 +219,7 @@ def test_averages_take_networks_too(tmp_path):
     assert set(result.params["encoder of 'row'"]) >= {"shift", "scale"}
 
 
+@pytest.mark.slow
 def test_a_corrected_posterior_begins_at_the_networks(double):
     """Rows' proposals are refined from where the network puts them."""
     silos = silos_of(8, 5)
@@ -255,6 +260,7 @@ def test_networks_that_do_not_fit_are_refused(method, text, guide, words):
         method(text, guide=nf.guides.Amortised(**guide)).run(KEY, 1, silos_of(5, 4), **QUIET)
 
 
+@pytest.mark.slow
 def test_settings_that_contradict_each_other_are_refused(monkeypatch):
     with pytest.raises(nf.GuideError, match="drop one"):
         nf.guides.Amortised(hidden=8, encoder=Shrink())

@@ -28,6 +28,7 @@ def root(S):
     return np.real(scipy.linalg.sqrtm(S))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 7))
 @settings(deadline=None, max_examples=30)
 def test_the_wasserstein_barycenter_solves_its_equation(seed, number, dim):

@@ -35,6 +35,7 @@ def moments(result, n=200_000):
     return z.mean(0), np.cov(z.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [None, "mode"])
 @pytest.mark.parametrize("globals", ["full", "diagonal"])
 def test_sfvi_goes_on_where_an_average_has_come_to(start, globals):
@@ -55,6 +56,7 @@ def test_sfvi_goes_on_where_an_average_has_come_to(start, globals):
     assert "child" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [nf.SFVI, nf.SFVIAvg])
 def test_pvi_goes_on_with_equal_shares(method):
     silos = glmm_silos((5, 3, 4))
@@ -79,6 +81,7 @@ def test_pvi_goes_on_with_equal_shares(method):
     )
 
 
+@pytest.mark.slow
 def test_parameters_are_taken_over():
     def model(y):
         shift = numpyro.param("shift", 0.0)
@@ -97,6 +100,7 @@ def test_parameters_are_taken_over():
     assert "the parameters own, shift" in after.start.report()
 
 
+@pytest.mark.slow
 def test_many_globals_are_taken_over_by_their_standard_deviations():
     def model(x, y):
         beta = numpyro.sample("beta", dist.Normal(0, 1).expand([400]).to_event(1))
@@ -118,6 +122,7 @@ def test_many_globals_are_taken_over_by_their_standard_deviations():
         nf.PVI(model, start=first).run(KEY, 1, silos, progress_bar=False)
 
 
+@pytest.mark.slow
 def test_results_that_do_not_fit_are_refused():
     first = averaged(glmm_silos((5, 3, 4)))
     with pytest.raises(DataError, match="other numbers of silos: 3 there, 2 here"):
@@ -139,6 +144,7 @@ def test_results_that_do_not_fit_are_refused():
         )
 
 
+@pytest.mark.slow
 def test_a_run_that_began_at_a_result_goes_on_from_its_own_state():
     silos = glmm_silos((5, 3))
     method = nf.SFVI(glmm, start=averaged(silos), guide=FULL)

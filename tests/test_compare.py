@@ -215,6 +215,7 @@ def exact(n, shift=0.0):
     return nuts_of(mu=mu, both=mu[..., None] * np.array([1.0, -2.0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0.0, 0.5])
 def test_a_fit_is_compared_at_latent_and_deterministic_sites(shift):
     """4,000 and 20,000 draws: their means differ by 0.017 of an sd, a ratio of sds by 0.013."""

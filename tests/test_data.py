@@ -219,6 +219,7 @@ def visits(patients, noise=None):
             numpyro.sample("y", dist.Normal(mean, noise[0] + noise[1]), obs=patients["y"][0])
 
 
+@pytest.mark.slow
 def test_trees_ragged_visits_and_what_one_silo_lacks_give_the_exact_posterior():
     r = np.random.default_rng(0)
 
@@ -276,6 +277,7 @@ def test_sites_of_different_sizes_are_refused_with_the_way_out():
         lay_out(a_latent_a_visit, held)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:Explicitly requested dtype")
 def test_arrays_from_outside_the_text_are_not_taken_for_double_ones():
     """The family is looked for in double precision, of a text that closes over NumPy arrays."""

@@ -69,6 +69,7 @@ def agree(problem, rtol):
     return abs(float(expected) - sum(r.sum() for r in terms)) <= rtol * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("x64", "rtol", "number"),
     [(False, 1e-5, 0), (False, 1e-5, 1), (True, 1e-10, 2), (True, 1e-10, 3)],
@@ -89,6 +90,7 @@ def test_prior_plus_rows_is_the_joint_density_of_random_models(x64, rtol, number
         holds()
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, derandomize=True, database=None)
 @given(models(max_latents=2, max_silos=3))
 def test_random_models_pass_the_whole_check(problem):

@@ -32,6 +32,7 @@ def close(a, b, **tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 5), st.booleans(), st.sampled_from([(), (3,)]), st.integers(0, 99))
 def test_a_gaussian_is_numpyros_distribution(dim, full, stack, seed):

@@ -115,6 +115,7 @@ def test_at_silo_renames_what_is_local_alone():
     }
 
 
+@pytest.mark.slow
 def test_the_joint_model_runs_under_nuts():
     mcmc = MCMC(NUTS(joint(model, SILOS)), num_warmup=5, num_samples=4, progress_bar=False)
     mcmc.run(jax.random.key(0))
@@ -123,6 +124,7 @@ def test_the_joint_model_runs_under_nuts():
     assert samples["silo_1/b"].shape == (4, 4, 1)
 
 
+@pytest.mark.slow
 def test_the_plain_model_runs_under_nuts():
     mcmc = MCMC(NUTS(model), num_warmup=5, num_samples=4, progress_bar=False)
     mcmc.run(jax.random.key(0), **SILOS[1])
@@ -221,6 +223,7 @@ def test_the_log_loss_changes_nothing(x64):
     assert general[2] == plain[2]
 
 
+@pytest.mark.slow
 def test_a_generalised_model_splits():
     check_decomposition(generalised(mixed, gamma_loss(1.2)), MIXED, num_points=1)
 

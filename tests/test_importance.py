@@ -120,6 +120,7 @@ def corrected(sizes=(3, 7), num_draws=4_000, inner_draws=20, wider=0.0, **settin
 # --- exact weights ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_exact_guide_gives_the_evidence_at_every_draw():
     """In float32 the weights are equal up to rounding, which has no tail to speak of."""
     fixed = corrected(num_draws=1_000, inner_draws=2)
@@ -131,7 +132,7 @@ def test_an_exact_guide_gives_the_evidence_at_every_draw():
     assert "The globals of the fit can be trusted" in fixed.report()
 
 
-@pytest.mark.parametrize("sizes", [(10,), (3, 7), (1,) * 10])
+@pytest.mark.parametrize("sizes", [pytest.param((10,), marks=pytest.mark.slow), (3, 7), (1,) * 10])
 def test_weights_are_posterior_over_guide_where_the_locals_are_exact(sizes):
     """The guide is wider than the posterior, so that no weight is smoothed."""
     fixed = corrected(sizes, 1_000, 3, shift=0.5, width=1.25)
@@ -146,6 +147,7 @@ def test_weights_are_posterior_over_guide_where_the_locals_are_exact(sizes):
     np.testing.assert_allclose(fixed.ess, w.sum() ** 2 / (w**2).sum(), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_host_runs_fit_is_corrected_by_the_same_numbers():
     simulated, host = (corrected(num_draws=300, **OFF, runtime=r) for r in ("simulation", "host"))
     assert len(host.result.state.silos) == 2
@@ -154,6 +156,7 @@ def test_a_host_runs_fit_is_corrected_by_the_same_numbers():
     np.testing.assert_allclose(host.weights, simulated.weights, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_weights_do_not_depend_on_how_many_draws_run_at_a_time(monkeypatch):
     whole = corrected(num_draws=300, **OFF)
     put_in_place(monkeypatch, "batch_size", lambda *args: 7)
@@ -164,7 +167,7 @@ def test_weights_do_not_depend_on_how_many_draws_run_at_a_time(monkeypatch):
 # --- a wrong guide is repaired ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(10,), (3, 7), (1,) * 10])
+@pytest.mark.parametrize("sizes", [(10,), pytest.param((3, 7), marks=pytest.mark.slow), (1,) * 10])
 def test_the_evidence_is_within_its_standard_error(sizes):
     """The mean of S weights with ESS effective draws is off by sqrt(1 / ESS - 1 / S) of itself."""
     fixed = corrected(sizes, **OFF)
@@ -207,6 +210,7 @@ def test_locals_of_a_wrong_guide_are_repaired():
         assert errors[1] < 0.06
 
 
+@pytest.mark.slow
 def test_two_silos_do_not_share_their_noise():
     """Twins double the variance of the log weights; with the same noise they would quadruple it.
 
@@ -287,6 +291,7 @@ def two_modes(y, sd):
         numpyro.sample("y", dist.Normal(mu, sd), obs=y)
 
 
+@pytest.mark.slow
 def test_a_mode_that_the_guide_never_visits_is_seen():
     """Nearly flat data leave both modes of the prior; the guide is exact in one of them."""
     silos = [{"y": np.array([9.0, 11.0]), "sd": 1e3}, {"y": np.ones(1), "sd": 1e3}]
@@ -335,6 +340,7 @@ def neck(y):
         numpyro.sample("y", dist.Normal(beta, 1), obs=y)
 
 
+@pytest.mark.slow
 def test_the_neck_of_a_funnel_is_weighed():
     """A normal guide sits where ``tau`` is large; log tau has a long tail below."""
     y = np.array([0.3, -0.2, 0.9, 0.4])
@@ -357,6 +363,7 @@ def test_the_neck_of_a_funnel_is_weighed():
     np.testing.assert_allclose(width / sd, 1, atol=4 * ((kurtosis - 1) / 4 / fixed.ess) ** 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [0.5, 1.0])
 def test_wider_draws_keep_weights_bounded(width):
     """At a share ``a`` of draws from a density ``g`` no weight exceeds ``p / (a g)``."""
@@ -420,6 +427,7 @@ def generalised(**settings):
         return method.run(KEY, 1, cut({"y": Y}, (3, 7)), progress_bar=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["divergence", "prior_divergence"])
 def test_a_fit_under_another_divergence_is_refused(which):
     result = generalised(**{which: nf.divergences.AlphaRenyi(0.5)})
@@ -429,6 +437,7 @@ def test_a_fit_under_another_divergence_is_refused(which):
     assert "No certificate: this fit's divergence is not KL" in result.report()
 
 
+@pytest.mark.slow
 def test_under_a_loss_there_is_no_evidence():
     """The generalised posterior is weighed all the same: the text's density is minus the loss."""
     fixed = nf.importance_correct(KEY, generalised(loss=nf.losses.beta_loss(1.5)), 200)
@@ -491,6 +500,7 @@ def test_arviz_gets_no_more_draws_than_are_asked_for():
     )
 
 
+@pytest.mark.slow
 def test_a_correction_is_a_function_of_its_key():
     again = nf.importance_correct(jax.random.key(3), conjugate_at(**OFF), 300, 20, wider=0.0)
     other = nf.importance_correct(jax.random.key(4), conjugate_at(**OFF), 300, 20, wider=0.0)
@@ -503,6 +513,7 @@ def test_a_correction_is_a_function_of_its_key():
 # --- what leaves a silo ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reply_has_one_number_a_draw_whatever_the_silo_holds():
     shapes = []
     for sizes in [(2, 2), (9, 1)]:
@@ -535,6 +546,7 @@ def fit_behind(walls):
     return result_at(walled, silos, 0.0, 1.0, lambda arrays: {"row": {}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("walls", "bad"), [((1, -1, 1), (1,)), ((-1, 1, -1), (0, 2)), ((1, 1, 0), (2,))]
 )
@@ -652,6 +664,7 @@ def test_an_int_is_for_outer_plates_with_its_root_below():
         inner_draws(guide, 0)
 
 
+@pytest.mark.slow
 def test_the_evidence_under_an_outer_plate_is_within_its_standard_error():
     result, evidence = wards_off()
     fixed = nf.importance_correct(jax.random.key(5), result, 600, {"ward": 40, "row": 6})
@@ -662,6 +675,7 @@ def test_the_evidence_under_an_outer_plate_is_within_its_standard_error():
     assert {k: v.shape for k, v in draws.items()} == {"mu": (6,), "u": (6, 2), "b": (6, 3)}
 
 
+@pytest.mark.slow
 def test_a_second_correction_compiles_nothing(compiled):
     fit = conjugate_at((4, 6))
     nf.importance_correct(KEY, fit, num_draws=150, inner_draws=3)
@@ -671,6 +685,7 @@ def test_a_second_correction_compiles_nothing(compiled):
     assert not compiled
 
 
+@pytest.mark.slow
 def test_a_heavy_tail_of_weights_of_which_most_count_is_not_called_concentrated():
     good = nf.importance_correct(KEY, conjugate_at((4, 6)), num_draws=150, inner_draws=3)
     heavy = replace(good, pareto_k=0.9, ess=149.0)
@@ -694,6 +709,7 @@ def test_spreads_that_hang_on_few_draws_far_out_are_not_known():
     assert "Few draws far out carry a spread" in unknown.report()
 
 
+@pytest.mark.slow
 def test_half_of_the_draws_from_farther_tell_where_weights_end():
     """Weights that no draw exceeds look as if they had no end when few of them come from far."""
 
@@ -735,6 +751,7 @@ def a_level_of_hospitals(y, hospital):
         numpyro.sample("y", dist.Poisson(jnp.exp(level + b[hospital])), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [a_level_of_rows, a_level_of_hospitals])
 def test_latents_that_are_far_from_where_the_guide_expects_them_are_found(model):
     """At levels next to the upper bound the guide's straight lines lead far away from them."""

@@ -120,6 +120,7 @@ def test_before_the_first_round_is_done(monkeypatch, method):
     assert found.sample_posterior(KEY, 3)["mu"].shape == (3,)
 
 
+@pytest.mark.slow
 def test_in_the_search_there_is_nothing_to_keep(monkeypatch):
     """It is not swallowed there either."""
     put_in_place(monkeypatch, "all_finite", ctrl_c)
@@ -224,6 +225,7 @@ def test_a_correction_without_any_draws_is_a_plain_one(monkeypatch):
 # --- nf.fit ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
     """In the middle of the correction: the fit is there, and says that nobody has checked it."""
     monkeypatch.setattr(fit_module, "importance_correct", ctrl_c)
@@ -244,6 +246,7 @@ def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
     assert nf.load(tmp_path / "fit", model, SILOS).interrupted
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_fit_is_kept_as_far_as_it_came(monkeypatch):
     def look(state):
         if int(state.round) > drive_module.FIRST:  # the search has fewer rounds
@@ -265,6 +268,7 @@ def by_param(y):
         numpyro.sample("y", dist.Normal(mu, scale), obs=y)
 
 
+@pytest.mark.slow
 def test_a_checked_fit_that_goes_on_is_not_trusted(monkeypatch):
     """Its correction is kept, with words that say why it does not count."""
     fitted = nf.fit(KEY, model, SILOS, **QUIET)

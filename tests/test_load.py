@@ -60,6 +60,7 @@ def fitted(result, corrected):
 # --- without model and data ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_correction_is_read_without_its_model(corrected, tmp_path):
     corrected.save(tmp_path / "fit")
     saved = nf.load(tmp_path / "fit")
@@ -179,6 +180,7 @@ def test_what_was_not_checked_has_neither_weights_nor_evidence(fitted, tmp_path)
     assert nf.load(tmp_path / "fit", model, silos()).verdict == one.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_whole_of_fit_goes_on(tmp_path):
     fitted = nf.fit(KEY, model, silos(), **QUIET)
@@ -218,6 +220,7 @@ def test_settings_that_no_file_can_hold_are_named(tmp_path):
     assert len(method.load(tmp_path / "fit", silos()).losses) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "method",
@@ -254,6 +257,7 @@ def test_of_a_file_of_before_the_draws_can_be_read_and_the_state_cannot(tmp_path
         sfvi.load(tmp_path / "fit", silos())
 
 
+@pytest.mark.slow
 def test_a_vertical_fit_is_read_and_recognised(tmp_path):
     def predictor(x):
         beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))

@@ -144,6 +144,7 @@ def test_values_and_gradients_are_finite_at_extremes(build, at, values):
         assert np.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences():
     def check(build, x, y):
         @jax.jit

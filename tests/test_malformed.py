@@ -673,6 +673,7 @@ def test_indices_are_checked_where_a_fit_is_loaded(fitted_hospitals, tmp_path):
         nf.SFVI(hospitals, start=None).load(tmp_path / "fit", bad)
 
 
+@pytest.mark.slow
 def test_threads_fit_side_by_side():
     """NumPyro keeps one stack of handlers for all threads."""
 

@@ -114,6 +114,7 @@ DENSITIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DENSITIES)
 def test_the_density_and_its_gradient_are_those_of_the_joint_model(x64, case):
     model, silos, num_buckets = DENSITIES[case]
@@ -189,6 +190,7 @@ def within_its_error(draws, mean, sd):
     assert error < 0.06 * sd  # or the test could not fail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nuts_reaches_the_exact_posterior_of_globals_and_of_every_row(backend):
     silos = cut({"y": Y}, SIZES)
@@ -224,6 +226,7 @@ def test_nuts_reaches_the_exact_posterior_of_globals_and_of_every_row(backend):
     assert 5 * error < covariance[0, 1:].mean()
 
 
+@pytest.mark.slow
 def test_a_model_without_global_latents_is_sampled():
     settings = {"num_warmup": 300, "num_samples": 1_000, "progress_bar": False}
     nuts = nf.run_nuts(KEY, no_globals, cut({"y": Y}, SIZES), **settings)
@@ -274,6 +277,7 @@ def centred_fit():
     return opened.result(moved)
 
 
+@pytest.mark.slow
 def test_samples_are_on_their_supports_with_parameters_held_at_the_fit():
     result, silos = centred_fit(), centred_silos()
     nuts = nf.run_nuts(
@@ -331,6 +335,7 @@ def needle(y):
         numpyro.sample("y", dist.Normal(mu, 100), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "num_warmup"), [("numpyro", 0), ("blackjax", 5)])
 def test_divergences_of_all_chains_are_counted(backend, num_warmup):
     """With next to no warm-up the step is thousands of times too long: every transition diverges.
@@ -382,6 +387,7 @@ def smooth(x, y):
         numpyro.sample("y", dist.Normal(basis @ (jnp.sqrt(spectrum) * weight), 0.5), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_chains", [1, 4])
 def test_chains_start_where_the_gradient_is_finite(num_chains):
     """Of the first draws in (-2, 2) some have a density, and no gradient."""
@@ -401,6 +407,7 @@ def test_chains_start_where_the_gradient_is_finite(num_chains):
     assert all(bool(jnp.isfinite(slope["z_G"]).all()) for _, slope in found)
 
 
+@pytest.mark.slow
 def test_nuts_moves_from_the_start_that_it_has_chosen():
     x = np.linspace(-1, 1, 12)
     silos, few = cut({"x": x, "y": np.sin(4 * x)}, (5, 7)), dict(num_warmup=20, num_samples=20)
@@ -467,6 +474,7 @@ def test_draws_that_stand_still_know_nothing():
     assert "1000 divergent transitions; that is every transition" in diverged.report()
 
 
+@pytest.mark.slow
 def test_chains_start_far_apart_and_find_both_modes_of_a_prior():
     """Starts in (-2, 2) alone would all end in the mode at zero, and agree."""
 

@@ -110,6 +110,7 @@ def gradients(parts, noise, down, states, data):
     return reply.up, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_unbiased(double, name):
     """Of ragged silos padded to one shape, each row with the noise that it has in all."""
@@ -143,6 +144,7 @@ def test_gradients_are_unbiased(double, name):
     assert max(errors) > 1e-3  # minibatches differ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["with_latents", "wards_and_rows"])
 def test_a_silo_with_few_rows_takes_all_of_them(double, name):
     """The third has three rows, and the stack has twelve."""
@@ -174,6 +176,7 @@ def test_batches_larger_than_every_silo_change_nothing(double):
     jax.tree.map(np.testing.assert_array_equal, some, whole)
 
 
+@pytest.mark.slow
 def test_plates_above_others_stay_whole_and_rows_count_for_those_left_out():
     split = Split("wards_and_rows", 4)
     assert split.minibatches.plates == ("row",)
@@ -187,6 +190,7 @@ def test_plates_above_others_stay_whole_and_rows_count_for_those_left_out():
     assert [rows.plates for rows in both.cut] == [("row",), ("visit",)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [nf.SFVI, nf.SFVIAvg])
 def test_runs_by_minibatches_reach_the_posterior(method):
     """Of a conjugate regression: 400 rows, 20 at a time."""
@@ -207,6 +211,7 @@ def test_runs_by_minibatches_reach_the_posterior(method):
     assert (abs(draws.std(0) / sd - 1) < 0.15).all()
 
 
+@pytest.mark.slow
 def test_rounds_of_pvi_below_plates_that_stay_whole_reach_the_posterior():
     """Of a regression with effects of wards: 60 rows at each silo, 20 at a time."""
     r, silos, terms = np.random.default_rng(0), [], []
@@ -273,6 +278,7 @@ def test_what_cannot_be_cut_is_refused():
 # --- some of the silos ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_participants_count_for_all():
     """Under sgd the server's step at given noise is unbiased over who takes part."""
     with jax.enable_x64(True):
@@ -335,7 +341,12 @@ def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
 
 
 @pytest.mark.parametrize(
-    "schedule", [nf.schedules.Random(2), nf.schedules.Given([[0, 1], [2, 3]]), "sequential"]
+    "schedule",
+    [
+        pytest.param(nf.schedules.Random(2), marks=pytest.mark.slow),
+        pytest.param(nf.schedules.Given([[0, 1], [2, 3]]), marks=pytest.mark.slow),
+        "sequential",
+    ],
 )
 def test_runs_with_some_of_the_silos_reach_the_posterior(schedule):
     r = np.random.default_rng(0)
@@ -350,6 +361,7 @@ def test_runs_with_some_of_the_silos_reach_the_posterior(schedule):
     assert (abs(draws.std(0) / sd - 1) < 0.15).all()
 
 
+@pytest.mark.slow
 def test_averages_are_of_those_that_take_part(double):
     """All silos hold the same rows: then whoever takes part, the average is the same."""
     (silo,) = silos_of("plain", (8,))

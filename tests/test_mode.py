@@ -116,6 +116,7 @@ def derivatives(f, z):
     return [np.asarray(d) for d in (f(z), jax.grad(f)(z), jax.hessian(f)(z))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 def test_gaussian_locals_are_integrated_exactly_with_two_derivatives(padded, double):
     rows = gaussian_rows()
@@ -138,6 +139,7 @@ def test_gaussian_locals_are_integrated_exactly_with_two_derivatives(padded, dou
         np.testing.assert_allclose(found, exact, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_latents_above_others_are_integrated_with_them(double):
     silo = hospital_silo((3, 1, 4))
     (data,) = read([silo])
@@ -189,6 +191,7 @@ def wards_silo():
     return dict(**where, x=r.normal(size=8), y=r.poisson(2, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "silo", "at"),
     [(glmm, glmm_rows(7), [0.2, 0.1, 0.4]), (wards, wards_silo(), [0.2, -0.3])],
@@ -208,6 +211,7 @@ def test_derivatives_through_the_modes_are_those_of_the_value(model, silo, at, d
     np.testing.assert_allclose(laplace.differentiable({}, z, data, start)[0], value(z), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_no_partition_matters():
     rows = glmm_rows()
     one, two, many = (
@@ -220,6 +224,7 @@ def test_no_partition_matters():
         np.testing.assert_allclose(other.log_evidence, one.log_evidence, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_no_unit_matters(double):
     """An invertible linear map of the columns moves the coefficients, and nothing else."""
     rows = raw_rows(200)
@@ -280,6 +285,7 @@ def flat(x, y):
         numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
 
 
+@pytest.mark.slow
 def test_flat_priors(double):
     """The mode of the least squares; of log sigma, which adds one to the degrees of freedom."""
     rows = gaussian_rows(30)
@@ -329,6 +335,7 @@ def test_a_direction_that_runs_away_is_named():
     assert found.log_evidence is None
 
 
+@pytest.mark.slow
 def test_a_variance_that_runs_to_zero_is_named():
     """Groups no more unlike than noise, and a flat log scale of theirs: no mode, no posterior."""
 
@@ -371,6 +378,7 @@ def effect_rows():
     return {"g": g, "y": np.array([1.0, 2.5, 4.0, 6.5])[g] + 2 * RNG.normal(size=40)}
 
 
+@pytest.mark.slow
 def test_effects_are_integrated_out_where_their_scale_is_sought(double):
     """Given tau all is Gaussian: the mode of (mu, log tau) by the marginal density, exactly."""
     rows = effect_rows()
@@ -401,6 +409,7 @@ def test_effects_are_integrated_out_where_their_scale_is_sought(double):
     np.testing.assert_allclose(schur, np.array(hessian) / 4e-6, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 def test_a_parameter_of_scale_is_the_one_of_empirical_bayes(double):
     """tau maximises the marginal likelihood; together with the effects it would go to zero."""
 
@@ -452,6 +461,7 @@ def wide_rows(n=900, p=310):
     return {"x": x, "y": x @ (r.normal(size=p) / x.std(0)) + 3 * r.normal(size=n)}
 
 
+@pytest.mark.slow
 def test_many_globals_are_found_by_gradients(double):
     rows = wide_rows()
     x, y = rows["x"], rows["y"]

@@ -585,11 +585,13 @@ def gradients(pooled, sizes):
     return total, jax.tree.map(lambda *a: np.concatenate(a), *rows), each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "guide"), SETTINGS)
 def test_gradients_do_not_depend_on_the_partition(objective, guide):
     check_gradients(objective, guide, (1, 2, 10), x64=True, tolerance=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "guide"), SETTINGS[::3])
 def test_gradients_do_not_depend_on_the_partition_in_float32(objective, guide):
     check_gradients(objective, guide, (1, 10), x64=False, tolerance=1e-5)
@@ -607,6 +609,7 @@ def check_gradients(objective, guide, partitions, x64, tolerance):
             jax.tree.map(close, mine, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "guide"), SETTINGS[3:])
 def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
     pooled = Pooled(objective, guide, optax.adam(0.05))
@@ -643,6 +646,7 @@ def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
         assert abs(ends[n][1]["guide"]["loc"] - pooled.server.params["guide"]["loc"]).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "guide"), SETTINGS[::3])
 def test_a_bucket_of_ragged_silos_sums_as_its_silos_do_one_by_one(x64, objective, guide):
     p = parts(glmm, glmm_silos([5, 3, 5]), objective=objective, guide=guide)

@@ -27,7 +27,7 @@ ROUNDS = {
     "sequential": 2,
     "synchronous": 2,
 }
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 def silos():

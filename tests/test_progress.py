@@ -29,6 +29,7 @@ def lines(text):
     return [line.strip() for line in re.split(r"[\r\n]|\x1b\[A", text) if line.strip()]
 
 
+@pytest.mark.slow
 def test_a_fit_says_what_goes_on_and_no_share_of_it(capsys):
     fitted = nf.fit(KEY, coin, SILOS)
     shown = lines(capsys.readouterr().err)
@@ -43,6 +44,7 @@ def test_a_fit_says_what_goes_on_and_no_share_of_it(capsys):
     assert counts[-1] == fitted.num_exchanges > 2
 
 
+@pytest.mark.slow
 def test_a_fit_that_shows_nothing_has_the_same_numbers(capsys):
     shown, silent = (nf.fit(KEY, coin, SILOS, progress_bar=shows) for shows in (True, False))
     capsys.readouterr()

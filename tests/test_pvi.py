@@ -43,7 +43,12 @@ pytestmark = pytest.mark.usefixtures("double")
 
 @pytest.mark.parametrize(
     ("problem", "sizes"),
-    [*((p, (5, 3, 4)) for p in CONJUGATE), (linear_regression, (1,) * 12), (mean, (12,))],
+    [
+        (mean, (5, 3, 4)),
+        *(pytest.param(p, (5, 3, 4), marks=pytest.mark.slow) for p in CONJUGATE[1:]),
+        pytest.param(linear_regression, (1,) * 12, marks=pytest.mark.slow),
+        (mean, (12,)),
+    ],
 )
 def test_one_pass_is_exact_on_conjugate_models(problem, sizes):
     model, rows, exact = problem()
@@ -52,6 +57,7 @@ def test_one_pass_is_exact_on_conjugate_models(problem, sizes):
     assert result.communications == len(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [mean, gamma_poisson])
 def test_one_undamped_synchronous_round_is_exact_on_conjugate_models(problem):
     model, rows, exact = problem()
@@ -59,6 +65,7 @@ def test_one_undamped_synchronous_round_is_exact_on_conjugate_models(problem):
     assert_exact(pvi.run(KEY, 1, cut(rows, (5, 3, 4)), **QUIET), exact)
 
 
+@pytest.mark.slow
 def test_the_evidence_of_a_conjugate_model_is_exact():
     model, rows, _ = mean()
     result = nf.PVI(model, start=None).run(KEY, 2, cut(rows, (5, 7)), **QUIET)
@@ -76,6 +83,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_posterior_is_the_prior_plus_all_factors_at_every_round(name):
     pvi = nf.PVI(logistic, schedule=SCHEDULES[name], local=QUICK, start=None)
@@ -95,6 +103,7 @@ def test_the_posterior_is_the_prior_plus_all_factors_at_every_round(name):
     holds()
 
 
+@pytest.mark.slow
 def test_what_a_silo_sends_depends_neither_on_its_rows_nor_on_its_data():
     pvi = nf.PVI(glmm_inside, local=nf.local.Optax(steps=2), start=None)
     sent = []
@@ -124,6 +133,7 @@ def reply(round_, batches, state):
 EXACT = nf.local.LBFGS(steps=100, num_particles=32, tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_the_fixed_point_depends_on_no_partition_and_no_order(monkeypatch):
     """Property 2.2(b): it is the optimum of the global free energy, that is of one silo alone."""
     fixed_noise(monkeypatch)
@@ -137,6 +147,7 @@ def test_the_fixed_point_depends_on_no_partition_and_no_order(monkeypatch):
         assert not np.allclose(eta_of(early)["first"], eta_of(pooled)["first"], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_local_free_energies_sum_to_the_global_one():
     """Property 2.2(a), with normalised factors: at any posterior that the sum rule holds for."""
     pvi = nf.PVI(logistic, local=QUICK, evidence_draws=200_000, start=None)
@@ -182,6 +193,7 @@ def learned_prior(y):
         numpyro.sample("y", dist.Normal(m, 0.5), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [learned_scale, learned_prior])
 def test_parameters_are_learned_to_the_maximum_of_the_evidence(model):
     y = 2 + 0.7 * np.random.default_rng(6).normal(size=12)
@@ -201,6 +213,7 @@ def test_parameters_are_learned_to_the_maximum_of_the_evidence(model):
     assert_sum_rule(result)
 
 
+@pytest.mark.slow
 def test_a_prior_outside_of_the_family_gets_a_factor_of_the_servers():
     def model(y):
         a = numpyro.sample("a", dist.Normal(0.0, 1.0))
@@ -218,6 +231,7 @@ def test_a_prior_outside_of_the_family_gets_a_factor_of_the_servers():
     np.testing.assert_allclose([q["a"].variance, q["m"].variance], np.diag(covariance), rtol=0.05)
 
 
+@pytest.mark.slow
 def test_local_latents_stay_at_their_silos_and_both_runtimes_agree():
     """Silos of different sizes, padded in the simulation and as they are on the host."""
     silos = glmm_silos((5, 3, 5))
@@ -237,6 +251,7 @@ def test_local_latents_stay_at_their_silos_and_both_runtimes_agree():
     assert drawn["b"].shape == (4, 3, 1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_compiles_once(tmp_path):
     silos = cut(logistic_rows(), (8, 8, 8))
     pvi = nf.PVI(
@@ -252,6 +267,7 @@ def test_a_run_goes_on_bit_for_bit_and_compiles_once(tmp_path):
     np.testing.assert_array_equal(np.sort(whole.visits[1, :, 0]), np.arange(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["random", "asynchronous"])
 def test_some_silos_of_several_buckets_with_latents_and_parameters_of_their_own(schedule):
     """Both runtimes agree, and a run goes on bit for bit."""

@@ -44,6 +44,7 @@ def global_free_energy(pvi, rows):
     return value, family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", ["plain", "natural"])
 def test_one_local_step_of_every_silo_is_a_step_of_global_inference(gradient, monkeypatch):
     """Properties 3.1 and 3.3 for plain gradients, 3.2 and equation 4 for natural ones."""
@@ -70,6 +71,7 @@ def test_one_local_step_of_every_silo_is_a_step_of_global_inference(gradient, mo
         before = result
 
 
+@pytest.mark.slow
 def test_stochastic_power_ep_has_mini_batch_global_inference_as_its_limit(monkeypatch):
     """Proposition 4.1 and B.6: an average factor, one natural-gradient step, silo by silo."""
     fixed_noise(monkeypatch)
@@ -96,6 +98,7 @@ def test_stochastic_power_ep_has_mini_batch_global_inference_as_its_limit(monkey
     assert_close(result.natural_parameters(), eta, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_members_of_the_family_are_settings_of_pvi():
     silos = cut(logistic_rows(), (8, 8, 8))
     fixed = dict(local=QUICK)
@@ -109,6 +112,7 @@ def test_members_of_the_family_are_settings_of_pvi():
         nf.VCL(logistic, **fixed).run(KEY, 2, silos, **QUIET)
 
 
+@pytest.mark.slow
 def test_committee_machines_are_exact_on_conjugate_models_and_streaming_counts_twice():
     model, rows, exact = mean()
     silos = cut(rows, (5, 3, 4))
@@ -119,6 +123,7 @@ def test_committee_machines_are_exact_on_conjugate_models_and_streaming_counts_t
     np.testing.assert_allclose(1 / twice.variance, 1 / 4 + 2 * 12 * 4, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_fedgvi_with_kl_and_the_log_loss_is_pvi():
     silos = cut(logistic_rows(), (8, 8, 8))
     local = nf.local.LBFGS(steps=30, num_particles=8)
@@ -135,6 +140,7 @@ def plain_kl(family, q, p):
     return expfam.kl(family, q, p)
 
 
+@pytest.mark.slow
 def test_a_weight_on_both_divergences_is_a_power_of_the_likelihood():
     """``w KL`` to the prior and to the cavity: the posterior of the likelihood to the ``1 / w``."""
     model, rows, _ = mean()
@@ -147,6 +153,7 @@ def test_a_weight_on_both_divergences_is_a_power_of_the_likelihood():
     np.testing.assert_allclose(q.mean, (1 / 4 + 2 * rows["y"].sum()) / precision, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_cavity_is_found_from_the_coefficients_alone():
     """With one silo, any divergence to the prior gives what optimising it directly does."""
     model, rows, _ = mean()

@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from cases import mark_slow
 from jax.flatten_util import ravel_pytree
 from laid_open import inside, laid_open
 from problems import cut, glmm_silos
@@ -34,7 +35,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", mark_slow(SOLVERS, ["optax"]))
 def test_every_local_optimiser_finds_the_tilted_distribution_if_it_is_in_the_family(name):
     """Property 2.1: the local free energy is largest where ``q`` is closest to it."""
 
@@ -90,6 +91,7 @@ def nearest(prior, likelihood, y):
     return type(prior)(*map(np.exp, build(best.x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_CONJUGATE)
 def test_globals_other_than_gaussian_meet_likelihoods_they_are_not_conjugate_to(name):
     """Three silos; the margins are four times the spread over ten keys."""
@@ -129,6 +131,7 @@ def test_no_local_optimiser_takes_a_likelihood_that_is_nan(local):
     assert float(expfam.inner(*[result.factor(1)] * 2)) == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_is_conjugate_at_some_silos_alone_is_not_taken_for_conjugate():
     def model(x, y):
         b = numpyro.sample("b", dist.Normal(0.0, 3.0))
@@ -186,6 +189,7 @@ def test_minibatches_of_rows_that_share_a_covariance_are_refused():
         pvi.run(KEY, 1, glmm_silos((8, 8)), **QUIET)
 
 
+@pytest.mark.slow
 def test_minibatches_with_local_latents_come_near_the_posterior_of_all_rows():
     silos = glmm_silos((20, 12))
     fits = [
@@ -203,6 +207,7 @@ def test_minibatches_with_local_latents_come_near_the_posterior_of_all_rows():
     np.testing.assert_allclose(np.sqrt(part.variance), sd, rtol=0.2)
 
 
+@pytest.mark.slow
 def test_a_visit_that_has_not_converged_is_reported():
     pvi = nf.PVI(logistic, local=nf.local.LBFGS(steps=1, tolerance=1e-9), start=None)
     with pytest.warns(UserWarning, match="2 not converged"):

@@ -129,6 +129,7 @@ def believed(monkeypatch):
     monkeypatch.setattr(module, "conjugacy", lambda fm, chosen: lambda stacks: True)
 
 
+@pytest.mark.slow
 def test_the_closed_form_is_guarded_in_nats_where_it_leads(monkeypatch):
     believed(monkeypatch)
     r = np.random.default_rng(0)
@@ -140,6 +141,7 @@ def test_the_closed_form_is_guarded_in_nats_where_it_leads(monkeypatch):
     np.testing.assert_allclose(e.value.result.posterior()["b"].variance, 1e4, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_guard_takes_no_rounding_in_single_precision_for_a_misfit():
     y = (3e4 + np.random.default_rng(0).normal(size=2_000)).astype(np.float32)
     pvi = nf.PVI(location(dist.Normal(0, 1e5), lambda m: dist.Normal(m, 1.0)), start=None)
@@ -149,6 +151,7 @@ def test_the_guard_takes_no_rounding_in_single_precision_for_a_misfit():
     assert (result.status == Status.CONVERGED).all()
 
 
+@pytest.mark.slow
 def test_a_visit_that_stops_far_from_its_optimum_has_not_converged():
     """Adam at 0.05 cannot travel a thousand, and its steps end all the same."""
     y = 1000 + 50 * np.random.default_rng(0).standard_t(3, 10)
@@ -161,6 +164,7 @@ def test_a_visit_that_stops_far_from_its_optimum_has_not_converged():
     assert "Not at rest" in result.report(certificate=False)
 
 
+@pytest.mark.slow
 def test_a_run_says_whether_its_rounds_have_come_to_rest():
     pvi = nf.PVI(logistic, local=LBFGS(num_particles=256), start=None)
     silos = cut(logistic_rows(), (12, 12))
@@ -173,6 +177,7 @@ def test_a_run_says_whether_its_rounds_have_come_to_rest():
     assert last.settled, last.report(certificate=False)
 
 
+@pytest.mark.slow
 def test_conjugate_rounds_are_exact_at_once_unless_they_are_damped():
     model, rows, _ = mean()
     silos = cut(rows, (5, 7))
@@ -184,11 +189,13 @@ def test_conjugate_rounds_are_exact_at_once_unless_they_are_damped():
     assert "with about" in damped.report(certificate=False)
 
 
+@pytest.mark.slow
 def test_one_silo_that_was_visited_is_at_its_fixed_point():
     pvi = nf.PVI(logistic, local=LBFGS(num_particles=256), start=None)
     assert pvi.run(KEY, 1, [logistic_rows()], **QUIET).settled
 
 
+@pytest.mark.slow
 def test_rounding_that_moves_the_posterior_is_said():
     """In single precision natural parameters hold no mean a million deviations from zero."""
     y = 1e6 + np.random.default_rng(0).normal(size=400)
@@ -199,6 +206,7 @@ def test_rounding_that_moves_the_posterior_is_said():
     assert not result.trusted
 
 
+@pytest.mark.slow
 def test_a_run_that_overflows_ends_in_an_error_that_says_so():
     """The prior's precision is zero in single precision."""
     pvi = nf.PVI(location(dist.Normal(0, 1e23), normal, unit=1e-26), start=None)
@@ -206,6 +214,7 @@ def test_a_run_that_overflows_ends_in_an_error_that_says_so():
         pvi.run(KEY, 1, [dict(y=np.ones(2))], **QUIET)
 
 
+@pytest.mark.slow
 def test_a_cholesky_factor_of_correlations_can_be_read_and_drawn():
     def model(y):
         L = numpyro.sample("L", dist.LKJCholesky(3, 2.0).expand([2]))
@@ -237,6 +246,7 @@ def by_quadrature(x, y):
     return mean, np.sqrt((w * tau**2).sum() - mean**2), first, np.sqrt(second - first**2)
 
 
+@pytest.mark.slow
 def test_the_servers_factor_has_draws_enough_for_many_globals():
     """Regression with 70 slopes whose scale is a global; what the silos know is a Gaussian."""
     r = np.random.default_rng(0)
@@ -265,6 +275,7 @@ def test_the_servers_factor_has_draws_enough_for_many_globals():
     np.testing.assert_allclose(sd[1:] / b_sd, 1.0, atol=0.1)
 
 
+@pytest.mark.slow
 def test_a_factor_of_the_servers_that_has_not_converged_is_reported(monkeypatch):
     put_in_place(monkeypatch, "factor_for_the_prior", lambda family: LBFGS(steps=1))
     model = location(dist.StudentT(3.0, 0.0, 1.0), normal)
@@ -277,6 +288,7 @@ def test_a_factor_of_the_servers_that_has_not_converged_is_reported(monkeypatch)
     assert "server: its own factor" in result.report(certificate=False)
 
 
+@pytest.mark.slow
 def test_a_raw_regression_is_not_taken_for_one_that_is_not_conjugate():
     """Sums over thousands of raw rows lose digits in single precision; that is said, no more."""
     r = np.random.default_rng(0)
@@ -288,6 +300,7 @@ def test_a_raw_regression_is_not_taken_for_one_that_is_not_conjugate():
     assert (result.status == Status.CONVERGED).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prior", ["exact", "factor"])
 def test_a_second_run_compiles_nothing_at_all(prior, compiled):
     pvi = nf.PVI(logistic, prior=prior, local=LBFGS(steps=3, num_particles=4), start=None)

@@ -84,7 +84,7 @@ def affine(prior, model, phi):
 
 
 @pytest.mark.parametrize("kind", [nf.BlockPrior, nf.LowRankPrior])
-@pytest.mark.parametrize("name", ["gp", "car"])
+@pytest.mark.parametrize("name", [pytest.param("gp", marks=pytest.mark.slow), "car"])
 def test_blocks_have_their_own_covariance(double, kind, name):
     model, phi = (gp, {"scale": 0.4}) if name == "gp" else (car(chain(9)), {"alpha": 0.9})
     mean, K = true_field(model, phi)
@@ -128,6 +128,7 @@ def maps(draw):
     return (W | W.T).astype(float), [np.flatnonzero(of == b) for b in np.unique(of)]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     at=maps(),
@@ -209,6 +210,7 @@ def test_covariances_of_points(double):
         nf.fields.matern(x, 1.0, nu=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_silos_are_independent_given_what_they_share(kind):
     """A silo's terms do not move with another's latents, and its own block is all it has."""
@@ -256,6 +258,7 @@ def test_the_text_of_all_blocks_runs_under_plain_numpyro(kind):
     assert Predictive(federated, num_samples=2)(KEY, area=pooled["area"])["y"].shape == (2, 18)
 
 
+@pytest.mark.slow
 def test_a_run_reaches_the_posterior_of_the_true_model():
     """The separator on a chain, whose posterior is known."""
 
@@ -325,6 +328,7 @@ def test_a_read_that_a_flat_likelihood_hides_is_found():
         read([kwargs], nf.handlers.substitute_prior(model, {"theta": prior}))
 
 
+@pytest.mark.slow
 def test_two_sites_of_one_text_are_replaced():
     def model(area, y):
         one = numpyro.sample("one", dist.CAR(0.0, 0.5, 1.0, chain(9)))
@@ -458,6 +462,7 @@ def test_a_field_that_is_not_substituted_is_warned_about():
             split(federated, read(silos(), federated))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nf.BlockPrior, nf.LowRankPrior, nf.SeparatorPrior])
 def test_a_flat_prior_beside_a_site_that_is_replaced(kind):
     """An intercept, of which nothing can be drawn."""

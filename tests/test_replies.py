@@ -1,5 +1,7 @@
 """What a server makes of replies that it cannot use: it looks at each, and names whose it is."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import mark_slow
 from laid_open import built_at, laid_open
 
 import numpyro_fed as nf
@@ -105,7 +108,14 @@ def spoilt_numbers(value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [*((name, np.nan) for name in METHODS), ("sfvi", np.inf)]
+    ("name", "value"),
+    [
+        *(
+            pytest.param(name, np.nan, marks=[pytest.mark.slow] * (not name.startswith("sfvi")))
+            for name in METHODS
+        ),
+        ("sfvi", np.inf),
+    ],
 )
 def test_the_silo_whose_reply_is_not_finite_is_named_and_no_other(name, value):
     there = federation(name)
@@ -126,6 +136,7 @@ def test_a_first_reply_that_is_not_finite_leaves_the_first_state():
     assert (caught.value.round, len(caught.value.result.losses)) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_start_at_the_mode_says_whose_numbers_stand_in_its_way():
     there = Federation(nf.SFVI(normal))
     there.spoilt = edited(spoilt_numbers(np.nan), exchange="mode")
@@ -140,6 +151,7 @@ def test_a_search_for_the_mode_names_the_silo_whose_density_overflows():
     assert caught.value.silos == (2,)
 
 
+@pytest.mark.slow
 def test_an_importance_correction_names_the_silo_that_sends_what_is_no_number():
     there = federation("sfvi")
     result = there.run()
@@ -158,6 +170,7 @@ def test_an_evaluation_names_the_silo_that_sends_what_is_no_number():
     assert caught.value.silos == (BAD,)
 
 
+@pytest.mark.slow
 def test_a_visit_that_could_not_be_used_is_counted_for_its_own_silo_over_nodes():
     """Its data overflow: it says so, and changes nothing."""
     rows = [ROWS[0], {"y": np.full(4, 1e30, np.float32)}, ROWS[2]]
@@ -167,6 +180,7 @@ def test_a_visit_that_could_not_be_used_is_counted_for_its_own_silo_over_nodes()
     assert ((result.status > 1) == (np.arange(3) == 1)).all()
 
 
+@pytest.mark.slow
 def test_a_visit_ends_in_one_way():
     """A silo that says of its visits that there were five is not believed."""
 
@@ -219,7 +233,9 @@ def weighing(weight):
     return change
 
 
-@pytest.mark.parametrize("name", ["sfvi", "barycenters_of_all", "pvi_sequential"])
+@pytest.mark.parametrize(
+    "name", ["sfvi", "barycenters_of_all", pytest.param("pvi_sequential", marks=pytest.mark.slow)]
+)
 def test_a_weight_that_nobody_asked_for_is_not_read(name):
     there = federation(name)
     names = []
@@ -265,6 +281,7 @@ def test_a_refused_reply_leaves_the_rounds_before_it():
     assert caught.value.result.ended == "failure"
 
 
+@pytest.mark.slow
 def test_weights_that_rows_explain_are_taken():
     found = federation("averages_of_sums").run()
     expected = METHODS["averages_of_sums"]().run(KEY, 3, ROWS, progress_bar=False)
@@ -272,7 +289,7 @@ def test_weights_that_rows_explain_are_taken():
     assert float(found.state.server.rows) == 12.0
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mark_slow(METHODS, ["pvi_asynchronous", "pvi_random"]))
 def test_no_exchange_but_an_average_by_rows_is_weighted(name):
     there = built_at(federation(name).server)
     rounds = (*there.opening, there.algorithm.round)
@@ -316,8 +333,13 @@ def test_a_refused_reply_in_a_search_ends_it():
 # --- in one process --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", ["simulation", "host"])
-@pytest.mark.parametrize("schedule", ["sequential", "synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    ("schedule", "runtime"),
+    mark_slow(
+        product(["sequential", "synchronous", "asynchronous"], ["simulation", "host"]),
+        [("asynchronous", "host")],
+    ),
+)
 def test_a_reply_that_a_transform_spoils_is_that_of_its_silo(schedule, runtime):
     """What happens to a reply before it leaves is looked at, too."""
     rows = [ROWS[0], {"y": ROWS[1]["y"] + 1e4}, ROWS[2]]

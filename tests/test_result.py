@@ -66,6 +66,7 @@ def unfitted(**settings):
     return laid_open(nf.SFVI(model, optim=optax.sgd(0.1), **settings, start=None), SILOS).result()
 
 
+@pytest.mark.slow
 def test_silos_of_these_sizes_are_padded(result):
     (bucket,) = inside(result).buckets
     assert bucket.silos == (0, 1, 2)
@@ -76,6 +77,7 @@ def test_silos_of_these_sizes_are_padded(result):
 # --- draws -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_globals_have_their_shapes_and_supports(result):
     draws = result.sample_posterior(KEY, 50)
     assert {name: v.shape for name, v in draws.items()} == {
@@ -90,7 +92,7 @@ def test_globals_have_their_shapes_and_supports(result):
     assert len(np.unique(draws["mu"])) == 50
 
 
-@pytest.mark.parametrize("silo", [0, 1, 2])
+@pytest.mark.parametrize("silo", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
 def test_a_silos_locals_have_their_shapes_and_supports(result, silo):
     draws = result.sample_posterior(KEY, 50, silo=silo)
     n = SIZES[silo]
@@ -101,7 +103,7 @@ def test_a_silos_locals_have_their_shapes_and_supports(result, silo):
     assert len(np.unique(draws["b"])) == 50 * n
 
 
-@pytest.mark.parametrize("silo", [0, 1, 2])
+@pytest.mark.parametrize("silo", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
 def test_every_row_of_every_silo_is_its_own(result, silo):
     draws = result.sample_posterior(KEY, 400, silo=silo)
     spread = result.silo_params(silo)["spread"][:, None]
@@ -152,6 +154,7 @@ def test_a_silo_that_does_not_exist_is_named(result, silo):
             ask()
 
 
+@pytest.mark.slow
 def test_locally_enhanced_draws_have_the_same_shapes():
     start = unfitted(objective=nf.LocallyEnhanced(draws=3))
     draws = start.sample_posterior(KEY, 6, silo=1)
@@ -186,6 +189,7 @@ def test_private_parameters_differ_between_silos(result):
 # --- in NumPyro ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_guide_gives_predictive_the_posterior_of_the_globals(result):
     params = {name: v for name, v in result.params.items() if name != "guide"}
     new = {"x": np.zeros((5, 1), np.float32)}
@@ -203,6 +207,7 @@ def test_the_guide_gives_predictive_the_posterior_of_the_globals(result):
         assert 0.8 < draws[name].std() / exact[name].std() < 1.25
 
 
+@pytest.mark.slow
 def test_predictive_takes_theta_from_the_parameters(result):
     doubled = {**result.params, "tau": 2 * result.params["tau"]}
     sites = ["weights", "tau_and_weights"]
@@ -212,6 +217,7 @@ def test_predictive_takes_theta_from_the_parameters(result):
     np.testing.assert_allclose(run["tau_and_weights"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silo", [0, 1])
 def test_the_guide_at_a_silo_gives_predictive_its_locals_too(result, silo):
     params = {**result.params, **result.silo_params(silo)}
@@ -223,6 +229,7 @@ def test_the_guide_at_a_silo_gives_predictive_its_locals_too(result, silo):
     np.testing.assert_allclose(rows, near(silo, n), atol=1.5)
 
 
+@pytest.mark.slow
 def test_a_guide_draws_anew_each_time(result):
     trace = numpyro.handlers.trace(numpyro.handlers.seed(result.guide_at(0), 0)).get_trace()
     other = numpyro.handlers.trace(numpyro.handlers.seed(result.guide_at(0), 1)).get_trace()
@@ -232,6 +239,7 @@ def test_a_guide_draws_anew_each_time(result):
     assert set(only) == {"mu", "scale", "weights"}
 
 
+@pytest.mark.slow
 def test_the_same_text_runs_under_predictive_and_nuts():
     def small(x, y=None):
         mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -250,6 +258,7 @@ def test_the_same_text_runs_under_predictive_and_nuts():
 # --- ArviZ -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_arviz_gets_the_same_draws(result):
     """With ArviZ 1, whose data are nested groups, and with those before."""
     found = result.to_arviz(KEY, 30, silo=1)["posterior"]
@@ -276,7 +285,7 @@ def test_without_arviz_the_extra_is_named(result, monkeypatch):
 @pytest.mark.parametrize(
     ("losses", "settled"),
     [
-        (np.zeros(400), True),
+        pytest.param(np.zeros(400), True, marks=pytest.mark.slow),
         (np.linspace(5, 0, 400), False),  # 1.25 nats from one quarter to the next
         (np.linspace(0, 5, 400), True),
         (np.exp(-np.arange(400) / 20), True),
@@ -293,6 +302,7 @@ def test_a_bound_has_settled_when_it_gains_no_more(losses, settled):
     assert noisy.settled == settled
 
 
+@pytest.mark.slow
 def test_noise_is_not_taken_for_a_gain():
     """A bound with an sd of 30 nats: the mean of a quarter of 400 rounds is known to 3."""
     losses = 30 * np.random.default_rng(0).normal(size=400)
@@ -300,6 +310,7 @@ def test_noise_is_not_taken_for_a_gain():
     assert not replace(unfitted(), losses=losses + np.linspace(200, 0, 400)).settled
 
 
+@pytest.mark.slow
 def test_a_run_whose_bound_still_rises_warns():
     sfvi = nf.SFVI(alone, optim=optax.adam(1e-2), start=None)
     with pytest.warns(UserWarning, match=r"still rising at the end of these 200 rounds"):
@@ -308,6 +319,7 @@ def test_a_run_whose_bound_still_rises_warns():
     assert "still rising" in far.report()
 
 
+@pytest.mark.slow
 def test_a_good_fit_is_trusted():
     sfvi = nf.SFVI(alone, optim=optax.adam(optax.cosine_decay_schedule(0.1, 400)), start=None)
     fit = sfvi.run(KEY, 400, [{"y": np.array([0.3, 1.2, -0.4])}], **quiet)

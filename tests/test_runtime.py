@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import mark_slow
 from laid_open import inside, laid_open, times_compiled
 
 import numpyro_fed as nf
@@ -87,6 +88,7 @@ def rows(tree, n):
 # --- the same numbers ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fit",
     [
@@ -133,7 +135,9 @@ def test_two_runs_are_one_run_bit_for_bit(first, second, progress_bar, capfd):
     assert int(whole.state.round) == first + second
 
 
-@pytest.mark.parametrize("runtime", ["simulation", "quick", "host"])
+@pytest.mark.parametrize(
+    "runtime", mark_slow(["simulation", "quick", "host"], ["simulation", "quick"])
+)
 def test_two_runs_are_one_run_with_private_parameters_and_padding(runtime):
     silos = mixed_silos()
     whole = MIXED.run(KEY, 9, silos, runtime=runtime, **quiet)
@@ -180,6 +184,7 @@ def varying_at_the_second(r, j, n):
     return (varying if j == 1 else constant)(r, j, n)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the model's log density changes")
 def test_whether_padding_is_harmless_is_asked_of_each_runs_data(tmp_path):
     def run(method, values, **kwargs):
@@ -229,6 +234,7 @@ def neighbours(y):
         numpyro.sample("y", dist.Normal(mu + b - b.mean(), 0.5), obs=y)
 
 
+@pytest.mark.slow
 def test_rows_that_read_each_other_are_refused_where_each_is_weighed():
     """Silos of equal size are never padded, so that padding cannot tell."""
     silos = silos_of(constant, 4, 4)
@@ -274,6 +280,7 @@ def test_whether_rows_read_each_other_is_asked_of_each_runs_data(compiled):
 # --- compiling once --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["simulation", "host"])
 def test_a_second_run_traces_and_compiles_nothing(runtime, compiled, capfd):
     calls = []

@@ -76,6 +76,7 @@ def identical(a, b):
 # --- there and back --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_fit_is_read_back_and_continued_bit_for_bit_in_a_fresh_process(fit, path):
     script = f"""
         import sys
@@ -96,6 +97,7 @@ def test_a_fit_is_read_back_and_continued_bit_for_bit_in_a_fresh_process(fit, pa
     np.testing.assert_array_equal(np.concatenate([fit.losses, rest.losses]), whole.losses)
 
 
+@pytest.mark.slow
 def test_a_fit_of_the_host_runtime_is_read_back(tmp_path):
     fit = METHOD.run(KEY, 2, silos(), runtime="host", **quiet)
     fit.save(tmp_path / "fit")
@@ -282,6 +284,7 @@ def test_a_pair_of_files_of_an_earlier_release_is_read(fit, path):
         METHOD.load(path, silos())
 
 
+@pytest.mark.slow
 def test_half_precision_states_are_read_back(tmp_path):
     adam = method(optim=optax.adam(1e-2, mu_dtype=jnp.bfloat16))
     fit = adam.run(KEY, 3, silos(), **quiet)
@@ -326,6 +329,7 @@ def test_a_link_stays_one_and_permissions_are_the_usual_ones(tmp_path):
     assert len(modes) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a child is forked")
 def test_after_a_kill_the_last_save_or_the_one_before_is_there(tmp_path):
     script = Path(__file__).parent.parent / "benchmarks" / "kill_during_save.py"
@@ -372,6 +376,7 @@ def test_under_other_versions_a_text_is_known_by_its_source(path):
         method(model=wider).load(path, silos())
 
 
+@pytest.mark.slow
 def test_fingerprints_are_the_same_in_every_process(fit):
     here = fit.made().text()
     script = f"""
@@ -405,6 +410,7 @@ def test_rows_in_another_order_are_refused(path):
         METHOD.load(path, other)
 
 
+@pytest.mark.slow
 def test_swapped_silos_are_refused_by_number(tmp_path):
     held = silos((2, 2, 2))
     METHOD.run(KEY, 2, held, **quiet).save(tmp_path / "fit")

@@ -110,6 +110,7 @@ def test_a_hierarchy_of_normals_reaches_its_joint_posterior(objective):
         np.testing.assert_allclose(jnp.exp(eta["log_scale"]).ravel(), width, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_an_outer_plate_above_rows_reaches_its_joint_posterior():
     def model(ward, size, y):
         mu = numpyro.sample("mu", dist.Normal(0, 2.0))

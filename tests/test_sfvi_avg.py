@@ -1,6 +1,7 @@
 """SFVI-Avg: where it is SFVI, where it is exact, and what it refuses."""
 
 from dataclasses import replace
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import mark_slow
 from problems import cut, glmm, glmm_silos
 
 import numpyro_fed as nf
@@ -63,6 +65,7 @@ def moments_of(built, eta):
 # --- one local step at one silo ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [None, "mode"])
 def test_one_step_at_one_silo_is_sfvi(start):
     """Iterate by iterate, given the same noise."""
@@ -107,6 +110,7 @@ def test_one_step_at_one_silo_is_sfvi(start):
 # --- where it is exact ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["rows", "even"])
 @pytest.mark.parametrize("aggregate", ["reverse_kl", "product"])
 def test_products_are_exact_for_conjugate_models(aggregate, weights):
@@ -125,7 +129,9 @@ def test_products_are_exact_for_conjugate_models(aggregate, weights):
     np.testing.assert_allclose(found[1] / np.outer(sd, sd), cov / np.outer(sd, sd), atol=0.02)
 
 
-@pytest.mark.parametrize("aggregate", ["wasserstein", "reverse_kl"])
+@pytest.mark.parametrize(
+    "aggregate", [pytest.param("wasserstein", marks=pytest.mark.slow), "reverse_kl"]
+)
 def test_silos_that_are_unlike_come_to_the_posterior_of_all_by_default(aggregate):
     """Means 3 apart, where that of all rows has a standard deviation of 0.14: what a silo comes to
     is further away than small steps lead, and the average of ways cut short is no average. That of
@@ -146,8 +152,13 @@ def test_silos_that_are_unlike_come_to_the_posterior_of_all_by_default(aggregate
     assert abs(float(mu.std()) / sd - 1) < 0.05
 
 
-@pytest.mark.parametrize("globals", ["full", "diagonal"])
-@pytest.mark.parametrize("aggregate", ["wasserstein", "forward_kl", "reverse_kl", "average"])
+@pytest.mark.parametrize(
+    ("aggregate", "globals"),
+    mark_slow(
+        product(["wasserstein", "forward_kl", "reverse_kl", "average"], ["full", "diagonal"]),
+        [("wasserstein", "full")],
+    ),
+)
 def test_all_averages_agree_where_silos_are_alike(aggregate, globals):
     silos = rows((15,)) * 3
     optim = optax.adam(optax.exponential_decay(0.05, 2_000, 1e-3))
@@ -165,8 +176,13 @@ def test_all_averages_agree_where_silos_are_alike(aggregate, globals):
     np.testing.assert_allclose(found[1] / scale, expected / scale, atol=spread)
 
 
-@pytest.mark.parametrize("globals", ["full", "diagonal"])
-@pytest.mark.parametrize("aggregate", ["wasserstein", "reverse_kl", "forward_kl", "average"])
+@pytest.mark.parametrize(
+    ("aggregate", "globals"),
+    mark_slow(
+        product(["wasserstein", "reverse_kl", "forward_kl", "average"], ["full", "diagonal"]),
+        [("wasserstein", "full"), ("wasserstein", "diagonal"), ("reverse_kl", "full")],
+    ),
+)
 def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
     """The algorithm's messages come to what ``barycenters`` says."""
     sizes, silos = np.array([20.0, 6.0, 11.0]), rows((20, 6, 11), dim=3)
@@ -210,6 +226,7 @@ def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
 # --- runs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [None, "mode"])
 def test_runtimes_agree_and_runs_go_on(start):
     silos = glmm_silos((5, 3, 4))
@@ -222,6 +239,7 @@ def test_runtimes_agree_and_runs_go_on(start):
     np.testing.assert_allclose(host.losses, whole.losses, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_weight_of_all_silos_is_their_rows():
     result = nf.SFVIAvg(glmm, local_steps=1).run(KEY, 1, glmm_silos((5, 3, 4)), progress_bar=False)
     assert float(result.state.server.rows) == 12
@@ -229,6 +247,7 @@ def test_the_weight_of_all_silos_is_their_rows():
     assert float(even.run(KEY, 1, glmm_silos((5, 3)), progress_bar=False).state.server.rows) == 2
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     """Silos of one size and of several: the padded rows have no weight."""
     silos = glmm_silos((5, 4))
@@ -268,6 +287,7 @@ def test_silos_with_other_likelihoods_are_refused():
         run(model, silos)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_no_numbers_of_rows_are_refused():
     def model(y, n, family=0):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -294,6 +314,7 @@ def test_families_without_a_barycenter_are_refused(kind):
         run(regression, rows((4, 5)), guide=nf.guides.Structured(globals=kind))
 
 
+@pytest.mark.slow
 def test_a_low_rank_becomes_a_full_one_up_to_a_size():
     result = run(regression, rows((4, 5)), guide=nf.guides.Structured(globals="low_rank"))
     assert "below" in result.params["guide"]

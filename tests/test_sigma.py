@@ -43,6 +43,7 @@ def trained():
     )
 
 
+@pytest.mark.slow
 def test_the_bound_is_that_of_the_written_model(double):
     """Equation 8 by NumPyro's own densities, at the same noise."""
     blocks, gamma = Blocks.read(UNEVEN, 6, "theta"), 0.3
@@ -67,6 +68,7 @@ def test_the_bound_is_that_of_the_written_model(double):
     np.testing.assert_allclose(found, -expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_what_a_site_depends_on_is_read_off_the_text():
     assert hyperparameters(gp, "theta", {}) == ("scale",)
     source = Source.of(gp, "theta", {}, {"scale": (0.2, 0.5)})
@@ -95,6 +97,7 @@ def test_cars_are_drawn_by_their_eigenvectors():
     assert (abs(draws.mean(0) - 1) < 4.5 * np.sqrt(np.diag(cov) / n)).all()
 
 
+@pytest.mark.slow
 def test_draws_are_like_those_of_the_prior(trained):
     """Units and means of the site are its own: 2 and a standard deviation of 2 here."""
     report = trained.check(KEY, [dict(scale=0.3), dict(scale=0.5)])
@@ -111,6 +114,7 @@ def test_draws_are_like_those_of_the_prior(trained):
     assert trained.times["drawing"] > 0
 
 
+@pytest.mark.slow
 def test_training_comes_near_the_evidence(trained):
     """The bound cannot exceed the true prior's own density of noisy entries, and comes near it."""
     found = []
@@ -131,6 +135,7 @@ def test_training_comes_near_the_evidence(trained):
     assert -3 * se < gap < 0.5
 
 
+@pytest.mark.slow
 def test_silos_see_nothing_of_each_other(trained):
     federated = nf.handlers.substitute_prior(gp, {"theta": trained})
     area = np.arange(6)
@@ -145,6 +150,7 @@ def test_silos_see_nothing_of_each_other(trained):
         assert abs(slopes[i, :, i]).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deterministic", "auxiliary"])
 def test_a_run_on_the_substituted_model(trained, kind):
     prior = getattr(trained, kind)
@@ -158,6 +164,7 @@ def test_a_run_on_the_substituted_model(trained, kind):
     assert ("theta/values" in draws) == (kind == "auxiliary")
 
 
+@pytest.mark.slow
 def test_rounds_on_the_substituted_model_reach_what_nuts_makes_of_it(trained):
     """Up to what a Gaussian for six globals and Monte Carlo (0.03 sd) leave."""
     federated = nf.handlers.substitute_prior(gp, {"theta": trained.auxiliary})
@@ -172,6 +179,7 @@ def test_rounds_on_the_substituted_model_reach_what_nuts_makes_of_it(trained):
         assert 0.75 < np.min(site["sd_ratio"]) <= np.max(site["sd_ratio"]) < 1.15, name
 
 
+@pytest.mark.slow
 def test_hyperparameters_beyond_the_training_do_not_reach_the_networks(trained):
     low, high = (float(np.exp(trained.scales.quantiles[i, 0])) for i in (0, -1))
     places = [
@@ -187,6 +195,7 @@ def test_hyperparameters_beyond_the_training_do_not_reach_the_networks(trained):
         nf.SigmaPrior.fit(KEY, gp, "theta", BLOCKS, ranges={"scale": (0.35, 0.4)}, **QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", [1e-3, 1e4])
 def test_a_hyperparameter_that_is_a_scale_in_any_unit(unit):
     """The field's size is learnt apart from its shape; tau follows it."""
@@ -203,6 +212,7 @@ def test_a_hyperparameter_that_is_a_scale_in_any_unit(unit):
             assert 0.8 < row.variance < 1.25, row
 
 
+@pytest.mark.slow
 def test_a_prior_that_is_not_that_of_the_text_is_refused(trained, tmp_path):
     def other(spread=None, **kwargs):
         def model(area=None, y=None, width=1.0):
@@ -258,6 +268,7 @@ def test_what_cannot_be_learnt_is_refused_before_the_training():
         nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, clip=(0.0, 1.0), **QUICK)
 
 
+@pytest.mark.slow
 def test_a_decoder_alone_learns_what_a_prior_makes_of_normals():
     """The linear map that it begins at is exact where there is nothing that it depends on."""
     cov = np.exp(-((PLACES[:, None] - PLACES) ** 2)) + 0.1 * np.eye(6)
@@ -284,6 +295,7 @@ def test_a_decoder_alone_learns_what_a_prior_makes_of_normals():
         nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, z_global=3, **settings)
 
 
+@pytest.mark.slow
 def test_hyperparameters_beyond_the_training_are_warned_of(trained, tmp_path):
     with pytest.warns(UserWarning, match="scale=5.0 is outside of what the prior of 'theta'"):
         trained.sample(KEY, 2, dict(scale=5.0))
@@ -299,6 +311,7 @@ def test_hyperparameters_beyond_the_training_are_warned_of(trained, tmp_path):
         nf.SigmaPrior.load(tmp_path / "prior", wide, "theta", UNEVEN)
 
 
+@pytest.mark.slow
 def test_the_networks_of_the_paper_can_be_had(tmp_path):
     plain = nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, principal_components=False, **QUICK)
     assert plain.networks.components is None
@@ -381,6 +394,7 @@ def test_the_energy_distance_tells_samples_apart():
     np.testing.assert_allclose(energy_test(KEY, a, b)[0], 2 * gaps[0] - gaps[1] - gaps[2])
 
 
+@pytest.mark.slow
 def test_a_flat_prior_is_no_range_to_train_for():
     def model():
         scale = numpyro.sample("scale", dist.ImproperUniform(dist.constraints.positive, (), ()))

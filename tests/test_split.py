@@ -127,6 +127,7 @@ def test_log_prior_counts_global_factors_scales_and_log_determinants():
     np.testing.assert_allclose(fm.log_prior({}, z), by_hand, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_values_survive_the_round_trip_to_unconstrained_space():
     fm, (silo,) = make(scaled)
     b = jnp.array([[0.5], [1.0], [4.0]])

@@ -62,6 +62,7 @@ def plainly(schedule, make):
     return run(None, schedule, make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "make"),
     [

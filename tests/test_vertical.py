@@ -101,6 +101,7 @@ def overdispersed(xs, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(u)), obs=y)
 
 
+@pytest.mark.slow
 def test_latents_of_the_sum_are_fitted():
     result = nf.VFL(overdispersed).run(KEY, 3, *data(), progress_bar=False)
     assert result.start is not None
@@ -135,6 +136,7 @@ def test_what_parties_hold():
     assert set(clients[0].kwargs["shared"]) == {"y"}
 
 
+@pytest.mark.slow
 def test_predictive_for_new_rows():
     xs, y = data()
     draws = nf.VFL(gaussian).run(KEY, 5, xs, y, progress_bar=False).sample_posterior(KEY, 7)
@@ -223,6 +225,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [gaussian, logistic])
 @pytest.mark.parametrize("case", CASES)
 def test_rounds_are_those_of_the_pooled_model(case, model):
@@ -292,6 +295,7 @@ def gaussian_data():
     return [r.normal(size=(15, p)) for p in (2, 1, 2)], r.normal(size=15)
 
 
+@pytest.mark.slow
 def test_augmented_gaussian_has_the_noise_of_the_sum(double):
     """``z_j`` add ``J rho^2`` to the variance of the response."""
     (xs, y), rho = gaussian_data(), 0.6
@@ -305,6 +309,7 @@ def test_augmented_gaussian_has_the_noise_of_the_sum(double):
     np.testing.assert_allclose(covariance, expected[1], atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", [nf.handlers.augment, nf.handlers.power_likelihood])
 def test_models_approach_the_true_one_as_rho_squared(handler, double):
     xs, y = gaussian_data()
@@ -325,6 +330,7 @@ def test_models_approach_the_true_one_as_rho_squared(handler, double):
 # --- runs --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "batch_size", "start"),
     [("exact", None, "mode"), ("augmented", 5, None), ("power", 5, "mode")],
@@ -350,6 +356,7 @@ def test_host_and_compiled_rounds_agree_and_runs_go_on(case, batch_size, start, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "auxiliary"),
     [("exact", "auto"), ("augmented", "mean_field"), ("power", "amortised")],
@@ -421,6 +428,7 @@ def test_one_method_runs_in_either_precision():
     assert [r._fit.built.model.dtype for r in (single, double)] == ["float32", "float64"]
 
 
+@pytest.mark.slow
 def test_a_second_run_of_the_same_shapes_builds_nothing():
     xs, y = data()
     vfl = nf.VFL(logistic)
@@ -432,6 +440,7 @@ def test_a_second_run_of_the_same_shapes_builds_nothing():
     assert fits[0].built is fits[1].built
 
 
+@pytest.mark.slow
 def test_amortised_guides_do_not_grow_with_rows():
     def size(n):
         xs, y = data(n=n)
@@ -443,6 +452,7 @@ def test_amortised_guides_do_not_grow_with_rows():
     assert size(10) == size(1_000)
 
 
+@pytest.mark.slow
 def test_local_steps_lead_to_the_same_optimum():
     """Mean field: with exact steps at fixed auxiliary variables the optimum is the same, sooner."""
     (xs, y), rho = gaussian_data(), 0.5
@@ -480,6 +490,7 @@ def begun(vfl, *data):
     return VerticalResult(np.zeros(0), state, fit, held, start=start)
 
 
+@pytest.mark.slow
 def test_a_run_begins_at_the_mode_with_each_partys_curvature(double):
     """Of a Gaussian: the exact mode, and the inverse of each diagonal block of the precision."""
     xs, y = gaussian_data()
@@ -498,6 +509,7 @@ def test_a_run_begins_at_the_mode_with_each_partys_curvature(double):
         stop += d
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_covariance_of_all_parties(double):
     xs, y = gaussian_data()
     result = begun(nf.VFL(known_noise), xs, y)
@@ -506,6 +518,7 @@ def test_a_run_begins_with_the_covariance_of_all_parties(double):
     np.testing.assert_allclose(joint_normal(result)[1], expected, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_directions_are_found_where_the_basis_does_not_hold_all(double):
     """Two clients, each with a copy of the other's columns but for noise: a few directions in which
     they make up for each other.
@@ -522,6 +535,7 @@ def test_directions_are_found_where_the_basis_does_not_hold_all(double):
     np.testing.assert_allclose(found[1, 7], expected[1, 7], rtol=0.05)
 
 
+@pytest.mark.slow
 def test_raw_columns_that_parties_share_in_single_precision():
     """An intercept at the server, years at two clients: the exact posterior."""
     r = np.random.default_rng(0)
@@ -549,6 +563,7 @@ def test_raw_columns_that_parties_share_in_single_precision():
     np.testing.assert_allclose(np.sqrt(np.diag(found)), sd, rtol=0.07)
 
 
+@pytest.mark.slow
 def test_units_of_columns_do_not_matter():
     """Columns in other units: draws of what they add are the same."""
     (xs, y), units = (
@@ -590,6 +605,7 @@ def test_with_rho_nothing_is_sent_without_noise_unasked():
         assert [exchange.name for exchange in fit.built.begins] == begins
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["augmented", "power"])
 def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
     """The curvature of a linear predictor under its auxiliary variable and prior, whatever units
@@ -613,6 +629,7 @@ def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
     assert (down.told.curvature == 4.0).all()
 
 
+@pytest.mark.slow
 def test_scales_of_priors_are_held_where_a_run_begins(double):
     """Coefficients begin at the mode that they have where their scale is at the median of its
     prior, with the curvature that they have there; the log scale, of which a joint mode would be at
@@ -650,6 +667,7 @@ def test_scales_of_priors_are_held_where_a_run_begins(double):
     np.testing.assert_allclose(spread[np.ix_(rest, rest)], covariance, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_where_there_is_no_mode_to_begin_at_runs_begin_at_zero():
     def weights(x):
         return x @ numpyro.param("w", jnp.zeros(x.shape[-1]))
@@ -824,6 +842,7 @@ def test_methods_refuse_latents_of_the_sum_under_the_power_likelihood():
             method.run(KEY, 1, *data())
 
 
+@pytest.mark.slow
 def test_plain_arguments_of_the_model_count():
     """A flag changes the text, and so the program."""
 
@@ -896,6 +915,7 @@ def centred(xs, y):
         numpyro.sample("y", dist.Normal(eta, 0.7), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["augmented", "power"])
 def test_soul_finds_the_mode_of_z_and_draws_given_it(likelihood, double):
     """Of a Gaussian, where both are known: from the joint density's derivatives."""
@@ -941,6 +961,7 @@ def test_soul_finds_the_mode_of_z_and_draws_given_it(likelihood, double):
     assert (abs(flat.std(0) / sd - wide) < 4.5 / (2 * effective) ** 0.5).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["augmented", "power"])
 def test_soul_runs_alike_on_both_runtimes_and_goes_on(likelihood, tmp_path):
     xs, y = data()
@@ -971,6 +992,7 @@ def over_nodes(method, **options):
     return nodes, lambda n: server.run(KEY, n, lambda j, message: nodes[j].handle(message))
 
 
+@pytest.mark.slow
 def test_soul_over_nodes_gives_the_numbers_of_one_process():
     xs, y = data()
     soul = nf.SOUL(gaussian, rho=1.0, num_steps=3, num_kept=4)
@@ -988,6 +1010,7 @@ def test_soul_over_nodes_gives_the_numbers_of_one_process():
     np.testing.assert_allclose(drawn, np.unique(kept, axis=0), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [dict(rank=3), dict(rho=0.5)])
 def test_parties_draw_together_and_each_keeps_its_own(settings):
     """The covariance of all parties' draws is that of a fit in one process."""
@@ -1020,6 +1043,7 @@ def test_parties_draw_together_and_each_keeps_its_own(settings):
     np.testing.assert_allclose(a.std(0), sd, rtol=0.12)
 
 
+@pytest.mark.slow
 def test_noise_that_hides_is_of_a_key_that_nobody_else_knows():
     vfl = nf.VFL(gaussian, rho=0.5, start=None)
     xs, y = data()
@@ -1038,6 +1062,7 @@ def test_noise_that_hides_is_of_a_key_that_nobody_else_knows():
         nf.SiloNode(vfl, data()[0][0], secret=5)
 
 
+@pytest.mark.slow
 def test_predictors_without_noise_are_given_to_those_who_may_have_them():
     vfl = nf.VFL(gaussian, rho=0.5, start=None)
     result = over_nodes(vfl)[1](2)
@@ -1056,6 +1081,7 @@ def test_an_exchange_that_nobody_knows_is_said(name):
         vfl.round_of(fit.built, name)
 
 
+@pytest.mark.slow
 def test_latents_above_others_begin_at_the_median_of_their_prior():
     """A mean near 1,000 under a prior that says so, at the server and at clients."""
 
@@ -1089,6 +1115,7 @@ def test_latents_above_others_begin_at_the_median_of_their_prior():
     assert (abs(off) < 1).all()
 
 
+@pytest.mark.slow
 def test_soul_is_not_at_its_end_before_all_clients_are():
     xs, y = data()
     tiny = [xs[0], 1e-3 * xs[1], xs[2]]
@@ -1098,12 +1125,14 @@ def test_soul_is_not_at_its_end_before_all_clients_are():
     assert int(result.state.server.resting) == 3
 
 
+@pytest.mark.slow
 def test_noisy_rounds_run_in_double_precision(double):
     xs, y = data()
     vfl = nf.VFL(gaussian, rho=0.5, start=None)
     assert np.isfinite(vfl.run(KEY, 2, xs, y, progress_bar=False).losses).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_run_is_not_at_its_end_before_all_clients_are(rank):
     """Clients of small columns have far to go, at a bound that hardly rises."""
@@ -1117,6 +1146,7 @@ def test_a_run_is_not_at_its_end_before_all_clients_are(rank):
     assert int(course.calm) > 2  # the server alone would have ended before
 
 
+@pytest.mark.slow
 def test_rows_of_all_parties_must_be_the_same_in_the_same_order():
     xs, y = data()
     vfl = nf.VFL(gaussian, start=None)
@@ -1181,6 +1211,7 @@ def test_nodes_hand_over_the_columns_that_they_hold():
         nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [nf.VFL(gaussian, start=None), nf.SOUL(gaussian, rho=1.0, num_steps=3, num_kept=4)]
 )
@@ -1215,6 +1246,7 @@ def test_settings_of_soul_that_do_not_fit():
 # --- the correction ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [dict(rho=0.7), dict(), dict(rank=3, start=None)])
 def test_weights_are_those_of_the_joint_density(settings):
     """Log weights by hand, from NumPyro's density of the text and that of the guide."""
@@ -1259,6 +1291,7 @@ def exact_of_known_noise(xs, y):
     return covariance @ (x.T @ y) / 0.49, np.sqrt(np.diag(covariance)), evidence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [dict(rank=0), dict(rho=0.3, auxiliary="amortised")])
 def test_a_corrected_fit_is_the_posterior_of_the_text(settings):
     """Of the exact split, which leaves out correlations, and of the augmented model."""
