@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_split_is_refused(model, where, remedy):
 @pytest.mark.parametrize("prior", ["exact", "factor"])
 @pytest.mark.filterwarnings("ignore:the prior of the latent site 'mu' is flat")
 def test_a_flat_prior_is_refused_where_the_posterior_starts_from_it(prior):
-    with pytest.raises(nf.ModelError, match=r"site 'mu' is flat.*start='mode'.*proper prior"):
+    with pytest.raises(nf.ModelError, match=r"'mu' .*start='mode'.*proper prior"):
         nf.PVI(flat, prior=prior, start=None).run(KEY, 1, [rows(), rows()], **quiet)
 
 
@@ -317,9 +317,7 @@ def wider(y):
 )
 def test_a_state_of_another_fit_is_refused(other, silos, runtime):
     state = laid_open(other, silos, runtime).result().state
-    with pytest.raises(
-        nf.SavedStateError, match=r"another model, guide.*Pass the \.state of a run"
-    ):
+    with pytest.raises(nf.SavedStateError, match=r"another model.*\.state"):
         nf.SFVI(good, optim=ADAM, start=None).run(
             KEY, 1, [rows(3), rows(3)], init_state=state, **quiet
         )
@@ -328,7 +326,7 @@ def test_a_state_of_another_fit_is_refused(other, silos, runtime):
 def test_a_result_is_not_a_state():
     fit = nf.SFVI(good, optim=ADAM, start=None)
     result = fit.run(KEY, 1, [rows()], **quiet)
-    with pytest.raises(TypeError, match=r"must be a result's \.state, got Result"):
+    with pytest.raises(TypeError, match=r"\.state, got Result"):
         fit.run(KEY, 1, [rows()], init_state=result, **quiet)
 
 
@@ -481,5 +479,5 @@ def test_draws_that_change_nothing_are_warned_about():
 
     silo = {"child": np.array([0, 1, 2, 2]), "y": np.zeros(4)}
     fit = nf.SFVI(long_format, optim=ADAM, objective=nf.LocallyEnhanced(5), start=None)
-    with pytest.warns(UserWarning, match=r"changes nothing.*draws=\{'child': 5\}"):
+    with pytest.warns(UserWarning, match=r"draws=\{'child': 5\}"):
         fit.run(KEY, 1, [silo], **quiet)

@@ -118,14 +118,14 @@ def test_many_globals_are_taken_over_by_their_standard_deviations():
     for name in ("loc", "log_scale"):
         found = after.params["guide"][name]
         np.testing.assert_allclose(found, first.params["guide"][name], rtol=1e-5)
-    with pytest.raises(GuideError, match="PVI begins at results with up to 300"):
+    with pytest.raises(GuideError, match=r"PVI .* 300"):
         nf.PVI(model, start=first).run(KEY, 1, silos, progress_bar=False)
 
 
 @pytest.mark.slow
 def test_results_that_do_not_fit_are_refused():
     first = averaged(glmm_silos((5, 3, 4)))
-    with pytest.raises(DataError, match="other numbers of silos: 3 there, 2 here"):
+    with pytest.raises(DataError, match="silos: 3 there, 2 here"):
         nf.SFVI(glmm, start=first).run(KEY, 1, glmm_silos((5, 3)), progress_bar=False)
     with pytest.raises(DataError, match="other numbers of rows"):
         nf.SFVI(glmm, start=first).run(KEY, 1, glmm_silos((5, 4, 3)), progress_bar=False)
@@ -134,9 +134,9 @@ def test_results_that_do_not_fit_are_refused():
             KEY, 1, glmm_silos((5, 3, 4)), progress_bar=False
         )
     method = nf.SFVI(glmm, start=first)
-    with pytest.raises(DataError, match="Over nodes begin at the mode"):
+    with pytest.raises(DataError, match="begin at the mode"):
         nf.ServerNode(method, [method.describe(s).to_json() for s in glmm_silos((5, 3, 4))])
-    with pytest.raises(ValueError, match="expected 'mode', None or a result"):
+    with pytest.raises(ValueError, match="'mode', None"):
         nf.SFVI(glmm, start="here")
     with pytest.raises(ValueError, match="deletion='own'"):
         nf.PVI(glmm, start=first, deletion="none").run(

@@ -431,7 +431,7 @@ def generalised(**settings):
 @pytest.mark.parametrize("which", ["divergence", "prior_divergence"])
 def test_a_fit_under_another_divergence_is_refused(which):
     result = generalised(**{which: nf.divergences.AlphaRenyi(0.5)})
-    with pytest.raises(ValueError, match=r"divergence is not KL.*ordinary posterior"):
+    with pytest.raises(ValueError, match=r"not KL"):
         nf.importance_correct(KEY, result, 100)
     assert not result.trusted
     assert "No certificate: this fit's divergence is not KL" in result.report()
@@ -461,7 +461,7 @@ def test_globals_are_the_same_with_and_without_a_silo(silo):
 
 
 def test_a_silo_that_does_not_exist_is_named():
-    with pytest.raises(IndexError, match="no silo 2: they are numbered 0 to 1"):
+    with pytest.raises(IndexError, match=r"no silo 2: .* 0 to 1"):
         corrected(**OFF).sample_posterior(KEY, 5, silo=2)
 
 
@@ -577,7 +577,7 @@ def test_a_prior_that_rules_out_every_draw_is_the_servers():
 
 @pytest.mark.parametrize("num_draws", [0, -3, True, 2.5, "10"])
 def test_a_number_of_draws_that_is_not_a_positive_integer_is_refused(num_draws):
-    with pytest.raises(ValueError, match="num_draws must be a positive integer"):
+    with pytest.raises(ValueError, match=r"num_draws .*positive"):
         nf.importance_correct(KEY, conjugate_at(**OFF), num_draws)
 
 
@@ -660,7 +660,7 @@ def test_an_int_is_for_outer_plates_with_its_root_below():
     assert inner_draws(guide, 1) == {"ward": 1, "row": 1}
     assert inner_draws(guide, {"row": 5}) == {"ward": 1, "row": 5}
     assert inner_draws(inside(conjugate_at(**OFF)).guide, 10) == {"row": 10}
-    with pytest.raises(ValueError, match="draws for silo_plate 'ward' must be a positive int"):
+    with pytest.raises(ValueError, match=r"'ward' .*positive int"):
         inner_draws(guide, 0)
 
 

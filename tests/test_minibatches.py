@@ -264,7 +264,7 @@ def test_what_cannot_be_cut_is_refused():
     ):
         with pytest.raises(nf.GuideError, match=words):
             nf.SFVI(model, batch_size=2, start=None).run(KEY, 1, silos, **QUIET)
-    with pytest.raises(ValueError, match="batch_size must be a positive integer"):
+    with pytest.raises(ValueError, match=r"batch_size .*positive"):
         nf.SFVI(plain, batch_size=0)
     silos = [dict(y=np.zeros(5), of=np.zeros(3))]
     weighed = nf.LocallyEnhanced(draws={"ward": 3})

@@ -271,9 +271,9 @@ def test_what_has_no_mode_is_refused_by_name():
             numpyro.sample("y", dist.Normal(0, 1), obs=y)
 
     silos = [{"y": np.ones(3)}]
-    with pytest.raises(nf.ModelError, match="'s' is inside a silo_plate"):
+    with pytest.raises(nf.ModelError, match=r"'s' .*silo_plate"):
         nf.find_mode(KEY, private, silos)
-    with pytest.raises(nf.ModelError, match="nothing to search over"):
+    with pytest.raises(nf.ModelError, match="nothing"):
         nf.find_mode(KEY, nothing, silos)
 
 
@@ -314,7 +314,7 @@ def test_a_density_that_is_finite_nowhere_is_an_error():
         with nf.silo_plate("row", y.shape[0]):
             numpyro.sample("y", dist.Poisson(jnp.exp(mu + 1e4)), obs=y)
 
-    with pytest.raises(nf.NonFiniteError, match="no place was found"):
+    with pytest.raises(nf.NonFiniteError, match="no place"):
         nf.find_mode(KEY, model, [{"y": np.ones(3)}, {"y": np.ones(2)}])
 
 

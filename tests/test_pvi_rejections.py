@@ -75,7 +75,7 @@ def test_an_improper_update_is_rejected_or_damped_and_the_damping_recovers():
     silos = [dict(x=np.array([c]), y=np.array([0.3])) for c in (0.5, -0.9, -0.9, 0.2)]
     everyone = nf.schedules.Synchronous()
     fixed = nf.PVI(two_sided, schedule=everyone, damping=1.0, start=None)
-    with pytest.raises(nf.NonFiniteError, match="no update of the 2 rounds") as error:
+    with pytest.raises(nf.NonFiniteError, match="no update") as error:
         fixed.run(KEY, 2, silos, **QUIET)
     result = error.value.result
     assert (result.damping == 0).all()

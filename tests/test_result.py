@@ -150,7 +150,7 @@ def test_a_silo_that_does_not_exist_is_named(result, silo):
         lambda: result.sample_posterior(KEY, 2, silo=silo),
         lambda: result.silo_params(silo),
     ):
-        with pytest.raises(IndexError, match=rf"no silo {silo}: they are numbered 0 to 2"):
+        with pytest.raises(IndexError, match=rf"no silo {silo}: .* 0 to 2"):
             ask()
 
 
@@ -313,7 +313,7 @@ def test_noise_is_not_taken_for_a_gain():
 @pytest.mark.slow
 def test_a_run_whose_bound_still_rises_warns():
     sfvi = nf.SFVI(alone, optim=optax.adam(1e-2), start=None)
-    with pytest.warns(UserWarning, match=r"still rising at the end of these 200 rounds"):
+    with pytest.warns(UserWarning, match=r"still rising .* 200"):
         far = sfvi.run(KEY, 200, [{"y": np.full(9, 50.0)}], **quiet)
     assert not far.trusted
     assert "still rising" in far.report()

@@ -199,7 +199,7 @@ def test_whether_padding_is_harmless_is_asked_of_each_runs_data(tmp_path):
     np.testing.assert_array_equal(run(method, constant).losses, padded.losses)
     assert len(padded.state.silos) == 1
     padded.save(tmp_path / "fit")
-    with pytest.raises(nf.SavedStateError, match="another model, guide"):
+    with pytest.raises(nf.SavedStateError, match="another model"):
         run(method, varying, init_state=padded.state)
     with pytest.raises(nf.SavedStateError, match="does not fit"):
         method.load(tmp_path / "fit", silos_of(varying, 3, 5, 7))

@@ -167,8 +167,8 @@ Structured = nf.guides.Structured
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": renamed}, r"its sites have 'nu' as None, but here it is \['latent'"),
-        ({"model": supported}, r"'scale'.*[Pp]ositive.*here it is.*[Ii]nterval"),
+        ({"model": renamed}, r"'nu' .*\['latent'"),
+        ({"model": supported}, r"'scale'.*[Pp]ositive.*[Ii]nterval"),
         ({"num_particles": 2}, r"'num_particles' as 1, but here it is 2"),
         (
             {"objective": nf.LocallyEnhanced(draws=3)},
@@ -177,7 +177,7 @@ Structured = nf.guides.Structured
         ({"guide": Structured(globals="diagonal")}, r"'guide' as .*full.*here it is .*diagonal"),
         (
             {"guide": Structured(couple_scale=False)},
-            r"'guide' as .*True, True.*here it is .*True, False",
+            r"'guide' .*True, True.*True, False",
         ),
         (
             {"guide": Structured(globals="low_rank")},
@@ -197,9 +197,9 @@ def test_a_fit_of_other_settings_is_refused_and_says_what_differs(path, settings
     [
         (
             (3, 4),
-            r"sizes are \[{'row': 3}, {'row': 2}\], but here they are \[{'row': 3}, {'row': 4}\]",
+            r"\[{'row': 3}, {'row': 2}\], .*\[{'row': 3}, {'row': 4}\]",
         ),
-        ((2, 3), r"but here they are \[{'row': 2}, {'row': 3}\].*silos it was made with"),
+        ((2, 3), r"\[{'row': 2}, {'row': 3}\].*silos"),
         ((3,), r"but here they are \[{'row': 3}\]"),
     ],
 )
@@ -225,7 +225,7 @@ def rewritten(path, change):
 
 def test_a_fit_of_another_version_is_refused(path):
     rewritten(path, lambda arrays, description: description.update(version=5))
-    with pytest.raises(nf.SavedStateError, match=r"version 5, this package reads version 4"):
+    with pytest.raises(nf.SavedStateError, match=r"version 5, .*version 4"):
         METHOD.load(path, silos())
 
 
@@ -280,7 +280,7 @@ def test_a_pair_of_files_of_an_earlier_release_is_read(fit, path):
     np.savez(f"{path}.npz", **arrays)
     Path(f"{path}.json").write_text(json.dumps({"version": 1, **old}))
     assert nf.load(path).settings["method"] == "SFVI"
-    with pytest.raises(nf.SavedStateError, match="state of format version 1"):
+    with pytest.raises(nf.SavedStateError, match="format version 1"):
         METHOD.load(path, silos())
 
 
@@ -358,7 +358,7 @@ def wider(x, y=None):
 
 
 def test_another_text_of_the_same_sites_is_refused(path):
-    with pytest.raises(nf.SavedStateError, match="text is another than that of the fit"):
+    with pytest.raises(nf.SavedStateError, match="text is another"):
         method(model=wider).load(path, silos())
 
 
@@ -372,7 +372,7 @@ def test_under_other_versions_a_text_is_known_by_its_source(path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         METHOD.load(path, silos())
-    with pytest.warns(UserWarning, match=r"under jax 0.1 and numpyro 0.1, and here are .*source"):
+    with pytest.warns(UserWarning, match=r"jax 0.1 and numpyro 0.1.*source"):
         method(model=wider).load(path, silos())
 
 
@@ -399,7 +399,7 @@ def test_fingerprints_are_the_same_in_every_process(fit):
 def test_other_data_are_refused_by_silo_and_array(path):
     other = silos()
     other[1]["y"] = other[1]["y"] + 1e-3
-    with pytest.raises(nf.SavedStateError, match=r"^silo 1, 'y': not the data that the fit"):
+    with pytest.raises(nf.SavedStateError, match=r"^silo 1, 'y'"):
         METHOD.load(path, other)
 
 
@@ -414,14 +414,14 @@ def test_rows_in_another_order_are_refused(path):
 def test_swapped_silos_are_refused_by_number(tmp_path):
     held = silos((2, 2, 2))
     METHOD.run(KEY, 2, held, **quiet).save(tmp_path / "fit")
-    with pytest.raises(nf.SavedStateError, match=r"^silos 0 and 2 are swapped"):
+    with pytest.raises(nf.SavedStateError, match=r"^silos 0 and 2 .*swapped"):
         METHOD.load(tmp_path / "fit", held[::-1])
-    with pytest.raises(nf.SavedStateError, match="silo 0 holds what silo 2 held, silo 1 holds"):
+    with pytest.raises(nf.SavedStateError, match=r"silo 0 .* silo 2 .*, silo 1 "):
         METHOD.load(tmp_path / "fit", [held[2], held[0], held[1]])
 
 
 def test_swapped_silos_of_unequal_sizes_are_refused_by_number(path):
-    with pytest.raises(nf.SavedStateError, match=r"^silos 0 and 1 are swapped"):
+    with pytest.raises(nf.SavedStateError, match=r"^silos 0 and 1 .*swapped"):
         METHOD.load(path, silos()[::-1])
 
 
@@ -448,7 +448,7 @@ def test_a_state_that_is_not_finite_is_refused_by_its_leaf(path, value):
         arrays[name].ravel()[0] = value
 
     rewritten(path, spoil)
-    with pytest.raises(nf.SavedStateError, match=r"state\..*loc.*: 1 of 2 numbers are NaN"):
+    with pytest.raises(nf.SavedStateError, match=r"state\..*loc.*: 1 of 2 .*NaN"):
         METHOD.load(path, silos())
 
 

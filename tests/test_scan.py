@@ -252,9 +252,9 @@ def in_a_scope(y):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nested, r"site 'z' has the shape \(2,\) at one step of a scan.*Python loop"),
-        (with_param, "numpyro.param 'theta' stands in the body of a scan.*Put it before"),
-        (in_a_scope, "site 'a/z' depends on randomness.*scan inside a numpyro.handlers.scope"),
+        (nested, r"'z' .*\(2,\) .*Python loop"),
+        (with_param, "'theta' .*Put it before"),
+        (in_a_scope, "'a/z' .*scan inside .*scope"),
     ],
 )
 def test_what_a_scan_cannot_hold_is_refused(model, message):

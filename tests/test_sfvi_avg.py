@@ -271,7 +271,7 @@ def test_private_parameters_are_refused():
             shift = numpyro.param("shift", 0.0)
             numpyro.sample("y", dist.Normal(mu + shift, 1), obs=y)
 
-    with pytest.raises(ModelError, match="'shift' is each silo's own"):
+    with pytest.raises(ModelError, match="'shift' "):
         run(model, [dict(y=np.ones(3)), dict(y=np.ones(2))])
 
 
@@ -283,7 +283,7 @@ def test_silos_with_other_likelihoods_are_refused():
             numpyro.sample("y", noise, obs=y)
 
     silos = [dict(y=np.ones(3), robust=False), dict(y=np.ones(2), robust=True)]
-    with pytest.raises(ModelError, match="'robust' is True at silo 1"):
+    with pytest.raises(ModelError, match=r"'robust' .*silo 1"):
         run(model, silos)
 
 
@@ -296,7 +296,7 @@ def test_numbers_that_are_no_numbers_of_rows_are_refused():
             numpyro.sample("y", noise, obs=y)
 
     run(model, [dict(y=np.ones(n), n=n) for n in (30, 9)])
-    with pytest.raises(ModelError, match="'family' is 1 at silo 1 and 0 at silo 0"):
+    with pytest.raises(ModelError, match=r"'family' .* 1 at silo 1 .* 0 at silo 0"):
         run(model, [dict(y=np.ones(30), n=30, family=j) for j in (0, 1)])
 
 
@@ -304,7 +304,7 @@ def test_numbers_that_are_no_numbers_of_rows_are_refused():
     "schedule", ["sequential", nf.schedules.Random(1), nf.schedules.Given([[0], [1]])]
 )
 def test_an_average_of_one_silo_is_refused(schedule):
-    with pytest.raises(ValueError, match="an average of one silo"):
+    with pytest.raises(ValueError, match="one silo"):
         nf.SFVIAvg(glmm, schedule=schedule)
 
 
@@ -318,7 +318,7 @@ def test_families_without_a_barycenter_are_refused(kind):
 def test_a_low_rank_becomes_a_full_one_up_to_a_size():
     result = run(regression, rows((4, 5)), guide=nf.guides.Structured(globals="low_rank"))
     assert "below" in result.params["guide"]
-    with pytest.raises(GuideError, match="'low_rank' with 301 globals"):
+    with pytest.raises(GuideError, match=r"'low_rank' .* 301"):
         run(
             regression,
             rows((4, 5), dim=301),

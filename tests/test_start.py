@@ -126,7 +126,7 @@ def test_pvi_with_a_flat_prior_is_least_squares(double):
 def test_an_improper_posterior_is_refused_and_its_direction_named(method, double):
     rows = logistic_rows()
     rows["y"] = (rows["x"][:, 1] > 0) * 1.0
-    with pytest.raises(nf.ModelError, match=r"improper: it does not fall along .*beta\[1\]"):
+    with pytest.raises(nf.ModelError, match=r"improper: .*beta\[1\]"):
         method(logistic).run(KEY, 3, cut(rows, (60, 60)), **QUIET)
 
 
@@ -193,7 +193,7 @@ def test_a_callback_that_raises_keeps_the_state():
     def fails(result):
         raise RuntimeError("no space left")
 
-    with pytest.raises(nf.CallbackError, match="RuntimeError after round 10: no space") as caught:
+    with pytest.raises(nf.CallbackError, match=r"RuntimeError .*round 10: no space") as caught:
         sfvi.run(KEY, 30, silos, callback=fails, every=10, **QUIET)
     rest = sfvi.run(KEY, 20, silos, init_state=caught.value.result.state, **QUIET)
     whole = sfvi.run(KEY, 30, silos, **QUIET)
@@ -433,7 +433,7 @@ def test_many_effects_under_a_scale_have_no_mode_to_start_from():
 
     g = np.arange(620) % 310
     silos = cut({"g": g, "y": np.random.default_rng(0).normal(size=620)}, (310, 310))
-    with pytest.warns(UserWarning, match="effects are not integrated out"):
+    with pytest.warns(UserWarning, match="not integrated"):
         assert nf.SFVI(model).run(KEY, 2, silos, **QUIET).start is None
-    with pytest.raises(nf.ModelError, match="effects are not integrated out"):
+    with pytest.raises(nf.ModelError, match="not integrated"):
         nf.find_mode(KEY, model, silos)

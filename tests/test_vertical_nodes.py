@@ -22,7 +22,7 @@ def test_parties_draw_together_and_each_keeps_its_own(settings):
     vfl = nf.VFL(gaussian, start=None, optim=optax.adam(0.1), **settings)
     nodes, run = over_nodes(vfl, secret=None)
     apart, n = run(30), 4_000
-    with pytest.raises(nf.DataError, match="there are no draws here"):
+    with pytest.raises(nf.DataError, match="no draws"):
         nodes[0].draws()
     if settings.get("rank"):
         nf.importance_correct(KEY, apart, 20)  # leaves clients as they are
@@ -70,7 +70,7 @@ def test_noise_that_hides_is_of_a_key_that_nobody_else_knows():
 def test_predictors_without_noise_are_given_to_those_who_may_have_them():
     vfl = nf.VFL(gaussian, rho=0.5, start=None)
     result = over_nodes(vfl)[1](2)
-    with pytest.raises(nf.ModelError, match="silo 0 is asked for predictors without the noise"):
+    with pytest.raises(nf.ModelError, match=r"silo 0 .*without the noise"):
         nf.importance_correct(KEY, result, 20)
     result.sample_together(KEY, 3)  # sends nothing up
     allowed = over_nodes(vfl, allow_unhidden=True)[1](2)
@@ -81,7 +81,7 @@ def test_predictors_without_noise_are_given_to_those_who_may_have_them():
 def test_an_exchange_that_nobody_knows_is_said(name):
     vfl = nf.VFL(gaussian, start=None)
     built = laid_open_columns(vfl, *data()).built
-    with pytest.raises(nf.ModelError, match=f"there is no exchange '{name}' here"):
+    with pytest.raises(nf.ModelError, match=f"no exchange '{name}'"):
         vfl.round_of(built, name)
 
 
@@ -95,11 +95,11 @@ def test_rows_of_all_parties_must_be_the_same_in_the_same_order():
     result = vfl.run(KEY, 1, xs, y, row_ids=[ids] * 4, **quiet)
     assert np.isfinite(result.losses).all()
     for row_ids, words in (
-        ([ids, swapped, ids], "row 0 is 'area 1' at client 1 and 'area 0' at client 0, .* 2 of 12"),
+        ([ids, swapped, ids], "row 0 .*'area 1' at client 1 .*'area 0' at client 0, .* 2 of 12"),
         ([ids, ids, ids, swapped], "at the server and 'area 0' at client 0"),
         ([ids, ids], "2 entries, expected 3"),
-        ([ids, ids[:5], ids], r"client 1 have the shape \(5,\), expected \(12,\)"),
-        ([ids, ids[[0, 0, *range(2, 12)]], ids], "'area 0' stands 2 times among those of client 1"),
+        ([ids, ids[:5], ids], r"client 1 .*\(5,\), .*\(12,\)"),
+        ([ids, ids[[0, 0, *range(2, 12)]], ids], "'area 0' .* 2 .*client 1"),
     ):
         with pytest.raises(nf.DataError, match=words):
             vfl.run(KEY, 1, xs, y, row_ids=row_ids, **quiet)
@@ -110,24 +110,22 @@ def test_rows_of_all_parties_must_be_the_same_in_the_same_order():
         assert not any("area" in text for text in facts)
         return nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y), **at_server)
 
-    with pytest.warns(
-        UserWarning, match="the rows of client 1 are those of client 0, client 2, the"
-    ):
+    with pytest.warns(UserWarning, match=r"client 1 .* client 0, client 2"):
         server = serving(ids, None, ids, row_ids=ids)
     assert server.num_silos == 3
     assert digest(read_ids(ids, 12, "")) not in server.plan
-    with pytest.raises(nf.DataError, match="the rows of client 2 have other ids"):
+    with pytest.raises(nf.DataError, match=r"client 2 .*ids"):
         serving(ids, ids, swapped)
-    with pytest.raises(nf.DataError, match=r"the server have the shape \(7,\), expected \(12,\)"):
+    with pytest.raises(nf.DataError, match=r"the server .*\(7,\), .*\(12,\)"):
         serving(ids, ids, ids, row_ids=ids[:7])
     numbers, words = np.arange(12), np.arange(12).astype(str)
     vfl.run(KEY, 1, xs, y, row_ids=[numbers, words, numbers], **quiet)
     assert serving(numbers, words, numbers, row_ids=words).num_silos == 3
-    with pytest.raises(nf.DataError, match="of this client are fractions"):
+    with pytest.raises(nf.DataError, match="fractions"):
         serving(ids, numbers + 0.5, ids)
-    with pytest.raises(nf.DataError, match="the rows of the server have other ids"):
+    with pytest.raises(nf.DataError, match=r"the server .*ids"):
         serving(ids, ids, ids, row_ids=swapped)
-    with pytest.raises(nf.DataError, match="silos have rows of their own"):
+    with pytest.raises(nf.DataError, match=r"silos .*own"):
         nf.SiloNode(nf.SFVI(one_silo), dict(y=y * 1.0), row_ids=ids)
 
 
@@ -140,5 +138,5 @@ def test_nodes_hand_over_the_columns_that_they_hold():
     xs, y = data()
     vfl = nf.VFL(model)
     facts = [nf.SiloNode(vfl, x).facts() for x in xs]
-    with pytest.raises(nf.ModelError, match="something else than the columns"):
+    with pytest.raises(nf.ModelError, match="columns"):
         nf.VerticalServerNode(vfl, facts, lambda xs: dict(xs=xs, y=y))

@@ -69,15 +69,15 @@ def response_as_column(xs, y):
     ("model", "words"),
     [
         (without, "no client_sum"),
-        (unread, "no site depends on the client_sum"),
+        (unread, "no site .*client_sum"),
         (two, "2 client_sums"),
         (with_silos, "silo_plate 'row'"),
-        (reads_columns, "reads 'xs.1' outside of the client_sum"),
-        (reads_latent, "reads a latent of the server directly"),
-        (reads_response, "reads the argument 'y' directly"),
-        (columns_of_latents, "columns of client 0 depend on a latent"),
+        (reads_columns, "'xs.1' outside"),
+        (reads_latent, "latent of the server"),
+        (reads_response, "argument 'y'"),
+        (columns_of_latents, "client 0 .*latent"),
         (summarised, "given 12 rows"),
-        (response_as_column, "is among the columns of client 0"),
+        (response_as_column, "columns of client 0"),
     ],
 )
 def test_texts_that_cannot_be_split(model, words):
@@ -89,17 +89,17 @@ def test_texts_that_cannot_be_split(model, words):
 def test_arguments_that_do_not_fit():
     xs, y = data()
     run = nf.VFL(logistic).run
-    with pytest.raises(nf.DataError, match="client 1 holds 5 rows, client 0 holds 12"):
+    with pytest.raises(nf.DataError, match=r"client 1 .* 5 .* client 0 .* 12"):
         run(KEY, 1, [xs[0], xs[1][:5]], y)
-    with pytest.raises(nf.DataError, match=r"holds the numbers of the response 'y'"):
+    with pytest.raises(nf.DataError, match=r"response 'y'"):
         run(KEY, 1, [xs[0], np.column_stack([xs[1], y]).astype(np.float32)], y)
-    with pytest.raises(nf.DataError, match="does not take these arguments"):
+    with pytest.raises(nf.DataError, match="arguments"):
         run(KEY, 1, xs, y, z=3)
     with pytest.raises(nf.DataError, match="NaN"):
         run(KEY, 1, [xs[0] * np.nan], y)
-    with pytest.raises(nf.DataError, match="there are no clients"):
+    with pytest.raises(nf.DataError, match="no clients"):
         nf.client_sum("client", linear, [])
-    with pytest.raises(nf.DataError, match="a list with the columns of each client"):
+    with pytest.raises(nf.DataError, match=r"list .*columns"):
         nf.client_sum("client", linear, xs[0])
     with pytest.raises(nf.ModelError, match="2 predictors for 3 clients"):
         nf.client_sum("client", [linear, linear], xs)
@@ -122,12 +122,12 @@ def test_settings_that_do_not_fit():
         (dict(local_steps=2), "give rho"),
         (dict(likelihood="power", rho=1.0), "share_response=True"),
         (dict(likelihood="tempered", rho=1.0), "expected 'augmented' or 'power'"),
-        (dict(batch_size=0), "batch_size must be a positive integer"),
-        (dict(rank=1.5), "rank must be a positive integer"),
+        (dict(batch_size=0), "batch_size .*positive"),
+        (dict(rank=1.5), "rank .*positive"),
         (dict(rho=np.inf), "expected a positive number"),
         (dict(local_steps=2, rho=1.0, auxiliary="amortised"), "auxiliary='mean_field' alone"),
         (dict(local_steps=2, rho=1.0, likelihood="power"), "auxiliary='mean_field' alone"),
-        (dict(rank=2, local_steps=2, rho=1.0), "one step of a client in a round: say rank=0"),
+        (dict(rank=2, local_steps=2, rho=1.0), "say rank=0"),
         (dict(start="prior"), "expected 'auto', 'mode', 'own' or None"),
         (dict(start="own"), "say start='mode', or give rho"),
     ):
@@ -137,7 +137,7 @@ def test_settings_that_do_not_fit():
     with pytest.raises(nf.GuideError, match="auxiliary='full'"):
         nf.VFL(logistic, rho=1.0, auxiliary="full").run(KEY, 1, xs, y)
     guide = AutoLowRankMultivariateNormal(logistic)
-    with pytest.raises(nf.GuideError, match="rank=2: noise can be shared by guides that"):
+    with pytest.raises(nf.GuideError, match="rank=2"):
         nf.VFL(logistic, guide=guide, rank=2).run(KEY, 1, xs, y)
     with pytest.raises(ValueError, match="more than the 12 rows"):
         nf.VFL(logistic, batch_size=13).run(KEY, 1, xs, y)
@@ -151,7 +151,7 @@ def test_power_likelihood_refuses_latents_of_the_sum():
             numpyro.sample("y", dist.Normal(u, 1), obs=y)
 
     xs, y = data()
-    with pytest.raises(nf.ModelError, match="latent site 'u' depends on the client_sum"):
+    with pytest.raises(nf.ModelError, match=r"'u' .*client_sum"):
         drawn(nf.handlers.power_likelihood(model, 1.0), xs, y)
 
 
@@ -164,7 +164,7 @@ def test_methods_refuse_latents_of_the_sum_under_the_power_likelihood():
 
     settings = dict(rho=1.0, likelihood="power", share_response=True)
     for method in (nf.VFL(model, **settings), nf.SOUL(model, **settings)):
-        with pytest.raises(nf.ModelError, match="latent site 'level' depends on the client_sum"):
+        with pytest.raises(nf.ModelError, match=r"'level' .*client_sum"):
             method.run(KEY, 1, *data())
 
 
@@ -182,7 +182,7 @@ def centred_at_client(xs, y):
 
 @pytest.mark.parametrize("model", [centred_at_server, centred_at_client])
 def test_minibatches_of_rows_that_read_others_are_refused(model):
-    with pytest.raises(nf.ModelError, match="when other rows are left out"):
+    with pytest.raises(nf.ModelError, match="other rows"):
         nf.VFL(model, batch_size=4).run(KEY, 1, *data())
 
 
@@ -193,7 +193,7 @@ def test_a_server_is_not_given_what_clients_have_parts_of():
             numpyro.sample("y", dist.Normal(eta + x[:, 0], 1), obs=y)
 
     r = np.random.default_rng(0)
-    with pytest.raises(nf.ModelError, match="reads 'x' outside of the client_sum"):
+    with pytest.raises(nf.ModelError, match="'x' outside"):
         nf.VFL(model).run(KEY, 1, r.normal(size=(12, 5)), r.normal(size=12))
 
 
@@ -206,7 +206,7 @@ def test_a_start_that_is_asked_for_and_not_possible_is_said():
         with numpyro.plate("obs", len(y)):
             numpyro.sample("y", dist.Normal(eta, 1), obs=y)
 
-    with pytest.warns(UserWarning, match="start='mode' is not possible"):
+    with pytest.warns(UserWarning, match="start='mode'"):
         laid_open_columns(nf.VFL(model, start="mode"), *data(), runtime="host")
 
 
@@ -222,7 +222,7 @@ def test_settings_of_soul_that_do_not_fit():
         (dict(rho=1.0, likelihood="exact"), "expected 'augmented' or 'power'"),
         (dict(rho=1.0, likelihood="power"), "share_response=True"),
         (dict(rho=1.0, step_size=3.0), "stable between 0 and 2"),
-        (dict(rho=1.0, num_steps=0), "num_steps must be a positive integer"),
+        (dict(rho=1.0, num_steps=0), "num_steps .*positive"),
     ):
         with pytest.raises(ValueError, match=words):
             nf.SOUL(logistic, **settings)

@@ -83,7 +83,7 @@ def test_soul_runs_alike_on_both_runtimes_and_goes_on(likelihood, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.state, whole.state)
     names = {"b", "client_0/scale", "client_0/beta", "client_1/beta", "client_2/beta"}
     assert set(whole.sample_posterior(KEY, 5)) == names
-    with pytest.raises(TypeError, match="no density by which it could be weighed"):
+    with pytest.raises(TypeError, match="no density"):
         nf.importance_correct(KEY, whole)
 
 
