@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -23,11 +24,7 @@ def rows(n=3, **other):
     return {"y": np.linspace(-1.0, 1.0, n, dtype=np.float32), **other}
 
 
-def good(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(mu, 1))
-        numpyro.sample("y", dist.Normal(b, 1), obs=y)
+good = models.levels()
 
 
 def good_pair(y, x=None):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -102,11 +103,7 @@ def test_parameters_are_taken_over():
 
 @pytest.mark.slow
 def test_many_globals_are_taken_over_by_their_standard_deviations():
-    def model(x, y):
-        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([400]).to_event(1))
-        with nf.silo_plate("row", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
-
+    model = models.linear(1, 1)
     r = np.random.default_rng(0)
     silos = [dict(x=r.normal(size=(5, 400)), y=r.normal(size=5)) for _ in range(2)]
     guide = nf.guides.Structured(globals="diagonal")

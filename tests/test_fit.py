@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -20,11 +21,7 @@ from numpyro_fed.model.split import split
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(5)
 
 
-def raw(x, y):
-    beta = numpyro.sample("beta", dist.Normal(0, 1000).expand([2]).to_event(1))
-    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+raw = models.linear_and_scale()
 
 
 def raw_silos(n=80):
@@ -93,12 +90,7 @@ def test_comparison_with_nuts_takes_it(fitted):
 
 @pytest.mark.slow
 def test_parameters_without_a_prior_take_sfvi():
-    def model(y):
-        scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
-        mu = numpyro.sample("mu", dist.Normal(0, 1000))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal(mu, scale), obs=y)
-
+    model = models.level_and_scale(1000)
     y = np.random.default_rng(1).normal(900, 25, 60)
     found = nf.fit(KEY, model, cut({"y": y}, (20, 40)), progress_bar=False)
     assert found.stages[0].name == "SFVI"
@@ -110,12 +102,7 @@ def test_parameters_without_a_prior_take_sfvi():
 
 @pytest.mark.slow
 def test_an_improper_posterior_is_an_error():
-    def model(x, y):
-        real = dist.constraints.real_vector
-        beta = numpyro.sample("beta", dist.ImproperUniform(real, (), (2,)))
-        with nf.silo_plate("row", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
-
+    model = models.flat_logistic
     x = np.stack([np.ones(40), np.linspace(-1, 1, 40)], 1)
     with pytest.raises(nf.ModelError, match=r"improper.*beta\[1\]"):
         nf.fit(KEY, model, cut({"x": x, "y": (x[:, 1] > 0) * 1.0}, (20, 20)), progress_bar=False)
@@ -178,11 +165,7 @@ def test_a_budget_of_one_makes_a_round_and_a_correction():
 def test_a_mode_that_the_draws_do_not_reach_is_said():
     """y depends on the square of m: half of the mass is on the other side."""
 
-    def model(y):
-        m = numpyro.sample("m", dist.Normal(0, 2000.0))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal((m - 0.5) ** 2, 1.0), obs=y)
-
+    model = models.squared(2000.0)
     silos = [{"y": np.full(3, 9.0)}, {"y": np.full(4, 9.0)}]
     fitted = nf.fit(KEY, model, silos, progress_bar=False)
     assert len(fitted.missed) == 1
@@ -289,11 +272,7 @@ def test_a_fit_can_be_shown_and_be_a_key(fitted):
 
 def test_messages_of_a_step_that_fails_are_counted(monkeypatch):
     silos = [{"y": np.zeros(3)}, {"y": np.ones(4)}]
-
-    def model(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 1))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    model = models.level(1)
 
     def fails(*args, **kwargs):
         raise nf.NonFiniteError("nothing is finite", result=None, round=0, silos=())

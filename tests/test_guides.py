@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -92,11 +93,7 @@ def test_a_global_guide_starts_where_it_is_told(kind):
 def test_a_hundred_correlated_globals_take_the_steps_that_one_does(method):
     """Each step moves 5,150 parameters, 4,950 of them below the diagonal."""
 
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-        with nf.silo_plate("row", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
+    model = models.logistic(1)
     r = np.random.default_rng(0)
     x = r.normal(size=(400, 100)).astype(np.float32)
     y = (x.sum(1) > 10 * r.normal(size=400)).astype(np.float32)

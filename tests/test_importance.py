@@ -7,6 +7,7 @@ from functools import cache
 import arviz
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -36,11 +37,7 @@ KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
 
 
-def conjugate(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(mu, 1))
-        numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
+conjugate = models.levels(2, 1, 0.5)
 
 
 def exact(y=Y):
@@ -412,10 +409,7 @@ def test_weights_sum_to_one_and_give_the_effective_draws(settings):
 # --- what cannot be weighed -------------------------------------------------------------------
 
 
-def rows_alone(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1.25**0.5), obs=y)
+rows_alone = models.level(2, 1.25**0.5)
 
 
 def generalised(**settings):
@@ -588,11 +582,7 @@ def test_inner_draws_that_cannot_be_are_refused(inner_draws):
 
 
 def test_a_model_without_local_latents_is_weighed_exactly():
-    def model(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 2))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal(mu, 1.25**0.5), obs=y)
-
+    model = models.level(2, 1.25**0.5)
     mean, sd, evidence = exact()
     silos = cut({"y": Y}, (3, 7))
     result = result_at(model, silos, mean, sd, lambda arrays: {})
@@ -603,10 +593,7 @@ def test_a_model_without_local_latents_is_weighed_exactly():
 
 
 def test_a_model_without_global_latents_has_its_evidence():
-    def model(y):
-        with nf.silo_plate("row", y.shape[0]):
-            b = numpyro.sample("b", dist.Normal(0, 1))
-            numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
+    model = models.rows_alone()
 
     def local(arrays):
         return {"row": {"loc": 0.7 * arrays["y"][..., None], "log_scale": np.log(0.6)}}
@@ -619,13 +606,7 @@ def test_a_model_without_global_latents_has_its_evidence():
     assert error < 0.05
 
 
-def wards(ward, size, y):
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with nf.silo_plate("ward", size.shape[0]):
-        u = numpyro.sample("u", dist.Normal(mu, 0.7))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(u[ward], 0.5))
-        numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
+wards = models.wards(0.7)
 
 
 WARD = np.array([0, 0, 1, 2, 2, 2])

@@ -5,10 +5,8 @@ import threading
 import time
 
 import jax
-import jax.numpy as jnp
+import models
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import pytest
 from laid_open import at_checks, put_in_place
 
@@ -21,10 +19,7 @@ KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
 
 
-def model(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+model = models.level()
 
 
 SILOS = [{"y": np.array([1.0, 2.0])}, {"y": np.array([3.0, 4.0, 5.0])}]
@@ -159,15 +154,7 @@ def test_factors_before_it_are_kept(runtime):
 
 
 def test_vertical_rounds_before_it_are_kept():
-    def predictor(x):
-        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
-        return x @ beta
-
-    def text(xs, y=None):
-        eta = nf.client_sum("client", predictor, xs)
-        with numpyro.plate("row", eta.shape[0]):
-            numpyro.sample("y", dist.Normal(eta, 1.0), obs=y)
-
+    text = models.sum_of_clients()
     vfl = nf.VFL(text, start=None)
     xs = [np.ones((4, 1)), np.ones((4, 2))]
     with pytest.raises(nf.Interrupted) as caught:
@@ -261,11 +248,7 @@ def test_a_stage_of_a_fit_is_kept_as_far_as_it_came(monkeypatch):
     assert len(stage.result.losses) == drive_module.FIRST
 
 
-def by_param(y):
-    scale = numpyro.param("scale", jnp.ones(()), constraint=dist.constraints.positive)
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, scale), obs=y)
+by_param = models.level_and_scale(10)
 
 
 @pytest.mark.slow

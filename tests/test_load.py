@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -259,18 +260,7 @@ def test_of_a_file_of_before_the_draws_can_be_read_and_the_state_cannot(tmp_path
 
 @pytest.mark.slow
 def test_a_vertical_fit_is_read_and_recognised(tmp_path):
-    def predictor(x):
-        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
-        return x @ beta
-
-    def vertical(scale):
-        def text(xs, y=None):
-            eta = nf.client_sum("client", predictor, xs)
-            with numpyro.plate("row", eta.shape[0]):
-                numpyro.sample("y", dist.Normal(eta, scale), obs=y)
-
-        return text
-
+    vertical = models.sum_of_clients
     r = np.random.default_rng(0)
     xs, y = [r.normal(size=(6, 2)), r.normal(size=(6, 2))], r.normal(size=6)
     vfl = nf.VFL(vertical(1.0), start=None)

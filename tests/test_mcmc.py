@@ -4,6 +4,7 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -66,23 +67,13 @@ def ward_silos(patients, levels):
     ]
 
 
-def no_locals(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 0.5), obs=y)
+no_locals = models.level(2, 0.5)
 
 
-def no_globals(y):
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 2))
-        numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
+no_globals = models.rows_alone(2)
 
 
-def hierarchy(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(mu, 1))
-        numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
+hierarchy = models.levels(2, 1, 0.5)
 
 
 def scanned(y):
@@ -329,10 +320,7 @@ def test_without_a_fit_parameters_are_at_their_initial_values():
 # --- what goes wrong -------------------------------------------------------------------------
 
 
-def needle(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1e-4))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 100), obs=y)
+needle = models.level(1e-4, 100)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -23,10 +24,7 @@ from numpyro_fed.runtime.step import part
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 
 
-def plain(x, y):
-    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
+plain = models.linear(1, 1.0)
 
 
 def with_latents(x, y):

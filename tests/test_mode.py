@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -39,11 +40,7 @@ def test_the_evidence_of_a_conjugate_model_is_exact(double):
     np.testing.assert_allclose(found.log_evidence, evidence, rtol=1e-8)
 
 
-def scaled(x, y):
-    beta = numpyro.sample("beta", dist.Normal(0, 1000).expand([x.shape[1]]).to_event(1))
-    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+scaled = models.linear_and_scale()
 
 
 def test_raw_columns_in_single_precision_against_scipy():
@@ -247,11 +244,7 @@ def test_no_unit_matters(double):
 
 
 def test_several_starts_show_several_modes():
-    def model(y):
-        m = numpyro.sample("m", dist.Normal(0, 4))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal((m - 0.5) ** 2, 1), obs=y)
-
+    model = models.squared(4)
     silos = [{"y": np.full(3, 9.0)}, {"y": np.full(4, 9.0)}]
     found = nf.find_mode(KEY, model, silos, starts=8)
     assert found.converged

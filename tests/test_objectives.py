@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -344,11 +345,7 @@ def test_an_objective_that_cannot_work_is_refused(objective, error, message):
 SIGMA, TAU = 0.5, 0.8
 
 
-def gaussian(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(mu, TAU))
-        numpyro.sample("y", dist.Normal(b, SIGMA), obs=y)
+gaussian = models.levels(2, TAU, SIGMA)
 
 
 def exact_rows(y, centre):

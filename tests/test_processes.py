@@ -4,6 +4,7 @@ import json
 import multiprocessing
 
 import jax
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -253,11 +254,7 @@ def test_a_silo_with_a_secret_draws_what_the_server_cannot_know():
     np.testing.assert_array_equal(losses[1], losses[2])
 
 
-def coupled(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 5))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(mu + b - b.mean(), 0.5), obs=y)
+coupled = models.coupled()
 
 
 def test_rows_that_read_each_other_are_refused_at_their_silo():

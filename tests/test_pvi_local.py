@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -162,11 +163,7 @@ def test_minibatches_of_a_model_whose_rows_read_each_others_latents_are_refused(
 
 
 def test_minibatches_of_rows_that_read_a_mean_are_refused_where_there_are_many():
-    def centred(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 1))
-        with nf.silo_plate("row", y.shape[0]):
-            b = numpyro.sample("b", dist.Normal(0, 1))
-            numpyro.sample("y", dist.Normal(mu + b - b.mean(), 0.5), obs=y)
+    centred = models.coupled(1)
 
     def plain(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))

@@ -4,9 +4,8 @@ from itertools import product
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
 from cases import mark_slow
@@ -25,10 +24,7 @@ BAD = 1
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def normal(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+normal = models.level()
 
 
 def averaging(**settings):
@@ -195,14 +191,7 @@ def test_a_visit_ends_in_one_way():
 
 
 def test_a_client_of_a_vertical_model_is_named():
-    def predictor(x):
-        return x @ numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
-
-    def model(xs, y=None):
-        eta = nf.client_sum("client", predictor, xs)
-        with numpyro.plate("row", eta.shape[0]):
-            numpyro.sample("y", dist.Normal(eta, 1), obs=y)
-
+    model = models.sum_of_clients()
     method = nf.VFL(model, rho=1.0, start=None)
     nodes = [nf.SiloNode(method, np.ones((5, p), np.float32)) for p in (1, 2)]
     held = {"y": np.zeros(5, np.float32)}

@@ -6,6 +6,7 @@ from dataclasses import replace
 import arviz
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -328,7 +329,4 @@ def test_a_good_fit_is_trusted():
     assert fit.certificate is fit.certificate
 
 
-def alone(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 3))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+alone = models.level(3)

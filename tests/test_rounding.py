@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -17,10 +18,7 @@ from numpyro_fed.results.rounding import Rounding
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(7)
 
 
-def level(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1e9))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+level = models.level(1e9)
 
 
 def far(offset, n=60):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -227,11 +228,7 @@ def test_whether_a_model_is_conjugate_is_asked_of_each_runs_data():
     assert found[0].fit is found[2].fit
 
 
-def neighbours(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 5))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(mu + b - b.mean(), 0.5), obs=y)
+neighbours = models.coupled()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -37,10 +38,7 @@ def model(x, y=None):
         numpyro.sample("y", dist.Normal(b + offset * x, scale), obs=y)
 
 
-def simple(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 2), obs=y)
+simple = models.level(10, 2)
 
 
 def silos(sizes=(3, 2)):

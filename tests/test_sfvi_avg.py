@@ -5,6 +5,7 @@ from itertools import product
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -23,10 +24,7 @@ from numpyro_fed.runtime.step import part
 KEY = jax.random.key(0)
 
 
-def regression(x, y=None):
-    beta = numpyro.sample("beta", dist.Normal(0, 2).expand([x.shape[-1]]).to_event(1))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, 0.5), obs=y)
+regression = models.linear(2, 0.5)
 
 
 def rows(sizes, seed=0, dim=2):
@@ -138,11 +136,7 @@ def test_silos_that_are_unlike_come_to_the_posterior_of_all_by_default(aggregate
     precisions also needs widths that are right after a long way.
     """
 
-    def model(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 1_000))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-
+    model = models.level(1_000)
     y = np.random.default_rng(0).normal(size=50) + np.repeat([0, 3], [20, 30])
     method = nf.SFVIAvg(model, aggregate=aggregate)
     result = method.run(KEY, 10, cut({"y": y}, (20, 30)), progress_bar=False)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -86,11 +87,7 @@ def test_outer_plates_begin_at_theirs(locals_, double):
     np.testing.assert_allclose(-result.losses, exact, rtol=0, atol=NATS)
 
 
-def logistic(x, y):
-    real = dist.constraints.real_vector
-    beta = numpyro.sample("beta", dist.ImproperUniform(real, (), (x.shape[1],)))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+logistic = models.flat_logistic
 
 
 def logistic_rows(n=120):
@@ -346,11 +343,7 @@ def assert_at(result, mean, sd):
 
 @pytest.mark.slow
 def test_a_likelihood_with_a_kink_has_no_curvature_to_start_from():
-    def model(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 10.0))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.factor("y", -jnp.abs(y - mu) / 3)
-
+    model = models.kinked()
     y = np.random.default_rng(0).laplace(4.0, 3.0, 20)
     with pytest.warns(UserWarning, match="kink"):
         result = nf.PVI(model).run(KEY, 3, cut({"y": y}, (12, 8)), **QUIET)
@@ -358,10 +351,7 @@ def test_a_likelihood_with_a_kink_has_no_curvature_to_start_from():
     assert_at(result, *median(y, 10.0))
 
 
-def kinked(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10.0))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.factor("y", -jnp.abs(y - mu) / 3)
+kinked = models.kinked()
 
 
 def kinked_silos():

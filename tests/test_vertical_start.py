@@ -1,6 +1,7 @@
 """Vertical models: where a run begins."""
 
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -79,17 +80,7 @@ def test_raw_columns_that_parties_share_in_single_precision():
     year = 2000 + r.uniform(0, 10, 40)
     xs = [year[:, None], np.stack([3 * year + 8 * r.normal(size=40), r.normal(size=40)], 1)]
     y = 0.3 * year + 0.7 * r.normal(size=40)
-
-    def vague(xs, y):
-        def slopes(x):
-            beta = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
-            return x @ beta
-
-        b = numpyro.sample("b", dist.Normal(0, 10))
-        eta = nf.client_sum("client", slopes, xs)
-        with numpyro.plate("obs", eta.shape[0]):
-            numpyro.sample("y", dist.Normal(b + eta, 0.7), obs=y)
-
+    vague = models.sum_and_level(0.7, 10)
     # Steps of 0.03 shake means by up to 0.085 sd, with four keys; after 1,000 they have decayed.
     result = nf.VFL(vague).run(KEY, 1_000, xs, y, progress_bar=False)
     x = np.concatenate([np.ones((40, 1)), *xs], 1)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -14,9 +15,7 @@ from numpyro_fed.gaussian import unit_lower
 KEY = jax.random.key(0)
 
 
-def linear(x):
-    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
-    return x @ beta
+linear = models.slopes()
 
 
 def scaled(x):
@@ -121,11 +120,7 @@ def joint_normal(result):
     return loc + W @ server["shared"]["loc"], 0.5 * (covariance + covariance.T)
 
 
-def centred(xs, y):
-    """Without latents at the server, whose mode is another thing."""
-    eta = nf.client_sum("client", linear, xs)
-    with numpyro.plate("obs", eta.shape[0]):
-        numpyro.sample("y", dist.Normal(eta, 0.7), obs=y)
+centred = models.sum_of_clients(0.7)
 
 
 def over_nodes(method, **options):
@@ -139,10 +134,7 @@ def over_nodes(method, **options):
     return nodes, lambda n: server.run(KEY, n, lambda j, message: nodes[j].handle(message))
 
 
-def one_silo(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+one_silo = models.level(1)
 
 
 def exact_of_known_noise(xs, y):
