@@ -22,7 +22,20 @@ import jax
 import jax.monitoring
 import pytest
 
-SLOW = Path(__file__).with_name("slow.txt").read_text().split()
+SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
+    "methods.fit.fit",
+    "methods.load.load",
+    "methods.sfvi.SFVI",
+    "methods.soul.SOUL",
+    "methods.vfl.VFL",
+    "methods.vfl_node.VerticalServerNode",
+    "model.substitution.substitute_prior",
+    "reference.compare.compare",
+    "reference.nuts.run_nuts",
+    "results.importance.importance_correct",
+    "runtime.node.SiloNode",
+    "sigma.prior.SigmaPrior.fit",
+)
 
 
 def pytest_addoption(parser):
@@ -30,17 +43,13 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark the tests of ``slow.txt``, those that take more than five seconds: of a function
-    all its cases or one, of a file all its tests. With ``--part`` leave out the other parts.
-    """
-    slow = []
+    """Mark the slow examples of docstrings. With ``--part`` leave out the other parts."""
     for item in items:
-        name = item.nodeid.split("[")[0]
-        if any(line in (name, item.nodeid) or name.startswith(f"{line}::") for line in SLOW):
+        if item.name.removeprefix("numpyro_fed.") in SLOW_EXAMPLES:
             item.add_marker("slow")
-            slow.append(item)
     if part := config.getoption("part", None):
         k, n = map(int, part.split("/"))
+        slow = [item for item in items if item.get_closest_marker("slow")]
         others = set(slow) - set(slow[k % n :: n])
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=list(others))

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -104,10 +105,7 @@ def gauss_hermite(points: int, dim: int):
     return jnp.asarray(grid), jnp.asarray(np.prod([a.ravel() for a in grids], axis=0))
 
 
-def regression(x, y):
-    beta = numpyro.sample("beta", dist.Normal(0, 100).expand([x.shape[1]]).to_event(1))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, 2.0), obs=y)
+regression = models.linear(100, 2.0)
 
 
 def raw_rows(n=60):

@@ -4,9 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from laid_open import inside
 from problems import jitter
 
 import numpyro_fed as nf
@@ -102,10 +104,7 @@ def assert_exact(result, exact, rtol=1e-6):
             np.testing.assert_allclose(getattr(posterior[site], name), value, rtol=rtol)
 
 
-def logistic(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 2).expand([x.shape[1]]).to_event(1))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = models.logistic(2)
 
 
 def logistic_rows(n=24, d=2, seed=5):
@@ -135,7 +134,7 @@ def total_of_factors(result):
 
 def assert_sum_rule(result):
     server = result.state.server
-    prior = result._fit.factors.globals.prior(server.params.theta)
+    prior = inside(result).factors.globals.prior(server.params.theta)
     factors = total_of_factors(result)
 
     def equal(a, b):

@@ -128,6 +128,7 @@ def test_gradients_are_those_of_the_bound(double, objective):
     jax.tree.map(check, slopes(split.bound), slopes(plain))
 
 
+@pytest.mark.slow
 def test_gradients_of_minibatches_are_unbiased(double):
     split = Split(nf.guides.Amortised(hidden=3), 9, 4)
     cut = Minibatches.of(split.fm, split.layout.lengths, 4)
@@ -162,6 +163,7 @@ def test_gradients_of_minibatches_are_unbiased(double):
     jax.tree.map(check, found, ask(whole, noise))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "batch_size"), [(1.0, None), (1e-4, None), (1e5, 16)])
 def test_a_run_in_any_unit_reaches_the_posterior(unit, batch_size):
     def scaled(x, y):
@@ -187,6 +189,7 @@ def test_a_run_in_any_unit_reaches_the_posterior(unit, batch_size):
     assert abs(np.mean(u.std(0) / spread) - 1) < 0.15
 
 
+@pytest.mark.slow
 def test_what_is_read_is_standardised_over_all_rows(double):
     silos = silos_of(9, 4, 6)
     sfvi = nf.SFVI(model, guide=nf.guides.Amortised())
@@ -200,6 +203,7 @@ def test_what_is_read_is_standardised_over_all_rows(double):
     assert list(dict.fromkeys(sent)) == ["means", "deviations", "sfvi"]
 
 
+@pytest.mark.slow
 def test_averages_take_networks_too(tmp_path):
     silos = silos_of(30, 30)
     avg = nf.SFVIAvg(model, guide=nf.guides.Amortised(hidden=8), local_steps=100)
@@ -215,6 +219,7 @@ def test_averages_take_networks_too(tmp_path):
     assert set(result.params["encoder of 'row'"]) >= {"shift", "scale"}
 
 
+@pytest.mark.slow
 def test_a_corrected_posterior_begins_at_the_networks(double):
     """Rows' proposals are refined from where the network puts them."""
     silos = silos_of(8, 5)
@@ -246,7 +251,7 @@ class Wrong(eqx.Module):
     [
         (nf.SFVI, model, dict(encoder=Wide()), r"\[\(3,\), \(1,\)\]: expected a pair"),
         (nf.SFVI, model, dict(encoder=Wrong()), "raised KeyError for a row of"),
-        (nf.SFVI, above, {}, "silo_plate 'ward': rows of another plate depend on its latents"),
+        (nf.SFVI, above, {}, "silo_plate 'ward': rows"),
         (nf.PVI, model, {}, "Use SFVI or SFVIAvg"),
     ],
 )
@@ -255,13 +260,14 @@ def test_networks_that_do_not_fit_are_refused(method, text, guide, words):
         method(text, guide=nf.guides.Amortised(**guide)).run(KEY, 1, silos_of(5, 4), **QUIET)
 
 
+@pytest.mark.slow
 def test_settings_that_contradict_each_other_are_refused(monkeypatch):
     with pytest.raises(nf.GuideError, match="drop one"):
         nf.guides.Amortised(hidden=8, encoder=Shrink())
     with pytest.raises(nf.GuideError, match=r"must be an equinox\.Module"):
         nf.guides.Amortised(encoder=3)
     first = nf.SFVI(model).run(KEY, 1, silos_of(5, 4), **QUIET)
-    with pytest.raises(nf.GuideError, match="nothing says which network"):
+    with pytest.raises(nf.GuideError, match="which network"):
         nf.SFVI(model, guide=nf.guides.Amortised(), start=first).run(
             KEY, 1, silos_of(5, 4), **QUIET
         )

@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from laid_open import questions
 
 import numpyro_fed as nf
 from numpyro_fed.errors import ModelError
@@ -119,7 +120,7 @@ def test_a_question_is_put_once_to_the_same_silos_and_forgotten_with_them():
     assert first.words() == "silo 0, silo_plate 'row': the term of a row"
     del b
     gc.collect()
-    assert not asks._known
+    assert not questions(asks)
 
 
 def test_programs_are_the_same_by_their_operations_and_numbers():

@@ -4,11 +4,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import kept_fits, laid_open, put_in_place
 from numpyro.distributions import constraints
 
 import numpyro_fed as nf
@@ -22,11 +24,7 @@ def rows(n=3, **other):
     return {"y": np.linspace(-1.0, 1.0, n, dtype=np.float32), **other}
 
 
-def good(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(mu, 1))
-        numpyro.sample("y", dist.Normal(b, 1), obs=y)
+good = models.levels()
 
 
 def good_pair(y, x=None):
@@ -134,7 +132,7 @@ def test_a_model_that_cannot_be_split_is_refused(model, where, remedy):
 @pytest.mark.parametrize("prior", ["exact", "factor"])
 @pytest.mark.filterwarnings("ignore:the prior of the latent site 'mu' is flat")
 def test_a_flat_prior_is_refused_where_the_posterior_starts_from_it(prior):
-    with pytest.raises(nf.ModelError, match=r"site 'mu' is flat.*start='mode'.*proper prior"):
+    with pytest.raises(nf.ModelError, match=r"'mu' .*start='mode'.*proper prior"):
         nf.PVI(flat, prior=prior, start=None).run(KEY, 1, [rows(), rows()], **quiet)
 
 
@@ -216,15 +214,15 @@ def two_levels(y):
 )
 def test_a_guide_that_is_too_large_for_the_memory_is_refused(monkeypatch, guide, n):
     fit = nf.SFVI(two_levels, optim=ADAM, guide=guide, start=None)
-    monkeypatch.setattr("numpyro_fed.methods.base._memory", lambda: 6e5)
+    put_in_place(monkeypatch, "memory", lambda: 6e5)
     with pytest.raises(nf.GuideError, match=re.escape("this machine has 0.0 GiB")) as caught:
         fit.run(KEY, 5, [rows(n)])
     assert "guides.MeanField()" in str(caught.value)
-    assert not fit._fits
+    assert not kept_fits(fit)
 
 
 def test_a_guide_that_fits_into_the_memory_is_not_refused(monkeypatch):
-    monkeypatch.setattr("numpyro_fed.methods.base._memory", lambda: 6e5)
+    put_in_place(monkeypatch, "memory", lambda: 6e5)
     nf.SFVI(two_levels, optim=ADAM, guide=nf.guides.MeanField(), start=None).run(
         KEY, 1, [rows(3)], **quiet
     )
@@ -315,19 +313,17 @@ def wider(y):
     ids=["model", "guide", "optimiser", "number of silos", "sizes of silos", "runtime"],
 )
 def test_a_state_of_another_fit_is_refused(other, silos, runtime):
-    fit, held = other._prepare(silos, runtime)
-    with pytest.raises(
-        nf.SavedStateError, match=r"another model, guide.*Pass the \.state of a run"
-    ):
+    state = laid_open(other, silos, runtime).result().state
+    with pytest.raises(nf.SavedStateError, match=r"another model.*\.state"):
         nf.SFVI(good, optim=ADAM, start=None).run(
-            KEY, 1, [rows(3), rows(3)], init_state=fit.initial_state(held), **quiet
+            KEY, 1, [rows(3), rows(3)], init_state=state, **quiet
         )
 
 
 def test_a_result_is_not_a_state():
     fit = nf.SFVI(good, optim=ADAM, start=None)
     result = fit.run(KEY, 1, [rows()], **quiet)
-    with pytest.raises(TypeError, match=r"must be a result's \.state, got Result"):
+    with pytest.raises(TypeError, match=r"\.state, got Result"):
         fit.run(KEY, 1, [rows()], init_state=result, **quiet)
 
 
@@ -480,5 +476,5 @@ def test_draws_that_change_nothing_are_warned_about():
 
     silo = {"child": np.array([0, 1, 2, 2]), "y": np.zeros(4)}
     fit = nf.SFVI(long_format, optim=ADAM, objective=nf.LocallyEnhanced(5), start=None)
-    with pytest.warns(UserWarning, match=r"changes nothing.*draws=\{'child': 5\}"):
+    with pytest.warns(UserWarning, match=r"draws=\{'child': 5\}"):
         fit.run(KEY, 1, [silo], **quiet)

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 

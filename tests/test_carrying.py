@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -35,6 +36,7 @@ def moments(result, n=200_000):
     return z.mean(0), np.cov(z.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [None, "mode"])
 @pytest.mark.parametrize("globals", ["full", "diagonal"])
 def test_sfvi_goes_on_where_an_average_has_come_to(start, globals):
@@ -55,6 +57,7 @@ def test_sfvi_goes_on_where_an_average_has_come_to(start, globals):
     assert "child" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [nf.SFVI, nf.SFVIAvg])
 def test_pvi_goes_on_with_equal_shares(method):
     silos = glmm_silos((5, 3, 4))
@@ -79,6 +82,7 @@ def test_pvi_goes_on_with_equal_shares(method):
     )
 
 
+@pytest.mark.slow
 def test_parameters_are_taken_over():
     def model(y):
         shift = numpyro.param("shift", 0.0)
@@ -97,12 +101,9 @@ def test_parameters_are_taken_over():
     assert "the parameters own, shift" in after.start.report()
 
 
+@pytest.mark.slow
 def test_many_globals_are_taken_over_by_their_standard_deviations():
-    def model(x, y):
-        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([400]).to_event(1))
-        with nf.silo_plate("row", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ beta, 1), obs=y)
-
+    model = models.linear(1, 1)
     r = np.random.default_rng(0)
     silos = [dict(x=r.normal(size=(5, 400)), y=r.normal(size=5)) for _ in range(2)]
     guide = nf.guides.Structured(globals="diagonal")
@@ -114,13 +115,14 @@ def test_many_globals_are_taken_over_by_their_standard_deviations():
     for name in ("loc", "log_scale"):
         found = after.params["guide"][name]
         np.testing.assert_allclose(found, first.params["guide"][name], rtol=1e-5)
-    with pytest.raises(GuideError, match="PVI begins at results with up to 300"):
+    with pytest.raises(GuideError, match=r"PVI .* 300"):
         nf.PVI(model, start=first).run(KEY, 1, silos, progress_bar=False)
 
 
+@pytest.mark.slow
 def test_results_that_do_not_fit_are_refused():
     first = averaged(glmm_silos((5, 3, 4)))
-    with pytest.raises(DataError, match="other numbers of silos: 3 there, 2 here"):
+    with pytest.raises(DataError, match="silos: 3 there, 2 here"):
         nf.SFVI(glmm, start=first).run(KEY, 1, glmm_silos((5, 3)), progress_bar=False)
     with pytest.raises(DataError, match="other numbers of rows"):
         nf.SFVI(glmm, start=first).run(KEY, 1, glmm_silos((5, 4, 3)), progress_bar=False)
@@ -129,9 +131,9 @@ def test_results_that_do_not_fit_are_refused():
             KEY, 1, glmm_silos((5, 3, 4)), progress_bar=False
         )
     method = nf.SFVI(glmm, start=first)
-    with pytest.raises(DataError, match="Over nodes begin at the mode"):
+    with pytest.raises(DataError, match="begin at the mode"):
         nf.ServerNode(method, [method.describe(s).to_json() for s in glmm_silos((5, 3, 4))])
-    with pytest.raises(ValueError, match="expected 'mode', None or a result"):
+    with pytest.raises(ValueError, match="'mode', None"):
         nf.SFVI(glmm, start="here")
     with pytest.raises(ValueError, match="deletion='own'"):
         nf.PVI(glmm, start=first, deletion="none").run(
@@ -139,6 +141,7 @@ def test_results_that_do_not_fit_are_refused():
         )
 
 
+@pytest.mark.slow
 def test_a_run_that_began_at_a_result_goes_on_from_its_own_state():
     silos = glmm_silos((5, 3))
     method = nf.SFVI(glmm, start=averaged(silos), guide=FULL)

@@ -44,6 +44,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.filterwarnings("ignore:.*(not at rest|not converged)")
 def test_bytes_are_those_of_the_arrays_in_messages(name):
@@ -76,6 +77,7 @@ def test_numbers_by_hand():
     assert str(found).splitlines()[-1].split()[-4:] == ["1.56", "kB", "1.71", "kB"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sfvi", "sums"])
 def test_a_run_that_goes_on_has_cost_its_rounds_and_a_loaded_one_what_it_had(name, tmp_path):
     method, silos = METHODS[name][0], silos_of(5, 7, 6)
@@ -88,6 +90,7 @@ def test_a_run_that_goes_on_has_cost_its_rounds_and_a_loaded_one_what_it_had(nam
     assert method.load(tmp_path / "fit", silos).communication == result.communication
 
 
+@pytest.mark.slow
 def test_what_a_run_will_cost_is_known_before_it():
     silos = silos_of(5, 7, 6)
     method = nf.SFVI(counts)
@@ -104,6 +107,7 @@ def test_what_a_run_will_cost_is_known_before_it():
     assert "gradient.z_G" in text
 
 
+@pytest.mark.slow
 def test_arrays_of_a_silos_rows_never_cross():
     """However many rows a silo has, what crosses is the same."""
     few, many = (nf.SFVI(counts).cost(silos_of(n, n)).communication for n in (4, 400))

@@ -11,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import put_in_place
 from problems import cut
 
 import numpyro_fed as nf
@@ -214,6 +215,7 @@ def exact(n, shift=0.0):
     return nuts_of(mu=mu, both=mu[..., None] * np.array([1.0, -2.0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0.0, 0.5])
 def test_a_fit_is_compared_at_latent_and_deterministic_sites(shift):
     """4,000 and 20,000 draws: their means differ by 0.017 of an sd, a ratio of sds by 0.013."""
@@ -228,7 +230,7 @@ def test_a_fit_is_compared_at_latent_and_deterministic_sites(shift):
 
 
 def test_a_fit_is_drawn_from_as_often_as_asked_and_by_the_key(monkeypatch):
-    monkeypatch.setattr("numpyro_fed.reference.compare._pareto_k", lambda *args: 0.0)
+    put_in_place(monkeypatch, "pareto_k", lambda *args: 0.0)
     a, b, c = (
         compare(fitted(), exact(500), key=jax.random.key(k), num_draws=50).sites["mu"]["sd_ratio"]
         for k in (0, 0, 1)

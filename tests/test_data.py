@@ -55,16 +55,16 @@ GOOD = {"x": np.zeros((3, 2)), "y": np.zeros(3)}
 @pytest.mark.parametrize(
     ("held", "message"),
     [
-        (GOOD, "silos must be a list .* got dict.*pass a list with one dict"),
-        (iter([GOOD]), "silos must be a list"),
-        ([], "list of silos is empty: pass one dict"),
+        (GOOD, "list .* got dict.*pass a list"),
+        (iter([GOOD]), "a list"),
+        ([], "pass one dict"),
         ([GOOD, np.zeros(3)], "silo 1 must be a dict .* got ndarray"),
-        ([GOOD, {"x": GOOD["x"]}], r"silo 1 has the keys \['x'\] but silo 0 has \['x', 'y'\]"),
+        ([GOOD, {"x": GOOD["x"]}], r"silo 1 .*\['x'\].* silo 0 .*\['x', 'y'\]"),
         ([GOOD, {**GOOD, "y": np.zeros(3, int)}], "silo 1, 'y' has dtype int.*float.*astype"),
-        ([GOOD, {**GOOD, "x": np.zeros(3)}], r"silo 1, 'x' has shape \(3,\) but silo 0"),
-        ([GOOD, {**GOOD, "y": 3}], "silo 1, 'y': an array at one silo and a plain Python value"),
+        ([GOOD, {**GOOD, "x": np.zeros(3)}], r"silo 1, 'x' .*\(3,\).* silo 0"),
+        ([GOOD, {**GOOD, "y": 3}], "silo 1, 'y': an array .* plain Python"),
         ([GOOD, {**GOOD, "y": np.array([0, np.nan, np.inf])}], "silo 1, 'y': 2 of 3 .*mask"),
-        ([{**GOOD, "y": np.array(["a", "b"])}], "silo 0, 'y': expected an array of numbers"),
+        ([{**GOOD, "y": np.array(["a", "b"])}], "silo 0, 'y': .*numbers"),
         ([{**GOOD, "y": np.array([1, "b"], object)}], "silo 0, 'y': .*dtype object.*Convert"),
         ([{**GOOD, "y": np.zeros(3, complex)}], "silo 0, 'y': .*complex"),
     ],
@@ -166,7 +166,7 @@ def test_a_model_whose_rows_read_each_others_latents_stays_unpadded_with_a_warni
             b = numpyro.sample("b", dist.Normal(0, 1))
             numpyro.sample("y", dist.Normal(b - b.mean(0), 1), obs=y)
 
-    with pytest.warns(UserWarning, match="summaries before the run"):
+    with pytest.warns(UserWarning, match="summaries"):
         _, buckets = lay_out(model, read(rows(2, 4, 4)))
     assert not padded(buckets)
     assert [b.silos for b in buckets] == [(0,), (1, 2)]
@@ -219,6 +219,7 @@ def visits(patients, noise=None):
             numpyro.sample("y", dist.Normal(mean, noise[0] + noise[1]), obs=patients["y"][0])
 
 
+@pytest.mark.slow
 def test_trees_ragged_visits_and_what_one_silo_lacks_give_the_exact_posterior():
     r = np.random.default_rng(0)
 
@@ -253,7 +254,7 @@ def test_a_list_of_numbers_is_an_array_and_one_of_arrays_a_tree():
     assert silo.arrays["x"].shape == (2, 2)
     assert isinstance(silo.kwargs["pair"], list)
     assert silo.kwargs["none"] == {}
-    with pytest.raises(DataError, match=r"silo 0: \['a.b'\] name two values"):
+    with pytest.raises(DataError, match=r"silo 0: \['a.b'\]"):
         read([{"a": {"b": np.ones(1)}, "a.b": np.ones(1)}])
     with pytest.raises(DataError, match=r"silo 1, 'a\.b' has dtype"):
         read([{"a": {"b": np.ones(1)}}, {"a": {"b": np.ones(1, int)}}])
@@ -270,12 +271,13 @@ def test_sites_of_different_sizes_are_refused_with_the_way_out():
         normal(y)
 
     held = read([{"x": np.zeros((2, t)), "y": np.zeros(2)} for t in (3, 2)])
-    with pytest.raises(ModelError, match=r"global site 'beta' has shape \(2,\).*\(3,\).*silo 0"):
+    with pytest.raises(ModelError, match=r"'beta' .*\(2,\).*\(3,\).*silo 0"):
         lay_out(wide, held)
     with pytest.raises(ModelError, match=r"local site 'c'.*Pad the axis.*handlers.mask"):
         lay_out(a_latent_a_visit, held)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:Explicitly requested dtype")
 def test_arrays_from_outside_the_text_are_not_taken_for_double_ones():
     """The family is looked for in double precision, of a text that closes over NumPy arrays."""

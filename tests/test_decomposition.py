@@ -69,6 +69,7 @@ def agree(problem, rtol):
     return abs(float(expected) - sum(r.sum() for r in terms)) <= rtol * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("x64", "rtol", "number"),
     [(False, 1e-5, 0), (False, 1e-5, 1), (True, 1e-10, 2), (True, 1e-10, 3)],
@@ -89,6 +90,7 @@ def test_prior_plus_rows_is_the_joint_density_of_random_models(x64, rtol, number
         holds()
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, derandomize=True, database=None)
 @given(models(max_latents=2, max_silos=3))
 def test_random_models_pass_the_whole_check(problem):
@@ -193,7 +195,7 @@ def test_the_check_knows_shapes_from_numpyro_alone(monkeypatch):
     monkeypatch.setattr(
         "numpyro_fed.model.sites.unconstrained_shape", lambda site: tuple(site["fn"].shape())
     )
-    with pytest.raises(ModelError, match=r"'w' has the shape \(3,\) in NumPyro's .* but \(\) in"):
+    with pytest.raises(ModelError, match=r"'w' .*\(3,\) .* \(\) "):
         check_decomposition(with_sample_shape, rows(3), num_points=1)
 
 
@@ -240,7 +242,7 @@ def test_observations_wider_than_the_plate():
 
     silo = {"y": RNG.normal(size=(2, 3))}
     check_decomposition(model, [{**silo, "inner": True}])
-    with pytest.raises(ModelError, match=r"silo 0: site 'y' has 2 entries at dim -2.*no plate"):
+    with pytest.raises(ModelError, match=r"silo 0: site 'y' .*dim -2.*no plate"):
         check_decomposition(model, [{**silo, "inner": False}])
 
 
@@ -263,7 +265,7 @@ def centred(y):
 
 @pytest.mark.filterwarnings("ignore:the model's log density changes")
 def test_a_row_that_sees_the_latents_of_others_is_refused():
-    with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row': the term of row .*globals"):
+    with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row': .*globals"):
         check_decomposition(centred, rows(4, 2))
 
 
@@ -274,9 +276,7 @@ def test_a_row_that_sees_the_data_of_others_is_refused(sizes):
         with silo_plate("row", y.shape[0]):
             numpyro.sample("y", dist.Normal(y.mean(), 1), obs=y)
 
-    with pytest.raises(
-        ModelError, match=r"silo_plate 'row': the term.*data of other rows, in \['y"
-    ):
+    with pytest.raises(ModelError, match=r"silo_plate 'row': .*\['y"):
         check_decomposition(model, rows(*sizes), num_points=1)
 
 
@@ -312,7 +312,7 @@ def test_a_model_that_changes_between_calls_is_refused():
         with silo_plate("row", y.shape[0]):
             numpyro.sample("y", dist.Normal(float(len(calls)), 1), obs=y)
 
-    with pytest.raises(ModelError, match=r"expected the joint log density .* no state kept"):
+    with pytest.raises(ModelError, match=r"joint log density .* no state"):
         check_decomposition(model, rows(3, 2))
 
 
@@ -323,9 +323,9 @@ def test_values_outside_of_the_support_are_reported():
             numpyro.sample("y", dist.Uniform(0, high), obs=y)
 
     silo = {"y": np.full(3, 2.0)}
-    with pytest.raises(DataError, match=r"site 'y': the observed value 2\. .* between 0 and 1"):
+    with pytest.raises(DataError, match=r"site 'y': .* 2\. .* 0 and 1"):
         check_decomposition(model, [{**silo, "known": True}])
-    with pytest.raises(ModelError, match=r"joint log density is -inf.*supports"):
+    with pytest.raises(ModelError, match=r"-inf.*supports"):
         check_decomposition(model, [{**silo, "known": False}])
 
 
@@ -372,7 +372,7 @@ def test_what_is_not_a_row_goes_to_every_silo():
 
 
 def test_nothing_to_split_is_refused():
-    with pytest.raises(DataError, match="expected at least one array"):
+    with pytest.raises(DataError, match="at least one array"):
         silos({"n": 3})
 
 

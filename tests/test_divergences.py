@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laid_open import squared_arsinh_of_root as f
 from scipy import integrate, stats
 
 from numpyro_fed import expfam
 from numpyro_fed.divergences import KL, AlphaRenyi, FisherRao, ReverseKL, WeightedKL
-from numpyro_fed.divergences import _squared_arsinh_of_root as f
 from numpyro_fed.errors import GuideError
 
 DIAGONAL = expfam.gaussian(2)
@@ -157,21 +157,21 @@ def test_all_but_fisher_rao_know_every_family(d):
 def test_fisher_rao_refuses_other_families_by_name():
     for family in (DIAGONAL, PRODUCT):
         FisherRao().check(family)
-    with pytest.raises(GuideError, match=r"family 'gaussian' has a full covariance.*diagonal"):
+    with pytest.raises(GuideError, match=r"'gaussian' .*full.*diagonal"):
         FisherRao().check(FULL)
-    with pytest.raises(GuideError, match=r"family 'b' has a full covariance"):
+    with pytest.raises(GuideError, match=r"'b' .*full"):
         FisherRao().check(expfam.product({"b": (slice(0, 2), FULL)}))
 
 
 @pytest.mark.parametrize("value", [0, -1.0, np.inf, np.nan, True, "2"])
 def test_weights_and_orders_must_be_positive(value):
     for build in (WeightedKL, AlphaRenyi):
-        with pytest.raises(ValueError, match=r"must be a positive number"):
+        with pytest.raises(ValueError, match=r"positive number"):
             build(value)
 
 
 def test_order_one_is_kl():
-    with pytest.raises(ValueError, match=r"alpha must not be 1.*KL"):
+    with pytest.raises(ValueError, match=r"alpha .* 1.*KL"):
         AlphaRenyi(1)
 
 

@@ -30,6 +30,7 @@ def pages():
 PAGES = pages()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, text in PAGES.items() if BLOCK.search(text)])
 def test_code_of_a_page_runs(name, tmp_path):
     code = "\n".join(BLOCK.findall(PAGES[name]))

@@ -26,6 +26,7 @@ def six_cities_report(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_six_cities_reports_every_method_and_global(six_cities_report):
     report, _ = six_cities_report
     labels = {"intercept", "smoking", "age", "smoking x age", "omega"}
@@ -39,6 +40,7 @@ def test_six_cities_reports_every_method_and_global(six_cities_report):
             assert set(method["mean_error_sd"]) == set(method["sd_ratio"]) == labels
 
 
+@pytest.mark.slow
 def test_six_cities_draws_its_figure(six_cities_report):
     _, image = six_cities_report
     assert image.shape[1] > 1_000
@@ -90,6 +92,7 @@ def uci_report(tmp_path_factory):
     return run_on_tiny_credit(tmp_path_factory.mktemp("uci"), "uci_federated.py")
 
 
+@pytest.mark.slow
 def test_the_uci_example_measures_methods_against_pooled_inference(uci_report):
     report, image = uci_report
     found = report["credit"]["A"]
@@ -115,6 +118,7 @@ def test_the_uci_example_says_where_data_should_be(tmp_path):
     assert "credit_approval.npz" in run.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_pvi_mnist_reports_and_draws(tmp_path):
     r = np.random.default_rng(0)
     images, digits = r.integers(0, 256, (60, 28, 28), np.uint8), np.arange(60) % 10
@@ -137,6 +141,7 @@ def test_pvi_mnist_reports_and_draws(tmp_path):
     assert matplotlib.image.imread(tmp_path / "out.png").shape[1] > 1_000
 
 
+@pytest.mark.slow
 def test_the_robust_example_compares_with_pvi_under_wrong_labels(tmp_path):
     report, image = run_on_tiny_credit(tmp_path, "robust_federated.py", "--data", "credit")
     rates = report["settings"]["rates"]
@@ -172,6 +177,7 @@ def test_labels_are_flipped_where_the_example_says():
     assert all(silo["y"].sum() == 10 for silo in silos)
 
 
+@pytest.mark.slow
 def test_the_vertical_example_measures_models_against_nuts(tmp_path):
     command = [sys.executable, EXAMPLE.parent / "vertical_logistic.py", "--quick"]
     command += ["--json", "out.json", "--plot", "out.png"]
@@ -184,6 +190,7 @@ def test_the_vertical_example_measures_models_against_nuts(tmp_path):
     assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
 
 
+@pytest.mark.slow
 def test_the_process_example_compares_priors_with_the_exact_posterior(tmp_path):
     command = [sys.executable, EXAMPLE.parent / "sigma_gp.py", "--quick"]
     command += ["--json", "out.json", "--plot", "out"]
@@ -196,6 +203,7 @@ def test_the_process_example_compares_priors_with_the_exact_posterior(tmp_path):
         assert matplotlib.image.imread(tmp_path / f"out_{name}.png").ndim == 3
 
 
+@pytest.mark.slow
 def test_the_map_example_compares_priors_with_nuts(tmp_path):
     command = [sys.executable, EXAMPLE.parent / "sigma_map.py", "--quick", "--methods", "SFVI"]
     command += ["--json", "out.json", "--plot", "out"]
@@ -208,6 +216,7 @@ def test_the_map_example_compares_priors_with_nuts(tmp_path):
         assert matplotlib.image.imread(tmp_path / f"out_{name}.png").ndim == 3
 
 
+@pytest.mark.slow
 def test_the_poisson_example_compares_with_pooled_inference(tmp_path):
     command = [sys.executable, EXAMPLE.parent / "vertical_poisson.py", "--quick"]
     command += ["--json", "out.json", "--plot", "out.png"]
@@ -220,6 +229,7 @@ def test_the_poisson_example_compares_with_pooled_inference(tmp_path):
     assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
 
 
+@pytest.mark.slow
 def test_the_heart_example_reads_its_table_and_cross_validates(tmp_path):
     r = np.random.default_rng(0)
     x = r.normal(size=(60, 11))
@@ -264,18 +274,21 @@ def on_digits(script, folder):
     return json.loads((folder / "out.json").read_text())
 
 
+@pytest.mark.slow
 def test_networks_that_differ_between_silos(tmp_path):
     report = on_digits("federated_mnist.py", tmp_path)
     assert [row["rounds"] for row in report.values()] == [20, 2, 2, 20, 2, 2]
     assert all(len(row["accuracies"]) == 10 for row in report.values())
 
 
+@pytest.mark.slow
 def test_prior_scales_are_learned_by_silos(tmp_path):
     report = on_digits("mnist_regression.py", tmp_path)
     rounds = {"alone": 0, "SFVI-Avg(20)": 1, "SFVI-Avg(10)": 2, "SFVI": 20, "PVI": 1}
     assert {name: row["rounds"] for name, row in report.items()} == rounds
 
 
+@pytest.mark.slow
 def test_topics_of_silos_messages(tmp_path):
     r = np.random.default_rng(0)
     words = np.array([f"word{i}" for i in range(59)] + ["subject"])

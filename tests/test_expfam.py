@@ -459,7 +459,7 @@ def test_product_is_the_sum_of_its_members():
 )
 def test_product_refuses_indices_that_are_no_partition(places):
     members = {"a": (places[0], expfam.gaussian(2)), "b": (places[1], expfam.gaussian(1))}
-    with pytest.raises(ValueError, match="do not name each of their 3 coordinates once"):
+    with pytest.raises(ValueError, match="3 coordinates"):
         expfam.product(members)
 
 
@@ -498,7 +498,7 @@ def test_marginals_of_other_members_are_over_x():
     assert q.event_shape == (2,)
     with pytest.raises(ValueError, match="no single member"):
         expfam.marginal(family, eta, slice(0, 2), (2,))
-    with pytest.raises(ValueError, match="a dirichlet family has no marginal for a part"):
+    with pytest.raises(ValueError, match=r"dirichlet .*part"):
         expfam.marginal(family, eta, slice(2, 3), ())
 
 

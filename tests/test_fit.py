@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -20,11 +21,7 @@ from numpyro_fed.model.split import split
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(5)
 
 
-def raw(x, y):
-    beta = numpyro.sample("beta", dist.Normal(0, 1000).expand([2]).to_event(1))
-    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+raw = models.linear_and_scale()
 
 
 def raw_silos(n=80):
@@ -51,6 +48,7 @@ def test_arviz_gets_what_the_verdict_says(fitted):
     assert uncorrected.attrs["ess"] == fitted.corrected.ess
 
 
+@pytest.mark.slow
 def test_a_raw_regression_is_right_and_trusted(fitted):
     """Against the t posterior of the coefficients under flat priors, which these nearly are."""
     silos = raw_silos()
@@ -63,6 +61,7 @@ def test_a_raw_regression_is_right_and_trusted(fitted):
     assert (np.abs(draws.std(0) / sd - 1) < 0.06).all()
 
 
+@pytest.mark.slow
 def test_the_verdict_states_the_error_that_is_left(fitted):
     error = float(re.search(r"sds at most ([\d.e-]+) sd", fitted.verdict).group(1))
     np.testing.assert_allclose(error, fitted.corrected.monte_carlo_error, rtol=0.1)
@@ -80,6 +79,7 @@ def test_a_second_call_compiles_nothing(fitted, compiled):
     assert compiled == []
 
 
+@pytest.mark.slow
 def test_comparison_with_nuts_takes_it(fitted):
     nuts = nf.run_nuts(
         KEY, raw, raw_silos(), start=fitted.mode, num_samples=2_000, progress_bar=False
@@ -88,13 +88,9 @@ def test_comparison_with_nuts_takes_it(fitted):
     assert all((np.ravel(s["mean_error_sd"]) < 0.15).all() for s in sites.values())
 
 
+@pytest.mark.slow
 def test_parameters_without_a_prior_take_sfvi():
-    def model(y):
-        scale = numpyro.param("scale", 1.0, constraint=dist.constraints.positive)
-        mu = numpyro.sample("mu", dist.Normal(0, 1000))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal(mu, scale), obs=y)
-
+    model = models.level_and_scale(1000)
     y = np.random.default_rng(1).normal(900, 25, 60)
     found = nf.fit(KEY, model, cut({"y": y}, (20, 40)), progress_bar=False)
     assert found.stages[0].name == "SFVI"
@@ -104,18 +100,15 @@ def test_parameters_without_a_prior_take_sfvi():
     assert abs(draws.mean() - y.mean()) < 0.1 * y.std() / 60**0.5
 
 
+@pytest.mark.slow
 def test_an_improper_posterior_is_an_error():
-    def model(x, y):
-        real = dist.constraints.real_vector
-        beta = numpyro.sample("beta", dist.ImproperUniform(real, (), (2,)))
-        with nf.silo_plate("row", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
-
+    model = models.flat_logistic
     x = np.stack([np.ones(40), np.linspace(-1, 1, 40)], 1)
     with pytest.raises(nf.ModelError, match=r"improper.*beta\[1\]"):
         nf.fit(KEY, model, cut({"x": x, "y": (x[:, 1] > 0) * 1.0}, (20, 20)), progress_bar=False)
 
 
+@pytest.mark.slow
 def test_what_a_text_reads_from_outside_counts(monkeypatch):
     """The same function, after a variable that it reads has changed."""
     silos = [{"y": np.full(3, 5.0)}, {"y": np.full(4, 5.0)}]
@@ -161,20 +154,18 @@ def test_fingerprints_tell_texts_apart():
     assert of(Unhashable(1.0)) != of(Unhashable(2.0))
 
 
+@pytest.mark.slow
 def test_a_budget_of_one_makes_a_round_and_a_correction():
     fitted = nf.fit(KEY, by_global, [{"y": np.ones(3)}], budget=1, progress_bar=False)
     assert fitted.num_exchanges <= 2
     assert fitted.trusted
 
 
+@pytest.mark.slow
 def test_a_mode_that_the_draws_do_not_reach_is_said():
     """y depends on the square of m: half of the mass is on the other side."""
 
-    def model(y):
-        m = numpyro.sample("m", dist.Normal(0, 2000.0))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal((m - 0.5) ** 2, 1.0), obs=y)
-
+    model = models.squared(2000.0)
     silos = [{"y": np.full(3, 9.0)}, {"y": np.full(4, 9.0)}]
     fitted = nf.fit(KEY, model, silos, progress_bar=False)
     assert len(fitted.missed) == 1
@@ -184,6 +175,7 @@ def test_a_mode_that_the_draws_do_not_reach_is_said():
     assert "modes" in fitted.verdict
 
 
+@pytest.mark.slow
 def test_spreads_that_hang_on_few_draws_take_more_of_them():
     """Posteriors of coefficients between bounds have tails that 4,000 draws hardly reach."""
 
@@ -208,6 +200,7 @@ def test_spreads_that_hang_on_few_draws_take_more_of_them():
     assert fitted.trusted
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_rows_that_read_each_other_are_fitted_under_the_plain_bound():
     def model(y):
@@ -225,6 +218,7 @@ def test_rows_that_read_each_other_are_fitted_under_the_plain_bound():
     assert 0.9 < draws.std() / sd < 1.1
 
 
+@pytest.mark.slow
 def test_the_best_of_several_corrections_is_judged_by_new_draws():
     r = np.random.default_rng(1)
     b = 3 + np.array([-1.4, -1.0, -0.6, -0.2, 0.3, 0.7, 1.0, 1.3])
@@ -236,6 +230,7 @@ def test_the_best_of_several_corrections_is_judged_by_new_draws():
     assert tried[-1] == "judged by new draws" or not fitted.trusted
 
 
+@pytest.mark.slow
 def test_what_a_step_warns_of_is_in_the_verdict_once_and_the_rest_is_passed_on():
     def model(y):
         warnings.warn("this text has something to say", UserWarning, stacklevel=2)
@@ -277,11 +272,7 @@ def test_a_fit_can_be_shown_and_be_a_key(fitted):
 
 def test_messages_of_a_step_that_fails_are_counted(monkeypatch):
     silos = [{"y": np.zeros(3)}, {"y": np.ones(4)}]
-
-    def model(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 1))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    model = models.level(1)
 
     def fails(*args, **kwargs):
         raise nf.NonFiniteError("nothing is finite", result=None, round=0, silos=())

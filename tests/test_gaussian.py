@@ -32,6 +32,7 @@ def close(a, b, **tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 5), st.booleans(), st.sampled_from([(), (3,)]), st.integers(0, 99))
 def test_a_gaussian_is_numpyros_distribution(dim, full, stack, seed):
@@ -116,5 +117,5 @@ def test_gaussians_of_two_kinds_and_spreads_of_other_shapes_are_refused():
     one, other = some(3, False), some(3, True)
     with pytest.raises(TypeError, match="full covariance"):
         one.kl(other)
-    with pytest.raises(ValueError, match=r"\(3, 3\) does not go with means \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"\(3, 3\) .* \(2, 3\)"):
         Gaussian.of_root(jnp.zeros((2, 3)), jnp.eye(3))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -87,15 +88,12 @@ def test_a_global_guide_starts_where_it_is_told(kind):
     np.testing.assert_allclose(jnp.exp(eta["log_scale"]), 0.5, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sfvi", "pvi"])
 def test_a_hundred_correlated_globals_take_the_steps_that_one_does(method):
     """Each step moves 5,150 parameters, 4,950 of them below the diagonal."""
 
-    def model(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-        with nf.silo_plate("row", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
+    model = models.logistic(1)
     r = np.random.default_rng(0)
     x = r.normal(size=(400, 100)).astype(np.float32)
     y = (x.sum(1) > 10 * r.normal(size=400)).astype(np.float32)
@@ -370,6 +368,7 @@ def test_an_autoguide_of_the_globals(x64, name):
     assert guide.centre(eta).shape == (3,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["AutoNormal", "AutoMultivariateNormal", "AutoIAFNormal", "AutoBNAFNormal"]
 )
@@ -540,6 +539,7 @@ def skewed_guide():
     return guide, jax.tree.map(lambda a: a + 0.3 * jax.random.normal(KEY, a.shape), start)
 
 
+@pytest.mark.slow
 def test_a_skewed_guides_density_is_that_of_its_draws(double):
     """By the change of variables, and in its gradient: where it sticks the landing, by the draw."""
     guide, eta = skewed_guide()
@@ -641,6 +641,7 @@ def test_shared_parameters_keep_their_precision():
     assert result.params["w"].dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_coefficients_that_spread_as_the_noise_does_are_fitted():
     """The t posterior of a small regression, whose spread no Gaussian has: its sds to 5 %."""
     r = np.random.default_rng(0)

@@ -115,6 +115,7 @@ def test_at_silo_renames_what_is_local_alone():
     }
 
 
+@pytest.mark.slow
 def test_the_joint_model_runs_under_nuts():
     mcmc = MCMC(NUTS(joint(model, SILOS)), num_warmup=5, num_samples=4, progress_bar=False)
     mcmc.run(jax.random.key(0))
@@ -123,6 +124,7 @@ def test_the_joint_model_runs_under_nuts():
     assert samples["silo_1/b"].shape == (4, 4, 1)
 
 
+@pytest.mark.slow
 def test_the_plain_model_runs_under_nuts():
     mcmc = MCMC(NUTS(model), num_warmup=5, num_samples=4, progress_bar=False)
     mcmc.run(jax.random.key(0), **SILOS[1])
@@ -156,9 +158,9 @@ def test_a_site_belongs_to_its_innermost_silo_plate():
 
 
 def test_an_empty_or_subsampled_silo_plate_is_refused():
-    with pytest.raises(DataError, match=r"'row' has size 0.*at least one row"):
+    with pytest.raises(DataError, match=r"'row' .* 0.*at least one"):
         silo_plate("row", 0)
-    with pytest.raises(ModelError, match=r"'row' was given subsample_size=2.*leave"):
+    with pytest.raises(ModelError, match=r"'row' .*subsample_size=2.*leave"):
         silo_plate("row", 4, subsample_size=2)
 
 
@@ -221,6 +223,7 @@ def test_the_log_loss_changes_nothing(x64):
     assert general[2] == plain[2]
 
 
+@pytest.mark.slow
 def test_a_generalised_model_splits():
     check_decomposition(generalised(mixed, gamma_loss(1.2)), MIXED, num_points=1)
 
@@ -302,7 +305,7 @@ def test_the_handler_is_a_context_too_and_refuses_what_is_no_loss():
     with generalised(loss=beta_loss(1.5)), handlers.trace() as trace:
         numpyro.sample("y", dist.Normal(0, 1), obs=1e6)
     assert trace["y"]["fn"].log_prob(1e6) > -3
-    with pytest.raises(TypeError, match=r"loss must be a function.*got None"):
+    with pytest.raises(TypeError, match=r"loss .*function.*None"):
         generalised(model)
 
 
@@ -312,9 +315,9 @@ def test_a_loss_that_does_not_fit_is_refused_at_its_site():
             numpyro.sample("y", dist.StudentT(3, 0, 1), obs=y)
 
     held = read([{"y": np.zeros(3)}])
-    with pytest.raises(ModelError, match=r"site 'y': the integral of the density of StudentT"):
+    with pytest.raises(ModelError, match=r"site 'y': .*StudentT"):
         split(generalised(text, beta_loss(1.5)), held)
-    with pytest.raises(ModelError, match=r"site 'y': generalised_cross_entropy is for discrete"):
+    with pytest.raises(ModelError, match=r"site 'y': generalised_cross_entropy .*discrete"):
         split(generalised(text, generalised_cross_entropy(0.5)), held)
-    with pytest.raises(ModelError, match=r"site 'y': the loss .* shape \(\), but .* \(3,\)"):
+    with pytest.raises(ModelError, match=r"site 'y': .* \(\),.* \(3,\)"):
         split(generalised(text, lambda d, y: (y**2).sum()), held)

@@ -117,7 +117,7 @@ def test_what_libraries_index_out_of_range_is_no_matter_and_hides_nothing():
 
 def test_what_counts_from_the_end_is_refused():
     """pandas writes -1 for a missing category, and Python would read the last one."""
-    with pytest.raises(DataError, match=r"silo 1: index -1 counts from the end.*'h' holds -1 to 1"):
+    with pytest.raises(DataError, match=r"silo 1: index -1 .*'h' holds -1 to 1"):
         nf.check_decomposition(hospitals, [silo(0, 1, 1), silo(0, 1, -1)])
 
 
@@ -131,5 +131,5 @@ def branching(h, y):
 def test_indices_within_a_branch_are_looked_at():
     rows = {"y": np.ones(3, np.float32)}
     nf.check_decomposition(branching, [{"h": np.array([0, 1, 2]), **rows}])
-    with pytest.raises(DataError, match="silo 0: index 7 is out of range for an axis of length 3"):
+    with pytest.raises(DataError, match=r"silo 0: index 7 .* length 3"):
         nf.check_decomposition(branching, [{"h": np.array([7, 8, 9]), **rows}])

@@ -5,11 +5,10 @@ import threading
 import time
 
 import jax
-import jax.numpy as jnp
+import models
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import pytest
+from laid_open import at_checks, put_in_place
 
 import numpyro_fed as nf
 from numpyro_fed.methods import fit as fit_module
@@ -20,10 +19,7 @@ KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
 
 
-def model(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+model = models.level()
 
 
 SILOS = [{"y": np.array([1.0, 2.0])}, {"y": np.array([3.0, 4.0, 5.0])}]
@@ -102,7 +98,7 @@ def test_between_a_rounds_report_and_its_state(monkeypatch):
             ctrl_c()
         return np.asarray(a)[:n]
 
-    monkeypatch.setattr(drive_module, "_first", first)
+    put_in_place(monkeypatch, "rounds_of_a_log", first)
     with pytest.raises(nf.Interrupted) as caught:
         SFVI.run(KEY, 20, SILOS, callback=lambda _: False, every=5, **QUIET)
     found = caught.value.result
@@ -111,7 +107,7 @@ def test_between_a_rounds_report_and_its_state(monkeypatch):
 
 @pytest.mark.parametrize("method", [SFVI, nf.PVI(model, start=None)], ids=["SFVI", "PVI"])
 def test_before_the_first_round_is_done(monkeypatch, method):
-    monkeypatch.setattr(drive_module, "_all_finite", ctrl_c)
+    put_in_place(monkeypatch, "all_finite", ctrl_c)
     with pytest.raises(nf.Interrupted) as caught:
         method.run(KEY, 3, SILOS, runtime="quick", **QUIET)
     found = caught.value.result
@@ -119,9 +115,10 @@ def test_before_the_first_round_is_done(monkeypatch, method):
     assert found.sample_posterior(KEY, 3)["mu"].shape == (3,)
 
 
+@pytest.mark.slow
 def test_in_the_search_there_is_nothing_to_keep(monkeypatch):
     """It is not swallowed there either."""
-    monkeypatch.setattr(drive_module, "_all_finite", ctrl_c)
+    put_in_place(monkeypatch, "all_finite", ctrl_c)
     for call in (
         lambda: nf.SFVI(model).run(KEY, 3, SILOS, **QUIET),
         lambda: nf.find_mode(KEY, model, SILOS, progress_bar=False),
@@ -157,15 +154,7 @@ def test_factors_before_it_are_kept(runtime):
 
 
 def test_vertical_rounds_before_it_are_kept():
-    def predictor(x):
-        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
-        return x @ beta
-
-    def text(xs, y=None):
-        eta = nf.client_sum("client", predictor, xs)
-        with numpyro.plate("row", eta.shape[0]):
-            numpyro.sample("y", dist.Normal(eta, 1.0), obs=y)
-
+    text = models.sum_of_clients()
     vfl = nf.VFL(text, start=None)
     xs = [np.ones((4, 1)), np.ones((4, 2))]
     with pytest.raises(nf.Interrupted) as caught:
@@ -214,7 +203,7 @@ def test_draws_of_a_correction_before_it_are_kept(monkeypatch):
 
 def test_a_correction_without_any_draws_is_a_plain_one(monkeypatch):
     result = SFVI.run(KEY, 20, SILOS, **QUIET)
-    monkeypatch.setattr(importance, "_compiled", lambda *args: (ctrl_c, None, None))
+    put_in_place(monkeypatch, "compiled_correction", lambda *args: (ctrl_c, None, None))
     with pytest.raises(KeyboardInterrupt) as caught:
         nf.importance_correct(KEY, result)
     assert not isinstance(caught.value, nf.Interrupted)
@@ -223,6 +212,7 @@ def test_a_correction_without_any_draws_is_a_plain_one(monkeypatch):
 # --- nf.fit ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
     """In the middle of the correction: the fit is there, and says that nobody has checked it."""
     monkeypatch.setattr(fit_module, "importance_correct", ctrl_c)
@@ -243,15 +233,13 @@ def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
     assert nf.load(tmp_path / "fit", model, SILOS).interrupted
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_fit_is_kept_as_far_as_it_came(monkeypatch):
-    finite = drive_module._all_finite
-
-    def looked(state, batches):
+    def look(state):
         if int(state.round) > drive_module.FIRST:  # the search has fewer rounds
             ctrl_c()
-        return finite(state, batches)
 
-    monkeypatch.setattr(drive_module, "_all_finite", looked)
+    at_checks(monkeypatch, look)
     with pytest.raises(nf.Interrupted) as caught:
         nf.fit(KEY, by_param, SILOS, **QUIET)
     (stage,) = caught.value.result.stages
@@ -260,13 +248,10 @@ def test_a_stage_of_a_fit_is_kept_as_far_as_it_came(monkeypatch):
     assert len(stage.result.losses) == drive_module.FIRST
 
 
-def by_param(y):
-    scale = numpyro.param("scale", jnp.ones(()), constraint=dist.constraints.positive)
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, scale), obs=y)
+by_param = models.level_and_scale(10)
 
 
+@pytest.mark.slow
 def test_a_checked_fit_that_goes_on_is_not_trusted(monkeypatch):
     """Its correction is kept, with words that say why it does not count."""
     fitted = nf.fit(KEY, model, SILOS, **QUIET)

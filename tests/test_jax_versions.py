@@ -4,6 +4,7 @@ import json
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import xla_flags
 from xla_flags import FAST, known_flags, remembered_flags
 
@@ -11,6 +12,7 @@ from numpyro_fed.precision import copies_by_precision
 from numpyro_fed.programs import QUICK, jit_once, known_options, quick_options
 
 
+@pytest.mark.slow
 def test_flags_that_xla_does_not_know_are_left_out():
     known = "--xla_backend_optimization_level=0"
     assert known_flags(["--xla_no_such_flag=1", known]) == [known]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -60,6 +61,7 @@ def fitted(result, corrected):
 # --- without model and data ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_correction_is_read_without_its_model(corrected, tmp_path):
     corrected.save(tmp_path / "fit")
     saved = nf.load(tmp_path / "fit")
@@ -104,7 +106,7 @@ def test_a_run_is_read_with_as_many_draws_as_were_asked_for(result, tmp_path):
     np.testing.assert_array_equal(saved.losses, result.losses)
     assert saved.settings["method"] == "SFVI"
     assert saved.verdict == result.report(certificate=False)
-    with pytest.raises(nf.SavedStateError, match="no draws were saved with this Result"):
+    with pytest.raises(nf.SavedStateError, match="no draws"):
         saved.sample_posterior(KEY, 3)
     result.save(tmp_path / "fit", draws=400)
     drawn = nf.load(tmp_path / "fit").sample_posterior(KEY, 400)
@@ -179,6 +181,7 @@ def test_what_was_not_checked_has_neither_weights_nor_evidence(fitted, tmp_path)
     assert nf.load(tmp_path / "fit", model, silos()).verdict == one.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_whole_of_fit_goes_on(tmp_path):
     fitted = nf.fit(KEY, model, silos(), **QUIET)
@@ -194,7 +197,7 @@ def test_the_whole_of_fit_goes_on(tmp_path):
 
 def test_other_data_and_another_text_are_refused(corrected, tmp_path):
     corrected.save(tmp_path / "fit")
-    with pytest.raises(nf.SavedStateError, match=r"^silo 0, 'y': not the data"):
+    with pytest.raises(nf.SavedStateError, match=r"^silo 0, 'y'"):
         nf.load(tmp_path / "fit", model, silos(0.1))
 
     def wider(y):
@@ -213,11 +216,12 @@ def test_other_data_and_another_text_are_refused(corrected, tmp_path):
 def test_settings_that_no_file_can_hold_are_named(tmp_path):
     method = nf.SFVI(model, optim=optax.sgd(0.01), start=None)
     method.run(KEY, 2, silos(), **QUIET).save(tmp_path / "fit")
-    with pytest.raises(nf.SavedStateError, match=r"optim= of its own.*nf\.SFVI\(model, \.\.\."):
+    with pytest.raises(nf.SavedStateError, match=r"optim= .*nf\.SFVI\(model, \.\.\."):
         nf.load(tmp_path / "fit", model, silos())
     assert len(method.load(tmp_path / "fit", silos()).losses) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "method",
@@ -254,19 +258,9 @@ def test_of_a_file_of_before_the_draws_can_be_read_and_the_state_cannot(tmp_path
         sfvi.load(tmp_path / "fit", silos())
 
 
+@pytest.mark.slow
 def test_a_vertical_fit_is_read_and_recognised(tmp_path):
-    def predictor(x):
-        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
-        return x @ beta
-
-    def vertical(scale):
-        def text(xs, y=None):
-            eta = nf.client_sum("client", predictor, xs)
-            with numpyro.plate("row", eta.shape[0]):
-                numpyro.sample("y", dist.Normal(eta, scale), obs=y)
-
-        return text
-
+    vertical = models.sum_of_clients
     r = np.random.default_rng(0)
     xs, y = [r.normal(size=(6, 2)), r.normal(size=(6, 2))], r.normal(size=6)
     vfl = nf.VFL(vertical(1.0), start=None)
@@ -275,9 +269,9 @@ def test_a_vertical_fit_is_read_and_recognised(tmp_path):
     assert set(nf.load(tmp_path / "fit").draws) == {"client_0/beta", "client_1/beta"}
     again = vfl.load(tmp_path / "fit", xs, y)
     assert equal(again.sample_posterior(KEY, 5), result.sample_posterior(KEY, 5))
-    with pytest.raises(nf.SavedStateError, match=r"^clients 0 and 1 are swapped"):
+    with pytest.raises(nf.SavedStateError, match=r"^clients 0 and 1 .*swapped"):
         vfl.load(tmp_path / "fit", xs[::-1], y)
-    with pytest.raises(nf.SavedStateError, match=r"the server, 'y': not the data"):
+    with pytest.raises(nf.SavedStateError, match=r"the server, 'y'"):
         vfl.load(tmp_path / "fit", xs, y + 1)
     with pytest.raises(nf.SavedStateError, match="text is another"):
         nf.VFL(vertical(2.0), start=None).load(tmp_path / "fit", xs, y)

@@ -144,6 +144,7 @@ def test_values_and_gradients_are_finite_at_extremes(build, at, values):
         assert np.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences():
     def check(build, x, y):
         @jax.jit
@@ -201,9 +202,9 @@ def test_a_subclass_is_refused_for_its_density_may_differ():
 
 def test_what_has_no_such_loss_is_refused():
     for d in (dist.Poisson(3.0), dist.Binomial(9, 0.5).expand([2])):
-        with pytest.raises(ModelError, match=r"up to a power of 64, got 65.0"):
+        with pytest.raises(ModelError, match=r"64, got 65.0"):
             beta_loss(65)(d, 1)
-    with pytest.raises(ModelError, match=r"discrete distributions, got Normal. Use beta_loss"):
+    with pytest.raises(ModelError, match=r"discrete .*Normal.* beta_loss"):
         generalised_cross_entropy(0.5)(dist.Normal(0, 1).expand([2]), 0.0)
 
 
@@ -228,7 +229,7 @@ def test_a_binomial_has_totals_that_are_data(power):
 @pytest.mark.parametrize("build", [beta_loss, gamma_loss])
 @pytest.mark.parametrize("value", [1, 0.5, np.inf, np.nan, True, "1.5", None])
 def test_a_power_must_be_above_one(build, value):
-    with pytest.raises(ValueError, match=r"must be a number above 1.*log_loss"):
+    with pytest.raises(ValueError, match=r"above 1.*log_loss"):
         build(value)
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -39,11 +40,7 @@ def test_the_evidence_of_a_conjugate_model_is_exact(double):
     np.testing.assert_allclose(found.log_evidence, evidence, rtol=1e-8)
 
 
-def scaled(x, y):
-    beta = numpyro.sample("beta", dist.Normal(0, 1000).expand([x.shape[1]]).to_event(1))
-    sigma = numpyro.sample("sigma", dist.HalfCauchy(2.5))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+scaled = models.linear_and_scale()
 
 
 def test_raw_columns_in_single_precision_against_scipy():
@@ -116,6 +113,7 @@ def derivatives(f, z):
     return [np.asarray(d) for d in (f(z), jax.grad(f)(z), jax.hessian(f)(z))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 def test_gaussian_locals_are_integrated_exactly_with_two_derivatives(padded, double):
     rows = gaussian_rows()
@@ -138,6 +136,7 @@ def test_gaussian_locals_are_integrated_exactly_with_two_derivatives(padded, dou
         np.testing.assert_allclose(found, exact, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_latents_above_others_are_integrated_with_them(double):
     silo = hospital_silo((3, 1, 4))
     (data,) = read([silo])
@@ -189,6 +188,7 @@ def wards_silo():
     return dict(**where, x=r.normal(size=8), y=r.poisson(2, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "silo", "at"),
     [(glmm, glmm_rows(7), [0.2, 0.1, 0.4]), (wards, wards_silo(), [0.2, -0.3])],
@@ -208,6 +208,7 @@ def test_derivatives_through_the_modes_are_those_of_the_value(model, silo, at, d
     np.testing.assert_allclose(laplace.differentiable({}, z, data, start)[0], value(z), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_no_partition_matters():
     rows = glmm_rows()
     one, two, many = (
@@ -220,6 +221,7 @@ def test_no_partition_matters():
         np.testing.assert_allclose(other.log_evidence, one.log_evidence, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_no_unit_matters(double):
     """An invertible linear map of the columns moves the coefficients, and nothing else."""
     rows = raw_rows(200)
@@ -242,11 +244,7 @@ def test_no_unit_matters(double):
 
 
 def test_several_starts_show_several_modes():
-    def model(y):
-        m = numpyro.sample("m", dist.Normal(0, 4))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal((m - 0.5) ** 2, 1), obs=y)
-
+    model = models.squared(4)
     silos = [{"y": np.full(3, 9.0)}, {"y": np.full(4, 9.0)}]
     found = nf.find_mode(KEY, model, silos, starts=8)
     assert found.converged
@@ -266,9 +264,9 @@ def test_what_has_no_mode_is_refused_by_name():
             numpyro.sample("y", dist.Normal(0, 1), obs=y)
 
     silos = [{"y": np.ones(3)}]
-    with pytest.raises(nf.ModelError, match="'s' is inside a silo_plate"):
+    with pytest.raises(nf.ModelError, match=r"'s' .*silo_plate"):
         nf.find_mode(KEY, private, silos)
-    with pytest.raises(nf.ModelError, match="nothing to search over"):
+    with pytest.raises(nf.ModelError, match="nothing"):
         nf.find_mode(KEY, nothing, silos)
 
 
@@ -280,6 +278,7 @@ def flat(x, y):
         numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
 
 
+@pytest.mark.slow
 def test_flat_priors(double):
     """The mode of the least squares; of log sigma, which adds one to the degrees of freedom."""
     rows = gaussian_rows(30)
@@ -308,7 +307,7 @@ def test_a_density_that_is_finite_nowhere_is_an_error():
         with nf.silo_plate("row", y.shape[0]):
             numpyro.sample("y", dist.Poisson(jnp.exp(mu + 1e4)), obs=y)
 
-    with pytest.raises(nf.NonFiniteError, match="no place was found"):
+    with pytest.raises(nf.NonFiniteError, match="no place"):
         nf.find_mode(KEY, model, [{"y": np.ones(3)}, {"y": np.ones(2)}])
 
 
@@ -329,6 +328,7 @@ def test_a_direction_that_runs_away_is_named():
     assert found.log_evidence is None
 
 
+@pytest.mark.slow
 def test_a_variance_that_runs_to_zero_is_named():
     """Groups no more unlike than noise, and a flat log scale of theirs: no mode, no posterior."""
 
@@ -371,6 +371,7 @@ def effect_rows():
     return {"g": g, "y": np.array([1.0, 2.5, 4.0, 6.5])[g] + 2 * RNG.normal(size=40)}
 
 
+@pytest.mark.slow
 def test_effects_are_integrated_out_where_their_scale_is_sought(double):
     """Given tau all is Gaussian: the mode of (mu, log tau) by the marginal density, exactly."""
     rows = effect_rows()
@@ -401,6 +402,7 @@ def test_effects_are_integrated_out_where_their_scale_is_sought(double):
     np.testing.assert_allclose(schur, np.array(hessian) / 4e-6, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 def test_a_parameter_of_scale_is_the_one_of_empirical_bayes(double):
     """tau maximises the marginal likelihood; together with the effects it would go to zero."""
 
@@ -452,6 +454,7 @@ def wide_rows(n=900, p=310):
     return {"x": x, "y": x @ (r.normal(size=p) / x.std(0)) + 3 * r.normal(size=n)}
 
 
+@pytest.mark.slow
 def test_many_globals_are_found_by_gradients(double):
     rows = wide_rows()
     x, y = rows["x"], rows["y"]

@@ -16,6 +16,8 @@ from kernels import lapack_shapes, stacks
 
 import numpyro_fed as nf
 
+pytestmark = pytest.mark.slow
+
 
 def hospitals(hospital, n_hospitals, x, y=None):
     """Effects of hospitals, a few of which are at each silo, and of their patients' columns."""

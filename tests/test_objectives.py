@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -344,11 +345,7 @@ def test_an_objective_that_cannot_work_is_refused(objective, error, message):
 SIGMA, TAU = 0.5, 0.8
 
 
-def gaussian(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 2))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(mu, TAU))
-        numpyro.sample("y", dist.Normal(b, SIGMA), obs=y)
+gaussian = models.levels(2, TAU, SIGMA)
 
 
 def exact_rows(y, centre):
@@ -585,11 +582,13 @@ def gradients(pooled, sizes):
     return total, jax.tree.map(lambda *a: np.concatenate(a), *rows), each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "guide"), SETTINGS)
 def test_gradients_do_not_depend_on_the_partition(objective, guide):
     check_gradients(objective, guide, (1, 2, 10), x64=True, tolerance=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "guide"), SETTINGS[::3])
 def test_gradients_do_not_depend_on_the_partition_in_float32(objective, guide):
     check_gradients(objective, guide, (1, 10), x64=False, tolerance=1e-5)
@@ -607,6 +606,7 @@ def check_gradients(objective, guide, partitions, x64, tolerance):
             jax.tree.map(close, mine, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "guide"), SETTINGS[3:])
 def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
     pooled = Pooled(objective, guide, optax.adam(0.05))
@@ -643,6 +643,7 @@ def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
         assert abs(ends[n][1].guide["loc"] - pooled.server.params.guide["loc"]).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "guide"), SETTINGS[::3])
 def test_a_bucket_of_ragged_silos_sums_as_its_silos_do_one_by_one(x64, objective, guide):
     p = parts(glmm, glmm_silos([5, 3, 5]), objective=objective, guide=guide)

@@ -251,6 +251,7 @@ def test_outcomes():
 FIXED = [(5, 0, ("SFVI", "SFVI corrected")), (2, 4, ("PVI factor", "PVI corrected"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "dataset", "names"), FIXED)
 def test_nothing_is_wrong_in_silence(number, dataset, names):
     records = []

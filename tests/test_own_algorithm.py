@@ -11,6 +11,7 @@ import pytest
 
 import numpyro_fed as nf
 
+pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parent.parent / "docs" / "own_algorithm.md"
 
 

@@ -36,6 +36,7 @@ def test_and_in_single_precision_while_a_trace_in_double_lives():
     assert jax.jit(product)(jnp.ones((3, 3))).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_an_array_that_takes_the_place_of_a_dead_one_is_another():
     """Copies are told apart by where their arrays lie, which a later array may take."""
     copies_by_precision()
@@ -54,6 +55,7 @@ def test_an_array_is_one_constant_of_a_trace():
     assert len(jax.make_jaxpr(lambda x: x * HELD + HELD)(jnp.ones((3, 3))).consts) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [nf.PVI, nf.SFVI])
 def test_runs_of_a_text_with_an_index_and_a_basis(method):
     """PVI looks at priors in double precision; the index was int64 then, and int32 before."""

@@ -146,7 +146,7 @@ def test_children_are_drawn_from_their_prior_and_the_others_stay():
         lambda tau: dist.Normal(0, tau).expand((3,)).to_event(1),
         lambda tau: dist.Dirichlet(jnp.ones(3) + tau),
         lambda tau: dist.Uniform(-tau, 2 * tau),
-        lambda tau: dist.LKJCholesky(3, 1 + tau),
+        pytest.param(lambda tau: dist.LKJCholesky(3, 1 + tau), marks=pytest.mark.slow),
         lambda tau: dist.GaussianRandomWalk(tau, 3),
         lambda tau: dist.ZeroSumNormal(tau, (4,)),
     ],

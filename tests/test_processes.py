@@ -4,6 +4,7 @@ import json
 import multiprocessing
 
 import jax
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -27,7 +28,7 @@ ROUNDS = {
     "sequential": 2,
     "synchronous": 2,
 }
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 def silos():
@@ -105,7 +106,7 @@ def test_clients_in_processes_of_their_own_give_the_numbers_of_one_process(name,
     np.testing.assert_allclose(corrected.weights, expected.weights, rtol=1e-6, atol=1e-12)
     assert set(result.sample_posterior(KEY, 5)) == {"b"}
     assert set(corrected.sample_posterior(KEY, 5)) == {"b"}
-    with pytest.raises(DataError, match="clients hold their own latents"):
+    with pytest.raises(DataError, match=r"clients .*own"):
         result.client_params(0)
     told = json.loads(apart.server.plan)[2]
     assert (name == "power") == bool(told)  # the response leaves the server where it must
@@ -129,7 +130,7 @@ def test_silos_in_processes_of_their_own_give_the_numbers_of_one_process(name, p
         np.testing.assert_allclose(corrected.log_evidence, expected.log_evidence, rtol=1e-6)
         np.testing.assert_allclose(corrected.weights, expected.weights, rtol=1e-6, atol=1e-12)
     assert result.sample_posterior(KEY, 5)["beta"].shape == (5, 2)
-    with pytest.raises(DataError, match="silo 1 holds its own latents"):
+    with pytest.raises(DataError, match=r"silo 1 .*own"):
         result.sample_posterior(KEY, 5, silo=1)
 
 
@@ -178,7 +179,7 @@ def test_a_silo_with_another_text_or_other_arrays_is_refused_by_name():
     first, second, third = silos()
     good = [node(first).facts(), node(second).facts()]
     other = nf.SFVI(wider, optim=optax.adam(1e-2))
-    with pytest.raises(ModelError, match=r"silo 2 does not fit.*log density of 'beta'"):
+    with pytest.raises(ModelError, match=r"silo 2 .*'beta'"):
         nf.ServerNode(METHODS["sfvi"](), [*good, node(third, other).facts()])
     whole = {**third, "y": third["y"].astype(float)}
     with pytest.raises(ModelError, match=r"silo 2 does not fit.*arrays \(name, dtype"):
@@ -199,7 +200,7 @@ def test_a_message_of_another_kind_is_refused():
             write({k: a.astype(float) if a.dtype.kind == "f" else a for k, a in arrays.items()})
         )
 
-    with pytest.raises(DataError, match=r"holds float64.* as 'down.*float32.* was agreed"):
+    with pytest.raises(DataError, match=r"float64.* 'down.*float32"):
         server.run(KEY, 1, double_precision)
 
 
@@ -240,7 +241,7 @@ def test_a_second_run_begins_anew_and_a_result_of_the_first_is_refused():
     assert once.log_evidence != again.log_evidence
     second = server.run(KEY, 4, send)
     np.testing.assert_array_equal(second.losses, first.losses)
-    with pytest.raises(ModelError, match="silo 0 has begun another run"):
+    with pytest.raises(ModelError, match=r"silo 0 .*another run"):
         nf.importance_correct(KEY, first, 50, 4)
     assert np.isfinite(nf.importance_correct(KEY, second, 50, 4).log_evidence)
 
@@ -253,24 +254,20 @@ def test_a_silo_with_a_secret_draws_what_the_server_cannot_know():
     np.testing.assert_array_equal(losses[1], losses[2])
 
 
-def coupled(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 5))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(mu + b - b.mean(), 0.5), obs=y)
+coupled = models.coupled()
 
 
 def test_rows_that_read_each_other_are_refused_at_their_silo():
     rows = cut({"y": np.arange(8.0)}, (4, 4))
     enhanced = nf.SFVI(coupled, optim=optax.sgd(1e-2), objective=nf.LocallyEnhanced(draws=3))
     server, send = together(enhanced, rows)
-    with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'.*reads latents of other rows"):
+    with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'"):
         server.run(KEY, 1, send)
     server, send = together(nf.SFVI(coupled), rows)
-    with pytest.raises(ModelError, match=r"silo 0.*in a search for the mode. Use start=None"):
+    with pytest.raises(ModelError, match=r"silo 0.* Use start=None"):
         server.run(KEY, 1, send)
     server, send = together(nf.SFVI(coupled, optim=optax.sgd(1e-2), start=None), rows)
     result = server.run(KEY, 1, send)
-    with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'.*reads latents of other rows"):
+    with pytest.raises(ModelError, match=r"silo 0, silo_plate 'row'"):
         nf.importance_correct(KEY, result, 10, 2)
     assert np.isfinite(nf.importance_correct(KEY, result, 10, 1).log_evidence)

@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from tqdm import TMonitor
 
 import numpyro_fed as nf
 from numpyro_fed.runtime import progress
@@ -28,6 +29,7 @@ def lines(text):
     return [line.strip() for line in re.split(r"[\r\n]|\x1b\[A", text) if line.strip()]
 
 
+@pytest.mark.slow
 def test_a_fit_says_what_goes_on_and_no_share_of_it(capsys):
     fitted = nf.fit(KEY, coin, SILOS)
     shown = lines(capsys.readouterr().err)
@@ -42,6 +44,7 @@ def test_a_fit_says_what_goes_on_and_no_share_of_it(capsys):
     assert counts[-1] == fitted.num_exchanges > 2
 
 
+@pytest.mark.slow
 def test_a_fit_that_shows_nothing_has_the_same_numbers(capsys):
     shown, silent = (nf.fit(KEY, coin, SILOS, progress_bar=shows) for shows in (True, False))
     capsys.readouterr()
@@ -60,11 +63,13 @@ def test_a_fit_that_stops_says_so(capsys):
 def test_the_clock_goes_on_while_nothing_else_does(monkeypatch):
     """As while a program is compiled; and it stops with the bar."""
     monkeypatch.setattr(progress, "TICK", 1e-3)
-    with StageBar(True) as bar:
+    before = set(threading.enumerate())
+    with StageBar(True):
         ticked = threading.Event()
-        monkeypatch.setattr(bar._bar, "refresh", lambda *args, **kwargs: ticked.set())
+        monkeypatch.setattr(progress.tqdm, "refresh", lambda *args, **kwargs: ticked.set())
         assert ticked.wait(60)
-    assert not bar._clock.is_alive()
+    after = {t for t in threading.enumerate() if not isinstance(t, TMonitor)}
+    assert after <= before
 
 
 def test_messages_of_all_stages_add_up(capsys):

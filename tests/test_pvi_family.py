@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from laid_open import inside, laid_open
 from problems import cut
 from pvi_problems import (
     KEY,
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("double")
 
 def global_free_energy(pvi, rows):
     """The global free energy as a function of natural parameters, over the fixed nodes."""
-    fit, held = pvi._prepare([rows], "simulation")
-    chosen, data = fit.factors.globals, held.data[0]
+    opened = laid_open(pvi, [rows])
+    chosen, data = opened.factors.globals, opened.data[0]
     family = chosen.family
     nodes = family.noise(KEY, 1)["gaussian"]
 
@@ -36,13 +37,14 @@ def global_free_energy(pvi, rows):
         z = jax.vmap(lambda e: family.draw(psi, {"gaussian": e}))(nodes)
         n = len(rows["y"])
         each = jax.vmap(
-            lambda z: fit.model.log_silo({}, z, {"row": jnp.zeros((n, 0))}, data)["row"]
+            lambda z: opened.model.log_silo({}, z, {"row": jnp.zeros((n, 0))}, data)["row"]
         )
         return each(z).sum(1).mean() - expfam.kl(family, eta, chosen.prior({}))
 
     return value, family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", ["plain", "natural"])
 def test_one_local_step_of_every_silo_is_a_step_of_global_inference(gradient, monkeypatch):
     """Properties 3.1 and 3.3 for plain gradients, 3.2 and equation 4 for natural ones."""
@@ -55,7 +57,7 @@ def test_one_local_step_of_every_silo_is_a_step_of_global_inference(gradient, mo
         result = pvi.run(KEY, 1, silos, init_state=before and before.state, **QUIET)
         start = before.natural_parameters() if before else None
         if before is None:
-            start = result._fit.factors.globals.prior({})
+            start = inside(result).factors.globals.prior({})
         value, family = global_free_energy(nf.GlobalVI(logistic, **chosen, start=None), rows)
         step = jax.grad(value)(start)
         if gradient == "natural":
@@ -69,6 +71,7 @@ def test_one_local_step_of_every_silo_is_a_step_of_global_inference(gradient, mo
         before = result
 
 
+@pytest.mark.slow
 def test_stochastic_power_ep_has_mini_batch_global_inference_as_its_limit(monkeypatch):
     """Proposition 4.1 and B.6: an average factor, one natural-gradient step, silo by silo."""
     fixed_noise(monkeypatch)
@@ -77,15 +80,16 @@ def test_stochastic_power_ep_has_mini_batch_global_inference_as_its_limit(monkey
     silos, M = cut(rows, (8, 8, 8)), 3
     pvi = nf.StochasticPowerEP(logistic, local=step, family="diagonal", damping=1.0)
     result = pvi.run(KEY, 1, silos, **QUIET)
-    chosen = result._fit.factors.globals
+    opened = inside(result)
+    chosen = opened.factors.globals
     family, eta, prior = chosen.family, chosen.prior({}), chosen.prior({})
     for j in range(M):
-        data, n = result._silos.data[j], len(silos[j]["y"])
+        data, n = opened.data[j], len(silos[j]["y"])
 
         def expected(psi, data=data, n=n):
             nodes = family.noise(KEY, 1)["gaussian"]
             z = jax.vmap(lambda e: family.draw(psi, {"gaussian": e}))(nodes)
-            log_silo = result._fit.model.log_silo
+            log_silo = opened.model.log_silo
             rows = jax.vmap(lambda z: log_silo({}, z, {"row": jnp.zeros((n, 0))}, data)["row"])(z)
             return rows.sum(1).mean()
 
@@ -94,6 +98,7 @@ def test_stochastic_power_ep_has_mini_batch_global_inference_as_its_limit(monkey
     assert_close(result.natural_parameters(), eta, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_members_of_the_family_are_settings_of_pvi():
     silos = cut(logistic_rows(), (8, 8, 8))
     fixed = dict(local=QUICK)
@@ -107,6 +112,7 @@ def test_members_of_the_family_are_settings_of_pvi():
         nf.VCL(logistic, **fixed).run(KEY, 2, silos, **QUIET)
 
 
+@pytest.mark.slow
 def test_committee_machines_are_exact_on_conjugate_models_and_streaming_counts_twice():
     model, rows, exact = mean()
     silos = cut(rows, (5, 3, 4))
@@ -117,6 +123,7 @@ def test_committee_machines_are_exact_on_conjugate_models_and_streaming_counts_t
     np.testing.assert_allclose(1 / twice.variance, 1 / 4 + 2 * 12 * 4, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_fedgvi_with_kl_and_the_log_loss_is_pvi():
     silos = cut(logistic_rows(), (8, 8, 8))
     local = nf.local.LBFGS(steps=30, num_particles=8)
@@ -133,6 +140,7 @@ def plain_kl(family, q, p):
     return expfam.kl(family, q, p)
 
 
+@pytest.mark.slow
 def test_a_weight_on_both_divergences_is_a_power_of_the_likelihood():
     """``w KL`` to the prior and to the cavity: the posterior of the likelihood to the ``1 / w``."""
     model, rows, _ = mean()
@@ -145,6 +153,7 @@ def test_a_weight_on_both_divergences_is_a_power_of_the_likelihood():
     np.testing.assert_allclose(q.mean, (1 / 4 + 2 * rows["y"].sum()) / precision, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_cavity_is_found_from_the_coefficients_alone():
     """With one silo, any divergence to the prior gives what optimising it directly does."""
     model, rows, _ = mean()
@@ -152,8 +161,8 @@ def test_the_cavity_is_found_from_the_coefficients_alone():
     local = nf.local.LBFGS(tolerance=1e-9)
     pvi = nf.FedGVI(model, divergence=renyi, prior_divergence=renyi, local=local, start=None)
     result = pvi.run(KEY, 1, [rows], **QUIET)
-    family = result._fit.factors.globals.family
-    prior = result._fit.factors.globals.prior({})
+    family = inside(result).factors.globals.family
+    prior = inside(result).factors.globals.prior({})
     y = rows["y"]
     likelihood = {
         "gaussian": {"first": jnp.array([4 * y.sum()]), "second": jnp.full((1, 1), -24.0)}

@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from cases import mark_slow
 from jax.flatten_util import ravel_pytree
+from laid_open import inside, laid_open
 from problems import cut, glmm_silos
 from pvi_problems import KEY, QUIET, glmm_inside, logistic, logistic_rows
 from scipy import optimize
@@ -33,7 +36,7 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", mark_slow(SOLVERS, ["optax"]))
 def test_every_local_optimiser_finds_the_tilted_distribution_if_it_is_in_the_family(name):
     """Property 2.1: the local free energy is largest where ``q`` is closest to it."""
 
@@ -89,6 +92,7 @@ def nearest(prior, likelihood, y):
     return type(prior)(*map(np.exp, build(best.x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_CONJUGATE)
 def test_globals_other_than_gaussian_meet_likelihoods_they_are_not_conjugate_to(name):
     """Three silos; the margins are four times the spread over ten keys."""
@@ -101,7 +105,7 @@ def test_globals_other_than_gaussian_meet_likelihoods_they_are_not_conjugate_to(
 
     silos = cut(dict(y=np.array(rows)), (4, 2, 2))
     result = nf.PVI(model, start=None).run(KEY, 4, silos, **QUIET)
-    assert not result._fit.factors.conjugate
+    assert not inside(result).factors.conjugate
     q, best = result.posterior()["z"], nearest(prior, likelihood, rows)
     np.testing.assert_allclose(q.mean, best.mean, rtol=0.03)
     np.testing.assert_allclose(q.variance, best.variance, rtol=0.03)
@@ -128,6 +132,7 @@ def test_no_local_optimiser_takes_a_likelihood_that_is_nan(local):
     assert float(expfam.inner(*[result.factor(1)] * 2)) == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_is_conjugate_at_some_silos_alone_is_not_taken_for_conjugate():
     def model(x, y):
         b = numpyro.sample("b", dist.Normal(0.0, 3.0))
@@ -137,10 +142,10 @@ def test_a_model_that_is_conjugate_at_some_silos_alone_is_not_taken_for_conjugat
 
     zero, one = (dict(x=np.full(2, x), y=np.array([2.0, 3.0])) for x in (0.0, 1.0))
     pvi = nf.PVI(model, start=None)
-    assert not pvi._prepare([zero, one], "simulation")[0].factors.conjugate
+    assert not laid_open(pvi, [zero, one]).factors.conjugate
     other = nf.PVI(model, start=None)
     other.run(KEY, 1, [zero, zero], **QUIET)
-    assert not other._prepare([zero, one], "simulation")[0].factors.conjugate
+    assert not laid_open(other, [zero, one]).factors.conjugate
 
 
 def test_minibatches_of_a_model_whose_rows_read_each_others_latents_are_refused():
@@ -158,11 +163,7 @@ def test_minibatches_of_a_model_whose_rows_read_each_others_latents_are_refused(
 
 
 def test_minibatches_of_rows_that_read_a_mean_are_refused_where_there_are_many():
-    def centred(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 1))
-        with nf.silo_plate("row", y.shape[0]):
-            b = numpyro.sample("b", dist.Normal(0, 1))
-            numpyro.sample("y", dist.Normal(mu + b - b.mean(), 0.5), obs=y)
+    centred = models.coupled(1)
 
     def plain(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -185,6 +186,7 @@ def test_minibatches_of_rows_that_share_a_covariance_are_refused():
         pvi.run(KEY, 1, glmm_silos((8, 8)), **QUIET)
 
 
+@pytest.mark.slow
 def test_minibatches_with_local_latents_come_near_the_posterior_of_all_rows():
     silos = glmm_silos((20, 12))
     fits = [
@@ -202,6 +204,7 @@ def test_minibatches_with_local_latents_come_near_the_posterior_of_all_rows():
     np.testing.assert_allclose(np.sqrt(part.variance), sd, rtol=0.2)
 
 
+@pytest.mark.slow
 def test_a_visit_that_has_not_converged_is_reported():
     pvi = nf.PVI(logistic, local=nf.local.LBFGS(steps=1, tolerance=1e-9), start=None)
     with pytest.warns(UserWarning, match="2 not converged"):

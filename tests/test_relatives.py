@@ -84,7 +84,7 @@ def affine(prior, model, phi):
 
 
 @pytest.mark.parametrize("kind", [nf.BlockPrior, nf.LowRankPrior])
-@pytest.mark.parametrize("name", ["gp", "car"])
+@pytest.mark.parametrize("name", [pytest.param("gp", marks=pytest.mark.slow), "car"])
 def test_blocks_have_their_own_covariance(double, kind, name):
     model, phi = (gp, {"scale": 0.4}) if name == "gp" else (car(chain(9)), {"alpha": 0.9})
     mean, K = true_field(model, phi)
@@ -128,6 +128,7 @@ def maps(draw):
     return (W | W.T).astype(float), [np.flatnonzero(of == b) for b in np.unique(of)]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     at=maps(),
@@ -191,7 +192,7 @@ def test_leroux_is_the_normal_of_its_precision(double):
     draws, cov, n = np.asarray(fn.sample(KEY, (4_000,))), np.linalg.inv(Q), 4_000
     se = np.sqrt((cov**2 + np.outer(np.diag(cov), np.diag(cov))) / n)
     assert (abs(np.cov(draws.T) - cov) < 4.5 * se).all()
-    with pytest.raises(nf.DataError, match=r"shape \(2, 3\): expected a square"):
+    with pytest.raises(nf.DataError, match=r"\(2, 3\): .*square"):
         nf.fields.Leroux(0.0, 0.5, 1.0, np.ones((2, 3)))
 
 
@@ -209,6 +210,7 @@ def test_covariances_of_points(double):
         nf.fields.matern(x, 1.0, nu=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_silos_are_independent_given_what_they_share(kind):
     """A silo's terms do not move with another's latents, and its own block is all it has."""
@@ -256,6 +258,7 @@ def test_the_text_of_all_blocks_runs_under_plain_numpyro(kind):
     assert Predictive(federated, num_samples=2)(KEY, area=pooled["area"])["y"].shape == (2, 18)
 
 
+@pytest.mark.slow
 def test_a_run_reaches_the_posterior_of_the_true_model():
     """The separator on a chain, whose posterior is known."""
 
@@ -287,12 +290,12 @@ def test_a_silo_holds_one_block_and_no_other_does():
     def rows(*area):
         return dict(area=np.array(area), y=r.normal(size=len(area)))
 
-    with pytest.raises(nf.DataError, match=r"silo 1 reads the entries 3, 4 .* the blocks 0, 1"):
+    with pytest.raises(nf.DataError, match=r"silo 1 .* 3, 4 .* 0, 1"):
         read([one, rows(3, 4)], federated)
-    with pytest.raises(nf.DataError, match="silos 0 and 2 both read entries of block 0"):
+    with pytest.raises(nf.DataError, match=r"silos 0 and 2 .*block 0"):
         read([one, two, rows(0)], federated)
     unread = dict(area=np.array([7]), y=np.array([0.0]), theta_block=np.array([1]))
-    with pytest.raises(nf.DataError, match=r"silo 0 reads the entries 7 .* the blocks 1, 2"):
+    with pytest.raises(nf.DataError, match=r"silo 0 .* 7 .* 1, 2"):
         read([unread], federated)
     assert len(read([two, three, one], federated)) == 3  # in any order
 
@@ -305,7 +308,7 @@ def test_a_silo_holds_one_block_and_no_other_does():
     trees = [dict(rows=dict(at=[s["area"]], y=s["y"]), scale=None) for s in (three, one)]
     held = read(trees, nf.handlers.substitute_prior(nested, {"theta": prior}))
     assert [int(s.arrays["theta_block"][0]) for s in held] == [2, 0]
-    with pytest.raises(nf.DataError, match="silo 0 reads no entry of 'theta'"):
+    with pytest.raises(nf.DataError, match=r"silo 0 .*'theta'"):
         read([one], _silent(prior))
     within = numpyro.handlers.scale(federated, scale=0.5)  # a handler around it
     assert "theta_block" in read([one], within)[0].arrays
@@ -321,10 +324,11 @@ def test_a_read_that_a_flat_likelihood_hides_is_found():
 
     kwargs = dict(area=np.array([0, 1, 2, 6]), y=np.array([0, 1, 1, 0]))
     prior = nf.BlockPrior.fit(model, "theta", BLOCKS, model_kwargs=kwargs)
-    with pytest.raises(nf.DataError, match="belong to the blocks 0, 2"):
+    with pytest.raises(nf.DataError, match="blocks 0, 2"):
         read([kwargs], nf.handlers.substitute_prior(model, {"theta": prior}))
 
 
+@pytest.mark.slow
 def test_two_sites_of_one_text_are_replaced():
     def model(area, y):
         one = numpyro.sample("one", dist.CAR(0.0, 0.5, 1.0, chain(9)))
@@ -390,7 +394,7 @@ def _silent(prior):
 @pytest.mark.parametrize(
     ("blocks", "words"),
     [
-        ([[0, 1], [2, 3]], "5 of 9 entries of 'theta' are in no block, the first of them 4"),
+        ([[0, 1], [2, 3]], "5 of 9 .*'theta' .* 4"),
         ([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]], "entry 4 of 'theta' is in two blocks"),
         ([[5, 0, 0], [2]], "entry 0 .* twice in block 0"),
         ([list(range(10))], "places 0 to 9, but the site has 9 entries"),
@@ -428,19 +432,19 @@ def test_sites_that_cannot_be_split_are_named():
 
     fit = nf.BlockPrior.fit
     three = [[0], [1], [2]]
-    with pytest.raises(nf.ModelError, match="no latent site 'theta': the model has count, matrix"):
+    with pytest.raises(nf.ModelError, match=r"'theta'.* count, matrix"):
         fit(others, "theta", three)
     with pytest.raises(nf.ModelError, match="'count' is discrete"):
         fit(others, "count", three)
-    with pytest.raises(nf.ModelError, match=r"'matrix' has .* the event shape \(3, 3\)"):
+    with pytest.raises(nf.ModelError, match=r"'matrix' .* \(3, 3\)"):
         fit(others, "matrix", three)
-    with pytest.raises(nf.ModelError, match="'simplex' has the support Simplex"):
+    with pytest.raises(nf.ModelError, match=r"'simplex' .* Simplex"):
         fit(others, "simplex", three)
-    with pytest.raises(nf.ModelError, match="'theta' is a MultivariateNormal, in which all"):
+    with pytest.raises(nf.ModelError, match=r"'theta' .*MultivariateNormal"):
         nf.SeparatorPrior.fit(gp, "theta", BLOCKS)
-    with pytest.raises(nf.ModelError, match=r"could not be run with no arguments.*model_kwargs="):
+    with pytest.raises(nf.ModelError, match=r"model_kwargs="):
         fit(lambda x: gp(), "theta", BLOCKS)
-    with pytest.raises(nf.ModelError, match="for 'other' was fitted to 'theta'"):
+    with pytest.raises(nf.ModelError, match=r"'other' .*'theta'"):
         nf.handlers.substitute_prior(gp, {"other": fit(gp, "theta", BLOCKS)})
     with pytest.raises(ValueError, match="rank"):
         nf.LowRankPrior.fit(gp, "theta", BLOCKS, rank=0)
@@ -448,7 +452,7 @@ def test_sites_that_cannot_be_split_are_named():
 
 def test_a_field_that_is_not_substituted_is_warned_about():
     text, data = car(chain(9)), read(silos())
-    with pytest.warns(UserWarning, match="'theta' ties all of its entries.*substitute_prior"):
+    with pytest.warns(UserWarning, match=r"'theta' .*substitute_prior"):
         split(text, data)
     for kind in KINDS:
         prior = kind.fit(text, "theta", BLOCKS, model_kwargs=silos()[0])
@@ -458,6 +462,7 @@ def test_a_field_that_is_not_substituted_is_warned_about():
             split(federated, read(silos(), federated))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nf.BlockPrior, nf.LowRankPrior, nf.SeparatorPrior])
 def test_a_flat_prior_beside_a_site_that_is_replaced(kind):
     """An intercept, of which nothing can be drawn."""

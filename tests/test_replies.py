@@ -1,12 +1,15 @@
 """What a server makes of replies that it cannot use: it looks at each, and names whose it is."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
+from cases import mark_slow
+from laid_open import built_at, laid_open
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.transforms import ReplyTransform, transformed
@@ -21,10 +24,7 @@ BAD = 1
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-def normal(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+normal = models.level()
 
 
 def averaging(**settings):
@@ -104,7 +104,14 @@ def spoilt_numbers(value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [*((name, np.nan) for name in METHODS), ("sfvi", np.inf)]
+    ("name", "value"),
+    [
+        *(
+            pytest.param(name, np.nan, marks=[pytest.mark.slow] * (not name.startswith("sfvi")))
+            for name in METHODS
+        ),
+        ("sfvi", np.inf),
+    ],
 )
 def test_the_silo_whose_reply_is_not_finite_is_named_and_no_other(name, value):
     there = federation(name)
@@ -125,20 +132,22 @@ def test_a_first_reply_that_is_not_finite_leaves_the_first_state():
     assert (caught.value.round, len(caught.value.result.losses)) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_start_at_the_mode_says_whose_numbers_stand_in_its_way():
     there = Federation(nf.SFVI(normal))
     there.spoilt = edited(spoilt_numbers(np.nan), exchange="mode")
-    with pytest.warns(UserWarning, match=rf"no mode .* \(those of silo {BAD} were not\)"):
+    with pytest.warns(UserWarning, match=rf"no mode .*silo {BAD} "):
         there.run(1)
 
 
 def test_a_search_for_the_mode_names_the_silo_whose_density_overflows():
     rows = [*ROWS[:2], {"y": np.full(3, 1e30, np.float32)}]
-    with pytest.raises(NonFiniteError, match=r"those of silo 2 were not") as caught:
+    with pytest.raises(NonFiniteError, match=r"silo 2") as caught:
         nf.find_mode(KEY, normal, rows)
     assert caught.value.silos == (2,)
 
 
+@pytest.mark.slow
 def test_an_importance_correction_names_the_silo_that_sends_what_is_no_number():
     there = federation("sfvi")
     result = there.run()
@@ -157,6 +166,7 @@ def test_an_evaluation_names_the_silo_that_sends_what_is_no_number():
     assert caught.value.silos == (BAD,)
 
 
+@pytest.mark.slow
 def test_a_visit_that_could_not_be_used_is_counted_for_its_own_silo_over_nodes():
     """Its data overflow: it says so, and changes nothing."""
     rows = [ROWS[0], {"y": np.full(4, 1e30, np.float32)}, ROWS[2]]
@@ -166,6 +176,7 @@ def test_a_visit_that_could_not_be_used_is_counted_for_its_own_silo_over_nodes()
     assert ((result.status > 1) == (np.arange(3) == 1)).all()
 
 
+@pytest.mark.slow
 def test_a_visit_ends_in_one_way():
     """A silo that says of its visits that there were five is not believed."""
 
@@ -180,14 +191,7 @@ def test_a_visit_ends_in_one_way():
 
 
 def test_a_client_of_a_vertical_model_is_named():
-    def predictor(x):
-        return x @ numpyro.sample("beta", dist.Normal(0, 1).expand([x.shape[-1]]).to_event(1))
-
-    def model(xs, y=None):
-        eta = nf.client_sum("client", predictor, xs)
-        with numpyro.plate("row", eta.shape[0]):
-            numpyro.sample("y", dist.Normal(eta, 1), obs=y)
-
+    model = models.sum_of_clients()
     method = nf.VFL(model, rho=1.0, start=None)
     nodes = [nf.SiloNode(method, np.ones((5, p), np.float32)) for p in (1, 2)]
     held = {"y": np.zeros(5, np.float32)}
@@ -218,7 +222,9 @@ def weighing(weight):
     return change
 
 
-@pytest.mark.parametrize("name", ["sfvi", "barycenters_of_all", "pvi_sequential"])
+@pytest.mark.parametrize(
+    "name", ["sfvi", "barycenters_of_all", pytest.param("pvi_sequential", marks=pytest.mark.slow)]
+)
 def test_a_weight_that_nobody_asked_for_is_not_read(name):
     there = federation(name)
     names = []
@@ -246,7 +252,7 @@ def test_a_weight_that_a_silos_rows_do_not_explain_is_refused_by_name(exchange, 
     """Of 5 rows, which the facts give as up to 8."""
     there = federation("averages_of_sums")
     there.spoilt = edited(weighing(weight), exchange=exchange)
-    words = rf"silo 1 to the exchange '{exchange}' has weight {weight:g}, where 5 to 8 is allowed"
+    words = rf"silo 1 .*'{exchange}' .*weight {weight:g}, .*5 to 8"
     with pytest.raises(ReplyError, match=words) as caught:
         there.run()
     assert (caught.value.silo, caught.value.exchange) == (BAD, exchange)
@@ -264,6 +270,7 @@ def test_a_refused_reply_leaves_the_rounds_before_it():
     assert caught.value.result.ended == "failure"
 
 
+@pytest.mark.slow
 def test_weights_that_rows_explain_are_taken():
     found = federation("averages_of_sums").run()
     expected = METHODS["averages_of_sums"]().run(KEY, 3, ROWS, progress_bar=False)
@@ -271,9 +278,9 @@ def test_weights_that_rows_explain_are_taken():
     assert float(found.state.server.rows) == 12.0
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mark_slow(METHODS, ["pvi_asynchronous", "pvi_random"]))
 def test_no_exchange_but_an_average_by_rows_is_weighted(name):
-    there = federation(name).server._built
+    there = built_at(federation(name).server)
     rounds = (*there.opening, there.algorithm.round)
     weighted = {x.name for r in rounds for x in r.exchanges if x.weighted}
     assert weighted == ({"rows", "sfvi_avg"} if name == "averages_of_sums" else set())
@@ -291,7 +298,7 @@ def test_a_reply_of_another_shape_is_refused_by_name():
 
     there = federation("sfvi")
     there.spoilt = wider
-    with pytest.raises(ReplyError, match=r"silo 2 to the exchange 'sfvi'.*float32\(2, .*agreed"):
+    with pytest.raises(ReplyError, match=r"silo 2 .*'sfvi'.*float32\(2, "):
         there.run()
 
 
@@ -299,7 +306,7 @@ def test_a_reply_of_another_shape_is_refused_by_name():
 def test_a_reply_that_cannot_be_read_is_refused_by_name(answer):
     there = federation("sfvi")
     there.spoilt = lambda silo, exchange, reply: answer if silo == 2 else reply
-    words = rf"silo 2 to the exchange 'sfvi' cannot be read: {len(answer)} bytes"
+    words = rf"silo 2 .*'sfvi' .* {len(answer)} bytes"
     with pytest.raises(ReplyError, match=words) as caught:
         there.run()
     assert caught.value.result is not None
@@ -308,27 +315,32 @@ def test_a_reply_that_cannot_be_read_is_refused_by_name(answer):
 def test_a_refused_reply_in_a_search_ends_it():
     there = Federation(nf.SFVI(normal))
     there.spoilt = lambda silo, exchange, reply: b"" if exchange == "mode" else reply
-    with pytest.raises(ReplyError, match="silo 0 to the exchange 'mode' cannot be read"):
+    with pytest.raises(ReplyError, match=r"silo 0 .*'mode' .*read"):
         there.run()
 
 
 # --- in one process --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", ["simulation", "host"])
-@pytest.mark.parametrize("schedule", ["sequential", "synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    ("schedule", "runtime"),
+    mark_slow(
+        product(["sequential", "synchronous", "asynchronous"], ["simulation", "host"]),
+        [("asynchronous", "host")],
+    ),
+)
 def test_a_reply_that_a_transform_spoils_is_that_of_its_silo(schedule, runtime):
     """What happens to a reply before it leaves is looked at, too."""
     rows = [ROWS[0], {"y": ROWS[1]["y"] + 1e4}, ROWS[2]]
     method = nf.PVI(normal, start=None, schedule=schedule)
-    fit, held = method._prepare(rows, runtime)
+    opened = laid_open(method, rows, runtime)
 
     def apply(noise, up):
         largest = jnp.stack([jnp.abs(a).max() for a in jax.tree.leaves(up.change)]).max()
         broken = jnp.where(largest > 1e3, jnp.nan, 1.0)
         return up._replace(change=jax.tree.map(lambda a: a * broken, up.change))
 
-    algorithm = transformed(fit.algorithm, ReplyTransform(apply))
-    spoilt = RUNTIMES[runtime](algorithm, fit.built.schedule)
-    run = drive(spoilt, KEY, spoilt.init(KEY, held.batches), held.batches, 5, False)
+    algorithm = transformed(opened.algorithm, ReplyTransform(apply))
+    spoilt = RUNTIMES[runtime](algorithm, opened.built.schedule)
+    run = drive(spoilt, KEY, spoilt.init(KEY, opened.batches), opened.batches, 5, False)
     assert run.failure.silos == (BAD,)

@@ -6,11 +6,13 @@ from dataclasses import replace
 import arviz
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import inside, laid_open
 from numpyro.infer import MCMC, NUTS, Predictive
 
 import numpyro_fed as nf
@@ -62,14 +64,12 @@ def result():
 
 def unfitted(**settings):
     """A result before its first round."""
-    fit, held = nf.SFVI(model, optim=optax.sgd(0.1), **settings, start=None)._prepare(
-        SILOS, "simulation"
-    )
-    return nf.Result(np.zeros(0), fit.initial_state(held), fit, held)
+    return laid_open(nf.SFVI(model, optim=optax.sgd(0.1), **settings, start=None), SILOS).result()
 
 
+@pytest.mark.slow
 def test_silos_of_these_sizes_are_padded(result):
-    (bucket,) = result._silos.buckets
+    (bucket,) = inside(result).buckets
     assert bucket.silos == (0, 1, 2)
     assert list(bucket.data.masks) == ["row"]
     assert result.num_silos == 3
@@ -78,6 +78,7 @@ def test_silos_of_these_sizes_are_padded(result):
 # --- draws -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_globals_have_their_shapes_and_supports(result):
     draws = result.sample_posterior(KEY, 50)
     assert {name: v.shape for name, v in draws.items()} == {
@@ -92,7 +93,7 @@ def test_globals_have_their_shapes_and_supports(result):
     assert len(np.unique(draws["mu"])) == 50
 
 
-@pytest.mark.parametrize("silo", [0, 1, 2])
+@pytest.mark.parametrize("silo", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
 def test_a_silos_locals_have_their_shapes_and_supports(result, silo):
     draws = result.sample_posterior(KEY, 50, silo=silo)
     n = SIZES[silo]
@@ -103,7 +104,7 @@ def test_a_silos_locals_have_their_shapes_and_supports(result, silo):
     assert len(np.unique(draws["b"])) == 50 * n
 
 
-@pytest.mark.parametrize("silo", [0, 1, 2])
+@pytest.mark.parametrize("silo", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
 def test_every_row_of_every_silo_is_its_own(result, silo):
     draws = result.sample_posterior(KEY, 400, silo=silo)
     spread = result.silo_params(silo)["spread"][:, None]
@@ -150,10 +151,11 @@ def test_a_silo_that_does_not_exist_is_named(result, silo):
         lambda: result.sample_posterior(KEY, 2, silo=silo),
         lambda: result.silo_params(silo),
     ):
-        with pytest.raises(IndexError, match=rf"no silo {silo}: they are numbered 0 to 2"):
+        with pytest.raises(IndexError, match=rf"no silo {silo}: .* 0 to 2"):
             ask()
 
 
+@pytest.mark.slow
 def test_locally_enhanced_draws_have_the_same_shapes():
     start = unfitted(objective=nf.LocallyEnhanced(draws=3))
     draws = start.sample_posterior(KEY, 6, silo=1)
@@ -188,6 +190,7 @@ def test_private_parameters_differ_between_silos(result):
 # --- in NumPyro ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_guide_gives_predictive_the_posterior_of_the_globals(result):
     params = {name: v for name, v in result.params.items() if name != "guide"}
     new = {"x": np.zeros((5, 1), np.float32)}
@@ -205,6 +208,7 @@ def test_the_guide_gives_predictive_the_posterior_of_the_globals(result):
         assert 0.8 < draws[name].std() / exact[name].std() < 1.25
 
 
+@pytest.mark.slow
 def test_predictive_takes_theta_from_the_parameters(result):
     doubled = {**result.params, "tau": 2 * result.params["tau"]}
     sites = ["weights", "tau_and_weights"]
@@ -214,6 +218,7 @@ def test_predictive_takes_theta_from_the_parameters(result):
     np.testing.assert_allclose(run["tau_and_weights"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silo", [0, 1])
 def test_the_guide_at_a_silo_gives_predictive_its_locals_too(result, silo):
     params = {**result.params, **result.silo_params(silo)}
@@ -225,6 +230,7 @@ def test_the_guide_at_a_silo_gives_predictive_its_locals_too(result, silo):
     np.testing.assert_allclose(rows, near(silo, n), atol=1.5)
 
 
+@pytest.mark.slow
 def test_a_guide_draws_anew_each_time(result):
     trace = numpyro.handlers.trace(numpyro.handlers.seed(result.guide_at(0), 0)).get_trace()
     other = numpyro.handlers.trace(numpyro.handlers.seed(result.guide_at(0), 1)).get_trace()
@@ -234,6 +240,7 @@ def test_a_guide_draws_anew_each_time(result):
     assert set(only) == {"mu", "scale", "weights"}
 
 
+@pytest.mark.slow
 def test_the_same_text_runs_under_predictive_and_nuts():
     def small(x, y=None):
         mu = numpyro.sample("mu", dist.Normal(0, 10))
@@ -252,6 +259,7 @@ def test_the_same_text_runs_under_predictive_and_nuts():
 # --- ArviZ -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_arviz_gets_the_same_draws(result):
     """With ArviZ 1, whose data are nested groups, and with those before."""
     found = result.to_arviz(KEY, 30, silo=1)["posterior"]
@@ -278,7 +286,7 @@ def test_without_arviz_the_extra_is_named(result, monkeypatch):
 @pytest.mark.parametrize(
     ("losses", "settled"),
     [
-        (np.zeros(400), True),
+        pytest.param(np.zeros(400), True, marks=pytest.mark.slow),
         (np.linspace(5, 0, 400), False),  # 1.25 nats from one quarter to the next
         (np.linspace(0, 5, 400), True),
         (np.exp(-np.arange(400) / 20), True),
@@ -290,11 +298,12 @@ def test_a_bound_has_settled_when_it_gains_no_more(losses, settled):
     r = np.random.default_rng(0)
     result = replace(unfitted(), losses=losses)
     assert result.settled == settled
-    assert ("had settled" in result._course()) == settled
+    assert ("had settled" in result.report(certificate=False)) == settled
     noisy = replace(result, losses=losses + 0.02 * r.normal(size=len(losses)))
     assert noisy.settled == settled
 
 
+@pytest.mark.slow
 def test_noise_is_not_taken_for_a_gain():
     """A bound with an sd of 30 nats: the mean of a quarter of 400 rounds is known to 3."""
     losses = 30 * np.random.default_rng(0).normal(size=400)
@@ -302,14 +311,16 @@ def test_noise_is_not_taken_for_a_gain():
     assert not replace(unfitted(), losses=losses + np.linspace(200, 0, 400)).settled
 
 
+@pytest.mark.slow
 def test_a_run_whose_bound_still_rises_warns():
     sfvi = nf.SFVI(alone, optim=optax.adam(1e-2), start=None)
-    with pytest.warns(UserWarning, match=r"still rising at the end of these 200 rounds"):
+    with pytest.warns(UserWarning, match=r"still rising .* 200"):
         far = sfvi.run(KEY, 200, [{"y": np.full(9, 50.0)}], **quiet)
     assert not far.trusted
     assert "still rising" in far.report()
 
 
+@pytest.mark.slow
 def test_a_good_fit_is_trusted():
     sfvi = nf.SFVI(alone, optim=optax.adam(optax.cosine_decay_schedule(0.1, 400)), start=None)
     fit = sfvi.run(KEY, 400, [{"y": np.array([0.3, 1.2, -0.4])}], **quiet)
@@ -318,7 +329,4 @@ def test_a_good_fit_is_trusted():
     assert fit.certificate is fit.certificate
 
 
-def alone(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 3))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+alone = models.level(3)

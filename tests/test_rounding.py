@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -17,10 +18,7 @@ from numpyro_fed.results.rounding import Rounding
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(7)
 
 
-def level(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1e9))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+level = models.level(1e9)
 
 
 def far(offset, n=60):
@@ -39,6 +37,7 @@ def fitted():
     return nf.fit(KEY, level, cut({"y": far(1e8)}, (20, 40)), progress_bar=False)
 
 
+@pytest.mark.slow
 def test_an_outcome_far_from_zero_is_fitted_right(fitted):
     """In single precision the sd was 0, and trusted."""
     origin, mean, sd = exact(far(1e8))
@@ -74,6 +73,7 @@ def test_a_second_call_compiles_nothing_in_double_precision_either(fitted, compi
     assert compiled == []
 
 
+@pytest.mark.slow
 def test_single_precision_is_not_trusted_with_what_it_cannot_hold():
     """Numbers near 10^5 are 0.008 apart, and the sd is 0.007."""
     silos = cut({"y": far(1e5, 20_000)}, (5_000, 15_000))
@@ -86,6 +86,7 @@ def test_single_precision_is_not_trusted_with_what_it_cannot_hold():
     assert "double precision" in found.report()
 
 
+@pytest.mark.slow
 def test_nuts_does_not_know_what_single_precision_cannot_hold():
     """Sixteen gaps between numbers: the sd comes out some percent off, and was trusted."""
     silos = cut({"y": far(1e5)}, (20, 40))
@@ -163,6 +164,7 @@ def test_casts_that_lose_next_to_nothing_pass(y):
     assert data.arrays["y"].dtype == np.float32
 
 
+@pytest.mark.slow
 def test_times_in_seconds_are_a_covariate_like_any_other():
     """Since 1970, over an hour: the ratio of sds was 0.75."""
     r = np.random.default_rng(1)
@@ -200,6 +202,7 @@ def test_a_precision_that_does_not_exist_is_refused():
         nf.fit(KEY, level, [{"y": far(0.0)}], precision="half")
 
 
+@pytest.mark.slow
 def test_a_density_that_rises_by_rounding_does_not_decide():
     """Far out a difference of large numbers jumps by hundreds of nats."""
 
@@ -219,6 +222,7 @@ def test_a_density_that_rises_by_rounding_does_not_decide():
     assert abs(draws.std() * 60**0.5 - 1) < 0.06
 
 
+@pytest.mark.slow
 def test_a_smooth_mode_far_out_decides():
     """The same place, but with a density that a neighbour of a draw shares."""
 
@@ -235,6 +239,7 @@ def test_a_smooth_mode_far_out_decides():
     assert found.sample_posterior(KEY, 1_000)["mu"].mean() > 2
 
 
+@pytest.mark.slow
 def test_precision_of_gamma_functions_does_not_spoil_a_beta_regression():
     """One draw of a huge phi took all weight in single precision, with a log evidence of 5e11."""
     r = np.random.default_rng(0)

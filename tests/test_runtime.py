@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import mark_slow
+from laid_open import inside, laid_open, times_compiled
 
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
@@ -86,6 +89,7 @@ def rows(tree, n):
 # --- the same numbers ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fit",
     [
@@ -97,10 +101,10 @@ def rows(tree, n):
 def test_host_and_compiled_runtime_agree_on_padded_silos_in_several_buckets(fit):
     silos = mixed_silos()
     one, other = (fit.run(KEY, 8, silos, runtime=r, **quiet) for r in ("simulation", "host"))
-    buckets = one._silos.buckets
+    buckets = inside(one).buckets
     assert [b.silos for b in buckets] == [(0, 2), (1,)]
     assert [list(b.data.masks) for b in buckets] == [["row"], []]
-    assert not any(b.data.masks for b in other._silos.buckets)
+    assert not any(b.data.masks for b in inside(other).buckets)
     np.testing.assert_allclose(one.losses, other.losses, rtol=2e-5)
     close = partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
     jax.tree.map(close, one.params, other.params)
@@ -132,7 +136,9 @@ def test_two_runs_are_one_run_bit_for_bit(first, second, progress_bar, capfd):
     assert int(whole.state.round) == first + second
 
 
-@pytest.mark.parametrize("runtime", ["simulation", "quick", "host"])
+@pytest.mark.parametrize(
+    "runtime", mark_slow(["simulation", "quick", "host"], ["simulation", "quick"])
+)
 def test_two_runs_are_one_run_with_private_parameters_and_padding(runtime):
     silos = mixed_silos()
     whole = MIXED.run(KEY, 9, silos, runtime=runtime, **quiet)
@@ -179,6 +185,7 @@ def varying_at_the_second(r, j, n):
     return (varying if j == 1 else constant)(r, j, n)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the model's log density changes")
 def test_whether_padding_is_harmless_is_asked_of_each_runs_data(tmp_path):
     def run(method, values, **kwargs):
@@ -193,7 +200,7 @@ def test_whether_padding_is_harmless_is_asked_of_each_runs_data(tmp_path):
     np.testing.assert_array_equal(run(method, constant).losses, padded.losses)
     assert len(padded.state.silos) == 1
     padded.save(tmp_path / "fit")
-    with pytest.raises(nf.SavedStateError, match="another model, guide"):
+    with pytest.raises(nf.SavedStateError, match="another model"):
         run(method, varying, init_state=padded.state)
     with pytest.raises(nf.SavedStateError, match="does not fit"):
         method.load(tmp_path / "fit", silos_of(varying, 3, 5, 7))
@@ -201,10 +208,10 @@ def test_whether_padding_is_harmless_is_asked_of_each_runs_data(tmp_path):
 
 def test_whether_minibatches_are_harmless_is_asked_of_each_runs_data():
     method = nf.PVI(summarising, local=nf.local.NaturalGradient(steps=1, batch_size=2), start=None)
-    method._prepare(silos_of(constant, 4, 4), "simulation")
+    laid_open(method, silos_of(constant, 4, 4))
     for values in (varying, varying_at_the_second):
         with pytest.raises(nf.GuideError, match="a minibatch is another model"):
-            method._prepare(silos_of(values, 4, 4), "simulation")
+            laid_open(method, silos_of(values, 4, 4))
 
 
 def test_whether_a_model_is_conjugate_is_asked_of_each_runs_data():
@@ -215,20 +222,16 @@ def test_whether_a_model_is_conjugate_is_asked_of_each_runs_data():
 
     method = nf.PVI(model, start=None)
     found = [
-        method._prepare([{"x": np.full(3, x), "y": np.ones(3)}] * 2, "simulation")[0]
-        for x in (0.0, 1.0, 0.0)
+        laid_open(method, [{"x": np.full(3, x), "y": np.ones(3)}] * 2) for x in (0.0, 1.0, 0.0)
     ]
-    assert [fit.factors.conjugate for fit in found] == [True, False, True]
-    assert found[0] is found[2]
+    assert [opened.factors.conjugate for opened in found] == [True, False, True]
+    assert found[0].fit is found[2].fit
 
 
-def neighbours(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 5))
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(mu + b - b.mean(), 0.5), obs=y)
+neighbours = models.coupled()
 
 
+@pytest.mark.slow
 def test_rows_that_read_each_other_are_refused_where_each_is_weighed():
     """Silos of equal size are never padded, so that padding cannot tell."""
     silos = silos_of(constant, 4, 4)
@@ -274,6 +277,7 @@ def test_whether_rows_read_each_other_is_asked_of_each_runs_data(compiled):
 # --- compiling once --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["simulation", "host"])
 def test_a_second_run_traces_and_compiles_nothing(runtime, compiled, capfd):
     calls = []
@@ -296,15 +300,15 @@ def test_a_second_run_traces_and_compiles_nothing(runtime, compiled, capfd):
     fit.run(KEY, 2, mixed_silos(), runtime=runtime, init_state=first.state, **quiet)
     assert (len(calls), compiled) == (0, [])
     if runtime == "simulation":
-        assert first._fit.runtime.advance._cache_size() == 1
+        assert times_compiled(inside(first).runtime.advance) == 1
 
 
 def test_other_shapes_are_another_program():
     a = ROBUST.run(KEY, 2, robust_silos((2, 3)), **quiet)
     b = ROBUST.run(KEY, 2, robust_silos((4, 3)), **quiet)
     c = ROBUST.run(KEY, 2, robust_silos((2, 3)), **quiet)
-    assert a._fit is c._fit
-    assert a._fit is not b._fit
+    assert inside(a).fit is inside(c).fit
+    assert inside(a).fit is not inside(b).fit
     np.testing.assert_array_equal(a.losses, c.losses)
 
 
@@ -315,9 +319,9 @@ def equations(program):
 
 def test_the_program_does_not_grow_with_the_number_of_silos():
     def size(silos):
-        fit, held = nf.SFVI(mixed, optim=optax.adam(1e-2), start=None)._prepare(silos, "simulation")
-        state = fit.initial_state(held)
-        return equations(traced(fit.runtime.advance, KEY, state, held.batches, 5))
+        opened = laid_open(nf.SFVI(mixed, optim=optax.adam(1e-2), start=None), silos)
+        state = opened.first_state(KEY)
+        return equations(traced(opened.runtime.advance, KEY, state, opened.batches, 5))
 
     two, many = size(mixed_silos()[:1] * 2), size(mixed_silos()[:1] * 200)
     assert two == many

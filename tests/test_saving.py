@@ -13,11 +13,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from laid_open import laid_open
 
 import numpyro_fed as nf
 from numpyro_fed.files import read_npz, write_atomically, write_npz
@@ -36,10 +38,7 @@ def model(x, y=None):
         numpyro.sample("y", dist.Normal(b + offset * x, scale), obs=y)
 
 
-def simple(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 2), obs=y)
+simple = models.level(10, 2)
 
 
 def silos(sizes=(3, 2)):
@@ -75,6 +74,7 @@ def identical(a, b):
 # --- there and back --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_fit_is_read_back_and_continued_bit_for_bit_in_a_fresh_process(fit, path):
     script = f"""
         import sys
@@ -95,6 +95,7 @@ def test_a_fit_is_read_back_and_continued_bit_for_bit_in_a_fresh_process(fit, pa
     np.testing.assert_array_equal(np.concatenate([fit.losses, rest.losses]), whole.losses)
 
 
+@pytest.mark.slow
 def test_a_fit_of_the_host_runtime_is_read_back(tmp_path):
     fit = METHOD.run(KEY, 2, silos(), runtime="host", **quiet)
     fit.save(tmp_path / "fit")
@@ -107,8 +108,7 @@ def test_a_fit_of_the_host_runtime_is_read_back(tmp_path):
 def test_keys_in_the_state_of_an_optimiser_are_read_back(tmp_path):
     noisy = optax.chain(optax.add_noise(0.01, 0.5, key=jax.random.key(3)), optax.sgd(1e-2))
     noisy = method(optim=noisy, guide=nf.guides.MeanField())
-    fit, held = noisy._prepare(silos(), "simulation")
-    first = nf.Result(np.zeros(0), fit.initial_state(held), fit, held)
+    first = laid_open(noisy, silos()).result()
     first.save(tmp_path / "fit")
     again = noisy.load(tmp_path / "fit", silos())
     assert jax.tree.structure(again.state) == jax.tree.structure(first.state)
@@ -165,8 +165,8 @@ Structured = nf.guides.Structured
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": renamed}, r"its sites have 'nu' as None, but here it is \['latent'"),
-        ({"model": supported}, r"'scale'.*[Pp]ositive.*here it is.*[Ii]nterval"),
+        ({"model": renamed}, r"'nu' .*\['latent'"),
+        ({"model": supported}, r"'scale'.*[Pp]ositive.*[Ii]nterval"),
         ({"num_particles": 2}, r"'num_particles' as 1, but here it is 2"),
         (
             {"objective": nf.LocallyEnhanced(draws=3)},
@@ -175,7 +175,7 @@ Structured = nf.guides.Structured
         ({"guide": Structured(globals="diagonal")}, r"'guide' as .*full.*here it is .*diagonal"),
         (
             {"guide": Structured(couple_scale=False)},
-            r"'guide' as .*True, True.*here it is .*True, False",
+            r"'guide' .*True, True.*True, False",
         ),
         (
             {"guide": Structured(globals="low_rank")},
@@ -195,9 +195,9 @@ def test_a_fit_of_other_settings_is_refused_and_says_what_differs(path, settings
     [
         (
             (3, 4),
-            r"sizes are \[{'row': 3}, {'row': 2}\], but here they are \[{'row': 3}, {'row': 4}\]",
+            r"\[{'row': 3}, {'row': 2}\], .*\[{'row': 3}, {'row': 4}\]",
         ),
-        ((2, 3), r"but here they are \[{'row': 2}, {'row': 3}\].*silos it was made with"),
+        ((2, 3), r"\[{'row': 2}, {'row': 3}\].*silos"),
         ((3,), r"but here they are \[{'row': 3}\]"),
     ],
 )
@@ -223,7 +223,7 @@ def rewritten(path, change):
 
 def test_a_fit_of_another_version_is_refused(path):
     rewritten(path, lambda arrays, description: description.update(version=5))
-    with pytest.raises(nf.SavedStateError, match=r"version 5, this package reads version 4"):
+    with pytest.raises(nf.SavedStateError, match=r"version 5, .*version 4"):
         METHOD.load(path, silos())
 
 
@@ -278,10 +278,11 @@ def test_a_pair_of_files_of_an_earlier_release_is_read(fit, path):
     np.savez(f"{path}.npz", **arrays)
     Path(f"{path}.json").write_text(json.dumps({"version": 1, **old}))
     assert nf.load(path).settings["method"] == "SFVI"
-    with pytest.raises(nf.SavedStateError, match="state of format version 1"):
+    with pytest.raises(nf.SavedStateError, match="format version 1"):
         METHOD.load(path, silos())
 
 
+@pytest.mark.slow
 def test_half_precision_states_are_read_back(tmp_path):
     adam = method(optim=optax.adam(1e-2, mu_dtype=jnp.bfloat16))
     fit = adam.run(KEY, 3, silos(), **quiet)
@@ -326,6 +327,7 @@ def test_a_link_stays_one_and_permissions_are_the_usual_ones(tmp_path):
     assert len(modes) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a child is forked")
 def test_after_a_kill_the_last_save_or_the_one_before_is_there(tmp_path):
     script = Path(__file__).parent.parent / "benchmarks" / "kill_during_save.py"
@@ -354,7 +356,7 @@ def wider(x, y=None):
 
 
 def test_another_text_of_the_same_sites_is_refused(path):
-    with pytest.raises(nf.SavedStateError, match="text is another than that of the fit"):
+    with pytest.raises(nf.SavedStateError, match="text is another"):
         method(model=wider).load(path, silos())
 
 
@@ -368,18 +370,19 @@ def test_under_other_versions_a_text_is_known_by_its_source(path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         METHOD.load(path, silos())
-    with pytest.warns(UserWarning, match=r"under jax 0.1 and numpyro 0.1, and here are .*source"):
+    with pytest.warns(UserWarning, match=r"jax 0.1 and numpyro 0.1.*source"):
         method(model=wider).load(path, silos())
 
 
+@pytest.mark.slow
 def test_fingerprints_are_the_same_in_every_process(fit):
     here = fit.made().text()
     script = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from laid_open import laid_open
         from test_saving import method, silos
-        fit, held = method()._prepare(silos(), "simulation")
-        print(fit.made(held.data).text())
+        print(laid_open(method(), silos()).result().made().text())
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
@@ -394,7 +397,7 @@ def test_fingerprints_are_the_same_in_every_process(fit):
 def test_other_data_are_refused_by_silo_and_array(path):
     other = silos()
     other[1]["y"] = other[1]["y"] + 1e-3
-    with pytest.raises(nf.SavedStateError, match=r"^silo 1, 'y': not the data that the fit"):
+    with pytest.raises(nf.SavedStateError, match=r"^silo 1, 'y'"):
         METHOD.load(path, other)
 
 
@@ -405,17 +408,18 @@ def test_rows_in_another_order_are_refused(path):
         METHOD.load(path, other)
 
 
+@pytest.mark.slow
 def test_swapped_silos_are_refused_by_number(tmp_path):
     held = silos((2, 2, 2))
     METHOD.run(KEY, 2, held, **quiet).save(tmp_path / "fit")
-    with pytest.raises(nf.SavedStateError, match=r"^silos 0 and 2 are swapped"):
+    with pytest.raises(nf.SavedStateError, match=r"^silos 0 and 2 .*swapped"):
         METHOD.load(tmp_path / "fit", held[::-1])
-    with pytest.raises(nf.SavedStateError, match="silo 0 holds what silo 2 held, silo 1 holds"):
+    with pytest.raises(nf.SavedStateError, match=r"silo 0 .* silo 2 .*, silo 1 "):
         METHOD.load(tmp_path / "fit", [held[2], held[0], held[1]])
 
 
 def test_swapped_silos_of_unequal_sizes_are_refused_by_number(path):
-    with pytest.raises(nf.SavedStateError, match=r"^silos 0 and 1 are swapped"):
+    with pytest.raises(nf.SavedStateError, match=r"^silos 0 and 1 .*swapped"):
         METHOD.load(path, silos()[::-1])
 
 
@@ -442,7 +446,7 @@ def test_a_state_that_is_not_finite_is_refused_by_its_leaf(path, value):
         arrays[name].ravel()[0] = value
 
     rewritten(path, spoil)
-    with pytest.raises(nf.SavedStateError, match=r"state\..*loc.*: 1 of 2 numbers are NaN"):
+    with pytest.raises(nf.SavedStateError, match=r"state\..*loc.*: 1 of 2 .*NaN"):
         METHOD.load(path, silos())
 
 

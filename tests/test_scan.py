@@ -125,6 +125,7 @@ def test_a_sequence_for_each_row_has_the_density_of_a_loop(double, how, dim):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_joint_model_knows_sequences_of_rows():
     nf.check_decomposition(state_space("inside"), SERIES, num_points=1)
 
@@ -167,6 +168,7 @@ def test_a_sequence_of_globals_may_be_observed_row_by_row_in_the_same_scan():
     np.testing.assert_allclose(fm.constrain_global({}, jnp.asarray(at))["total"], 1.5, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fit",
     [
@@ -187,7 +189,7 @@ def test_sequences_of_rows_can_be_fitted(fit):
     assert result.sample_posterior(KEY, 2, silo=1)["x"].shape == (2, 4, 3)
 
 
-@pytest.mark.parametrize("how", ["inside", "around"])
+@pytest.mark.parametrize("how", [pytest.param("inside", marks=pytest.mark.slow), "around"])
 def test_latents_of_rows_may_stand_in_a_cond(how):
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -250,9 +252,9 @@ def in_a_scope(y):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nested, r"site 'z' has the shape \(2,\) at one step of a scan.*Python loop"),
-        (with_param, "numpyro.param 'theta' stands in the body of a scan.*Put it before"),
-        (in_a_scope, "site 'a/z' depends on randomness.*scan inside a numpyro.handlers.scope"),
+        (nested, r"'z' .*\(2,\) .*Python loop"),
+        (with_param, "'theta' .*Put it before"),
+        (in_a_scope, "'a/z' .*scan inside .*scope"),
     ],
 )
 def test_what_a_scan_cannot_hold_is_refused(model, message):

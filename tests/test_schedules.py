@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from laid_open import times_compiled
 
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.model.data import SiloData
@@ -138,17 +139,17 @@ def test_the_clock_keeps_its_digits():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: in_turn(0), "num_silos must be a positive integer, got 0"),
-        (lambda: in_turn(3, "sorted"), "order='sorted': expected one of 'fixed', 'random'"),
-        (lambda: in_turn(4, [0, 2]), "never visits silo 1, 3, whose data would count"),
+        (lambda: in_turn(0), "num_silos .* 0"),
+        (lambda: in_turn(3, "sorted"), "order='sorted': .*'fixed', 'random'"),
+        (lambda: in_turn(4, [0, 2]), "silo 1, 3"),
         (lambda: in_turn(20, []), r"silo 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, \.\.\. \(20 of them\)"),
-        (lambda: in_turn(2, [0, 1, 2]), "order holds 2, but silos are numbered 0 to 1"),
-        (lambda: in_turn(2, [0.0, 1.0]), "order must be a sequence of silo numbers"),
-        (lambda: at_random(3, 4), "size=4 silos .* there are 3. Take between 1 and 3"),
-        (lambda: at_random(3, 0), "size must be a positive integer, got 0"),
+        (lambda: in_turn(2, [0, 1, 2]), "order holds 2, .* 0 to 1"),
+        (lambda: in_turn(2, [0.0, 1.0]), "order .*silo numbers"),
+        (lambda: at_random(3, 4), "size=4 .* 3. Take between 1 and 3"),
+        (lambda: at_random(3, 0), "size .* 0"),
         (lambda: asynchronous(3, [1.0, 2.0]), r"for each of 3 silos, got shape \(2,\)"),
         (lambda: asynchronous(2, ["a", "b"]), "one positive number"),
-        (lambda: asynchronous(3, [1.0, 0.0, 2.0]), "positive and finite, got 0.0 at silo 1"),
+        (lambda: asynchronous(3, [1.0, 0.0, 2.0]), "got 0.0 at silo 1"),
         (lambda: asynchronous(2, [1.0, np.inf]), "got inf at silo 1"),
         (lambda: asynchronous(2, lambda key, silo: silo / 1.0), "got 0.0 at silo 0"),
         (lambda: asynchronous(2, lambda key, silo: jnp.ones(3)), r"got shape \(2, 3\)"),
@@ -394,7 +395,7 @@ def test_a_round_that_asks_inside_of_a_transformation_is_refused_in_words(make, 
     def run(state, noise, ask):
         return state, Info(how(ask), jnp.array(True))
 
-    with pytest.raises(TypeError, match=r"'toy 0' inside of a transformation.*ask first"):
+    with pytest.raises(TypeError, match=r"'toy 0' .*ask first"):
         one_round(make, run)
 
 
@@ -402,9 +403,9 @@ def test_a_round_that_asks_inside_of_a_transformation_is_refused_in_words(make, 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ([], "ends without asking for 'toy 0'"),
-        (["other"], "asks for 'other' after 0 of its exchanges"),
-        (["toy 0", "toy 0"], "asks for 'toy 0' after 1 of its exchanges"),
+        ([], "without .*'toy 0'"),
+        (["other"], "'other' after 0"),
+        (["toy 0", "toy 0"], "'toy 0' after 1"),
     ],
 )
 def test_a_round_asks_for_each_exchange_once_in_order(make, asked, words):
@@ -427,14 +428,14 @@ def test_a_round_that_catches_its_questions_sends_nothing_else():
             up = 0.0
         return state, Info(jnp.asarray(up), jnp.array(True))
 
-    with pytest.raises(TypeError, match="catches every exception"):
+    with pytest.raises(TypeError, match="exception"):
         one_round(host, run)
 
 
 @pytest.mark.parametrize("names", [(), ("a", "b", "a")])
 def test_exchanges_of_a_round_have_names_of_their_own(names):
     exchanges = tuple(Exchange(name, lambda *args: args) for name in names)
-    with pytest.raises(ValueError, match="each with a name of its own"):
+    with pytest.raises(ValueError, match="name of its own"):
         Round(exchanges, lambda state, noise, ask: (state, None))
 
 
@@ -475,7 +476,7 @@ def test_two_runs_are_one_and_chunks_do_not_matter(name, where):
     identical(parts, whole.log)
     identical(parts.losses, whole.losses)
     if where != "host":
-        assert runtime.advance._cache_size() == 1
+        assert times_compiled(runtime.advance) == 1
 
 
 @pytest.mark.parametrize("exchanges", [1, 2])
@@ -517,7 +518,7 @@ def test_a_run_stops_at_the_step_that_is_not_ok(where):
 @pytest.mark.parametrize("make", [simulation, host])
 def test_a_schedule_must_be_for_as_many_silos_as_there_are(make):
     batches = batches_of(RUNTIMES["host"][1])
-    with pytest.raises(ValueError, match="for 4 silos, but there are 5"):
+    with pytest.raises(ValueError, match=r"4 silos, .* 5"):
         make(toy(), in_turn(4)).init(KEY, batches)
     wrong = Schedule(2, 1, lambda key: (), lambda k, r, c, d: (jnp.zeros(2, int), c), SILOS)
     runtime = make(toy(), wrong)

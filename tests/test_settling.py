@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
 
@@ -54,11 +53,7 @@ def test_a_rising_bound_is_no_rest():
 
 
 def test_a_run_with_small_steps_does_not_end_on_its_way():
-    def model(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 100.0))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
+    model = models.level(100)
     silos = [{"y": np.full(30, 10.0)}, {"y": np.full(40, 10.0)}]
     slow = nf.SFVI(model, optim=optax.adam(1e-3), start=None)
     result = slow.run(KEY, 20_000, silos, stop="converged", **QUIET)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -39,10 +40,7 @@ Y = np.random.default_rng(3).normal(1.0, 1.5, 9)
 # --- conjugate models: the exact posterior -------------------------------------------------------
 
 
-def mean_of_normals(y):
-    mu = numpyro.sample("mu", dist.Normal(0.5, 2.0))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1.5), obs=y)
+mean_of_normals = models.level(2.0, 1.5, 0.5)
 
 
 @pytest.mark.parametrize("num_particles", [1, 3])
@@ -60,10 +58,7 @@ def test_a_mean_with_known_variance_reaches_its_posterior(sizes, num_particles):
     np.testing.assert_allclose(-result.losses[-10:], evidence, atol=1e-3)
 
 
-def two_coefficients(x, y):
-    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, 0.8), obs=y)
+two_coefficients = models.linear(1, 0.8)
 
 
 def test_correlated_globals_reach_their_posterior():
@@ -110,15 +105,9 @@ def test_a_hierarchy_of_normals_reaches_its_joint_posterior(objective):
         np.testing.assert_allclose(jnp.exp(eta["log_scale"]).ravel(), width, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_an_outer_plate_above_rows_reaches_its_joint_posterior():
-    def model(ward, size, y):
-        mu = numpyro.sample("mu", dist.Normal(0, 2.0))
-        with nf.silo_plate("ward", size.shape[0]):
-            u = numpyro.sample("u", dist.Normal(mu, TAU))
-        with nf.silo_plate("row", y.shape[0]):
-            b = numpyro.sample("b", dist.Normal(u[ward], 0.5))
-            numpyro.sample("y", dist.Normal(b, SIGMA), obs=y)
-
+    model = models.wards(TAU, 0.5, SIGMA)
     groups = [(2, 1), (3,)]
     r = np.random.default_rng(2)
     silos = [

@@ -1,14 +1,17 @@
 """SFVI-Avg: where it is SFVI, where it is exact, and what it refuses."""
 
 from dataclasses import replace
+from itertools import product
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from cases import mark_slow
 from problems import cut, glmm, glmm_silos
 
 import numpyro_fed as nf
@@ -21,10 +24,7 @@ from numpyro_fed.runtime.step import part
 KEY = jax.random.key(0)
 
 
-def regression(x, y=None):
-    beta = numpyro.sample("beta", dist.Normal(0, 2).expand([x.shape[-1]]).to_event(1))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ beta, 0.5), obs=y)
+regression = models.linear(2, 0.5)
 
 
 def rows(sizes, seed=0, dim=2):
@@ -63,6 +63,7 @@ def moments_of(built, eta):
 # --- one local step at one silo ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [None, "mode"])
 def test_one_step_at_one_silo_is_sfvi(start):
     """Iterate by iterate, given the same noise."""
@@ -107,6 +108,7 @@ def test_one_step_at_one_silo_is_sfvi(start):
 # --- where it is exact ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["rows", "even"])
 @pytest.mark.parametrize("aggregate", ["reverse_kl", "product"])
 def test_products_are_exact_for_conjugate_models(aggregate, weights):
@@ -125,18 +127,16 @@ def test_products_are_exact_for_conjugate_models(aggregate, weights):
     np.testing.assert_allclose(found[1] / np.outer(sd, sd), cov / np.outer(sd, sd), atol=0.02)
 
 
-@pytest.mark.parametrize("aggregate", ["wasserstein", "reverse_kl"])
+@pytest.mark.parametrize(
+    "aggregate", [pytest.param("wasserstein", marks=pytest.mark.slow), "reverse_kl"]
+)
 def test_silos_that_are_unlike_come_to_the_posterior_of_all_by_default(aggregate):
     """Means 3 apart, where that of all rows has a standard deviation of 0.14: what a silo comes to
     is further away than small steps lead, and the average of ways cut short is no average. That of
     precisions also needs widths that are right after a long way.
     """
 
-    def model(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 1_000))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-
+    model = models.level(1_000)
     y = np.random.default_rng(0).normal(size=50) + np.repeat([0, 3], [20, 30])
     method = nf.SFVIAvg(model, aggregate=aggregate)
     result = method.run(KEY, 10, cut({"y": y}, (20, 30)), progress_bar=False)
@@ -146,8 +146,13 @@ def test_silos_that_are_unlike_come_to_the_posterior_of_all_by_default(aggregate
     assert abs(float(mu.std()) / sd - 1) < 0.05
 
 
-@pytest.mark.parametrize("globals", ["full", "diagonal"])
-@pytest.mark.parametrize("aggregate", ["wasserstein", "forward_kl", "reverse_kl", "average"])
+@pytest.mark.parametrize(
+    ("aggregate", "globals"),
+    mark_slow(
+        product(["wasserstein", "forward_kl", "reverse_kl", "average"], ["full", "diagonal"]),
+        [("wasserstein", "full")],
+    ),
+)
 def test_all_averages_agree_where_silos_are_alike(aggregate, globals):
     silos = rows((15,)) * 3
     optim = optax.adam(optax.exponential_decay(0.05, 2_000, 1e-3))
@@ -165,8 +170,13 @@ def test_all_averages_agree_where_silos_are_alike(aggregate, globals):
     np.testing.assert_allclose(found[1] / scale, expected / scale, atol=spread)
 
 
-@pytest.mark.parametrize("globals", ["full", "diagonal"])
-@pytest.mark.parametrize("aggregate", ["wasserstein", "reverse_kl", "forward_kl", "average"])
+@pytest.mark.parametrize(
+    ("aggregate", "globals"),
+    mark_slow(
+        product(["wasserstein", "reverse_kl", "forward_kl", "average"], ["full", "diagonal"]),
+        [("wasserstein", "full"), ("wasserstein", "diagonal"), ("reverse_kl", "full")],
+    ),
+)
 def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
     """The algorithm's messages come to what ``barycenters`` says."""
     sizes, silos = np.array([20.0, 6.0, 11.0]), rows((20, 6, 11), dim=3)
@@ -210,6 +220,7 @@ def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
 # --- runs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [None, "mode"])
 def test_runtimes_agree_and_runs_go_on(start):
     silos = glmm_silos((5, 3, 4))
@@ -222,6 +233,7 @@ def test_runtimes_agree_and_runs_go_on(start):
     np.testing.assert_allclose(host.losses, whole.losses, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_weight_of_all_silos_is_their_rows():
     result = nf.SFVIAvg(glmm, local_steps=1).run(KEY, 1, glmm_silos((5, 3, 4)), progress_bar=False)
     assert float(result.state.server.rows) == 12
@@ -229,6 +241,7 @@ def test_the_weight_of_all_silos_is_their_rows():
     assert float(even.run(KEY, 1, glmm_silos((5, 3)), progress_bar=False).state.server.rows) == 2
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     """Silos of one size and of several: the padded rows have no weight."""
     silos = glmm_silos((5, 4))
@@ -252,7 +265,7 @@ def test_private_parameters_are_refused():
             shift = numpyro.param("shift", 0.0)
             numpyro.sample("y", dist.Normal(mu + shift, 1), obs=y)
 
-    with pytest.raises(ModelError, match="'shift' is each silo's own"):
+    with pytest.raises(ModelError, match="'shift' "):
         run(model, [dict(y=np.ones(3)), dict(y=np.ones(2))])
 
 
@@ -264,10 +277,11 @@ def test_silos_with_other_likelihoods_are_refused():
             numpyro.sample("y", noise, obs=y)
 
     silos = [dict(y=np.ones(3), robust=False), dict(y=np.ones(2), robust=True)]
-    with pytest.raises(ModelError, match="'robust' is True at silo 1"):
+    with pytest.raises(ModelError, match=r"'robust' .*silo 1"):
         run(model, silos)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_no_numbers_of_rows_are_refused():
     def model(y, n, family=0):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -276,7 +290,7 @@ def test_numbers_that_are_no_numbers_of_rows_are_refused():
             numpyro.sample("y", noise, obs=y)
 
     run(model, [dict(y=np.ones(n), n=n) for n in (30, 9)])
-    with pytest.raises(ModelError, match="'family' is 1 at silo 1 and 0 at silo 0"):
+    with pytest.raises(ModelError, match=r"'family' .* 1 at silo 1 .* 0 at silo 0"):
         run(model, [dict(y=np.ones(30), n=30, family=j) for j in (0, 1)])
 
 
@@ -284,7 +298,7 @@ def test_numbers_that_are_no_numbers_of_rows_are_refused():
     "schedule", ["sequential", nf.schedules.Random(1), nf.schedules.Given([[0], [1]])]
 )
 def test_an_average_of_one_silo_is_refused(schedule):
-    with pytest.raises(ValueError, match="an average of one silo"):
+    with pytest.raises(ValueError, match="one silo"):
         nf.SFVIAvg(glmm, schedule=schedule)
 
 
@@ -294,10 +308,11 @@ def test_families_without_a_barycenter_are_refused(kind):
         run(regression, rows((4, 5)), guide=nf.guides.Structured(globals=kind))
 
 
+@pytest.mark.slow
 def test_a_low_rank_becomes_a_full_one_up_to_a_size():
     result = run(regression, rows((4, 5)), guide=nf.guides.Structured(globals="low_rank"))
     assert "below" in result.params["guide"]
-    with pytest.raises(GuideError, match="'low_rank' with 301 globals"):
+    with pytest.raises(GuideError, match=r"'low_rank' .* 301"):
         run(
             regression,
             rows((4, 5), dim=301),

@@ -43,6 +43,7 @@ def trained():
     )
 
 
+@pytest.mark.slow
 def test_the_bound_is_that_of_the_written_model(double):
     """Equation 8 by NumPyro's own densities, at the same noise."""
     blocks, gamma = Blocks.read(UNEVEN, 6, "theta"), 0.3
@@ -67,6 +68,7 @@ def test_the_bound_is_that_of_the_written_model(double):
     np.testing.assert_allclose(found, -expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_what_a_site_depends_on_is_read_off_the_text():
     assert hyperparameters(gp, "theta", {}) == ("scale",)
     source = Source.of(gp, "theta", {}, {"scale": (0.2, 0.5)})
@@ -95,6 +97,7 @@ def test_cars_are_drawn_by_their_eigenvectors():
     assert (abs(draws.mean(0) - 1) < 4.5 * np.sqrt(np.diag(cov) / n)).all()
 
 
+@pytest.mark.slow
 def test_draws_are_like_those_of_the_prior(trained):
     """Units and means of the site are its own: 2 and a standard deviation of 2 here."""
     report = trained.check(KEY, [dict(scale=0.3), dict(scale=0.5)])
@@ -111,6 +114,7 @@ def test_draws_are_like_those_of_the_prior(trained):
     assert trained.times["drawing"] > 0
 
 
+@pytest.mark.slow
 def test_training_comes_near_the_evidence(trained):
     """The bound cannot exceed the true prior's own density of noisy entries, and comes near it."""
     found = []
@@ -131,6 +135,7 @@ def test_training_comes_near_the_evidence(trained):
     assert -3 * se < gap < 0.5
 
 
+@pytest.mark.slow
 def test_silos_see_nothing_of_each_other(trained):
     federated = nf.handlers.substitute_prior(gp, {"theta": trained})
     area = np.arange(6)
@@ -145,6 +150,7 @@ def test_silos_see_nothing_of_each_other(trained):
         assert abs(slopes[i, :, i]).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deterministic", "auxiliary"])
 def test_a_run_on_the_substituted_model(trained, kind):
     prior = getattr(trained, kind)
@@ -158,6 +164,7 @@ def test_a_run_on_the_substituted_model(trained, kind):
     assert ("theta/values" in draws) == (kind == "auxiliary")
 
 
+@pytest.mark.slow
 def test_rounds_on_the_substituted_model_reach_what_nuts_makes_of_it(trained):
     """Up to what a Gaussian for six globals and Monte Carlo (0.03 sd) leave."""
     federated = nf.handlers.substitute_prior(gp, {"theta": trained.auxiliary})
@@ -172,6 +179,7 @@ def test_rounds_on_the_substituted_model_reach_what_nuts_makes_of_it(trained):
         assert 0.75 < np.min(site["sd_ratio"]) <= np.max(site["sd_ratio"]) < 1.15, name
 
 
+@pytest.mark.slow
 def test_hyperparameters_beyond_the_training_do_not_reach_the_networks(trained):
     low, high = (float(np.exp(trained.scales.quantiles[i, 0])) for i in (0, -1))
     places = [
@@ -183,10 +191,11 @@ def test_hyperparameters_beyond_the_training_do_not_reach_the_networks(trained):
     np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5)
     np.testing.assert_allclose(ends[2], ends[3], rtol=1e-5)
     np.testing.assert_allclose(ends[3] - ends[0], 2 * 3**0.5, rtol=1e-5)
-    with pytest.warns(UserWarning, match=r"'scale' is outside of the range 0.35 to 0.4 in \d+ %"):
+    with pytest.warns(UserWarning, match=r"'scale' .* 0.35 to 0.4 in \d+ %"):
         nf.SigmaPrior.fit(KEY, gp, "theta", BLOCKS, ranges={"scale": (0.35, 0.4)}, **QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", [1e-3, 1e4])
 def test_a_hyperparameter_that_is_a_scale_in_any_unit(unit):
     """The field's size is learnt apart from its shape; tau follows it."""
@@ -203,6 +212,7 @@ def test_a_hyperparameter_that_is_a_scale_in_any_unit(unit):
             assert 0.8 < row.variance < 1.25, row
 
 
+@pytest.mark.slow
 def test_a_prior_that_is_not_that_of_the_text_is_refused(trained, tmp_path):
     def other(spread=None, **kwargs):
         def model(area=None, y=None, width=1.0):
@@ -227,15 +237,15 @@ def test_a_prior_that_is_not_that_of_the_text_is_refused(trained, tmp_path):
         return nf.SFVI(federated, start=None).run(KEY, 1, silos, progress_bar=False)
 
     run(other(1.0))
-    with pytest.raises(nf.ModelError, match="silo 0: 'theta' has another distribution"):
+    with pytest.raises(nf.ModelError, match="silo 0: 'theta' "):
         run(other(50.0))
-    with pytest.raises(nf.ModelError, match="silo 1: 'theta' has another distribution"):
+    with pytest.raises(nf.ModelError, match="silo 1: 'theta' "):
         run(other(), width=(np.array(1.0), np.array(3.0)))
     trained.save(tmp_path / "prior_sd1.0")
     assert (tmp_path / "prior_sd1.0.npz").exists()
     loaded = nf.SigmaPrior.load(tmp_path / "prior_sd1.0", gp, "theta", UNEVEN)
     np.testing.assert_array_equal(loaded.tau, trained.tau)
-    with pytest.raises(nf.SavedStateError, match="for another prior of 'theta'"):
+    with pytest.raises(nf.SavedStateError, match="another prior of 'theta'"):
         nf.SigmaPrior.load(tmp_path / "prior_sd1.0", other(50.0), "theta", UNEVEN)
 
 
@@ -250,14 +260,15 @@ def test_what_cannot_be_learnt_is_refused_before_the_training():
         width = numpyro.param("width", 0.3)
         numpyro.sample("theta", dist.MultivariateNormal(0.0, width * jnp.eye(6)))
 
-    with pytest.raises(nf.ModelError, match="depends on the parameter 'width'"):
+    with pytest.raises(nf.ModelError, match="parameter 'width'"):
         nf.SigmaPrior.fit(KEY, parametrised, "theta", UNEVEN, **QUICK)
-    with pytest.raises(nf.DataError, match=r"range of 'scale', -1 to 1, leaves its support"):
+    with pytest.raises(nf.DataError, match=r"'scale', -1 to 1, .*support"):
         nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, ranges={"scale": (-1, 1)}, **QUICK)
     with pytest.raises(ValueError, match="clip"):
         nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, clip=(0.0, 1.0), **QUICK)
 
 
+@pytest.mark.slow
 def test_a_decoder_alone_learns_what_a_prior_makes_of_normals():
     """The linear map that it begins at is exact where there is nothing that it depends on."""
     cov = np.exp(-((PLACES[:, None] - PLACES) ** 2)) + 0.1 * np.eye(6)
@@ -278,14 +289,15 @@ def test_a_decoder_alone_learns_what_a_prior_makes_of_normals():
     def skewed():
         numpyro.sample("theta", dist.Gumbel(0, 1).expand([6]).to_event(1))
 
-    with pytest.raises(nf.ModelError, match="no Gaussian whose draws are known"):
+    with pytest.raises(nf.ModelError, match="no Gaussian"):
         nf.SigmaPrior.fit(KEY, skewed, "theta", UNEVEN, **settings)
     with pytest.raises(ValueError, match="z_global=3 with decoder_only"):
         nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, z_global=3, **settings)
 
 
+@pytest.mark.slow
 def test_hyperparameters_beyond_the_training_are_warned_of(trained, tmp_path):
-    with pytest.warns(UserWarning, match="scale=5.0 is outside of what the prior of 'theta'"):
+    with pytest.warns(UserWarning, match=r"scale=5.0 .*'theta'"):
         trained.sample(KEY, 2, dict(scale=5.0))
     ranged = nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, ranges={"scale": (0.01, 20.0)}, **QUICK)
     ranged.save(tmp_path / "prior")
@@ -295,10 +307,11 @@ def test_hyperparameters_beyond_the_training_are_warned_of(trained, tmp_path):
         cov = jnp.exp(-((PLACES[:, None] - PLACES) ** 2) / (2 * scale**2)) + 1e-3 * jnp.eye(6)
         numpyro.sample("theta", dist.MultivariateNormal(2.0, 4 * cov))
 
-    with pytest.warns(UserWarning, match=r"was trained for scale from 0.\d+ to 20, and \d\d % of"):
+    with pytest.warns(UserWarning, match=r"scale from 0.\d+ to 20, .*\d\d %"):
         nf.SigmaPrior.load(tmp_path / "prior", wide, "theta", UNEVEN)
 
 
+@pytest.mark.slow
 def test_the_networks_of_the_paper_can_be_had(tmp_path):
     plain = nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, principal_components=False, **QUICK)
     assert plain.networks.components is None
@@ -313,7 +326,7 @@ def test_saved_and_loaded_without_pickle(trained, tmp_path):
     np.testing.assert_array_equal(again.sample(KEY, 5), trained.sample(KEY, 5))
     np.testing.assert_array_equal(again.losses, trained.losses)
     assert again.settings == trained.settings
-    with pytest.raises(nf.SavedStateError, match="trained for other blocks of 'theta'"):
+    with pytest.raises(nf.SavedStateError, match="other blocks of 'theta'"):
         nf.SigmaPrior.load(tmp_path / "prior", gp, "theta", BLOCKS)
     with pytest.raises(nf.SavedStateError, match="there is no file"):
         nf.SigmaPrior.load(tmp_path / "another", gp, "theta", UNEVEN)
@@ -321,7 +334,7 @@ def test_saved_and_loaded_without_pickle(trained, tmp_path):
     def fixed():
         numpyro.sample("theta", dist.MultivariateNormal(0.0, jnp.eye(6)))
 
-    with pytest.raises(nf.SavedStateError, match=r"hyperparameters \['scale'\], not \[\]"):
+    with pytest.raises(nf.SavedStateError, match=r"\['scale'\], not \[\]"):
         nf.SigmaPrior.load(tmp_path / "prior", fixed, "theta", UNEVEN)
 
 
@@ -329,9 +342,9 @@ def test_bad_input_is_found_before_the_training():
     def fit(model=gp, site="theta", blocks=BLOCKS, **settings):
         return nf.SigmaPrior.fit(KEY, model, site, blocks, **{**QUICK, **settings})
 
-    with pytest.raises(nf.ModelError, match="ranges has 'sigma', but 'theta' depends on scale"):
+    with pytest.raises(nf.ModelError, match=r"'sigma', .*'theta' .*scale"):
         fit(ranges={"sigma": (0, 1)})
-    with pytest.raises(nf.DataError, match=r"the range of .scale. is 1 to 0\.5"):
+    with pytest.raises(nf.DataError, match=r".scale. .* 1 to 0\.5"):
         fit(ranges={"scale": (1, 0.5)})
     with pytest.raises(nf.DataError, match="in no block"):
         fit(blocks=[[0]])
@@ -344,7 +357,7 @@ def test_bad_input_is_found_before_the_training():
         k = numpyro.sample("k", dist.Bernoulli(0.5))
         numpyro.sample("theta", dist.MultivariateNormal(k * 1.0, jnp.eye(6)))
 
-    with pytest.raises(nf.ModelError, match="depends on the discrete latent 'k'"):
+    with pytest.raises(nf.ModelError, match="discrete latent 'k'"):
         fit(model=below)
 
     def singular():
@@ -353,12 +366,12 @@ def test_bad_input_is_found_before_the_training():
             "theta", dist.MultivariateNormal(0.0, size * (jnp.ones((6, 6)) - jnp.eye(6)))
         )
 
-    with pytest.raises(nf.DataError, match=r"draws of .theta. .* are NaN or infinite"):
+    with pytest.raises(nf.DataError, match=r".theta. .*NaN"):
         fit(model=singular)
 
 
 def test_a_training_that_diverges_says_so():
-    with pytest.raises(nf.NonFiniteError, match=r"the training diverged: .* in step"):
+    with pytest.raises(nf.NonFiniteError, match=r"diverged: .* step"):
         nf.SigmaPrior.fit(KEY, gp, "theta", BLOCKS, **{**QUICK, "optim": optax.sgd(1e12)})
 
 
@@ -381,6 +394,7 @@ def test_the_energy_distance_tells_samples_apart():
     np.testing.assert_allclose(energy_test(KEY, a, b)[0], 2 * gaps[0] - gaps[1] - gaps[2])
 
 
+@pytest.mark.slow
 def test_a_flat_prior_is_no_range_to_train_for():
     def model():
         scale = numpyro.sample("scale", dist.ImproperUniform(dist.constraints.positive, (), ()))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -30,6 +31,7 @@ def evidence(rows):
     return -0.5 * (len(y) * np.log(2 * np.pi) + log_det + left / 4)
 
 
+@pytest.mark.slow
 def test_sfvi_begins_at_the_posterior_where_that_is_gaussian(double):
     """Every draw then has the same weight: the bound is the log evidence, up to the 1e-4 nats that
     another step of the search would gain.
@@ -46,6 +48,7 @@ def nested(y):
         numpyro.sample("y", dist.Normal(b.sum(-1), 30), obs=y)
 
 
+@pytest.mark.slow
 def test_local_guides_begin_at_the_conditional_posterior(double):
     y = np.random.default_rng(2).normal(1000, 60, 9)
     exact = stats.multivariate_normal(
@@ -68,6 +71,7 @@ def hospitals(hospital, n_hospitals, y):
         numpyro.sample("y", dist.Normal(b, 2), obs=y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locals_", ["auto", "diagonal"])
 def test_outer_plates_begin_at_theirs(locals_, double):
     """Patients depend on their hospital; without couplings among hospitals nothing is lost."""
@@ -83,11 +87,7 @@ def test_outer_plates_begin_at_theirs(locals_, double):
     np.testing.assert_allclose(-result.losses, exact, rtol=0, atol=NATS)
 
 
-def logistic(x, y):
-    real = dist.constraints.real_vector
-    beta = numpyro.sample("beta", dist.ImproperUniform(real, (), (x.shape[1],)))
-    with nf.silo_plate("row", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+logistic = models.flat_logistic
 
 
 def logistic_rows(n=120):
@@ -96,6 +96,7 @@ def logistic_rows(n=120):
     return {"x": x, "y": (r.uniform(size=n) < 1 / (1 + np.exp(-x @ [0.3, 1.0]))) * 1.0}
 
 
+@pytest.mark.slow
 def test_the_factors_add_up_to_the_posterior_from_the_start(double):
     local = nf.local.Optax(steps=5, tolerance=np.inf)
     pvi = nf.PVI(logistic, schedule="synchronous", local=local)
@@ -109,6 +110,7 @@ def exact_flat(x, y):
         numpyro.sample("y", dist.Normal(x @ beta, 2.0), obs=y)
 
 
+@pytest.mark.slow
 def test_pvi_with_a_flat_prior_is_least_squares(double):
     rows = raw_rows()
     result = nf.PVI(exact_flat).run(KEY, 1, cut(rows, (1, 39, 20)), **QUIET)
@@ -121,10 +123,11 @@ def test_pvi_with_a_flat_prior_is_least_squares(double):
 def test_an_improper_posterior_is_refused_and_its_direction_named(method, double):
     rows = logistic_rows()
     rows["y"] = (rows["x"][:, 1] > 0) * 1.0
-    with pytest.raises(nf.ModelError, match=r"improper: it does not fall along .*beta\[1\]"):
+    with pytest.raises(nf.ModelError, match=r"improper: .*beta\[1\]"):
         method(logistic).run(KEY, 3, cut(rows, (60, 60)), **QUIET)
 
 
+@pytest.mark.slow
 def test_any_partition_begins_and_goes_on_alike(double):
     rows = logistic_rows()
     sfvi = nf.SFVI(logistic, num_particles=2)
@@ -142,6 +145,7 @@ def predictor(method, rounds, rows):
     return eta.mean(1), eta.std(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "rounds"), [(SFVI_, 1_000), (PVI_, 3)], ids=["sfvi", "pvi"])
 @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -157,6 +161,7 @@ def test_units_of_the_covariates_do_not_matter(method, rounds, data):
     assert (np.abs(width / sd - 1) < 0.05).all()
 
 
+@pytest.mark.slow
 def test_a_run_ends_where_it_has_settled_or_when_it_is_told():
     silos = cut(logistic_rows(), (60, 60))
     sfvi = nf.SFVI(logistic)
@@ -178,20 +183,25 @@ def test_a_run_ends_where_it_has_settled_or_when_it_is_told():
     assert len(pvi.losses) < 10
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_keeps_the_state():
     silos, sfvi = cut(logistic_rows(), (60, 60)), nf.SFVI(logistic)
 
     def fails(result):
         raise RuntimeError("no space left")
 
-    with pytest.raises(nf.CallbackError, match="RuntimeError after round 10: no space") as caught:
+    with pytest.raises(nf.CallbackError, match=r"RuntimeError .*round 10: no space") as caught:
         sfvi.run(KEY, 30, silos, callback=fails, every=10, **QUIET)
     rest = sfvi.run(KEY, 20, silos, init_state=caught.value.result.state, **QUIET)
     whole = sfvi.run(KEY, 30, silos, **QUIET)
     np.testing.assert_array_equal(rest.losses, whole.losses[10:])
 
 
-@pytest.mark.parametrize("method", [nf.SFVI(logistic), nf.PVI(logistic)], ids=["sfvi", "pvi"])
+@pytest.mark.parametrize(
+    "method",
+    [nf.SFVI(logistic), pytest.param(nf.PVI(logistic), marks=pytest.mark.slow)],
+    ids=["sfvi", "pvi"],
+)
 def test_a_second_run_of_the_same_shapes_compiles_nothing(method, compiled):
     silos = cut(logistic_rows(), (60, 60))
     method.run(KEY, 3, silos, **QUIET)
@@ -255,6 +265,7 @@ def test_natural_parameters_around_a_place(family, double):
     np.testing.assert_allclose(-jax.hessian(f)(z), curvature, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_rows_under_a_joint_guide_begin_where_independent_ones_do():
     """Given the globals they are independent: nothing below the diagonal of their covariance."""
 
@@ -273,6 +284,7 @@ def test_rows_under_a_joint_guide_begin_where_independent_ones_do():
     np.testing.assert_allclose(first_loss("joint"), first_loss("full"), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_of_visits_that_count_for_nothing_does_not_end_as_converged():
     def model(y):
         mu = numpyro.sample("mu", dist.Normal(0, 10.0))
@@ -287,6 +299,7 @@ def test_a_run_of_visits_that_count_for_nothing_does_not_end_as_converged():
         broken.run(KEY, 3, silos, stop="converged", **QUIET)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_many_globals_begin_near_the_mode_in_their_own_units(double):
     """The bound is as good at once as mean-field can be, up to some nats of the search."""
@@ -328,12 +341,9 @@ def assert_at(result, mean, sd):
     assert 0.9 < draws.std() / sd < 1.1
 
 
+@pytest.mark.slow
 def test_a_likelihood_with_a_kink_has_no_curvature_to_start_from():
-    def model(y):
-        mu = numpyro.sample("mu", dist.Normal(0, 10.0))
-        with nf.silo_plate("row", y.shape[0]):
-            numpyro.factor("y", -jnp.abs(y - mu) / 3)
-
+    model = models.kinked()
     y = np.random.default_rng(0).laplace(4.0, 3.0, 20)
     with pytest.warns(UserWarning, match="kink"):
         result = nf.PVI(model).run(KEY, 3, cut({"y": y}, (12, 8)), **QUIET)
@@ -341,10 +351,7 @@ def test_a_likelihood_with_a_kink_has_no_curvature_to_start_from():
     assert_at(result, *median(y, 10.0))
 
 
-def kinked(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10.0))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.factor("y", -jnp.abs(y - mu) / 3)
+kinked = models.kinked()
 
 
 def kinked_silos():
@@ -389,6 +396,7 @@ def test_nodes_begin_as_one_process_does_where_there_is_no_mode(method):
     np.testing.assert_allclose(*evidence, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [nf.PVI, nf.SFVI], ids=["PVI", "SFVI"])
 def test_a_laplace_likelihood_far_from_zero_is_started_without_its_kink(method):
     def model(y):
@@ -405,6 +413,7 @@ def test_a_laplace_likelihood_far_from_zero_is_started_without_its_kink(method):
     assert_at(result, mean, sd)
 
 
+@pytest.mark.slow
 def test_many_effects_under_a_scale_have_no_mode_to_start_from():
     def model(g, y):
         tau = numpyro.sample("tau", dist.HalfNormal(5.0))
@@ -414,7 +423,7 @@ def test_many_effects_under_a_scale_have_no_mode_to_start_from():
 
     g = np.arange(620) % 310
     silos = cut({"g": g, "y": np.random.default_rng(0).normal(size=620)}, (310, 310))
-    with pytest.warns(UserWarning, match="effects are not integrated out"):
+    with pytest.warns(UserWarning, match="not integrated"):
         assert nf.SFVI(model).run(KEY, 2, silos, **QUIET).start is None
-    with pytest.raises(nf.ModelError, match="effects are not integrated out"):
+    with pytest.raises(nf.ModelError, match="not integrated"):
         nf.find_mode(KEY, model, silos)

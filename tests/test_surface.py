@@ -5,9 +5,8 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
+import models
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import pytest
 from test_compare import corrected_of, nuts_of
 
@@ -82,10 +81,7 @@ def test_text_stays_text():
     assert Cells(table(["<b>"], [["&"], [""]])).rows == [["<b>"], ["&"], [""]]
 
 
-def normal(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 10))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+normal = models.level()
 
 
 def results():

@@ -43,6 +43,7 @@ def child(before="", **variables):
     return done.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="threads are counted by /proc")
 @pytest.mark.skipif(not FEW, reason="a machine of one core has a pool that cannot stop")
 def test_few_cores_have_a_large_pool():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from laid_open import laid_open
 from problems import cut
 from pvi_problems import KEY, logistic, logistic_rows
 
@@ -33,13 +34,15 @@ def run(transform, schedule, make, rounds=2):
     pvi = nf.PVI(
         logistic, schedule=schedule, local=nf.local.LBFGS(steps=20, num_particles=16), start=None
     )
-    fit, held = pvi._prepare(cut(logistic_rows(), (8, 10, 6)), make.__name__)
-    algorithm = fit.algorithm if transform is None else transformed(fit.algorithm, transform)
-    runtime = make(algorithm, fit.built.schedule)
-    state = runtime.init(KEY, held.batches)
-    after, _, ended = runtime.advance(KEY, state, held.batches, rounds)
+    opened = laid_open(pvi, cut(logistic_rows(), (8, 10, 6)), make.__name__)
+    algorithm = opened.algorithm
+    if transform is not None:
+        algorithm = transformed(algorithm, transform)
+    runtime = make(algorithm, opened.built.schedule)
+    state = runtime.init(KEY, opened.batches)
+    after, _, ended = runtime.advance(KEY, state, opened.batches, rounds)
     assert bool(ended.ok)
-    return after, held
+    return after, opened
 
 
 def factors_sum(state, held):
@@ -59,6 +62,7 @@ def plainly(schedule, make):
     return run(None, schedule, make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "make"),
     [

@@ -1,0 +1,221 @@
+"""The package laid open: the one place of the tests that knows its private names.
+
+``laid_open`` and ``laid_open_columns`` show what a method makes of data, ``inside`` what a result
+was made by. The rest gives single things a name without an underscore.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.importance.proposals import _root as root
+from numpyro_fed.divergences import _squared_arsinh_of_root as squared_arsinh_of_root
+from numpyro_fed.methods.pvi import _for_the_prior as for_the_prior
+from numpyro_fed.methods.vertical import begin
+from numpyro_fed.reference.nuts import _joint_density as joint_density
+from numpyro_fed.reference.nuts import _parameters as parameters
+from numpyro_fed.results.importance import _inner_draws as inner_draws
+from numpyro_fed.results.run import Silos
+from numpyro_fed.results.vertical import VerticalResult
+from numpyro_fed.runtime import drive
+
+__all__ = [
+    "LaidOpen",
+    "at_checks",
+    "built_at",
+    "for_the_prior",
+    "globals_drawn",
+    "inner_draws",
+    "inside",
+    "joint_density",
+    "kept_fits",
+    "laid_open",
+    "laid_open_columns",
+    "parameters",
+    "put_in_place",
+    "questions",
+    "root",
+    "secret_of",
+    "squared_arsinh_of_root",
+    "times_compiled",
+    "with_moments",
+]
+
+
+@dataclass(frozen=True)
+class LaidOpen:
+    """A method that was built, and the data that it was built for.
+
+    Attributes
+    ----------
+    fit : Fit or VerticalFit
+        The compiled functions; the same object for runs of the same shapes.
+    held : Silos
+        What silos or clients hold: ``data`` as read, ``buckets``, and ``batches`` on the device.
+    """
+
+    fit: Any
+    held: Silos
+
+    @property
+    def built(self) -> Any:
+        """All that the method makes of a text: pure functions."""
+        return self.fit.built
+
+    @property
+    def algorithm(self) -> Any:
+        """The algorithm of a run."""
+        return self.fit.built.algorithm
+
+    @property
+    def round(self) -> Any:
+        """One round of it."""
+        return self.algorithm.round
+
+    @property
+    def model(self) -> Any:
+        """The text, split."""
+        return self.fit.built.model
+
+    @property
+    def guide(self) -> Any:
+        """The guide of globals and locals."""
+        return self.fit.built.guide
+
+    @property
+    def factors(self) -> Any:
+        """What a fit by factors knows besides; None of others."""
+        return self.fit.built.factors
+
+    @property
+    def vertical(self) -> Any:
+        """A vertical model, and how it is approximated."""
+        return self.fit.built.vertical
+
+    @property
+    def runtime(self) -> Any:
+        """The algorithm, compiled."""
+        return self.fit.runtime
+
+    @property
+    def server_data(self) -> Any:
+        """What the server of a vertical model holds."""
+        return self.fit.server_data
+
+    @property
+    def data(self) -> Sequence[Any]:
+        """What each silo holds, as read."""
+        return self.held.data
+
+    @property
+    def buckets(self) -> Sequence[Any]:
+        """Silos of one shape, and their masks."""
+        return self.held.buckets
+
+    @property
+    def batches(self) -> Any:
+        """Buckets on the device."""
+        return self.held.batches
+
+    def first_state(self, key: jax.Array) -> Any:
+        """The state in which a run without a search begins."""
+        return self.runtime.init(key, self.batches)
+
+    def one_by_one(self, stacks: Sequence[Any]) -> list[Any]:
+        """Of each silo what is stacked in buckets."""
+        return [self.held.at(j, stacks) for j in range(len(self.data))]
+
+    def result(self, state: Any = None) -> Any:
+        """The result of no rounds in a state; in the first one unless told."""
+        if state is None:
+            state = self.fit.initial_state(self.held)
+        return nf.Result(np.zeros(0), state, self.fit, self.held)
+
+    def begun(self, key: jax.Array, search: Any) -> VerticalResult:
+        """The result of no rounds of a vertical method where its search ends."""
+        state, start = begin(self.fit, key, self.batches, search)
+        return VerticalResult(np.zeros(0), state, self.fit, self.held, start=start)
+
+
+def laid_open(method: Any, silos: Any, runtime: str = "simulation") -> LaidOpen:
+    """What a method makes of silos that hold rows."""
+    return LaidOpen(*method._prepare(silos, runtime))
+
+
+def laid_open_columns(
+    method: Any, *args: Any, runtime: str = "simulation", **kwargs: Any
+) -> LaidOpen:
+    """What a method makes of a vertical model's arguments."""
+    return LaidOpen(*method._prepare(args, kwargs, runtime))
+
+
+def inside(result: Any) -> LaidOpen:
+    """What a result was made by."""
+    return LaidOpen(result._fit, result._silos)
+
+
+def times_compiled(program: Any) -> int:
+    """For how many shapes a jitted function was compiled."""
+    return program._cache_size()
+
+
+def kept_fits(method: Any) -> dict[Any, Any]:
+    """The fits that a method keeps for later runs."""
+    return method._fits
+
+
+def built_at(server: Any) -> Any:
+    """What the server of a network has built."""
+    return server._built
+
+
+def secret_of(node: Any) -> Any:
+    """The key that a node tells nobody."""
+    return node._secret
+
+
+def questions(checks: Any) -> dict[Any, Any]:
+    """Whose answers the checks of values keep."""
+    return checks._known
+
+
+def globals_drawn(corrected: Any) -> np.ndarray:
+    """All draws of the globals that a correction has weighed, unconstrained."""
+    return np.asarray(corrected._z_G, np.float64)
+
+
+def with_moments(corrected: Any, **known: Any) -> Any:
+    """A correction that knows other things of its moments."""
+    return replace(corrected, _moments=corrected._moments._replace(**known))
+
+
+PLACES = {
+    "memory": "numpyro_fed.methods.base._memory",
+    "pareto_k": "numpyro_fed.reference.compare._pareto_k",
+    "batch_size": "numpyro_fed.results.importance._batch_size",
+    "compiled_correction": "numpyro_fed.results.importance._compiled",
+    "factor_for_the_prior": "numpyro_fed.methods.pvi._for_the_prior",
+    "rounds_of_a_log": "numpyro_fed.runtime.drive._first",
+    "all_finite": "numpyro_fed.runtime.drive._all_finite",
+}
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> None:
+    """Let the package call another function for one of ``PLACES``, until the test ends."""
+    monkeypatch.setattr(PLACES[name], function)
+
+
+def at_checks(monkeypatch: pytest.MonkeyPatch, look: Any) -> None:
+    """Call ``look(state)`` wherever rounds are over and their state is checked."""
+    finite = drive._all_finite
+
+    def looked(state: Any, batches: Any) -> bool:
+        look(state)
+        return finite(state, batches)
+
+    put_in_place(monkeypatch, "all_finite", looked)
