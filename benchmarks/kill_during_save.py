@@ -23,19 +23,19 @@ from typing import Any
 import numpy as np
 
 import numpyro_fed as nf
-from numpyro_fed.results.saving import SavedRun, Told, save
+from numpyro_fed.results.saving import SavedRun, SavedWords, save
 from numpyro_fed.runtime.stack import State
 
 NUMBER = struct.Struct("q")
 
 
-def written(number: int, size: int) -> tuple[Told, SavedRun]:
+def written(number: int, size: int) -> tuple[SavedWords, SavedRun]:
     """A fit all of whose arrays and words say its number."""
     full = np.full(size, float(number))
     state = State(np.int64(number), {"loc": full}, ({"scale": full},))
     draws = {"mu": np.full(1_000, float(number))}
     run = SavedRun({"settings": {"number": number}}, np.full(100, float(number)), state)
-    return Told("Result", {"verdict": str(number), "trusted": None}, draws), run
+    return SavedWords("Result", {"verdict": str(number), "trusted": None}, draws), run
 
 
 def child(path: Path, first: int, size: int, done: int) -> None:

@@ -72,7 +72,7 @@ class Coordinates(NamedTuple):
     centre: Array
 
     @property
-    def away(self) -> Array:
+    def offset(self) -> Array:
         """How far the globals are from the centre (..., dim)."""
         return self.u - self.centre
 

@@ -53,7 +53,7 @@ class Gaussian(NamedTuple):
     unit: Array | None = None
 
     @classmethod
-    def of(cls, params: Mapping[str, Array]) -> Gaussian:
+    def from_params(cls, params: Mapping[str, Array]) -> Gaussian:
         """Return the Gaussian with these parameters of a guide or a family.
 
         ``"loc"`` and ``"log_scale"`` (..., dim), and for a full covariance ``"below"``
@@ -188,7 +188,7 @@ class Gaussian(NamedTuple):
         """The log determinant of ``L`` (...)."""
         return self.log_scale.sum(-1)
 
-    def then(self, step: Gaussian) -> Gaussian:
+    def compose(self, step: Gaussian) -> Gaussian:
         """Return the Gaussian that is ``step`` in the coordinates in which this one is standard.
 
         Its mean is ``m + L m_step`` and its root ``L L_step``.

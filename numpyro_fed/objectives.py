@@ -281,7 +281,7 @@ class SiloBound:
     def _given(self, plate: str, at: _At) -> tuple[Any, Array]:
         """Return the parameters of a plate's guide, and what its rows are coupled to."""
         eta = self.guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
-        return eta, self.guide.above(plate, at.eta, at.seen.away, at.z_outer, at.data)
+        return eta, self.guide.above(plate, at.eta, at.seen.offset, at.z_outer, at.data)
 
     def _draw(self, plate: str, at: _At, eps: Array) -> Array:
         return self.guide.locals[plate].draw(*self._given(plate, at), eps)
@@ -299,7 +299,7 @@ class SiloBound:
         return self._draws(plates, self._stopped(at), eps), own
 
     def _log_q(self, plate: str, at: _At, z: Array) -> Array:
-        return at.data.keep(plate, self.guide.locals[plate].log_q(*self._given(plate, at), z))
+        return at.data.masked(plate, self.guide.locals[plate].log_q(*self._given(plate, at), z))
 
     def _log_ratio(self, z: Rows, at: _At) -> Rows:
         """Return log p of every row, less log q of the rows' own latents."""

@@ -20,7 +20,7 @@ def all_finite(tree: object) -> Array:
     return jnp.concatenate([jnp.ones(1, bool), *leaves]).all()
 
 
-def strong(tree: Tree) -> Tree:
+def drop_weak_types(tree: Tree) -> Tree:
     """Return the same numbers without weak types, as a loop's state or a program's input needs."""
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), tree)
 

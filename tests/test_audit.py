@@ -18,7 +18,7 @@ from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.jaxprs import Identity, follow, labels_by_name, traced
 from numpyro_fed.model.padding import bucket
 from numpyro_fed.model.split import split
-from numpyro_fed.model.verdicts import Checks
+from numpyro_fed.model.verdicts import RowChecks
 
 LATENTS = {"row": jnp.array([[1.0], [2.0], [4.0]])}
 ARRAYS = {"y": jnp.array([10.0, 20.0, 40.0]), "x": jnp.array([1.0, 2.0])}
@@ -104,10 +104,10 @@ def test_a_question_is_put_once_to_the_same_silos_and_forgotten_with_them():
     silos = read([{"y": np.zeros(3)}, {"y": np.ones(3)}])
     asked = []
 
-    class Counted(Checks):
+    class Counted(RowChecks):
         def coupled(self, plate, stack):
             asked.append(plate)
-            return Checks.coupled.__get__(self)(plate, stack)
+            return RowChecks.coupled.__get__(self)(plate, stack)
 
     fm = split(centred, silos)
     asks = Counted(fm)

@@ -195,8 +195,8 @@ def test_silo_data_is_a_pytree_with_static_values_outside():
 
 def test_keep_leaves_unmasked_plates_alone():
     silo = SiloData({}, {"row": np.array([True, False])})
-    np.testing.assert_array_equal(silo.keep("row", jnp.ones((2, 3))), [[1, 1, 1], [0, 0, 0]])
-    np.testing.assert_array_equal(silo.keep("other", jnp.ones(2)), [1, 1])
+    np.testing.assert_array_equal(silo.masked("row", jnp.ones((2, 3))), [[1, 1, 1], [0, 0, 0]])
+    np.testing.assert_array_equal(silo.masked("other", jnp.ones(2)), [1, 1])
 
 
 def test_whole_numbers_beyond_their_type_are_refused():

@@ -17,7 +17,7 @@ def some(dim, full, seed=0, stack=()):
     params = {"loc": r.normal(size=(*stack, dim)), "log_scale": r.normal(size=(*stack, dim))}
     if full:
         params["below"] = r.normal(size=(*stack, dim * (dim - 1) // 2))
-    return Gaussian.of({name: jnp.asarray(a) for name, a in params.items()})
+    return Gaussian.from_params({name: jnp.asarray(a) for name, a in params.items()})
 
 
 def exact(q):
@@ -47,7 +47,7 @@ def test_a_gaussian_is_numpyros_distribution(dim, full, stack, seed):
         variances = exact(q).variance
         close(q.sd, jnp.sqrt(variances))
         close(jnp.linalg.norm(q.root, axis=-1) if full else q.root, jnp.sqrt(variances))
-        close(Gaussian.of(q.params()), q)
+        close(Gaussian.from_params(q.params()), q)
         close(Gaussian.of_root(q.loc, q.root), q)
 
 
@@ -68,11 +68,11 @@ def test_a_step_in_the_own_coordinates_is_a_change_of_variables(kinds, double):
     """The density of ``then`` at ``q.draw(u)`` is that of the step at ``u``, over det L."""
     q, step = some(3, kinds[0], 1), some(3, kinds[1], 2)
     u = jnp.array([0.3, -1.2, 2.0])
-    close(q.then(step).log_density(q.draw(u)), step.log_density(u) - q.log_det)
+    close(q.compose(step).log_density(q.draw(u)), step.log_density(u) - q.log_det)
     close(q.times(jnp.eye(3)), jax.vmap(q.scaled, 1, 1)(jnp.eye(3)))
     close(q.solve(q.times(jnp.eye(3))), jnp.eye(3), atol=1e-12)
     standard = jax.tree.map(jnp.zeros_like, step.params())
-    still = q.then(Gaussian.of(standard))
+    still = q.compose(Gaussian.from_params(standard))
     close((still.loc, still.log_scale), (q.loc, q.log_scale))
     close(as_matrix(still.root), as_matrix(q.root))
 
@@ -82,9 +82,9 @@ def test_scales_far_from_one_are_carried_along():
     step = some(3, True)
     for size in (-90.0, -60.0, 60.0, 90.0):
         far = step._replace(log_scale=jnp.full(3, size))
-        close(identity((3,)).then(far), far, rtol=1e-6)
+        close(identity((3,)).compose(far), far, rtol=1e-6)
         of_scale = jax.grad(
-            lambda s, far=far: identity((3,)).then(far._replace(log_scale=s)).unit.sum()
+            lambda s, far=far: identity((3,)).compose(far._replace(log_scale=s)).unit.sum()
         )
         close(of_scale(far.log_scale), jnp.zeros(3))
 

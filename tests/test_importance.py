@@ -31,7 +31,7 @@ from numpyro_fed.algorithms.importance.proposals import proposal
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.results.moments import moments
 from numpyro_fed.results.weighted import systematic
-from numpyro_fed.runtime.step import part
+from numpyro_fed.runtime.step import replayed_part
 
 KEY = jax.random.key(0)
 Y = np.array([0.3, -1.2, 0.8, 2.0, -0.4, 1.1, 3.0, 0.2, 1.6, 0.9])
@@ -516,7 +516,7 @@ def test_a_reply_has_one_number_a_draw_whatever_the_silo_holds():
         likelihood = SiloLikelihood(p.model, p.guide, {"row": 5})
         round = importance(p.model, p.guide, wide, likelihood, p.algorithm, 13, 4)
         (exchange,), server = round.exchanges, p.algorithm.init_server(KEY)
-        down = part(round, server, round.noise(KEY), jnp.arange(2))
+        down = replayed_part(round, server, round.noise(KEY), jnp.arange(2))
         for data in p.silos:
             state = p.algorithm.init_silo(KEY, data)
             noise = exchange.silo_noise(KEY, state)

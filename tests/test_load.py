@@ -15,7 +15,7 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.files import read_npz, write_npz
 from numpyro_fed.methods.fitted import Stage
-from numpyro_fed.methods.mode import Peak
+from numpyro_fed.methods.mode import LocalMode
 from numpyro_fed.methods.recipe import PARTS, LostError, decoded, encoded, rebuilt, recipe
 
 KEY = jax.random.key(0)
@@ -148,7 +148,7 @@ def test_a_correction_goes_on(corrected, tmp_path):
 
 
 def test_what_fit_returns_goes_on(fitted, tmp_path):
-    missed = (Peak(np.array([3.0]), np.array([[2.0]]), -4.5),)
+    missed = (LocalMode(np.array([3.0]), np.array([[2.0]]), -4.5),)
     for one in (fitted, replace(fitted, missed=missed), replace(fitted, best=fitted.best.result)):
         one.save(tmp_path / "fit")
         again = nf.load(tmp_path / "fit", model, silos())

@@ -19,7 +19,7 @@ from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
 from numpyro_fed.objectives import SiloBound, draws_by_plate
-from numpyro_fed.runtime.step import part
+from numpyro_fed.runtime.step import replayed_part
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
 
@@ -289,12 +289,14 @@ def test_participants_count_for_all():
         eps = parts.server_noise(KEY)
 
         def step(who):
-            down = part(parts.algorithm().round, server, eps, who)
+            down = replayed_part(parts.algorithm().round, server, eps, who)
             some = jax.tree.map(lambda a: a[who], (noise, states, split.data))
             reply, _ = jax.vmap(parts.silo, (0, None, 0, 0))(some[0], down, *some[1:])
             total = jax.tree.map(lambda a: a.sum(0), reply.up)
             replies = Replies(total, jnp.array(True), jnp.ones(()))
-            return part(parts.algorithm().round, server, eps, who, None, [replies])[0].params
+            return replayed_part(parts.algorithm().round, server, eps, who, None, [replies])[
+                0
+            ].params
 
         pairs = [step(jnp.array(who)) for who in ((0, 1), (0, 2), (1, 2))]
         mean = jax.tree.map(lambda *a: sum(a) / 3, *pairs)
@@ -327,7 +329,7 @@ def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
         eta, seen = split.whole.private(state).guide, Coordinates(u, state.centre)
         outer = {}
         for p in (*guide.outer, *guide.rows):
-            above = guide.above(p, eta, seen.away, outer, data)
+            above = guide.above(p, eta, seen.offset, outer, data)
             eps = jnp.asarray(np.random.default_rng(1).normal(size=eta[p]["loc"].shape))
             outer[p] = guide.locals[p].draw(eta[p], above, eps)
         return outer

@@ -20,7 +20,7 @@ from numpyro_fed.model.minibatch import Noise
 from numpyro_fed.model.padding import bucket
 from numpyro_fed.objectives import SiloBound, normals
 from numpyro_fed.runtime.combine import combine
-from numpyro_fed.runtime.step import part
+from numpyro_fed.runtime.step import replayed_part
 
 KEY = jax.random.key(0)
 
@@ -55,8 +55,8 @@ def counts(y):
 def counts_bound(theta, eta, z_G, seen, noise, data):
     """The bound written out; ``noise`` is (rows, K). Differentiated in full, nothing stopped."""
     eta = eta["row"]
-    mean = eta["loc"] + eta["mean_coupling"] @ seen.away
-    scale = jnp.exp(eta["log_scale"] + eta["scale_coupling"] @ seen.away)
+    mean = eta["loc"] + eta["mean_coupling"] @ seen.offset
+    scale = jnp.exp(eta["log_scale"] + eta["scale_coupling"] @ seen.offset)
     b, y = mean + scale * noise, data.arrays["y"][:, None]
     log_p = normal(b, z_G[0], jnp.exp(theta["tau"])) + dist.Poisson(jnp.exp(b)).log_prob(y)
     return log_mean_exp(log_p - normal(b, mean, scale), 1).sum()
@@ -161,7 +161,7 @@ def wards(ward, size, y):
 
 def wards_bound(theta, eta, z_G, seen, noise, data):
     """``noise`` is {"ward": (wards, K_outer), "row": (rows, K_outer, K)}."""
-    offset, index = seen.away, data.arrays["ward"]
+    offset, index = seen.offset, data.arrays["ward"]
     outer, row = eta["ward"], eta["row"]
 
     def at_one(e_ward, e_row):
@@ -620,11 +620,11 @@ def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
 
         @jax.jit
         def one_round(server, states, eps, noise, data, round=round, who=who):
-            down = part(round, server, eps, who)
+            down = replayed_part(round, server, eps, who)
             ask = jax.vmap(round.exchanges[0].visit, (0, None, 0, 0))
             replies = [ask(e, down, s, d) for e, s, d in zip(noise, states, data, strict=True)]
             together = combine(Combine.SUM, [reply for reply, _ in replies])
-            server, info = part(round, server, eps, who, None, [together])
+            server, info = replayed_part(round, server, eps, who, None, [together])
             return server, [s for _, s in replies], info
 
         losses = []
@@ -649,7 +649,7 @@ def test_a_bucket_of_ragged_silos_sums_as_its_silos_do_one_by_one(x64, objective
     p = parts(glmm, glmm_silos([5, 3, 5]), objective=objective, guide=guide)
     (b,) = bucket(p.silos, p.sizes)
     (exchange,), server = p.algorithm.round.exchanges, p.algorithm.init_server(KEY)
-    down = part(p.algorithm.round, server, jax.random.normal(KEY, (1, 3)), jnp.arange(3))
+    down = replayed_part(p.algorithm.round, server, jax.random.normal(KEY, (1, 3)), jnp.arange(3))
     states = jax.vmap(p.algorithm.init_silo, (None, 0))(KEY, b.data)
     states = states._replace(params=jitter(states.params))
     noise = jax.vmap(exchange.silo_noise, (None, 0))(KEY, states)

@@ -36,7 +36,7 @@ from pvi_problems import (
 import numpyro_fed as nf
 from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.states import Status
-from numpyro_fed.runtime.step import part
+from numpyro_fed.runtime.step import replayed_part
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -125,7 +125,7 @@ def is_shape(x):
 def reply(round_, batches, state):
     """What silo 0 answers to the server's first message."""
     (exchange,) = round_.exchanges
-    down = part(round_, state.server, KEY, jnp.array([0]))
+    down = replayed_part(round_, state.server, KEY, jnp.array([0]))
     one = jax.tree.map(lambda a: a[0], (state.silos[0], batches[0].data))
     return exchange.silo(KEY, down._replace(taken=down.taken[0]), *one)[0].up
 

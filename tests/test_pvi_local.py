@@ -19,7 +19,7 @@ from numpyro_fed import expfam
 from numpyro_fed.algorithms.pvi.states import Status
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
-from numpyro_fed.model.verdicts import Checks
+from numpyro_fed.model.verdicts import RowChecks
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -174,7 +174,8 @@ def test_minibatches_of_rows_that_read_a_mean_are_refused_where_there_are_many()
     silos = read([{"y": np.zeros(20_001)}])
     stack = jax.tree.map(lambda a: a[None], silos[0])
     found = [
-        Checks(split(model, silos)).minibatch(("row",), ("y",), stack) for model in (centred, plain)
+        RowChecks(split(model, silos)).minibatch(("row",), ("y",), stack)
+        for model in (centred, plain)
     ]
     assert [bool(same) for same in found] == [False, True]
 

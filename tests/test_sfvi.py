@@ -15,7 +15,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine, Replies
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.runtime.combine import combine
-from numpyro_fed.runtime.step import part
+from numpyro_fed.runtime.step import replayed_part
 
 KEY = jax.random.key(0)
 
@@ -221,7 +221,7 @@ def test_a_reply_has_one_shape_whatever_the_silo_holds(guide):
     def reply(data):
         server = p.algorithm.init_server(KEY)
         who = jnp.arange(len(p.silos))
-        down = part(p.algorithm.round, server, p.algorithm.round.noise(KEY), who)
+        down = replayed_part(p.algorithm.round, server, p.algorithm.round.noise(KEY), who)
         state = p.algorithm.init_silo(KEY, data)
         reply, _ = exchange.silo(exchange.silo_noise(KEY, state), down, state, data)
         return down, reply.up
@@ -238,7 +238,7 @@ def test_what_is_sent_are_draws_of_the_guide_and_its_centre():
     state = p.algorithm.init_server(KEY)
     state = state._replace(params=jitter(state.params))
     eps = p.algorithm.round.noise(KEY)
-    down = part(p.algorithm.round, state, eps, jnp.arange(2))
+    down = replayed_part(p.algorithm.round, state, eps, jnp.arange(2))
     for z, e in zip(down.z_G, eps, strict=True):
         expected, _ = p.guide.globals.draw(state.params.guide, e)
         np.testing.assert_allclose(z, expected, rtol=1e-6)
@@ -265,9 +265,9 @@ def test_several_particles_are_the_mean_of_single_ones():
             @jax.jit
             def run(eps, rows):
                 start = p.algorithm.init_server(KEY)._replace(params=server)
-                down = part(round, start, eps, jnp.arange(1))
+                down = replayed_part(round, start, eps, jnp.arange(1))
                 reply, after = round.exchanges[0].visit(rows, down, state, data)
-                end, info = part(round, start, eps, jnp.arange(1), None, [Replies(*reply)])
+                end, info = replayed_part(round, start, eps, jnp.arange(1), None, [Replies(*reply)])
                 return info.loss, end.params, after.params, reply.up.bound
 
             return run
@@ -301,7 +301,7 @@ def test_a_silo_whose_bound_is_not_finite_sends_zeros_and_says_so(objective):
     round, server = p.algorithm.round, p.algorithm.init_server(KEY)
     (exchange,), who = round.exchanges, jnp.arange(len(p.silos))
     asked = (round, server, round.noise(KEY), who, None)
-    down = part(*asked)
+    down = replayed_part(*asked)
     replies = []
     for j, data in enumerate(p.silos):
         state = p.algorithm.init_silo(KEY, data)
@@ -311,10 +311,10 @@ def test_a_silo_whose_bound_is_not_finite_sends_zeros_and_says_so(objective):
     for leaf in jax.tree.leaves(replies[1].up):
         np.testing.assert_array_equal(leaf, 0.0)
     assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(replies[0].up.gradient))
-    after, info = part(*asked, [combine(Combine.SUM, replies)])
+    after, info = replayed_part(*asked, [combine(Combine.SUM, replies)])
     assert not info.ok
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
-    _, info = part(*asked, [combine(Combine.SUM, replies[:1])])
+    _, info = replayed_part(*asked, [combine(Combine.SUM, replies[:1])])
     assert info.ok
 
 

@@ -19,7 +19,7 @@ from numpyro_fed.algorithms.base import Replies
 from numpyro_fed.algorithms.sfvi_avg import AverageOfParameters
 from numpyro_fed.errors import GuideError, ModelError
 from numpyro_fed.runtime.combine import combine
-from numpyro_fed.runtime.step import part
+from numpyro_fed.runtime.step import replayed_part
 
 KEY = jax.random.key(0)
 
@@ -89,13 +89,13 @@ def test_one_step_at_one_silo_is_sfvi(start):
     for i in range(5):
         key = jax.random.key(100 + i)
         noise = parts.noise(key, jnp.array(0), mine)
-        down = part(x, server, noise[0], one_silo)
+        down = replayed_part(x, server, noise[0], one_silo)
         reply, silo = x.exchanges[0].silo(noise[1], down, silo, data)
-        server, info = part(x, server, noise[0], one_silo, None, [Replies(*reply)])
-        down = part(y, averaged, (), one_silo)
+        server, info = replayed_part(x, server, noise[0], one_silo, None, [Replies(*reply)])
+        down = replayed_part(y, averaged, (), one_silo)
         reply, mine = y.exchanges[0].silo(key, down, mine, data)
         gathered = jax.tree.map(lambda a: a[None], reply)
-        averaged, seen = part(y, averaged, (), one_silo, None, [Replies(*gathered)])
+        averaged, seen = replayed_part(y, averaged, (), one_silo, None, [Replies(*gathered)])
         np.testing.assert_allclose(seen.loss, info.loss, rtol=2e-5)
         for a, b in zip(
             jax.tree.leaves((server.params, silo.params)),
@@ -184,7 +184,7 @@ def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
     method = nf.SFVIAvg(regression, local_steps=5, aggregate=aggregate, start=None, guide=guide)
     built, x, held = opened(method, silos)
     state = built.algorithm.init_server(KEY)._replace(rows=sizes.sum())
-    down = part(x, state, (), jnp.arange(3))
+    down = replayed_part(x, state, (), jnp.arange(3))
 
     def replies_of(parts):
         each = [
@@ -198,7 +198,7 @@ def test_what_the_server_takes_is_the_average_by_its_name(aggregate, globals):
     np.testing.assert_array_equal(sent.weight, sizes)
     each = [jax.tree.map(lambda a, j=j: a[j : j + 1], sent) for j in range(3)]
     replies = combine(x.exchanges[0].combine, each)
-    after, _ = part(x, state, (), jnp.arange(3), None, [replies])
+    after, _ = replayed_part(x, state, (), jnp.arange(3), None, [replies])
     etas = replies_of(replace(parts, aggregation=AverageOfParameters())).up.guide
     eta, w = after.params.guide, sizes / sizes.sum()
     if aggregate == "average":

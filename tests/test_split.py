@@ -552,7 +552,7 @@ def test_a_flat_prior_is_warned_about_once_and_by_its_name(inside, recwarn):
 
     fm, _ = make(model, {"y": Y}, {"y": Y[:2]})
     name = "b" if inside else "mu"
-    assert fm.flat == (name,)
+    assert fm.improper == (name,)
     (warning,) = [str(w.message) for w in recwarn]
     assert f"prior of the latent site '{name}' is flat" in warning
     assert "Give it a proper prior" in warning

@@ -31,7 +31,7 @@ from numpyro_fed.runtime.combine import combine
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import exchange_key, server_key
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.step import part
+from numpyro_fed.runtime.step import replayed_part
 
 
 def bound_of(model, v, xs, y, server_noise, client_noises):
@@ -171,7 +171,7 @@ def test_minibatches_are_unbiased(case, auxiliary):
         noises = [s.noise for s in full.one_by_one(states[1].silos)]
         asked, given = (this.round, server, noise, jnp.arange(3), served), []
         for exchange in this.round.exchanges:
-            down, replies = part(*asked, given), []
+            down, replies = replayed_part(*asked, given), []
             for j, client in enumerate(clients):
                 eps, tau = noises[j]
                 if picked is not None and v.rho is not None:
@@ -180,7 +180,7 @@ def test_minibatches_are_unbiased(case, auxiliary):
                 reply, silos[j] = exchange.visit(mine, down, silos[j], client)
                 replies.append(jax.tree.map(lambda a: jnp.asarray(a)[None], reply))
             given.append(combine(exchange.combine, replies))
-        server, _ = part(*asked, given)
+        server, _ = replayed_part(*asked, given)
         return server.params, [s.params for s in silos]
 
     whole = stepped(1, None, None)

@@ -20,7 +20,7 @@ from vertical_problems import (
 
 import numpyro_fed as nf
 from numpyro_fed.methods.host import SEARCHES
-from numpyro_fed.runtime.step import part
+from numpyro_fed.runtime.step import replayed_part
 
 
 def begun(vfl, *data):
@@ -152,7 +152,7 @@ def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
     np.testing.assert_allclose(at_server, y.sum() / (len(y) + 0.49), rtol=1e-6)
     built = inside(result).built
     before = built.search.init_server(KEY)
-    down = part(built.begins[0], before, KEY, jnp.arange(1))
+    down = replayed_part(built.begins[0], before, KEY, jnp.arange(1))
     assert not down.told.slope.any()
     assert (down.told.curvature == 4.0).all()
 

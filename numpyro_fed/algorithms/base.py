@@ -349,7 +349,7 @@ class Sampled(NamedTuple):
     values: dict[str, Array]
 
 
-class Carry(NamedTuple):
+class WarmStart(NamedTuple):
     """How an algorithm begins where another one has ended.
 
     Attributes
@@ -396,7 +396,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     told: Callable[[Any], Any] | None = None
     done: Callable[[Server], Array] | None = None
     opening: tuple[Round, ...] = ()
-    carry: Carry | None = None
+    carry: WarmStart | None = None
     server_like: Any = None
 
 

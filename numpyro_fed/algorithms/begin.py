@@ -19,7 +19,7 @@ from jax import Array
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import CarriedSilo
 from numpyro_fed.algorithms.laplace import Laplace
-from numpyro_fed.algorithms.mode import Searching, highest, unraveller
+from numpyro_fed.algorithms.mode import SearchState, highest, unraveller
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.mode_wide import positive
 from numpyro_fed.frame import Frame
@@ -38,7 +38,7 @@ UNSURE = 0.1  # standard deviation of a row whose mode was not found
 Guides = dict[str, GuideParams]  # by plate
 
 
-class Begun(NamedTuple):
+class StartPoint(NamedTuple):
     """The place where a run begins.
 
     Attributes
@@ -65,21 +65,21 @@ class Begun(NamedTuple):
         return Frame.around(self.theta, self.unit, guide.frame(self.centre, self.root))
 
 
-class At(NamedTuple):
+class StartMessage(NamedTuple):
     """A message to silos: where a run begins, and which of the searches has come there."""
 
-    begun: Begun
+    begun: StartPoint
     start: Array
 
 
-def somewhere(fm: FederatedModel, theta: Theta, *, wide: bool) -> Begun:
+def placeholder_start(fm: FederatedModel, theta: Theta, *, wide: bool) -> StartPoint:
     """Return a place around zero, for the shapes of what begins there."""
     unit = jax.tree.map(jnp.ones_like, theta)
     root = jnp.ones(fm.dim) if wide else jnp.eye(fm.dim)
-    return Begun(theta, unit, jnp.zeros(fm.dim), root)
+    return StartPoint(theta, unit, jnp.zeros(fm.dim), root)
 
 
-def begun_at(fm: FederatedModel, search: Searching) -> At:
+def start_at_mode(fm: FederatedModel, search: SearchState) -> StartMessage:
     """Return the highest place that was found."""
     i, unravel = highest(search), unraveller(fm)
     x, curvature = search.best.x[i], search.best.curvature[i]
@@ -87,10 +87,12 @@ def begun_at(fm: FederatedModel, search: Searching) -> At:
     own = len(x) - fm.dim
     if curvature.ndim == 1:
         sd = 1 / jnp.sqrt(positive(curvature))
-        return At(Begun(theta, unravel(sd)[0], centre, sd[own:]), i)
+        return StartMessage(StartPoint(theta, unravel(sd)[0], centre, sd[own:]), i)
     least = jnp.where(search.rests[i], FLAT, UNLIKE)
     unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
-    return At(Begun(theta, unit, centre, covariance_root(curvature[own:, own:], least)), i)
+    return StartMessage(
+        StartPoint(theta, unit, centre, covariance_root(curvature[own:, own:], least)), i
+    )
 
 
 def covariance_root(precision: Array, least: Array | float = FLAT) -> Array:
@@ -143,8 +145,8 @@ def local_guides(
     return {p: _sound(begun[p], like[p]) for p in guide.locals}
 
 
-def begun_locals(
-    fm: FederatedModel, guide: Guide, at: At, state: Looked, data: SiloData
+def local_guides_at_mode(
+    fm: FederatedModel, guide: Guide, at: StartMessage, state: Looked, data: SiloData
 ) -> dict[str, GuideParams]:
     """Return a silo's local guides where a run begins, from where its own search has come."""
     z_L = jax.tree.map(lambda a: a[at.start], state.z_L)
@@ -152,13 +154,13 @@ def begun_locals(
     return local_guides(fm, guide, theta, frame, z_L, data, wide=at.begun.wide)
 
 
-def carried_locals(
-    guide: Guide, own: CarriedSilo, begun: Begun, data: SiloData
+def local_guides_of_result(
+    guide: Guide, own: CarriedSilo, begun: StartPoint, data: SiloData
 ) -> dict[str, GuideParams]:
     """Return the local guides of an earlier result in the frame where a run begins."""
     frame, centre = begun.frame(guide.globals).globals, jnp.zeros_like(begun.centre)
     eta = guide.recentre(own.guide, begun.centre - own.centre, data)
-    return guide.measured_by(lambda u: guide.globals.place(frame, u), eta, centre)
+    return guide.composed_with(lambda u: guide.globals.place(frame, u), eta, centre)
 
 
 def _at_zero(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuideParams]:

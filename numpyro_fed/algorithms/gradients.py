@@ -23,8 +23,15 @@ from numpyro_fed.algorithms.base import (
     SharedParams,
     own_key,
 )
-from numpyro_fed.algorithms.begin import FROM_MODE, At, Begun, begun_at, begun_locals, somewhere
-from numpyro_fed.algorithms.mode import Searching
+from numpyro_fed.algorithms.begin import (
+    FROM_MODE,
+    StartMessage,
+    StartPoint,
+    local_guides_at_mode,
+    placeholder_start,
+    start_at_mode,
+)
+from numpyro_fed.algorithms.mode import SearchState
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
@@ -129,13 +136,13 @@ class ByGradients(ABC, Generic[Server, Silo]):
         """Return where the first states are."""
         key_theta, key_guide = jax.random.split(key)
         if self.from_mode:
-            begun = somewhere(self.model, self.model.init_theta(key), wide=self.wide)
+            begun = placeholder_start(self.model, self.model.init_theta(key), wide=self.wide)
             return self.start_at(key, begun)
         theta = self.model.init_theta(key_theta)
         params = SharedParams(self.guide.init_global(key_guide), theta)
         return Start(params, Frame.identity(self.model.dim))
 
-    def start_at(self, key: Array, begun: Begun) -> Start:
+    def start_at(self, key: Array, begun: StartPoint) -> Start:
         """Return where a run begins: in its frame that is no step, and a standard normal."""
         still = jax.tree.map(jnp.zeros_like, begun.theta)
         eta = self.guide.globals.init(key, jnp.zeros_like(begun.centre), 1.0)
@@ -153,14 +160,14 @@ class ByGradients(ABC, Generic[Server, Silo]):
         """
 
         def silo(
-            noise: Array, down: At, state: Looked, data: SiloData
+            noise: Array, down: StartMessage, state: Looked, data: SiloData
         ) -> tuple[Reply[tuple[()]], Silo]:
-            eta = begun_locals(self.model, self.guide, down, state, data)
+            eta = local_guides_at_mode(self.model, self.guide, down, state, data)
             after = self.silo_from(state.private, eta, self.start_at(noise, down.begun))
             return Reply((), all_finite(eta)), after
 
-        def run(state: Searching, noise: Array, ask: Ask) -> tuple[Server, Info]:
-            at = begun_at(self.model, state)
+        def run(state: SearchState, noise: Array, ask: Ask) -> tuple[Server, Info]:
+            at = start_at_mode(self.model, state)
             ask(FROM_MODE, at)
             after = self.server_at(self.start_at(noise, at.begun))
             return after, Info(jnp.zeros(()), all_finite(after))

@@ -266,7 +266,7 @@ class Laplace:
     def _terms(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
         sizes = self.model.sizes(data)
         none = {p.name: jnp.zeros((sizes[p.name], 0)) for p in self.model.plates if not p.dim}
-        return self.model.rounded.log_silo(theta, z_G, {**none, **z}, data)
+        return self.model.smoothed.log_silo(theta, z_G, {**none, **z}, data)
 
     def _total(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Array:
         terms = self._terms(theta, z_G, z, data)

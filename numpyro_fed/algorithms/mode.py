@@ -150,7 +150,7 @@ def mode(
     """
     n = unravelled(fm)
     log_prior = prior_of(fm, effects)
-    derive = partial(derivatives, together=together(fm))
+    derive = partial(derivatives, columns_at_once=columns_at_once(fm))
 
     def init_server(key: Array) -> Search:
         def begin(x: Array) -> Search:
@@ -165,12 +165,12 @@ def mode(
 
     def init_silo(key: Array, data: SiloData) -> SiloState:
         nothing = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n, n)))
-        return nowhere(fm, key, data, nothing)
+        return first_silo_state(fm, key, data, nothing)
 
     def silo(
         noise: object, down: Array, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        return asked(fm, derive, down, state, data)
+        return reply_at(fm, derive, down, state, data)
 
     def run(state: Search, noise: object, ask: Ask) -> tuple[Search, Info]:
         replies = ask("mode", state.trial)
@@ -182,11 +182,11 @@ def mode(
             here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
             return _judged(search, Place(search.trial, *here), own, most)
 
-        after = one_by_one(one, (state, replies.up))
+        after = map_in_turns(one, (state, replies.up))
         return after, Info(-after.best.value[highest(after)], jnp.array(True))
 
     round_ = Round((Exchange("mode", silo, lenient=True),), run)
-    return searching(fm, init_server, init_silo, round_)
+    return search_algorithm(fm, init_server, init_silo, round_)
 
 
 def effects_of(fm: FederatedModel) -> np.ndarray:
@@ -226,7 +226,7 @@ def prior_of(
     unravel = unraveller(fm)
 
     def joint(x: Array) -> Array:
-        return fm.rounded.log_prior(*unravel(x))
+        return fm.smoothed.log_prior(*unravel(x))
 
     def value(own: Array, x: Array) -> tuple[Array, tuple[()]]:
         if not len(effects):
@@ -253,14 +253,14 @@ def starting_places(
     return jnp.concatenate([own + moved, z_G], 1)
 
 
-def nowhere(fm: FederatedModel, key: Array, data: SiloData, nothing: Up) -> SiloState:
+def first_silo_state(fm: FederatedModel, key: Array, data: SiloData, nothing: Up) -> SiloState:
     """Return a silo's state before the first place; ``nothing`` has the shapes of its replies."""
     number = jnp.arange(len(nothing.value))
     z_L = jax.vmap(lambda _: Laplace(fm).start(data))(number)
     return SiloState(z_L, nothing, fm.init_private(key, data))
 
 
-def asked(
+def reply_at(
     fm: FederatedModel,
     derive: Callable[[Callable[[Array], tuple[Array, Rows]], Array], tuple[Place, Rows]],
     places: Array,
@@ -286,23 +286,23 @@ def asked(
         told = jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan), found)
         return told, where(fine, (modes, found), (z_L, before))
 
-    up, (modes, place) = one_by_one(at, (places, state.z_L, state.place))
+    up, (modes, place) = map_in_turns(at, (places, state.z_L, state.place))
     return Reply(up, jnp.array(True)), SiloState(modes, place, state.private)
 
 
-def one_by_one(f: Callable[[Each], Found], of: Each) -> Found:
+def map_in_turns(f: Callable[[Each], Found], of: Each) -> Found:
     """Return ``f`` of each start, in turns: stacks of stacks of matrices XLA:CPU multiplies by
     plain loops, which takes hundreds of times as long.
     """
     return jax.lax.map(f, of)
 
 
-def together(fm: FederatedModel) -> int:
+def columns_at_once(fm: FederatedModel) -> int:
     """Return how many places, or columns of a Hessian, silos look at side by side."""
     return TOGETHER if all(p.dim <= SMALL for p in fm.plates) else 1
 
 
-def searching(
+def search_algorithm(
     fm: FederatedModel,
     init_server: Callable[[Array], Any],
     init_silo: Callable[[Array, SiloData], SiloState],
@@ -311,20 +311,20 @@ def searching(
     """Return the algorithm of a search; it ends where every silo has been at the best place."""
     unravel = unraveller(fm)
 
-    def shared(state: Searching) -> Shared:
+    def shared(state: SearchState) -> Shared:
         theta, z_G = unravel(state.best.x[highest(state)])
         return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
     def private(state: SiloState) -> Private:
         return Private({}, {})
 
-    def done(state: Searching) -> Array:
+    def done(state: SearchState) -> Array:
         return state.left.all()
 
     return FederatedAlgorithm(init_server, init_silo, round_, shared, private, done=done)
 
 
-class Around(NamedTuple):
+class PlacesAround(NamedTuple):
     """Places (k, n) at which the density is looked at, and the start whose locals are near."""
 
     places: Array
@@ -345,7 +345,7 @@ class Shape(NamedTuple):
     densities: Array
 
 
-def parabola(search: Search) -> tuple[Shape, Around]:
+def parabola(search: Search) -> tuple[Shape, PlacesAround]:
     """Return the parabola, densities unknown, and the places at which to look at them."""
     i = highest(search)
     x, curvature = search.best.x[i], search.best.curvature[i]
@@ -359,10 +359,10 @@ def parabola(search: Search) -> tuple[Shape, Around]:
     sides = [(s * far, way) for far, way in zip(AWAY, ways, strict=True) for s in (1, -1)]
     places = x + jnp.concatenate([share * way for share, way in sides])
     shape = Shape(axes, values, jnp.asarray(threshold), jnp.full(len(places), jnp.nan))
-    return shape, Around(places, i)
+    return shape, PlacesAround(places, i)
 
 
-def around(fm: FederatedModel, effects: np.ndarray) -> Round:
+def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
     """Return the round from a search that has ended to the :class:`Shape` of what it found.
 
     It shows whether the density falls as the curvature at a mode says. A parabola is all that a
@@ -372,7 +372,7 @@ def around(fm: FederatedModel, effects: np.ndarray) -> Round:
     laplace, unravel, log_prior = Laplace(fm), unraveller(fm), prior_of(fm, effects)
 
     def silo(
-        noise: object, down: Around, state: SiloState, data: SiloData
+        noise: object, down: PlacesAround, state: SiloState, data: SiloData
     ) -> tuple[Reply[Array], SiloState]:
         near = jax.tree.map(lambda a: a[down.start], state.z_L)
 
@@ -380,7 +380,7 @@ def around(fm: FederatedModel, effects: np.ndarray) -> Round:
             theta, z_G = unravel(x)
             return laplace.log_likelihood({**theta, **state.private}, z_G, data, near)[0]
 
-        size = min(together(fm), len(down.places))
+        size = min(columns_at_once(fm), len(down.places))
         values = jax.lax.map(value, down.places, batch_size=size)
         return Reply(values, jnp.array(True)), state
 
@@ -410,7 +410,7 @@ def unravelled(fm: FederatedModel) -> int:
 
 
 def derivatives(
-    f: Callable[[Array], tuple[Array, More]], x: Array, *, together: int = TOGETHER
+    f: Callable[[Array], tuple[Array, More]], x: Array, *, columns_at_once: int = TOGETHER
 ) -> tuple[Place, More]:
     """Return ``f(x) = (value, more)`` at a place: with its gradient and negative Hessian."""
 
@@ -419,11 +419,11 @@ def derivatives(
         return g, (value, more)
 
     g, column, (value, more) = jax.linearize(gradient, x, has_aux=True)
-    H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(together, max(len(x), 1)))
+    H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(columns_at_once, max(len(x), 1)))
     return Place(x, value, g, -0.5 * (H + H.T)), more
 
 
-class Searching(Protocol):
+class SearchState(Protocol):
     """The part of a search's state that all kinds of searches have."""
 
     @property
@@ -439,7 +439,7 @@ class Searching(Protocol):
     def left(self) -> Array: ...
 
 
-def highest(state: Searching) -> Array:
+def highest(state: SearchState) -> Array:
     """Return the start that has come highest."""
     return jnp.argmax(jnp.where(state.known, state.best.value, -jnp.inf))
 

@@ -30,10 +30,10 @@ from numpyro_fed.algorithms.mode import (
     Place,
     SiloState,
     Up,
-    asked,
+    first_silo_state,
     highest,
-    nowhere,
-    searching,
+    reply_at,
+    search_algorithm,
     starting_places,
     unravelled,
     unraveller,
@@ -58,7 +58,7 @@ class Down(NamedTuple):
     closer: Array
 
 
-class Climb(NamedTuple):
+class WideState(NamedTuple):
     """The state of a search; see :class:`numpyro_fed.algorithms.mode.Search`.
 
     The next place is ``best.x + share * direction``, where the density rises by ``slope`` a unit
@@ -92,7 +92,7 @@ def wide_mode(
     """Return the algorithm; arguments as for :func:`numpyro_fed.algorithms.mode.mode`."""
     search = WideSearch(fm, number, init_loc_fn, most)
     round_ = Round((Exchange("mode", search.silo, lenient=True),), search.round)
-    return searching(fm, search.init_server, search.init_silo, round_)
+    return search_algorithm(fm, search.init_server, search.init_silo, round_)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,37 +104,39 @@ class WideSearch:
     init_loc_fn: Callable[..., Any] | None
     most: int | None
 
-    def init_server(self, key: Array) -> Climb:
+    def init_server(self, key: Array) -> WideState:
         n = unravelled(self.model)
 
-        def begin(x: Array) -> Climb:
+        def begin(x: Array) -> WideState:
             zero, none, no = jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.array(False)
             here, still = Place(x, zero, jnp.zeros(n), jnp.ones(n)), jnp.zeros(n)
             one, yes, memory = jnp.ones(()), jnp.array(True), _lbfgs().init(x)
-            return Climb(here, no, x, still, zero, one, memory, yes, none, none, no, no, no, none)
+            return WideState(
+                here, no, x, still, zero, one, memory, yes, none, none, no, no, no, none
+            )
 
         return jax.vmap(begin)(starting_places(self.model, key, self.number, self.init_loc_fn))
 
     def init_silo(self, key: Array, data: SiloData) -> SiloState:
         number, n = self.number, unravelled(self.model)
         nothing = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n)))
-        return nowhere(self.model, key, data, nothing)
+        return first_silo_state(self.model, key, data, nothing)
 
     def silo(
         self, noise: object, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         derive = partial(sloped, closer=down.closer)
-        return asked(self.model, derive, down.place, state, data)
+        return reply_at(self.model, derive, down.place, state, data)
 
-    def round(self, state: Climb, noise: object, ask: Ask) -> tuple[Climb, Info]:
+    def round(self, state: WideState, noise: object, ask: Ask) -> tuple[WideState, Info]:
         """Ask for the density at a place for each start, and choose the next one."""
         closer, unravel = state.closer.any(), unraveller(self.model)
         replies = ask("mode", Down(state.trial, closer))
 
         def log_prior(x: Array) -> tuple[Array, tuple[()]]:
-            return self.model.rounded.log_prior(*unravel(x)), ()
+            return self.model.smoothed.log_prior(*unravel(x)), ()
 
-        def one(climb: Climb, up: Up) -> Climb:
+        def one(climb: WideState, up: Up) -> WideState:
             prior, _ = sloped(log_prior, climb.trial, closer)
             here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
             return _judged(climb, Place(climb.trial, *here), self.most)
@@ -164,7 +166,7 @@ def _lbfgs() -> optax.GradientTransformation:
     return optax.scale_by_lbfgs(MEMORY)
 
 
-def _judged(climb: Climb, here: Place, most: int | None) -> Climb:
+def _judged(climb: WideState, here: Place, most: int | None) -> WideState:
     """Keep what was tried if it is better, and choose what to try next."""
     best, known, looked = climb.best, climb.known, climb.closer
     near = ROUNDINGS * jnp.finfo(here.value.dtype).eps * jnp.abs(best.value)
@@ -201,7 +203,7 @@ def _judged(climb: Climb, here: Place, most: int | None) -> Climb:
     trial = jnp.where(found & closer, at.x, trial)
     memory = where(turned, after, memory)
     rests, no, tried = idle >= IDLE, climb.left, climb.tried + 1
-    after = Climb(
+    after = WideState(
         at,
         found,
         trial,

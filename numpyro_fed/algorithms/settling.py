@@ -32,7 +32,7 @@ STILL = 0.03  # standard deviations, and relative changes of them
 GAIN = 0.02  # nats of the bound that do not matter
 
 
-class Course(NamedTuple, Generic[Tree]):
+class ConvergenceStats(NamedTuple, Generic[Tree]):
     """Sums over the window so far, means of the one before, quiet windows in a row.
 
     ``last`` are the parameters at the last look, ``path`` how far they have gone in this window,
@@ -52,14 +52,16 @@ class Course(NamedTuple, Generic[Tree]):
     calm: Array
 
 
-def begin(params: Tree) -> Course[Tree]:
+def begin(params: Tree) -> ConvergenceStats[Tree]:
     """Return the course before the first round, of which nothing is seen yet."""
     zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
     still, far = jax.tree.map(jnp.zeros_like, params), jnp.array(jnp.finfo(zero.dtype).max)
-    return Course(none, zero, zero, still, params, still, still, far, zero, still, none)
+    return ConvergenceStats(none, zero, zero, still, params, still, still, far, zero, still, none)
 
 
-def follow(course: Course[Tree], loss: Array, params: Tree, *, whitened: bool) -> Course[Tree]:
+def follow(
+    course: ConvergenceStats[Tree], loss: Array, params: Tree, *, whitened: bool
+) -> ConvergenceStats[Tree]:
     """Return the course after one more round.
 
     ``whitened`` says whether the posterior is about standard in the parameters' coordinates.
@@ -79,7 +81,7 @@ def follow(course: Course[Tree], loss: Array, params: Tree, *, whitened: bool) -
     return jax.lax.cond(looks, lambda c: _looked(c, params, whitened), lambda c: c, now)
 
 
-def _looked(course: Course[Tree], params: Tree, whitened: bool) -> Course[Tree]:
+def _looked(course: ConvergenceStats[Tree], params: Tree, whitened: bool) -> ConvergenceStats[Tree]:
     """Return the course after a look at the parameters; and the end of a window, if it is one."""
     first = (course.rounds - STRIDE) % WINDOW == 0
     share = STRIDE / WINDOW
@@ -92,7 +94,7 @@ def _looked(course: Course[Tree], params: Tree, whitened: bool) -> Course[Tree]:
     return jax.lax.cond(ends, lambda c: _closed(c, whitened), lambda c: c, now)
 
 
-def _closed(course: Course[Tree], whitened: bool) -> Course[Tree]:
+def _closed(course: ConvergenceStats[Tree], whitened: bool) -> ConvergenceStats[Tree]:
     """Return the course at the end of a window."""
     error = jnp.sqrt(course.squares / (WINDOW - 1) / WINDOW)
     gain = course.mean_before - course.loss
@@ -124,6 +126,6 @@ def _flat(tree: object) -> Array:
     return jnp.concatenate([jnp.zeros(1), *(jnp.ravel(a) for a in jax.tree.leaves(tree))])
 
 
-def settled(course: Course[Any]) -> Array:
+def settled(course: ConvergenceStats[Any]) -> Array:
     """Return whether the last windows were quiet."""
     return course.calm >= CALM

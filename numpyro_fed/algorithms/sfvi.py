@@ -25,7 +25,6 @@ from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import (
     Ask,
     CarriedSilo,
-    Carry,
     Exchange,
     FederatedAlgorithm,
     Info,
@@ -33,11 +32,12 @@ from numpyro_fed.algorithms.base import (
     Reply,
     Round,
     SharedParams,
+    WarmStart,
     ascend,
 )
-from numpyro_fed.algorithms.begin import Begun, carried_locals
+from numpyro_fed.algorithms.begin import StartPoint, local_guides_of_result
 from numpyro_fed.algorithms.gradients import ByGradients, Start
-from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.algorithms.settling import ConvergenceStats
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
@@ -55,7 +55,7 @@ class ServerState(NamedTuple):
 
     params: SharedParams
     opt_state: Any
-    course: Course[SharedParams]
+    course: ConvergenceStats[SharedParams]
     frame: Frame
 
 
@@ -118,7 +118,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             self.private,
             done=lambda state: settling.settled(state.course),
             opening=standardising(self.guide),
-            carry=Carry(self.server_from, self.carried_silo),
+            carry=WarmStart(self.server_from, self.carried_silo),
         )
 
     @cached_property
@@ -130,17 +130,19 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         params, frame = start
         return ServerState(params, self.optim.init(params), settling.begin(params), frame)
 
-    def server_from(self, key: Array, begun: Begun) -> ServerState:
+    def server_from(self, key: Array, begun: StartPoint) -> ServerState:
         """Return the server's state where a run begins."""
         return self.server_at(self.start_at(key, begun))
 
     def silo_at(self, own: OwnParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
-        kept = jnp.zeros(self.model.dim) if self.in_part and self.guide.measures else None
+        kept = jnp.zeros(self.model.dim) if self.in_part and self.guide.uses_globals else None
         return SiloState(own, self.optim.init(own), frames, kept)
 
-    def carried_silo(self, key: Array, own: CarriedSilo, begun: Begun, data: SiloData) -> SiloState:
+    def carried_silo(
+        self, key: Array, own: CarriedSilo, begun: StartPoint, data: SiloData
+    ) -> SiloState:
         """Return a silo's state where it begins at an earlier result of its own."""
-        eta = carried_locals(self.guide, own, begun, data)
+        eta = local_guides_of_result(self.guide, own, begun, data)
         return self.silo_from(own.theta, eta, self.start_at(key, begun))
 
     def server_noise(self, key: Array) -> Array:
@@ -151,7 +153,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         theta = frame.parameters(params.theta)
         seen, z_G, log_q = self.guide.globals.draws(frame.globals, params.guide, eps)
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-        down = Down(theta, z_G, seen if self.guide.measures else ())
+        down = Down(theta, z_G, seen if self.guide.uses_globals else ())
         return down, jnp.mean(log_prior - log_q)
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:

@@ -42,7 +42,7 @@ from numpyro_fed.algorithms.base import (
     own_key,
 )
 from numpyro_fed.algorithms.gradients import ByGradients, Start
-from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.algorithms.settling import ConvergenceStats
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
@@ -65,7 +65,7 @@ class ServerState(NamedTuple):
     """
 
     params: SharedParams
-    course: Course[SharedParams]
+    course: ConvergenceStats[SharedParams]
     rows: Array
     frame: Frame
 
@@ -146,7 +146,7 @@ class DiagonalWasserstein(Aggregation[Pair]):
     """The Wasserstein barycenter of independent normals: average means and standard deviations."""
 
     def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
-        q = Gaussian.of(eta)
+        q = Gaussian.from_params(eta)
         return q.loc, q.scale
 
     def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
@@ -162,7 +162,7 @@ class Wasserstein(Aggregation[GuideParams]):
         return eta
 
     def average(self, message: GuideParams, weights: Array, sent: GuideParams) -> GuideParams:
-        q = Gaussian.of(message)
+        q = Gaussian.from_params(message)
         return Gaussian.of_root(*barycenters.wasserstein_of(q.loc, q.root, weights)).params()
 
 
@@ -170,7 +170,7 @@ class ForwardKL(Aggregation[Pair]):
     """The Gaussian with the moments of the mixture, measured from the guide that was sent."""
 
     def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
-        q = Gaussian.of(eta)
+        q = Gaussian.from_params(eta)
         off = q.loc - sent["loc"]
         return off, q.covariance + _square(off, q.covariance)
 
@@ -185,7 +185,7 @@ class ReverseKL(Aggregation[Pair]):
     """The weighted geometric mean of the guides, measured from the guide that was sent."""
 
     def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
-        q = Gaussian.of(eta)
+        q = Gaussian.from_params(eta)
         return q._replace(loc=q.loc - sent["loc"]).natural()
 
     def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
@@ -281,7 +281,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
             return jnp.ones(())
         sizes = self.model.sizes(data)
         rows = (
-            data.keep(p.name, jnp.ones(sizes[p.name])) for p in self.model.plates if not p.outer
+            data.masked(p.name, jnp.ones(sizes[p.name])) for p in self.model.plates if not p.outer
         )
         return sum((r.sum() for r in rows), jnp.zeros(()))
 

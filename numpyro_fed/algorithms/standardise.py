@@ -50,8 +50,8 @@ def _round(guide: Guide, name: str, power: int) -> Round:
         for plate, encoder in guide.encoders.items():
             if encoder.standardises:
                 x = encoder.features(data) - down[encoder.name]
-                number = data.keep(plate, jnp.ones(len(x))).sum()
-                sums[encoder.name] = Sums(number, data.keep(plate, x**power).sum(0))
+                number = data.masked(plate, jnp.ones(len(x))).sum()
+                sums[encoder.name] = Sums(number, data.masked(plate, x**power).sum(0))
         return Reply(sums, all_finite(sums)), state
 
     def run(state: Learning, noise: object, ask: Ask) -> tuple[Learning, Info]:

@@ -69,7 +69,7 @@ class _GaussianFamily(Family[Array]):
         return True
 
     @staticmethod
-    def of(eta: Natural) -> Gaussian:
+    def from_natural(eta: Natural) -> Gaussian:
         """Return the Gaussian with natural parameters ``eta``."""
         return Gaussian.of_natural(eta["first"], eta["second"])
 
@@ -77,18 +77,18 @@ class _GaussianFamily(Family[Array]):
         return jnp.zeros(())
 
     def ordinary(self, eta: Natural) -> Ordinary:
-        return self.of(eta).params()
+        return self.from_natural(eta).params()
 
     def natural(self, psi: Ordinary) -> Natural:
-        first, second = Gaussian.of(psi).natural()
+        first, second = Gaussian.from_params(psi).natural()
         return {"first": first, "second": second}
 
     def moments(self, psi: Ordinary) -> Tree:
-        q, outer = Gaussian.of(psi), self.statistics(psi["loc"])["second"]
+        q, outer = Gaussian.from_params(psi), self.statistics(psi["loc"])["second"]
         return {"first": q.loc, "second": q.covariance + outer}
 
     def entropy(self, psi: Ordinary) -> Array:
-        return Gaussian.of(psi).entropy()
+        return Gaussian.from_params(psi).entropy()
 
     def noise(self, key: Array, n: int) -> Array:
         return jax.random.normal(key, (n, self.dim))
@@ -97,20 +97,20 @@ class _GaussianFamily(Family[Array]):
         return normals
 
     def draw(self, psi: Ordinary, noise: Array) -> Array:
-        return Gaussian.of(psi).draw(noise)
+        return Gaussian.from_params(psi).draw(noise)
 
     def centre(self, psi: Ordinary) -> Array:
         return psi["loc"]
 
     def spread(self, psi: Ordinary) -> tuple[Array, Array]:
-        q = Gaussian.of(psi)
+        q = Gaussian.from_params(psi)
         return q.loc, q.sd
 
     def log_density(self, eta: Natural, z: Array) -> Array:
-        return self.of(eta).log_density(z)
+        return self.from_natural(eta).log_density(z)
 
     def kl(self, eta_q: Natural, eta_p: Natural) -> Array:
-        return self.of(eta_q).kl(self.of(eta_p))
+        return self.from_natural(eta_q).kl(self.from_natural(eta_p))
 
     def proper(self, eta: Natural) -> Array:
         psi = self.ordinary(eta)
@@ -120,7 +120,7 @@ class _GaussianFamily(Family[Array]):
         return jax.tree.map(jnp.zeros_like, psi)
 
     def moved(self, psi: Ordinary, step: Ordinary) -> Ordinary:
-        return Gaussian.of(psi).then(Gaussian.of(step)).params()
+        return Gaussian.from_params(psi).compose(Gaussian.from_params(step)).params()
 
     @abstractmethod
     def into(self, psi: Ordinary, eta: Natural) -> Natural: ...
@@ -179,7 +179,7 @@ class DiagonalGaussian(_GaussianFamily):
     def marginal(
         self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
     ) -> dist.Distribution:
-        q = self.of({name: leaf[index].reshape(shape) for name, leaf in eta.items()})
+        q = self.from_natural({name: leaf[index].reshape(shape) for name, leaf in eta.items()})
         return dist.Normal(q.loc, q.scale).to_event(event_dim)
 
 
@@ -195,7 +195,7 @@ class FullGaussian(_GaussianFamily):
         return {"first": u, "second": across + across.T}
 
     def log_partition(self, eta: Natural) -> Array:
-        q = self.of(eta)
+        q = self.from_natural(eta)
         w = dot(eta["first"], q.root)  # L^{-1} m
         return 0.5 * (jnp.sum(w**2) + self.dim * LOG_2PI) + q.log_scale.sum()
 
@@ -222,33 +222,33 @@ class FullGaussian(_GaussianFamily):
         return {"first": gradient + dot(A, z), "second": -0.5 * A}
 
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
-        q = self.of(eta)
+        q = self.from_natural(eta)
         g, L = jax.grad(f)(q.params()), q.root
         half = linalg.solve(L, _by_covariance(L, _by_root(q, g)), transposed=True)
         by_covariance = symmetric(linalg.solve(L, half.T, transposed=True))
         return {"first": g["loc"] - 2 * dot(by_covariance, q.loc), "second": by_covariance}
 
     def move(self, psi: Ordinary, gradient: Tree) -> Array:
-        q = Gaussian.of(psi)
+        q = Gaussian.from_params(psi)
         L, variance = q.root, jnp.sum(q.root**2, -1)
         mean = dot(L, dot(gradient["loc"], L))
         widened = jnp.sum(dot(L, _by_covariance(L, _by_root(q, gradient))) * L, -1)
         return jnp.concatenate([mean / jnp.sqrt(variance), widened / variance])
 
     def into(self, psi: Ordinary, eta: Natural) -> Natural:
-        L, second = Gaussian.of(psi).root, symmetric(eta["second"])
+        L, second = Gaussian.from_params(psi).root, symmetric(eta["second"])
         slope = eta["first"] + 2 * dot(second, psi["loc"])
         return {"first": dot(slope, L), "second": symmetric(dot(L.T, dot(second, L)))}
 
     def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
-        K = Gaussian.of(psi).inverse_root()
+        K = Gaussian.from_params(psi).inverse_root()
         second = symmetric(dot(K.T, dot(eta["second"], K)))
         return {"first": dot(eta["first"], K) - 2 * dot(second, psi["loc"]), "second": second}
 
     def marginal(
         self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
     ) -> dist.Distribution:
-        q = self.of(eta)
+        q = self.from_natural(eta)
         loc, rows = q.loc[index].reshape(shape), q.root[index]
         if event_dim == 0:
             return dist.Normal(loc, jnp.linalg.norm(rows, axis=-1).reshape(shape))

@@ -33,7 +33,7 @@ from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.gaussian import Full
 
 
-class Tie(NamedTuple):
+class CouplingStats(NamedTuple):
     """A party's part, or their sum: ``b`` (rank,) of a draw, ``A`` (rank, rank) of its guide."""
 
     b: Array
@@ -92,7 +92,7 @@ def carried(guide: GlobalGuide[Array], eta: GuideParams, V: Array) -> Array:
 def log_ratio(shared: GuideParams, b: Array, A: Array) -> Array:
     """Return the log density of all parties' latents, less that of their guides on their own."""
     s, rank = shared["loc"], len(b)
-    L = Gaussian.of(shared).root
+    L = Gaussian.from_params(shared).root
     r = L.T @ (b - A @ s)
     root = linalg.cholesky(jnp.eye(rank) + L.T @ A @ L)
     half_log_det = jnp.log(jnp.diagonal(root)).sum()

@@ -29,7 +29,7 @@ class _GaussianGuide(GlobalGuide[Array]):
 
     def at(self, eta: GuideParams, noise: Array) -> Array:
         """Return the draw (dim,) that this noise makes."""
-        return Gaussian.of(eta).draw(noise)
+        return Gaussian.from_params(eta).draw(noise)
 
     def noise(self, key: Array, n: int) -> Array:
         return jax.random.normal(key, (n, self.dim))
@@ -46,13 +46,13 @@ class _GaussianGuide(GlobalGuide[Array]):
         return eta["loc"]
 
     def log_density(self, eta: GuideParams, u: Array) -> Array:
-        return Gaussian.of(eta).log_density(u)
+        return Gaussian.from_params(eta).log_density(u)
 
     def standard_noise(self, eta: GuideParams, u: Array) -> Array:
-        return Gaussian.of(eta).standardise(u)
+        return Gaussian.from_params(eta).standardise(u)
 
     def in_z(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
-        return frame.then(Gaussian.of(eta)).params()
+        return frame.compose(Gaussian.from_params(eta)).params()
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class Skewed(_GaussianGuide):
         return {**super().init(key, loc, scale), "below": below, "scale_coupling": D}
 
     def at(self, eta: GuideParams, noise: Array) -> Array:
-        q = Gaussian.of(eta)
+        q = Gaussian.from_params(eta)
         return q._replace(log_scale=q.log_scale + self._coupling(eta) @ noise).draw(noise)
 
     def _inverted(self, eta: GuideParams, u: Array) -> tuple[Array, Array]:
         """Return the noise of which ``u`` is the draw, and the log-scales given it."""
-        q, D = Gaussian.of(eta), self._coupling(eta)
+        q, D = Gaussian.from_params(eta), self._coupling(eta)
         off = q._replace(log_scale=jnp.zeros(self.dim)).standardise(u)
 
         def one(noise: Array, row: tuple[Array, ...]) -> tuple[Array, Array]:

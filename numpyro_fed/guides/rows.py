@@ -110,7 +110,7 @@ class LocalGuide:
     def placed(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
         """Return the parameters in ``z`` of the guide that is ``eta`` in a frame of the rows."""
         shape, q = eta["loc"].shape, self._gaussian(eta)
-        after = self._params(frame.then(q), shape)
+        after = self._params(frame.compose(q), shape)
         if self.couple_mean:
             C = eta["mean_coupling"]
             after["mean_coupling"] = frame.times(C.reshape(*q.loc.shape, -1)).reshape(C.shape)

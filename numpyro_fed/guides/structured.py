@@ -150,7 +150,7 @@ class Guide:
         return tuple(p.name for p in self.model.plates if p.dim and not p.outer)
 
     @cached_property
-    def measures(self) -> bool:
+    def uses_globals(self) -> bool:
         """Whether any local guide depends on where the globals are."""
         return any(g.couple_mean or g.couple_scale for g in self.locals.values())
 
@@ -184,7 +184,7 @@ class Guide:
         """
         if plate in self.outer or not self.outer:
             return away
-        offsets = [data.keep(p, z_outer[p] - eta[p]["loc"]).ravel() for p in self.outer]
+        offsets = [data.masked(p, z_outer[p] - eta[p]["loc"]).ravel() for p in self.outer]
         return jnp.concatenate([away, *offsets])
 
     def recentre(
@@ -209,7 +209,7 @@ class Guide:
                 z_outer[p] = self.locals[p].recentre(eta[p], above[p])["loc"]
         return above
 
-    def measured_by(
+    def composed_with(
         self, f: Callable[[Array], Array], eta: dict[str, GuideParams], at: Array
     ) -> dict[str, GuideParams]:
         """Return the same local guides for globals of which they have measured ``f`` so far.
@@ -288,7 +288,7 @@ class Latents(Protocol):
         ...
 
 
-class Resolved(NamedTuple):
+class GuideConfig(NamedTuple):
     """A guide's settings with nothing left open, for a model and the sizes of its silo plates."""
 
     globals: str
@@ -296,7 +296,7 @@ class Resolved(NamedTuple):
     locals: tuple[PlateGuide, ...]
 
     @classmethod
-    def of(cls, fields: Sequence[Any]) -> Resolved:
+    def of(cls, fields: Sequence[Any]) -> GuideConfig:
         """Return what is resolved, from what JSON made of it."""
         kind, rank, plates = fields
         return cls(kind, rank, tuple(PlateGuide(*p) for p in plates))
@@ -312,7 +312,7 @@ def resolve(
     total: Mapping[str, int],
     *,
     at_mode: bool = False,
-) -> Resolved:
+) -> GuideConfig:
     """Settle what a guide leaves to be chosen.
 
     Parameters
@@ -347,7 +347,7 @@ def resolve(
         )
 
     kind, rank = _global_kind(spec, fm, at_mode)
-    return Resolved(kind, rank, tuple(map(of, with_latents)))
+    return GuideConfig(kind, rank, tuple(map(of, with_latents)))
 
 
 def build(spec: Spec | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
@@ -359,7 +359,7 @@ def build(spec: Spec | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guid
 
 def build_resolved(
     spec: Spec | None,
-    resolved: Resolved,
+    resolved: GuideConfig,
     fm: FederatedModel,
     row_of: Callable[[str], Row] | None = None,
 ) -> Guide:
@@ -431,7 +431,7 @@ def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int
     return kind, rank if kind == "low_rank" else None
 
 
-def _globals_of(spec: Structured, resolved: Resolved, fm: FederatedModel) -> GlobalGuide[Array]:
+def _globals_of(spec: Structured, resolved: GuideConfig, fm: FederatedModel) -> GlobalGuide[Array]:
     """Return the guide of the globals, as it was resolved."""
     dim, first = fm.dim, spec.init_scale
     if isinstance(spec.globals, AutoGuide):

@@ -14,7 +14,7 @@ from jax.lax import stop_gradient
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural, Ordinary
-from numpyro_fed.trees import Tree, strong
+from numpyro_fed.trees import Tree, drop_weak_types
 
 Own = TypeVar("Own")
 Search = tuple[Array, Tree, optax.OptState, Array, Array, Array]  # what L-BFGS carries along
@@ -229,5 +229,5 @@ def minimise(
 
     none, far = jnp.zeros((), jnp.int32), jnp.array(jnp.inf)
     carry = (none, start, optim.init(start), far, far, none)
-    _, params, opt_state, size, _, _ = jax.lax.while_loop(go_on, step, strong(carry))
+    _, params, opt_state, size, _, _ = jax.lax.while_loop(go_on, step, drop_weak_types(carry))
     return params, optax.tree_utils.tree_get(opt_state, "value"), size

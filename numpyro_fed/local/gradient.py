@@ -16,7 +16,7 @@ from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.base import AT_REST, Noise, Own, Problem, Solution, free_energy
 from numpyro_fed.local.verdict import PARTICLES, AtRest, Tally, maximised
-from numpyro_fed.trees import strong
+from numpyro_fed.trees import drop_weak_types
 
 STEP, SETTLES, DECAY = 0.05, 20, 0.7  # of Adam: its first step, and how that becomes smaller
 CHECK = 100  # steps, after which one near its optimum is looked at
@@ -213,7 +213,7 @@ class _Ascent(Generic[Own]):
         estimate = jax.tree.map(jnp.zeros_like, problem.start)
         opt_state = self.optim.init(params)
         walk = Walk(none, params, opt_state, zero, watch, estimate, self.rest.begin())
-        return strong(walk)
+        return drop_weak_types(walk)
 
     def where(self, params: At[Own]) -> tuple[Natural, Ordinary, Own]:
         """Return natural and ordinary parameters, and the silo's own part."""

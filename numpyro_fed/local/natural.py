@@ -17,7 +17,7 @@ from numpyro_fed.expfam.base import Natural, Ordinary, move_along
 from numpyro_fed.local.base import AT_REST, Own, Problem, Solution, free_energy, proper_step
 from numpyro_fed.local.lbfgs import standardised
 from numpyro_fed.local.verdict import AtRest, Tally, maximised
-from numpyro_fed.trees import all_finite, strong
+from numpyro_fed.trees import all_finite, drop_weak_types
 
 STAYS = 1e-4  # nats that a step moves, where a fixed point has been reached
 Damped = tuple[Array, Natural, Own, optax.OptState, Array, Tally]
@@ -323,6 +323,6 @@ def _damped(
 
     start, none = family.natural(problem.start), jnp.zeros((), jnp.int32)
     carry = (none, start, problem.own, optim.init(problem.own), jnp.array(True), rest.begin())
-    _, eta, own, _, finite, tally = jax.lax.while_loop(go_on, step, strong(carry))
+    _, eta, own, _, finite, tally = jax.lax.while_loop(go_on, step, drop_weak_types(carry))
     rests = rest.holds(tally) if judged else jnp.array(True)
     return Solution(eta, own, rests, finite)

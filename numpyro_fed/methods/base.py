@@ -32,17 +32,17 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.methods.carrying import carried
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
-from numpyro_fed.methods.host import RUNTIMES, SEARCHES, Course, Host
+from numpyro_fed.methods.host import RUNTIMES, SEARCHES, FederatedMethod, RunOptions
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, why_coupled
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
-from numpyro_fed.model.data import Held, SiloData, signature
+from numpyro_fed.model.data import SiloData, SilosInput, signature
 from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
 from numpyro_fed.model.split import split
-from numpyro_fed.model.verdicts import Checks, check_rows_apart
+from numpyro_fed.model.verdicts import RowChecks, check_rows_apart
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct, weighing
@@ -61,7 +61,7 @@ Used = TypeVar("Used")
 
 
 @dataclass(frozen=True)
-class Method(Host[Fit, Found], Generic[Found, Shaped]):
+class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
     """A federated method: settings in a frozen dataclass, ``run`` and ``load`` from here.
 
     A subclass has further settings, and says how its fit is built. ``Shaped`` is what it keeps
@@ -149,7 +149,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
             that were finished.
         """
         key = one_key(key)
-        course = Course(num_rounds, server_data, progress_bar, stop, callback, every)
+        course = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
         fit, held = self._prepare(silos, runtime)
         try:
             earlier = getattr(self, "start", None)
@@ -236,7 +236,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
         """
         return self.load_part(path, silos, runtime, "")
 
-    def load_part(self, path: str | Path, silos: Held, runtime: str, part: str) -> Found:
+    def load_part(self, path: str | Path, silos: SilosInput, runtime: str, part: str) -> Found:
         """Return one of the runs of a file, by its name there."""
         fit, held = self._prepare(silos, runtime)
         result, said = _with_or_without_start(
@@ -342,7 +342,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
         """Refuse an exchange that treats rows one by one where a silo's rows are coupled."""
         draws = settings_in(name).get("inner_draws", built.draws)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
-        alone, asks = [Bucket((number,), ({},), stack)], Checks(built.model)
+        alone, asks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
         check_rows_apart(built.model, asks, draws, alone)
         searches = name in {x.name for r in built.searching for x in r.exchanges}
         if searches and (coupled := why_coupled(built.model, asks, alone)) is not None:
@@ -359,7 +359,7 @@ class Method(Host[Fit, Found], Generic[Found, Shaped]):
     def _planned(self, fm: FederatedModel, plan: Plan) -> Plan:
         return replace(plan, settings=json.dumps(self._resolved(fm, plan), sort_keys=True))
 
-    def _prepare(self, silos: Held, runtime: str) -> tuple[Fit, Silos]:
+    def _prepare(self, silos: SilosInput, runtime: str) -> tuple[Fit, Silos]:
         """Return the compiled fit for these silos, from an earlier run where there was one.
 
         What depends on shapes is kept; what depends on values is asked of each run's own.

@@ -13,7 +13,7 @@ from jax import Array
 
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import CarriedSilo, Private, Shared
-from numpyro_fed.algorithms.begin import Begun
+from numpyro_fed.algorithms.begin import StartPoint
 from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import FULL_UP_TO, Guide
@@ -22,7 +22,7 @@ from numpyro_fed.precision import in_this_precision
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.stack import State, init_schedule
-from numpyro_fed.trees import strong
+from numpyro_fed.trees import drop_weak_types
 
 DRAWS = 20_000  # of a guide whose covariance is not written down
 
@@ -94,10 +94,10 @@ def carried(fit: Fit, key: Array, held: Silos, result: Result) -> tuple[State, C
         how,
         tuple(privates[0].guide),
     )
-    return strong(state), said
+    return drop_weak_types(state), said
 
 
-def _begun(result: Result) -> tuple[Begun, str]:
+def _begun(result: Result) -> tuple[StartPoint, str]:
     """Return the normal distribution of a result's globals, and what of it is known."""
     theta, eta, frame = result.shared
     guide, dim = result._fit.guide.globals, result.num_globals
@@ -106,7 +106,7 @@ def _begun(result: Result) -> tuple[Begun, str]:
     names = set(known) if isinstance(known, dict) else set()
     diagonal = names == {"loc", "log_scale"}
     if diagonal or (names == {"loc", "log_scale", "below"} and not wide):
-        centre, root = known["loc"], Gaussian.of(known).root
+        centre, root = known["loc"], Gaussian.from_params(known).root
     else:
         z, _ = result.draw_globals(jax.random.key(0), DRAWS if not wide else DRAWS // 10)
         centre, root = z.mean(0), z.std(0)
@@ -116,7 +116,7 @@ def _begun(result: Result) -> tuple[Begun, str]:
     if root.ndim == 1 and not wide:
         root = jnp.diag(root)
     unit = jax.tree.map(jnp.ones_like, theta)
-    return Begun(theta, unit, centre, root), f"the mean and {spread} of the globals"
+    return StartPoint(theta, unit, centre, root), f"the mean and {spread} of the globals"
 
 
 def _without_frame(guide: Guide) -> Callable[[Shared, Private], CarriedSilo]:
@@ -126,7 +126,7 @@ def _without_frame(guide: Guide) -> Callable[[Shared, Private], CarriedSilo]:
     def without(shared: Shared, private: Private) -> CarriedSilo:
         frame = shared.frame
         coordinates = partial(guide.globals.coordinates, frame)
-        own = guide.measured_by(coordinates, private.guide, jnp.zeros_like(frame.loc))
+        own = guide.composed_with(coordinates, private.guide, jnp.zeros_like(frame.loc))
         seen = guide.globals.seen(frame, shared.guide, frame.loc[None])
         centre = guide.globals.place(frame, private.measured(seen).centre)
         return CarriedSilo(private.theta, own, centre)

@@ -21,7 +21,7 @@ from numpyro_fed.errors import (
     positive_int,
 )
 from numpyro_fed.methods.fitted import Fitted, Stage
-from numpyro_fed.methods.mode import APART, SEARCHED_UP_TO, Peak, distance
+from numpyro_fed.methods.mode import APART, SEARCHED_UP_TO, LocalMode, distance
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model import data as silo_data
@@ -370,7 +370,7 @@ class _Fitting:
         again = self.corrected(best.result, "judged by new draws", len(best.weights))
         return again if again is not None else best
 
-    def missed(self, best: Corrected | None) -> tuple[Peak, ...]:
+    def missed(self, best: Corrected | None) -> tuple[LocalMode, ...]:
         """Return other modes of about as much mass that the draws do not reach."""
         start = next((r.start for r in self.results() if r.start is not None), None)
         if best is None or start is None or start.log_evidence is None:

@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import html
-from numpyro_fed.methods.mode import Mode, Peak
+from numpyro_fed.methods.mode import LocalMode, Mode
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected
-from numpyro_fed.results.saving import Told, save
+from numpyro_fed.results.saving import SavedWords, save
 
 KEPT_DRAWS = 4_000  # of a fit that has no reliable correction, in a file
 
@@ -58,7 +58,7 @@ class Fitted:
     corrected: Corrected | None = field(repr=False)
     stages: tuple[Stage, ...] = field(repr=False)
     num_exchanges: int
-    missed: tuple[Peak, ...] = field(default=(), repr=False)
+    missed: tuple[LocalMode, ...] = field(default=(), repr=False)
     interrupted: bool = field(default=False, repr=False)
 
     @property
@@ -167,7 +167,7 @@ class Fitted:
         """
         found, best = self.corrected, self.best
         checked: Result = best if isinstance(best, Result) else best.result
-        told, others = Told("", {}), {}
+        told, others = SavedWords("", {}), {}
         if found is not None:
             told, checked = found.told(), found.result
         if isinstance(best, Result):

@@ -32,7 +32,7 @@ Outcome = TypeVar("Outcome", bound=FederatedRun[Any])
 
 
 @dataclass(frozen=True)
-class Course(Generic[Outcome]):
+class RunOptions(Generic[Outcome]):
     """How a run goes on from its first state: for how long, and who looks at it.
 
     The fields are what :meth:`SFVI.run` documents under these names.
@@ -52,7 +52,7 @@ class Course(Generic[Outcome]):
             raise ValueError(f"stop={self.stop!r}: expected 'converged' or None.")
 
 
-class Host(ABC, Generic[Ready, Outcome]):
+class FederatedMethod(ABC, Generic[Ready, Outcome]):
     """A federated method whose silos may hold rows or columns."""
 
     @property
@@ -93,7 +93,7 @@ class Host(ABC, Generic[Ready, Outcome]):
         key: Array,
         state: State,
         start: object,
-        course: Course[Outcome],
+        course: RunOptions[Outcome],
     ) -> Outcome:
         """Run rounds and return their result, or raise with it."""
         callback = course.callback

@@ -18,7 +18,7 @@ from numpyro_fed.errors import SavedStateError, positive_int
 from numpyro_fed.files import npz
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.fitted import Fitted, Stage
-from numpyro_fed.methods.mode import Peak
+from numpyro_fed.methods.mode import LocalMode
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.sfvi import SFVI
@@ -217,8 +217,8 @@ def _fitted(
     """The fit by :func:`numpyro_fed.fit`, from its parts."""
     best = corrected if corrected is not None and words["is_best"] else others.get("best", run)
     numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
-    peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in Peak._fields] for i in numbers]
-    missed = tuple(Peak(z_G, curvature, float(evidence)) for z_G, curvature, evidence in peaks)
+    peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
+    missed = tuple(LocalMode(z_G, curvature, float(evidence)) for z_G, curvature, evidence in peaks)
     stages = tuple(Stage(name, said, None) for name, said in words["stages"])
     return Fitted(best, corrected, stages, missed=missed, **words["fields"])
 

@@ -19,20 +19,20 @@ from numpyro_fed.algorithms.mode import (
     ROUNDINGS,
     Search,
     Shape,
-    around,
+    curvature_check,
     effects_of,
     highest,
     mode,
     unravelled,
     unraveller,
 )
-from numpyro_fed.algorithms.mode_wide import Climb, wide_mode
+from numpyro_fed.algorithms.mode_wide import WideState, wide_mode
 from numpyro_fed.errors import ModelError, NonFiniteError, positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.verdicts import Checks, coupled_rows
+from numpyro_fed.model.verdicts import RowChecks, coupled_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.base import Fit
 from numpyro_fed.results.built import Start
@@ -40,7 +40,7 @@ from numpyro_fed.runtime.drive import drive, failed_silos
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batches, Runtime, State, init_schedule, on_device
-from numpyro_fed.trees import strong
+from numpyro_fed.trees import drop_weak_types
 
 MOST = {"mode": 100, "wide": 300}  # places that a start tries
 SEARCHED_UP_TO = 300  # shared parameters and globals, by Newton's method
@@ -67,7 +67,7 @@ class NoStartError(Exception):
         return f"{self}: the run starts at zero in unconstrained space, as start=None does."
 
 
-class Peak(NamedTuple):
+class LocalMode(NamedTuple):
     """One of several modes: where, with the negative Hessian there, and Laplace's evidence."""
 
     z_G: np.ndarray
@@ -126,7 +126,7 @@ class Mode:
     values: np.ndarray = field(repr=False)
     names: tuple[str, ...] = field(repr=False)
     flat: tuple[str, ...] = field(repr=False)
-    others: tuple[Peak, ...] = field(default=(), repr=False)
+    others: tuple[LocalMode, ...] = field(default=(), repr=False)
 
     @cached_property
     def covariance(self) -> np.ndarray:
@@ -207,7 +207,7 @@ def find_mode(
         raise _not_found(int(run.state.round), starts, run.unusable)
     shape, exchanges = None, int(run.state.round)
     if not wide:
-        looked = runtime.single(around(fm, effects))
+        looked = runtime.single(curvature_check(fm, effects))
         shape, *_ = looked(key, run.state.server, run.state.silos, batches)
         shape, exchanges = jax.tree.map(np.asarray, shape), exchanges + 1
     found = _mode(fm, search, shape, exchanges, effects)
@@ -241,7 +241,7 @@ def begin(
     if start.around is None and len(start.effects):
         raise NoStartError(MANY_EFFECTS)
     search = start.search
-    runtime = fit.once(SEARCH, lambda: runtime_of(search))
+    runtime = fit.cached(SEARCH, lambda: runtime_of(search))
     key_search, key_begin = jax.random.split(jax.random.fold_in(key, SEARCHING))
     state = runtime.init(key_search, batches)
     most = max(MOST.values()) + 2
@@ -257,22 +257,22 @@ def begin(
         )
     if found_at.known.any():
         found = _mode(fm, found_at, None, exchanges, start.effects)
-        if fm.flat and start.around is not None and found.converged:
-            looked = fit.soon(start.around, runtime)
+        if fm.improper and start.around is not None and found.converged:
+            looked = fit.quick_round(start.around, runtime)
             shape, *_ = looked(key_begin, run.state.server, run.state.silos, batches)
             shape = jax.tree.map(np.asarray, shape)
             found = _mode(fm, found_at, shape, exchanges + 1, start.effects)
             if found.flat:
                 raise _improper(fm, found.flat)
-        begun = fit.soon(start.begin, runtime)
+        begun = fit.quick_round(start.begin, runtime)
         server, silos, info, good = begun(key_begin, run.state.server, run.state.silos, batches)
         unusable = failed_silos(good, (), ())
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
             zero = jnp.zeros((), jnp.int32)
-            state = strong(State(zero, server, silos, carry))
+            state = drop_weak_types(State(zero, server, silos, carry))
             return opened(fit, key, state, batches), found
-    if fm.flat:
+    if fm.improper:
         raise _not_found(exchanges, 1, unusable)
     raise NoStartError(
         "no mode to start from was found where log density, gradient and Hessian are finite"
@@ -284,7 +284,7 @@ def opened(fit: Fit, key: Array, state: State, batches: Batches) -> State:
     """Return the state after the rounds with which the algorithm itself opens."""
     key = jax.random.fold_in(key, OPENING)
     for round_ in fit.built.algorithm.opening:
-        once = fit.soon(round_)
+        once = fit.quick_round(round_)
         server, silos, info, good = once(key, state.server, state.silos, batches)
         if not bool(info.ok):
             bad = failed_silos(good, (), ())
@@ -295,11 +295,11 @@ def opened(fit: Fit, key: Array, state: State, batches: Batches) -> State:
                 round=0,
                 silos=bad,
             )
-        state = strong(state._replace(server=server, silos=silos))
+        state = drop_weak_types(state._replace(server=server, silos=silos))
     return state
 
 
-def _usable(fm: FederatedModel, search: Search | Climb) -> bool:
+def _usable(fm: FederatedModel, search: Search | WideState) -> bool:
     """Whether the curvature at the best place is that of the posterior around there.
 
     Where the search has not come to rest, the silos must have their share in it: of a likelihood
@@ -313,7 +313,7 @@ def _usable(fm: FederatedModel, search: Search | Climb) -> bool:
     if search.rests[i]:
         return bool((diagonal > 0).all())
     unravel = unraveller(fm)
-    of_prior = jit_once(jax.hessian(lambda x: fm.rounded.log_prior(*unravel(x))))(search.best.x[i])
+    of_prior = jit_once(jax.hessian(lambda x: fm.smoothed.log_prior(*unravel(x))))(search.best.x[i])
     of_silos = np.diagonal(A) + np.diagonal(np.asarray(of_prior, float))
     if (np.abs(of_silos) <= UNFELT * diagonal).any():
         return False
@@ -329,7 +329,8 @@ def _usable(fm: FederatedModel, search: Search | Climb) -> bool:
 def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:
     return ModelError(
         f"the posterior is improper: it does not fall along {' and '.join(open)} (unconstrained, "
-        f"each in units of its own curvature), where the prior of '{fm.flat[0]}' is flat. Give it "
+        f"each in units of its own curvature), where the prior of '{fm.improper[0]}' is flat. "
+        "Give it "
         "a proper prior, or leave out a column that others add up to. Where columns are merely "
         "alike, double precision (jax.config.update('jax_enable_x64', True)) tells them apart."
     )
@@ -385,7 +386,7 @@ def _open(shape: Shape, falls: np.ndarray, least: float, names: Sequence[str]) -
 
 def _mode(
     fm: FederatedModel,
-    search: Search | Climb,
+    search: Search | WideState,
     shape: Shape | None,
     num_exchanges: int,
     effects: np.ndarray,
@@ -416,18 +417,18 @@ def _mode(
 
 
 def _others(
-    fm: FederatedModel, search: Search | Climb, best: int, effects: np.ndarray
-) -> tuple[Peak, ...]:
+    fm: FederatedModel, search: Search | WideState, best: int, effects: np.ndarray
+) -> tuple[LocalMode, ...]:
     """Modes of other starts than the best, each once, the most evident first."""
     own = search.best.x.shape[1] - fm.dim
 
-    def peak(i: int) -> Peak | None:
+    def peak(i: int) -> LocalMode | None:
         curvature = np.asarray(search.best.curvature[i], float)
         value = float(search.best.value[i])
         evidence = _log_evidence(fm, value, curvature, effects)
         if evidence is None:
             return None
-        return Peak(np.asarray(search.best.x[i][own:]), curvature[own:, own:], evidence)
+        return LocalMode(np.asarray(search.best.x[i][own:]), curvature[own:, own:], evidence)
 
     at_rest = np.flatnonzero(search.known & search.rests)
     peaks = [p for i in (best, *at_rest) if (p := peak(int(i))) is not None]
@@ -438,7 +439,7 @@ def _others(
     return tuple(apart[1:])
 
 
-def distance(peak: Peak, z_G: np.ndarray) -> np.ndarray:
+def distance(peak: LocalMode, z_G: np.ndarray) -> np.ndarray:
     """How far draws (n, dim) are from a peak, in its standard deviations."""
     away = np.asarray(z_G, float) - peak.z_G
     return np.sqrt(np.maximum(np.einsum("ni,ij,nj->n", away, peak.curvature, away), 0.0))
@@ -466,10 +467,12 @@ def start_at(
         return Start(search, None, begin, effects_of(fm))
     effects = effects_of(fm)
     search = mode(fm, starts, init_loc_fn, effects=effects, most=MOST[kind])
-    return Start(search, around(fm, effects), begin, effects)
+    return Start(search, curvature_check(fm, effects), begin, effects)
 
 
-def why_coupled(fm: FederatedModel, asks: Checks | None, buckets: Sequence[Bucket]) -> str | None:
+def why_coupled(
+    fm: FederatedModel, asks: RowChecks | None, buckets: Sequence[Bucket]
+) -> str | None:
     """Say why Laplace's method cannot be used row by row, if it cannot."""
     found = None if asks is None else coupled_rows(asks, buckets)
     if found is None:

@@ -12,7 +12,7 @@ from jax import Array
 
 from numpyro_fed.errors import DataError
 from numpyro_fed.methods.base import Method
-from numpyro_fed.methods.host import Course, Host, Outcome
+from numpyro_fed.methods.host import FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import Mode, NoStartError, begin
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.results.base import Fit, Result
@@ -23,7 +23,7 @@ from numpyro_fed.runtime.node import (
     SEARCH,
     WITHOUT_START,
     Agreed,
-    Line,
+    Channel,
     Send,
     Weights,
     remote,
@@ -38,7 +38,7 @@ Reach = Callable[..., Runtime]  # of an algorithm, its schedule, and how a run b
 class PartyServer(ABC, Generic[Ready, Outcome]):
     """A server whose silos or clients live in processes of their own."""
 
-    _method: Host[Ready, Outcome]
+    _method: FederatedMethod[Ready, Outcome]
     _built: BuiltRun
 
     @property
@@ -73,7 +73,7 @@ class PartyServer(ABC, Generic[Ready, Outcome]):
     ) -> tuple[Ready, None, Array, State, object]:
         """Return a fit that reaches the parties, what of them is here, a key, and the start."""
         key, agreed = one_key(key), self._agreed
-        line = Line(send, agreed.num_silos, weights)
+        line = Channel(send, agreed.num_silos, weights)
         reach: Reach = partial(remote, plan=agreed, line=line)
         fit = self._fit(reach(self._built.algorithm, schedule))
         fit, state, start = self._begin(fit, key, reach, progress_bar)
@@ -153,7 +153,7 @@ class ServerNode(PartyServer[Fit, Result]):
         :func:`numpyro_fed.importance_correct` (which asks the silos once more). A silo's latents
         stay there.
         """
-        course: Course[Result] = Course(num_rounds, server_data, progress_bar, stop)
+        course: RunOptions[Result] = RunOptions(num_rounds, server_data, progress_bar, stop)
         begun = self._begun(key, send, progress_bar, self._rows, self._built.schedule)
         return self._method._driven(*begun, course)
 

@@ -22,13 +22,13 @@ from numpyro_fed.algorithms.pvi.families import Globals, globals_of
 from numpyro_fed.algorithms.pvi.posterior import aggregate
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
-from numpyro_fed.algorithms.pvi.states import Parts, Settings, Status
+from numpyro_fed.algorithms.pvi.states import PVIParts, Settings, Status
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import GuideError, ModelError, NonFiniteError, positive_int
 from numpyro_fed.expfam import Family
 from numpyro_fed.guides.of_family import FamilyGuide
 from numpyro_fed.guides.structured import (
-    Resolved,
+    GuideConfig,
     Structured,
     amortises,
     build_resolved,
@@ -256,7 +256,7 @@ class PVI(Method[PVIResult, Conjugate]):
         if isinstance(self.start, Result):
             self._check_carried(fm)
             return "result"
-        needed = self.deletion == "own" and (fm.flat or not self._local(plan).closed_form)
+        needed = self.deletion == "own" and (fm.improper or not self._local(plan).closed_form)
         return start_of(self.start, fm) if needed else None
 
     def _check_carried(self, fm: FederatedModel) -> None:
@@ -305,14 +305,14 @@ class PVI(Method[PVIResult, Conjugate]):
 
     def _build(self, fm: FederatedModel, plan: Plan, shaped: Conjugate) -> Built:
         (chosen, _), resolved = shaped, plan.chosen
-        guide = build_resolved(self.guide, Resolved.of(resolved["guide"]), fm)
+        guide = build_resolved(self.guide, GuideConfig.of(resolved["guide"]), fm)
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         draws = draws_by_plate(self.objective, guide)
         bound = SiloBound(fm, guide, draws)
         local, closed = self._local(plan), plan.facts.verdict("conjugate")
         minibatches = minibatches_of(fm, plan.lengths, local.batch_size)
         check_guide(guide, draws, minibatches)
-        parts = Parts(
+        parts = PVIParts(
             model=fm,
             globals=chosen,
             guide=guide,
@@ -344,7 +344,7 @@ class PVI(Method[PVIResult, Conjugate]):
             exact=self._exact(fm, chosen, local),
             from_mode=resolved["start"] is not None,
         )
-        if fm.flat and not settings.from_mode:
+        if fm.improper and not settings.from_mode:
             raise _flat(fm)
         server, silo = Server(parts, settings), Silo(parts, settings)
         factors = Factors(
@@ -412,8 +412,8 @@ class PVI(Method[PVIResult, Conjugate]):
 
 def _flat(fm: FederatedModel) -> ModelError:
     return ModelError(
-        f"the prior of the global site '{fm.flat[0]}' is flat (ImproperUniform, or masked), and so "
-        "improper: without a start at the mode there is no posterior before the first visit. Use "
+        f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or masked), "
+        "and so improper: without a start at the mode there is no posterior before the first visit. Use "
         "start='mode', which takes up to 300 globals and deletion='own'; or give it a proper "
         "prior, however wide, such as dist.Normal(0, 100)."
     )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from numpyro_fed import divergences, guides, local, losses, objectives
 from numpyro_fed.methods import schedules
 from numpyro_fed.model.fingerprint import source_hash
-from numpyro_fed.results.base import Recipe
+from numpyro_fed.results.base import MethodSpec
 
 
 def _is_public(kind: type, module: ModuleType) -> bool:
@@ -41,7 +41,7 @@ class LostError(TypeError):
     """A setting that JSON cannot hold."""
 
 
-def recipe(method: HasSettings, runtime: str) -> Recipe:
+def recipe(method: HasSettings, runtime: str) -> MethodSpec:
     """Return how to have a method again, from its class and the model."""
     settings, lost = {}, []
     for f in fields(method):
@@ -53,7 +53,7 @@ def recipe(method: HasSettings, runtime: str) -> Recipe:
         except LostError:
             lost.append(f.name)
     source = source_hash(method.model)
-    return Recipe(type(method).__name__, settings, tuple(lost), runtime, source)
+    return MethodSpec(type(method).__name__, settings, tuple(lost), runtime, source)
 
 
 def rebuilt(

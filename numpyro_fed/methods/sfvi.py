@@ -18,7 +18,7 @@ from numpyro_fed.algorithms.sfvi import StructuredVI
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.structured import (
-    Resolved,
+    GuideConfig,
     Structured,
     amortises,
     build_resolved,
@@ -73,7 +73,7 @@ def check_optimiser(optim: object) -> None:
         ) from error
 
 
-class Parts(Protocol):
+class GradientParts(Protocol):
     """The parts of an algorithm by stochastic gradients."""
 
     def begin(self) -> Round:
@@ -84,7 +84,7 @@ class Parts(Protocol):
 
 
 @dataclass(frozen=True)
-class ByGradients(Method[Result, None]):
+class GradientMethod(Method[Result, None]):
     """A method by stochastic gradients, of which a run may end before the bound has settled."""
 
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
@@ -105,7 +105,7 @@ class ByGradients(Method[Result, None]):
     @abstractmethod
     def _parts(
         self, fm: FederatedModel, plan: Plan, bound: SiloBound, minibatches: Minibatches | None
-    ) -> Parts:
+    ) -> GradientParts:
         """Return the parts of the method's algorithm for a bound, whose guide is built."""
 
     def _spec(self, fm: FederatedModel) -> Structured | Amortised | AutoGuide | None:
@@ -114,7 +114,7 @@ class ByGradients(Method[Result, None]):
 
     def _build(self, fm: FederatedModel, plan: Plan, shaped: None) -> Built:
         chosen, spec = plan.chosen, self._spec(fm)
-        guide = build_resolved(spec, Resolved.of(chosen["guide"]), fm, plan.row_of)
+        guide = build_resolved(spec, GuideConfig.of(chosen["guide"]), fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
         draws = draws_by_plate(self.objective, guide)
         bound = SiloBound(fm, guide, draws)
@@ -157,7 +157,7 @@ class ByGradients(Method[Result, None]):
 
 
 @dataclass(frozen=True)
-class SFVI(ByGradients):
+class SFVI(GradientMethod):
     r"""Structured federated variational inference.
 
     Each round, all silos and the server take one stochastic gradient step on

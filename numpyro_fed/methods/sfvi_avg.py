@@ -16,14 +16,14 @@ from numpyro_fed.errors import GuideError, ModelError, positive_int
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.structured import (
     FULL_UP_TO,
-    Resolved,
+    GuideConfig,
     Structured,
     amortises,
     resolve,
 )
 from numpyro_fed.methods.base import start_of
 from numpyro_fed.methods.schedules import Given, Random, Sequential, Spec, in_step
-from numpyro_fed.methods.sfvi import ByGradients
+from numpyro_fed.methods.sfvi import GradientMethod
 from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
@@ -63,7 +63,7 @@ def _kind(path: tuple[Any, ...], _: object) -> str:
 
 
 @dataclass(frozen=True)
-class SFVIAvg(ByGradients):
+class SFVIAvg(GradientMethod):
     r"""Structured federated variational inference with averages: fewer rounds, more work in each.
 
     In each round every silo takes ``local_steps`` stochastic gradient steps on
@@ -229,7 +229,7 @@ class SFVIAvg(ByGradients):
         self, fm: FederatedModel, plan: Plan, bound: SiloBound, minibatches: Minibatches | None
     ) -> Averaging:
         chosen = plan.chosen
-        kind, family = chosen["start"], Resolved.of(chosen["guide"]).globals
+        kind, family = chosen["start"], GuideConfig.of(chosen["guide"]).globals
         return Averaging(
             model=fm,
             guide=bound.guide,

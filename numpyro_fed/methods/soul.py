@@ -15,7 +15,7 @@ from numpyro_fed.methods.sfvi import default_optimiser
 from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_power
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
-from numpyro_fed.model.roles import Roles
+from numpyro_fed.model.roles import VerticalSplit
 from numpyro_fed.results.run import Silos
 from numpyro_fed.results.soul import SOULResult
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit
@@ -111,7 +111,7 @@ class SOUL(VerticalMethod[SOULResult]):
         """Return True: clients add noise to what they send, of a key of their own."""
         return True
 
-    def _build(self, roles: Roles) -> VerticalBuilt:
+    def _build(self, roles: VerticalSplit) -> VerticalBuilt:
         if self.likelihood == "power":
             check_power(roles.model)
         pairs = zip(roles.model.clients, roles.clients, strict=True)

@@ -19,14 +19,14 @@ from tqdm.auto import tqdm
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
 from numpyro_fed.algorithms.vertical.begin import looks
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.methods.host import RUNTIMES, SEARCHES, Course, Host, Outcome
+from numpyro_fed.methods.host import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.model.observed import Supports, alone
 from numpyro_fed.model.padding import bucket, one_by_one
-from numpyro_fed.model.roles import Roles, Text, split, split_vertical, told
+from numpyro_fed.model.roles import Text, VerticalSplit, split, split_vertical, with_server_data
 from numpyro_fed.model.row_ids import check_same_ids, digest, read_ids
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
@@ -36,7 +36,7 @@ from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.noise import one_key
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, on_device
-from numpyro_fed.trees import strong
+from numpyro_fed.trees import drop_weak_types
 
 MOST = 60  # rounds of the search
 CYCLES = 5  # of the search, each but the first from a Newton step of all parties
@@ -49,7 +49,7 @@ NEEDS_RESPONSE = (
 
 
 @dataclass(frozen=True)
-class VerticalMethod(Host[VerticalFit, Outcome]):
+class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     """A model whose clients hold some columns of every row, and how to fit it.
 
     Parameters
@@ -67,7 +67,7 @@ class VerticalMethod(Host[VerticalFit, Outcome]):
     )
 
     @abstractmethod
-    def _build(self, roles: Roles) -> VerticalBuilt:
+    def _build(self, roles: VerticalSplit) -> VerticalBuilt:
         """Return the algorithm for a text that is split over clients."""
 
     @abstractmethod
@@ -116,7 +116,7 @@ class VerticalMethod(Host[VerticalFit, Outcome]):
             By Ctrl-C, as in :meth:`SFVI.run`.
         """
         key = one_key(key)
-        course = Course(num_rounds, None, progress_bar, stop, callback, every)
+        course = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
         fit, held = self._prepare(args, kwargs, runtime)
         if row_ids is not None:
             model = fit.built.model
@@ -194,7 +194,7 @@ class VerticalMethod(Host[VerticalFit, Outcome]):
         expected = self._roles(plan).clients[number]
         predictor = expected.kwargs["predictor"]
         data = read_one(f"client {number}", {"columns": silo, "predictor": predictor})
-        data = told(data, plan.told) if self.share_response else data
+        data = with_server_data(data, plan.shared_text) if self.share_response else data
         if signature(data) != signature(expected):
             raise DataError(
                 f"client {number} holds columns of another shape or kind than the plan says. The "
@@ -216,7 +216,7 @@ class VerticalMethod(Host[VerticalFit, Outcome]):
         """Refuse nothing: any exchange suits any client."""
         return
 
-    def _roles(self, plan: VerticalPlan) -> Roles:
+    def _roles(self, plan: VerticalPlan) -> VerticalSplit:
         text = Text.of(self.model, (), plan.arguments.zeros())
         return split(text, share_response=self.share_response)
 
@@ -237,7 +237,7 @@ class VerticalMethod(Host[VerticalFit, Outcome]):
         }
 
 
-def _held(roles: Roles, runtime: str) -> Silos:
+def _held(roles: VerticalSplit, runtime: str) -> Silos:
     sizes: list[dict[str, int]] = [{} for _ in roles.clients]
     if runtime == "host":
         buckets = one_by_one(roles.clients, sizes)
@@ -263,8 +263,8 @@ def begin(
     if built.search is None:
         return fit.runtime.init(key, batches), None
     search = built.search
-    runtime = fit.once(SEARCH, lambda: runtime_of(search))
-    *spreads, beginning = (fit.soon(x, runtime) for x in built.begins)
+    runtime = fit.cached(SEARCH, lambda: runtime_of(search))
+    *spreads, beginning = (fit.quick_round(x, runtime) for x in built.begins)
     mine = jax.random.fold_in(key, OPENING)
     found: State | None = runtime.init(mine, batches)
     exchanges = 0
@@ -275,7 +275,7 @@ def begin(
             mine, found.server, found.silos, batches, fit.server_data
         )
         if info.ok:
-            state = strong(State(jnp.zeros((), jnp.int32), server, silos))
+            state = drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos))
             start = VerticalStart(-float(info.loss), exchanges + 1) if spreads else None
             return state, start
     warnings.warn(

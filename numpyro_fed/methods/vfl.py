@@ -16,7 +16,7 @@ from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.algorithms.base import Round, settings_in
 from numpyro_fed.algorithms.vertical.augmented import Augmented
-from numpyro_fed.algorithms.vertical.base import Kind, Vertical
+from numpyro_fed.algorithms.vertical.base import ClientType, Vertical
 from numpyro_fed.algorithms.vertical.begin import Beginning, spread, width_of
 from numpyro_fed.algorithms.vertical.power import Power
 from numpyro_fed.algorithms.vertical.sample import sample
@@ -32,9 +32,9 @@ from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_p
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
 from numpyro_fed.model.roles import (
-    Roles,
-    above,
+    VerticalSplit,
     check_batches,
+    hyperparameter_mask,
 )
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.run import Silos
@@ -243,7 +243,7 @@ class VFL(VerticalMethod[VerticalResult]):
         """Whether clients add noise to what they send, of a key that they keep to themselves."""
         return self.rho is not None
 
-    def _build(self, roles: Roles) -> VerticalBuilt:
+    def _build(self, roles: VerticalSplit) -> VerticalBuilt:
         if self.likelihood == "power":
             check_power(roles.model)
         model, clients = roles.model, roles.clients
@@ -252,7 +252,9 @@ class VFL(VerticalMethod[VerticalResult]):
         pairs = zip(model.clients, clients, strict=True)
         unlike = {signature(data): (half, data) for half, data in pairs}
         kinds = {
-            known: Kind(half, resolve(self.guide, half, {}, {}), above(half, data))
+            known: ClientType(
+                half, resolve(self.guide, half, {}, {}), hyperparameter_mask(half, data)
+            )
             for known, (half, data) in unlike.items()
         }
         spec = self._auxiliary(model.rows)
@@ -262,10 +264,10 @@ class VFL(VerticalMethod[VerticalResult]):
         )
         start = self._start(roles)
         at_zero = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
-        above_at_server = above(model.server, at_zero)
+        above_at_server = hyperparameter_mask(model.server, at_zero)
         vertical = Vertical(
             model=model,
-            server=Kind(
+            server=ClientType(
                 model.server, resolve(self.server_guide, model.server, {}, {}), above_at_server
             ),
             kinds=kinds,
@@ -348,7 +350,7 @@ class VFL(VerticalMethod[VerticalResult]):
             )
         return min(int(self.rank), v.dim - 1) if several else 0
 
-    def _start(self, roles: Roles) -> str | None:
+    def _start(self, roles: VerticalSplit) -> str | None:
         """Return where runs begin, of the places that are possible."""
         wanted = self.start
         if wanted == "auto":
@@ -377,7 +379,7 @@ def _has_curvature(model: VerticalModel) -> bool:
     return 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= JACOBIAN
 
 
-def _has_mode(roles: Roles) -> bool:
+def _has_mode(roles: VerticalSplit) -> bool:
     """Whether a mode can be looked for."""
     halves = roles.model.server, *roles.model.clients
     return not any(half.named("param") for half in halves)

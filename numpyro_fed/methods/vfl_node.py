@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.methods.host import Course
+from numpyro_fed.methods.host import RunOptions
 from numpyro_fed.methods.node import PartyServer, Reach
 from numpyro_fed.methods.vertical import VerticalMethod, begin
 from numpyro_fed.model.data import read_one
@@ -149,7 +149,7 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         The result is what the server knows: the posterior of its own latents, losses, and
         :func:`numpyro_fed.importance_correct` (which asks the clients once more).
         """
-        course: Course[VerticalRun] = Course(num_rounds, self._held, progress_bar, stop)
+        course: RunOptions[VerticalRun] = RunOptions(num_rounds, self._held, progress_bar, stop)
         return self._method._driven(*self._begun(key, send, progress_bar), course)
 
 

@@ -48,7 +48,9 @@ class SiloData:
     masks: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict, kw_only=True)
     static: tuple[tuple[str, Any], ...] = field(default=(), metadata={"static": True})
-    form: tuple[PyTreeDef, tuple[str, ...]] | None = field(default=None, metadata={"static": True})
+    treedef: tuple[PyTreeDef, tuple[str, ...]] | None = field(
+        default=None, metadata={"static": True}
+    )
 
     @property
     def leaves(self) -> dict[str, Any]:
@@ -58,18 +60,18 @@ class SiloData:
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments of the model."""
-        if self.form is None:
+        if self.treedef is None:
             return self.leaves
-        tree, names = self.form
+        tree, names = self.treedef
         return jax.tree.unflatten(tree, [self.leaves[name] for name in names])
 
     def named_tree(self) -> Any:
         """The keyword arguments with the name of each leaf in its place."""
-        if self.form is None:
+        if self.treedef is None:
             return {name: name for name in self.leaves}
-        return jax.tree.unflatten(*self.form)
+        return jax.tree.unflatten(*self.treedef)
 
-    def keep(self, plate: str, rows: Array) -> Array:
+    def masked(self, plate: str, rows: Array) -> Array:
         """``rows`` (size, ...) of one plate with exactly zero in the padded rows."""
         if plate not in self.masks:
             return rows
@@ -123,10 +125,10 @@ def _together(_: None, silos: tuple[SiloData, ...]) -> ReadSilos:
 
 jax.tree_util.register_pytree_node(ReadSilos, _parts, _together)
 
-Held: TypeAlias = Sequence[Mapping[str, Any]] | ReadSilos  # by silos, as given or as read
+SilosInput: TypeAlias = Sequence[Mapping[str, Any]] | ReadSilos  # by silos, as given or as read
 
 
-def read(silos: Held, model: Callable[..., Any] | None = None) -> ReadSilos:
+def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilos:
     """Check the user's list of dicts and turn each into a :class:`SiloData` of NumPy arrays.
 
     What has been read already is returned as it is. A model may add to what its silos hold, by a
@@ -301,7 +303,7 @@ def signature(data: SiloData) -> tuple[Hashable, ...]:
     """Shapes, dtypes and static values: what a program is compiled for."""
     return (
         data.static,
-        data.form,
+        data.treedef,
         tuple((k, a.shape, str(a.dtype)) for k, a in data.arrays.items()),
         tuple((k, m.shape) for k, m in data.masks.items()),
     )

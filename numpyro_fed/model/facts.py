@@ -214,7 +214,7 @@ def facts_of(fm: FederatedModel, data: SiloData, sizes: Sizes) -> Facts:
     return Facts(
         arguments=tuple(_argument(k, a, sizes) for k, a in sorted(data.arrays.items())),
         static=data.static,
-        tree="" if data.form is None else json.dumps(skeleton(data.named_tree())),
+        tree="" if data.treedef is None else json.dumps(skeleton(data.named_tree())),
         sites=fm.sites,
         plates=fm.plates,
         sizes=tuple((p, size_class(n)) for p, n in sizes.items()),

@@ -106,14 +106,14 @@ class FederatedModel(NamedTuple):
     sizes: Callable[[SiloData], Sizes]
     supports: dict[str, Any]
     global_prior: GlobalPrior
-    flat: tuple[str, ...] = ()
+    improper: tuple[str, ...] = ()
     local_prior: LocalPrior | None = None
-    smooth: Any = None
+    without_kinks: Any = None
 
     @property
-    def rounded(self) -> FederatedModel:
+    def smoothed(self) -> FederatedModel:
         """Without kinks, for what reads curvature."""
-        return self.smooth or self
+        return self.without_kinks or self
 
     def draw_prior(self, key: Array, n: int) -> Array | None:
         """Unconstrained draws (n, dim) of the globals from their prior.
@@ -190,7 +190,7 @@ class ModelText:
                 value = jnp.broadcast_to(value, shape)
                 frame = next(f for f in site["cond_indep_stack"] if f.name == plate)
                 total[plate] = total.get(plate, 0.0) + sum_rows(jnp.moveaxis(value, frame.dim, 0))
-        return {plate: data.keep(plate, rows) for plate, rows in total.items()}
+        return {plate: data.masked(plate, rows) for plate, rows in total.items()}
 
     def prior_terms(self, theta: Theta, z_G: Array) -> dict[str, Array]:
         return self._prior_terms(theta, z_G, self.template)
@@ -307,7 +307,10 @@ class ModelText:
             init_local=self.init_local,
             sizes=self.sizes,
             supports=at.supports,
-            flat=(*(name for name, everywhere in at.masked.items() if everywhere), *at.improper),
+            improper=(
+                *(name for name, everywhere in at.masked.items() if everywhere),
+                *at.improper,
+            ),
             local_prior=None if no_prior else local_prior(self.model, at.sites),
             global_prior=GlobalPrior(
                 self.model, at.sites, self.template, self.placeholder, frozenset(without)

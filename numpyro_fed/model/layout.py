@@ -15,7 +15,7 @@ from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
 from numpyro_fed.model.sites import structures
 from numpyro_fed.model.split import split
-from numpyro_fed.model.verdicts import Checks, check_summaries
+from numpyro_fed.model.verdicts import RowChecks, check_summaries
 
 
 class Layout(NamedTuple):
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     model: FederatedModel
     sizes: tuple[Sizes, ...]  # true size of each silo plate at each silo
     rows: dict[str, str]  # which arrays are rows of which silo plate
-    checks: Checks
+    checks: RowChecks
     check_indices: Callable[[int, SiloData], None]  # at a silo, for the values of its data
     supports: Supports
     separable: dict[str, tuple[str, ...]]  # arrays of each silo plate, where rows must stand alone
@@ -92,7 +92,7 @@ def _layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
     sizes = tuple(s.sizes for s in structures(model, silos))
     rows = padded_keys(silos, sizes)
     alone = separable(fm, silos, sizes, rows)
-    return Layout(fm, sizes, rows, Checks(fm), index_check(fm), Supports.of_silos(fm), alone)
+    return Layout(fm, sizes, rows, RowChecks(fm), index_check(fm), Supports.of_silos(fm), alone)
 
 
 def lay_out(

@@ -35,7 +35,7 @@ class Seen(NamedTuple):
     edge: Array  # whether it lies on the edge, as 0 and 1 do of a Beta's: the density decides
 
 
-class Kind(NamedTuple):
+class SupportKind(NamedTuple):
     """The words of a message about a site."""
 
     name: str  # of its distribution
@@ -60,7 +60,7 @@ class Supports:
     sites: Sequence[Site]
     at: At
     owner: str
-    _known: dict[tuple[Hashable, ...], dict[str, Kind]] = field(
+    _known: dict[tuple[Hashable, ...], dict[str, SupportKind]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -118,13 +118,13 @@ class Supports:
                     why = " and has no density at the edge"
                     self._refuse(b, name, seen[name].value, bad, why)
 
-    def _judged(self, data: SiloData) -> dict[str, Kind]:
+    def _judged(self, data: SiloData) -> dict[str, SupportKind]:
         """The observed sites whose supports and masks depend on data alone."""
         if (of := kind(data)) not in self._known:
-            kinds: dict[str, Kind] = {}
+            kinds: dict[str, SupportKind] = {}
 
             def run(arrays: dict[str, Any], point: Array) -> dict[str, Array]:
-                at = SiloData(arrays, static=data.static, form=data.form)
+                at = SiloData(arrays, static=data.static, treedef=data.treedef)
                 trace = self.at(at, point)[1]
                 kinds.update({n: _kind_of(trace[n]) for n in self._observed})
                 return {n: _seen_at(trace[n]).inside for n in self._observed}
@@ -235,7 +235,7 @@ def _holds(support: constraints.Constraint, value: Array) -> Array:
     return jnp.asarray(support(value), bool)
 
 
-def _kind_of(site: dict[str, Any]) -> Kind:
+def _kind_of(site: dict[str, Any]) -> SupportKind:
     fn = site["fn"]
     wrappers = dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution
     while isinstance(fn, wrappers):
@@ -248,7 +248,9 @@ def _kind_of(site: dict[str, Any]) -> Kind:
     if isinstance(fn, dist.Beta):
         remedy = "(y * (n - 1) + 0.5) / n moves 0 and 1 of n values inside. "
     plates = tuple((f.name, f.dim) for f in silo_frames(site) or site["cond_indep_stack"])
-    return Kind(name, takes, remedy, plates, bool(getattr(_support_of(fn), "is_discrete", False)))
+    return SupportKind(
+        name, takes, remedy, plates, bool(getattr(_support_of(fn), "is_discrete", False))
+    )
 
 
 def _words(support: constraints.Constraint | None) -> tuple[str, str]:

@@ -63,7 +63,7 @@ def local_prior(model: Callable[..., Any], sites: Sequence[Site]) -> LocalPrior:
         for s in local:
             rows = sum_rows(rows_of(s, _log_density(trace[s.name], at[s.name])))
             total[str(s.plate)] = total.get(str(s.plate), 0.0) + rows
-        return {plate: data.keep(plate, rows) for plate, rows in total.items()}
+        return {plate: data.masked(plate, rows) for plate, rows in total.items()}
 
     return LocalPrior(draw, log_density)
 

@@ -23,7 +23,7 @@ from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.sites import NEEDS_VALUES, structure
-from numpyro_fed.model.vertical import PREDICTOR, TOTAL, Half, VerticalModel
+from numpyro_fed.model.vertical import PREDICTOR, TOTAL, PartyModel, VerticalModel
 from numpyro_fed.tracing import TRACING
 
 LATENTS = "the server's latents"  # a label
@@ -34,7 +34,7 @@ ROWS_READ_ROWS = (
 )
 
 
-class Roles(NamedTuple):
+class VerticalSplit(NamedTuple):
     """A split text, and what each party holds."""
 
     model: VerticalModel
@@ -141,12 +141,12 @@ def split_vertical(
     kwargs: dict[str, Any],
     *,
     share_response: bool = False,
-) -> Roles:
+) -> VerticalSplit:
     """Split a text at its ``client_sum``, and its arguments over the parties; see :func:`split`."""
     return split(Text.of(model, args, kwargs), share_response=share_response)
 
 
-def split(whole: Text, *, share_response: bool = False) -> Roles:
+def split(whole: Text, *, share_response: bool = False) -> VerticalSplit:
     """Split a text at its ``client_sum``, and what it is given over the parties.
 
     Raises
@@ -169,7 +169,7 @@ def split(whole: Text, *, share_response: bool = False) -> Roles:
     halves = [
         _half(text.at_client(predictors[j]), data, f"client {j}") for j, data in enumerate(clients)
     ]
-    known: dict[Any, Half] = {}
+    known: dict[Any, PartyModel] = {}
     alike = zip(predictors, halves, strict=True)
     halves = [known.setdefault((predictor, half.sites), half) for predictor, half in alike]
     predicted = [_predicted(half, data) for half, data in zip(halves, clients, strict=True)]
@@ -185,16 +185,16 @@ def split(whole: Text, *, share_response: bool = False) -> Roles:
     _check_readers(reach, readers, parted, len(clients), share_response)
     own = {n: a for n, a in arrays.items() if n not in readers or n in reach.density}
     if share_response:
-        clients = [told(data, own) for data in clients]
+        clients = [with_server_data(data, own) for data in clients]
     else:
         _check_not_given(arrays, reach.response, clients)
     model = VerticalModel(
         found.name, shape, dtype, server, tuple(halves), reach.by_row, reach.response, reach.below
     )
-    return Roles(model, SiloData(own), tuple(clients), signature(whole.data))
+    return VerticalSplit(model, SiloData(own), tuple(clients), signature(whole.data))
 
 
-def _check_observed(server: Half, clients: Sequence[Half]) -> None:
+def _check_observed(server: PartyModel, clients: Sequence[PartyModel]) -> None:
     """Refuse a text that says nothing about data: its posterior would be its prior."""
     if not any(s.kind in ("observed", "factor") for half in (server, *clients) for s in half.sites):
         latents = ", ".join(f"'{s.name}'" for s in server.named("latent"))
@@ -205,7 +205,7 @@ def _check_observed(server: Half, clients: Sequence[Half]) -> None:
         )
 
 
-def told(client: SiloData, server: Mapping[str, Any]) -> SiloData:
+def with_server_data(client: SiloData, server: Mapping[str, Any]) -> SiloData:
     """The data of a client once it knows the server's arrays."""
     shared = {name: server[name] for name in sorted(server)}
     return read_one("a client", {**client.kwargs, "shared": shared})
@@ -289,13 +289,13 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "dtype")
 
 
-def _half(text: Callable[..., Any], data: SiloData, owner: str) -> Half:
+def _half(text: Callable[..., Any], data: SiloData, owner: str) -> PartyModel:
     found = structure(text, data, owner, split=False)
     dim = max([s.stop for s in found.sites if s.kind == "latent"], default=0)
-    return Half(text, found, dim)
+    return PartyModel(text, found, dim)
 
 
-def _predicted(half: Half, data: SiloData) -> jax.ShapeDtypeStruct:
+def _predicted(half: PartyModel, data: SiloData) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a client's predictor."""
 
     def g(data: SiloData) -> Array:
@@ -305,7 +305,9 @@ def _predicted(half: Half, data: SiloData) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(g, data)
 
 
-def _check_client(text: Text, arrays: dict[str, Any], half: Half, data: SiloData, j: int) -> None:
+def _check_client(
+    text: Text, arrays: dict[str, Any], half: PartyModel, data: SiloData, j: int
+) -> None:
     """Refuse predictors that read what is the server's."""
     theta = half.init_theta(jax.random.key(0), data)
 
@@ -338,7 +340,7 @@ class _Reach(NamedTuple):
     below: tuple[str, ...]
 
 
-def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
+def _server_reach(half: PartyModel, arrays: dict[str, Any]) -> _Reach:
     data = SiloData(arrays)
     theta = half.init_theta(jax.random.key(0), data)
     rows = np.shape(arrays[TOTAL])[0]
@@ -364,7 +366,7 @@ def _server_reach(half: Half, arrays: dict[str, Any]) -> _Reach:
     return _Reach(read, tuple(sorted(response - {TOTAL})), by_row, below)
 
 
-def above(half: Half, data: SiloData) -> tuple[bool, ...]:
+def hyperparameter_mask(half: PartyModel, data: SiloData) -> tuple[bool, ...]:
     """Say of each coordinate whether it is of a latent on which the priors of others depend."""
     theta = half.init_theta(jax.random.key(0), data)
     latents = {s.name: jnp.zeros(s.shape) for s in half.named("latent")}
@@ -382,7 +384,7 @@ def above(half: Half, data: SiloData) -> tuple[bool, ...]:
     return tuple(found.tolist())
 
 
-def _densities(half: Half, theta: Theta, data: SiloData, **arrays: Array) -> dict[str, Array]:
+def _densities(half: PartyModel, theta: Theta, data: SiloData, **arrays: Array) -> dict[str, Array]:
     return half.log_probs(theta, jnp.zeros(half.dim), replace(data, arrays=arrays))[0]
 
 
@@ -407,7 +409,7 @@ def _rows_apart(
     )
 
 
-def check_batches(roles: Roles, batch_size: int) -> None:
+def check_batches(roles: VerticalSplit, batch_size: int) -> None:
     """Refuse minibatches that are too large, or where rows do not stand alone."""
     model = roles.model
     if batch_size > model.rows:
@@ -422,7 +424,7 @@ def check_batches(roles: Roles, batch_size: int) -> None:
                     "and nothing says how it grows with them. Leave batch_size out."
                 )
 
-        def predicted(data: SiloData, half: Half = half) -> Array:
+        def predicted(data: SiloData, half: PartyModel = half) -> Array:
             theta = half.init_theta(jax.random.key(0), data)
             return model.predict(half, theta, jnp.full(half.dim, 0.3), data)[0]
 

@@ -123,7 +123,7 @@ def structure(
     except NEEDS_VALUES as error:
         raise ModelError(
             f"the model asks for the values of its data or latents at {owner}, which holds "
-            f"{held(data)}, but it is compiled once for all values and sees shapes alone "
+            f"{described(data)}, but it is compiled once for all values and sees shapes alone "
             "(np.unique(h), y[h == 0], int(h.max()) and `if y.sum() > 0` ask for values). Make it "
             "data: compute it before the run and pass it as an array, a plain int or a mask "
             f"(numpyro.handlers.mask for rows, jnp.where for branches). {type(error).__name__}: "
@@ -132,7 +132,7 @@ def structure(
     except Exception as error:
         unequal = lengths(_shapes(data)) if "shape" in str(error) else ""
         raise ModelError(
-            f"the model raised {type(error).__name__} at {owner}, which holds {held(data)}: "
+            f"the model raised {type(error).__name__} at {owner}, which holds {described(data)}: "
             f"{unequal}{error}"
         ) from error
     return found[0]
@@ -148,7 +148,7 @@ NEEDS_VALUES = (
 )
 
 
-def held(data: SiloData) -> dict[str, Any]:
+def described(data: SiloData) -> dict[str, Any]:
     """The data of a silo for messages: the shapes of arrays, and plain values."""
     return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
 

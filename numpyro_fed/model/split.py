@@ -25,7 +25,7 @@ from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.sites import (
     Structure,
     check_same_sites,
-    held,
+    described,
     structures,
 )
 from numpyro_fed.tracing import TRACING
@@ -66,7 +66,7 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
     at, silo = found[smallest], silos[smallest]
     fm = ModelText(model, at, silo).federated()
     if at.kinked:
-        fm = fm._replace(smooth=ModelText(rounded(model), at, silo).federated())
+        fm = fm._replace(without_kinks=ModelText(rounded(model), at, silo).federated())
     reaches = _dependence(fm, model, silos[smallest])
     _check_reaches(fm, reaches)
     _check_observed(at, silo)
@@ -82,8 +82,8 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
         )
         for p in fm.plates
     ]
-    smooth = fm.smooth and fm.smooth._replace(plates=tuple(plates))
-    return fm._replace(plates=tuple(plates), smooth=smooth)
+    smooth = fm.without_kinks and fm.without_kinks._replace(plates=tuple(plates))
+    return fm._replace(plates=tuple(plates), without_kinks=smooth)
 
 
 def _warn_masked(found: Structure) -> None:
@@ -281,6 +281,6 @@ def _differs(
 
 def _differences(a: SiloData, b: SiloData) -> tuple[dict[str, Any], dict[str, Any]]:
     """The data of two silos in words, where they differ."""
-    here, there = held(a), held(b)
+    here, there = described(a), described(b)
     keys = [k for k in here if here[k] != there[k]]
     return {k: here[k] for k in keys}, {k: there[k] for k in keys}

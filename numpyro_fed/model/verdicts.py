@@ -37,7 +37,7 @@ PADDINGS = 4  # ways of filling padded rows that must agree
 SUMMARIES = 4  # times that half of the rows are replaced by others
 
 
-class Verdict(NamedTuple):
+class CheckResult(NamedTuple):
     """The answer to a question about rows of silos, and where it is yes first."""
 
     answer: bool
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     moved: Moved | None = None  # the row whose term is moved
 
     @classmethod
-    def of(cls, plate: str, silos: Sequence[int], found: Moved | Array) -> Verdict:
+    def of(cls, plate: str, silos: Sequence[int], found: Moved | Array) -> CheckResult:
         """Read what was found at each silo of a stack: whether a term is moved, and which."""
         which = found if isinstance(found, Moved) else None
         moved = np.asarray(found if which is None else which.moved)
@@ -66,26 +66,26 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Checks:
+class RowChecks:
     """Questions about the values that silos hold. Silos come in stacks of one shape.
 
     All look at the model at one random point, in programs that are compiled once for each shape.
     """
 
     model: FederatedModel
-    _known: dict[tuple[Hashable, ...], Verdict] = field(
+    _known: dict[tuple[Hashable, ...], CheckResult] = field(
         default_factory=dict, init=False, repr=False
     )
 
     def ask(
         self, question: Callable[..., Moved | Array], b: Bucket, plate: str, *keys: str
-    ) -> Verdict:
+    ) -> CheckResult:
         """Ask :meth:`coupled` or :meth:`summary`; an answer is kept as long as its data."""
         about = id(b.data), question, plate, keys
         if about not in self._known:
             found = question(plate, *([keys] if keys else []), b.data)
             weakref.finalize(b.data, self._known.pop, about, None)
-            self._known[about] = Verdict.of(plate, b.silos, found)
+            self._known[about] = CheckResult.of(plate, b.silos, found)
         return self._known[about]
 
     def latents(self, data: SiloData) -> Rows:
@@ -204,7 +204,7 @@ class Checks:
 
 
 def check_rows_apart(
-    fm: FederatedModel, asks: Checks, draws: Mapping[str, int], buckets: Sequence[Bucket]
+    fm: FederatedModel, asks: RowChecks, draws: Mapping[str, int], buckets: Sequence[Bucket]
 ) -> None:
     """Refuse several weighted draws for each row where rows read each other's latents.
 
@@ -222,7 +222,7 @@ def check_rows_apart(
 
 
 def check_summaries(
-    asks: Checks, keys: Mapping[str, tuple[str, ...]], buckets: Sequence[Bucket]
+    asks: RowChecks, keys: Mapping[str, tuple[str, ...]], buckets: Sequence[Bucket]
 ) -> None:
     """Refuse a text in which a row reads the data of other rows of its silo.
 
@@ -237,7 +237,7 @@ def check_summaries(
                 raise ModelError(summarised(found, names))
 
 
-def summarised(found: Verdict, keys: Sequence[str]) -> str:
+def summarised(found: CheckResult, keys: Sequence[str]) -> str:
     """The message where a row reads the data of others."""
     return (
         f"{found.words()} when only data of other rows, in {list(keys)}, were replaced by those of "
@@ -249,12 +249,14 @@ def summarised(found: Verdict, keys: Sequence[str]) -> str:
     )
 
 
-def coupled_rows(asks: Checks, buckets: Sequence[Bucket]) -> Verdict | None:
+def coupled_rows(asks: RowChecks, buckets: Sequence[Bucket]) -> CheckResult | None:
     """The verdict on the first silo and plate where rows read each other's latents, if any."""
     plates = [p.name for p in asks.model.plates if p.dim and not p.outer]
     return _coupled(asks, plates, buckets)
 
 
-def _coupled(asks: Checks, plates: Sequence[str], buckets: Sequence[Bucket]) -> Verdict | None:
+def _coupled(
+    asks: RowChecks, plates: Sequence[str], buckets: Sequence[Bucket]
+) -> CheckResult | None:
     each = (asks.ask(asks.coupled, b, plate) for plate in plates for b in buckets)
     return next((verdict for verdict in each if verdict.answer), None)

@@ -21,7 +21,7 @@ TOTAL = "the sum over clients"  # the name under which the server's text is give
 PREDICTOR = "_predictor"  # the site at which a client's text shows its predictor
 
 
-class Half(NamedTuple):
+class PartyModel(NamedTuple):
     """One party's latents and parameters, and its part of the text."""
 
     text: Callable[..., Any]  # of what the party holds, as keyword arguments
@@ -90,7 +90,7 @@ class Half(NamedTuple):
 class Given(NamedTuple):
     """A half and its data, as a guide sees them."""
 
-    half: Half
+    half: PartyModel
     data: SiloData
 
     @property
@@ -127,8 +127,8 @@ class VerticalModel(NamedTuple):
     name: str  # of the client_sum
     shape: tuple[int, ...]  # of the sum; its first axis runs over rows
     dtype: str
-    server: Half  # of the server's arrays by name, and the sum as TOTAL
-    clients: tuple[Half, ...]  # the halves of clients of one shape are alike
+    server: PartyModel  # of the server's arrays by name, and the sum as TOTAL
+    clients: tuple[PartyModel, ...]  # the halves of clients of one shape are alike
     by_row: frozenset[str]  # the server's observed sites that have a term for each row
     response: tuple[str, ...]  # the server's arrays that are observed
     below: tuple[str, ...] = ()  # the server's latents whose distribution depends on the sum
@@ -142,7 +142,9 @@ class VerticalModel(NamedTuple):
         """A client's values under the names that they have in the model."""
         return {f"{self.name}_{j}/{name}": value for name, value in values.items()}
 
-    def predict(self, client: Half, theta: Theta, z: Array, data: SiloData) -> tuple[Array, Array]:
+    def predict(
+        self, client: PartyModel, theta: Theta, z: Array, data: SiloData
+    ) -> tuple[Array, Array]:
         """A client's predictor (rows, ...) and its own log density, all latents' priors in it."""
         log_probs, trace = client.log_probs(theta, z, data)
         own = sum((p.sum() for p in log_probs.values()), jnp.zeros(()))

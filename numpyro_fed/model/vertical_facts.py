@@ -89,7 +89,7 @@ class VerticalPlan:
         return len(self.clients)
 
     @cached_property
-    def told(self) -> dict[str, np.ndarray]:
+    def shared_text(self) -> dict[str, np.ndarray]:
         """The server's arrays that clients are told."""
         found = json.loads(self.shared or "{}")
         return {

@@ -21,20 +21,20 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
-from numpyro_fed.model.verdicts import Checks
+from numpyro_fed.model.verdicts import RowChecks
 from numpyro_fed.precision import in_own_precision, is_double, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.built import Built, Factors
 from numpyro_fed.results.communication import Communication, communication
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
-from numpyro_fed.results.recognise import Made
-from numpyro_fed.results.run import FederatedRun, Prepared, Silos
+from numpyro_fed.results.recognise import Provenance
+from numpyro_fed.results.run import CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.saving import SavedRun
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime
 
 
-class Recipe(NamedTuple):
+class MethodSpec(NamedTuple):
     """A record of how the method of a fit can be had again, from its class and the model.
 
     Attributes
@@ -62,7 +62,7 @@ class Recipe(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Fit(Prepared[Built]):
+class Fit(CompiledMethod[Built]):
     """A method that was built for silos that hold rows.
 
     ``certify`` is the importance correction of a result, ``(key, result) -> Corrected``; ``double``
@@ -74,8 +74,8 @@ class Fit(Prepared[Built]):
     certify: Callable[..., Any]
     double: bool = field(default_factory=is_double)
     sizes: tuple[Sizes, ...] = ()
-    checks: Checks | None = None
-    recipe: Recipe | None = None
+    checks: RowChecks | None = None
+    recipe: MethodSpec | None = None
 
     @cached_property
     def posterior(self) -> Posterior:
@@ -97,7 +97,7 @@ class Fit(Prepared[Built]):
             runtime = runtime_of(built.algorithm, built.schedule)
             return replace(self, plan=plan, built=built, runtime=runtime, compiled={})
 
-        return self.once("without a start", make)
+        return self.cached("without a start", make)
 
     @property
     def model(self) -> FederatedModel:
@@ -129,15 +129,15 @@ class Fit(Prepared[Built]):
             "sizes": list(self.sizes),
         }
 
-    def made(self, held: Silos) -> Made:
+    def made(self, held: Silos) -> Provenance:
         """Return by what model and data are recognised in a file."""
 
         def text() -> str:
             with precision(double=self.double):
-                return self.once("text", lambda: fingerprint(self.model, held.data))
+                return self.cached("text", lambda: fingerprint(self.model, held.data))
 
         source = "" if self.recipe is None else self.recipe.source
-        return Made(text, source, {f"silo {j}": data for j, data in enumerate(held.data)})
+        return Provenance(text, source, {f"silo {j}": data for j, data in enumerate(held.data)})
 
 
 @dataclass(frozen=True, eq=False)

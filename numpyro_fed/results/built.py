@@ -118,7 +118,7 @@ class Built(BuiltRun):
     @property
     def around(self) -> Round | None:
         """Return the look around that follows a search, where a prior is flat."""
-        return self.start.around if self.start is not None and self.model.flat else None
+        return self.start.around if self.start is not None and self.model.improper else None
 
     @property
     def paths(self) -> tuple[tuple[Round, ...], ...]:

@@ -30,7 +30,7 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.moments import Moments
 from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.results.rounding import Rounding
-from numpyro_fed.results.saving import Told
+from numpyro_fed.results.saving import SavedWords
 from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct
 from numpyro_fed.results.weighted import (
@@ -274,7 +274,7 @@ class Corrected(Weighted[Result]):
         theta = self.result.shared.theta
         return self._posterior.constrain_globals(theta, self._z_G)
 
-    def told(self) -> Told:
+    def told(self) -> SavedWords:
         """Return the correction as it goes into a file, with what :meth:`from_file` needs."""
         told = super().told()
         key = random.key_data(self._key)
@@ -370,7 +370,7 @@ def _compiled(
         compiled = fit.runtime.once(round_) if little else fit.runtime.single(round_)
         return compiled, sampler, proposed
 
-    return fit.once(name, make)
+    return fit.cached(name, make)
 
 
 def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:

@@ -102,7 +102,7 @@ class PVIResult(Result):
                 "there is no evidence under a loss, or under a divergence other than KL. What was "
                 "maximised is in .losses, with its sign turned."
             )
-        evaluate = self._fit.single(self._factors.evaluation)
+        evaluate = self._fit.compiled_round(self._factors.evaluation)
         _, _, info = self._asked(
             evaluate,
             jax.random.key(0),

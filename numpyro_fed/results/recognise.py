@@ -19,7 +19,7 @@ PACKAGES = "jax", "numpyro"  # which decide how a text is written down as progra
 
 
 @dataclass(frozen=True)
-class Made:
+class Provenance:
     """The text and the data that a fit is made from.
 
     Attributes

@@ -23,8 +23,8 @@ from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.recognise import Made
-from numpyro_fed.results.saving import SavedRun, Told, save
+from numpyro_fed.results.recognise import Provenance
+from numpyro_fed.results.saving import SavedRun, SavedWords, save
 from numpyro_fed.runtime.crossing import Crossings, crossings
 from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
@@ -126,7 +126,7 @@ Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Prepared(ABC, Generic[Built]):
+class CompiledMethod(ABC, Generic[Built]):
     """A method that was built for silos of certain shapes, ready to run.
 
     Attributes
@@ -147,25 +147,25 @@ class Prepared(ABC, Generic[Built]):
         return self.built.algorithm
 
     @abstractmethod
-    def made(self, held: Silos) -> Made:
+    def made(self, held: Silos) -> Provenance:
         """Return by what model and data are recognised in a file."""
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
         """Return what a saved state must agree with."""
 
-    def single(self, round_: Round) -> Single:
+    def compiled_round(self, round_: Round) -> Single:
         """Return a single round, compiled once for each name."""
-        return self.once(("single", round_.name), lambda: self.runtime.single(round_))
+        return self.cached(("single", round_.name), lambda: self.runtime.single(round_))
 
-    def soon(self, round_: Round, runtime: Runtime | None = None) -> Single:
+    def quick_round(self, round_: Round, runtime: Runtime | None = None) -> Single:
         """Return a single round that is little work, compiled once for each name.
 
         By another ``runtime`` than that of the run where one is given, as a search's.
         """
-        return self.once(round_.name, lambda: (runtime or self.runtime).once(round_))
+        return self.cached(round_.name, lambda: (runtime or self.runtime).once(round_))
 
-    def once(self, name: Hashable, make: Callable[[], Kept]) -> Kept:
+    def cached(self, name: Hashable, make: Callable[[], Kept]) -> Kept:
         """Return what was made under a name, made where it is asked for first."""
         if name not in self.compiled:
             self.compiled[name] = make()
@@ -189,7 +189,7 @@ class Prepared(ABC, Generic[Built]):
         return state
 
 
-Ready = TypeVar("Ready", bound=Prepared[Any])
+Ready = TypeVar("Ready", bound=CompiledMethod[Any])
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,13 +306,13 @@ class FederatedRun(ABC, Generic[Ready]):
         """
         words = {"ended": self.ended, "verdict": self._course(), "trusted": None}
         drawn = self.sample_posterior(jax.random.key(0), draws) if draws else {}
-        save(path, Told(type(self).__name__, words, drawn), self.saved_run(), self.made())
+        save(path, SavedWords(type(self).__name__, words, drawn), self.saved_run(), self.made())
 
     def saved_run(self) -> SavedRun:
         """Return the run as it goes into a file."""
         return SavedRun(self._fit.description(), self.losses, self.state)
 
-    def made(self) -> Made | None:
+    def made(self) -> Provenance | None:
         """Return by what model and data are recognised; None where silos are elsewhere."""
         return None if self._silos is None else self._fit.made(self._silos)
 

@@ -15,7 +15,7 @@ from jax import Array
 
 from numpyro_fed.errors import SavedStateError
 from numpyro_fed.files import npz, read_npz, write_npz
-from numpyro_fed.results.recognise import Made
+from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.trees import Tree
 
 VERSION = 4
@@ -40,7 +40,7 @@ class SavedRun:
 
 
 @dataclass(frozen=True)
-class Told:
+class SavedWords:
     """All that a file tells without the model and the data.
 
     Attributes
@@ -66,9 +66,9 @@ class Told:
 
 def save(
     path: str | Path,
-    told: Told,
+    told: SavedWords,
     run: SavedRun,
-    made: Made | None,
+    made: Provenance | None,
     others: Mapping[str, SavedRun] | None = None,
 ) -> None:
     """Write ``path.npz``, so that a save that is cut short leaves the one before as it is.
@@ -121,7 +121,11 @@ def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def load_state(
-    path: str | Path, description: dict[str, Any], like: Tree, made: Made | None, part: str = ""
+    path: str | Path,
+    description: dict[str, Any],
+    like: Tree,
+    made: Provenance | None,
+    part: str = "",
 ) -> tuple[np.ndarray, Tree, dict[str, Any]]:
     """Read losses, a state of the same structure as ``like``, and what else is said of the fit.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, Shared
-from numpyro_fed.algorithms.vertical.base import Kind, Party
+from numpyro_fed.algorithms.vertical.base import ClientType, Party
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.binding import Theta
@@ -22,8 +22,8 @@ from numpyro_fed.model.fingerprint import vertical_fingerprint
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
-from numpyro_fed.results.recognise import Made
-from numpyro_fed.results.run import BuiltRun, FederatedRun, Prepared, Silos
+from numpyro_fed.results.recognise import Provenance
+from numpyro_fed.results.run import BuiltRun, CompiledMethod, FederatedRun, Silos
 from numpyro_fed.runtime.crossing import Crossings
 
 
@@ -79,7 +79,7 @@ class VerticalStart(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class VerticalFit(Prepared[VerticalBuilt]):
+class VerticalFit(CompiledMethod[VerticalBuilt]):
     """A vertical method that was built for a model's arguments of certain shapes.
 
     ``said`` is what a saved state must agree with, ``source`` a hash of the source of the text.
@@ -103,17 +103,17 @@ class VerticalFit(Prepared[VerticalBuilt]):
         """Return what a saved state must agree with."""
         return self.said
 
-    def made(self, held: Silos) -> Made:
+    def made(self, held: Silos) -> Provenance:
         """Return by what model and data are recognised in a file."""
 
         def text() -> str:
             def found() -> str:
                 return vertical_fingerprint(self.built.model, self.server_data, held.data)
 
-            return self.once("text", found)
+            return self.cached("text", found)
 
         clients = {f"client {j}": data for j, data in enumerate(held.data)}
-        return Made(text, self.source, {**clients, "the server": self.server_data})
+        return Provenance(text, self.source, {**clients, "the server": self.server_data})
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +224,7 @@ class VerticalRun(FederatedRun[VerticalFit]):
         fit = self._fit
         positive_int("n", n)
         words = "a draw of the posterior is NaN or infinite: see the losses of the run."
-        sampling = fit.single(fit.built.sampling(n))
+        sampling = fit.compiled_round(fit.built.sampling(n))
         z, sampled, _ = self._asked(sampling, key, words, fit.server_data)
         sites = self.sites_at(z, ())
         for j in range(len(self._data)):
@@ -269,7 +269,7 @@ class VerticalResult(VerticalRun):
         density (n,) under the guides.
         """
         v, server = self._fit.vertical, self.shared
-        parties: list[tuple[Kind, Shared | Party]] = [(v.server, server)]
+        parties: list[tuple[ClientType, Shared | Party]] = [(v.server, server)]
         for j, data in enumerate(self._data):
             parties.append((v.kind(data), self.private(j)))
         xi: Array | None = None

@@ -79,7 +79,7 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
     weighing = Weighing(v, size, max(1, min(size, TOGETHER // row_numbers)))
-    weigh = fit.single(weighing.as_round())
+    weigh = fit.compiled_round(weighing.as_round())
 
     def one(i: int) -> tuple[Any, list[Any], float]:
         """Return the server's weighed draws, the clients' own, and an estimate of the evidence."""

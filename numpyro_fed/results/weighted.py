@@ -21,7 +21,7 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.run import FederatedRun
-from numpyro_fed.results.saving import Told, save
+from numpyro_fed.results.saving import SavedWords, save
 
 FEW = 100  # draws: with fewer there is no tail to speak of
 ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
@@ -234,7 +234,7 @@ class Weighted(ABC, Generic[Corrects]):
         """
         save(path, self.told(), self.result.saved_run(), self.result.made())
 
-    def told(self) -> Told:
+    def told(self) -> SavedWords:
         """Return the correction as it goes into a file."""
         words = {
             "verdict": self.report(),
@@ -243,7 +243,7 @@ class Weighted(ABC, Generic[Corrects]):
             "ess": self.ess,
             "pareto_k": self.pareto_k,
         }
-        return Told(type(self).__name__, words, self.draws, self.weights)
+        return SavedWords(type(self).__name__, words, self.draws, self.weights)
 
 
 Part = TypeVar("Part")

@@ -11,7 +11,7 @@ from numpyro_fed import html
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Round
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.stack import ServerData
-from numpyro_fed.runtime.step import crossed
+from numpyro_fed.runtime.step import message_shapes
 
 
 class Crossing(NamedTuple):
@@ -97,7 +97,7 @@ def crossings(
     The silo holds ``data``; nothing is computed.
     """
     rows: list[Crossing] = []
-    for exchange, down, reply in crossed(algorithm, rounds, data, server_data):
+    for exchange, down, reply in message_shapes(algorithm, rounds, data, server_data):
         sent = {"ok": reply.ok, "weight": reply.weight}
         rows.extend(_rows(when, exchange, down, False))
         rows.extend(_rows(when, exchange, reply.up, True) + _rows(when, exchange, sent, True))

@@ -31,8 +31,8 @@ from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     Advance,
     Batches,
-    Ended,
     Log,
+    RunStatus,
     Runtime,
     ServerData,
     Single,
@@ -43,8 +43,8 @@ from numpyro_fed.runtime.stack import (
     init_schedule,
     visits,
 )
-from numpyro_fed.runtime.step import Answers, Noise, Reach, in_parts, step
-from numpyro_fed.trees import Tree, strong
+from numpyro_fed.runtime.step import Answers, Noise, Transport, in_parts, step
+from numpyro_fed.trees import Tree, drop_weak_types
 
 
 def host(
@@ -63,7 +63,7 @@ def host(
         silos = []
         for silo, data in map(_only, batches):
             silos.append(_stack(init_silo(jax.random.fold_in(key_silos, silo), data)))
-        server, states, carry = strong(
+        server, states, carry = drop_weak_types(
             (init_server(key_server), tuple(silos), init_schedule(schedule, key, len(batches)))
         )
         return State(jnp.zeros((), jnp.int32), server, states, carry)
@@ -77,7 +77,7 @@ def rounds(
     round_: Round,
     schedule: Schedule[Carry] | None,
     num_silos: Callable[[Batches], int],
-    reach_of: Callable[[Batches], Reach[Array, Stacks]],
+    reach_of: Callable[[Batches], Transport[Array, Stacks]],
     done: Callable[[Server], Array] | None = None,
 ) -> Advance:
     """Return a plain loop over rounds and their steps, whoever asks the silos."""
@@ -85,7 +85,7 @@ def rounds(
 
     def one_round(
         key: Array, state: State, batches: Batches, server_data: ServerData
-    ) -> tuple[State, float, Ended, Any]:
+    ) -> tuple[State, float, RunStatus, Any]:
         size = num_silos(batches)
         plan, change = (np.arange(size)[None], ()), None
         if who_when is not None:
@@ -105,7 +105,12 @@ def rounds(
                 rows += rows[-1:] * (len(plan[0]) - len(rows))
                 break
         carry = () if change is None else (plan[1], change)
-        return State(state.round + 1, server, silos, carry), loss, Ended(ok, good), stacked(rows)
+        return (
+            State(state.round + 1, server, silos, carry),
+            loss,
+            RunStatus(ok, good),
+            stacked(rows),
+        )
 
     def advance(
         key: Array,
@@ -114,10 +119,10 @@ def rounds(
         n: int,
         server_data: ServerData = None,
         stop: bool = False,
-    ) -> tuple[State, Log, Ended]:
+    ) -> tuple[State, Log, RunStatus]:
         losses: list[float] = []
         logged: list[Any] = []
-        ended = Ended(True, np.ones(num_silos(batches), bool))
+        ended = RunStatus(True, np.ones(num_silos(batches), bool))
         while len(logged) < n and ended.ok and not (stop and done and done(state.server)):
             state, loss, ended, row = one_round(key, state, batches, server_data)
             losses.append(loss)
@@ -136,7 +141,7 @@ def single(round_: Round) -> Single:
 def alone(
     round_: Round,
     num_silos: Callable[[Batches], int],
-    reach_of: Callable[[Batches], Reach[Array, Stacks]],
+    reach_of: Callable[[Batches], Transport[Array, Stacks]],
 ) -> Single:
     """Return one round with every silo, whoever asks them."""
 
@@ -158,7 +163,7 @@ def _noise(round_: Round, key: Array, number: Array | int) -> Noise[Array]:
     return Noise(round_.noise(server_key(keys[0])), keys)
 
 
-def _reach(batches: Batches, watch: Watch) -> Reach[Array, Stacks]:
+def _reach(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
     """Reach one participant after the other; ``noise`` is the key of the exchange."""
     where = {int(b.silos[0]): i for i, b in enumerate(batches)}
 

@@ -39,8 +39,8 @@ from numpyro_fed.runtime.messages import pack, read, unpack, write
 from numpyro_fed.runtime.noise import init_keys, one_key, silo_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, Stacks, State, init_schedule
-from numpyro_fed.runtime.step import Answers, Crossed, Reach, crossed, in_parts
-from numpyro_fed.trees import strong
+from numpyro_fed.runtime.step import Answers, MessageShapes, Transport, in_parts, message_shapes
+from numpyro_fed.trees import drop_weak_types
 
 Send = Callable[[int, bytes], bytes]
 Ids = Sequence[int] | Sequence[str] | np.ndarray | None
@@ -49,13 +49,13 @@ SEARCH = "begin the search"  # and the one with which it starts by a search for 
 WITHOUT_START = "begin without a start"  # at the first state of the algorithm that needs no mode
 
 
-class Told(Protocol):
+class Sendable(Protocol):
     """A record of what a silo says of itself, in a form that can be sent."""
 
     def to_json(self) -> str: ...
 
 
-class Half(Protocol):
+class PartyBuilt(Protocol):
     """A party's half of a run: its algorithm, the first one, a search maybe, and the opening."""
 
     @property
@@ -77,7 +77,7 @@ class Half(Protocol):
 
 Holds = TypeVar("Holds", contravariant=True)  # a silo's rows by name, or a client's columns
 Plan = TypeVar("Plan")
-Built = TypeVar("Built", bound=Half)
+Built = TypeVar("Built", bound=PartyBuilt)
 
 
 class Party(Protocol[Holds, Plan, Built]):
@@ -87,7 +87,7 @@ class Party(Protocol[Holds, Plan, Built]):
     def hides_by_noise(self) -> bool:
         """Return whether noise that a silo draws is there to hide what it sends."""
 
-    def describe(self, silo: Holds, row_ids: Ids = None) -> Told:
+    def describe(self, silo: Holds, row_ids: Ids = None) -> Sendable:
         """Return what a silo says of itself."""
 
     def read_plan(self, text: str) -> Plan:
@@ -217,7 +217,7 @@ class SiloNode(Generic[Holds, Plan, Built]):
             WITHOUT_START: jax.jit(built.algorithm.init_silo),
         }
         self._exchanges: dict[str, tuple[Exchange[Any, Any, Any], Any]] = {}
-        self._crossed: dict[str, list[Crossed]] = {}
+        self._crossed: dict[str, list[MessageShapes]] = {}
         own = (*built.opening, built.algorithm.round)
         # All other exchanges leave the state as it is.
         self._own = {exchange.name for round_ in own for exchange in round_.exchanges}
@@ -246,7 +246,7 @@ class SiloNode(Generic[Holds, Plan, Built]):
                 self._use(half)
             self._run, mine = arrays["run"], jax.random.fold_in(key, self._number)
             self._aside = None
-            self._state = strong(self._init[name](mine, self._data))
+            self._state = drop_weak_types(self._init[name](mine, self._data))
             return write({})
         if not np.array_equal(arrays["run"], self._run):
             raise ModelError(
@@ -301,7 +301,7 @@ class SiloNode(Generic[Holds, Plan, Built]):
             round_ = self._method.round_of(built, name)
             if round_.name not in self._crossed:
                 sender = built.sender(round_)
-                self._crossed[round_.name] = crossed(sender, (round_,), self._data)
+                self._crossed[round_.name] = message_shapes(sender, (round_,), self._data)
             every = self._crossed[round_.name]
             exchange, down, _ = next(found for found in every if found.exchange.name == name)
             self._exchanges[name] = compiled_visit(exchange), down
@@ -324,7 +324,7 @@ class Weights(NamedTuple):
     most: float
 
 
-class Line:
+class Channel:
     """The server's line to the silos: ``send(silo, message) -> reply``, and the run that is on.
 
     ``weights`` says for each silo what its replies may count, as far as that is known.
@@ -379,7 +379,7 @@ def remote(
     algorithm: FederatedAlgorithm[Any, Any],
     schedule: Schedule[Carry] | None,
     plan: Agreed,
-    line: Line,
+    line: Channel,
     *,
     begin: str = BEGIN,
 ) -> Runtime:
@@ -392,13 +392,13 @@ def remote(
         server = init_server(key_server)
         carry = init_schedule(schedule, key, plan.num_silos)
         line.begin(begin, key_silos)
-        server, carry = strong((server, carry))
+        server, carry = drop_weak_types((server, carry))
         return State(jnp.zeros((), jnp.int32), server, (), carry)
 
     def num_silos(batches: Batches) -> int:
         return plan.num_silos
 
-    def reach_of(batches: Batches) -> Reach[Array, Stacks]:
+    def reach_of(batches: Batches) -> Transport[Array, Stacks]:
         return silos.reach
 
     def single(round_: Round) -> Single:
@@ -416,7 +416,7 @@ class _Remote:
 
     algorithm: FederatedAlgorithm[Any, Any]
     plan: Agreed
-    line: Line
+    line: Channel
     rounds: dict[str, Round] = field(default_factory=dict)  # by the names of their exchanges
     likes: dict[str, Reply[Any]] = field(default_factory=dict)
     checks: dict[str, Callable[[Reply[Any]], Reply[Any]]] = field(default_factory=dict)
@@ -433,7 +433,7 @@ class _Remote:
 
     def learn(self, name: str) -> None:
         """Find out what silos reply in the round that has this exchange."""
-        found = crossed(self.algorithm, (self.rounds[name],), self.plan.template())
+        found = message_shapes(self.algorithm, (self.rounds[name],), self.plan.template())
         for exchange, _, reply in found:
             self.likes[exchange.name] = reply
             self.checks[exchange.name] = jax.jit(exchange.checked)
@@ -449,7 +449,7 @@ class _Remote:
         told = self.told if name == self.algorithm.round.exchanges[-1].name else None
         replies, seen = [], []
         for i, j in enumerate(np.asarray(who).tolist()):
-            sent = strong(slices(exchange.scatter, down, i))
+            sent = drop_weak_types(slices(exchange.scatter, down, i))
             reply = check(self.line.ask(j, exchange, noise, sent, like))
             replies.append(jax.tree.map(lambda a: a[None], reply))
             seen.append(told(reply.up) if told else ())

@@ -39,8 +39,8 @@ from numpyro_fed.runtime.stack import (
     NOISE,
     Advance,
     Batches,
-    Ended,
     Log,
+    RunStatus,
     Runtime,
     ServerData,
     Single,
@@ -52,16 +52,16 @@ from numpyro_fed.runtime.stack import (
     init_schedule,
     visits,
 )
-from numpyro_fed.runtime.step import Answers, Noise, Reach, step
-from numpyro_fed.trees import Tree, strong
+from numpyro_fed.runtime.step import Answers, Noise, Transport, step
+from numpyro_fed.trees import Tree, drop_weak_types
 
 Places = tuple[Array, Array]
 OfBuckets = Noise[list[Any]]
 Where = TypeVar("Where")
 Drawn = TypeVar("Drawn")
 Visitors = Array | tuple[()]  # who takes part; empty where everyone does
-Steps = tuple[Array, Any, Stacks, Array, Log, Ended]  # how far the steps of a round have come
-Course = tuple[Array, State, Log, Ended]  # how far rounds have come
+Steps = tuple[Array, Any, Stacks, Array, Log, RunStatus]  # how far the steps of a round have come
+Course = tuple[Array, State, Log, RunStatus]  # how far rounds have come
 
 
 def simulation(
@@ -89,7 +89,7 @@ def simulation(
         silos = tuple(jax.vmap(one)(b.silos, b.data) for b in batches)
         carry = init_schedule(schedule, key, _count(batches))
         server = algorithm.init_server(key_server)
-        return strong(State(jnp.zeros((), jnp.int32), server, silos, carry))
+        return drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry))
 
     chunk = chunk_of(schedule)
     if schedule is None:
@@ -146,7 +146,7 @@ def _noise_of(
 
 def _reach_everyone(
     batches: Batches, order: Array, watch: Watch | None
-) -> Reach[list[Any], Stacks]:
+) -> Transport[list[Any], Stacks]:
     """Reach all silos of a bucket side by side, bucket after bucket.
 
     ``order`` is that of the silos' numbers, sorted out once and not in each round; which replies
@@ -207,7 +207,7 @@ def _in_blocks(
         n: int,
         server_data: ServerData = None,
         stop: bool = False,
-    ) -> tuple[State, Log, Ended]:
+    ) -> tuple[State, Log, RunStatus]:
         places = rounds.places(batches)
         one = jax.eval_shape(rounds.draw, key, state.round[None], state, batches)
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one)
@@ -231,11 +231,11 @@ def _in_blocks(
                 i, state, log, _ = carry
                 here = jax.tree.map(lambda a: a[i - first], drawn)
                 state, info, who, good, seen = one_round(here, state, batches, places, server_data)
-                return i + 1, state, _write(log, i, 0, info, who, seen), Ended(info.ok, good)
+                return i + 1, state, _write(log, i, 0, info, who, seen), RunStatus(info.ok, good)
 
             return jax.lax.while_loop(go_on_here, body, carry)
 
-        ended = Ended(jnp.array(True), jnp.ones(good.shape, bool))
+        ended = RunStatus(jnp.array(True), jnp.ones(good.shape, bool))
         start = (jnp.zeros((), jnp.int32), state, log, ended)
         i, state, log, ended = jax.lax.while_loop(go_on, one_block, start)
         last = jax.tree.map(lambda a: a[jnp.maximum(i - 1, 0), 0], log.visits)
@@ -288,7 +288,7 @@ def _some_ahead(
         who, noise = drawn
         server, silos, info, good, seen = step(
             round_,
-            _Some(batches, places, watch),
+            _ReachParticipants(batches, places, watch),
             noise,
             state.server,
             state.silos,
@@ -346,7 +346,7 @@ def _step_by_step(
         server_data: ServerData,
     ) -> tuple[Any, Stacks, Info, Array, Any]:
         noise = _noise_of_some(round_, key, number, who, silos)
-        reach = _Some(batches, places, algorithm.watch)
+        reach = _ReachParticipants(batches, places, algorithm.watch)
         return step(round_, reach, noise, server, silos, who, server_data)
 
     def advance(
@@ -356,7 +356,7 @@ def _step_by_step(
         n: int,
         server_data: ServerData = None,
         stop: bool = False,
-    ) -> tuple[State, Log, Ended]:
+    ) -> tuple[State, Log, RunStatus]:
         places, every = _places(batches), jnp.ones(_count(batches), bool)
 
         def go_on(carry: Course) -> Array:
@@ -378,11 +378,11 @@ def _step_by_step(
                 if size == 1:
                     change = change.at[who[s, 0]].set(info.change)
                 log = _write(log, i, s, info, who[s], seen)
-                ended = Ended(info.ok, ended.replies.at[who[s]].set(good))
+                ended = RunStatus(info.ok, ended.replies.at[who[s]].set(good))
                 return s + 1, server, silos, change, log, ended
 
             none = jnp.zeros((), jnp.int32)
-            first = (none, server, silos, change, log, Ended(jnp.array(True), every))
+            first = (none, server, silos, change, log, RunStatus(jnp.array(True), every))
             last = jax.lax.while_loop(go_on_here, one, first)
             _, server, silos, change, log, ended = last
             return i + 1, State(done + 1, server, silos, (plan, change)), log, ended
@@ -391,7 +391,7 @@ def _step_by_step(
         here = (key, state.round, who, state.server, state.silos, batches, places, server_data)
         _, _, info, _, seen = jax.eval_shape(one_step, *here)
         log = _log(chunk, steps, info, who, seen)
-        start = (jnp.zeros((), jnp.int32), state, log, Ended(jnp.array(True), every))
+        start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), every))
         _, state, log, ended = jax.lax.while_loop(go_on, one_round, start)
         return state, log, ended
 
@@ -399,14 +399,17 @@ def _step_by_step(
 
 
 def _goes_on(
-    algorithm: FederatedAlgorithm[Server, Silo], server: Server, ended: Ended, stop: Array | bool
+    algorithm: FederatedAlgorithm[Server, Silo],
+    server: Server,
+    ended: RunStatus,
+    stop: Array | bool,
 ) -> Array:
     """Return whether there is another round: the last one may be kept, and it was not the end."""
     return ended.ok & ~(stop & algorithm.done(server)) if algorithm.done else ended.ok
 
 
 @dataclass(frozen=True, eq=False)
-class _Some:
+class _ReachParticipants:
     """A way to reach those that are named: side by side where there is one bucket, else in turns.
 
     Noise (k, ...) is as :func:`_noise_of_some` makes it.
@@ -447,7 +450,7 @@ class _Some:
         if len(self.batches) > 1:
             noise = exchange.silo_noise(noise, state)
         reply, state = exchange.visit(noise, down, state, data)
-        return strong((reply, state, self.watch(state) if self.watch else ()))
+        return drop_weak_types((reply, state, self.watch(state) if self.watch else ()))
 
     def side_by_side(
         self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, who: Array, silos: Stacks

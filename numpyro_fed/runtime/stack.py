@@ -15,7 +15,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime.noise import schedule_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
-from numpyro_fed.trees import strong
+from numpyro_fed.trees import drop_weak_types
 
 CHUNK = 1024  # rounds, at most, that one call of the compiled loop can log
 VISITS = 2**20  # visits, about, that one call can log
@@ -81,7 +81,7 @@ class Log(NamedTuple):
     watched: Any = ()
 
 
-class Ended(NamedTuple):
+class RunStatus(NamedTuple):
     """A record of how rounds ended: whether the last one may be kept, and which replies were good.
 
     That is (silos,) by number, and true where a silo had no part in the last one.
@@ -104,7 +104,7 @@ class Advance(Protocol):
         n: int,
         server_data: ServerData = None,
         stop: bool = False,
-    ) -> tuple[State, Log, Ended]:
+    ) -> tuple[State, Log, RunStatus]:
         """Return the last state, what the rounds report, and how they ended."""
 
 
@@ -185,7 +185,7 @@ def visits(
             f"the schedule's visits have shape {jnp.shape(who)}: expected (steps, size) = "
             f"{(schedule.steps, schedule.size)}."
         )
-    return jnp.asarray(who, jnp.int32), strong(carry)
+    return jnp.asarray(who, jnp.int32), drop_weak_types(carry)
 
 
 def in_order(batches: Sequence[Batch]) -> Array:

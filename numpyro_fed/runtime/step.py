@@ -27,7 +27,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.runtime.combine import combine, slices
 from numpyro_fed.runtime.stack import ServerData
-from numpyro_fed.trees import strong
+from numpyro_fed.trees import drop_weak_types
 
 Source = TypeVar("Source", contravariant=True)  # what a runtime draws silos' noise from
 Drawn = TypeVar("Drawn")  # the same, where it is kept
@@ -56,7 +56,7 @@ class Answers(NamedTuple, Generic[Silos]):
     seen: Any = ()
 
 
-class Reach(Protocol[Source, Silos]):
+class Transport(Protocol[Source, Silos]):
     """A way to reach the silos: all that one runtime has of its own."""
 
     def __call__(
@@ -120,7 +120,7 @@ class _Live(_Asking, Generic[Drawn, Silos]):
     def __init__(
         self,
         exchanges: Exchanges,
-        reach: Reach[Drawn, Silos],
+        reach: Transport[Drawn, Silos],
         noise: Noise[Drawn],
         silos: Silos,
         who: Array,
@@ -141,7 +141,7 @@ class _Live(_Asking, Generic[Drawn, Silos]):
 
 def step(
     round_: Round,
-    reach: Reach[Drawn, Silos],
+    reach: Transport[Drawn, Silos],
     noise: Noise[Drawn],
     server: object,
     silos: Silos,
@@ -188,7 +188,7 @@ class _Replay(_Asking):
         return self._given[number], jnp.asarray(self._given[number].ok).all()
 
 
-def part(
+def replayed_part(
     round_: Round,
     server: object,
     noise: object,
@@ -228,7 +228,7 @@ def in_parts(round_: Round) -> Round:
         server_data: ServerData,
         replies: Sequence[Replies[Any]],
     ) -> Any:
-        return part(round_, server, noise, who, server_data, replies)
+        return replayed_part(round_, server, noise, who, server_data, replies)
 
     def run(state: object, noise: object, ask: Ask) -> tuple[Any, Info]:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ def in_parts(round_: Round) -> Round:
     return replace(round_, run=run, noise=jax.jit(round_.noise))
 
 
-class Crossed(NamedTuple):
+class MessageShapes(NamedTuple):
     """The shapes of what one exchange sends down to a silo, and of the silo's reply."""
 
     exchange: Exchange[Any, Any, Any]
@@ -250,12 +250,12 @@ class Crossed(NamedTuple):
     reply: Reply[Any]
 
 
-def crossed(
+def message_shapes(
     algorithm: FederatedAlgorithm[Any, Any],
     rounds: Sequence[Round],
     data: SiloData,
     server_data: ServerData = None,
-) -> list[Crossed]:
+) -> list[MessageShapes]:
     """Return the shapes of all that crosses in rounds with one silo that holds ``data``.
 
     The rounds follow each other from the algorithm's first states; nothing is computed. The shapes
@@ -275,7 +275,7 @@ def crossed(
             sent = slices(exchange.scatter, down, 0)
             reply, after = exchange.visit(exchange.silo_noise(noise, silos), sent, silos, data)
             exchanges.append(exchange)
-            found.append((strong(sent), reply))
+            found.append((drop_weak_types(sent), reply))
             stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
             return Answers(combine(exchange.combine, [stack]), stack.ok, after)
 
@@ -285,7 +285,7 @@ def crossed(
         return found
 
     shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)
-    return [Crossed(x, *each) for x, each in zip(exchanges, shapes, strict=True)]
+    return [MessageShapes(x, *each) for x, each in zip(exchanges, shapes, strict=True)]
 
 
 def _trace() -> object:

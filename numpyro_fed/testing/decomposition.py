@@ -29,7 +29,7 @@ from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.verdicts import Verdict, summarised
+from numpyro_fed.model.verdicts import CheckResult, summarised
 from numpyro_fed.tracing import TRACING
 
 
@@ -251,15 +251,16 @@ class _Check:
         terms, by_latents, by_data = self.log_moved(*arguments)
         for (plate, mover), found in by_latents.items():
             if found.moved:
+                changed = CheckResult(True, plate, j, found).words()
                 raise ModelError(
-                    f"{Verdict(True, plate, j, found).words()} when only latents of other rows, of "
+                    f"{changed} when only latents of other rows, of "
                     f"silo_plate '{mover}', moved. Rows must be independent given the globals: put "
                     "what rows share outside of the silo_plate, or in a silo_plate of its own that "
                     "the rows index."
                 )
         for plate, found in by_data.items():
             if found.moved:
-                raise ModelError(summarised(Verdict(True, plate, j, found), self.keys(plate)))
+                raise ModelError(summarised(CheckResult(True, plate, j, found), self.keys(plate)))
         return {plate: np.asarray(rows) for plate, rows in terms.items()}
 
     def keys(self, plate: str) -> list[str]:

@@ -89,7 +89,7 @@ def importance(
         else:
             z_G, log_q = ask.server_data, jnp.zeros(num_draws)
         log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
-        seen = guide.globals.seen(frame, eta, z_G) if guide.measures else ()
+        seen = guide.globals.seen(frame, eta, z_G) if guide.uses_globals else ()
         replies = ask(name, Down(theta, z_G, seen))
         log_weights = without_overflow(log_prior - log_q) + replies.up
         some = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()

@@ -64,7 +64,7 @@ class SiloLikelihood:
         data: SiloData,
     ) -> Array:
         """Return the log of the estimate at one ``z_G``; ``eta`` are local guides' parameters."""
-        begun = self.guide.recentre(eta, seen.away, data)
+        begun = self.guide.recentre(eta, seen.offset, data)
         begun = {p: self.guide.of_rows(p, theta, own, z_G, data) for p, own in begun.items()}
         start = {p: begun[p]["loc"] for p in self.guide.locals}
         here = seen._replace(centre=seen.u)
@@ -188,7 +188,7 @@ class _At:
 
     def _above(self, plate: str, z_outer: Rows) -> Array:
         guide = self.of.guide
-        return guide.above(plate, self.eta, self.seen.away, z_outer, self.data)
+        return guide.above(plate, self.eta, self.seen.offset, z_outer, self.data)
 
     def _guided(self, plates: tuple[str, ...], z_outer: Rows, key: Array) -> Rows:
         drawn = {}
@@ -201,7 +201,7 @@ class _At:
     def _log_q(self, plates: tuple[str, ...], z_outer: Rows, z: Rows) -> Rows:
         locals_ = self.of.guide.locals
         rows = {p: locals_[p].log_q(self.eta[p], self._above(p, z_outer), z[p]) for p in plates}
-        return {p: self.data.keep(p, v) for p, v in rows.items()}
+        return {p: self.data.masked(p, v) for p, v in rows.items()}
 
     def _drawn(self, prior: LocalPrior, z_outer: Rows, key: Array) -> Rows:
         return prior.draw(key, self.theta, self.z_G, z_outer, self.data)

@@ -21,28 +21,28 @@ from jax import Array
 from numpyro_fed.algorithms.base import (
     Ask,
     CarriedSilo,
-    Carry,
     Exchange,
     Info,
     OwnParams,
     Reply,
     Round,
     SharedParams,
+    WarmStart,
     own_key,
 )
 from numpyro_fed.algorithms.begin import (
     FROM_MODE,
-    At,
-    Begun,
-    begun_at,
-    begun_locals,
-    carried_locals,
+    StartMessage,
+    StartPoint,
+    local_guides_at_mode,
+    local_guides_of_result,
+    start_at_mode,
 )
 from numpyro_fed.algorithms.mode import Search
 from numpyro_fed.algorithms.mode import SiloState as Looked
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
-from numpyro_fed.algorithms.pvi.states import Parts, ServerState, SiloState
+from numpyro_fed.algorithms.pvi.states import PVIParts, ServerState, SiloState
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import proper_step
@@ -56,7 +56,7 @@ class Up(NamedTuple):
     factor: Natural
 
 
-def _own_factor(parts: Parts, begun: Begun, none: Natural) -> Natural:
+def _own_factor(parts: PVIParts, begun: StartPoint, none: Natural) -> Natural:
     """Return the server's factor: the parabola, at the centre, of what of the prior is outside."""
     outside = parts.globals.prior_outside
     if outside is None:
@@ -65,24 +65,24 @@ def _own_factor(parts: Parts, begun: Begun, none: Natural) -> Natural:
     fm, theta = parts.model, begun.theta
 
     def rest(z: Array) -> Array:
-        return outside(theta, z) + fm.rounded.log_prior(theta, z) - fm.log_prior(theta, z)
+        return outside(theta, z) + fm.smoothed.log_prior(theta, z) - fm.log_prior(theta, z)
 
     z = begun.centre
     return parts.globals.family.around(z, jax.grad(rest)(z), -jax.hessian(rest)(z))
 
 
-def frame_of(parts: Parts, begun: Begun) -> Gaussian:
+def frame_of(parts: PVIParts, begun: StartPoint) -> Gaussian:
     """Return the frame in which silos' own guides measure the globals."""
     return begun.frame(parts.guide.globals).globals
 
 
-def pvi_carry(server: Server, silo: Silo) -> Carry:
+def pvi_carry(server: Server, silo: Silo) -> WarmStart:
     """Return how PVI begins at another method's result: the posterior is the normal distribution of
     that, and every silo has an equal share in what it is beyond the prior.
     """
     parts, family = server.parts, server.family
 
-    def factors(key: Array, begun: Begun) -> tuple[ServerState, Natural, Natural]:
+    def factors(key: Array, begun: StartPoint) -> tuple[ServerState, Natural, Natural]:
         """Return the first state, all factors together, and the server's own."""
         first = server.init(key)
         K = frame_of(parts, begun).inverse_root()
@@ -90,7 +90,7 @@ def pvi_carry(server: Server, silo: Silo) -> Carry:
         total = jax.tree.map(jnp.subtract, posterior, server.prior(begun.theta))
         return first, total, _own_factor(parts, begun, first.server_factor)
 
-    def begin_server(key: Array, begun: Begun) -> ServerState:
+    def begin_server(key: Array, begun: StartPoint) -> ServerState:
         first, total, own = factors(key, begun)
         guide = parts.aggregate(server.prior(begun.theta), total)
         return first._replace(
@@ -101,14 +101,14 @@ def pvi_carry(server: Server, silo: Silo) -> Carry:
             frame=frame_of(parts, begun),
         )
 
-    def begin_silo(key: Array, own: CarriedSilo, begun: Begun, data: SiloData) -> SiloState:
+    def begin_silo(key: Array, own: CarriedSilo, begun: StartPoint, data: SiloData) -> SiloState:
         _, total, mine = factors(key, begun)
         share = jax.tree.map(lambda a, b: (a - b) / server.settings.num_silos, total, mine)
-        eta = carried_locals(parts.guide, own, begun, data)
+        eta = local_guides_of_result(parts.guide, own, begun, data)
         first, params = silo.init(key, data), OwnParams(eta, own.theta)
         return first._replace(params=params, factor=share, frame=frame_of(parts, begun))
 
-    return Carry(begin_server, begin_silo)
+    return WarmStart(begin_server, begin_silo)
 
 
 def pvi_from_mode(server: Server, silo: Silo) -> Round:
@@ -116,13 +116,13 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
     parts, fm, family = server.parts, server.model, server.family
 
     def answer(
-        noise: Array, down: At, state: Looked, data: SiloData
+        noise: Array, down: StartMessage, state: Looked, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         begun, place = down.begun, jax.tree.map(lambda a: a[down.start], state.place)
         own = len(place.gradient) - fm.dim
         factor = family.around(begun.centre, place.gradient[own:], place.curvature[own:, own:])
         factor = jax.tree.map(lambda a: jnp.where(all_finite(factor), a, 0.0), factor)
-        eta = begun_locals(fm, parts.guide, down, state, data)
+        eta = local_guides_at_mode(fm, parts.guide, down, state, data)
         params = OwnParams(eta, state.private)
         first, frame = silo.init(noise, data), frame_of(parts, begun)
         draft = first._replace(params=params, pending=factor, frame=frame)
@@ -132,7 +132,7 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
         return draft._replace(pending=sent.factor)
 
     def run(state: Search, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-        at = begun_at(fm, state)
+        at = start_at_mode(fm, state)
         begun, replies = at.begun, ask(FROM_MODE, at)
         first, prior = server.init(noise), server.prior(begun.theta)
         server_factor = _own_factor(parts, begun, first.server_factor)

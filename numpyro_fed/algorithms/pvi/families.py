@@ -31,7 +31,7 @@ POINTS = 2**22  # numbers, at most, in all points at which a function is looked 
 Members = Mapping[str, tuple[np.ndarray, Family[Any]]]
 
 
-class Places(NamedTuple):
+class TestPoints(NamedTuple):
     """A set of places at which a function is looked at: fixed points, and some around a density.
 
     Attributes
@@ -65,7 +65,7 @@ class Globals(NamedTuple):
     family: Family[Any]
     prior: Callable[[dict[str, Any]], Natural]
     marginals: Callable[[Natural], dict[str, dist.Distribution]]
-    places: Places
+    places: TestPoints
     prior_outside: Callable[[dict[str, Any], Array], Array] | None = None
 
 
@@ -102,7 +102,7 @@ class _Choice(NamedTuple):
 
     kinds: dict[str, str]
     family: Family[Any]
-    places: Places
+    places: TestPoints
     eta: Natural
     outside: list[str]
 
@@ -136,9 +136,9 @@ def _choice(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
     sites, theta, reach = fm.named("latent"), generic_parameters(fm), _reach(fm)
     points = _scattered(fm, reach)
 
-    def product(kinds: Mapping[str, str]) -> tuple[Family[Any], Places]:
+    def product(kinds: Mapping[str, str]) -> tuple[Family[Any], TestPoints]:
         members = _members(sites, kinds, covariance)
-        return expfam.product(members), Places(points, _around(members, reach))
+        return expfam.product(members), TestPoints(points, _around(members, reach))
 
     def every(z: Array) -> Array:
         return jnp.stack(list(fm.prior_terms(theta, z).values()))
@@ -278,7 +278,7 @@ class Density(NamedTuple):
 
     terms: Callable[[Array], Array]
     family: Family[Any]
-    places: Places
+    places: TestPoints
 
 
 def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
@@ -346,7 +346,7 @@ def _kinds(
             return fm.prior_terms(theta, jnp.asarray(rest).at[own].set(z))[site.name][None]
 
         members = {kind: (np.arange(site.stop - site.start), _member(site, kind, covariance))}
-        places = Places(points[:, own], _around(members, reach[own]))
+        places = TestPoints(points[:, own], _around(members, reach[own]))
         return Density(term, expfam.product(members), places)
 
     candidates = {s: [chosen[s.name]] if s.name in chosen else _candidates(s) for s in sites}

@@ -109,7 +109,7 @@ class Server(Role):
     def kl_to_prior(self, key: Array, theta: Theta, eta: Natural) -> Array:
         """Return KL from posterior to prior, by draws where the prior is outside the family."""
         family = self.family
-        if self.parts.globals.prior_outside is None and not self.model.flat:
+        if self.parts.globals.prior_outside is None and not self.model.improper:
             return expfam.kl(family, eta, self.prior(theta))
         psi, noise = family.ordinary(eta), family.noise(key, PRIOR_DRAWS)
 

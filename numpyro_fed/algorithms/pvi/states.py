@@ -190,7 +190,7 @@ class Settings(NamedTuple):
         return self.steps * self.participants
 
 
-class Parts(NamedTuple):
+class PVIParts(NamedTuple):
     """The parts that the algorithm is made of.
 
     ``bound`` is the silo's term of the bound, ``plain_bound`` the same with a plain gradient.
@@ -216,7 +216,7 @@ class Parts(NamedTuple):
 class Role:
     """A part of the algorithm, the server's or a silo's, with what both have in common."""
 
-    parts: Parts
+    parts: PVIParts
     settings: Settings
 
     @property

@@ -22,9 +22,9 @@ from jax import Array
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round, Visit
 from numpyro_fed.algorithms.vertical.base import (
+    ClientDraw,
     ClientParams,
     ClientState,
-    Drawn,
     PartyParams,
     Sent,
     ServerNoise,
@@ -32,7 +32,7 @@ from numpyro_fed.algorithms.vertical.base import (
     Vertical,
 )
 from numpyro_fed.guides import coupling
-from numpyro_fed.guides.coupling import Tie
+from numpyro_fed.guides.coupling import CouplingStats
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -118,7 +118,7 @@ class Augmented:
         eps: Array,
         xi: Array | None,
         sent: Sent,
-        tie: Tie | None,
+        tie: CouplingStats | None,
         state: ServerState,
         data: SiloData,
     ) -> Array:
@@ -156,7 +156,7 @@ def drawing(v: Vertical) -> Exchange[ClientState, Down, Up]:
         state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
         drawn = v.draw(state.params, down.xi, state, data)
         V = v.tied(v.kind(data), state.params.own)
-        tie = None if V is None else Tie(drawn.b, V.T @ V)
+        tie = None if V is None else CouplingStats(drawn.b, V.T @ V)
         up = Up(drawn.part, drawn.own, tie)
         return Reply(up, all_finite(up)), state
 
@@ -184,11 +184,11 @@ def steps(
 ) -> tuple[Reply[Stepped], ClientState]:
     """Take a client's steps, given the gradient in its predictor and in what it sent."""
 
-    def draw(params: ClientParams, xi: Array | None) -> Drawn:
+    def draw(params: ClientParams, xi: Array | None) -> ClientDraw:
         return v.draw(params, xi, state, data)
 
     drawn, pull = jax.vjp(draw, state.params, state.xi)
-    gradient, by_xi = pull(Drawn(of_g, down.part, jnp.ones_like(drawn.own), down.b))
+    gradient, by_xi = pull(ClientDraw(of_g, down.part, jnp.ones_like(drawn.own), down.b))
     after = v.ascend(state, "own", gradient.own)
     if v.auxiliary is not None:
         after = v.ascend(after, "auxiliary", gradient.auxiliary)

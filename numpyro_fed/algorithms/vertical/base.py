@@ -14,16 +14,16 @@ from jax import Array
 
 from numpyro_fed.algorithms import settling
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared, ascend
-from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.algorithms.settling import ConvergenceStats
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides import coupling
 from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.coupling import shared_guide
-from numpyro_fed.guides.structured import Guide, Resolved, build_resolved
+from numpyro_fed.guides.structured import Guide, GuideConfig, build_resolved
 from numpyro_fed.model.data import SiloData, signature
-from numpyro_fed.model.vertical import Half, VerticalModel
+from numpyro_fed.model.vertical import PartyModel, VerticalModel
 
 PRIOR_DRAWS = 500  # from which latents above others have their place
 NARROW = 1e-6  # of their guide at the start, at least
@@ -63,7 +63,7 @@ class ServerState(NamedTuple):
 
     params: ServerParams
     opt_state: dict[str, optax.OptState]
-    course: Course[ServerParams]
+    course: ConvergenceStats[ServerParams]
     resting: Array
     frame: Gaussian
 
@@ -79,7 +79,7 @@ class ClientState(NamedTuple):
 
     params: ClientParams
     opt_state: dict[str, optax.OptState]
-    course: Course[PartyParams]
+    course: ConvergenceStats[PartyParams]
     noise: tuple[Array, Array | None]
     rows: Array | None
     frame: Gaussian
@@ -91,7 +91,7 @@ class ClientState(NamedTuple):
 State = TypeVar("State", ServerState, ClientState)
 
 
-class Drawn(NamedTuple):
+class ClientDraw(NamedTuple):
     """A client's draws, one each: its predictor and what it adds to the sum (particles, rows, ...);
     its own term of the bound, their mean; and what ties it to other parties (particles, rank).
     """
@@ -135,7 +135,7 @@ class ServerNoise(NamedTuple):
     rows: Array | None
 
 
-class Held(NamedTuple):
+class PinnedLatents(NamedTuple):
     """A place where latents above others stay while a mode is looked for, unconstrained (dim,): the
     median of their prior; and how wide their guide begins, as wide as the prior and at most one.
     Zero and one for all other latents.
@@ -145,18 +145,18 @@ class Held(NamedTuple):
     spread: Array
 
 
-class Kind(NamedTuple):
+class ClientType(NamedTuple):
     """Clients of one shape: their half of the text, how their guide was resolved, and which
     coordinates are of latents above others, such as the scale of a prior.
     """
 
-    half: Half
-    resolved: Resolved
+    half: PartyModel
+    resolved: GuideConfig
     above: tuple[bool, ...]
 
-    def held(self, key: Array, data: SiloData) -> Held:
+    def held(self, key: Array, data: SiloData) -> PinnedLatents:
         """Return where latents above others are held; zero if the prior cannot be drawn from."""
-        nothing = Held(jnp.zeros(self.half.dim), jnp.ones(self.half.dim))
+        nothing = PinnedLatents(jnp.zeros(self.half.dim), jnp.ones(self.half.dim))
         if not any(self.above):
             return nothing
         keys = jax.random.split(key, PRIOR_DRAWS)
@@ -167,9 +167,11 @@ class Kind(NamedTuple):
         low, place, high = jnp.quantile(draws, jnp.array([0.16, 0.5, 0.84]), axis=0)
         spread = jnp.clip(0.5 * (high - low), NARROW, 1.0)
         use = jnp.array(self.above, bool) & jnp.isfinite(place) & jnp.isfinite(spread)
-        return Held(*(jnp.where(use, a, b) for a, b in zip((place, spread), nothing, strict=True)))
+        return PinnedLatents(
+            *(jnp.where(use, a, b) for a, b in zip((place, spread), nothing, strict=True))
+        )
 
-    def below(self, z: Array, held: Held) -> tuple[Array, Array]:
+    def below(self, z: Array, held: PinnedLatents) -> tuple[Array, Array]:
         """Return a point with latents above others where they are held, and a normal log density of
         these around it: together with others they may have no mode but where scales are zero.
         """
@@ -210,8 +212,8 @@ class Vertical:
     """
 
     model: VerticalModel
-    server: Kind
-    kinds: Mapping[Any, Kind]
+    server: ClientType
+    kinds: Mapping[Any, ClientType]
     spec: Any
     server_spec: Any
     rho: float | None
@@ -263,11 +265,11 @@ class Vertical:
         """Return the shape of what crosses: one number a particle, row and column of the sum."""
         return (self.num_particles, self.rows, *self.model.shape[1:])
 
-    def kind(self, data: SiloData) -> Kind:
+    def kind(self, data: SiloData) -> ClientType:
         """Return the kind of client that holds data of this shape."""
         return self.kinds[signature(data)]
 
-    def guide(self, kind: Kind, data: SiloData | None = None) -> Guide:
+    def guide(self, kind: ClientType, data: SiloData | None = None) -> Guide:
         """Return the guide of a party's latents; its start may look at the party's data."""
         spec = self.server_spec if kind is self.server else self.spec
         of: Any = kind.half if data is None else kind.half.given(data)
@@ -291,7 +293,7 @@ class Vertical:
         return self._server_state(key, *self._begun(key, self.server, theta, start))
 
     def _begun(
-        self, key: Array, kind: Kind, theta: dict[str, Any], start: Start
+        self, key: Array, kind: ClientType, theta: dict[str, Any], start: Start
     ) -> tuple[PartyParams, Gaussian]:
         """Return a party's parameters where a run begins, with a standard normal in a frame."""
         guide = self.guide(kind).globals
@@ -309,7 +311,7 @@ class Vertical:
             frame=frame,
         )
 
-    def nowhere(self, kind: Kind) -> Start:
+    def nowhere(self, kind: ClientType) -> Start:
         """Return a start of the right shapes, before there is one."""
         dim = kind.half.dim
         coupling = jnp.zeros((dim, self.rank)) if self.rank else None
@@ -347,7 +349,7 @@ class Vertical:
         return self._client_state(key, kind, own, frame, kept)
 
     def _client_state(
-        self, key: Array, kind: Kind, own: PartyParams, frame: Gaussian, centre: Array
+        self, key: Array, kind: ClientType, own: PartyParams, frame: Gaussian, centre: Array
     ) -> ClientState:
         key_aux, key_noise = jax.random.split(key)
         psi = {} if self.auxiliary is None else self.auxiliary.init(key_aux)
@@ -364,7 +366,7 @@ class Vertical:
             centre=centre,
         )
 
-    def tied(self, kind: Kind, own: PartyParams) -> Array | None:
+    def tied(self, kind: ClientType, own: PartyParams) -> Array | None:
         """Return what of the shared noise enters a party's guide (dim, rank), or None."""
         V = own.coupling
         if V is None or not self.from_start:
@@ -389,7 +391,7 @@ class Vertical:
             return None
         return jax.vmap(self.sharing.draw, (None, 0))(shared, noise)[0]
 
-    def client_noise(self, key: Array, kind: Kind) -> tuple[Array, Array | None]:
+    def client_noise(self, key: Array, kind: ClientType) -> tuple[Array, Array | None]:
         """Return the noise of a client's latents and auxiliary variables."""
         key_draw, key_z = jax.random.split(key)
         eps = self.guide(kind).globals.noise(key_draw, self.num_particles)
@@ -423,7 +425,7 @@ class Vertical:
 
     def draw(
         self, params: ClientParams, xi: Array | None, state: ClientState, data: SiloData
-    ) -> Drawn:
+    ) -> ClientDraw:
         """Return what a client draws with its pending noise, and the shared one."""
         kind, held = self.kind(data), self.some(data, state.rows)
         guide = self.guide(kind).globals
@@ -432,14 +434,14 @@ class Vertical:
         if self.auxiliary is not None and state.rows is not None:
             psi = self.auxiliary.some(psi, state.rows)
 
-        def one(eps: Array, tau: Array | None, xi: Array | None) -> Drawn:
+        def one(eps: Array, tau: Array | None, xi: Array | None) -> ClientDraw:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
             g, own = self.model.predict(kind.half, params.own.theta, z, held)
             if self.auxiliary is None or tau is None:
-                return Drawn(g, g, own - log_q, b)
+                return ClientDraw(g, g, own - log_q, b)
             part, log_q_part = self.auxiliary.draw(psi, g, known, tau)
             log_ratio = self.log_noise(part, g) - log_q_part
-            return Drawn(g, part, own - log_q + self.share * log_ratio, b)
+            return ClientDraw(g, part, own - log_q + self.share * log_ratio, b)
 
         eps, tau = state.noise
         drawn = jax.vmap(one)(eps, tau, xi)

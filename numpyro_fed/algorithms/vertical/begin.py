@@ -36,10 +36,10 @@ from numpyro_fed.algorithms.vertical.curvature import Local, at_point, mode_of, 
 from numpyro_fed.algorithms.vertical.search import (
     Basis,
     Client,
-    Ritz,
+    RitzValues,
     Server,
+    SlopeMessage,
     Spread,
-    Told,
     functions,
     joint,
     told,
@@ -57,8 +57,8 @@ SPARE = 5  # columns of a basis beyond all directions: square random ones may be
 class Down(NamedTuple):
     """A message of the server on its point, and on the basis."""
 
-    told: Told
-    ritz: Ritz
+    told: SlopeMessage
+    ritz: RitzValues
 
 
 class Along(NamedTuple):
@@ -74,12 +74,12 @@ class Along(NamedTuple):
     anchor: Array
 
 
-class Tied(NamedTuple):
+class CouplingInGuide(NamedTuple):
     """A message of the server where a run begins: its point, how to combine the basis into what
     parties share (width, rank), and ``tau``.
     """
 
-    told: Told
+    told: SlopeMessage
     combine: Array | None
     tau: Array
 
@@ -97,7 +97,7 @@ def looks(v: Vertical) -> int:
 def spread(v: Vertical) -> Round:
     """Return the round, on the states of the search."""
 
-    def turned(basis: Array, ritz: Ritz, rows: Callable[[Array], Array]) -> Array:
+    def turned(basis: Array, ritz: RitzValues, rows: Callable[[Array], Array]) -> Array:
         """Return the next basis; ``rows`` are the party's of ``P`` times a basis."""
         new = basis @ ritz.combine
         if not v.complete:
@@ -153,7 +153,7 @@ def spread(v: Vertical) -> Round:
         combine, curvatures = _directions(up.gram + basis.T @ basis, curvature)
         along = combine.T @ slope
         newton = along / _positive(curvatures)
-        found = Ritz(
+        found = RitzValues(
             looks=ritz.looks + 1,
             combine=combine,
             curvatures=curvatures,
@@ -216,7 +216,7 @@ class Beginning:
         return Start(z, jnp.sqrt(tau) * root, coupling)
 
     def silo(
-        self, noise: Array, down: Tied, state: Client, data: SiloData
+        self, noise: Array, down: CouplingInGuide, state: Client, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
         predict, own = functions(self.vertical, state, data)
         local = Local.at(predict, own, state.z, down.told.slope, down.told.curvature)
@@ -227,7 +227,7 @@ class Beginning:
     def run(self, state: Server, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Say where clients begin, and begin there."""
         v, (combine, tau) = self.vertical, self.tied(state)
-        ask(self.name, Tied(told(state), combine, tau))
+        ask(self.name, CouplingInGuide(told(state), combine, tau))
 
         def log_p(z: Array) -> Array:
             return joint(v, state, ask.server_data)(z, state.total)

@@ -11,16 +11,22 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Sampled, Shared
-from numpyro_fed.algorithms.vertical.base import ClientState, Kind, Party, ServerState, Vertical
+from numpyro_fed.algorithms.vertical.base import (
+    ClientState,
+    ClientType,
+    Party,
+    ServerState,
+    Vertical,
+)
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.vertical import Half
+from numpyro_fed.model.vertical import PartyModel
 from numpyro_fed.trees import all_finite
 
 AT_ONCE = 64  # draws whose values are computed together
 
 
-def values_at(half: Half, theta: dict[str, Any], z: Array, data: SiloData) -> Sampled:
+def values_at(half: PartyModel, theta: dict[str, Any], z: Array, data: SiloData) -> Sampled:
     """Return a party's latents on their own supports, at unconstrained draws (n, dim)."""
     return Sampled(jax.lax.map(lambda z: half.values(theta, z, data), z, batch_size=AT_ONCE))
 
@@ -35,7 +41,7 @@ def sample(v: Vertical, n: int) -> Round:
     and unconstrained draws (n, dim) at the server, who sends the noise that parties share.
     """
 
-    def drawn(kind: Kind, party: Shared | Party, noise: Array, xi: Array | None) -> Array:
+    def drawn(kind: ClientType, party: Shared | Party, noise: Array, xi: Array | None) -> Array:
         guide, V = party.guide, party.guide.get("coupling")
         draw = partial(coupling.draw_in, party.frame, v.guide(kind).globals, guide["latents"], V)
         return jax.vmap(draw)(noise, xi)[0]

@@ -38,7 +38,7 @@ from numpyro_fed.algorithms.base import (
     Round,
     Shared,
 )
-from numpyro_fed.algorithms.vertical.base import Held, Vertical
+from numpyro_fed.algorithms.vertical.base import PinnedLatents, Vertical
 from numpyro_fed.algorithms.vertical.curvature import (
     Function,
     Local,
@@ -80,7 +80,7 @@ class Spread(NamedTuple):
     (rank, rank) are those of the best directions to the anchor.
     """
 
-    ritz: Ritz
+    ritz: RitzValues
     turned: Array
     newton: Array
     angles: Array
@@ -96,7 +96,7 @@ class Server(NamedTuple):
     """
 
     theta: dict[str, Any]
-    held: Held
+    held: PinnedLatents
     z: Array
     direction: Array
     last: Array
@@ -111,7 +111,7 @@ class Server(NamedTuple):
     spread: Spread
 
 
-class Ritz(NamedTuple):
+class RitzValues(NamedTuple):
     """The server's findings of a basis, looked at so many times: how to combine it (width,
     width), curvatures along what comes of it, smallest first, and minus the change of the slope
     with respect to the sum along each (width, rows, ...), of which nothing is said where the basis
@@ -129,7 +129,7 @@ class Client(NamedTuple):
     """A client's part: the best point, the plane, the point that is being tried, and the basis."""
 
     theta: dict[str, Any]
-    held: Held
+    held: PinnedLatents
     z: Array
     direction: Array
     last: Array
@@ -151,7 +151,7 @@ class Tried(NamedTuple):
     own: Array
 
 
-class Told(NamedTuple):
+class SlopeMessage(NamedTuple):
     """A message of the server on the sum: if the point was better, slope and curvature there."""
 
     better: Array
@@ -202,7 +202,7 @@ class VerticalSearch:
         half, sum_ = v.server.half, jnp.zeros(model.shape)
         given, still = model.with_total(zeros, sum_), jnp.zeros(half.dim)
         held = v.server.held(key, given)
-        ritz = Ritz(
+        ritz = RitzValues(
             looks=jnp.zeros((), jnp.int32),
             combine=jnp.eye(v.width),
             curvatures=jnp.ones(v.width),
@@ -272,7 +272,7 @@ class VerticalSearch:
         return best._replace(better=better, spread=spread)
 
     def turn(
-        self, noise: object, down: Told, state: Client, data: SiloData
+        self, noise: object, down: SlopeMessage, state: Client, data: SiloData
     ) -> tuple[Reply[Along], Client]:
         moved = state._replace(z=state.z + state.step, last=state.step)
         state = where(down.better, moved, state)
@@ -351,9 +351,9 @@ def joint(v: Vertical, state: Server, data: SiloData) -> Callable[[Array, Array]
     return at
 
 
-def told(state: Server) -> Told:
+def told(state: Server) -> SlopeMessage:
     """Return what the server says of its best point."""
-    return Told(state.better, state.slope, state.curvature)
+    return SlopeMessage(state.better, state.slope, state.curvature)
 
 
 def _best(fn: Function) -> tuple[Array, Array]:

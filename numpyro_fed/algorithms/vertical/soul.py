@@ -45,13 +45,13 @@ from numpyro_fed.algorithms.base import (
     ascend,
     own_key,
 )
-from numpyro_fed.algorithms.settling import Course
+from numpyro_fed.algorithms.settling import ConvergenceStats
 from numpyro_fed.algorithms.vertical.base import Party
 from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
 from numpyro_fed.algorithms.vertical.sample import sample_name, values_at
 from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData, signature
-from numpyro_fed.model.vertical import Half, VerticalModel
+from numpyro_fed.model.vertical import PartyModel, VerticalModel
 from numpyro_fed.trees import all_finite
 
 SHOW, DRAW, STEP = "show", "draw", "step"  # the names of the exchanges
@@ -81,7 +81,7 @@ class ServerState(NamedTuple):
 
     params: ServerParams
     opt_state: optax.OptState
-    course: Course[ServerParams]
+    course: ConvergenceStats[ServerParams]
     resting: Array
 
 
@@ -95,7 +95,7 @@ class ClientState(NamedTuple):
 
     params: ClientParams
     opt_state: optax.OptState
-    course: Course[ClientParams]
+    course: ConvergenceStats[ClientParams]
     position: Array
     root: Array
     centre: Array
@@ -159,7 +159,7 @@ class Soul:
     """
 
     model: VerticalModel
-    kinds: Mapping[Any, Half]
+    kinds: Mapping[Any, PartyModel]
     rho: float
     optim: optax.GradientTransformation
     num_steps: int
@@ -172,7 +172,7 @@ class Soul:
         """Return how many clients there are."""
         return len(self.model.clients)
 
-    def half(self, data: SiloData) -> Half:
+    def half(self, data: SiloData) -> PartyModel:
         """Return the half of the client that holds data of this shape."""
         return self.kinds[signature(data)]
 

@@ -25,9 +25,15 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Shared
-from numpyro_fed.algorithms.vertical.base import ClientState, Kind, Party, ServerState, Vertical
+from numpyro_fed.algorithms.vertical.base import (
+    ClientState,
+    ClientType,
+    Party,
+    ServerState,
+    Vertical,
+)
 from numpyro_fed.guides import coupling
-from numpyro_fed.guides.coupling import Tie
+from numpyro_fed.guides.coupling import CouplingStats
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
@@ -117,7 +123,7 @@ class Weighing:
 
     def place(
         self,
-        kind: Kind,
+        kind: ClientType,
         party: Shared | Party,
         noise: Array,
         xi: Array | None,
@@ -150,7 +156,7 @@ class Weighing:
         self, noise: Array, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], Array]:
         v = self.vertical
-        kind: Kind = v.kind(data)
+        kind: ClientType = v.kind(data)
         private = v.private(state, data)
         drawn = self.place(kind, private, noise, down.xi, down.middle)
 
@@ -158,7 +164,7 @@ class Weighing:
             return v.model.predict(kind.half, private.theta, z, data)
 
         g, own = jax.lax.map(one, drawn.z, batch_size=self.at_once)
-        tie = Tie(drawn.b, _products(private.guide)) if v.rank else None
+        tie = CouplingStats(drawn.b, _products(private.guide)) if v.rank else None
         up = Up(g, own, drawn.log_q, tie)
         return Reply(up, jnp.array(True)), drawn.z
 
