@@ -17,8 +17,8 @@ from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.jaxprs import Identity, follow, labels_by_name, traced
 from numpyro_fed.model.padding import bucket
+from numpyro_fed.model.row_checks import RowChecks
 from numpyro_fed.model.split import split
-from numpyro_fed.model.verdicts import RowChecks
 
 LATENTS = {"row": jnp.array([[1.0], [2.0], [4.0]])}
 ARRAYS = {"y": jnp.array([10.0, 20.0, 40.0]), "x": jnp.array([1.0, 2.0])}

@@ -14,7 +14,7 @@ from laid_open import built_at, laid_open
 import numpyro_fed as nf
 from numpyro_fed.algorithms.transforms import ReplyTransform, transformed
 from numpyro_fed.errors import DataError, NonFiniteError, ReplyError
-from numpyro_fed.methods.host import RUNTIMES
+from numpyro_fed.methods.federated import RUNTIMES
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.messages import read, write
 

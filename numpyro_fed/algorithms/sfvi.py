@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms import settling
+from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import (
     Ask,
     CarriedSilo,
@@ -36,8 +36,8 @@ from numpyro_fed.algorithms.base import (
     ascend,
 )
 from numpyro_fed.algorithms.begin import StartPoint, local_guides_of_result
+from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.gradients import ByGradients, Start
-from numpyro_fed.algorithms.settling import ConvergenceStats
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
@@ -116,7 +116,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             Round((self.exchange,), self.round, self.server_noise),
             self.shared,
             self.private,
-            done=lambda state: settling.settled(state.course),
+            done=lambda state: convergence.settled(state.course),
             opening=standardising(self.guide),
             carry=WarmStart(self.server_from, self.carried_silo),
         )
@@ -128,7 +128,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
 
     def server_at(self, start: Start) -> ServerState:
         params, frame = start
-        return ServerState(params, self.optim.init(params), settling.begin(params), frame)
+        return ServerState(params, self.optim.init(params), convergence.begin(params), frame)
 
     def server_from(self, key: Array, begun: StartPoint) -> ServerState:
         """Return the server's state where a run begins."""
@@ -167,7 +167,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         (gradient,) = pull((up.gradient, jnp.ones_like(value)))
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
         total = value + up.bound
-        course = settling.follow(state.course, -total, params, whitened=self.from_mode)
+        course = convergence.follow(state.course, -total, params, whitened=self.from_mode)
         after = state._replace(params=params, opt_state=opt_state, course=course)
         return after, Info(-total, all_finite((total, gradient)))
 

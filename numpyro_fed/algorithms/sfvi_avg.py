@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed import barycenters, linalg
-from numpyro_fed.algorithms import settling
+from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import (
     Ask,
     Combine,
@@ -41,8 +41,8 @@ from numpyro_fed.algorithms.base import (
     ascend,
     own_key,
 )
+from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.gradients import ByGradients, Start
-from numpyro_fed.algorithms.settling import ConvergenceStats
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
@@ -248,7 +248,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
             Round((self.exchange,), self.round),
             self.shared,
             self.private,
-            done=lambda state: settling.settled(state.course),
+            done=lambda state: convergence.settled(state.course),
             opening=(*standardising(self.guide), *((self.count,) if self.by_rows else ())),
         )
 
@@ -287,7 +287,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
 
     def server_at(self, start: Start) -> ServerState:
         params, frame = start
-        return ServerState(params, settling.begin(params), self.total, frame)
+        return ServerState(params, convergence.begin(params), self.total, frame)
 
     @property
     def total(self) -> Array:
@@ -313,7 +313,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         eta = self.aggregation.average(guide, weights, state.params.guide)
         params = SharedParams(eta, mean(replies.up.theta))
         loss = -mean(replies.up.bound)
-        course = settling.follow(state.course, loss, params, whitened=self.from_mode)
+        course = convergence.follow(state.course, loss, params, whitened=self.from_mode)
         after = state._replace(params=params, course=course)
         return after, Info(loss, all_finite((loss, params)))
 

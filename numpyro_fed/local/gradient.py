@@ -14,8 +14,8 @@ from jax import Array
 
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary
+from numpyro_fed.local.at_rest import PARTICLES, AtRest, Tally, maximised
 from numpyro_fed.local.base import AT_REST, Noise, Own, Problem, Solution, free_energy
-from numpyro_fed.local.verdict import PARTICLES, AtRest, Tally, maximised
 from numpyro_fed.trees import drop_weak_types
 
 STEP, SETTLES, DECAY = 0.05, 20, 0.7  # of Adam: its first step, and how that becomes smaller

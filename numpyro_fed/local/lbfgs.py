@@ -11,8 +11,8 @@ from jax import Array
 from numpyro_fed import linalg
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Ordinary
+from numpyro_fed.local.at_rest import maximised
 from numpyro_fed.local.base import AT_REST, Noise, Own, Problem, Solution, free_energy, minimise
-from numpyro_fed.local.verdict import maximised
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary, move_along
+from numpyro_fed.local.at_rest import AtRest, Tally, maximised
 from numpyro_fed.local.base import AT_REST, Own, Problem, Solution, free_energy, proper_step
 from numpyro_fed.local.lbfgs import standardised
-from numpyro_fed.local.verdict import AtRest, Tally, maximised
 from numpyro_fed.trees import all_finite, drop_weak_types
 
 STAYS = 1e-4  # nats that a step moves, where a fixed point has been reached

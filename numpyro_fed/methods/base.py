@@ -32,7 +32,7 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.methods.carrying import carried
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
-from numpyro_fed.methods.host import RUNTIMES, SEARCHES, FederatedMethod, RunOptions
+from numpyro_fed.methods.federated import RUNTIMES, SEARCHES, FederatedMethod, RunOptions
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, why_coupled
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
@@ -41,8 +41,8 @@ from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
+from numpyro_fed.model.row_checks import RowChecks, check_rows_apart
 from numpyro_fed.model.split import split
-from numpyro_fed.model.verdicts import RowChecks, check_rows_apart
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct, weighing

@@ -32,7 +32,7 @@ from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.verdicts import RowChecks, coupled_rows
+from numpyro_fed.model.row_checks import RowChecks, coupled_rows
 from numpyro_fed.programs import jit_once
 from numpyro_fed.results.base import Fit
 from numpyro_fed.results.built import Start

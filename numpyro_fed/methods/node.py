@@ -12,7 +12,7 @@ from jax import Array
 
 from numpyro_fed.errors import DataError
 from numpyro_fed.methods.base import Method
-from numpyro_fed.methods.host import FederatedMethod, Outcome, RunOptions
+from numpyro_fed.methods.federated import FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import Mode, NoStartError, begin
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.results.base import Fit, Result

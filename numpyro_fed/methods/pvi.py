@@ -40,7 +40,7 @@ from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.base import Method, check_start, start_of
-from numpyro_fed.methods.minibatches import check_alone, check_guide, minibatches_of
+from numpyro_fed.methods.minibatch_checks import check_alone, check_guide, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_at
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
 from numpyro_fed.model.data import SiloData
@@ -413,8 +413,8 @@ class PVI(Method[PVIResult, Conjugate]):
 def _flat(fm: FederatedModel) -> ModelError:
     return ModelError(
         f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or masked), "
-        "and so improper: without a start at the mode there is no posterior before the first visit. Use "
-        "start='mode', which takes up to 300 globals and deletion='own'; or give it a proper "
+        "and so improper: without a start at the mode there is no posterior before the first "
+        "visit. Use start='mode', which takes up to 300 globals and deletion='own'; or give it a proper "
         "prior, however wide, such as dist.Normal(0, 100)."
     )
 

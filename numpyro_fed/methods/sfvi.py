@@ -26,7 +26,7 @@ from numpyro_fed.guides.structured import (
     resolve,
 )
 from numpyro_fed.methods.base import SEARCHED, Method, check_start, is_wide, start_of
-from numpyro_fed.methods.minibatches import (
+from numpyro_fed.methods.minibatch_checks import (
     check_alone,
     check_batch_size,
     check_guide,

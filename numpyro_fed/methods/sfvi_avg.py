@@ -41,7 +41,7 @@ def default_optimiser(local_steps: int, whitened: bool) -> optax.GradientTransfo
     That may be many standard deviations away. In ``whitened`` coordinates, in which the posterior
     is about standard, the centre of the globals therefore takes the largest steps, and the rest of
     the guides the smallest: noise makes standard deviations too narrow. Second moments are of the
-    last ten or so: those of the way there would keep what comes after from settling.
+    last ten or so: those of the way there would keep what comes after from convergence.
     """
 
     def falling(first: float) -> optax.GradientTransformation:

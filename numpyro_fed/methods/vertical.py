@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
 from numpyro_fed.algorithms.vertical.begin import looks
 from numpyro_fed.errors import DataError, ModelError
-from numpyro_fed.methods.host import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
+from numpyro_fed.methods.federated import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature

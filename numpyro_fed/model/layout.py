@@ -13,9 +13,9 @@ from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.indices import index_check
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
+from numpyro_fed.model.row_checks import RowChecks, check_summaries
 from numpyro_fed.model.sites import structures
 from numpyro_fed.model.split import split
-from numpyro_fed.model.verdicts import RowChecks, check_summaries
 
 
 class Layout(NamedTuple):

@@ -21,7 +21,7 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
-from numpyro_fed.model.verdicts import RowChecks
+from numpyro_fed.model.row_checks import RowChecks
 from numpyro_fed.precision import in_own_precision, is_double, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.built import Built, Factors

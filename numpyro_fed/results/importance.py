@@ -20,8 +20,8 @@ from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.row_checks import check_rows_apart
 from numpyro_fed.model.sites import Site
-from numpyro_fed.model.verdicts import check_rows_apart
 from numpyro_fed.objectives import LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.precision import in_own_precision, precision
 from numpyro_fed.results.arviz import to_arviz

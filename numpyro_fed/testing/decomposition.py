@@ -29,7 +29,7 @@ from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.verdicts import CheckResult, summarised
+from numpyro_fed.model.row_checks import CheckResult, summarised
 from numpyro_fed.tracing import TRACING
 
 

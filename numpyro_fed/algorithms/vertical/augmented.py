@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms import settling
+from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round, Visit
 from numpyro_fed.algorithms.vertical.base import (
     ClientDraw,
@@ -105,7 +105,7 @@ class Augmented:
         )
         after = v.ascend(state, "own", gradient)
         total = value + up.own
-        course = settling.follow(state.course, -total, after.params, whitened=v.from_start)
+        course = convergence.follow(state.course, -total, after.params, whitened=v.from_start)
         stepped: Stepped = ask(STEP, slope).up
         after = after._replace(course=course, resting=stepped.resting)
         if v.rank:
@@ -199,6 +199,8 @@ def steps(
 
     if noise is not None:
         after, _ = jax.lax.scan(one, after, noise)
-    course = settling.follow(state.course, jnp.zeros(()), after.params.own, whitened=v.from_start)
-    up = Stepped(by_xi, settling.settled(course).astype(jnp.result_type(float)))
+    course = convergence.follow(
+        state.course, jnp.zeros(()), after.params.own, whitened=v.from_start
+    )
+    up = Stepped(by_xi, convergence.settled(course).astype(jnp.result_type(float)))
     return Reply(up, all_finite((gradient, by_xi))), after._replace(course=course)

@@ -12,9 +12,9 @@ import numpyro.distributions as dist
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms import settling
+from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private, Round, Shared, ascend
-from numpyro_fed.algorithms.settling import ConvergenceStats
+from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides import coupling
@@ -306,7 +306,7 @@ class Vertical:
         return ServerState(
             params=params,
             opt_state={part: self.optim.init(value) for part, value in params._asdict().items()},
-            course=settling.begin(params),
+            course=convergence.begin(params),
             resting=jnp.zeros(()),
             frame=frame,
         )
@@ -357,7 +357,7 @@ class Vertical:
         return ClientState(
             params=params,
             opt_state={part: self.optim.init(value) for part, value in params._asdict().items()},
-            course=settling.begin(own),
+            course=convergence.begin(own),
             noise=self.client_noise(key_noise, kind),
             rows=None if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
             xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else None,
@@ -492,7 +492,7 @@ class Vertical:
         """Return whether the bound and all parties' own guides have come to rest; those of
         auxiliary variables apart, of which the bound alone tells.
         """
-        return settling.settled(state.course) & (state.resting == len(self.model.clients))
+        return convergence.settled(state.course) & (state.resting == len(self.model.clients))
 
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters and guide."""

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms import settling
+from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.algorithms.vertical.augmented import DRAW, STEP, Stepped, drawing, stepping, steps
 from numpyro_fed.algorithms.vertical.augmented import Down as Rows
@@ -128,7 +128,7 @@ class Power:
         theta = jax.tree.map(jnp.add, gradient.theta, up.theta)
         after = v.ascend(state, "own", gradient._replace(theta=theta))
         loss = -(value + up.term + clients.own)
-        course = settling.follow(state.course, loss, after.params, whitened=v.from_start)
+        course = convergence.follow(state.course, loss, after.params, whitened=v.from_start)
         stepped: Stepped = ask(STEP, Sent(up.slope, None)).up
         after = after._replace(course=course, resting=stepped.resting)
         return after, Info(loss, all_finite((loss, gradient, up.slope)))

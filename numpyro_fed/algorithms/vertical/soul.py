@@ -31,7 +31,7 @@ import optax
 from blackjax.sgmcmc.diffusions import overdamped_langevin
 from jax import Array
 
-from numpyro_fed.algorithms import settling
+from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import (
     Ask,
     Exchange,
@@ -45,7 +45,7 @@ from numpyro_fed.algorithms.base import (
     ascend,
     own_key,
 )
-from numpyro_fed.algorithms.settling import ConvergenceStats
+from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.vertical.base import Party
 from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
 from numpyro_fed.algorithms.vertical.sample import sample_name, values_at
@@ -182,7 +182,7 @@ class Soul:
         half, total = self.model.server, jnp.zeros(self.model.shape)
         theta = half.init_theta(key, self.model.with_total(zeros, total))
         params = ServerParams(theta, jnp.zeros(half.dim))
-        course, nobody = settling.begin(params), jnp.zeros(())
+        course, nobody = convergence.begin(params), jnp.zeros(())
         return ServerState(params, self.optim.init(params), course, nobody)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
@@ -204,7 +204,7 @@ class Soul:
         return ClientState(
             params=params,
             opt_state=self.optim.init(params),
-            course=settling.begin(params),
+            course=convergence.begin(params),
             position=origin,
             root=root,
             centre=centre,
@@ -289,17 +289,17 @@ class Soul:
         """
         gradient = state.gradient._replace(steps=state.gradient.steps + self.rho * slope)
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
-        course = settling.follow(state.course, jnp.zeros(()), params, whitened=False)
+        course = convergence.follow(state.course, jnp.zeros(()), params, whitened=False)
         return state._replace(params=params, opt_state=opt_state, course=course)
 
     def done(self, state: ServerState) -> Array:
         """Return whether all parties' modes have come to rest."""
-        return settling.settled(state.course) & (state.resting == self.num_clients)
+        return convergence.settled(state.course) & (state.resting == self.num_clients)
 
     def moved(self, state: ServerState, gradient: ServerParams, loss: Array) -> ServerState:
         """Take the server's step up the gradient."""
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
-        course = settling.follow(state.course, loss, params, whitened=False)
+        course = convergence.follow(state.course, loss, params, whitened=False)
         return state._replace(params=params, opt_state=opt_state, course=course)
 
 
@@ -395,7 +395,7 @@ def _stepping(v: Soul) -> Exchange[ClientState, Array, Stepped]:
         noise: object, down: Array, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
         after = v.stepped(state, down)
-        resting = settling.settled(after.course).astype(jnp.result_type(float))
+        resting = convergence.settled(after.course).astype(jnp.result_type(float))
         return Reply(Stepped(resting), all_finite(after.params)), after
 
     return Exchange(STEP, silo)

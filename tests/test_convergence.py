@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms import settling
+from numpyro_fed.algorithms import convergence
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}
@@ -18,10 +18,10 @@ def settled_after(path, losses, *, standard=True):
     """The round in which a path of parameters (rounds, dim) counts as settled."""
 
     def one(course, seen):
-        course = settling.follow(course, seen[1], seen[0], whitened=standard)
-        return course, settling.settled(course)
+        course = convergence.follow(course, seen[1], seen[0], whitened=standard)
+        return course, convergence.settled(course)
 
-    _, found = jax.lax.scan(one, settling.begin(path[0]), (path, losses))
+    _, found = jax.lax.scan(one, convergence.begin(path[0]), (path, losses))
     return int(found.argmax()) if found.any() else None
 
 
