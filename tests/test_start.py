@@ -167,6 +167,7 @@ def test_a_run_ends_where_it_has_settled_or_when_it_is_told():
     sfvi = nf.SFVI(logistic)
     ended = sfvi.run(KEY, 3_000, silos, stop="converged", **QUIET)
     assert ended.ended == "converged"
+    assert "come to rest" in ended.report(certificate=False)
     assert len(ended.losses) % 50 == 0
     assert len(ended.losses) < 3_000
     seen = []

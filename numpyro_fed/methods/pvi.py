@@ -414,8 +414,8 @@ def _flat(fm: FederatedModel) -> ModelError:
     return ModelError(
         f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or masked), "
         "and so improper: without a start at the mode there is no posterior before the first "
-        "visit. Use start='mode', which takes up to 300 globals and deletion='own'; or give it a proper "
-        "prior, however wide, such as dist.Normal(0, 100)."
+        "visit. Use start='mode', which takes up to 300 globals and deletion='own'; or give it "
+        "a proper prior, however wide, such as dist.Normal(0, 100)."
     )
 
 

@@ -277,6 +277,8 @@ class FederatedRun(ABC, Generic[Ready]):
         return bound_settled(self.losses)
 
     def _course(self) -> str:
+        if self.ended == "converged":
+            return f"{len(self.losses)} rounds; the run had come to rest."
         end = "had settled" if self.settled else "was still rising, or they are too few to tell"
         return f"{len(self.losses)} rounds; the bound {end}."
 
