@@ -67,7 +67,7 @@ def federated(
 ) -> Callable[[int], Any]:
     """The compiled loop of SFVI."""
     sfvi = nf.SFVI(text, guide=GUIDE, optim=OPTIM, start=None, **settings)
-    fit, held = sfvi._prepare(silos, "simulation")
+    fit, held = sfvi._compiled_for(silos, "simulation")
     state = fit.runtime.init(KEY, held.batches)
     return lambda n: fit.runtime.advance(KEY, state, held.batches, n)
 

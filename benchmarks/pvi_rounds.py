@@ -32,7 +32,7 @@ def rounds_of(silos: list[dict[str, Any]], schedule: Any, steps: int, n: int) ->
     """``n`` rounds over some silos."""
     local = nf.local.Optax(optim=optax.adam(1e-2), steps=steps)
     pvi = nf.PVI(logistic, schedule=schedule, local=local, evidence_draws=4, start=None)
-    fit, held = pvi._prepare(silos, "simulation")
+    fit, held = pvi._compiled_for(silos, "simulation")
     state = fit.runtime.init(KEY, held.batches)
     return lambda: fit.runtime.advance(KEY, state, held.batches, n)
 

@@ -135,7 +135,7 @@ def ours(model: Callable, silos: list, steps: int, batch: int, samples: int) -> 
         evidence_draws=1,
         start=None,
     )
-    fit, held = pvi._prepare(silos, "simulation")
+    fit, held = pvi._compiled_for(silos, "simulation")
     state = fit.runtime.init(KEY, held.batches)
     return lambda: fit.runtime.advance(KEY, state, held.batches, 1)
 

@@ -81,7 +81,7 @@ def federated(
         num_particles=particles,
         start=None,
     )
-    fit, held = sfvi._prepare(silos, "simulation")
+    fit, held = sfvi._compiled_for(silos, "simulation")
     state = fit.runtime.init(KEY, held.batches)
 
     def compile_(n: int) -> Any:

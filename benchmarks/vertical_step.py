@@ -59,7 +59,7 @@ def simulate(rows: int, covariates: int, clients: int) -> tuple[list[np.ndarray]
 def vertical(data: tuple, **settings: Any) -> Callable[[int], Any]:
     """The compiled loop of a vertical method."""
     vfl = nf.VFL(model, optim=optax.adam(1e-2), start=None, rank=0, **settings)
-    fit, held = vfl._prepare(data, {}, "simulation")
+    fit, held = vfl._compiled_for(data, {}, "simulation")
     state = fit.runtime.init(KEY, held.batches)
     return lambda n: fit.runtime.advance(KEY, state, held.batches, n, fit.server_data)
 

@@ -144,14 +144,14 @@ class LaidOpen:
 
 def laid_open(method: Any, silos: Any, runtime: str = "simulation") -> LaidOpen:
     """What a method makes of silos that hold rows."""
-    return LaidOpen(*method._prepare(silos, runtime))
+    return LaidOpen(*method._compiled_for(silos, runtime))
 
 
 def laid_open_columns(
     method: Any, *args: Any, runtime: str = "simulation", **kwargs: Any
 ) -> LaidOpen:
     """What a method makes of a vertical model's arguments."""
-    return LaidOpen(*method._prepare(args, kwargs, runtime))
+    return LaidOpen(*method._compiled_for(args, kwargs, runtime))
 
 
 def inside(result: Any) -> LaidOpen:

@@ -362,8 +362,16 @@ class WarmStart(NamedTuple):
     silo: Callable[..., Any]
 
 
+def nothing_private(state: object) -> Private:
+    """Return no parameters and no guides, of a silo that has none of its own."""
+    return Private({}, {})
+
+
 class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     """An algorithm as pure functions; the loop lives in a runtime.
+
+    Replies are added up over the silos that take part in a round, not over all. Where a schedule
+    leaves silos out, let them send changes, and keep the total at the server.
 
     Attributes
     ----------
@@ -374,6 +382,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
         One step. A schedule may have several of them in what users call a round.
     shared : server_state -> Shared
     private : silo_state -> Private
+        By default a silo has neither parameters nor guides of its own.
     watch : silo_state -> pytree of scalars, optional
         Logged for each visit of a silo, for the user of a simulation; not a message.
     told : up -> pytree of scalars, optional
@@ -391,7 +400,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     init_silo: Callable[[Array, SiloData], Silo]
     round: Round
     shared: Callable[[Server], Shared]
-    private: Callable[[Silo], Private]
+    private: Callable[[Silo], Private] = nothing_private
     watch: Callable[[Silo], Any] | None = None
     told: Callable[[Any], Any] | None = None
     done: Callable[[Server], Array] | None = None

@@ -40,7 +40,6 @@ from numpyro_fed.algorithms.base import (
     Exchange,
     FederatedAlgorithm,
     Info,
-    Private,
     Reply,
     Round,
     Shared,
@@ -315,13 +314,10 @@ def search_algorithm(
         theta, z_G = unravel(state.best.x[highest(state)])
         return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
-    def private(state: SiloState) -> Private:
-        return Private({}, {})
-
     def done(state: SearchState) -> Array:
         return state.left.all()
 
-    return FederatedAlgorithm(init_server, init_silo, round_, shared, private, done=done)
+    return FederatedAlgorithm(init_server, init_silo, round_, shared, done=done)
 
 
 class PlacesAround(NamedTuple):

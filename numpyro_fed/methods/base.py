@@ -150,7 +150,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         """
         key = one_key(key)
         course = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
-        fit, held = self._prepare(silos, runtime)
+        fit, held = self._compiled_for(silos, runtime)
         try:
             earlier = getattr(self, "start", None)
             start: object
@@ -207,7 +207,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         1 global latents, 0 shared parameters, 0 latents and parameters of a silo's own
         ...
         """
-        return cost_of(*self._prepare(silos, "simulation"))
+        return cost_of(*self._compiled_for(silos, "simulation"))
 
     def load(
         self,
@@ -238,7 +238,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
 
     def load_part(self, path: str | Path, silos: SilosInput, runtime: str, part: str) -> Found:
         """Return one of the runs of a file, by its name there."""
-        fit, held = self._prepare(silos, runtime)
+        fit, held = self._compiled_for(silos, runtime)
         result, said = _with_or_without_start(
             fit, runtime, lambda fit: self._loaded(path, fit, held, part)
         )
@@ -252,26 +252,26 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         return self.model
 
     @abstractmethod
-    def _shaped(self, fm: FederatedModel) -> Shaped:
+    def prepare(self, fm: FederatedModel) -> Shaped:
         """Return what else depends on the shapes alone: kept with the layout, for these."""
 
-    def _verdicts(
+    def value_checks(
         self, layout: Layout, shaped: Shaped, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
         """Return what the silos' values decide about the fit, by functions compiled once."""
         return ()
 
     @abstractmethod
-    def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         """Return the method's settings with nothing left open; JSON."""
 
     @abstractmethod
-    def _build(self, fm: FederatedModel, plan: Plan, shaped: Shaped) -> Built:
+    def assemble(self, fm: FederatedModel, plan: Plan, shaped: Shaped) -> Built:
         """Return what the method makes of a split text and a plan."""
 
     def _built(self, fm: FederatedModel, plan: Plan, shaped: Shaped) -> Built:
         """Return what the method makes of a split text and a plan, with or without a start."""
-        built = self._build(fm, plan, shaped)
+        built = self.assemble(fm, plan, shaped)
         if built.start is None:
             return built
 
@@ -279,7 +279,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         def without_start() -> tuple[Plan, Built]:
             other = self._from_zero
             agreed = other._planned(fm, plan)
-            return agreed, other._build(fm, agreed, shaped)
+            return agreed, other.assemble(fm, agreed, shaped)
 
         return replace(built, without_start=without_start)
 
@@ -299,7 +299,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         fm, sizes = layout.model, layout.sizes[0]
         facts = with_globals(facts_of(fm, data, sizes), fm, data, sizes)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
-        return replace(facts, verdicts=self._verdicts(layout, self._shaped(fm), [stack]))
+        return replace(facts, verdicts=self.value_checks(layout, self.prepare(fm), [stack]))
 
     def agree(self, facts: Sequence[Facts]) -> Plan:
         """Return the plan of all silos that have described themselves.
@@ -323,7 +323,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
     def build(self, plan: Plan) -> Built:
         """Return the algorithm, from text and plan: the same at the server and at every silo."""
         fm = self._split(plan)
-        return self._built(fm, plan, self._shaped(fm))
+        return self._built(fm, plan, self.prepare(fm))
 
     def _split(self, plan: Plan) -> FederatedModel:
         """Return the text, split for the shapes that a plan tells; once for each."""
@@ -357,9 +357,9 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         """Refuse silos that fit together, but not under this method."""
 
     def _planned(self, fm: FederatedModel, plan: Plan) -> Plan:
-        return replace(plan, settings=json.dumps(self._resolved(fm, plan), sort_keys=True))
+        return replace(plan, settings=json.dumps(self.settings_for(fm, plan), sort_keys=True))
 
-    def _prepare(self, silos: SilosInput, runtime: str) -> tuple[Fit, Silos]:
+    def _compiled_for(self, silos: SilosInput, runtime: str) -> tuple[Fit, Silos]:
         """Return the compiled fit for these silos, from an earlier run where there was one.
 
         What depends on shapes is kept; what depends on values is asked of each run's own.
@@ -376,9 +376,9 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
                 facts_of(layout.model, data, size)
                 for data, size in zip(read, layout.sizes, strict=True)
             ]
-            self._layouts[shapes] = layout, self._agreed(facts), self._shaped(layout.model)
+            self._layouts[shapes] = layout, self._agreed(facts), self.prepare(layout.model)
         layout, agreed, shaped = self._layouts[shapes]
-        verdicts = self._verdicts(layout, shaped, [b.data for b in buckets])
+        verdicts = self.value_checks(layout, shaped, [b.data for b in buckets])
         plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
         known = (runtime, shapes, padded(buckets), plan)
         if known not in self._fits:

@@ -61,7 +61,9 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         """Whether silos add noise to what they send, of a key that they keep to themselves."""
 
     @abstractmethod
-    def _result(self, run: Run, fit: Ready, held: Silos | None, *, quiet: bool = False) -> Outcome:
+    def result_of(
+        self, run: Run, fit: Ready, held: Silos | None, *, quiet: bool = False
+    ) -> Outcome:
         """Return the result of a run; ``run.log`` is None for what was loaded.
 
         ``quiet`` is about one that goes on.
@@ -75,7 +77,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         self, run: Run, fit: Ready, held: Silos | None, start: object, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run that began at ``start``."""
-        result = self._result(run, fit, held, quiet=quiet)
+        result = self.result_of(run, fit, held, quiet=quiet)
         return replace(result, start=start, ended=run.ended)
 
     def _loaded(
@@ -84,7 +86,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         """Return one of the runs of a file, by its name there, and what else is said of it."""
         like, made = fit.initial_state(held), fit.made(held)
         losses, state, said = load_state(path, fit.description(), like, made, part)
-        return self._result(Run(state, losses, None, None), fit, held), said
+        return self.result_of(Run(state, losses, None, None), fit, held), said
 
     def _driven(
         self,

@@ -248,13 +248,13 @@ class _Runs:
         if recipe is None or recipe["method"] not in METHODS:
             raise SavedStateError(
                 f"{file} holds a fit by {name} that nf.load reads without model and silos only: "
-                f"build the method as it was and use nf.{name}(model, ...).load(path, ...)."
+                f"build the method as it was and use {name}(model, ...).load(path, ...)."
             )
         if recipe["lost"]:
             settings = " and ".join(f"{setting}=" for setting in recipe["lost"])
             raise SavedStateError(
                 f"{file} holds a fit by {name} with {settings} of its own, which no file can "
-                f"hold: build the method as it was and use nf.{name}(model, ...).load(path, silos)."
+                f"hold: build the method as it was and use {name}(model, ...).load(path, silos)."
             )
         known = json.dumps(recipe, sort_keys=True)
         if known not in self._methods:

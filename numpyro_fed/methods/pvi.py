@@ -239,7 +239,7 @@ class PVI(Method[PVIResult, Conjugate]):
     def _text(self) -> Callable[..., Any]:
         return self.model if self.loss is None else generalised(self.model, self.loss)
 
-    def _shaped(self, fm: FederatedModel) -> Conjugate:
+    def prepare(self, fm: FederatedModel) -> Conjugate:
         """Return the family of the globals, and a test whether the likelihood is conjugate."""
         chosen = globals_of(fm, self.family, self._prior)
         return chosen, conjugacy(fm, chosen)
@@ -269,7 +269,7 @@ class PVI(Method[PVIResult, Conjugate]):
                 f"{SEARCHED_UP_TO}, whose covariance it works with. Use start=None, or SFVI."
             )
 
-    def _verdicts(
+    def value_checks(
         self, layout: Layout, shaped: Conjugate, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
         """Return whether the likelihood is conjugate; refuse minibatches that rows do not allow."""
@@ -282,7 +282,7 @@ class PVI(Method[PVIResult, Conjugate]):
         exact = plan.facts.verdict("conjugate") and isinstance(self.divergence, KL)
         return self.local or (ClosedForm() if exact else Optax())
 
-    def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         if amortises(self.guide):
             raise GuideError(
                 "guides.Amortised: a silo of PVI settles its own guides on its own, and a network "
@@ -303,7 +303,7 @@ class PVI(Method[PVIResult, Conjugate]):
             "adaptive": auto or isinstance(self.damping, Adaptive),
         }
 
-    def _build(self, fm: FederatedModel, plan: Plan, shaped: Conjugate) -> Built:
+    def assemble(self, fm: FederatedModel, plan: Plan, shaped: Conjugate) -> Built:
         (chosen, _), resolved = shaped, plan.chosen
         guide = build_resolved(self.guide, GuideConfig.of(resolved["guide"]), fm)
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
@@ -376,7 +376,9 @@ class PVI(Method[PVIResult, Conjugate]):
         inside = chosen.prior_outside is None and not fm.named("param") and self.deletion == "own"
         return inside and isinstance(local, ClosedForm) and isinstance(self.prior_divergence, KL)
 
-    def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> PVIResult:
+    def result_of(
+        self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False
+    ) -> PVIResult:
         if run.log is None:
             return PVIResult(run.losses, run.state, fit, held)
         rounds, visits = len(run.losses), np.asarray(run.log.visits)

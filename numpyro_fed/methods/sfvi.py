@@ -112,7 +112,7 @@ class GradientMethod(Method[Result, None]):
         """Return the guide that is asked for, to be resolved by the model's sizes."""
         return self.guide
 
-    def _build(self, fm: FederatedModel, plan: Plan, shaped: None) -> Built:
+    def assemble(self, fm: FederatedModel, plan: Plan, shaped: None) -> Built:
         chosen, spec = plan.chosen, self._spec(fm)
         guide = build_resolved(spec, GuideConfig.of(chosen["guide"]), fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
@@ -132,17 +132,17 @@ class GradientMethod(Method[Result, None]):
             start=start,
         )
 
-    def _shaped(self, fm: FederatedModel) -> None:
+    def prepare(self, fm: FederatedModel) -> None:
         return None
 
-    def _verdicts(
+    def value_checks(
         self, layout: Layout, shaped: None, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
         """Refuse minibatches of rows that do not stand alone; return no verdict."""
         check_alone(layout, self.batch_size, stacks)
         return ()
 
-    def _result(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
+    def result_of(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
         result = Result(run.losses, run.state, fit, held)
         if quiet or run.ended == "converged":
             return result
@@ -236,7 +236,7 @@ class SFVI(GradientMethod):
         check_start(self.start)
         super().__post_init__()
 
-    def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         largest, total = dict(plan.largest), dict(plan.total)
         start = start_of(self.start, fm, wide=True)
         if amortises(self.guide):

@@ -182,7 +182,7 @@ class SFVIAvg(GradientMethod):
                         "if all were like them. Use SFVI or PVI."
                     )
 
-    def _resolved(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         if private := [s.name for p in fm.plates for s in fm.named("param", p.name)]:
             raise ModelError(
                 f"the parameter '{private[0]}' is each silo's own, so that rows are not alike at "

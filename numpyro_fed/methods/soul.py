@@ -111,7 +111,7 @@ class SOUL(VerticalMethod[SOULResult]):
         """Return True: clients add noise to what they send, of a key of their own."""
         return True
 
-    def _build(self, roles: VerticalSplit) -> VerticalBuilt:
+    def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
         if self.likelihood == "power":
             check_power(roles.model)
         pairs = zip(roles.model.clients, roles.clients, strict=True)
@@ -137,7 +137,7 @@ class SOUL(VerticalMethod[SOULResult]):
         names = ("rho", "likelihood", "num_steps", "step_size", "num_kept")
         return {name: getattr(self, name) for name in names}
 
-    def _result(
+    def result_of(
         self, run: Run, fit: VerticalFit, held: Silos | None, *, quiet: bool = False
     ) -> SOULResult:
         return SOULResult(run.losses, run.state, fit, held)

@@ -67,7 +67,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
     )
 
     @abstractmethod
-    def _build(self, roles: VerticalSplit) -> VerticalBuilt:
+    def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
         """Return the algorithm for a text that is split over clients."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """
         key = one_key(key)
         course = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
-        fit, held = self._prepare(args, kwargs, runtime)
+        fit, held = self._compiled_for(args, kwargs, runtime)
         if row_ids is not None:
             model = fit.built.model
             check_same_ids(row_ids, model.rows, len(model.clients))
@@ -134,7 +134,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Return what each party sees: all arrays that cross, with their shapes, before the
         first round (as often as ``VerticalResult.start`` says) and in each round.
         """
-        fit, held = self._prepare(args, kwargs, "simulation")
+        fit, held = self._compiled_for(args, kwargs, "simulation")
         return fit.messages(held)
 
     def load(
@@ -147,10 +147,10 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         SavedStateError
             If the file is damaged, or belongs to another model, guide or version, or other data.
         """
-        fit, held = self._prepare(args, kwargs, runtime)
+        fit, held = self._compiled_for(args, kwargs, runtime)
         return self._loaded(path, fit, held)[0]
 
-    def _prepare(
+    def _compiled_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], runtime: str
     ) -> tuple[VerticalFit, Silos]:
         if runtime not in RUNTIMES:
@@ -160,7 +160,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         precision = str(jnp.result_type(float))
         known = (runtime, precision, roles.arguments, *map(signature, roles.clients))
         if known not in self._fits:
-            built = self._build(roles)
+            built = self.assemble(roles)
             self._fits[known] = VerticalFit(
                 built=built,
                 runtime=RUNTIMES[runtime](built.algorithm, None),
@@ -204,7 +204,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
 
     def build(self, plan: VerticalPlan) -> VerticalBuilt:
         """Return the algorithm, from text and plan: the same at every party."""
-        return self._build(self._roles(plan))
+        return self.assemble(self._roles(plan))
 
     def round_of(self, built: VerticalBuilt, name: str) -> Round:
         """Return the round that has this exchange: of a run, or in which all parties draw."""

@@ -243,7 +243,7 @@ class VFL(VerticalMethod[VerticalResult]):
         """Whether clients add noise to what they send, of a key that they keep to themselves."""
         return self.rho is not None
 
-    def _build(self, roles: VerticalSplit) -> VerticalBuilt:
+    def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
         if self.likelihood == "power":
             check_power(roles.model)
         model, clients = roles.model, roles.clients
@@ -317,7 +317,7 @@ class VFL(VerticalMethod[VerticalResult]):
             "guides": json.loads(json.dumps(guides)),
         }
 
-    def _result(
+    def result_of(
         self, run: Run, fit: VerticalFit, held: Silos | None, *, quiet: bool = False
     ) -> VerticalResult:
         return VerticalResult(run.losses, run.state, fit, held)

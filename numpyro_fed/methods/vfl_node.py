@@ -100,7 +100,7 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         self._plan = VerticalPlan(Shapes.of(read_one("the server", held)), clients, told)
         self._method: VerticalMethod[Any] = method
         self._held, self._template = roles.server, roles.clients[0]
-        self._built: VerticalBuilt = method._build(roles)
+        self._built: VerticalBuilt = method.assemble(roles)
         self._description = method._description(self._built)
         self.plan = self._plan.to_json()
 
