@@ -47,7 +47,7 @@ class Fitted:
         All steps that were taken, with their results.
     num_exchanges : int
         Messages that each silo sent, about.
-    missed : tuple of Peak
+    missed : tuple of LocalMode
         Other modes that the search has found, of about as much mass as the one at which the
         posterior was sought, and that its draws do not reach.
     interrupted : bool

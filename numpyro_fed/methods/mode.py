@@ -111,7 +111,7 @@ class Mode:
         Directions in which the density does not fall: where there is no curvature, or where the
         density has hardly fallen three standard deviations away. Combinations of coordinates, such
         as ``"+0.71 beta[0] -0.71 beta[1]"``, each in units of its own curvature.
-    others : tuple of Peak
+    others : tuple of LocalMode
         Other modes at which some of the starts came to rest, three standard deviations and more
         from here, by Laplace's evidence.
     """
