@@ -27,7 +27,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-MOST = 100  # steps of the fixed point
+MAX_STEPS = 100  # steps of the fixed point
 
 
 def wasserstein(
@@ -124,7 +124,7 @@ def reverse_kl(
 
 
 def _barycenter(
-    of: Callable[[Array, Array, Array], tuple[Array, Array]],
+    barycenter_of: Callable[[Array, Array, Array], tuple[Array, Array]],
     locs: ArrayLike,
     covs: ArrayLike,
     weights: ArrayLike | None,
@@ -140,16 +140,16 @@ def _barycenter(
         )
     if not m.size:
         raise DataError(f"expected at least one Gaussian of one dimension, got means {m.shape}.")
-    full, known = S.ndim == 3, not any(isinstance(a, jax.core.Tracer) for a in (m, S, w))
-    if known:
+    full, concrete = S.ndim == 3, not any(isinstance(a, jax.core.Tracer) for a in (m, S, w))
+    if concrete:
         _check(np.asarray(m), np.asarray(S), np.asarray(w))
     roots = linalg.cholesky(S) if full else jnp.sqrt(S)
-    if known and (bad := np.flatnonzero(~np.isfinite(roots).reshape(number, -1).all(1))).size:
+    if concrete and (bad := np.flatnonzero(~np.isfinite(roots).reshape(number, -1).all(1))).size:
         raise DataError(
             f"covariance {bad[0]} is not positive definite to the digits of {S.dtype}. Leave out a "
             "coordinate that others determine, or enable double precision."
         )
-    loc, root = of(m, roots, w / w.sum())
+    loc, root = barycenter_of(m, roots, w / w.sum())
     return loc, root @ root.T if full else root**2
 
 
@@ -185,11 +185,11 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
         M = jnp.einsum("j,jab->ab", weights, jax.vmap(partial(_map_to, L))(roots))
         return linalg.root_of(linalg.solve(L, M, transposed=True))
 
-    def go_on(carry: tuple[Array, Array, Array]) -> Array:
+    def cond_fn(carry: tuple[Array, Array, Array]) -> Array:
         i, _, moved = carry
-        return (i < MOST) & (moved > 10 * eps)
+        return (i < MAX_STEPS) & (moved > 10 * eps)
 
-    def advance(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def body_fn(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         i, L, _ = carry
         after = step(L)
         scale = jnp.sqrt((after**2).sum(1))
@@ -197,7 +197,7 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
 
     first = linalg.root_of(jnp.einsum("j,jab->ab", weights, roots))
     start = jnp.zeros((), jnp.int32), first, jnp.array(jnp.inf, roots.dtype)
-    return loc, jax.lax.while_loop(go_on, advance, start)[1]
+    return loc, jax.lax.while_loop(cond_fn, body_fn, start)[1]
 
 
 def _map_to(L: Array, root: Array) -> Array:
@@ -209,10 +209,10 @@ def _map_to(L: Array, root: Array) -> Array:
 def forward_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
     """Return mean and root of the barycenter by forward KL, as :func:`wasserstein_of`."""
     loc = weights @ locs
-    off = locs - loc
+    deviations = locs - loc
     if roots.ndim == 2:
-        return loc, jnp.sqrt(weights @ (roots**2 + off**2))
-    parts = jnp.concatenate([roots, off[:, :, None]], 2) * jnp.sqrt(weights)[:, None, None]
+        return loc, jnp.sqrt(weights @ (roots**2 + deviations**2))
+    parts = jnp.concatenate([roots, deviations[:, :, None]], 2) * jnp.sqrt(weights)[:, None, None]
     return loc, linalg.root_of(jnp.concatenate(list(parts), 1))
 
 

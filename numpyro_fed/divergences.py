@@ -210,8 +210,8 @@ class FisherRao:
         square = sum((_squared_distance(a, b) for a, b in pairs), jnp.zeros(()))
         if self.squared:
             return square
-        apart = square > 0
-        return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
+        differ = square > 0
+        return jnp.where(differ, jnp.sqrt(jnp.where(differ, square, 1.0)), 0.0)
 
 
 def _squared_distance(q: Mapping[str, Array], p: Mapping[str, Array]) -> Array:

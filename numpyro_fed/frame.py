@@ -44,7 +44,7 @@ class Frame(NamedTuple):
         return cls((), identity((dim,)))
 
     @classmethod
-    def around(cls, theta: Any, unit: Any, globals: Gaussian) -> Frame:
+    def centred_at(cls, theta: Any, unit: Any, globals: Gaussian) -> Frame:
         """Return the frame at shared parameters ``theta`` with standard deviations ``unit``."""
         return cls(jax.tree.map(Gaussian.of_root, theta, unit), globals)
 

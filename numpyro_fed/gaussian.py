@@ -94,12 +94,12 @@ class Gaussian(NamedTuple):
 
     def params(self) -> dict[str, Array]:
         """Return the parameters that :meth:`of` takes."""
-        found = {"loc": self.loc, "log_scale": self.log_scale}
+        params = {"loc": self.loc, "log_scale": self.log_scale}
         if self.unit is None:
-            return found
+            return params
         dim = self.unit.shape[-1]
         rows, columns = np.tril_indices(dim, -1)
-        return {**found, "below": self.unit[..., rows, columns] * math.sqrt(max(dim - 1, 1))}
+        return {**params, "below": self.unit[..., rows, columns] * math.sqrt(max(dim - 1, 1))}
 
     @property
     def scale(self) -> Array:
@@ -140,9 +140,9 @@ class Gaussian(NamedTuple):
         r"""Return :math:`m + L \varepsilon` for standard normal ``noise`` (..., dim)."""
         return self.loc + self.scaled(noise)
 
-    def scaled(self, away: Array) -> Array:
+    def scaled(self, offset: Array) -> Array:
         """Return ``L`` times vectors (..., dim)."""
-        scaled = self.scale * away
+        scaled = self.scale * offset
         return scaled if self.unit is None else _times(self.unit, scaled)
 
     def times(self, columns: Array) -> Array:
@@ -159,10 +159,10 @@ class Gaussian(NamedTuple):
 
     def standardise(self, z: Array) -> Array:
         r"""Return :math:`L^{-1} (z - m)`, the noise of which ``z`` (..., dim) is the draw."""
-        away = z - self.loc
+        offset = z - self.loc
         if self.unit is not None:
-            away = linalg.solve(self.unit, away[..., None])[..., 0]
-        return away / self.scale
+            offset = linalg.solve(self.unit, offset[..., None])[..., 0]
+        return offset / self.scale
 
     def log_density(self, z: Array) -> Array:
         """Return the log density (...) at ``z`` (..., dim)."""
@@ -177,11 +177,11 @@ class Gaussian(NamedTuple):
         _check_alike(self, other)
         log_ratio = self.log_scale - other.log_scale
         shift = (other.standardise(self.loc) ** 2).sum(-1)
-        own = (0.5 * jnp.expm1(2 * log_ratio) - log_ratio).sum(-1)
+        from_scales = (0.5 * jnp.expm1(2 * log_ratio) - log_ratio).sum(-1)
         if self.unit is None:
-            return own + 0.5 * shift
-        off = jnp.tril(linalg.solve(other.root, self.root), -1)
-        return own + 0.5 * ((off**2).sum((-1, -2)) + shift)
+            return from_scales + 0.5 * shift
+        below = jnp.tril(linalg.solve(other.root, self.root), -1)
+        return from_scales + 0.5 * ((below**2).sum((-1, -2)) + shift)
 
     @property
     def log_det(self) -> Array:

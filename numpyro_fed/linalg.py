@@ -191,7 +191,7 @@ def _each(f: Callable[..., Result], *stacks: Array) -> Result:
 
 def _in_turn(f: Callable[..., Result], *stacks: Array) -> Result:
     """Return ``f`` of each matrix, one after the other."""
-    return jax.lax.map(lambda each: f(*each), stacks)
+    return jax.lax.map(lambda one: f(*one), stacks)
 
 
 @jax.custom_jvp
@@ -279,7 +279,7 @@ def _forwards(size: int, batched: list[bool], L: Array, B: Array) -> tuple[Array
         pivot = jax.lax.dynamic_index_in_dim(column, j, -1)
         row = jax.lax.dynamic_index_in_dim(X, j, -2, keepdims=False) / pivot
         below = jnp.where(place > j, column, 0.0)
-        left = X - below[..., None] * row[..., None, :]
-        return jnp.where((place == j)[:, None], row[..., None, :], left)
+        remainder = X - below[..., None] * row[..., None, :]
+        return jnp.where((place == j)[:, None], row[..., None, :], remainder)
 
     return jax.lax.fori_loop(0, d, step, B), True

@@ -253,20 +253,20 @@ def log_power_integral(distribution: Distribution, power: float) -> Array:
     >>> round(float(log_power_integral(dist.Bernoulli(0.5), 2.0)), 4)  # log(0.25 + 0.25)
     -0.6931
     """
-    known = _LOG_POWER_INTEGRALS.get(type(distribution))
-    if known is None:
+    integral = _LOG_POWER_INTEGRALS.get(type(distribution))
+    if integral is None:
         raise ModelError(
             f"the integral of the density of {_name(distribution)} to a power is not built in, as "
             "it is for Bernoulli, Categorical, Binomial, Poisson and Normal. Give a loss of your "
             "own: a function loss(distribution, value) with one number for each element of the "
             "batch."
         )
-    if power > _SWITCH and known in (_binomial, _poisson):
+    if power > _SWITCH and integral in (_binomial, _poisson):
         raise ModelError(
             f"the power integral of {_name(distribution)} is accurate up to a power of {_SWITCH}, "
             f"got {power}."
         )
-    return known(distribution, power)
+    return integral(distribution, power)
 
 
 def _expanded(d: dist.ExpandedDistribution, power: float) -> Array:

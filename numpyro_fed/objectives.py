@@ -90,12 +90,12 @@ def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> t
     """
     keys = jax.random.split(key, len(shapes)) if len(shapes) > 1 else [key]
     sizes = [math.prod(shape) for shape in shapes.values()]
-    together = jax.random.normal(keys[0], (number + sum(sizes[:1]),))
+    first_draw = jax.random.normal(keys[0], (number + sum(sizes[:1]),))
     rows = {}
     for i, (plate, shape) in enumerate(shapes.items()):
-        own = jax.random.normal(keys[i], shape) if i else together[number:]
+        own = jax.random.normal(keys[i], shape) if i else first_draw[number:]
         rows[plate] = own.reshape(shape)
-    return together[:number], rows
+    return first_draw[:number], rows
 
 
 def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str, int]:
@@ -143,7 +143,7 @@ class _At(NamedTuple):
     theta: Theta
     eta: dict[str, Any]  # of the silo's guide
     z_G: Array
-    seen: Coordinates
+    coordinates: Coordinates
     z_outer: Rows
     data: SiloData
 
@@ -185,7 +185,7 @@ class SiloBound:
         theta: Theta,
         eta: GuideParams,
         z_G: Array,
-        seen: Coordinates,
+        coordinates: Coordinates,
         noise: Rows,
         data: SiloData,
     ) -> Array:
@@ -195,7 +195,7 @@ class SiloBound:
         objective stands for.
         """
         guide, k_outer = self.guide, self._k_outer
-        at = _At(theta, eta, z_G, seen, {}, data)
+        at = _At(theta, eta, z_G, coordinates, {}, data)
         eps = {p: noise[p] for p in guide.rows}
         if k_outer == 1:
             z_outer = {p: self._draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
@@ -204,9 +204,11 @@ class SiloBound:
         if self.plain:
             log_weights = self._each_outer(at, self._draws(guide.outer, at, outer), eps)
             return jax.nn.logsumexp(log_weights) - math.log(k_outer)
-        moved, own = self._two_paths(guide.outer, at, outer)
+        moved_by_globals, moved_by_guide = self._two_paths(guide.outer, at, outer)
         counts = ((_OUTER, k_outer),)
-        return _doubly_reparametrised(self._outer_weights, counts, own, (moved, at, eps))[_OUTER]
+        return _doubly_reparametrised(
+            self._outer_weights, counts, moved_by_guide, (moved_by_globals, at, eps)
+        )[_OUTER]
 
     def sample(
         self,
@@ -214,7 +216,7 @@ class SiloBound:
         theta: Theta,
         eta: GuideParams,
         z_G: Array,
-        seen: Coordinates,
+        coordinates: Coordinates,
         data: SiloData,
     ) -> Rows:
         """Return a draw of the locals, {plate: (rows, dim)}, resampled by weight if ``K > 1``."""
@@ -224,14 +226,14 @@ class SiloBound:
         key_noise, key_rows, key_outer = jax.random.split(key, 3)
         sizes = {p: len(eta[p]["loc"]) for p in guide.locals}
         eps = {p: e[:, 0] for p, e in self.noise(key_noise, sizes, 1).items()}
-        at = _At(theta, eta, z_G, seen, {}, data)
+        at = _At(theta, eta, z_G, coordinates, {}, data)
 
-        def one(eps: Rows) -> tuple[Array, Rows]:
+        def one_outer_draw(eps: Rows) -> tuple[Array, Rows]:
             """Return the log weight, and rows resampled by theirs, of one outer draw."""
             z_outer = {p: self._draw(p, at, eps[p][:, 0]) for p in guide.outer}
-            here = at._replace(z_outer=z_outer)
-            z = self._draws(guide.rows, here, self._tiled(eps))
-            weights = jax.vmap(partial(self._log_ratio, at=here), axis_size=self._k_rows)(z)
+            at_outer = at._replace(z_outer=z_outer)
+            z = self._draws(guide.rows, at_outer, self._tiled(eps))
+            weights = jax.vmap(partial(self._log_ratio, at=at_outer), axis_size=self._k_rows)(z)
             q = _total({p: self._log_q(p, at, z_outer[p]) for p in guide.outer})
             chosen = {
                 p: _choose(jax.random.fold_in(key_rows, i), weights[p][: self.draws[p]], z[p])
@@ -240,7 +242,7 @@ class SiloBound:
             total = _total(_log_mean_exp(weights, self._counts)) - q
             return total, {**z_outer, **chosen}
 
-        totals, z = jax.vmap(one, 1)(eps)
+        totals, z = jax.vmap(one_outer_draw, 1)(eps)
         k = jax.random.categorical(key_outer, totals)
         return jax.tree.map(lambda a: a[k], z)
 
@@ -275,13 +277,13 @@ class SiloBound:
         """Return the same place with the guide's parameters stopped; draws stay live."""
         networks = {encoder.name for encoder in self.guide.encoders.values()}
         theta = {k: stop_gradient(v) if k in networks else v for k, v in at.theta.items()}
-        seen = at.seen._replace(centre=stop_gradient(at.seen.centre))
-        return at._replace(theta=theta, eta=stop_gradient(at.eta), seen=seen)
+        coordinates = at.coordinates._replace(centre=stop_gradient(at.coordinates.centre))
+        return at._replace(theta=theta, eta=stop_gradient(at.eta), coordinates=coordinates)
 
     def _given(self, plate: str, at: _At) -> tuple[Any, Array]:
         """Return the parameters of a plate's guide, and what its rows are coupled to."""
         eta = self.guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
-        return eta, self.guide.above(plate, at.eta, at.seen.offset, at.z_outer, at.data)
+        return eta, self.guide.above(plate, at.eta, at.coordinates.offset, at.z_outer, at.data)
 
     def _draw(self, plate: str, at: _At, eps: Array) -> Array:
         return self.guide.locals[plate].draw(*self._given(plate, at), eps)
@@ -292,11 +294,13 @@ class SiloBound:
 
     def _two_paths(self, plates: tuple[str, ...], at: _At, eps: Rows) -> tuple[Rows, Rows]:
         """Return draws as what moves with ``z_G``, and what moves with the guide (zero)."""
-        seen = at.seen._replace(u=stop_gradient(at.seen.u))
+        coordinates = at.coordinates._replace(u=stop_gradient(at.coordinates.u))
         z_G, z_outer = stop_gradient((at.z_G, at.z_outer))
-        held = at._replace(z_G=z_G, seen=seen, z_outer=z_outer)
-        own = jax.tree.map(lambda z: z - stop_gradient(z), self._draws(plates, held, eps))
-        return self._draws(plates, self._stopped(at), eps), own
+        stopped = at._replace(z_G=z_G, coordinates=coordinates, z_outer=z_outer)
+        moved_by_guide = jax.tree.map(
+            lambda z: z - stop_gradient(z), self._draws(plates, stopped, eps)
+        )
+        return self._draws(plates, self._stopped(at), eps), moved_by_guide
 
     def _log_q(self, plate: str, at: _At, z: Array) -> Array:
         return at.data.masked(plate, self.guide.locals[plate].log_q(*self._given(plate, at), z))
@@ -323,28 +327,36 @@ class SiloBound:
         if not self._rows_stick:
             z = self._draws(rows, at, eps)
             return _log_mean_exp(jax.vmap(partial(self._log_ratio, at=at))(z), self._counts)
-        moved, own = self._two_paths(rows, at, eps)
-        rest = moved, self._stopped(at)
-        return _doubly_reparametrised(self._row_weights, self._counts, own, rest)
+        moved_by_globals, moved_by_guide = self._two_paths(rows, at, eps)
+        other_args = moved_by_globals, self._stopped(at)
+        return _doubly_reparametrised(self._row_weights, self._counts, moved_by_guide, other_args)
 
-    def _row_weights(self, own: Rows, rest: tuple[Rows, _At]) -> Rows:
-        moved, at = rest
-        return jax.vmap(partial(self._log_ratio, at=at))(jax.tree.map(jnp.add, moved, own))
+    def _row_weights(self, moved_by_guide: Rows, other_args: tuple[Rows, _At]) -> Rows:
+        moved_by_globals, at = other_args
+        return jax.vmap(partial(self._log_ratio, at=at))(
+            jax.tree.map(jnp.add, moved_by_globals, moved_by_guide)
+        )
 
     def _silo_term(self, at: _At, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term at one draw of the outer latents."""
         terms = self._row_terms(at._replace(z_outer=z_outer), eps)
-        held = at if self.plain else self._stopped(at)
-        outer = {p: self._log_q(p, held, z_outer[p]) for p in self.guide.outer}
+        stopped = at if self.plain else self._stopped(at)
+        outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer}
         return at.data.total(terms) - _total(outer)
 
     def _each_outer(self, at: _At, z_outer: Rows, eps: Rows) -> Array:
         """Return that at all draws of the outer latents (K_outer,)."""
         return jax.vmap(lambda z, e: self._silo_term(at, z, e), (0, 1))(z_outer, eps)
 
-    def _outer_weights(self, own: Rows, rest: tuple[Rows, _At, Rows]) -> dict[str, Array]:
-        moved, at, eps = rest
-        return {_OUTER: self._each_outer(at, jax.tree.map(jnp.add, moved, own), eps)}
+    def _outer_weights(
+        self, moved_by_guide: Rows, other_args: tuple[Rows, _At, Rows]
+    ) -> dict[str, Array]:
+        moved_by_globals, at, eps = other_args
+        return {
+            _OUTER: self._each_outer(
+                at, jax.tree.map(jnp.add, moved_by_globals, moved_by_guide), eps
+            )
+        }
 
 
 _OUTER = "outer plates"
@@ -399,15 +411,15 @@ def _backward(
     for p, k in counts:
         if p in log_weights:
             w = jax.nn.softmax(log_weights[p][:k], axis=0)
-            unused = jnp.zeros((len(log_weights[p]) - k, *w.shape[1:]))
-            weights[p] = jnp.concatenate([w, unused])
+            padding = jnp.zeros((len(log_weights[p]) - k, *w.shape[1:]))
+            weights[p] = jnp.concatenate([w, padding])
     own, rest = pull({p: w * cotangent[p] for p, w in weights.items()})
 
-    def again(plate: str, g: Array) -> Array:
+    def times_weight(plate: str, g: Array) -> Array:
         w = weights[plate if plate in weights else _OUTER]
         return w.reshape(w.shape + (1,) * (g.ndim - w.ndim)) * g
 
-    return {p: again(p, g) for p, g in own.items()}, rest
+    return {p: times_weight(p, g) for p, g in own.items()}, rest
 
 
 _doubly_reparametrised.defvjp(_forward, _backward)

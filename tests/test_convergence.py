@@ -18,10 +18,10 @@ def settled_after(path, losses, *, standard=True):
     """The round in which a path of parameters (rounds, dim) counts as settled."""
 
     def one(course, seen):
-        course = convergence.follow(course, seen[1], seen[0], whitened=standard)
+        course = convergence.update(course, seen[1], seen[0], whitened=standard)
         return course, convergence.settled(course)
 
-    _, found = jax.lax.scan(one, convergence.begin(path[0]), (path, losses))
+    _, found = jax.lax.scan(one, convergence.init(path[0]), (path, losses))
     return int(found.argmax()) if found.any() else None
 
 

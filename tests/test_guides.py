@@ -591,7 +591,7 @@ def test_densities_in_a_frame_are_those_of_draws(kind, root, double):
     seen, z, log_q = guide.draws(frame, eta, noise)
     density = jax.vmap(lambda z: guide.density(frame, eta, z))(z)
     np.testing.assert_allclose(density, log_q, rtol=1e-8)
-    back = guide.seen(frame, eta, z)
+    back = guide.centred_coordinates(frame, eta, z)
     np.testing.assert_allclose(back.u, seen.u, rtol=1e-7, atol=1e-9)
     np.testing.assert_allclose(back.centre, seen.centre)
     if guide.has_standard_noise:

@@ -320,7 +320,7 @@ def test_a_silo_that_was_away_has_the_guide_that_it_had(double, framed):
     here, there, u = (jnp.asarray(r.normal(size=2)) for _ in range(3))
     state = state._replace(params=jitter(state.params), centre=here)
     if framed:
-        frames, _ = guide.framed(jitter(state.params.guide, seed=1))
+        frames, _ = guide.to_frame(jitter(state.params.guide, seed=1))
         state = state._replace(frames=frames)
     moved = split.whole.recentred(state, there - here, data)
     after = state._replace(params=moved, centre=there)

@@ -508,7 +508,7 @@ class Pooled:
         p = parts(glmm, glmm_silos([ROWS]), **self.settings)
         server = p.algorithm.init_server(KEY)
         params = server.params._replace(guide=jitter(server.params.guide, 0.1))
-        opt_state, course = optim.init(params), convergence.begin(params)
+        opt_state, course = optim.init(params), convergence.init(params)
         self.server = server._replace(params=params, opt_state=opt_state, course=course)
         silo = p.algorithm.init_silo(KEY, p.silos[0])
         self.locals = silo.params._replace(guide=jitter(silo.params.guide, 0.1, 1))

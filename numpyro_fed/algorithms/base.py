@@ -136,10 +136,10 @@ def as_drafted(draft: Silo, sent: object) -> Silo:
 def settings_in(name: str) -> dict[str, Any]:
     """Return what the name of an exchange says, where it is built when it is asked for."""
     try:
-        found = json.loads(name)
+        settings = json.loads(name)
     except json.JSONDecodeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def unknown_exchange(name: str) -> ModelError:
@@ -275,7 +275,7 @@ class Round:
         return self.exchanges[0].name
 
 
-def own_key(key: Array, state: object = None) -> Array:
+def key_as_noise(key: Array, state: object = None) -> Array:
     """Return the key itself, as the noise of what draws as it goes."""
     return key
 
@@ -287,7 +287,7 @@ class SharedParams(NamedTuple):
     theta: Theta
 
 
-class OwnParams(NamedTuple):
+class SiloParams(NamedTuple):
     """The parameters of a silo's local guides, and its private ones, unconstrained."""
 
     guide: dict[str, GuideParams]
@@ -328,9 +328,9 @@ class Private(NamedTuple):
     guide: dict[str, Any]
     centre: Array | None = None
 
-    def measured(self, seen: Coordinates) -> Coordinates:
+    def recentred(self, coordinates: Coordinates) -> Coordinates:
         """Return coordinates of the globals as the silo's own guides measure them."""
-        return seen if self.centre is None else seen._replace(centre=self.centre)
+        return coordinates if self.centre is None else coordinates._replace(centre=self.centre)
 
 
 class CarriedSilo(NamedTuple):
@@ -385,7 +385,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
         By default a silo has neither parameters nor guides of its own.
     watch : silo_state -> pytree of scalars, optional
         Logged for each visit of a silo, for the user of a simulation; not a message.
-    told : up -> pytree of scalars, optional
+    watch_reply : up -> pytree of scalars, optional
         The same, as far as a silo's reply tells it, for a server whose silos are elsewhere.
     done : server_state -> () bool, optional
         Whether it has come to its end by itself; no round is begun after that.
@@ -402,7 +402,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     shared: Callable[[Server], Shared]
     private: Callable[[Silo], Private] = nothing_private
     watch: Callable[[Silo], Any] | None = None
-    told: Callable[[Any], Any] | None = None
+    watch_reply: Callable[[Any], Any] | None = None
     done: Callable[[Server], Array] | None = None
     opening: tuple[Round, ...] = ()
     carry: WarmStart | None = None

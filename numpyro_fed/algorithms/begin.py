@@ -19,9 +19,9 @@ from jax import Array
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import CarriedSilo
 from numpyro_fed.algorithms.laplace import Laplace
-from numpyro_fed.algorithms.mode import SearchState, highest, unraveller
-from numpyro_fed.algorithms.mode import SiloState as Looked
-from numpyro_fed.algorithms.mode_wide import positive
+from numpyro_fed.algorithms.mode import SearchState, best_start, unraveller
+from numpyro_fed.algorithms.mode import SiloState as ModeSiloState
+from numpyro_fed.algorithms.mode_wide import nonzero
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Curvature, Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
@@ -31,9 +31,9 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.federated import FederatedModel
 
 FLAT = 1e-6  # of the largest scaled curvature: no direction counts as flatter than that
-UNLIKE = 0.05  # the same away from a mode, where the posterior is not like the parabola
+FLAT_OFF_MODE = 0.05  # the same away from a mode, where the posterior is not like the parabola
 FROM_MODE = "from the mode"  # the name of the exchange
-UNSURE = 0.1  # standard deviation of a row whose mode was not found
+FALLBACK_SD = 0.1  # standard deviation of a row whose mode was not found
 
 Guides = dict[str, GuideParams]  # by plate
 
@@ -62,13 +62,13 @@ class StartPoint(NamedTuple):
 
     def frame(self, guide: GlobalGuide[Any]) -> Frame:
         """Return the frame in which a guide of the globals works from here."""
-        return Frame.around(self.theta, self.unit, guide.frame(self.centre, self.root))
+        return Frame.centred_at(self.theta, self.unit, guide.frame(self.centre, self.root))
 
 
 class StartMessage(NamedTuple):
     """A message to silos: where a run begins, and which of the searches has come there."""
 
-    begun: StartPoint
+    point: StartPoint
     start: Array
 
 
@@ -81,17 +81,18 @@ def placeholder_start(fm: FederatedModel, theta: Theta, *, wide: bool) -> StartP
 
 def start_at_mode(fm: FederatedModel, search: SearchState) -> StartMessage:
     """Return the highest place that was found."""
-    i, unravel = highest(search), unraveller(fm)
+    i, unravel = best_start(search), unraveller(fm)
     x, curvature = search.best.x[i], search.best.curvature[i]
     theta, centre = unravel(x)
-    own = len(x) - fm.dim
+    num_theta = len(x) - fm.dim
     if curvature.ndim == 1:
-        sd = 1 / jnp.sqrt(positive(curvature))
-        return StartMessage(StartPoint(theta, unravel(sd)[0], centre, sd[own:]), i)
-    least = jnp.where(search.rests[i], FLAT, UNLIKE)
+        sd = 1 / jnp.sqrt(nonzero(curvature))
+        return StartMessage(StartPoint(theta, unravel(sd)[0], centre, sd[num_theta:]), i)
+    least = jnp.where(search.rests[i], FLAT, FLAT_OFF_MODE)
     unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
     return StartMessage(
-        StartPoint(theta, unit, centre, covariance_root(curvature[own:, own:], least)), i
+        StartPoint(theta, unit, centre, covariance_root(curvature[num_theta:, num_theta:], least)),
+        i,
     )
 
 
@@ -120,50 +121,55 @@ def local_guides(
     if not guide.locals:
         return {}
     laplace = Laplace(fm)
-    nowhere = jnp.zeros(fm.dim)
-    z = laplace.modes(theta, guide.globals.place(frame, nowhere), data, z_L)
+    origin = jnp.zeros(fm.dim)
+    z = laplace.modes(theta, guide.globals.place(frame, origin), data, z_L)
     outer = jnp.concatenate([jnp.zeros(0), *(z[p].ravel() for p in guide.outer)])
 
-    def around_outer(u: Array) -> dict[str, GuideParams]:
+    def outer_guides(u: Array) -> dict[str, GuideParams]:
         z_G = guide.globals.place(frame, u)
         found = laplace.outer_given(theta, z_G, z, data)
         return {
-            p: guide.locals[p].around(*outer_precision(guide, p, *found[p])) for p in guide.outer
+            p: guide.locals[p].from_mode(*outer_precision(guide, p, *found[p])) for p in guide.outer
         }
 
-    def around_rows(above: Array) -> dict[str, GuideParams]:
+    def row_guides(above: Array) -> dict[str, GuideParams]:
         z_G = guide.globals.place(frame, above[: fm.dim])
         found = laplace.rows_given(theta, z_G, outer + above[fm.dim :], z, data)
-        return {p: guide.locals[p].around(*row_precision(guide, p, *found[p])) for p in guide.rows}
+        return {
+            p: guide.locals[p].from_mode(*row_precision(guide, p, *found[p])) for p in guide.rows
+        }
 
-    width = jnp.zeros(fm.dim + len(outer))
-    like = _at_zero(guide, z, fm.dim, len(outer))
-    begun = {
-        **_coupled(around_outer, nowhere, {p: like[p] for p in guide.outer}, wide),
-        **_coupled(around_rows, width, {p: like[p] for p in guide.rows}, wide),
+    zeros = jnp.zeros(fm.dim + len(outer))
+    templates = _zero_guides(guide, z, fm.dim, len(outer))
+    guides = {
+        **_with_couplings(outer_guides, origin, {p: templates[p] for p in guide.outer}, wide),
+        **_with_couplings(row_guides, zeros, {p: templates[p] for p in guide.rows}, wide),
     }
-    return {p: _sound(begun[p], like[p]) for p in guide.locals}
+    return {p: _with_fallback(guides[p], templates[p]) for p in guide.locals}
 
 
 def local_guides_at_mode(
-    fm: FederatedModel, guide: Guide, at: StartMessage, state: Looked, data: SiloData
+    fm: FederatedModel, guide: Guide, message: StartMessage, state: ModeSiloState, data: SiloData
 ) -> dict[str, GuideParams]:
     """Return a silo's local guides where a run begins, from where its own search has come."""
-    z_L = jax.tree.map(lambda a: a[at.start], state.z_L)
-    theta, frame = {**at.begun.theta, **state.private}, at.begun.frame(guide.globals).globals
-    return local_guides(fm, guide, theta, frame, z_L, data, wide=at.begun.wide)
+    z_L = jax.tree.map(lambda a: a[message.start], state.z_L)
+    theta, frame = (
+        {**message.point.theta, **state.private},
+        message.point.frame(guide.globals).globals,
+    )
+    return local_guides(fm, guide, theta, frame, z_L, data, wide=message.point.wide)
 
 
 def local_guides_of_result(
-    guide: Guide, own: CarriedSilo, begun: StartPoint, data: SiloData
+    guide: Guide, carried: CarriedSilo, point: StartPoint, data: SiloData
 ) -> dict[str, GuideParams]:
     """Return the local guides of an earlier result in the frame where a run begins."""
-    frame, centre = begun.frame(guide.globals).globals, jnp.zeros_like(begun.centre)
-    eta = guide.recentre(own.guide, begun.centre - own.centre, data)
+    frame, centre = point.frame(guide.globals).globals, jnp.zeros_like(point.centre)
+    eta = guide.recentre(carried.guide, point.centre - carried.centre, data)
     return guide.composed_with(lambda u: guide.globals.place(frame, u), eta, centre)
 
 
-def _at_zero(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuideParams]:
+def _zero_guides(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuideParams]:
     """Return guides at zero, with all their couplings."""
     return {
         p: local.init(jnp.zeros_like(z[p]), dim if p in guide.outer else dim + outer)
@@ -191,42 +197,46 @@ def row_precision(guide: Guide, plate: str, mode: Array, precision: Array) -> tu
     return mode, whole.reshape(n * d, n * d)
 
 
-def _coupled(f: Callable[[Array], Guides], at: Array, like: Guides, wide: bool) -> Guides:
+def _with_couplings(
+    f: Callable[[Array], Guides], at: Array, templates: Guides, wide: bool
+) -> Guides:
     """Return guides ``f(at)``, with the derivatives of ``f`` as couplings where ``like`` has them;
     zeros where there is too much to derive by.
     """
-    if not like:
+    if not templates:
         return {}
-    begun = {p: {**like[p], **eta} for p, eta in f(at).items()}
-    if wide or not any("mean_coupling" in eta or "scale_coupling" in eta for eta in like.values()):
-        return begun
+    guides = {p: {**templates[p], **eta} for p, eta in f(at).items()}
+    if wide or not any(
+        "mean_coupling" in eta or "scale_coupling" in eta for eta in templates.values()
+    ):
+        return guides
 
-    def moving(at: Array) -> dict[str, tuple[Array, Array]]:
+    def mean_and_scale(at: Array) -> dict[str, tuple[Array, Array]]:
         return {p: (eta["loc"], eta["log_scale"]) for p, eta in f(at).items()}
 
     def column(e: Array) -> dict[str, tuple[Array, Array]]:
-        return jax.jvp(moving, (at,), (e,))[1]
+        return jax.jvp(mean_and_scale, (at,), (e,))[1]
 
     columns = jax.lax.map(column, jnp.eye(len(at)), batch_size=min(16, len(at)))
     for p, parts in columns.items():
         for name, part in zip(("mean_coupling", "scale_coupling"), parts, strict=True):
-            if name in like[p]:
-                begun[p] = {**begun[p], name: jnp.moveaxis(part, 0, -1)}
-    return begun
+            if name in templates[p]:
+                guides[p] = {**guides[p], name: jnp.moveaxis(part, 0, -1)}
+    return guides
 
 
-def _sound(eta: GuideParams, like: GuideParams) -> GuideParams:
+def _with_fallback(eta: GuideParams, template: GuideParams) -> GuideParams:
     """Return a guide whose rows without a mode begin at zero, without couplings."""
-    unsure = jnp.full_like(like["log_scale"], jnp.log(UNSURE))
-    return where_finite(eta, {**like, "log_scale": unsure})
+    log_scale = jnp.full_like(template["log_scale"], jnp.log(FALLBACK_SD))
+    return where_finite(eta, {**template, "log_scale": log_scale})
 
 
-def where_finite(eta: GuideParams, other: GuideParams) -> GuideParams:
+def where_finite(eta: GuideParams, fallback: GuideParams) -> GuideParams:
     """Return ``eta``, and ``other`` for rows where it is not finite; for all, if they are one."""
     joint = eta.get("below", jnp.zeros(0)).ndim == 4
-    fine = jnp.stack([jnp.isfinite(a).reshape(len(a), -1).all(1) for a in eta.values()]).all(0)
-    fine = jnp.broadcast_to(fine.all(), fine.shape) if joint else fine
+    finite = jnp.stack([jnp.isfinite(a).reshape(len(a), -1).all(1) for a in eta.values()]).all(0)
+    finite = jnp.broadcast_to(finite.all(), finite.shape) if joint else finite
     return {
-        name: jnp.where(fine.reshape(-1, *[1] * (a.ndim - 1)), a, other[name])
+        name: jnp.where(finite.reshape(-1, *[1] * (a.ndim - 1)), a, fallback[name])
         for name, a in eta.items()
     }

@@ -15,13 +15,13 @@ from numpyro_fed.algorithms.base import (
     Ask,
     Exchange,
     Info,
-    OwnParams,
     Private,
     Reply,
     Round,
     Shared,
     SharedParams,
-    own_key,
+    SiloParams,
+    key_as_noise,
 )
 from numpyro_fed.algorithms.begin import (
     FROM_MODE,
@@ -32,7 +32,7 @@ from numpyro_fed.algorithms.begin import (
     start_at_mode,
 )
 from numpyro_fed.algorithms.mode import SearchState
-from numpyro_fed.algorithms.mode import SiloState as Looked
+from numpyro_fed.algorithms.mode import SiloState as ModeSiloState
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
@@ -59,7 +59,7 @@ class _Silo(Protocol):
     """The state of a silo that holds private parameters and local guides."""
 
     @property
-    def params(self) -> OwnParams: ...
+    def params(self) -> SiloParams: ...
 
     @property
     def frames(self) -> dict[str, Gaussian]: ...
@@ -116,12 +116,12 @@ class ByGradients(ABC, Generic[Server, Silo]):
         """Return the server's state before the first step."""
 
     @abstractmethod
-    def silo_at(self, own: OwnParams, frames: dict[str, Gaussian], start: Start) -> Silo:
+    def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> Silo:
         """Return a silo's state before the first step, with ``frames`` of its local guides."""
 
     def init_server(self, key: Array) -> Server:
         """Return the first state; at the mode, or at a result, one of its shapes."""
-        return self.server_at(self.first(key))
+        return self.server_at(self.initial_start(key))
 
     def init_silo(self, key: Array, data: SiloData) -> Silo:
         """Return a silo's first state, which does not know the mode."""
@@ -129,29 +129,29 @@ class ByGradients(ABC, Generic[Server, Silo]):
         private = self.model.init_private(key_private, data)
         eta = self.guide.init_local(key_guide, data)
         if self.from_mode:
-            return self.silo_from(private, eta, self.first(key))
-        return self.silo_at(OwnParams(eta, private), {}, self.first(key))
+            return self.silo_from(private, eta, self.initial_start(key))
+        return self.silo_at(SiloParams(eta, private), {}, self.initial_start(key))
 
-    def first(self, key: Array) -> Start:
+    def initial_start(self, key: Array) -> Start:
         """Return where the first states are."""
         key_theta, key_guide = jax.random.split(key)
         if self.from_mode:
-            begun = placeholder_start(self.model, self.model.init_theta(key), wide=self.wide)
-            return self.start_at(key, begun)
+            point = placeholder_start(self.model, self.model.init_theta(key), wide=self.wide)
+            return self.start_at(key, point)
         theta = self.model.init_theta(key_theta)
         params = SharedParams(self.guide.init_global(key_guide), theta)
         return Start(params, Frame.identity(self.model.dim))
 
-    def start_at(self, key: Array, begun: StartPoint) -> Start:
+    def start_at(self, key: Array, point: StartPoint) -> Start:
         """Return where a run begins: in its frame that is no step, and a standard normal."""
-        still = jax.tree.map(jnp.zeros_like, begun.theta)
-        eta = self.guide.globals.init(key, jnp.zeros_like(begun.centre), 1.0)
-        return Start(SharedParams(eta, still), begun.frame(self.guide.globals))
+        zeros = jax.tree.map(jnp.zeros_like, point.theta)
+        eta = self.guide.globals.init(key, jnp.zeros_like(point.centre), 1.0)
+        return Start(SharedParams(eta, zeros), point.frame(self.guide.globals))
 
     def silo_from(self, private: Theta, eta: dict[str, GuideParams], start: Start) -> Silo:
         """Return a silo's state with local guides ``eta``, from where their frames are."""
-        frames, own = self.guide.framed(eta)
-        return self.silo_at(OwnParams(own, private), frames, start)
+        frames, inside = self.guide.to_frame(eta)
+        return self.silo_at(SiloParams(inside, private), frames, start)
 
     def begin(self) -> Round:
         """Return the round from the states of a search for the mode.
@@ -160,19 +160,19 @@ class ByGradients(ABC, Generic[Server, Silo]):
         """
 
         def silo(
-            noise: Array, down: StartMessage, state: Looked, data: SiloData
+            noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
         ) -> tuple[Reply[tuple[()]], Silo]:
             eta = local_guides_at_mode(self.model, self.guide, down, state, data)
-            after = self.silo_from(state.private, eta, self.start_at(noise, down.begun))
+            after = self.silo_from(state.private, eta, self.start_at(noise, down.point))
             return Reply((), all_finite(eta)), after
 
         def run(state: SearchState, noise: Array, ask: Ask) -> tuple[Server, Info]:
-            at = start_at_mode(self.model, state)
-            ask(FROM_MODE, at)
-            after = self.server_at(self.start_at(noise, at.begun))
+            message = start_at_mode(self.model, state)
+            ask(FROM_MODE, message)
+            after = self.server_at(self.start_at(noise, message.point))
             return after, Info(jnp.zeros(()), all_finite(after))
 
-        return Round((Exchange(FROM_MODE, silo, silo_noise=own_key),), run, own_key)
+        return Round((Exchange(FROM_MODE, silo, silo_noise=key_as_noise),), run, key_as_noise)
 
     def shared(self, state: Server) -> Shared:
         """Return shared parameters and the globals' guide."""
@@ -181,7 +181,7 @@ class ByGradients(ABC, Generic[Server, Silo]):
 
     def private(self, state: Silo) -> Private:
         """Return a silo's parameters and local guides."""
-        eta = self.guide.placed(state.frames, state.params.guide)
+        eta = self.guide.from_frame(state.frames, state.params.guide)
         return Private(state.params.private, eta, state.centre)
 
     def step_noise(self, key: Array, state: Silo) -> Noise:
@@ -193,13 +193,13 @@ class ByGradients(ABC, Generic[Server, Silo]):
         rows = self.bound.noise(key, self.minibatches.sizes(sizes), self.num_particles)
         return Noise(rows, self.minibatches.noise(key_which))
 
-    def recentred(self, state: Silo, away: Array, data: SiloData) -> OwnParams:
+    def recentred(self, state: Silo, offset: Array, data: SiloData) -> SiloParams:
         """Return a silo's parameters with local guides that measure from ``away`` (dim,) further.
 
         They are the same guides: the centre of the globals' guide may be far from where it was when
         the silo was last asked.
         """
-        own = state.params.guide
-        above = self.guide.centres(self.guide.placed(state.frames, own), away, data)
-        moved = {p: self.guide.locals[p].recentre(own[p], above[p]) for p in own}
+        guides = state.params.guide
+        centres = self.guide.centres(self.guide.from_frame(state.frames, guides), offset, data)
+        moved = {p: self.guide.locals[p].recentre(guides[p], centres[p]) for p in guides}
         return state.params._replace(guide=moved)

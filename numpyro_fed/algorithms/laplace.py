@@ -27,11 +27,11 @@ from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.federated import FederatedModel
 
-NEAR = 1e-2  # where the search for the first modes begins
-STEPS = 50  # of Newton's method, at most
-SHARES = tuple(2.0**-i for i in range(10))  # of a step that are tried
-AT_MODE = 1e-2  # nats that a step promises, at most, where Laplace's method may be used
-PROMISED = 1e-6  # nats that a step promises, at most, where the search ends
+START = 1e-2  # where the search for the first modes begins
+MAX_STEPS = 50  # of Newton's method, at most
+STEP_SIZES = tuple(2.0**-i for i in range(10))  # of a step that are tried
+MAX_DECREMENT = 1e-2  # nats that a step promises, at most, where Laplace's method may be used
+TOLERANCE = 1e-6  # nats that a step promises, at most, where the search ends
 FLAT = 1e-6  # of the largest curvature of a block: with less, a direction counts as flat
 
 
@@ -83,16 +83,18 @@ class Factor(NamedTuple):
 
     def solve(self, g: Rows) -> Rows:
         """Return the inverse of the arrow times ``g``."""
-        outer = _above(g, self.rows)
-        own = {p: linalg.cholesky_solve(L, g[p][..., None])[..., 0] for p, L in self.rows.items()}
-        if not outer:
-            return own
-        right = _packed(g, outer)
+        outer_plates = _above(g, self.rows)
+        row_solutions = {
+            p: linalg.cholesky_solve(L, g[p][..., None])[..., 0] for p, L in self.rows.items()
+        }
+        if not outer_plates:
+            return row_solutions
+        right = _packed(g, outer_plates)
         for p, B in self.border.items():
-            right = right - jnp.einsum("ndo,nd->o", B, own[p])
+            right = right - jnp.einsum("ndo,nd->o", B, row_solutions[p])
         above = linalg.cholesky_solve(self.corner, right[:, None])[:, 0]
-        own = {p: a - self.inverse[p] @ above for p, a in own.items()}
-        return {**own, **_unpacked(above, g, outer)}
+        row_solutions = {p: a - self.inverse[p] @ above for p, a in row_solutions.items()}
+        return {**row_solutions, **_unpacked(above, g, outer_plates)}
 
     def log_det(self) -> Array:
         """Return the log determinant of the arrow."""
@@ -101,11 +103,11 @@ class Factor(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A step of the search, the shares of it that are tried, and whether outer latents stay."""
+    """A step of the search, the step_sizes of it that are tried, and whether outer latents stay."""
 
     direction: Rows
-    shares: Array
-    held: bool
+    step_sizes: Array
+    fix_outer: bool
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Laplace:
         """Return locals next to zero, {plate: (rows, dim)}: at it some densities have a kink."""
         sizes = self.model.sizes(data)
         shapes = {p.name: (sizes[p.name], p.dim) for p in self.model.plates if p.dim}
-        return {name: jnp.full(shape, NEAR) for name, shape in shapes.items()}
+        return {name: jnp.full(shape, START) for name, shape in shapes.items()}
 
     def log_likelihood(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
@@ -126,10 +128,10 @@ class Laplace:
         """Return the log likelihood, and the modes of the locals; not for derivatives."""
         if not start:
             return self._total(theta, z_G, start, data), start
-        z = self.stepped(theta, z_G, self.modes(theta, z_G, data, start), data)
+        z = self.newton_step(theta, z_G, self.modes(theta, z_G, data, start), data)
         arrow = self._arrow(theta, z_G, z, data)
         factor = Factor.of(arrow)
-        log_det = self._near(arrow, factor, factor.log_det())
+        log_det = self._checked_log_det(arrow, factor, factor.log_det())
         return self._laplace(self._total(theta, z_G, z, data), log_det, z, data), z
 
     def differentiable(
@@ -149,27 +151,29 @@ class Laplace:
         """
         if not start:
             return self._total(theta, z_G, start, data), start
-        given = jax.lax.stop_gradient((theta, z_G))
-        z = self.stepped(*given, self.modes(*given, data, start), data)
-        here = self._arrow(*given, z, data)
-        factor = Factor.of(here)
-        w = factor.solve(jax.grad(lambda z: _log_det(self._arrow(*given, z, data)))(z))
+        fixed = jax.lax.stop_gradient((theta, z_G))
+        z = self.newton_step(*fixed, self.modes(*fixed, data, start), data)
+        at_mode = self._arrow(*fixed, z, data)
+        factor = Factor.of(at_mode)
+        w = factor.solve(jax.grad(lambda z: _log_det(self._arrow(*fixed, z, data)))(z))
         moving = jax.tree.map(jnp.add, z, factor.solve(self._gradient(theta, z_G, z, data)))
         arrow = self._arrow(theta, z_G, moving, data)
-        second = sum(jnp.vdot(w[p], g) for p, g in arrow.g.items())
-        log_det = self._near(here, factor, _log_det(arrow))
-        total = self._total(theta, z_G, moving, data) - 0.5 * second
+        correction = sum(jnp.vdot(w[p], g) for p, g in arrow.g.items())
+        log_det = self._checked_log_det(at_mode, factor, _log_det(arrow))
+        total = self._total(theta, z_G, moving, data) - 0.5 * correction
         return self._laplace(total, log_det, z, data), z
 
-    def _near(self, arrow: Arrow, factor: Factor, log_det: Array) -> Array:
+    def _checked_log_det(self, arrow: Arrow, factor: Factor, log_det: Array) -> Array:
         """Return the log determinant, NaN where the search has not come to a mode."""
-        return jnp.where(_promised(arrow, factor.solve(arrow.g)) < AT_MODE, log_det, jnp.nan)
+        return jnp.where(
+            _newton_decrement(arrow, factor.solve(arrow.g)) < MAX_DECREMENT, log_det, jnp.nan
+        )
 
     def _laplace(self, total: Array, log_det: Array, z: Rows, data: SiloData) -> Array:
         number = sum(jnp.sum(self._real(p, z, data)) * z[p].shape[1] for p in z)
         return total + 0.5 * (number * LOG_2PI - log_det)
 
-    def stepped(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
+    def newton_step(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
         """Return the locals after a plain step of Newton's method."""
         arrow = self._arrow(theta, z_G, z, data)
         return jax.tree.map(jnp.add, z, Factor.of(arrow).solve(arrow.g))
@@ -181,13 +185,13 @@ class Laplace:
 
         ``z`` are the modes at a place nearby. With one derivative, as all modes here.
         """
-        z = self.stepped(theta, z_G, z, data)
+        z = self.newton_step(theta, z_G, z, data)
         corner = Factor.of(self._arrow(theta, z_G, z, data)).corner
         covariance = linalg.cholesky_solve(corner, jnp.eye(len(corner)))
         found, start = {}, 0
         for p in sorted(self._outer):
-            own = slice(start, start := start + z[p].size)
-            found[p] = z[p], covariance[own, own]
+            place = slice(start, start := start + z[p].size)
+            found[p] = z[p], covariance[place, place]
         return found
 
     def rows_given(
@@ -211,52 +215,52 @@ class Laplace:
         data: SiloData,
         start: Rows,
         *,
-        held: bool = False,
-        within: float = PROMISED,
-        steps: int = STEPS,
-        shares: tuple[float, ...] = SHARES,
+        fix_outer: bool = False,
+        tolerance: float = TOLERANCE,
+        steps: int = MAX_STEPS,
+        step_sizes: tuple[float, ...] = STEP_SIZES,
     ) -> Rows:
         """Return the modes by steps of Newton's method, of which no row takes one that leads down.
 
-        With ``held`` latents of outer plates stay. The search ends ``within`` so many nats, and
-        tries these ``shares`` of each step.
+        With ``fix_outer`` latents of outer plates stay. The search ends ``tolerance`` so many nats, and
+        tries these ``step_sizes`` of each step.
         """
 
         def step(carry: tuple[Array, Rows, Array]) -> tuple[Array, Rows, Array]:
             i, z, _ = carry
             arrow = self._arrow(theta, z_G, z, data)
-            arrow = arrow.of_rows() if held else arrow
+            arrow = arrow.of_rows() if fix_outer else arrow
             uphill = arrow._replace(rows=jax.tree.map(_positive, arrow.rows))
             direction = Factor.of(uphill, positive=True).solve(arrow.g)
-            promised = _promised(arrow, direction)
+            decrement = _newton_decrement(arrow, direction)
             direction = {**jax.tree.map(jnp.zeros_like, z), **direction}
-            move = _Move(direction, jnp.array([*shares, 0.0]), held)
-            return i + 1, self._searched(theta, z_G, z, move, data), promised
+            move = _Move(direction, jnp.array([*step_sizes, 0.0]), fix_outer)
+            return i + 1, self._line_search(theta, z_G, z, move, data), decrement
 
-        def go_on(carry: tuple[Array, Rows, Array]) -> Array:
-            i, _, promised = carry
-            return (i < steps) & (promised > within)
+        def cond_fn(carry: tuple[Array, Rows, Array]) -> Array:
+            i, _, decrement = carry
+            return (i < steps) & (decrement > tolerance)
 
         none, far = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, jnp.result_type(float))
-        return jax.lax.while_loop(go_on, step, (none, start, far))[1]
+        return jax.lax.while_loop(cond_fn, step, (none, start, far))[1]
 
-    def _searched(self, theta: Theta, z_G: Array, z: Rows, move: _Move, data: SiloData) -> Rows:
-        """Return the best share of a step: for each row, or for all where a plate moves above."""
-        direction, shares, held = move
+    def _line_search(self, theta: Theta, z_G: Array, z: Rows, move: _Move, data: SiloData) -> Rows:
+        """Return the best size of a step: for each row, or for all where a plate moves above."""
+        direction, step_sizes, fix_outer = move
 
-        def at(share: Array) -> Rows:
-            moved = jax.tree.map(lambda a, b: a + share * b, z, direction)
+        def at(size: Array) -> Rows:
+            moved = jax.tree.map(lambda a, b: a + size * b, z, direction)
             return self._terms(theta, z_G, moved, data)
 
-        terms = jax.lax.map(at, shares)
-        if self._outer and not held:
+        terms = jax.lax.map(at, step_sizes)
+        if self._outer and not fix_outer:
             total = sum(t.sum(1) for t in terms.values())
-            best = shares[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]
+            best = step_sizes[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]
             return jax.tree.map(lambda a, b: a + best * b, z, direction)
         moved = dict(z)
         for p in [p for p in z if p not in self._outer]:
             values = jnp.where(jnp.isnan(terms[p]), -jnp.inf, terms[p])
-            moved[p] = z[p] + shares[jnp.argmax(values, 0)][:, None] * direction[p]
+            moved[p] = z[p] + step_sizes[jnp.argmax(values, 0)][:, None] * direction[p]
         return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), moved, z)
 
     @property
@@ -280,17 +284,19 @@ class Laplace:
 
     def _arrow(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Arrow:
         """Return derivatives in the locals; padded rows have a curvature of one, and no slope."""
-        nowhere, outer = jax.tree.map(jnp.zeros_like, z), sorted(self._outer)
+        zeros, outer = jax.tree.map(jnp.zeros_like, z), sorted(self._outer)
 
         def gradient(z: Rows) -> Rows:
             return self._gradient(theta, z_G, z, data)
 
-        def along(direction: Rows) -> Rows:
-            return jax.jvp(gradient, (z,), ({**nowhere, **direction},))[1]
+        def times_hessian(direction: Rows) -> Rows:
+            return jax.jvp(gradient, (z,), ({**zeros, **direction},))[1]
 
         def block(p: str) -> Array:
             n, d = z[p].shape
-            columns = jax.vmap(lambda e: along({p: jnp.broadcast_to(e, (n, d))})[p])(jnp.eye(d))
+            columns = jax.vmap(lambda e: times_hessian({p: jnp.broadcast_to(e, (n, d))})[p])(
+                jnp.eye(d)
+            )
             real = self._real(p, z, data)[:, None, None]
             return jnp.where(real, -jnp.moveaxis(columns, 0, -1), jnp.eye(d))
 
@@ -299,7 +305,7 @@ class Laplace:
         size = sum(z[p].size for p in outer)
         if not size:
             return Arrow(g, blocks, {}, jnp.zeros((0, 0))).of_rows()
-        columns = jax.vmap(lambda e: along(_unpacked(e, z, outer)))(jnp.eye(size))
+        columns = jax.vmap(lambda e: times_hessian(_unpacked(e, z, outer)))(jnp.eye(size))
         real = [jnp.repeat(self._real(p, z, data), z[p].shape[1]) for p in outer]
         corner = -jnp.concatenate([columns[p].reshape(size, -1) for p in outer], 1)
         return Arrow(
@@ -336,10 +342,10 @@ class _Series(NamedTuple):
 
     @classmethod
     def of(cls, A: Array) -> _Series:
-        given = jax.lax.stop_gradient(A)
-        L = linalg.cholesky(given)
+        fixed = jax.lax.stop_gradient(A)
+        L = linalg.cholesky(fixed)
         P = linalg.cholesky_solve(L, jnp.broadcast_to(jnp.eye(A.shape[-1]), A.shape))
-        return cls(L, P, A - given)
+        return cls(L, P, A - fixed)
 
     def log_det(self) -> Array:
         E = self.P @ self.delta
@@ -352,7 +358,7 @@ class _Series(NamedTuple):
         return first - second + self.P @ (self.delta @ second)
 
 
-def _promised(arrow: Arrow, step: Rows) -> Array:
+def _newton_decrement(arrow: Arrow, step: Rows) -> Array:
     """Return twice what a step promises to gain in the row where that is most."""
     rows = [jnp.sum(arrow.g[p] * step[p], -1) for p in arrow.rows]
     above = sum((jnp.vdot(arrow.g[p], step[p]) for p in _above(arrow.g, arrow.rows)), jnp.zeros(()))

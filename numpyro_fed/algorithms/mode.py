@@ -1,6 +1,6 @@
 r"""The mode of the joint density, by a damped Newton method over silos.
 
-Each exchange the server sends a place ``z_G``; silo ``j`` answers with its log likelihood there,
+In exchange the server sends a place ``z_G``; silo ``j`` answers with its log likelihood there,
 its own latents integrated by Laplace's method, with gradient and Hessian; the sum of the answers
 and of the server's log prior make
 
@@ -53,25 +53,29 @@ from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import all_finite, where
 
-AWAY = (30.0, 3.0, 1.0)  # standard deviations, by the curvature, at which a density is looked at
+CHECK_DISTANCES = (
+    30.0,
+    3.0,
+    1.0,
+)  # standard deviations, by the curvature, at which a density is looked at
 DAMPING = 1e-2  # at the start; of curvatures scaled to one
-FORGET = 0.1  # of a coordinate's scale is left where its curvature has become smaller
-LEAST = 1e-30  # damping: none would never grow again
-STUCK = 1e8  # damping from which on no step is worth trying
-GAIN = 1e-4  # nats that an undamped step promises, at most, at a mode
+SCALE_DECAY = 0.1  # of a coordinate's scale is left where its curvature has become smaller
+MIN_DAMPING = 1e-30  # damping: none would never grow again
+MAX_DAMPING = 1e8  # damping from which on no step is worth trying
+MIN_GAIN = 1e-4  # nats that an undamped step promises, at most, at a mode
 NUDGE = 1e-2  # from zero, where some densities have a kink: NumPyro's Bernoulli at a logit of 0
-IDLE = 5  # steps in a row without a gain beyond rounding, after which a search gives up
-HALVINGS = 30  # of a start at which something is not finite
-ROUNDINGS = 8  # within which two numbers are alike
-TOGETHER = 16  # columns of a Hessian, or places, that are computed side by side
-SMALL = 4  # dimensions of a row's latents, up to which that is quicker than one by one
+MAX_IDLE = 5  # steps in a row without a gain beyond rounding, after which a search gives up
+MAX_HALVINGS = 30  # of a start at which something is not finite
+ROUNDING_UNITS = 8  # within which two numbers are alike
+BATCH = 16  # columns of a Hessian, or places, that are computed side by side
+BATCH_UP_TO_DIM = 4  # dimensions of a row's latents, up to which that is quicker than one by one
 
-Each = TypeVar("Each")
-Found = TypeVar("Found")
-More = TypeVar("More")
+In = TypeVar("In")
+Out = TypeVar("Out")
+Aux = TypeVar("Aux")
 
 
-class Place(NamedTuple):
+class Expansion(NamedTuple):
     """The value of a function at a place (n,), its gradient and its negative Hessian, or of that
     an estimate of the diagonal.
     """
@@ -93,7 +97,7 @@ class Search(NamedTuple):
     the best place last.
     """
 
-    best: Place
+    best: Expansion
     likelihood: Array
     known: Array
     trial: Array
@@ -127,11 +131,11 @@ class SiloState(NamedTuple):
 
 def mode(
     fm: FederatedModel,
-    number: int = 1,
+    num_starts: int = 1,
     init_loc_fn: Callable[..., Any] | None = None,
     *,
     effects: np.ndarray,
-    most: int | None = None,
+    max_places: int | None = None,
 ) -> FederatedAlgorithm[Any, SiloState]:
     """Return the search as an algorithm.
 
@@ -147,24 +151,28 @@ def mode(
     most : int, optional
         Places that are tried, at most; one more exchange goes to the best of them.
     """
-    n = unravelled(fm)
+    n = flat_size(fm)
     log_prior = prior_of(fm, effects)
     derive = partial(derivatives, columns_at_once=columns_at_once(fm))
 
     def init_server(key: Array) -> Search:
-        def begin(x: Array) -> Search:
-            nothing = Place(x, jnp.zeros(()), jnp.zeros(n), jnp.eye(n))
+        def initial_search(x: Array) -> Search:
+            no_expansion = Expansion(x, jnp.zeros(()), jnp.zeros(n), jnp.eye(n))
             no, never = jnp.array(False), jnp.zeros((), jnp.int32)
             damping = jnp.array(DAMPING)
             one, none = jnp.ones(()), jnp.zeros(n)
-            own = jnp.zeros((len(effects), len(effects)))
-            return Search(nothing, own, no, x, one, none, damping, never, no, no, no, never)
+            zeros_effects = jnp.zeros((len(effects), len(effects)))
+            return Search(
+                no_expansion, zeros_effects, no, x, one, none, damping, never, no, no, no, never
+            )
 
-        return jax.vmap(begin)(starting_places(fm, key, number, init_loc_fn))
+        return jax.vmap(initial_search)(starting_places(fm, key, num_starts, init_loc_fn))
 
     def init_silo(key: Array, data: SiloData) -> SiloState:
-        nothing = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n, n)))
-        return first_silo_state(fm, key, data, nothing)
+        no_reply = Up(
+            jnp.zeros(num_starts), jnp.zeros((num_starts, n)), jnp.zeros((num_starts, n, n))
+        )
+        return first_silo_state(fm, key, data, no_reply)
 
     def silo(
         noise: object, down: Array, state: SiloState, data: SiloData
@@ -174,15 +182,17 @@ def mode(
     def run(state: Search, noise: object, ask: Ask) -> tuple[Search, Info]:
         replies = ask("mode", state.trial)
 
-        def one(of: tuple[Search, Up]) -> Search:
-            search, up = of
-            own = up.curvature[effects[:, None], effects]
-            prior, _ = derivatives(partial(log_prior, own), search.trial)
-            here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
-            return _judged(search, Place(search.trial, *here), own, most)
+        def update_one(pair: tuple[Search, Up]) -> Search:
+            search, up = pair
+            of_effects = up.curvature[effects[:, None], effects]
+            prior, _ = derivatives(partial(log_prior, of_effects), search.trial)
+            total = jax.tree.map(jnp.add, Up(*prior[1:]), up)
+            return _accept_or_reject(
+                search, Expansion(search.trial, *total), of_effects, max_places
+            )
 
-        after = map_in_turns(one, (state, replies.up))
-        return after, Info(-after.best.value[highest(after)], jnp.array(True))
+        after = sequential_map(update_one, (state, replies.up))
+        return after, Info(-after.best.value[best_start(after)], jnp.array(True))
 
     round_ = Round((Exchange("mode", silo, lenient=True),), run)
     return search_algorithm(fm, init_server, init_silo, round_)
@@ -194,8 +204,8 @@ def effects_of(fm: FederatedModel) -> np.ndarray:
     Of such an effect and its scale together the density rises without end where the scale goes to
     zero.
     """
-    latents, unravel, n = fm.named("latent"), unraveller(fm), unravelled(fm)
-    own = n - fm.dim
+    latents, unravel, n = fm.named("latent"), unraveller(fm), flat_size(fm)
+    num_theta = n - fm.dim
 
     def terms(x: Array) -> Array:
         found = fm.prior_terms(*unravel(x))
@@ -203,13 +213,14 @@ def effects_of(fm: FederatedModel) -> np.ndarray:
 
     if not latents:
         return np.zeros(0, int)
-    somewhere = NUDGE * (1.0 + np.arange(n) % 7)
-    reach = np.asarray(jit_once(jax.jacrev(terms))(jnp.asarray(somewhere))) != 0
+    point = NUDGE * (1.0 + np.arange(n) % 7)
+    nonzero = np.asarray(jit_once(jax.jacrev(terms))(jnp.asarray(point))) != 0
     depends = [
-        reach[i].sum() > reach[i, own + s.start : own + s.stop].sum() for i, s in enumerate(latents)
+        nonzero[i].sum() > nonzero[i, num_theta + s.start : num_theta + s.stop].sum()
+        for i, s in enumerate(latents)
     ]
     found = [np.arange(s.start, s.stop) for s, d in zip(latents, depends, strict=True) if d]
-    return own + np.concatenate([np.zeros(0, int), *found])
+    return num_theta + np.concatenate([np.zeros(0, int), *found])
 
 
 def prior_of(
@@ -227,10 +238,10 @@ def prior_of(
     def joint(x: Array) -> Array:
         return fm.smoothed.log_prior(*unravel(x))
 
-    def value(own: Array, x: Array) -> tuple[Array, tuple[()]]:
+    def value(silo_precision: Array, x: Array) -> tuple[Array, tuple[()]]:
         if not len(effects):
             return joint(x), ()
-        precision = own - jax.hessian(lambda b: joint(x.at[effects].set(b)))(x[effects])
+        precision = silo_precision - jax.hessian(lambda b: joint(x.at[effects].set(b)))(x[effects])
         log_det = 2 * jnp.log(jnp.diagonal(linalg.cholesky(precision))).sum()
         return joint(x) + 0.5 * (len(effects) * LOG_2PI - log_det), ()
 
@@ -238,30 +249,32 @@ def prior_of(
 
 
 def starting_places(
-    fm: FederatedModel, key: Array, number: int, init_loc_fn: Callable[..., Any] | None
+    fm: FederatedModel, key: Array, num_starts: int, init_loc_fn: Callable[..., Any] | None
 ) -> Array:
     """Return where to begin (number, n): shared parameters and globals as one vector."""
     theta = fm.init_theta(key)
-    own = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
-    drawn = fm.draw_prior(key, number) if fm.dim and number > 1 else None
+    flat_theta = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
+    drawn = fm.draw_prior(key, num_starts) if fm.dim and num_starts > 1 else None
     if drawn is None:
-        drawn = jax.random.normal(key, (number, fm.dim))
-    here = fm.init_global(key, init_loc_fn) + NUDGE * jax.random.normal(key, (fm.dim,))
-    z_G = jnp.nan_to_num(drawn).at[0].set(here)
-    moved = jax.random.normal(jax.random.fold_in(key, 1), (number, len(own))).at[0].set(0.0)
-    return jnp.concatenate([own + moved, z_G], 1)
+        drawn = jax.random.normal(key, (num_starts, fm.dim))
+    first = fm.init_global(key, init_loc_fn) + NUDGE * jax.random.normal(key, (fm.dim,))
+    z_G = jnp.nan_to_num(drawn).at[0].set(first)
+    jitter = (
+        jax.random.normal(jax.random.fold_in(key, 1), (num_starts, len(flat_theta))).at[0].set(0.0)
+    )
+    return jnp.concatenate([flat_theta + jitter, z_G], 1)
 
 
-def first_silo_state(fm: FederatedModel, key: Array, data: SiloData, nothing: Up) -> SiloState:
+def first_silo_state(fm: FederatedModel, key: Array, data: SiloData, no_reply: Up) -> SiloState:
     """Return a silo's state before the first place; ``nothing`` has the shapes of its replies."""
-    number = jnp.arange(len(nothing.value))
-    z_L = jax.vmap(lambda _: Laplace(fm).start(data))(number)
-    return SiloState(z_L, nothing, fm.init_private(key, data))
+    starts = jnp.arange(len(no_reply.value))
+    z_L = jax.vmap(lambda _: Laplace(fm).start(data))(starts)
+    return SiloState(z_L, no_reply, fm.init_private(key, data))
 
 
 def reply_at(
     fm: FederatedModel,
-    derive: Callable[[Callable[[Array], tuple[Array, Rows]], Array], tuple[Place, Rows]],
+    derive: Callable[[Callable[[Array], tuple[Array, Rows]], Array], tuple[Expansion, Rows]],
     places: Array,
     state: SiloState,
     data: SiloData,
@@ -272,8 +285,8 @@ def reply_at(
     """
     laplace, unravel = Laplace(fm), unraveller(fm)
 
-    def at(of: tuple[Array, Rows, Up]) -> tuple[Up, tuple[Rows, Up]]:
-        x, z_L, before = of
+    def at_start(args: tuple[Array, Rows, Up]) -> tuple[Up, tuple[Rows, Up]]:
+        x, z_L, before = args
 
         def value(x: Array) -> tuple[Array, Rows]:
             theta, z_G = unravel(x)
@@ -281,24 +294,24 @@ def reply_at(
 
         place, modes = derive(value, x)
         found = Up(*place[1:])
-        fine = all_finite((found, modes))
-        told = jax.tree.map(lambda a: jnp.where(fine, a, jnp.nan), found)
-        return told, where(fine, (modes, found), (z_L, before))
+        finite = all_finite((found, modes))
+        up = jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found)
+        return up, where(finite, (modes, found), (z_L, before))
 
-    up, (modes, place) = map_in_turns(at, (places, state.z_L, state.place))
+    up, (modes, place) = sequential_map(at_start, (places, state.z_L, state.place))
     return Reply(up, jnp.array(True)), SiloState(modes, place, state.private)
 
 
-def map_in_turns(f: Callable[[Each], Found], of: Each) -> Found:
+def sequential_map(f: Callable[[In], Out], args: In) -> Out:
     """Return ``f`` of each start, in turns: stacks of stacks of matrices XLA:CPU multiplies by
     plain loops, which takes hundreds of times as long.
     """
-    return jax.lax.map(f, of)
+    return jax.lax.map(f, args)
 
 
 def columns_at_once(fm: FederatedModel) -> int:
     """Return how many places, or columns of a Hessian, silos look at side by side."""
-    return TOGETHER if all(p.dim <= SMALL for p in fm.plates) else 1
+    return BATCH if all(p.dim <= BATCH_UP_TO_DIM for p in fm.plates) else 1
 
 
 def search_algorithm(
@@ -311,7 +324,7 @@ def search_algorithm(
     unravel = unraveller(fm)
 
     def shared(state: SearchState) -> Shared:
-        theta, z_G = unravel(state.best.x[highest(state)])
+        theta, z_G = unravel(state.best.x[best_start(state)])
         return Shared(theta, {"loc": z_G}, identity(z_G.shape))
 
     def done(state: SearchState) -> Array:
@@ -320,7 +333,7 @@ def search_algorithm(
     return FederatedAlgorithm(init_server, init_silo, round_, shared, done=done)
 
 
-class PlacesAround(NamedTuple):
+class CheckPoints(NamedTuple):
     """Places (k, n) at which the density is looked at, and the start whose locals are near."""
 
     places: Array
@@ -341,21 +354,25 @@ class Shape(NamedTuple):
     densities: Array
 
 
-def parabola(search: Search) -> tuple[Shape, PlacesAround]:
+def parabola(search: Search) -> tuple[Shape, CheckPoints]:
     """Return the parabola, densities unknown, and the places at which to look at them."""
-    i = highest(search)
+    i = best_start(search)
     x, curvature = search.best.x[i], search.best.curvature[i]
     unit, values, axes = Curvature.of(curvature)
-    threshold = ROUNDINGS * len(x) * jnp.finfo(x.dtype).eps
+    threshold = ROUNDING_UNITS * len(x) * jnp.finfo(x.dtype).eps
     axes = jnp.concatenate([axes, jnp.eye(len(x))], 1)
     values = jnp.concatenate([values, jnp.ones(len(x))])
-    away = (axes / jnp.sqrt(jnp.maximum(values, threshold)) / unit[:, None]).T
-    unsure = jnp.where(values <= threshold, away.T, 0.0).T
-    ways = (unsure, away, away)
-    sides = [(s * far, way) for far, way in zip(AWAY, ways, strict=True) for s in (1, -1)]
-    places = x + jnp.concatenate([share * way for share, way in sides])
+    offsets = (axes / jnp.sqrt(jnp.maximum(values, threshold)) / unit[:, None]).T
+    unsure = jnp.where(values <= threshold, offsets.T, 0.0).T
+    directions = (unsure, offsets, offsets)
+    sides = [
+        (s * distance, direction)
+        for distance, direction in zip(CHECK_DISTANCES, directions, strict=True)
+        for s in (1, -1)
+    ]
+    places = x + jnp.concatenate([share * direction for share, direction in sides])
     shape = Shape(axes, values, jnp.asarray(threshold), jnp.full(len(places), jnp.nan))
-    return shape, PlacesAround(places, i)
+    return shape, CheckPoints(places, i)
 
 
 def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
@@ -368,26 +385,26 @@ def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
     laplace, unravel, log_prior = Laplace(fm), unraveller(fm), prior_of(fm, effects)
 
     def silo(
-        noise: object, down: PlacesAround, state: SiloState, data: SiloData
+        noise: object, down: CheckPoints, state: SiloState, data: SiloData
     ) -> tuple[Reply[Array], SiloState]:
-        near = jax.tree.map(lambda a: a[down.start], state.z_L)
+        z_L = jax.tree.map(lambda a: a[down.start], state.z_L)
 
         def value(x: Array) -> Array:
             theta, z_G = unravel(x)
-            return laplace.log_likelihood({**theta, **state.private}, z_G, data, near)[0]
+            return laplace.log_likelihood({**theta, **state.private}, z_G, data, z_L)[0]
 
         size = min(columns_at_once(fm), len(down.places))
         values = jax.lax.map(value, down.places, batch_size=size)
         return Reply(values, jnp.array(True)), state
 
     def run(state: Search, noise: object, ask: Ask) -> tuple[Shape, Info]:
-        shape, there = parabola(state)
-        own = state.likelihood[there.start]
-        replies = ask("around the mode", there)
+        shape, points = parabola(state)
+        of_effects = state.likelihood[points.start]
+        replies = ask("around the mode", points)
         size = len(shape.values)
-        prior = jax.lax.map(lambda x: log_prior(own, x)[0], there.places, batch_size=size)
-        seen = shape._replace(densities=prior + replies.up)
-        return seen, Info(jnp.zeros(()), jnp.array(True))
+        prior = jax.lax.map(lambda x: log_prior(of_effects, x)[0], points.places, batch_size=size)
+        after = shape._replace(densities=prior + replies.up)
+        return after, Info(jnp.zeros(()), jnp.array(True))
 
     return Round((Exchange("around the mode", silo, lenient=True),), run)
 
@@ -399,31 +416,31 @@ def unraveller(fm: FederatedModel) -> Callable[[Array], tuple[Theta, Array]]:
     return ravel_pytree(zeros)[1]
 
 
-def unravelled(fm: FederatedModel) -> int:
+def flat_size(fm: FederatedModel) -> int:
     """Return how many numbers shared parameters and globals are."""
     theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
     return sum(math.prod(a.shape) for a in jax.tree.leaves(theta)) + fm.dim
 
 
 def derivatives(
-    f: Callable[[Array], tuple[Array, More]], x: Array, *, columns_at_once: int = TOGETHER
-) -> tuple[Place, More]:
-    """Return ``f(x) = (value, more)`` at a place: with its gradient and negative Hessian."""
+    f: Callable[[Array], tuple[Array, Aux]], x: Array, *, columns_at_once: int = BATCH
+) -> tuple[Expansion, Aux]:
+    """Return ``f(x) = (value, aux)`` at a place: with its gradient and negative Hessian."""
 
-    def gradient(x: Array) -> tuple[Array, tuple[Array, More]]:
-        (value, more), g = jax.value_and_grad(f, has_aux=True)(x)
-        return g, (value, more)
+    def gradient(x: Array) -> tuple[Array, tuple[Array, Aux]]:
+        (value, aux), g = jax.value_and_grad(f, has_aux=True)(x)
+        return g, (value, aux)
 
-    g, column, (value, more) = jax.linearize(gradient, x, has_aux=True)
+    g, column, (value, aux) = jax.linearize(gradient, x, has_aux=True)
     H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(columns_at_once, max(len(x), 1)))
-    return Place(x, value, g, -0.5 * (H + H.T)), more
+    return Expansion(x, value, g, -0.5 * (H + H.T)), aux
 
 
 class SearchState(Protocol):
     """The part of a search's state that all kinds of searches have."""
 
     @property
-    def best(self) -> Place: ...
+    def best(self) -> Expansion: ...
 
     @property
     def known(self) -> Array: ...
@@ -435,42 +452,44 @@ class SearchState(Protocol):
     def left(self) -> Array: ...
 
 
-def highest(state: SearchState) -> Array:
+def best_start(state: SearchState) -> Array:
     """Return the start that has come highest."""
     return jnp.argmax(jnp.where(state.known, state.best.value, -jnp.inf))
 
 
-def _judged(search: Search, here: Place, own: Array, most: int | None) -> Search:
+def _accept_or_reject(
+    search: Search, trial_point: Expansion, of_effects: Array, max_places: int | None
+) -> Search:
     """Keep what was tried if it is better, and choose what to try next."""
     best, known = search.best, search.known
-    near = ROUNDINGS * jnp.finfo(here.value.dtype).eps * jnp.abs(best.value)
-    fine = all_finite(here[1:])
-    better = fine & (~known | (here.value >= best.value - near))
-    ratio = (here.value - best.value + near) / search.promise
-    kept = jnp.where(ratio > 0.75, search.damping / 10, search.damping)
-    kept = jnp.where(ratio < 0.25, 4 * search.damping, kept)
-    kept = jnp.where(known, kept, search.damping)
-    damping = jnp.where(better, kept, jnp.where(known, 10, 1) * search.damping)
-    damping = jnp.maximum(damping, LEAST)
-    gained = better & (~known | (here.value > best.value + near))
+    rounding = ROUNDING_UNITS * jnp.finfo(trial_point.value.dtype).eps * jnp.abs(best.value)
+    finite = all_finite(trial_point[1:])
+    better = finite & (~known | (trial_point.value >= best.value - rounding))
+    ratio = (trial_point.value - best.value + rounding) / search.promise
+    after_success = jnp.where(ratio > 0.75, search.damping / 10, search.damping)
+    after_success = jnp.where(ratio < 0.25, 4 * search.damping, after_success)
+    after_success = jnp.where(known, after_success, search.damping)
+    damping = jnp.where(better, after_success, jnp.where(known, 10, 1) * search.damping)
+    damping = jnp.maximum(damping, MIN_DAMPING)
+    gained = better & (~known | (trial_point.value > best.value + rounding))
     idle = jnp.where(gained, 0, search.idle + better)
-    at = where(better, here, best)
+    at = where(better, trial_point, best)
     curvature = jnp.abs(jnp.diagonal(at.curvature))
-    scale = jnp.where(better, jnp.maximum(curvature, FORGET * search.scale), search.scale)
-    step, promise, gain = _climb(at, scale, damping)
-    rests = better & (gain <= GAIN)
-    lost = ~known & ~fine & ((search.tried >= HALVINGS) | (search.trial == 0).all())
-    done = rests | (damping > STUCK) | (idle >= IDLE) | lost
-    if most is not None:
-        done |= search.tried + 1 >= most
+    scale = jnp.where(better, jnp.maximum(curvature, SCALE_DECAY * search.scale), search.scale)
+    step, promise, gain = _newton_step(at, scale, damping)
+    rests = better & (gain <= MIN_GAIN)
+    lost = ~known & ~finite & ((search.tried >= MAX_HALVINGS) | (search.trial == 0).all())
+    done = rests | (damping > MAX_DAMPING) | (idle >= MAX_IDLE) | lost
+    if max_places is not None:
+        done |= search.tried + 1 >= max_places
     # From a start at which something is not finite, halfway back to zero.
-    trial = jnp.where(known | fine, at.x + step, 0.5 * search.trial)
+    trial = jnp.where(known | finite, at.x + step, 0.5 * search.trial)
     trial = jnp.where(done, at.x, trial)
     no, tried = search.left, search.tried + 1
     after = Search(
         at,
-        jnp.where(better, own, search.likelihood),
-        known | fine,
+        jnp.where(better, of_effects, search.likelihood),
+        known | finite,
         trial,
         promise,
         scale,
@@ -481,16 +500,16 @@ def _judged(search: Search, here: Place, own: Array, most: int | None) -> Search
         no,
         tried,
     )
-    over = search._replace(left=jnp.array(True))
-    return where(search.done, over, after)
+    left = search._replace(left=jnp.array(True))
+    return where(search.done, left, after)
 
 
-def _climb(at: Place, scale: Array, damping: Array) -> tuple[Array, Array, Array]:
+def _newton_step(at: Expansion, scale: Array, damping: Array) -> tuple[Array, Array, Array]:
     """Return a damped step, what it promises, and what an undamped one would: much, at a saddle."""
     unit = jnp.sqrt(jnp.where(scale > 0, scale, 1.0))
     _, values, V = Curvature.of(at.curvature, unit)
     slope = V.T @ (at.gradient / unit)
-    flat = ROUNDINGS * len(scale) * jnp.finfo(scale.dtype).eps
+    flat = ROUNDING_UNITS * len(scale) * jnp.finfo(scale.dtype).eps
     size = jnp.maximum(jnp.abs(values), flat)
     u = slope / (size + damping)
     promise = slope @ u - 0.5 * (values * u**2).sum()

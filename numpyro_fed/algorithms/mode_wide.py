@@ -1,7 +1,7 @@
 r"""The mode of the joint density where the globals are many: L-BFGS over silos.
 
 Each exchange the server sends a place; silo ``j`` answers with its log likelihood there, its own
-latents integrated by Laplace's method, with the gradient and, where it is asked to look closer, the
+latents integrated by Laplace's method, with the gradient and, where it is asked to look with_diagonal, the
 diagonal :math:`d_j` of its negative Hessian. Steps are those of Optax's L-BFGS in the coordinates
 that :math:`\sqrt{d}` scales, so that units do not matter; each is shortened until the density rises
 by a share of what its slope promises (Armijo).
@@ -23,39 +23,39 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.algorithms.mode import (
-    HALVINGS,
-    ROUNDINGS,
-    TOGETHER,
-    More,
-    Place,
+    BATCH,
+    MAX_HALVINGS,
+    ROUNDING_UNITS,
+    Aux,
+    Expansion,
     SiloState,
     Up,
+    best_start,
     first_silo_state,
-    highest,
+    flat_size,
     reply_at,
     search_algorithm,
     starting_places,
-    unravelled,
     unraveller,
 )
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.trees import all_finite, where
 
-MEMORY = 30  # pairs of L-BFGS
-AFRESH = 8  # steps after which the diagonal is looked at again; then 16, 32, ...
-RISE = 1e-4  # of what the slope promises is asked for
-SHORTER = 0.25
-SHORTEST = 1e-6  # share of a step
-IDLE = 10  # such steps in a row
-GAIN = 1e-3  # nats that a step gains, at most, at a mode
+LBFGS_PAIRS = 30  # pairs of L-BFGS
+FIRST_REFRESH = 8  # steps after which the diagonal is looked at again; then 16, 32, ...
+ARMIJO = 1e-4  # of what the slope promises is asked for
+BACKTRACK = 0.25
+MIN_SHARE = 1e-6  # share of a step
+MAX_IDLE = 10  # such steps in a row
+MIN_GAIN = 1e-3  # nats that a step gains, at most, at a mode
 
 
 class Down(NamedTuple):
     """A place (n,) for each start, and whether to look at the diagonal there."""
 
     place: Array
-    closer: Array
+    with_diagonal: Array
 
 
 class WideState(NamedTuple):
@@ -63,17 +63,17 @@ class WideState(NamedTuple):
 
     The next place is ``best.x + share * direction``, where the density rises by ``slope`` a unit
     of ``share``; ``best.curvature`` is the diagonal as it was seen last, ``memory`` that of L-BFGS
-    in the coordinates that it scales; ``closer`` asks to see it at the next place.
+    in the coordinates that it scales; ``with_diagonal`` asks to see it at the next place.
     """
 
-    best: Place
+    best: Expansion
     known: Array
     trial: Array
     direction: Array
     slope: Array
     share: Array
     memory: optax.ScaleByLBFGSState
-    closer: Array
+    with_diagonal: Array
     steps: Array
     idle: Array
     done: Array
@@ -84,13 +84,13 @@ class WideState(NamedTuple):
 
 def wide_mode(
     fm: FederatedModel,
-    number: int = 1,
+    num_starts: int = 1,
     init_loc_fn: Callable[..., Any] | None = None,
     *,
-    most: int | None = None,
+    max_places: int | None = None,
 ) -> FederatedAlgorithm[Any, SiloState]:
     """Return the algorithm; arguments as for :func:`numpyro_fed.algorithms.mode.mode`."""
-    search = WideSearch(fm, number, init_loc_fn, most)
+    search = WideSearch(fm, num_starts, init_loc_fn, max_places)
     round_ = Round((Exchange("mode", search.silo, lenient=True),), search.round)
     return search_algorithm(fm, search.init_server, search.init_silo, round_)
 
@@ -105,104 +105,114 @@ class WideSearch:
     most: int | None
 
     def init_server(self, key: Array) -> WideState:
-        n = unravelled(self.model)
+        n = flat_size(self.model)
 
-        def begin(x: Array) -> WideState:
+        def initial_search(x: Array) -> WideState:
             zero, none, no = jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.array(False)
-            here, still = Place(x, zero, jnp.zeros(n), jnp.ones(n)), jnp.zeros(n)
+            at_start, zeros = Expansion(x, zero, jnp.zeros(n), jnp.ones(n)), jnp.zeros(n)
             one, yes, memory = jnp.ones(()), jnp.array(True), _lbfgs().init(x)
             return WideState(
-                here, no, x, still, zero, one, memory, yes, none, none, no, no, no, none
+                at_start, no, x, zeros, zero, one, memory, yes, none, none, no, no, no, none
             )
 
-        return jax.vmap(begin)(starting_places(self.model, key, self.number, self.init_loc_fn))
+        return jax.vmap(initial_search)(
+            starting_places(self.model, key, self.number, self.init_loc_fn)
+        )
 
     def init_silo(self, key: Array, data: SiloData) -> SiloState:
-        number, n = self.number, unravelled(self.model)
-        nothing = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n)))
-        return first_silo_state(self.model, key, data, nothing)
+        number, n = self.number, flat_size(self.model)
+        no_reply = Up(jnp.zeros(number), jnp.zeros((number, n)), jnp.zeros((number, n)))
+        return first_silo_state(self.model, key, data, no_reply)
 
     def silo(
         self, noise: object, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        derive = partial(sloped, closer=down.closer)
+        derive = partial(with_slope, with_diagonal=down.with_diagonal)
         return reply_at(self.model, derive, down.place, state, data)
 
     def round(self, state: WideState, noise: object, ask: Ask) -> tuple[WideState, Info]:
         """Ask for the density at a place for each start, and choose the next one."""
-        closer, unravel = state.closer.any(), unraveller(self.model)
-        replies = ask("mode", Down(state.trial, closer))
+        with_diagonal, unravel = state.with_diagonal.any(), unraveller(self.model)
+        replies = ask("mode", Down(state.trial, with_diagonal))
 
         def log_prior(x: Array) -> tuple[Array, tuple[()]]:
             return self.model.smoothed.log_prior(*unravel(x)), ()
 
-        def one(climb: WideState, up: Up) -> WideState:
-            prior, _ = sloped(log_prior, climb.trial, closer)
-            here = jax.tree.map(jnp.add, Up(*prior[1:]), up)
-            return _judged(climb, Place(climb.trial, *here), self.most)
+        def update_one(climb: WideState, up: Up) -> WideState:
+            prior, _ = with_slope(log_prior, climb.trial, with_diagonal)
+            total = jax.tree.map(jnp.add, Up(*prior[1:]), up)
+            return _accept_or_reject(climb, Expansion(climb.trial, *total), self.most)
 
-        after = jax.vmap(one)(state, replies.up)
-        return after, Info(-after.best.value[highest(after)], jnp.array(True))
+        after = jax.vmap(update_one)(state, replies.up)
+        return after, Info(-after.best.value[best_start(after)], jnp.array(True))
 
 
-def sloped(f: Callable[[Array], tuple[Array, More]], x: Array, closer: Array) -> tuple[Place, More]:
-    """Return ``f(x) = (value, more)`` at a place: with its gradient and, where one should look
-    ``closer``, the diagonal of its negative Hessian; else zeros.
+def with_slope(
+    f: Callable[[Array], tuple[Array, Aux]], x: Array, with_diagonal: Array
+) -> tuple[Expansion, Aux]:
+    """Return ``f(x) = (value, aux)`` at a place: with its gradient and, where one should look
+    ``with_diagonal``, the diagonal of its negative Hessian; else zeros.
     """
-    (value, more), g = jax.value_and_grad(f, has_aux=True)(x)
+    (value, aux), g = jax.value_and_grad(f, has_aux=True)(x)
 
     def diagonal() -> Array:
         _, column = jax.linearize(jax.grad(lambda x: f(x)[0]), x)
 
-        def own(i: Array) -> Array:
+        def entry(i: Array) -> Array:
             return -column(jnp.zeros_like(x).at[i].set(1.0))[i]
 
-        return jax.lax.map(own, jnp.arange(len(x)), batch_size=min(TOGETHER, len(x)))
+        return jax.lax.map(entry, jnp.arange(len(x)), batch_size=min(BATCH, len(x)))
 
-    return Place(x, value, g, jax.lax.cond(closer, diagonal, lambda: jnp.zeros_like(x))), more
+    return Expansion(
+        x, value, g, jax.lax.cond(with_diagonal, diagonal, lambda: jnp.zeros_like(x))
+    ), aux
 
 
 def _lbfgs() -> optax.GradientTransformation:
-    return optax.scale_by_lbfgs(MEMORY)
+    return optax.scale_by_lbfgs(LBFGS_PAIRS)
 
 
-def _judged(climb: WideState, here: Place, most: int | None) -> WideState:
+def _accept_or_reject(
+    climb: WideState, trial_point: Expansion, max_places: int | None
+) -> WideState:
     """Keep what was tried if it is better, and choose what to try next."""
-    best, known, looked = climb.best, climb.known, climb.closer
-    near = ROUNDINGS * jnp.finfo(here.value.dtype).eps * jnp.abs(best.value)
-    fine = all_finite(here[1:])
-    asked_for = best.value + RISE * climb.share * climb.slope - near
-    better = fine & (~known | looked | (here.value >= asked_for))
-    at = where(better, here, best)
-    at = at._replace(curvature=jnp.where(fine & looked, here.curvature, best.curvature))
-    stepped = better & known & ~looked
-    gain = here.value - best.value
+    best, known, had_diagonal = climb.best, climb.known, climb.with_diagonal
+    rounding = ROUNDING_UNITS * jnp.finfo(trial_point.value.dtype).eps * jnp.abs(best.value)
+    finite = all_finite(trial_point[1:])
+    armijo_bound = best.value + ARMIJO * climb.share * climb.slope - rounding
+    better = finite & (~known | had_diagonal | (trial_point.value >= armijo_bound))
+    at = where(better, trial_point, best)
+    at = at._replace(
+        curvature=jnp.where(finite & had_diagonal, trial_point.curvature, best.curvature)
+    )
+    stepped = better & known & ~had_diagonal
+    gain = trial_point.value - best.value
     idle = jnp.where(
-        stepped, jnp.where(gain <= jnp.maximum(GAIN, near), climb.idle + 1, 0), climb.idle
+        stepped, jnp.where(gain <= jnp.maximum(MIN_GAIN, rounding), climb.idle + 1, 0), climb.idle
     )
     steps = climb.steps + stepped
 
-    failed = known & ~better & (climb.share <= SHORTEST)
-    unit = jnp.sqrt(positive(at.curvature))
-    memory = where(looked | failed, _lbfgs().init(at.x), climb.memory)
-    ahead, slope, after = _ahead(at, unit, memory)
-    turned = better | failed
-    direction, slope = where(turned, (ahead, slope), (climb.direction, climb.slope))
-    share = jnp.where(turned, 1.0, SHORTER * climb.share)
+    failed = known & ~better & (climb.share <= MIN_SHARE)
+    unit = jnp.sqrt(nonzero(at.curvature))
+    memory = where(had_diagonal | failed, _lbfgs().init(at.x), climb.memory)
+    new_direction, slope, after = _lbfgs_direction(at, unit, memory)
+    turn = better | failed
+    direction, slope = where(turn, (new_direction, slope), (climb.direction, climb.slope))
+    share = jnp.where(turn, 1.0, BACKTRACK * climb.share)
 
     stuck = failed & (climb.memory.count <= 1)
-    lost = ~known & ~fine & ((climb.tried >= HALVINGS) | (climb.trial == 0).all())
-    done = (idle >= IDLE) | stuck | lost
-    if most is not None:
-        done |= climb.tried + 1 >= most
-    afresh = stepped & (steps >= AFRESH) & (jnp.bitwise_count(steps) == 1)
-    found = known | fine
-    closer = ~found | done | afresh
+    lost = ~known & ~finite & ((climb.tried >= MAX_HALVINGS) | (climb.trial == 0).all())
+    done = (idle >= MAX_IDLE) | stuck | lost
+    if max_places is not None:
+        done |= climb.tried + 1 >= max_places
+    refresh = stepped & (steps >= FIRST_REFRESH) & (jnp.bitwise_count(steps) == 1)
+    found = known | finite
+    with_diagonal = ~found | done | refresh
     # From a start at which something is not finite, halfway back to zero.
     trial = jnp.where(found, at.x + share * direction, 0.5 * climb.trial)
-    trial = jnp.where(found & closer, at.x, trial)
-    memory = where(turned, after, memory)
-    rests, no, tried = idle >= IDLE, climb.left, climb.tried + 1
+    trial = jnp.where(found & with_diagonal, at.x, trial)
+    memory = where(turn, after, memory)
+    rests, no, tried = idle >= MAX_IDLE, climb.left, climb.tried + 1
     after = WideState(
         at,
         found,
@@ -211,7 +221,7 @@ def _judged(climb: WideState, here: Place, most: int | None) -> WideState:
         slope,
         share,
         memory,
-        closer,
+        with_diagonal,
         steps,
         idle,
         done,
@@ -219,25 +229,25 @@ def _judged(climb: WideState, here: Place, most: int | None) -> WideState:
         no,
         tried,
     )
-    curvature = jnp.where(fine, here.curvature, best.curvature)
-    over = climb._replace(best=best._replace(curvature=curvature), left=jnp.array(True))
-    return where(climb.done, where(climb.left, climb, over), after)
+    curvature = jnp.where(finite, trial_point.curvature, best.curvature)
+    left = climb._replace(best=best._replace(curvature=curvature), left=jnp.array(True))
+    return where(climb.done, where(climb.left, climb, left), after)
 
 
-def _ahead(
-    at: Place, unit: Array, memory: optax.ScaleByLBFGSState
+def _lbfgs_direction(
+    at: Expansion, unit: Array, memory: optax.ScaleByLBFGSState
 ) -> tuple[Array, Array, optax.OptState]:
     """Return the direction to go on in, the slope along it, and L-BFGS's memory after it."""
     downhill, after = _lbfgs().update(-at.gradient / unit, memory, at.x * unit)
-    ahead = -downhill / unit
-    plain = at.gradient / unit
-    plain = plain / jnp.maximum(jnp.linalg.norm(plain), 1.0) / unit
-    uphill = all_finite(ahead) & (at.gradient @ ahead > 0)
-    ahead = jnp.where(uphill, ahead, plain)
-    return ahead, at.gradient @ ahead, after
+    direction = -downhill / unit
+    gradient_step = at.gradient / unit
+    gradient_step = gradient_step / jnp.maximum(jnp.linalg.norm(gradient_step), 1.0) / unit
+    uphill = all_finite(direction) & (at.gradient @ direction > 0)
+    direction = jnp.where(uphill, direction, gradient_step)
+    return direction, at.gradient @ direction, after
 
 
-def positive(diagonal: Array) -> Array:
+def nonzero(diagonal: Array) -> Array:
     """Return curvatures of coordinates, none of them zero."""
     size = jnp.abs(diagonal)
     return jnp.where(size > 0, size, 1.0)

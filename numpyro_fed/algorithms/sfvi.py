@@ -28,10 +28,10 @@ from numpyro_fed.algorithms.base import (
     Exchange,
     FederatedAlgorithm,
     Info,
-    OwnParams,
     Reply,
     Round,
     SharedParams,
+    SiloParams,
     WarmStart,
     ascend,
 )
@@ -66,7 +66,7 @@ class SiloState(NamedTuple):
     is from where they measure the globals, where a silo may be left out of a round.
     """
 
-    params: OwnParams
+    params: SiloParams
     opt_state: Any
     frames: dict[str, Gaussian]
     centre: Array | None = None
@@ -75,17 +75,21 @@ class SiloState(NamedTuple):
 class Down(NamedTuple):
     """A message of the server: parameters, and draws of the globals (particles, dim).
 
-    ``seen`` are the draws as local guides measure them, where any guide does.
+    ``coordinates`` are the draws as local guides measure them, where any guide does.
     """
 
     theta: dict[str, Any]
     z_G: Array
-    seen: Coordinates | tuple[()]
+    coordinates: Coordinates | tuple[()]
 
 
-def measured(down: Down) -> Coordinates:
+def coordinates_of(down: Down) -> Coordinates:
     """Return the draws as local guides measure them; anything, where none does."""
-    return down.seen if isinstance(down.seen, Coordinates) else Coordinates(down.z_G, down.z_G[0])
+    return (
+        down.coordinates
+        if isinstance(down.coordinates, Coordinates)
+        else Coordinates(down.z_G, down.z_G[0])
+    )
 
 
 class Up(NamedTuple):
@@ -128,22 +132,22 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
 
     def server_at(self, start: Start) -> ServerState:
         params, frame = start
-        return ServerState(params, self.optim.init(params), convergence.begin(params), frame)
+        return ServerState(params, self.optim.init(params), convergence.init(params), frame)
 
-    def server_from(self, key: Array, begun: StartPoint) -> ServerState:
+    def server_from(self, key: Array, point: StartPoint) -> ServerState:
         """Return the server's state where a run begins."""
-        return self.server_at(self.start_at(key, begun))
+        return self.server_at(self.start_at(key, point))
 
-    def silo_at(self, own: OwnParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
-        kept = jnp.zeros(self.model.dim) if self.in_part and self.guide.uses_globals else None
-        return SiloState(own, self.optim.init(own), frames, kept)
+    def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
+        centre = jnp.zeros(self.model.dim) if self.in_part and self.guide.uses_globals else None
+        return SiloState(params, self.optim.init(params), frames, centre)
 
     def carried_silo(
-        self, key: Array, own: CarriedSilo, begun: StartPoint, data: SiloData
+        self, key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
     ) -> SiloState:
         """Return a silo's state where it begins at an earlier result of its own."""
-        eta = local_guides_of_result(self.guide, own, begun, data)
-        return self.silo_from(own.theta, eta, self.start_at(key, begun))
+        eta = local_guides_of_result(self.guide, carried, point, data)
+        return self.silo_from(carried.theta, eta, self.start_at(key, point))
 
     def server_noise(self, key: Array) -> Array:
         return self.guide.globals.noise(key, self.num_particles)
@@ -151,46 +155,46 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
     def draw(self, params: SharedParams, frame: Frame, eps: Array) -> tuple[Down, Array]:
         """Return what is sent, and the server's own term of the bound."""
         theta = frame.parameters(params.theta)
-        seen, z_G, log_q = self.guide.globals.draws(frame.globals, params.guide, eps)
+        coordinates, z_G, log_q = self.guide.globals.draws(frame.globals, params.guide, eps)
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-        down = Down(theta, z_G, seen if self.guide.uses_globals else ())
+        down = Down(theta, z_G, coordinates if self.guide.uses_globals else ())
         return down, jnp.mean(log_prior - log_q)
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Draw the globals, ask every silo for gradients there, and take a step."""
-        (down, value), pull = jax.vjp(
+        (down, value), vjp = jax.vjp(
             lambda params: self.draw(params, state.frame, noise), state.params
         )
         replies = ask(self.exchange.name, down)
         times = self.num_silos / len(ask.who)
         up = jax.tree.map(lambda a: times * a, replies.up)
-        (gradient,) = pull((up.gradient, jnp.ones_like(value)))
+        (gradient,) = vjp((up.gradient, jnp.ones_like(value)))
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
         total = value + up.bound
-        course = convergence.follow(state.course, -total, params, whitened=self.from_mode)
+        course = convergence.update(state.course, -total, params, whitened=self.from_mode)
         after = state._replace(params=params, opt_state=opt_state, course=course)
         return after, Info(-total, all_finite((total, gradient)))
 
     def silo(
         self, noise: Noise, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        if isinstance(down.seen, Coordinates) and state.centre is not None:
-            now = down.seen.centre
-            params = self.recentred(state, now - state.centre, data)
-            state = state._replace(params=params, centre=now)
-        here, places = drawn(self.minibatches, noise.which, data)
-        frames = rows_at(state.frames, places)
+        if isinstance(down.coordinates, Coordinates) and state.centre is not None:
+            centre_now = down.coordinates.centre
+            params = self.recentred(state, centre_now - state.centre, data)
+            state = state._replace(params=params, centre=centre_now)
+        batch, indices = drawn(self.minibatches, noise.which, data)
+        frames = rows_at(state.frames, indices)
 
-        def term(down: Down, params: OwnParams) -> Array:
+        def term(down: Down, params: SiloParams) -> Array:
             theta = {**down.theta, **params.private}
-            eta = self.guide.placed(frames, rows_at(params.guide, places))
+            eta = self.guide.from_frame(frames, rows_at(params.guide, indices))
 
-            def at(z_G: Array, u: Array, eps: Rows) -> Array:
-                seen = Coordinates(u, centre)
-                return self.bound.value(theta, eta, z_G, seen, eps, here)
+            def at_draw(z_G: Array, u: Array, eps: Rows) -> Array:
+                coordinates = Coordinates(u, centre)
+                return self.bound.value(theta, eta, z_G, coordinates, eps, batch)
 
-            u, centre = measured(down)
-            return jax.vmap(at, (0, 0, 1))(down.z_G, u, noise.rows).mean()
+            u, centre = coordinates_of(down)
+            return jax.vmap(at_draw, (0, 0, 1))(down.z_G, u, noise.rows).mean()
 
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)
         params, opt_state = ascend(self.optim, g_params, state.opt_state, state.params)

@@ -34,12 +34,12 @@ from numpyro_fed.algorithms.base import (
     Exchange,
     FederatedAlgorithm,
     Info,
-    OwnParams,
     Reply,
     Round,
     SharedParams,
+    SiloParams,
     ascend,
-    own_key,
+    key_as_noise,
 )
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.gradients import ByGradients, Start
@@ -78,7 +78,7 @@ class SiloState(NamedTuple):
     the globals from ``centre``, where the silo's own steps have led: an average is elsewhere.
     """
 
-    params: OwnParams
+    params: SiloParams
     opt_state: Any
     shared_opt_state: Any
     centre: Array
@@ -171,14 +171,14 @@ class ForwardKL(Aggregation[Pair]):
 
     def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
         q = Gaussian.from_params(eta)
-        off = q.loc - sent["loc"]
-        return off, q.covariance + _square(off, q.covariance)
+        shift = q.loc - sent["loc"]
+        return shift, q.covariance + _square(shift, q.covariance)
 
     def average(self, message: Pair, weights: Array, sent: GuideParams) -> GuideParams:
-        off, second = message
-        covariance = second - _square(off, second)
+        shift, second = message
+        covariance = second - _square(shift, second)
         root = jnp.sqrt(covariance) if covariance.ndim == 1 else linalg.cholesky(covariance)
-        return Gaussian.of_root(sent["loc"] + off, root).params()
+        return Gaussian.of_root(sent["loc"] + shift, root).params()
 
 
 class ReverseKL(Aggregation[Pair]):
@@ -219,9 +219,9 @@ def aggregation(name: str, kind: str, num_silos: int) -> Aggregation[Any]:
     return others[name]
 
 
-def _square(off: Array, like: Array) -> Array:
+def _square(shift: Array, like: Array) -> Array:
     """Return ``off off'``, or its diagonal where that is what ``like`` is."""
-    return off**2 if like.ndim == 1 else jnp.outer(off, off)
+    return shift**2 if like.ndim == 1 else jnp.outer(shift, shift)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -257,7 +257,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         """Return what silos are asked in a round."""
         combine = self.aggregation.combine
         return Exchange(
-            "sfvi_avg", self.silo, silo_noise=own_key, combine=combine, weighted=self.by_rows
+            "sfvi_avg", self.silo, silo_noise=key_as_noise, combine=combine, weighted=self.by_rows
         )
 
     @cached_property
@@ -287,16 +287,18 @@ class Averaging(ByGradients[ServerState, SiloState]):
 
     def server_at(self, start: Start) -> ServerState:
         params, frame = start
-        return ServerState(params, convergence.begin(params), self.total, frame)
+        return ServerState(params, convergence.init(params), self.total, frame)
 
     @property
     def total(self) -> Array:
         """Return the weight of all silos, where it is known without asking."""
         return jnp.array(0.0 if self.by_rows else float(self.num_silos))
 
-    def silo_at(self, own: OwnParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
-        mine, shared = self.optim.init(own), self.optim.init(start.params)
-        return SiloState(own, mine, shared, jnp.zeros(self.model.dim), frames, start.frame)
+    def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
+        opt_state, shared_opt_state = self.optim.init(params), self.optim.init(start.params)
+        return SiloState(
+            params, opt_state, shared_opt_state, jnp.zeros(self.model.dim), frames, start.frame
+        )
 
     def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         """Send the guide, and put an average of the silos' guides in its place."""
@@ -313,7 +315,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         eta = self.aggregation.average(guide, weights, state.params.guide)
         params = SharedParams(eta, mean(replies.up.theta))
         loss = -mean(replies.up.bound)
-        course = convergence.follow(state.course, loss, params, whitened=self.from_mode)
+        course = convergence.update(state.course, loss, params, whitened=self.from_mode)
         after = state._replace(params=params, course=course)
         return after, Info(loss, all_finite((loss, params)))
 
@@ -326,7 +328,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
     def terms(
         self,
         shared: SharedParams,
-        own: OwnParams,
+        own: SiloParams,
         noise: tuple[Array, Noise],
         state: SiloState,
         data: SiloData,
@@ -334,16 +336,16 @@ class Averaging(ByGradients[ServerState, SiloState]):
         """Return means over particles of the log prior, ``log q`` and the silo's own bound."""
         frame = state.shared_frame
         theta = frame.parameters(shared.theta)
-        seen, z_G, log_q = self.guide.globals.draws(frame.globals, shared.guide, noise[0])
+        coordinates, z_G, log_q = self.guide.globals.draws(frame.globals, shared.guide, noise[0])
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-        here, places = drawn(self.minibatches, noise[1].which, data)
-        local = self.guide.placed(rows_at(state.frames, places), rows_at(own.guide, places))
-        held = {**theta, **own.private}
+        batch, indices = drawn(self.minibatches, noise[1].which, data)
+        local = self.guide.from_frame(rows_at(state.frames, indices), rows_at(own.guide, indices))
+        all_theta = {**theta, **own.private}
 
-        def at(z: Array, u: Array, eps: Rows) -> Array:
-            return self.bound.value(held, local, z, seen._replace(u=u), eps, here)
+        def at_draw(z: Array, u: Array, eps: Rows) -> Array:
+            return self.bound.value(all_theta, local, z, coordinates._replace(u=u), eps, batch)
 
-        bound = jax.vmap(at, (0, 0, 1))(z_G, seen.u, noise[1].rows)
+        bound = jax.vmap(at_draw, (0, 0, 1))(z_G, coordinates.u, noise[1].rows)
         return log_prior.mean(), log_q.mean(), bound.mean()
 
     def silo(
@@ -354,27 +356,27 @@ class Averaging(ByGradients[ServerState, SiloState]):
         start = self.recentred(state, self.centre(down.params) - state.centre, data)
 
         def objective(
-            shared: SharedParams, own: OwnParams, eps: tuple[Array, Noise]
+            shared: SharedParams, own: SiloParams, eps: tuple[Array, Noise]
         ) -> tuple[Array, Array]:
             log_prior, log_q, bound = self.terms(shared, own, eps, state, data)
-            seen = log_prior - log_q + scale * bound
+            value = log_prior - log_q + scale * bound
             if self.aggregation.scaled:
-                return seen, seen
-            return log_prior / self.num_silos - log_q + bound, seen
+                return value, value
+            return log_prior / self.num_silos - log_q + bound, value
 
         def step(carry: tuple[Any, ...], i: Array) -> tuple[tuple[Any, ...], Array]:
             shared, shared_opt, own, own_opt = carry
             eps = self.noise(noise, i, state)
-            pair, seen = jax.grad(objective, (0, 1), has_aux=True)(shared, own, eps)
+            pair, value = jax.grad(objective, (0, 1), has_aux=True)(shared, own, eps)
             shared, shared_opt = ascend(self.optim, pair[0], shared_opt, shared)
             own, own_opt = ascend(self.optim, pair[1], own_opt, own)
-            return (shared, shared_opt, own, own_opt), seen
+            return (shared, shared_opt, own, own_opt), value
 
-        begun = (down.params, state.shared_opt_state, start, state.opt_state)
+        carry = (down.params, state.shared_opt_state, start, state.opt_state)
         steps = jnp.arange(self.local_steps)
-        (shared, shared_opt, own, own_opt), seen = jax.lax.scan(step, begun, steps)
+        (shared, shared_opt, own, own_opt), value = jax.lax.scan(step, carry, steps)
         message = self.aggregation.message(shared.guide, down.params.guide)
-        up = Up(seen[0], shared.theta, message)
+        up = Up(value[0], shared.theta, message)
         after = state._replace(
             params=own, opt_state=own_opt, shared_opt_state=shared_opt, centre=self.centre(shared)
         )

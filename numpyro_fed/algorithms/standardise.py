@@ -56,13 +56,13 @@ def _round(guide: Guide, name: str, power: int) -> Round:
 
     def run(state: Learning, noise: object, ask: Ask) -> tuple[Learning, Info]:
         theta = dict(state.params.theta)
-        fed = [e.name for e in guide.encoders.values() if e.standardises]
-        replies = ask(name, {encoder: theta[encoder]["shift"] for encoder in fed})
+        names = [e.name for e in guide.encoders.values() if e.standardises]
+        replies = ask(name, {encoder: theta[encoder]["shift"] for encoder in names})
         for encoder, sums in replies.up.items():
             mean = sums.total / sums.number
-            spread = jnp.where(mean > 0, jnp.sqrt(jnp.abs(mean)), 1.0)
-            found = {"shift": mean} if power == 1 else {"scale": spread}
-            theta[encoder] = theta[encoder] | found
+            sd = jnp.where(mean > 0, jnp.sqrt(jnp.abs(mean)), 1.0)
+            units = {"shift": mean} if power == 1 else {"scale": sd}
+            theta[encoder] = theta[encoder] | units
         after = state._replace(params=state.params._replace(theta=theta))
         return after, Info(jnp.zeros(()), jnp.array(True))
 

@@ -400,8 +400,8 @@ class Categorical(_OverSupport):
         def at(i: Array, value: Array) -> Array:
             return f(first.at[i].set(value))
 
-        every = jax.vmap(jax.vmap(at, (None, 0)), (0, None))
-        table = every(jnp.arange(self.dim), jnp.arange(self.k))
+        tabulate = jax.vmap(jax.vmap(at, (None, 0)), (0, None))
+        table = tabulate(jnp.arange(self.dim), jnp.arange(self.k))
         return {"logits": (table - table[:, :1]).reshape(*self.batch_shape, self.k)}
 
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
@@ -437,8 +437,8 @@ def _inverse_slopes(k: int) -> np.ndarray:
 
 def _excess(x: Array) -> Array:
     """Return ``x trigamma(x) - 1``, above 16 by its series, where the difference would cancel."""
-    far = jnp.maximum(x, 16.0)
-    series = (0.5 + (1 / 6 - (1 / 30 - 1 / (42 * far**2)) / far**2) / far) / far
+    large = jnp.maximum(x, 16.0)
+    series = (0.5 + (1 / 6 - (1 / 30 - 1 / (42 * large**2)) / large**2) / large) / large
     return jnp.where(x > 16.0, series, x * polygamma(1, x) - 1)
 
 

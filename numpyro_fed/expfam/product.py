@@ -162,18 +162,23 @@ class Product(Family[Tree]):
         return jnp.stack(list(self._each("proper", eta).values())).all()
 
     def fit(self, f: Callable[[Array], Array]) -> Natural:
-        def along(index: Index) -> Callable[[Array], Array]:
+        def on_coordinates(index: Index) -> Callable[[Array], Array]:
             return lambda z: f(jnp.zeros(self.dim).at[index].set(z))
 
-        return {name: family.fit(along(index)) for name, (index, family) in self.members.items()}
+        return {
+            name: family.fit(on_coordinates(index))
+            for name, (index, family) in self.members.items()
+        }
 
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
         gradient = jax.grad(f)(self.ordinary(eta))
 
-        def along(name: str) -> Callable[[Ordinary], Array]:
+        def linear(name: str) -> Callable[[Ordinary], Array]:
             return lambda psi: inner(gradient[name], psi)
 
-        return {name: f.dual_gradient(along(name), eta[name]) for name, f in self._families.items()}
+        return {
+            name: f.dual_gradient(linear(name), eta[name]) for name, f in self._families.items()
+        }
 
     def move(self, psi: Ordinary, gradient: Tree) -> Array:
         parts = self._each("move", psi, gradient)
@@ -188,8 +193,8 @@ class Product(Family[Tree]):
         return self._total("kl", eta_q, eta_p)
 
     def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
-        own = {name: curvature[np.ix_(at, at)] for name, at in self._places.items()}
-        return self._each("around", self._cut(z), self._cut(gradient), own)
+        blocks = {name: curvature[np.ix_(at, at)] for name, at in self._places.items()}
+        return self._each("around", self._cut(z), self._cut(gradient), blocks)
 
     def marginal(
         self, eta: Natural, index: Index, shape: tuple[int, ...], event_dim: int
@@ -198,8 +203,8 @@ class Product(Family[Tree]):
         for name, places in self._places.items():
             if np.isin(wanted, places).all():
                 sorter = np.argsort(places)
-                own = sorter[np.searchsorted(places, wanted, sorter=sorter)]
-                return self._families[name].marginal(eta[name], own, shape, event_dim)
+                positions = sorter[np.searchsorted(places, wanted, sorter=sorter)]
+                return self._families[name].marginal(eta[name], positions, shape, event_dim)
         raise ValueError(f"no single member of {list(self.members)} has the coordinates {index}.")
 
     def standard(self, psi: Ordinary) -> Ordinary:

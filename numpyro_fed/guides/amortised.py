@@ -24,8 +24,8 @@ from numpyro_fed.trees import Tree
 
 HIDDEN = 64  # units, of a network for rows
 READS_UP_TO = 32  # globals, that the default network reads
-SMALLER = 0.1  # of the usual weights of the last layer, so that rows begin alike
-LARGEST, LEAST = 5.0, -10.0  # log scale: draws far out must not overflow
+LAST_LAYER_SCALE = 0.1  # of the usual weights of the last layer, so that rows begin alike
+MAX_LOG_SCALE, MIN_LOG_SCALE = 5.0, -10.0  # log scale: draws far out must not overflow
 
 Row = Mapping[str, tuple[tuple[int, ...], Any]]  # shape of one row, and dtype, of each array
 
@@ -142,20 +142,22 @@ class Encoder(ABC):
     ) -> GuideParams:
         """Return the parameters of the plate's guide."""
         loc, log_scale = self.outputs(phi, theta, z_G, data)
-        return {"loc": loc, "log_scale": jnp.clip(log_scale, LEAST, LARGEST)}
+        return {"loc": loc, "log_scale": jnp.clip(log_scale, MIN_LOG_SCALE, MAX_LOG_SCALE)}
 
-    def named(self, module: object) -> dict[str, Array]:
+    def arrays_by_path(self, module: object) -> dict[str, Array]:
         """Return the learnt arrays of a module of this kind, by their paths."""
         leaves, _ = jax.tree.flatten_with_path(_learnt(module))
         return {jax.tree_util.keystr(path).lstrip("."): a for path, a in leaves}
 
-    def called(self, phi: dict[str, Array], *args: object) -> Any:
+    def apply(self, phi: dict[str, Array], *args: object) -> Any:
         """Return what the network says, with these parameters."""
         from numpyro.contrib.module import eqx_module
 
         learnt = _learnt(self.module)
-        given = jax.tree.unflatten(jax.tree.structure(learnt), [phi[n] for n in self.named(learnt)])
-        with TRACING, handlers.block(), handlers.substitute(data={f"{self.name}$params": given}):
+        params = jax.tree.unflatten(
+            jax.tree.structure(learnt), [phi[n] for n in self.arrays_by_path(learnt)]
+        )
+        with TRACING, handlers.block(), handlers.substitute(data={f"{self.name}$params": params}):
             return eqx_module(self.name, self.module)(*args)
 
 
@@ -180,7 +182,7 @@ class OwnEncoder(Encoder):
     def init(self, key: Array) -> dict[str, Array]:
         fresh = _network(self.width + self.reads, self.dim, self.hidden, key)
         units = {"shift": jnp.zeros(self.width), "scale": jnp.ones(self.width)}
-        return self.named(fresh) | units
+        return self.arrays_by_path(fresh) | units
 
     def features(self, data: SiloData) -> Array:
         rows = [jnp.asarray(data.arrays[key], float) for key in self.row]
@@ -191,7 +193,7 @@ class OwnEncoder(Encoder):
     ) -> tuple[Array, Array]:
         shift, scale = stop_gradient((phi["shift"], phi["scale"]))
         x, read = jnp.arcsinh((self.features(data) - shift) / scale), z_G[: self.reads]
-        out = jax.vmap(lambda x: self.called(phi, jnp.concatenate([x, read])))(x)
+        out = jax.vmap(lambda x: self.apply(phi, jnp.concatenate([x, read])))(x)
         return out[:, : self.dim], jnp.log(self.init_scale) + out[:, self.dim :]
 
 
@@ -200,26 +202,26 @@ class GivenEncoder(Encoder):
     """The user's own network, which is called with a row and the globals on their supports."""
 
     def init(self, key: Array) -> dict[str, Array]:
-        return {name: jnp.asarray(a) for name, a in self.named(self.module).items()}
+        return {name: jnp.asarray(a) for name, a in self.arrays_by_path(self.module).items()}
 
     def outputs(
         self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
     ) -> tuple[Array, Array]:
         values = self.fm.constrain_global(theta, z_G)
         rows = {key: jnp.asarray(data.arrays[key]) for key in self.row}
-        return jax.vmap(lambda one: self.called(phi, one, values))(rows)
+        return jax.vmap(lambda row: self.apply(phi, row, values))(rows)
 
     def check(self) -> None:
         """Refuse outputs that are not means and log scales of a row's latents."""
-        one = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in self.row.items()}
+        row = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in self.row.items()}
         fm, phi = self.fm, self.init(jax.random.key(0))
 
-        def run(one: dict[str, Array]) -> Any:
+        def run(row: dict[str, Array]) -> Any:
             theta = fm.init_theta(jax.random.key(0))
-            return self.called(phi, one, fm.constrain_global(theta, jnp.zeros(fm.dim)))
+            return self.apply(phi, row, fm.constrain_global(theta, jnp.zeros(fm.dim)))
 
         try:
-            out = jax.eval_shape(run, one)
+            out = jax.eval_shape(run, row)
             shapes = [tuple(a.shape) for a in out] if isinstance(out, tuple | list) else out.shape
         except Exception as error:
             raise GuideError(
@@ -259,9 +261,9 @@ def encoder(
             "locals='full'."
         )
     if spec.encoder is not None:
-        given = GivenEncoder(plate, fm, dim, row, spec.encoder)
-        given.check()
-        return given
+        user_encoder = GivenEncoder(plate, fm, dim, row, spec.encoder)
+        user_encoder.check()
+        return user_encoder
     hidden, reads = spec.hidden or HIDDEN, fm.dim if fm.dim <= READS_UP_TO else 0
     width = sum(math.prod(shape) for shape, _ in row.values())
     module = _network(width + reads, dim, hidden, jax.random.key(0))
@@ -286,13 +288,15 @@ def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> Federa
 
     def init_theta(key: Array) -> dict[str, Any]:
         keys = jax.random.split(jax.random.fold_in(key, 1), len(encoders))
-        own = {e.name: e.init(k) for e, k in zip(encoders.values(), keys, strict=True)}
-        return fm.init_theta(key) | own
+        encoder_params = {e.name: e.init(k) for e, k in zip(encoders.values(), keys, strict=True)}
+        return fm.init_theta(key) | encoder_params
 
     def constrain_theta(theta: dict[str, Any]) -> dict[str, Any]:
         names = {e.name for e in encoders.values()}
-        own = {name: theta[name] for name in names & set(theta)}
-        return fm.constrain_theta({k: v for k, v in theta.items() if k not in names}) | own
+        encoder_params = {name: theta[name] for name in names & set(theta)}
+        return (
+            fm.constrain_theta({k: v for k, v in theta.items() if k not in names}) | encoder_params
+        )
 
     return fm._replace(init_theta=init_theta, constrain_theta=constrain_theta)
 
@@ -310,5 +314,7 @@ def _network(inputs: int, dim: int, hidden: int, key: Array) -> Any:
 
     net = eqx.nn.MLP(inputs, 2 * dim, hidden, 2, jax.nn.softplus, key=key)
     return eqx.tree_at(
-        lambda n: (n.layers[-1].weight, n.layers[-1].bias), net, replace_fn=lambda a: SMALLER * a
+        lambda n: (n.layers[-1].weight, n.layers[-1].bias),
+        net,
+        replace_fn=lambda a: LAST_LAYER_SCALE * a,
     )

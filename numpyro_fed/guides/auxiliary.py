@@ -20,7 +20,7 @@ from numpyro_fed.guides.base import GuideParams
 HIDDEN = 16  # units, where it is not said
 
 
-class Known(NamedTuple):
+class RowInfo(NamedTuple):
     """A client's knowledge of its rows besides their predictor.
 
     Attributes
@@ -58,21 +58,23 @@ class AuxiliaryGuide(ABC):
         """Return the first parameters."""
 
     @abstractmethod
-    def some(self, psi: GuideParams, rows: Array) -> GuideParams:
+    def take_rows(self, psi: GuideParams, rows: Array) -> GuideParams:
         """Return the parameters of some rows."""
 
     @abstractmethod
-    def given(self, psi: GuideParams, g: Array, known: Known) -> dist.Normal:
+    def distribution(self, psi: GuideParams, g: Array, row_info: RowInfo) -> dist.Normal:
         """Return the distribution for the predictor ``g`` (rows, ...)."""
 
-    def draw(self, psi: GuideParams, g: Array, known: Known, noise: Array) -> tuple[Array, Array]:
+    def draw(
+        self, psi: GuideParams, g: Array, row_info: RowInfo, noise: Array
+    ) -> tuple[Array, Array]:
         """Return a draw from standard normals of its shape, and its log density.
 
         The density sticks the landing: its parameters are stopped.
         """
-        q = self.given(psi, g, known)
+        q = self.distribution(psi, g, row_info)
         z = q.loc + q.scale * noise
-        return z, self.given(stop_gradient(psi), g, known).log_prob(z).sum()
+        return z, self.distribution(stop_gradient(psi), g, row_info).log_prob(z).sum()
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,12 @@ class MeanFieldAuxiliary(AuxiliaryGuide):
     def init(self, key: Array) -> GuideParams:
         return {"loc": jnp.zeros(self.shape), "log_scale": jnp.zeros(self.shape)}
 
-    def some(self, psi: GuideParams, rows: Array) -> GuideParams:
+    def take_rows(self, psi: GuideParams, rows: Array) -> GuideParams:
         return jax.tree.map(lambda a: a[rows], psi)
 
-    def given(self, psi: GuideParams, g: Array, known: Known) -> dist.Normal:
+    def distribution(self, psi: GuideParams, g: Array, row_info: RowInfo) -> dist.Normal:
         scale = self.rho * jnp.exp(psi["log_scale"])
-        return dist.Normal(known.centre + self.rho * psi["loc"], scale)
+        return dist.Normal(row_info.centre + self.rho * psi["loc"], scale)
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,12 @@ class AmortisedAuxiliary(AuxiliaryGuide):
             "offset": jnp.zeros(outputs),
         }
 
-    def some(self, psi: GuideParams, rows: Array) -> GuideParams:
+    def take_rows(self, psi: GuideParams, rows: Array) -> GuideParams:
         return psi
 
-    def given(self, psi: GuideParams, g: Array, known: Known) -> dist.Normal:
+    def distribution(self, psi: GuideParams, g: Array, row_info: RowInfo) -> dist.Normal:
         flat = g.reshape(len(g), self.width)
-        h = jnp.arcsinh(jnp.concatenate([flat, known.response], 1))
+        h = jnp.arcsinh(jnp.concatenate([flat, row_info.response], 1))
         out = jnp.tanh(h @ psi["first"] + psi["bias"]) @ psi["second"] + psi["offset"]
         shift, log_ratio = out[:, : self.width], out[:, self.width :]
         scale = self.rho * jnp.exp(log_ratio.reshape(g.shape))

@@ -94,7 +94,7 @@ class GlobalGuide(ABC, Generic[Eps]):
         z_G = jax.vmap(self.place, (None, 0))(frame, u)
         return Coordinates(u, self.centre(eta)), z_G, log_q - frame.log_det
 
-    def seen(self, frame: Gaussian, eta: GuideParams, z_G: Array) -> Coordinates:
+    def centred_coordinates(self, frame: Gaussian, eta: GuideParams, z_G: Array) -> Coordinates:
         """Return the coordinates of any ``z_G`` (n, dim), and of the guide's centre."""
         u = jax.vmap(self.coordinates, (None, 0))(frame, z_G)
         return Coordinates(u, self.centre(eta))

@@ -76,17 +76,17 @@ def at(guide: GlobalGuide[Array], eta: GuideParams, V: Array, u: Array) -> Array
     return V.T @ guide.standard_noise(eta, u)
 
 
-def carried(guide: GlobalGuide[Array], eta: GuideParams, V: Array) -> Array:
+def from_frame_units(guide: GlobalGuide[Array], eta: GuideParams, V: Array) -> Array:
     """Return what of the shared noise enters a guide's own, where ``V`` is in units of the frame.
 
     The guide may change its own spread, and what it shares with others stays.
     """
     centre = guide.draw(eta, jnp.zeros(len(V)))[0]
 
-    def one(v: Array) -> Array:
+    def transformed_column(v: Array) -> Array:
         return jax.jvp(lambda u: guide.standard_noise(eta, u), (centre,), (v,))[1]
 
-    return jax.vmap(one, 1, 1)(V)
+    return jax.vmap(transformed_column, 1, 1)(V)
 
 
 def log_ratio(shared: GuideParams, b: Array, A: Array) -> Array:

@@ -122,15 +122,15 @@ class Skewed(_GaussianGuide):
     def _inverted(self, eta: GuideParams, u: Array) -> tuple[Array, Array]:
         """Return the noise of which ``u`` is the draw, and the log-scales given it."""
         q, D = Gaussian.from_params(eta), self._coupling(eta)
-        off = q._replace(log_scale=jnp.zeros(self.dim)).standardise(u)
+        residual = q._replace(log_scale=jnp.zeros(self.dim)).standardise(u)
 
-        def one(noise: Array, row: tuple[Array, ...]) -> tuple[Array, Array]:
+        def invert_coordinate(noise: Array, row: tuple[Array, ...]) -> tuple[Array, Array]:
             i, x, s, D_i = row
             log_scale = s + D_i @ noise
             return noise.at[i].set(x * jnp.exp(-log_scale)), log_scale
 
-        rows = (jnp.arange(self.dim), off, q.log_scale, D)
-        return jax.lax.scan(one, jnp.zeros_like(u), rows)
+        rows = (jnp.arange(self.dim), residual, q.log_scale, D)
+        return jax.lax.scan(invert_coordinate, jnp.zeros_like(u), rows)
 
     def standard_noise(self, eta: GuideParams, u: Array) -> Array:
         return self._inverted(eta, u)[0]
@@ -166,17 +166,17 @@ class LowRank(_GaussianGuide):
         return {**first, "factor": jnp.exp(first["log_scale"])[:, None] * factor}
 
     def at(self, eta: GuideParams, noise: Array) -> Array:
-        own, shared = noise[: self.dim], noise[self.dim :]
-        return eta["loc"] + jnp.exp(eta["log_scale"]) * own + eta["factor"] @ shared
+        independent, shared = noise[: self.dim], noise[self.dim :]
+        return eta["loc"] + jnp.exp(eta["log_scale"]) * independent + eta["factor"] @ shared
 
     def log_density(self, eta: GuideParams, u: Array) -> Array:
         """Return it by Woodbury's formula, with :math:`L L' = I + W' e^{-2 s} W`."""
         scale = jnp.exp(eta["log_scale"])
-        off, W = (u - eta["loc"]) / scale, eta["factor"] / scale[:, None]
+        residual, W = (u - eta["loc"]) / scale, eta["factor"] / scale[:, None]
         L = linalg.cholesky(jnp.eye(self.rank) + W.T @ W)
-        shared = linalg.solve(L, W.T @ off)
+        shared = linalg.solve(L, W.T @ residual)
         log_det = eta["log_scale"].sum() + jnp.log(jnp.diagonal(L)).sum()
-        return standard_normal(off).sum() + 0.5 * (shared**2).sum() - log_det
+        return standard_normal(residual).sum() + 0.5 * (shared**2).sum() - log_det
 
     def frame(self, loc: Array, root: Array) -> Gaussian:
         return Gaussian(loc, _conditional_log_scale(root))

@@ -56,14 +56,14 @@ def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide[Array]:
         return LowRank(dim, guide._init_scale, guide.rank or round(dim**0.5))
     if not isinstance(guide, AutoContinuous) or isinstance(guide, AutoLaplaceApproximation):
         raise _refused(kind)
-    found = AutoFlow(dim, guide)
+    flow = AutoFlow(dim, guide)
     try:
-        base = found.base
+        base = flow.base
     except NotImplementedError as error:
         raise _refused(kind) from error
     if base.event_shape != (dim,) or base.batch_shape:
         raise _refused(kind)
-    return found
+    return flow
 
 
 @dataclass(frozen=True, eq=False)

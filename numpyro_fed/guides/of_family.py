@@ -41,9 +41,9 @@ class FamilyGuide(GlobalGuide[Eps]):
 
     def draws(self, frame: Gaussian, eta: Natural, noise: Eps) -> tuple[Coordinates, Array, Array]:
         z_G, log_q = jax.vmap(self.draw, (None, 0))(eta, noise)
-        return self.seen(frame, eta, z_G), z_G, log_q
+        return self.centred_coordinates(frame, eta, z_G), z_G, log_q
 
-    def seen(self, frame: Gaussian, eta: Natural, z_G: Array) -> Coordinates:
+    def centred_coordinates(self, frame: Gaussian, eta: Natural, z_G: Array) -> Coordinates:
         return Coordinates(frame.standardise(z_G), frame.standardise(self.centre(eta)))
 
     def density(self, frame: Gaussian, eta: Natural, z_G: Array) -> Array:

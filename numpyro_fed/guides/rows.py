@@ -77,16 +77,16 @@ class LocalGuide:
     def log_q(self, eta: GuideParams, above: Array, z: Array) -> Array:
         """Return the log density (rows,) at ``z`` (rows, dim)."""
         q = self._given(eta, above)
-        off = q.standardise(z.reshape(q.loc.shape)).reshape(z.shape)
+        residual = q.standardise(z.reshape(q.loc.shape)).reshape(z.shape)
         log_scale = q.log_scale.reshape(z.shape)
-        return (standard_normal(off) - log_scale).sum(-1)
+        return (standard_normal(residual) - log_scale).sum(-1)
 
     def recentre(self, eta: GuideParams, above: Array) -> GuideParams:
         """Return the same guide where what stands above is measured from ``above``."""
         loc, log_scale = self._mean_and_log_scale(eta, above)
         return {**eta, "loc": loc, "log_scale": log_scale}
 
-    def around(self, mode: Array, precision: Array) -> GuideParams:
+    def from_mode(self, mode: Array, precision: Array) -> GuideParams:
         """Return the normal distribution with this mode (rows, dim), without couplings.
 
         ``precision`` is a matrix for each row (rows, dim, dim), or one for all where the guide is
@@ -97,17 +97,17 @@ class LocalGuide:
         shape = (mode.size,) if self.joint else mode.shape
         return self._params(Gaussian.of_precision(mode.reshape(shape), precision), mode.shape)
 
-    def framed(self, eta: GuideParams) -> tuple[Gaussian, GuideParams]:
+    def to_frame(self, eta: GuideParams) -> tuple[Gaussian, GuideParams]:
         """Return the guide as a frame of the rows, without couplings, and the guide in there."""
-        frame, still = self._gaussian(eta), jax.tree.map(jnp.zeros_like, eta)
+        frame, inside = self._gaussian(eta), jax.tree.map(jnp.zeros_like, eta)
         if self.couple_mean:
             C = eta["mean_coupling"]
-            still["mean_coupling"] = frame.solve(C.reshape(*frame.loc.shape, -1)).reshape(C.shape)
+            inside["mean_coupling"] = frame.solve(C.reshape(*frame.loc.shape, -1)).reshape(C.shape)
         if self.couple_scale:
-            still["scale_coupling"] = eta["scale_coupling"]
-        return frame, still
+            inside["scale_coupling"] = eta["scale_coupling"]
+        return frame, inside
 
-    def placed(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
+    def from_frame(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
         """Return the parameters in ``z`` of the guide that is ``eta`` in a frame of the rows."""
         shape, q = eta["loc"].shape, self._gaussian(eta)
         after = self._params(frame.compose(q), shape)
@@ -121,7 +121,7 @@ class LocalGuide:
     def with_couplings(self, eta: GuideParams, f: Callable[[Array], Array]) -> GuideParams:
         """Return the guide with ``f`` of its couplings (rows, dim, width)."""
         couplings = {"mean_coupling": self.couple_mean, "scale_coupling": self.couple_scale}
-        return {**eta, **{name: f(eta[name]) for name, there in couplings.items() if there}}
+        return {**eta, **{name: f(eta[name]) for name, coupled in couplings.items() if coupled}}
 
     def _mean_and_log_scale(self, eta: GuideParams, above: Array) -> tuple[Array, Array]:
         loc, log_scale = eta["loc"], eta["log_scale"]

@@ -174,7 +174,7 @@ class Guide:
         self,
         plate: str,
         eta: dict[str, GuideParams],
-        away: Array,
+        offset: Array,
         z_outer: Rows,
         data: SiloData,
     ) -> Array:
@@ -183,20 +183,22 @@ class Guide:
         ``away`` (dim,) is how far the globals are from there.
         """
         if plate in self.outer or not self.outer:
-            return away
+            return offset
         offsets = [data.masked(p, z_outer[p] - eta[p]["loc"]).ravel() for p in self.outer]
-        return jnp.concatenate([away, *offsets])
+        return jnp.concatenate([offset, *offsets])
 
     def recentre(
-        self, eta: dict[str, GuideParams], away: Array, data: SiloData
+        self, eta: dict[str, GuideParams], offset: Array, data: SiloData
     ) -> dict[str, GuideParams]:
         """Return the same local guides where they measure the globals from ``away`` (dim,) further
         on.
         """
-        above = self.centres(eta, away, data)
+        above = self.centres(eta, offset, data)
         return {p: self.locals[p].recentre(eta[p], above[p]) for p in eta}
 
-    def centres(self, eta: dict[str, GuideParams], away: Array, data: SiloData) -> dict[str, Array]:
+    def centres(
+        self, eta: dict[str, GuideParams], offset: Array, data: SiloData
+    ) -> dict[str, Array]:
         """Return what the rows of each plate are coupled to (width,), globals ``away`` (dim,).
 
         Outer plates are at the centres of their guides given these globals.
@@ -204,7 +206,7 @@ class Guide:
         above: dict[str, Array] = {}
         z_outer: dict[str, Array] = {}
         for p in (*self.outer, *self.rows):
-            above[p] = self.above(p, eta, away, z_outer, data)
+            above[p] = self.above(p, eta, offset, z_outer, data)
             if p in self.outer:
                 z_outer[p] = self.locals[p].recentre(eta[p], above[p])["loc"]
         return above
@@ -218,23 +220,25 @@ class Guide:
         """
         if not eta:
             return eta
-        width, (_, pull) = len(at), jax.vjp(f, at)
+        width, (_, vjp) = len(at), jax.vjp(f, at)
 
-        def turned(C: Array) -> Array:
+        def transformed(C: Array) -> Array:
             rows = C[..., :width].reshape(-1, width)
-            own = jax.vmap(lambda row: pull(row)[0])(rows).reshape(*C.shape[:-1], width)
-            return jnp.concatenate([own, C[..., width:]], -1)
+            params = jax.vmap(lambda row: vjp(row)[0])(rows).reshape(*C.shape[:-1], width)
+            return jnp.concatenate([params, C[..., width:]], -1)
 
-        return {p: self.locals[p].with_couplings(own, turned) for p, own in eta.items()}
+        return {p: self.locals[p].with_couplings(params, transformed) for p, params in eta.items()}
 
-    def framed(
+    def to_frame(
         self, eta: dict[str, GuideParams]
     ) -> tuple[dict[str, Gaussian], dict[str, GuideParams]]:
         """Return local guides as frames of the rows, and the guides in there."""
-        found = {p: self.locals[p].framed(own) for p, own in eta.items()}
-        return {p: f for p, (f, _) in found.items()}, {p: own for p, (_, own) in found.items()}
+        pairs = {p: self.locals[p].to_frame(params) for p, params in eta.items()}
+        return {p: f for p, (f, _) in pairs.items()}, {
+            p: params for p, (_, params) in pairs.items()
+        }
 
-    def placed(
+    def from_frame(
         self, frames: Mapping[str, Gaussian], eta: dict[str, GuideParams]
     ) -> dict[str, GuideParams]:
         """Return the parameters in ``z`` of local guides in frames of the rows.
@@ -242,8 +246,8 @@ class Guide:
         Rows of a plate without a frame are what they are.
         """
         return {
-            p: self.locals[p].placed(frames[p], own) if p in frames else own
-            for p, own in eta.items()
+            p: self.locals[p].from_frame(frames[p], params) if p in frames else params
+            for p, params in eta.items()
         }
 
     def of_rows(
@@ -333,7 +337,7 @@ def resolve(
     with_latents = [p for p in fm.plates if p.dim]
     width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
 
-    def of(p: Plate) -> PlateGuide:
+    def plate_guide(p: Plate) -> PlateGuide:
         width = fm.dim + (0 if p.outer else width_outer)
         kind = _local_covariance(spec, fm, p.name, p.dim, largest[p.name] * p.dim)
         if kind == AMORTISED:
@@ -347,7 +351,7 @@ def resolve(
         )
 
     kind, rank = _global_kind(spec, fm, at_mode)
-    return GuideConfig(kind, rank, tuple(map(of, with_latents)))
+    return GuideConfig(kind, rank, tuple(map(plate_guide, with_latents)))
 
 
 def build(spec: Spec | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
@@ -365,18 +369,18 @@ def build_resolved(
 ) -> Guide:
     """Return the guide; ``row_of`` says what arrays a row of a plate has."""
     spec = _structured(spec)
-    dims, first = {p.name: p.dim for p in fm.plates}, spec.init_scale
+    dims, init_scale = {p.name: p.dim for p in fm.plates}, spec.init_scale
     locals_: dict[str, LocalGuide] = {}
     encoders: dict[str, Encoder] = {}
     for plate, covariance, mean, scale in resolved.locals:
         dim = dims[plate]
         if covariance != AMORTISED:
-            locals_[plate] = LocalGuide(dim, covariance, mean, scale, first)
+            locals_[plate] = LocalGuide(dim, covariance, mean, scale, init_scale)
             continue
-        locals_[plate] = AmortisedLocals(dim, "diagonal", False, False, first)
+        locals_[plate] = AmortisedLocals(dim, "diagonal", False, False, init_scale)
         if row_of is not None:
-            asked = _local_spec(spec, fm, plate)
-            encoders[plate] = encoder(asked, fm, plate, dim, row_of(plate), first)
+            kind = _local_spec(spec, fm, plate)
+            encoders[plate] = encoder(kind, fm, plate, dim, row_of(plate), init_scale)
     return Guide(fm, _globals_of(spec, resolved, fm), locals_, spec.init_loc_fn, encoders)
 
 

@@ -22,9 +22,9 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Ordinary
-from numpyro_fed.local.base import Noise, Own, Problem, free_energy
+from numpyro_fed.local.base import Noise, Problem, SiloPart, free_energy
 
-FEW, MANY = 8, 64  # estimates of a step that are averaged: at least, and at most
+MIN_ESTIMATES, MAX_ESTIMATES = 8, 64  # estimates of a step that are averaged: at least, and at most
 PARTICLES = 16  # draws in each where no minibatches are asked for; two else, on all rows
 
 
@@ -57,7 +57,7 @@ class AtRest:
 
     family: Family[Any]
     tolerance: float
-    most: int = MANY
+    most: int = MAX_ESTIMATES
 
     def begin(self) -> Tally:
         """Return the tally of no estimates."""
@@ -74,12 +74,12 @@ class AtRest:
         """Return whether it takes another estimate to tell."""
         far = (jnp.abs(tally.mean) > self.tolerance + 4 * tally.error).any()
         close = (tally.error <= self.tolerance / 4).all()
-        return (tally.number < FEW) | ((tally.number < self.most) & ~far & ~close)
+        return (tally.number < MIN_ESTIMATES) | ((tally.number < self.most) & ~far & ~close)
 
     def arrived(self, tally: Tally) -> Array:
         """Return whether steps on the way may end: four times as strict as the verdict."""
         close = jnp.abs(tally.mean) + tally.error <= self.tolerance / 2
-        return (tally.number >= FEW) & close.all()
+        return (tally.number >= MIN_ESTIMATES) & close.all()
 
     def holds(self, tally: Tally) -> Array:
         """Return the verdict: whether the step would move nothing."""
@@ -88,9 +88,9 @@ class AtRest:
 
 
 def maximised(
-    problem: Problem[Own],
+    problem: Problem[SiloPart],
     psi: Ordinary,
-    own: Own,
+    silo_part: SiloPart,
     key: Array,
     tolerance: float,
     *,
@@ -101,11 +101,11 @@ def maximised(
     """Return whether the local free energy is largest at ``psi``, up to ``tolerance``.
 
     See :class:`AtRest`. ``work`` bounds how often a row is looked at; where that is too little for
-    ``FEW`` estimates nobody can know, and the answer is no.
+    ``MIN_ESTIMATES`` estimates nobody can know, and the answer is no.
     """
     family, eta = problem.family, problem.family.natural(psi)
-    most = int(min(MANY, work // (particles * max(problem.rows, 1))))
-    if most < FEW:
+    most = int(min(MAX_ESTIMATES, work // (particles * max(problem.rows, 1))))
+    if most < MIN_ESTIMATES:
         return jnp.array(False)
 
     if problem.divergence is None:
@@ -117,15 +117,17 @@ def maximised(
     def excess(psi: Ordinary, noise: Noise) -> Array:
         """Return what the silo's likelihood has more than its factor: nothing, at best."""
         if alpha > 0:
-            return free_energy(problem, psi, own, noise, alpha=alpha)[0]
-        z, log_lik = problem.log_lik(psi, own, noise, False)
-        known = jax.vmap(lambda z: expfam.inner(factor, family.statistics(z)))(z)
-        return (log_lik - known).mean()
+            return free_energy(problem, psi, silo_part, noise, alpha=alpha)[0]
+        z, log_lik = problem.log_lik(psi, silo_part, noise, False)
+        factor_terms = jax.vmap(lambda z: expfam.inner(factor, family.statistics(z)))(z)
+        return (log_lik - factor_terms).mean()
 
     def move(i: Array) -> Array:
         noise = problem.noise(jax.random.fold_in(key, i), particles, None)
         return family.move(psi, jax.grad(excess)(psi, noise))
 
-    rest = AtRest(family, tolerance, most)
-    tally = jax.lax.while_loop(rest.wants_more, lambda t: rest.add(t, move(t.number)), rest.begin())
-    return rest.holds(tally)
+    judge = AtRest(family, tolerance, most)
+    tally = jax.lax.while_loop(
+        judge.wants_more, lambda t: judge.add(t, move(t.number)), judge.begin()
+    )
+    return judge.holds(tally)

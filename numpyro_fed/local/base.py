@@ -16,7 +16,7 @@ from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.trees import Tree, drop_weak_types
 
-Own = TypeVar("Own")
+SiloPart = TypeVar("SiloPart")
 Search = tuple[Array, Tree, optax.OptState, Array, Array, Array]  # what L-BFGS carries along
 
 
@@ -28,7 +28,7 @@ class Noise(NamedTuple):
     which: Array | None
 
 
-class Problem(NamedTuple, Generic[Own]):
+class Problem(NamedTuple, Generic[SiloPart]):
     """A silo's local free energy, ready to be maximised.
 
     Attributes
@@ -38,10 +38,10 @@ class Problem(NamedTuple, Generic[Own]):
         Natural parameters of the posterior without the silo's factor; it may be improper.
     start : psi
         Where ``q`` starts, in ordinary parameters.
-    own : pytree
+    silo_part : pytree
         What the silo keeps to itself: private parameters and its local guide.
     noise : (key, particles, batch_size or None) -> Noise
-    log_lik : (psi, own, noise, plain) -> (z, values)
+    log_lik : (psi, silo_part, noise, plain) -> (z, values)
         Draws (particles, dim) and the bound on the silo's log likelihood at each. The gradient of
         a ``plain`` one is the derivative of its value.
     likelihood : () -> (eta, misfit)
@@ -52,7 +52,7 @@ class Problem(NamedTuple, Generic[Own]):
         How many rows the silo has.
     divergence : (eta_q, eta_cavity) -> () or None
         In place of KL.
-    framed : own -> (inside, placed)
+    to_frame : silo_part -> (inside, from_frame)
         The silo's own part in coordinates in which it is about standard, and the way back.
     near : bool
         Whether ``start`` is near the optimum, and steps are in its own coordinates.
@@ -61,57 +61,67 @@ class Problem(NamedTuple, Generic[Own]):
     family: Family[Any]
     cavity: Natural
     start: Ordinary
-    own: Own
+    silo_part: SiloPart
     noise: Callable[[Array, int, int | None], Noise]
-    log_lik: Callable[[Ordinary, Own, Noise, bool], tuple[Array, Array]]
+    log_lik: Callable[[Ordinary, SiloPart, Noise, bool], tuple[Array, Array]]
     likelihood: Callable[[], tuple[Natural, Callable[[Ordinary], Array]]]
     rows: int
     divergence: Callable[[Natural, Natural], Array] | None
-    framed: Callable[[Own], tuple[Own, Callable[[Own], Own]]] = lambda own: (own, lambda own: own)
+    to_frame: Callable[[SiloPart], tuple[SiloPart, Callable[[SiloPart], SiloPart]]] = (
+        lambda silo_part: (silo_part, lambda silo_part: silo_part)
+    )
     near: bool = False
 
-    def standardised(self) -> tuple[Problem[Own], Callable[[Solution[Own]], Solution[Own]]]:
+    def standardised(
+        self,
+    ) -> tuple[Problem[SiloPart], Callable[[Solution[SiloPart]], Solution[SiloPart]]]:
         """Return the same problem in coordinates where its start is standard, and the way back."""
-        family, frame, (inside_own, placed) = self.family, self.start, self.framed(self.own)
+        family, frame, (inside_part, from_frame) = (
+            self.family,
+            self.start,
+            self.to_frame(self.silo_part),
+        )
 
-        def log_lik(psi: Ordinary, own: Own, noise: Noise, plain: bool) -> tuple[Array, Array]:
-            _, values = self.log_lik(family.moved(frame, psi), placed(own), noise, plain)
+        def log_lik(
+            psi: Ordinary, silo_part: SiloPart, noise: Noise, plain: bool
+        ) -> tuple[Array, Array]:
+            _, values = self.log_lik(family.moved(frame, psi), from_frame(silo_part), noise, plain)
             return jax.vmap(family.draw, (None, 0))(psi, noise.globals), values
 
         def divergence(eta: Natural, cavity: Natural) -> Array:
-            back = (family.out_of(frame, eta), family.out_of(frame, cavity))
-            return self.divergence(*back) if self.divergence else jnp.zeros(())
+            back_solution = (family.out_of(frame, eta), family.out_of(frame, cavity))
+            return self.divergence(*back_solution) if self.divergence else jnp.zeros(())
 
-        def back(found: Solution[Own]) -> Solution[Own]:
+        def back_solution(found: Solution[SiloPart]) -> Solution[SiloPart]:
             eta = family.out_of(frame, found.eta)
-            return found._replace(eta=eta, own=placed(found.own))
+            return found._replace(eta=eta, silo_part=from_frame(found.silo_part))
 
         inside = self._replace(
             cavity=family.into(frame, self.cavity),
             start=family.standard(frame),
-            own=inside_own,
+            silo_part=inside_part,
             log_lik=log_lik,
             divergence=self.divergence and divergence,
             near=True,
         )
-        return inside, back
+        return inside, back_solution
 
 
-class Solution(NamedTuple, Generic[Own]):
+class Solution(NamedTuple, Generic[SiloPart]):
     """The natural parameters that were found, the silo's own part, whether it converged, whether
     the last numbers on the way there were finite, and whether the likelihood is what it was
     taken for.
     """
 
     eta: Natural
-    own: Own
+    silo_part: SiloPart
     converged: Array
     finite: Array
     suited: Array | bool = True
 
 
-STALLED = 3  # steps of L-BFGS that change nothing any more
-TRIES = 11  # of a step, each half the one before
+MAX_STALLED = 3  # steps of L-BFGS that change nothing any more
+MAX_HALVINGS = 11  # of a step, each half the one before
 AT_REST = 0.1  # of a standard deviation: closer to its optimum, a visit has converged
 
 
@@ -138,14 +148,14 @@ class Local(Protocol):
     def standardises(self) -> bool:
         """Return whether it works in coordinates in which a good start is standard."""
 
-    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
+    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Maximise the free energy; pure and jittable."""
 
 
 def free_energy(
-    problem: Problem[Own],
+    problem: Problem[SiloPart],
     psi: Ordinary,
-    own: Own,
+    silo_part: SiloPart,
     noise: Noise,
     *,
     alpha: float = 0.0,
@@ -157,7 +167,7 @@ def free_energy(
     ``stick`` makes its gradient stick the landing; ``plain`` makes it the value's derivative.
     """
     family, cavity = problem.family, problem.cavity
-    z, log_lik = problem.log_lik(psi, own, noise, plain)
+    z, log_lik = problem.log_lik(psi, silo_part, noise, plain)
     expected = log_lik.mean()
     if problem.divergence is not None:
         return expected - problem.divergence(family.natural(psi), cavity), expected
@@ -180,23 +190,23 @@ def proper_step(
     And ``r`` itself: 0, with ``eta`` as it was, where a thousandth of ``rate`` is still too much.
     """
 
-    def at(r: Array) -> Natural:
+    def candidate(r: Array) -> Natural:
         return jax.tree.map(lambda a, b: a + r * (b - a), eta, target)
 
-    def attempt(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def body_fn(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tries, r, _ = carry
         r = jnp.where(tries == 0, r, r / 2)
-        return tries + 1, r, proper(at(r))
+        return tries + 1, r, proper(candidate(r))
 
-    def go_on(carry: tuple[Array, Array, Array]) -> Array:
-        tries, _, fine = carry
-        return (tries < TRIES) & ~fine
+    def cond_fn(carry: tuple[Array, Array, Array]) -> Array:
+        tries, _, is_proper = carry
+        return (tries < MAX_HALVINGS) & ~is_proper
 
     first = jnp.asarray(rate, jnp.result_type(float))
     carry = (jnp.zeros((), jnp.int32), first, jnp.array(False))
-    _, r, fine = jax.lax.while_loop(go_on, attempt, carry)
-    moved = jax.tree.map(lambda a, b: jnp.where(fine, a, b), at(r), eta)
-    return moved, jnp.where(fine, r, 0.0)
+    _, r, is_proper = jax.lax.while_loop(cond_fn, body_fn, carry)
+    moved = jax.tree.map(lambda a, b: jnp.where(is_proper, a, b), candidate(r), eta)
+    return moved, jnp.where(is_proper, r, 0.0)
 
 
 def minimise(
@@ -204,8 +214,8 @@ def minimise(
 ) -> tuple[Tree, Array, Array]:
     """Run Optax's L-BFGS until no component of the gradient exceeds ``tolerance``.
 
-    It also ends where ``STALLED`` steps in a row have not lowered the loss by more than rounding
-    does. Returns the parameters, the loss and the largest component of the gradient there.
+    It also ends where ``MAX_STALLED`` steps in a row have not lowered the loss by more than
+    rounding does. It returns the parameters, the loss and the largest component of the gradient.
     """
     optim = optax.lbfgs()
     value_and_grad = optax.value_and_grad_from_state(loss)
@@ -223,11 +233,11 @@ def minimise(
         best, stalled = jnp.minimum(best, value), jnp.where(lower, 0, stalled + 1)
         return i + 1, params, opt_state, size, best, stalled
 
-    def go_on(carry: Search[Tree]) -> Array:
+    def cond_fn(carry: Search[Tree]) -> Array:
         i, _, _, size, _, stalled = carry
-        return (i < steps) & (size > tolerance) & (stalled < STALLED)
+        return (i < steps) & (size > tolerance) & (stalled < MAX_STALLED)
 
     none, far = jnp.zeros((), jnp.int32), jnp.array(jnp.inf)
     carry = (none, start, optim.init(start), far, far, none)
-    _, params, opt_state, size, _, _ = jax.lax.while_loop(go_on, step, drop_weak_types(carry))
+    _, params, opt_state, size, _, _ = jax.lax.while_loop(cond_fn, step, drop_weak_types(carry))
     return params, optax.tree_utils.tree_get(opt_state, "value"), size

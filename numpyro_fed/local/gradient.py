@@ -15,13 +15,13 @@ from jax import Array
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.at_rest import PARTICLES, AtRest, Tally, maximised
-from numpyro_fed.local.base import AT_REST, Noise, Own, Problem, Solution, free_energy
+from numpyro_fed.local.base import AT_REST, Noise, Problem, SiloPart, Solution, free_energy
 from numpyro_fed.trees import drop_weak_types
 
-STEP, SETTLES, DECAY = 0.05, 20, 0.7  # of Adam: its first step, and how that becomes smaller
-CHECK = 100  # steps, after which one near its optimum is looked at
+STEP, SETTLE_STEPS, DECAY = 0.05, 20, 0.7  # of Adam: its first step, and how that becomes smaller
+CHECK_EVERY = 100  # steps, after which one near its optimum is looked at
 BLOCK = 64  # steps, at most, for which noise is drawn at once
-NOISE = 2**20  # numbers, about, that are drawn at once
+NOISE_AT_ONCE = 2**20  # numbers, about, that are drawn at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,20 +107,20 @@ class Optax:
         if not 0 <= self.alpha < 1:
             raise ValueError(f"alpha must be in [0, 1), got {self.alpha}.")
 
-    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
+    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Run the steps; see the class."""
         return _Ascent(self, problem, key).solution()
 
     @property
-    def judged(self) -> bool:
+    def checks_convergence(self) -> bool:
         """Return whether it is looked at where the steps have led."""
         return self.steps > 1 and not math.isinf(self.tolerance)
 
 
-At = tuple[Natural | Ordinary, Own]  # where the steps are, and the silo's own part
+At = tuple[Natural | Ordinary, SiloPart]  # where the steps are, and the silo's own part
 
 
-class Watch(NamedTuple):
+class EarlyStopping(NamedTuple):
     """The record of early stopping: a running sum of the expected log likelihood, its best mean,
     windows since then, and the parameters there.
     """
@@ -131,7 +131,7 @@ class Watch(NamedTuple):
     params: Any
 
 
-class Walk(NamedTuple):
+class VisitState(NamedTuple):
     """The state of a visit: gradients taken, parameters and the silo's own part, the last value.
 
     From ``steps`` gradients on nothing moves any more: further ones go into ``estimate``, a mean
@@ -142,17 +142,17 @@ class Walk(NamedTuple):
     params: At[Any]
     opt_state: optax.OptState
     value: Array
-    watch: Watch
+    early: EarlyStopping
     estimate: Ordinary
     tally: Tally
 
 
 @dataclass(frozen=True)
-class _Ascent(Generic[Own]):
+class _Ascent(Generic[SiloPart]):
     """A visit by :class:`Optax`: one loop that steps, and then judges by the same gradients."""
 
     settings: Optax
-    problem: Problem[Own]
+    problem: Problem[SiloPart]
     key: Array
 
     @property
@@ -164,61 +164,65 @@ class _Ascent(Generic[Own]):
         if self.settings.optim is not None:
             return self.settings.optim
         if self.problem.near:
-            return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
+            return optax.adam(lambda count: STEP * (1 + count / SETTLE_STEPS) ** -DECAY)
         return optax.adam(optax.cosine_decay_schedule(STEP, self.settings.steps, 0.01))
 
     @property
-    def judges_itself(self) -> bool:
+    def checks_by_own_gradients(self) -> bool:
         """Return whether its own gradients are judged by, which look at all rows."""
-        return self.settings.judged and self.settings.batch_size is None
+        return self.settings.checks_convergence and self.settings.batch_size is None
 
     @property
-    def each(self) -> int:
+    def gradients_per_estimate(self) -> int:
         """Return how many gradients are in an estimate."""
         return -(-PARTICLES // self.settings.num_particles)
 
     @cached_property
-    def rest(self) -> AtRest:
+    def at_rest(self) -> AtRest:
         return AtRest(self.problem.family, self.settings.tolerance)
 
-    def solution(self) -> Solution[Own]:
+    def solution(self) -> Solution[SiloPart]:
         start = self.start()
         block = self.block()
 
-        def one_block(walk: Walk) -> Walk:
-            first = walk.i
+        def run_block(state: VisitState) -> VisitState:
+            first = state.i
             noise = jax.vmap(self.noise)(first + jnp.arange(block))
 
-            def step(walk: Walk) -> Walk:
-                return self.step(walk, jax.tree.map(lambda a: a[walk.i - first], noise))
+            def step(state: VisitState) -> VisitState:
+                return self.step(state, jax.tree.map(lambda a: a[state.i - first], noise))
 
             return jax.lax.while_loop(
-                lambda walk: self.goes_on(walk) & (walk.i - first < block), step, walk
+                lambda state: self.unfinished(state) & (state.i - first < block), step, state
             )
 
-        walk = jax.lax.while_loop(self.goes_on, one_block, start)
-        eta, psi, own = self.where(walk.params)
-        finite = jnp.isfinite(walk.value)
+        state = jax.lax.while_loop(self.unfinished, run_block, start)
+        eta, psi, silo_part = self.params_of(state.params)
+        finite = jnp.isfinite(state.value)
         if self.settings.patience is not None:
-            finite &= jnp.isfinite(walk.watch.best)
-        return Solution(eta, own, self.converged(walk, psi, own), finite)
+            finite &= jnp.isfinite(state.early.best)
+        return Solution(eta, silo_part, self.converged(state, psi, silo_part), finite)
 
-    def start(self) -> Walk:
+    def start(self) -> VisitState:
         problem = self.problem
         at = problem.family.natural(problem.start) if self.natural else problem.start
-        params = (at, problem.own)
+        params = (at, problem.silo_part)
         best = params if self.settings.patience is not None else ()
         zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
-        watch = Watch(zero, jnp.array(-jnp.inf), none, best)
+        early = EarlyStopping(zero, jnp.array(-jnp.inf), none, best)
         estimate = jax.tree.map(jnp.zeros_like, problem.start)
         opt_state = self.optim.init(params)
-        walk = Walk(none, params, opt_state, zero, watch, estimate, self.rest.begin())
-        return drop_weak_types(walk)
+        state = VisitState(none, params, opt_state, zero, early, estimate, self.at_rest.begin())
+        return drop_weak_types(state)
 
-    def where(self, params: At[Own]) -> tuple[Natural, Ordinary, Own]:
+    def params_of(self, params: At[SiloPart]) -> tuple[Natural, Ordinary, SiloPart]:
         """Return natural and ordinary parameters, and the silo's own part."""
-        (at, own), family = params, self.problem.family
-        return (at, family.ordinary(at), own) if self.natural else (family.natural(at), at, own)
+        (at, silo_part), family = params, self.problem.family
+        return (
+            (at, family.ordinary(at), silo_part)
+            if self.natural
+            else (family.natural(at), at, silo_part)
+        )
 
     def noise(self, i: Array) -> Noise:
         settings, key = self.settings, jax.random.fold_in(self.key, i)
@@ -227,119 +231,123 @@ class _Ascent(Generic[Own]):
     def block(self) -> int:
         """Return the gradients for which noise is drawn at once."""
         size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.noise, 0)))
-        return max(1, min(BLOCK, self.settings.steps, NOISE // max(size, 1)))
+        return max(1, min(BLOCK, self.settings.steps, NOISE_AT_ONCE // max(size, 1)))
 
-    def goes_on(self, walk: Walk) -> Array:
-        walks = walk.i < self.settings.steps
-        return walks | self.rest.wants_more(walk.tally) if self.judges_itself else walks
+    def unfinished(self, state: VisitState) -> Array:
+        moving = state.i < self.settings.steps
+        return (
+            moving | self.at_rest.wants_more(state.tally)
+            if self.checks_by_own_gradients
+            else moving
+        )
 
-    def step(self, walk: Walk, noise: Noise) -> Walk:
+    def step(self, state: VisitState, noise: Noise) -> VisitState:
         settings = self.settings
 
-        def loss(params: At[Own]) -> tuple[Array, Array]:
-            _, psi, own = self.where(params)
+        def loss(params: At[SiloPart]) -> tuple[Array, Array]:
+            _, psi, silo_part = self.params_of(params)
             stick = settings.batch_size is None and not self.natural
             value, log_lik = free_energy(
-                self.problem, psi, own, noise, alpha=settings.alpha, stick=stick
+                self.problem, psi, silo_part, noise, alpha=settings.alpha, stick=stick
             )
             return -value, log_lik
 
-        (value, log_lik), gradient = jax.value_and_grad(loss, has_aux=True)(walk.params)
+        (value, log_lik), gradient = jax.value_and_grad(loss, has_aux=True)(state.params)
 
-        def move(walk: Walk) -> Walk:
-            seen = self.judge(walk, gradient[0]) if self.looks else walk
-            updates, opt_state = self.optim.update(gradient, walk.opt_state, walk.params)
-            params = optax.apply_updates(walk.params, updates)
-            walk = seen._replace(i=walk.i + 1, params=params, opt_state=opt_state, value=value)
-            if self.looks:
-                walk = self.look(walk)
-            return walk if settings.patience is None else self.stop_early(walk, log_lik)
+        def move(state: VisitState) -> VisitState:
+            after = self.add_gradient(state, gradient[0]) if self.may_end_early else state
+            updates, opt_state = self.optim.update(gradient, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            state = after._replace(i=state.i + 1, params=params, opt_state=opt_state, value=value)
+            if self.may_end_early:
+                state = self.check_arrival(state)
+            return state if settings.patience is None else self.stop_early(state, log_lik)
 
-        def judge(walk: Walk) -> Walk:
-            return self.judge(walk, gradient[0])._replace(i=walk.i + 1)
+        def add_gradient(state: VisitState) -> VisitState:
+            return self.add_gradient(state, gradient[0])._replace(i=state.i + 1)
 
-        if not self.judges_itself:
-            return move(walk)
-        return jax.lax.cond(walk.i < settings.steps, move, judge, walk)
+        if not self.checks_by_own_gradients:
+            return move(state)
+        return jax.lax.cond(state.i < settings.steps, move, add_gradient, state)
 
     @property
-    def looks(self) -> bool:
+    def may_end_early(self) -> bool:
         """Return whether it may end before its time."""
-        return self.judges_itself and self.problem.near and self.settings.patience is None
+        return self.checks_by_own_gradients and self.problem.near and self.settings.patience is None
 
-    def look(self, walk: Walk) -> Walk:
-        """After each ``CHECK`` steps, end if their gradients say that it has arrived."""
-        full = (walk.i % CHECK == 0) & (walk.i < self.settings.steps)
-        arrived = full & self.rest.arrived(walk.tally)
-        begun = jax.tree.map(
-            lambda a, b: jnp.where(full & ~arrived, a, b), self.rest.begin(), walk.tally
+    def check_arrival(self, state: VisitState) -> VisitState:
+        """After each ``CHECK_EVERY`` steps, end if their gradients say that it has arrived."""
+        full = (state.i % CHECK_EVERY == 0) & (state.i < self.settings.steps)
+        arrived = full & self.at_rest.arrived(state.tally)
+        tally = jax.tree.map(
+            lambda a, b: jnp.where(full & ~arrived, a, b), self.at_rest.begin(), state.tally
         )
-        last = walk.i == self.settings.steps
-        begun = jax.tree.map(lambda a, b: jnp.where(last, a, b), self.rest.begin(), begun)
-        return walk._replace(i=jnp.where(arrived, self.settings.steps, walk.i), tally=begun)
+        last = state.i == self.settings.steps
+        tally = jax.tree.map(lambda a, b: jnp.where(last, a, b), self.at_rest.begin(), tally)
+        return state._replace(i=jnp.where(arrived, self.settings.steps, state.i), tally=tally)
 
     @property
     def window(self) -> int:
         """Return the steps over which early stopping takes a mean."""
         return -(-self.settings.steps // 20)
 
-    def stop_early(self, walk: Walk, log_lik: Array) -> Walk:
+    def stop_early(self, state: VisitState, log_lik: Array) -> VisitState:
         """Go back to where it was best if it has not been better for long, or at the end."""
-        before, window = walk.watch, self.window
-        total, full = before.total + log_lik, walk.i % window == 0
+        before, window = state.early, self.window
+        total, full = before.total + log_lik, state.i % window == 0
         better = full & (total / window > before.best)
-        watch = Watch(
+        early = EarlyStopping(
             jnp.where(full, 0.0, total),
             jnp.where(better, total / window, before.best),
             jnp.where(full, jnp.where(better, 0, before.waited + 1), before.waited),
-            jax.tree.map(lambda a, b: jnp.where(better, a, b), walk.params, before.params),
+            jax.tree.map(lambda a, b: jnp.where(better, a, b), state.params, before.params),
         )
-        patient = watch.waited < (self.settings.patience or 0)
-        i = jnp.where(patient, walk.i, self.settings.steps)
+        patient = early.waited < (self.settings.patience or 0)
+        i = jnp.where(patient, state.i, self.settings.steps)
         ends = i == self.settings.steps
-        params = jax.tree.map(lambda a, b: jnp.where(ends, a, b), watch.params, walk.params)
-        return walk._replace(i=i, watch=watch, params=params)
+        params = jax.tree.map(lambda a, b: jnp.where(ends, a, b), early.params, state.params)
+        return state._replace(i=i, early=early, params=params)
 
-    def judge(self, walk: Walk, gradient: Natural | Ordinary) -> Walk:
+    def add_gradient(self, state: VisitState, gradient: Natural | Ordinary) -> VisitState:
         """Take in one more gradient of the loss where the steps have led."""
-        family, each = self.problem.family, self.each
+        family, each = self.problem.family, self.gradients_per_estimate
         estimate = jax.tree.map(
-            lambda a, b: a - b / each, walk.estimate, self.of_psi(walk, gradient)
+            lambda a, b: a - b / each, state.estimate, self.gradient_in_psi(state, gradient)
         )
-        psi = self.where(walk.params)[1]
+        psi = self.params_of(state.params)[1]
 
-        def full(walk: Walk) -> Walk:
+        def full(state: VisitState) -> VisitState:
             none = jax.tree.map(jnp.zeros_like, estimate)
-            tally = self.rest.add(walk.tally, family.move(psi, estimate))
-            return walk._replace(estimate=none, tally=tally)
+            tally = self.at_rest.add(state.tally, family.move(psi, estimate))
+            return state._replace(estimate=none, tally=tally)
 
-        walk = walk._replace(estimate=estimate)
-        done = (walk.i + 1 - self.settings.steps) % each == 0
-        return jax.lax.cond(done, full, lambda walk: walk, walk)
+        state = state._replace(estimate=estimate)
+        done = (state.i + 1 - self.settings.steps) % each == 0
+        return jax.lax.cond(done, full, lambda state: state, state)
 
-    def of_psi(self, walk: Walk, gradient: Natural | Ordinary) -> Ordinary:
+    def gradient_in_psi(self, state: VisitState, gradient: Natural | Ordinary) -> Ordinary:
         """Return a gradient in the space of the steps as one for ordinary parameters."""
         if not self.natural:
             return gradient
-        _, psi, _ = self.where(walk.params)
+        _, psi, _ = self.params_of(state.params)
         _, pull = jax.vjp(self.problem.family.natural, psi)
         return pull(gradient)[0]
 
-    def converged(self, walk: Walk, psi: Ordinary, own: Own) -> Array:
+    def converged(self, state: VisitState, psi: Ordinary, silo_part: SiloPart) -> Array:
         """Return whether the steps have led to an optimum.
 
         With minibatches it is judged by all rows, and at most half of the steps' own work.
         """
         settings = self.settings
-        if not settings.judged:
+        if not settings.checks_convergence:
             return jnp.array(True)
         if settings.batch_size is None:
-            return self.rest.holds(walk.tally)
+            return self.at_rest.holds(state.tally)
         fresh = jax.random.fold_in(self.key, settings.steps)
         return maximised(
             self.problem,
             psi,
-            own,
+            silo_part,
             fresh,
             settings.tolerance,
             alpha=settings.alpha,

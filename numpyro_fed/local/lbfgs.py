@@ -12,7 +12,15 @@ from numpyro_fed import linalg
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Ordinary
 from numpyro_fed.local.at_rest import maximised
-from numpyro_fed.local.base import AT_REST, Noise, Own, Problem, Solution, free_energy, minimise
+from numpyro_fed.local.base import (
+    AT_REST,
+    Noise,
+    Problem,
+    SiloPart,
+    Solution,
+    free_energy,
+    minimise,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +60,18 @@ class LBFGS:
         positive_int("steps", self.steps)
         positive_int("num_particles", self.num_particles)
 
-    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
+    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Search until the gradient vanishes; see the class."""
         key_fit, key_judge = jax.random.split(key)
         noise = standardised(problem.noise(key_fit, self.num_particles, None))
 
-        def loss(params: tuple[Ordinary, Own]) -> Array:
+        def loss(params: tuple[Ordinary, SiloPart]) -> Array:
             return -free_energy(problem, *params, noise, plain=True)[0]
 
-        start = (problem.start, problem.own)
-        (psi, own), value, _ = minimise(loss, start, self.steps, self.tolerance)
-        converged = maximised(problem, psi, own, key_judge, AT_REST)
-        return Solution(problem.family.natural(psi), own, converged, jnp.isfinite(value))
+        start = (problem.start, problem.silo_part)
+        (psi, silo_part), value, _ = minimise(loss, start, self.steps, self.tolerance)
+        converged = maximised(problem, psi, silo_part, key_judge, AT_REST)
+        return Solution(problem.family.natural(psi), silo_part, converged, jnp.isfinite(value))
 
 
 def standardised(noise: Noise) -> Noise:

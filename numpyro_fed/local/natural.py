@@ -15,14 +15,14 @@ from numpyro_fed import expfam
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary, move_along
 from numpyro_fed.local.at_rest import AtRest, Tally, maximised
-from numpyro_fed.local.base import AT_REST, Own, Problem, Solution, free_energy, proper_step
+from numpyro_fed.local.base import AT_REST, Problem, SiloPart, Solution, free_energy, proper_step
 from numpyro_fed.local.lbfgs import standardised
 from numpyro_fed.trees import all_finite, drop_weak_types
 
-STAYS = 1e-4  # nats that a step moves, where a fixed point has been reached
-Damped = tuple[Array, Natural, Own, optax.OptState, Array, Tally]
+MIN_MOVE = 1e-4  # nats that a step moves, where a fixed point has been reached
+Damped = tuple[Array, Natural, SiloPart, optax.OptState, Array, Tally]
 Fixed = tuple[Array, Natural, Array, Array, Array]
-MISFIT = 0.1  # nats by which a conjugate likelihood may seem not to be one
+MAX_MISFIT = 0.1  # nats by which a conjugate likelihood may seem not to be one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,24 +96,27 @@ class NaturalGradient:
                 f"expectation={self.expectation!r}: expected 'monte_carlo' or 'closed_form'."
             )
 
-    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
+    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Run the steps; see the class."""
         family = problem.family
 
-        def aim(eta: Natural, own: Own, key: Array) -> tuple[Natural, Own]:
+        def target_of(eta: Natural, silo_part: SiloPart, key: Array) -> tuple[Natural, SiloPart]:
             if self.expectation == "closed_form":
-                factor, g_own = problem.likelihood()[0], jax.tree.map(jnp.zeros_like, own)
+                factor, g_silo_part = (
+                    problem.likelihood()[0],
+                    jax.tree.map(jnp.zeros_like, silo_part),
+                )
             else:
                 noise = problem.noise(key, self.num_particles, self.batch_size)
 
-                def expected(psi: Ordinary, own: Own) -> Array:
-                    return problem.log_lik(psi, own, noise, False)[1].mean()
+                def expected(psi: Ordinary, silo_part: SiloPart) -> Array:
+                    return problem.log_lik(psi, silo_part, noise, False)[1].mean()
 
-                g_psi, g_own = jax.grad(expected, (0, 1))(family.ordinary(eta), own)
+                g_psi, g_silo_part = jax.grad(expected, (0, 1))(family.ordinary(eta), silo_part)
                 factor = family.dual_gradient(partial(expfam.inner, g_psi), eta)
-            return jax.tree.map(jnp.add, problem.cavity, factor), g_own
+            return jax.tree.map(jnp.add, problem.cavity, factor), g_silo_part
 
-        found = _damped(problem, aim, key, self)
+        found = _damped(problem, target_of, key, self)
         if self.expectation == "closed_form":
             return found._replace(suited=_suited(problem, found.eta))
         return found
@@ -136,44 +139,48 @@ class FixedPoint:
     any_divergence = False
     standardises = True
 
-    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
+    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Run the steps; see the class."""
         family = problem.family
         key_fit, key_judge = jax.random.split(key)
         noise = standardised(problem.noise(key_fit, self.num_particles, None))
 
         def value(eta: Natural) -> Array:
-            return free_energy(problem, family.ordinary(eta), problem.own, noise, plain=True)[0]
+            return free_energy(problem, family.ordinary(eta), problem.silo_part, noise, plain=True)[
+                0
+            ]
 
         def target(eta: Natural) -> Natural:
             def expected(psi: Ordinary) -> Array:
-                return problem.log_lik(psi, problem.own, noise, True)[1].mean()
+                return problem.log_lik(psi, problem.silo_part, noise, True)[1].mean()
 
             return jax.tree.map(jnp.add, problem.cavity, family.dual_gradient(expected, eta))
 
         def move(carry: Fixed) -> Fixed:
             i, eta, before, last, rate = carry
-            enough = before - jnp.finfo(before.dtype).eps * jnp.abs(before)
+            min_value = before - jnp.finfo(before.dtype).eps * jnp.abs(before)
 
             def better(eta: Natural) -> Array:
-                return family.proper(eta) & (value(eta) >= enough)
+                return family.proper(eta) & (value(eta) >= min_value)
 
             after, used = proper_step(better, eta, target(eta), rate)
             moved = jnp.where(used > 0, expfam.kl(family, after, eta), 0.0)
             return i + 1, after, value(after), moved, jnp.where(moved > 0.5 * last, 0.5, 1.0)
 
-        def go_on(carry: Fixed) -> Array:
-            return (carry[0] < self.steps) & (carry[3] > STAYS)
+        def cond_fn(carry: Fixed) -> Array:
+            return (carry[0] < self.steps) & (carry[3] > MIN_MOVE)
 
         start = family.natural(problem.start)
         first = value(start)
         first = jnp.where(jnp.isfinite(first), first, -jnp.finfo(first.dtype).max)
-        far = jnp.asarray(jnp.inf, first.dtype)
+        infinity = jnp.asarray(jnp.inf, first.dtype)
         none = jnp.zeros((), jnp.int32)
-        carry = jax.lax.while_loop(go_on, move, (none, start, first, far, jnp.ones_like(far)))
+        carry = jax.lax.while_loop(
+            cond_fn, move, (none, start, first, infinity, jnp.ones_like(infinity))
+        )
         psi = family.ordinary(carry[1])
-        converged = maximised(problem, psi, problem.own, key_judge, AT_REST)
-        return Solution(carry[1], problem.own, converged, jnp.isfinite(carry[2]))
+        converged = maximised(problem, psi, problem.silo_part, key_judge, AT_REST)
+        return Solution(carry[1], problem.silo_part, converged, jnp.isfinite(carry[2]))
 
 
 @dataclass(frozen=True)
@@ -194,11 +201,11 @@ class ClosedForm:
     any_divergence = False
     standardises = False
 
-    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
+    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Add the likelihood's natural parameters to the cavity's."""
         eta = jax.tree.map(jnp.add, problem.cavity, problem.likelihood()[0])
         suited = _suited(problem, eta)
-        return Solution(eta, problem.own, jnp.array(True), all_finite(eta), suited)
+        return Solution(eta, problem.silo_part, jnp.array(True), all_finite(eta), suited)
 
     def __repr__(self) -> str:
         return "ClosedForm()"
@@ -257,72 +264,81 @@ class PowerEP:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}.")
 
-    def solve(self, problem: Problem[Own], key: Array) -> Solution[Own]:
+    def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Run the steps; see the class."""
         family = problem.family
 
-        def aim(eta: Natural, own: Own, key: Array) -> tuple[Natural, Own]:
+        def target_of(eta: Natural, silo_part: SiloPart, key: Array) -> tuple[Natural, SiloPart]:
             psi = family.ordinary(eta)
             noise = problem.noise(key, self.num_particles, None)
             factor = jax.tree.map(jnp.subtract, eta, problem.cavity)
 
-            def expected(own: Own) -> tuple[Array, tuple[Array, Array]]:
-                z, log_lik = problem.log_lik(psi, own, noise, False)
+            def expected(silo_part: SiloPart) -> tuple[Array, tuple[Array, Array]]:
+                z, log_lik = problem.log_lik(psi, silo_part, noise, False)
                 return log_lik.mean(), (z, log_lik)
 
-            (_, (z, log_lik)), g_own = jax.value_and_grad(expected, has_aux=True)(own)
+            (_, (z, log_lik)), g_silo_part = jax.value_and_grad(expected, has_aux=True)(silo_part)
             T = jax.vmap(family.statistics)(z)
             log_weights = self.alpha * (log_lik - jax.vmap(lambda t: expfam.inner(factor, t))(T))
             w = jax.nn.softmax(log_weights)
             matched = family.from_mean(jax.tree.map(lambda t: jnp.tensordot(w, t, 1), T))
-            return jax.tree.map(lambda a, b: a + (b - a) / self.alpha, eta, matched), g_own
+            return jax.tree.map(lambda a, b: a + (b - a) / self.alpha, eta, matched), g_silo_part
 
-        return _damped(problem, aim, key, self)
+        return _damped(problem, target_of, key, self)
 
 
-def _suited(problem: Problem[Own], eta: Natural) -> Array:
+def _suited(problem: Problem[SiloPart], eta: Natural) -> Array:
     """Return whether the likelihood is conjugate around ``eta``, and from the start to there."""
     misfit = problem.likelihood()[1]
-    return misfit(problem.family.ordinary(eta)) <= MISFIT
+    return misfit(problem.family.ordinary(eta)) <= MAX_MISFIT
 
 
 def _damped(
-    problem: Problem[Own],
-    aim: Callable[[Natural, Own, Array], tuple[Natural, Own]],
+    problem: Problem[SiloPart],
+    target_of: Callable[[Natural, SiloPart, Array], tuple[Natural, SiloPart]],
     key: Array,
-    how: NaturalGradient | PowerEP,
-) -> Solution[Own]:
+    optimiser: NaturalGradient | PowerEP,
+) -> Solution[SiloPart]:
     """Take damped steps of ``q`` to where ``aim`` says, and of the silo's part up its gradient."""
-    family, optim = problem.family, how.optim or optax.adam(0.02)
-    rest, judged = AtRest(family, how.tolerance), how.steps > 1
+    family, optim = problem.family, optimiser.optim or optax.adam(0.02)
+    at_rest, checks = AtRest(family, optimiser.tolerance), optimiser.steps > 1
 
-    def step(carry: Damped[Own]) -> Damped[Own]:
-        i, eta, own, *_ = carry
-        target, g_own = aim(eta, own, jax.random.fold_in(key, i))
+    def step(carry: Damped[SiloPart]) -> Damped[SiloPart]:
+        i, eta, silo_part, *_ = carry
+        target, g_silo_part = target_of(eta, silo_part, jax.random.fold_in(key, i))
 
-        def walk(carry: Damped[Own]) -> Damped[Own]:
-            i, eta, own, opt_state, _, tally = carry
-            moved, _ = proper_step(family.proper, eta, target, how.rate)
-            updates, opt_state = optim.update(jax.tree.map(jnp.negative, g_own), opt_state, own)
-            own = optax.apply_updates(own, updates)
-            return i + 1, moved, own, opt_state, all_finite(target), tally
+        def move(carry: Damped[SiloPart]) -> Damped[SiloPart]:
+            i, eta, silo_part, opt_state, _, tally = carry
+            moved, _ = proper_step(family.proper, eta, target, optimiser.rate)
+            updates, opt_state = optim.update(
+                jax.tree.map(jnp.negative, g_silo_part), opt_state, silo_part
+            )
+            silo_part = optax.apply_updates(silo_part, updates)
+            return i + 1, moved, silo_part, opt_state, all_finite(target), tally
 
-        def judge(carry: Damped[Own]) -> Damped[Own]:
-            i, eta, own, opt_state, fine, tally = carry
+        def add_estimate(carry: Damped[SiloPart]) -> Damped[SiloPart]:
+            i, eta, silo_part, opt_state, fine, tally = carry
             full = jax.tree.map(jnp.subtract, target, eta)
-            tally = rest.add(tally, move_along(family, eta, full))
-            return i + 1, eta, own, opt_state, fine, tally
+            tally = at_rest.add(tally, move_along(family, eta, full))
+            return i + 1, eta, silo_part, opt_state, fine, tally
 
-        if not judged:
-            return walk(carry)
-        return jax.lax.cond(i < how.steps, walk, judge, carry)
+        if not checks:
+            return move(carry)
+        return jax.lax.cond(i < optimiser.steps, move, add_estimate, carry)
 
-    def go_on(carry: Damped[Own]) -> Array:
-        walking = carry[0] < how.steps
-        return walking | rest.wants_more(carry[5]) if judged else walking
+    def cond_fn(carry: Damped[SiloPart]) -> Array:
+        moving = carry[0] < optimiser.steps
+        return moving | at_rest.wants_more(carry[5]) if checks else moving
 
     start, none = family.natural(problem.start), jnp.zeros((), jnp.int32)
-    carry = (none, start, problem.own, optim.init(problem.own), jnp.array(True), rest.begin())
-    _, eta, own, _, finite, tally = jax.lax.while_loop(go_on, step, drop_weak_types(carry))
-    rests = rest.holds(tally) if judged else jnp.array(True)
-    return Solution(eta, own, rests, finite)
+    carry = (
+        none,
+        start,
+        problem.silo_part,
+        optim.init(problem.silo_part),
+        jnp.array(True),
+        at_rest.begin(),
+    )
+    _, eta, silo_part, _, finite, tally = jax.lax.while_loop(cond_fn, step, drop_weak_types(carry))
+    rests = at_rest.holds(tally) if checks else jnp.array(True)
+    return Solution(eta, silo_part, rests, finite)

@@ -23,7 +23,7 @@ from numpyro_fed.algorithms.base import (
     Round,
     settings_in,
 )
-from numpyro_fed.algorithms.mode import unravelled
+from numpyro_fed.algorithms.mode import flat_size
 from numpyro_fed.errors import (
     DataError,
     GuideError,
@@ -440,7 +440,7 @@ def start_of(asked: str | Result | None, fm: FederatedModel, *, wide: bool = Fal
     """
     if isinstance(asked, Result):
         return "result"
-    number = unravelled(fm)
+    number = flat_size(fm)
     if asked is None or not number:
         return None
     if number <= SEARCHED_UP_TO:

@@ -125,10 +125,10 @@ def _without_frame(guide: Guide) -> Callable[[Shared, Private], CarriedSilo]:
     @jax.jit
     def without(shared: Shared, private: Private) -> CarriedSilo:
         frame = shared.frame
-        coordinates = partial(guide.globals.coordinates, frame)
-        own = guide.composed_with(coordinates, private.guide, jnp.zeros_like(frame.loc))
-        seen = guide.globals.seen(frame, shared.guide, frame.loc[None])
-        centre = guide.globals.place(frame, private.measured(seen).centre)
+        in_frame = partial(guide.globals.coordinates, frame)
+        own = guide.composed_with(in_frame, private.guide, jnp.zeros_like(frame.loc))
+        coordinates = guide.globals.centred_coordinates(frame, shared.guide, frame.loc[None])
+        centre = guide.globals.place(frame, private.recentred(coordinates).centre)
         return CarriedSilo(private.theta, own, centre)
 
     return without

@@ -15,15 +15,15 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.mode import (
-    AWAY,
-    ROUNDINGS,
+    CHECK_DISTANCES,
+    ROUNDING_UNITS,
     Search,
     Shape,
+    best_start,
     curvature_check,
     effects_of,
-    highest,
+    flat_size,
     mode,
-    unravelled,
     unraveller,
 )
 from numpyro_fed.algorithms.mode_wide import WideState, wide_mode
@@ -193,7 +193,7 @@ def find_mode(
     _check(fm)
     if (coupled := why_coupled(fm, layout.checks, buckets)) is not None:
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
-    wide = unravelled(fm) > SEARCHED_UP_TO
+    wide = flat_size(fm) > SEARCHED_UP_TO
     effects = effects_of(fm)
     if wide and len(effects):
         raise ModelError(
@@ -305,7 +305,7 @@ def _usable(fm: FederatedModel, search: Search | WideState) -> bool:
     Where the search has not come to rest, the silos must have their share in it: of a likelihood
     with a kink only the prior curves.
     """
-    i = int(highest(search))
+    i = int(best_start(search))
     x, value, g, A = (np.asarray(a[i], float) for a in search.best)
     if A.ndim == 1:
         return True
@@ -317,7 +317,7 @@ def _usable(fm: FederatedModel, search: Search | WideState) -> bool:
     of_silos = np.diagonal(A) + np.diagonal(np.asarray(of_prior, float))
     if (np.abs(of_silos) <= UNFELT * diagonal).any():
         return False
-    eps = ROUNDINGS * np.finfo(search.best.x.dtype).eps
+    eps = ROUNDING_UNITS * np.finfo(search.best.x.dtype).eps
     unit = np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
     values, V = np.linalg.eigh(A / unit / unit[:, None])
     if values.min() <= eps * len(x):
@@ -372,8 +372,12 @@ def _open(shape: Shape, falls: np.ndarray, least: float, names: Sequence[str]) -
     Where it is NaN, it is looked at nearer. What falls farther out alone is not open: where the
     curvature is below what this precision can tell, the look is not far enough.
     """
-    farther, far, near = falls.reshape(len(AWAY), 2, -1)
-    hardly = np.where(np.isnan(far), ~(near >= least * (AWAY[2] / AWAY[1]) ** 2), far < least)
+    farther, far, near = falls.reshape(len(CHECK_DISTANCES), 2, -1)
+    hardly = np.where(
+        np.isnan(far),
+        ~(near >= least * (CHECK_DISTANCES[2] / CHECK_DISTANCES[1]) ** 2),
+        far < least,
+    )
     hardly &= ~((farther >= least) & (shape.values <= shape.threshold))
     found = []
     for k, axis in enumerate(shape.axes.T):
@@ -392,12 +396,12 @@ def _mode(
     effects: np.ndarray,
 ) -> Mode:
     """``shape`` is None where nobody has looked around."""
-    i, names = int(highest(search)), _names(fm)
+    i, names = int(best_start(search)), _names(fm)
     theta, z_G = unraveller(fm)(search.best.x[i])
     curvature = np.asarray(search.best.curvature[i], float)
     value, flat = float(search.best.value[i]), tuple[str, ...]()
     if shape is not None:
-        rounding = ROUNDINGS * np.finfo(search.best.x.dtype).eps * abs(value)
+        rounding = ROUNDING_UNITS * np.finfo(search.best.x.dtype).eps * abs(value)
         flat = _open(shape, value - np.asarray(shape.densities), max(FALL, rounding), names)
     evidence = None if flat else _log_evidence(fm, value, curvature, effects)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
@@ -463,10 +467,10 @@ def start_at(
 ) -> Start:
     """Return how a run starts that begins at the mode by a round."""
     if kind == "wide":
-        search = wide_mode(fm, starts, init_loc_fn, most=MOST[kind])
+        search = wide_mode(fm, starts, init_loc_fn, max_places=MOST[kind])
         return Start(search, None, begin, effects_of(fm))
     effects = effects_of(fm)
-    search = mode(fm, starts, init_loc_fn, effects=effects, most=MOST[kind])
+    search = mode(fm, starts, init_loc_fn, effects=effects, max_places=MOST[kind])
     return Start(search, curvature_check(fm, effects), begin, effects)
 
 

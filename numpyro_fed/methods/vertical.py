@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
-from numpyro_fed.algorithms.vertical.begin import looks
+from numpyro_fed.algorithms.vertical.begin import num_looks
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.methods.federated import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import SEARCH
@@ -303,7 +303,7 @@ def _searched(
         if run.failure is not None:
             return None, 0
         state = run.state
-        for _ in range(1 if cycle else looks(fit.vertical)):
+        for _ in range(1 if cycle else num_looks(fit.vertical)):
             server, silos, info, _ = spread(
                 key, state.server, state.silos, batches, fit.server_data
             )

@@ -306,7 +306,7 @@ class Result(FederatedRun[Fit]):
         shared, private = self.shared, self.private(silo)
         padded = held.at(silo, [batch.data for batch in held.batches])
         theta = {**shared.theta, **private.theta}
-        seen = private.measured(posterior.coordinates(shared, z_G))
+        seen = private.recentred(posterior.coordinates(shared, z_G))
         key = jax.random.fold_in(key, silo)
         z_L = posterior.draw_locals(key, theta, private.guide, z_G, seen, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))

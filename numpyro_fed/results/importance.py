@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_fed.algorithms.base import Round
-from numpyro_fed.algorithms.importance.exchange import Weighed, importance
+from numpyro_fed.algorithms.importance.exchange import WeightedDraws, importance
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
 from numpyro_fed.errors import positive_int
@@ -170,9 +170,9 @@ def _corrected(
     size = min(num_draws, AT_ONCE)
     weigh, sampler, proposed = _compiled(fit, draws, size, wider)
 
-    def exchange(i: int) -> Weighed:
+    def exchange(i: int) -> WeightedDraws:
         mine = jax.random.fold_in(key, i) if i else key
-        found: Weighed = result._asked(weigh, mine, NO_WEIGHTS)[0]
+        found: WeightedDraws = result._asked(weigh, mine, NO_WEIGHTS)[0]
         return found
 
     parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
@@ -220,7 +220,7 @@ def _unsmooth(
     three = [z[heavy] - step, z[heavy], z[heavy] + step]
     spare = np.broadcast_to(z[own].mean(0), (size - 3 * len(heavy), z.shape[1]))
     places = jnp.asarray(np.concatenate([*three, spare]), z_G.dtype)
-    weighed: Weighed = result._asked(weigh, key, NO_WEIGHTS, places)[0]
+    weighed: WeightedDraws = result._asked(weigh, key, NO_WEIGHTS, places)[0]
     density = np.asarray(weighed.log_weights, np.float64)
     below, at, above = density[: 3 * len(heavy)].reshape(3, -1)
     smooth = np.abs(above - 2 * at + below) <= JUMP

@@ -52,7 +52,7 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
 
     @jax.jit
     def coordinates(shared: Shared, z_G: Array) -> Coordinates:
-        return guide.globals.seen(shared.frame, shared.guide, z_G)
+        return guide.globals.centred_coordinates(shared.frame, shared.guide, z_G)
 
     @jax.jit
     def constrain_globals(theta: dict[str, Any], z_G: Array) -> dict[str, Array]:

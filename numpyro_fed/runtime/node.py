@@ -429,7 +429,7 @@ class _Remote:
     @cached_property
     def told(self) -> Callable[[Any], Any] | None:
         """Return what a reply tells of a silo's state, compiled."""
-        return None if self.algorithm.told is None else jax.jit(self.algorithm.told)
+        return None if self.algorithm.watch_reply is None else jax.jit(self.algorithm.watch_reply)
 
     def learn(self, name: str) -> None:
         """Find out what silos reply in the round that has this exchange."""

@@ -28,18 +28,18 @@ from numpyro_fed.algorithms.base import (
     Round,
     Server,
     Silo,
-    own_key,
+    key_as_noise,
 )
 from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
 from numpyro_fed.algorithms.importance.proposals import Proposal
-from numpyro_fed.algorithms.sfvi import Down, measured
+from numpyro_fed.algorithms.sfvi import Down, coordinates_of
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.federated import FederatedModel
 
 
-class Weighed(NamedTuple):
+class WeightedDraws(NamedTuple):
     """Draws of the globals (n, dim) and their log weights (n,)."""
 
     z_G: Array
@@ -56,7 +56,7 @@ def importance(
     batch_size: int,
     name: str = "importance",
 ) -> Round:
-    """Return the round from states of the algorithm ``fitted`` to :class:`Weighed`.
+    """Return the round from states of the algorithm ``fitted`` to :class:`WeightedDraws`.
 
     A silo sends its log likelihood estimates (n,), and keeps its state; ``batch_size`` draws run
     at a time. Where the server has data, these are the draws (n, dim) that are weighed, without
@@ -69,34 +69,39 @@ def importance(
         return jnp.where(far & ~(values < jnp.inf), -jnp.inf, values)
 
     def silo(noise: Array, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Array], Silo]:
-        own = fitted.private(state)
-        theta = {**down.theta, **own.theta}
+        private = fitted.private(state)
+        theta = {**down.theta, **private.theta}
 
         def estimate(draw: tuple[Array, Array, Array]) -> Array:
             s, z_G, u = draw
-            mine, seen = jax.random.fold_in(noise, s), own.measured(Coordinates(u, centre))
-            return likelihood.log_estimate(mine, theta, own.guide, z_G, seen, data)
+            key, coordinates = (
+                jax.random.fold_in(noise, s),
+                private.recentred(Coordinates(u, centre)),
+            )
+            return likelihood.log_estimate(key, theta, private.guide, z_G, coordinates, data)
 
-        u, centre = measured(down)
+        u, centre = coordinates_of(down)
         draws = (jnp.arange(num_draws), down.z_G, u)
         values = without_overflow(jax.lax.map(estimate, draws, batch_size=batch_size))
         return Reply(values, jnp.array(True)), state
 
-    def run(state: Server, noise: object, ask: Ask) -> tuple[Weighed, Info]:
+    def run(state: Server, noise: object, ask: Ask) -> tuple[WeightedDraws, Info]:
         theta, eta, frame = shared = fitted.shared(state)
         if ask.server_data is None:
             z_G, log_q = proposal.draw(shared, noise)
         else:
             z_G, log_q = ask.server_data, jnp.zeros(num_draws)
         log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
-        seen = guide.globals.seen(frame, eta, z_G) if guide.uses_globals else ()
-        replies = ask(name, Down(theta, z_G, seen))
+        coordinates = (
+            guide.globals.centred_coordinates(frame, eta, z_G) if guide.uses_globals else ()
+        )
+        replies = ask(name, Down(theta, z_G, coordinates))
         log_weights = without_overflow(log_prior - log_q) + replies.up
-        some = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
+        usable = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
         evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)
-        return Weighed(z_G, log_weights), Info(-evidence, some)
+        return WeightedDraws(z_G, log_weights), Info(-evidence, usable)
 
-    exchange = Exchange(name, silo, silo_noise=own_key, usable=some_count)
+    exchange = Exchange(name, silo, silo_noise=key_as_noise, usable=some_count)
     return Round((exchange,), run, proposal.noise)
 
 

@@ -33,7 +33,7 @@ from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.priors import LocalPrior
 
 # The search for the modes of a silo's latents, from where a step of Newton's method will do.
-NEARBY: dict[str, Any] = dict(within=1.0, steps=10, shares=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
+NEARBY: dict[str, Any] = dict(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
 SHARE = 0.25  # of the draws, from the latents' own distribution
 
 
@@ -60,15 +60,17 @@ class SiloLikelihood:
         theta: Theta,
         eta: GuideParams,
         z_G: Array,
-        seen: Coordinates,
+        coordinates: Coordinates,
         data: SiloData,
     ) -> Array:
         """Return the log of the estimate at one ``z_G``; ``eta`` are local guides' parameters."""
-        begun = self.guide.recentre(eta, seen.offset, data)
-        begun = {p: self.guide.of_rows(p, theta, own, z_G, data) for p, own in begun.items()}
-        start = {p: begun[p]["loc"] for p in self.guide.locals}
-        here = seen._replace(centre=seen.u)
-        at = _At(self, theta, begun, start, z_G, here, data).refined_outer()
+        guides = self.guide.recentre(eta, coordinates.offset, data)
+        guides = {
+            p: self.guide.of_rows(p, theta, params, z_G, data) for p, params in guides.items()
+        }
+        start = {p: guides[p]["loc"] for p in self.guide.locals}
+        at_globals = coordinates._replace(centre=coordinates.u)
+        at = _At(self, theta, guides, start, z_G, at_globals, data).refined_outer()
         key_outer, key_rows = jax.random.split(key)
         if not self.guide.outer:
             return at.rows({}, key_rows)
@@ -88,7 +90,7 @@ class _At:
     eta: dict[str, Any]
     start: Rows
     z_G: Array
-    seen: Coordinates
+    coordinates: Coordinates
     data: SiloData
 
     def refined_outer(self) -> _At:
@@ -99,7 +101,7 @@ class _At:
         z = laplace.modes(self.theta, self.z_G, self.data, self.start, **NEARBY)
         found = laplace.outer_given(self.theta, self.z_G, z, self.data)
         better = {
-            p: guide.locals[p].around(*outer_precision(guide, p, *found[p])) for p in guide.outer
+            p: guide.locals[p].from_mode(*outer_precision(guide, p, *found[p])) for p in guide.outer
         }
         return replace(self._with(better), start=z)
 
@@ -111,18 +113,18 @@ class _At:
             return self
         outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in guide.outer)])
         z = laplace.modes(
-            self.theta, self.z_G, self.data, {**self.start, **z_outer}, held=True, **NEARBY
+            self.theta, self.z_G, self.data, {**self.start, **z_outer}, fix_outer=True, **NEARBY
         )
         found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
-        return self._with({p: guide.locals[p].around(*found[p]) for p in plates})
+        return self._with({p: guide.locals[p].from_mode(*found[p]) for p in plates})
 
     def _with(self, better: dict[str, Any]) -> _At:
         """Return the same with better guides, uncoupled, for rows where these are finite."""
         eta = dict(self.eta)
-        for p, own in better.items():
-            like = eta[p]
-            none = {k: jnp.zeros_like(a) for k, a in like.items() if k not in own}
-            eta[p] = where_finite({**own, **none}, like)
+        for p, params in better.items():
+            before = eta[p]
+            uncoupled = {k: jnp.zeros_like(a) for k, a in before.items() if k not in params}
+            eta[p] = where_finite({**params, **uncoupled}, before)
         return replace(self, eta=eta)
 
     def rows(self, z_outer: Rows, key: Array) -> Array:
@@ -144,10 +146,10 @@ class _At:
         terms, total = jax.vmap(joint)(z), jnp.zeros(())
         for plate, rows in terms.items():
             if plate in log_mixture:
-                each = jax.nn.logsumexp(rows - log_mixture[plate], axis=0) - jnp.log(number)
+                row_terms = jax.nn.logsumexp(rows - log_mixture[plate], axis=0) - jnp.log(number)
             else:
-                each = rows[0]
-            total += each.sum()
+                row_terms = rows[0]
+            total += row_terms.sum()
         return total
 
     def mixture(
@@ -176,8 +178,8 @@ class _At:
         if plates == guide.outer:
             both = _together(both)
         mixed = {
-            p: jnp.logaddexp(jnp.log1p(-share) + q, jnp.log(share) + own)
-            for p, (q, own) in both.items()
+            p: jnp.logaddexp(jnp.log1p(-share) + q, jnp.log(share) + p_density)
+            for p, (q, p_density) in both.items()
         }
         return z, mixed
 
@@ -188,7 +190,7 @@ class _At:
 
     def _above(self, plate: str, z_outer: Rows) -> Array:
         guide = self.of.guide
-        return guide.above(plate, self.eta, self.seen.offset, z_outer, self.data)
+        return guide.above(plate, self.eta, self.coordinates.offset, z_outer, self.data)
 
     def _guided(self, plates: tuple[str, ...], z_outer: Rows, key: Array) -> Rows:
         drawn = {}

@@ -89,14 +89,14 @@ def proposal(
     if not share or not fm.dim or not guide.density_everywhere:
         return Proposal(num_draws, lambda key: guide.noise(key, num_draws), draw_own)
     spread, funnels = prior_spread(fm), fm.global_prior.funnels
-    wide = len(SCALES) + (spread is not None)
-    numbers = [int(share * num_draws / wide)] * wide
+    num_wide = len(SCALES) + (spread is not None)
+    numbers = [int(share * num_draws / num_wide)] * num_wide
     numbers += [int(NECKS * share * num_draws / len(funnels)) for _ in funnels]
-    own = num_draws - sum(numbers)
+    num_guide = num_draws - sum(numbers)
 
     def noise(key: Array) -> tuple[Eps, Array]:
         key_own, key_wide = jax.random.split(key)
-        return guide.noise(key_own, own), jax.random.split(key_wide, len(numbers))
+        return guide.noise(key_own, num_guide), jax.random.split(key_wide, len(numbers))
 
     def wider(theta: Theta, z: Array) -> list[Part]:
         """Return the other parts of the mixture, around the guide's draws ``z`` (own, dim)."""
@@ -115,47 +115,47 @@ def proposal(
         z = jnp.concatenate([z, *(far for _, far, _ in others)])
         log_q = jnp.concatenate([log_q, *log_q_far])
         densities = jnp.stack([log_q, *(jax.vmap(part.log_prob)(z) for part, _, _ in others)])
-        shares = jnp.array([own, *(n for _, _, n in others)]) / num_draws
+        shares = jnp.array([num_guide, *(n for _, _, n in others)]) / num_draws
         return z, jax.nn.logsumexp(jnp.log(shares)[:, None] + densities, axis=0)
 
-    return Proposal(own, noise, draw)
+    return Proposal(num_guide, noise, draw)
 
 
 def _student(centre: Array, L: Array) -> Part:
-    found, dim = dist.MultivariateStudentT(FREEDOM, centre, L), len(centre)
+    student, dim = dist.MultivariateStudentT(FREEDOM, centre, L), len(centre)
     at_centre = gammaln((FREEDOM + dim) / 2) - gammaln(FREEDOM / 2)
     at_centre -= dim / 2 * math.log(FREEDOM * math.pi)
 
     def log_prob(z: Array) -> Array:
-        off = linalg.solve(L, z - centre)
-        beyond = (FREEDOM + dim) / 2 * jnp.log1p((off**2).sum() / FREEDOM)
-        return at_centre - jnp.log(jnp.diagonal(L)).sum() - beyond
+        standardised = linalg.solve(L, z - centre)
+        log_tail = (FREEDOM + dim) / 2 * jnp.log1p((standardised**2).sum() / FREEDOM)
+        return at_centre - jnp.log(jnp.diagonal(L)).sum() - log_tail
 
-    return Part(lambda key, n: found.sample(key, (n,)), log_prob)
+    return Part(lambda key, n: student.sample(key, (n,)), log_prob)
 
 
 def _neck(fm: FederatedModel, funnel: Funnel, theta: Theta, centre: Array, L: Array) -> Part:
     """Return draws of a funnel's children from their prior, its setters from farther out."""
     prior = fm.global_prior
-    kept = np.setdiff1d(np.arange(fm.dim), _coordinates(funnel.children))
-    farther = np.isin(kept, _coordinates(funnel.setters))
-    root = linalg.root_of(L[kept])
-    scales = [jnp.where(farther, s, 1.0)[:, None] for s in NECK_SCALES]
-    around = [_student(centre[kept], s * root) for s in scales]
+    others = np.setdiff1d(np.arange(fm.dim), _coordinates(funnel.children))
+    is_setter = np.isin(others, _coordinates(funnel.setters))
+    root = linalg.root_of(L[others])
+    scales = [jnp.where(is_setter, s, 1.0)[:, None] for s in NECK_SCALES]
+    parents = [_student(centre[others], s * root) for s in scales]
 
     def sample(key: Array, n: int) -> Array:
-        key_which, key_children, *keys = jax.random.split(key, 2 + len(around))
-        drawn = [part.sample(key, n) for part, key in zip(around, keys, strict=True)]
-        which = jax.random.randint(key_which, (n,), 0, len(around))
+        key_which, key_children, *keys = jax.random.split(key, 2 + len(parents))
+        drawn = [part.sample(key, n) for part, key in zip(parents, keys, strict=True)]
+        which = jax.random.randint(key_which, (n,), 0, len(parents))
         at = jnp.stack(drawn)[which, jnp.arange(n)]
-        z = jnp.broadcast_to(centre, (n, fm.dim)).at[:, kept].set(at)
-        anew = jax.vmap(lambda key, z: prior.draw(key, theta, z, funnel))
-        return anew(jax.random.split(key_children, n), z)
+        z = jnp.broadcast_to(centre, (n, fm.dim)).at[:, others].set(at)
+        draw_children = jax.vmap(lambda key, z: prior.draw(key, theta, z, funnel))
+        return draw_children(jax.random.split(key_children, n), z)
 
     def log_prob(z: Array) -> Array:
-        each = jnp.stack([part.log_prob(z[kept]) for part in around])
-        own = jax.nn.logsumexp(each) - np.log(len(around))
-        return own + prior.log_density(theta, z, funnel)
+        each = jnp.stack([part.log_prob(z[others]) for part in parents])
+        log_parents = jax.nn.logsumexp(each) - np.log(len(parents))
+        return log_parents + prior.log_density(theta, z, funnel)
 
     return Part(sample, log_prob)
 

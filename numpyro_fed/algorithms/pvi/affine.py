@@ -24,11 +24,11 @@ def departure(
 
     In nats, from differences, so that little cancels where the two points are close.
     """
-    here, there = rows(z), rows(centre)
-    away = jax.tree.map(jnp.multiply, eta, family.increment(centre, z - centre))
-    known = [part.ravel() for part in jax.tree.leaves(away)]
-    size = sum(jnp.abs(part).sum() for part in [here, there, *known])
-    return (here - there).sum() - sum(part.sum() for part in known), jnp.asarray(size)
+    at_z, at_centre = rows(z), rows(centre)
+    linear = jax.tree.map(jnp.multiply, eta, family.increment(centre, z - centre))
+    linear_terms = [part.ravel() for part in jax.tree.leaves(linear)]
+    size = sum(jnp.abs(part).sum() for part in [at_z, at_centre, *linear_terms])
+    return (at_z - at_centre).sum() - sum(part.sum() for part in linear_terms), jnp.asarray(size)
 
 
 def affine_at(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Round, own_key
+from numpyro_fed.algorithms.base import Exchange, FederatedAlgorithm, Round, key_as_noise
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import (
@@ -43,18 +43,18 @@ def pvi(server: Server, silo: Silo) -> FederatedAlgorithm[ServerState, SiloState
         VISIT,
         silo.visit,
         commit=silo.commit,
-        silo_noise=own_key,
+        silo_noise=key_as_noise,
         scatter=Down(*SCATTERED),
         usable=usable,
     )
     return FederatedAlgorithm(
         server.init,
         silo.init,
-        Round((exchange,), server.round, own_key),
+        Round((exchange,), server.round, key_as_noise),
         server.view,
         silo.view,
         watch=lambda state: state.status,
-        told=lambda up: jnp.argmax(up.statuses),
+        watch_reply=lambda up: jnp.argmax(up.statuses),
         done=server.done,
     )
 

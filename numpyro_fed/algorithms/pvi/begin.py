@@ -23,12 +23,12 @@ from numpyro_fed.algorithms.base import (
     CarriedSilo,
     Exchange,
     Info,
-    OwnParams,
     Reply,
     Round,
     SharedParams,
+    SiloParams,
     WarmStart,
-    own_key,
+    key_as_noise,
 )
 from numpyro_fed.algorithms.begin import (
     FROM_MODE,
@@ -39,7 +39,7 @@ from numpyro_fed.algorithms.begin import (
     start_at_mode,
 )
 from numpyro_fed.algorithms.mode import Search
-from numpyro_fed.algorithms.mode import SiloState as Looked
+from numpyro_fed.algorithms.mode import SiloState as ModeSiloState
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import PVIParts, ServerState, SiloState
@@ -56,24 +56,24 @@ class Up(NamedTuple):
     factor: Natural
 
 
-def _own_factor(parts: PVIParts, begun: StartPoint, none: Natural) -> Natural:
+def _server_factor(parts: PVIParts, point: StartPoint, none: Natural) -> Natural:
     """Return the server's factor: the parabola, at the centre, of what of the prior is outside."""
-    outside = parts.globals.prior_outside
-    if outside is None:
+    log_outside = parts.globals.prior_outside
+    if log_outside is None:
         return none
 
-    fm, theta = parts.model, begun.theta
+    fm, theta = parts.model, point.theta
 
-    def rest(z: Array) -> Array:
-        return outside(theta, z) + fm.smoothed.log_prior(theta, z) - fm.log_prior(theta, z)
+    def remainder(z: Array) -> Array:
+        return log_outside(theta, z) + fm.smoothed.log_prior(theta, z) - fm.log_prior(theta, z)
 
-    z = begun.centre
-    return parts.globals.family.around(z, jax.grad(rest)(z), -jax.hessian(rest)(z))
+    z = point.centre
+    return parts.globals.family.around(z, jax.grad(remainder)(z), -jax.hessian(remainder)(z))
 
 
-def frame_of(parts: PVIParts, begun: StartPoint) -> Gaussian:
+def frame_of(parts: PVIParts, point: StartPoint) -> Gaussian:
     """Return the frame in which silos' own guides measure the globals."""
-    return begun.frame(parts.guide.globals).globals
+    return point.frame(parts.guide.globals).globals
 
 
 def pvi_carry(server: Server, silo: Silo) -> WarmStart:
@@ -82,31 +82,33 @@ def pvi_carry(server: Server, silo: Silo) -> WarmStart:
     """
     parts, family = server.parts, server.family
 
-    def factors(key: Array, begun: StartPoint) -> tuple[ServerState, Natural, Natural]:
+    def factors(key: Array, point: StartPoint) -> tuple[ServerState, Natural, Natural]:
         """Return the first state, all factors together, and the server's own."""
         first = server.init(key)
-        K = frame_of(parts, begun).inverse_root()
-        posterior = family.around(begun.centre, jnp.zeros_like(begun.centre), K.T @ K)
-        total = jax.tree.map(jnp.subtract, posterior, server.prior(begun.theta))
-        return first, total, _own_factor(parts, begun, first.server_factor)
+        K = frame_of(parts, point).inverse_root()
+        posterior = family.around(point.centre, jnp.zeros_like(point.centre), K.T @ K)
+        total = jax.tree.map(jnp.subtract, posterior, server.prior(point.theta))
+        return first, total, _server_factor(parts, point, first.server_factor)
 
-    def begin_server(key: Array, begun: StartPoint) -> ServerState:
-        first, total, own = factors(key, begun)
-        guide = parts.aggregate(server.prior(begun.theta), total)
+    def begin_server(key: Array, point: StartPoint) -> ServerState:
+        first, total, server_factor = factors(key, point)
+        guide = parts.aggregate(server.prior(point.theta), total)
         return first._replace(
-            params=SharedParams(guide, begun.theta),
+            params=SharedParams(guide, point.theta),
             total=total,
-            server_factor=own,
-            opt_state=parts.optim.init(begun.theta),
-            frame=frame_of(parts, begun),
+            server_factor=server_factor,
+            opt_state=parts.optim.init(point.theta),
+            frame=frame_of(parts, point),
         )
 
-    def begin_silo(key: Array, own: CarriedSilo, begun: StartPoint, data: SiloData) -> SiloState:
-        _, total, mine = factors(key, begun)
-        share = jax.tree.map(lambda a, b: (a - b) / server.settings.num_silos, total, mine)
-        eta = local_guides_of_result(parts.guide, own, begun, data)
-        first, params = silo.init(key, data), OwnParams(eta, own.theta)
-        return first._replace(params=params, factor=share, frame=frame_of(parts, begun))
+    def begin_silo(
+        key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
+    ) -> SiloState:
+        _, total, server_factor = factors(key, point)
+        share = jax.tree.map(lambda a, b: (a - b) / server.settings.num_silos, total, server_factor)
+        eta = local_guides_of_result(parts.guide, carried, point, data)
+        first, params = silo.init(key, data), SiloParams(eta, carried.theta)
+        return first._replace(params=params, factor=share, frame=frame_of(parts, point))
 
     return WarmStart(begin_server, begin_silo)
 
@@ -115,16 +117,18 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
     """Return the round from the states of a search for the mode to those of PVI."""
     parts, fm, family = server.parts, server.model, server.family
 
-    def answer(
-        noise: Array, down: StartMessage, state: Looked, data: SiloData
+    def silo_factor(
+        noise: Array, down: StartMessage, state: ModeSiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        begun, place = down.begun, jax.tree.map(lambda a: a[down.start], state.place)
-        own = len(place.gradient) - fm.dim
-        factor = family.around(begun.centre, place.gradient[own:], place.curvature[own:, own:])
+        point, place = down.point, jax.tree.map(lambda a: a[down.start], state.place)
+        num_theta = len(place.gradient) - fm.dim
+        factor = family.around(
+            point.centre, place.gradient[num_theta:], place.curvature[num_theta:, num_theta:]
+        )
         factor = jax.tree.map(lambda a: jnp.where(all_finite(factor), a, 0.0), factor)
         eta = local_guides_at_mode(fm, parts.guide, down, state, data)
-        params = OwnParams(eta, state.private)
-        first, frame = silo.init(noise, data), frame_of(parts, begun)
+        params = SiloParams(eta, state.private)
+        first, frame = silo.init(noise, data), frame_of(parts, point)
         draft = first._replace(params=params, pending=factor, frame=frame)
         return Reply(Up(factor), all_finite(eta)), draft
 
@@ -132,10 +136,10 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
         return draft._replace(pending=sent.factor)
 
     def run(state: Search, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-        at = start_at_mode(fm, state)
-        begun, replies = at.begun, ask(FROM_MODE, at)
-        first, prior = server.init(noise), server.prior(begun.theta)
-        server_factor = _own_factor(parts, begun, first.server_factor)
+        message = start_at_mode(fm, state)
+        point, replies = message.point, ask(FROM_MODE, message)
+        first, prior = server.init(noise), server.prior(point.theta)
+        server_factor = _server_factor(parts, point, first.server_factor)
         total = jax.tree.map(jnp.add, replies.up.factor, server_factor)
 
         def proper(total: Natural) -> Array:
@@ -145,14 +149,14 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
         total, taken = proper_step(proper, none, total, 1.0)
         guide = parts.aggregate(prior, total)
         after = first._replace(
-            params=SharedParams(guide, begun.theta),
+            params=SharedParams(guide, point.theta),
             total=total,
             server_factor=jax.tree.map(lambda a: taken * a, server_factor),
-            opt_state=parts.optim.init(begun.theta),
+            opt_state=parts.optim.init(point.theta),
             taken=jnp.full_like(first.taken, taken),
-            frame=frame_of(parts, begun),
+            frame=frame_of(parts, point),
         )
         return after, Info(jnp.zeros(()), all_finite(after) & proper(total))
 
-    exchange = Exchange(FROM_MODE, answer, commit=commit, silo_noise=own_key)
-    return Round((exchange,), run, own_key)
+    exchange = Exchange(FROM_MODE, silo_factor, commit=commit, silo_noise=key_as_noise)
+    return Round((exchange,), run, key_as_noise)

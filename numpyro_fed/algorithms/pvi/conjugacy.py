@@ -33,23 +33,23 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
     """
     if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
         return lambda stacks: False
-    family, around = chosen.family, chosen.places.around
+    family, points_near = chosen.family, chosen.places.around
     theta = generic_parameters(fm)
 
     @jit_double
-    def look(stack: SiloData, prior: Natural, points: Array) -> Array:
-        def one(data: SiloData) -> Array:
+    def all_affine(stack: SiloData, prior: Natural, points: Array) -> Array:
+        def one_silo(data: SiloData) -> Array:
             rows = row_terms(fm, theta, data)
             eta = family.fit(lambda z: rows(z).sum())
-            centre, near = around(jax.tree.map(jnp.add, prior, eta), 16)
+            centre, near = points_near(jax.tree.map(jnp.add, prior, eta), 16)
             return affine_at(rows, family, eta, centre, jnp.concatenate([points, near]))
 
-        return jax.vmap(one)(stack).all()
+        return jax.vmap(one_silo)(stack).all()
 
     def verdict(stacks: Sequence[SiloData]) -> bool:
         with double_precision():
             prior, points = chosen.prior(theta), chosen.places.points
-            return all(look(double(stack), prior, points) for stack in stacks)
+            return all(all_affine(double(stack), prior, points) for stack in stacks)
 
     return verdict
 
@@ -83,15 +83,15 @@ def misfit(
 
     Between draws from ``psi``, draws from ``start``, and the centre of ``psi``.
     """
-    here = family.centre(psi)
+    centre = family.centre(psi)
     draws = jax.vmap(family.draw, (None, 0))
     z = draws(psi, family.noise(jax.random.key(0), 8))
-    begun = draws(start, family.noise(jax.random.key(1), 4))
-    begun = jnp.where(jnp.isfinite(begun), begun, here)  # a prior may be flat
-    at = partial(departure, rows, family, eta, here)
-    nats, size = jax.vmap(at)(jnp.concatenate([z, begun]))
+    start_draws = draws(start, family.noise(jax.random.key(1), 4))
+    start_draws = jnp.where(jnp.isfinite(start_draws), start_draws, centre)  # a prior may be flat
+    departure_at = partial(departure, rows, family, eta, centre)
+    nats, size = jax.vmap(departure_at)(jnp.concatenate([z, start_draws]))
     # Rounding within a row is what rounding the globals would make of it.
-    within = jnp.linalg.norm(jax.jvp(rows, (here,), (here,))[1])
-    eps = max(ROUNDINGS, 2 * math.sqrt(num_rows)) * jnp.finfo(here.dtype).eps
-    rounding = eps * (size + within)
+    within_rows = jnp.linalg.norm(jax.jvp(rows, (centre,), (centre,))[1])
+    eps = max(ROUNDINGS, 2 * math.sqrt(num_rows)) * jnp.finfo(centre.dtype).eps
+    rounding = eps * (size + within_rows)
     return (jnp.abs(nats) - rounding).max()

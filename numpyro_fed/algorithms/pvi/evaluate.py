@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, own_key
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, key_as_noise
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import (
@@ -30,10 +30,10 @@ def evaluation(server: Server, silo: Silo) -> Round:
         return Reply(log_lik, jnp.isfinite(log_lik)), state
 
     def run(state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-        log_lik = ask(EVALUATION, server.sent(state, ask.who)).up
+        log_lik = ask(EVALUATION, server.message(state, ask.who)).up
         params = state.params
         loss = server.kl_to_prior(noise, params.theta, params.guide) - log_lik
         return state, Info(loss, jnp.array(True))
 
-    exchange = Exchange(EVALUATION, expect, silo_noise=own_key, scatter=Down(*SCATTERED))
-    return Round((exchange,), run, own_key)
+    exchange = Exchange(EVALUATION, expect, silo_noise=key_as_noise, scatter=Down(*SCATTERED))
+    return Round((exchange,), run, key_as_noise)

@@ -140,13 +140,13 @@ def _choice(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
         members = _members(sites, kinds, covariance)
         return expfam.product(members), TestPoints(points, _around(members, reach))
 
-    def every(z: Array) -> Array:
+    def all_terms(z: Array) -> Array:
         return jnp.stack(list(fm.prior_terms(theta, z).values()))
 
     with double_precision():
         kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
         family, places = product(kinds)
-        [(eta, affine)] = _fitted([Density(every, family, places)])
+        [(eta, affine)] = _fitted([Density(all_terms, family, places)])
         if affine:
             return _Choice(kinds, family, places, eta, [])
         found = _kinds(sites, chosen, points, reach, covariance=covariance, fm=fm, theta=theta)
@@ -156,15 +156,15 @@ def _choice(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
         family, places = product(kinds)
         by_site = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
 
-        def of(names: Sequence[str]) -> Density:
+        def density_of(names: Sequence[str]) -> Density:
             return Density(_terms(fm, theta, by_site, family, names), family, places)
 
         names = list(fm.prior_terms(theta, jnp.zeros(fm.dim)))
-        each = _fitted([of([name]) for name in names])
-        outside = [name for name, (_, affine) in zip(names, each, strict=True) if not affine]
+        fits = _fitted([density_of([name]) for name in names])
+        outside = [name for name, (_, affine) in zip(names, fits, strict=True) if not affine]
         if outside and prior == "exact":
             raise _coupled(outside[0], covariance)
-        [(eta, _)] = _fitted([of([n for n in names if n not in outside])])
+        [(eta, _)] = _fitted([density_of([n for n in names if n not in outside])])
     return _Choice(kinds, family, places, eta, outside)
 
 
@@ -174,19 +174,19 @@ def _built(fm: FederatedModel, choice: _Choice) -> Globals:
     learned = bool(fm.named("param")) and not outside
     fixed = jax.tree.map(np.asarray, eta)
 
-    def inside(theta: dict[str, Any]) -> Natural:
+    def prior_inside(theta: dict[str, Any]) -> Natural:
         if learned:
             return family.fit(lambda z: fm.log_prior(theta, z) - family.log_base(z))
         return jax.tree.map(lambda a: jnp.asarray(a.copy()), fixed)  # or JAX keeps a precision
 
-    def rest(theta: dict[str, Any], z: Array) -> Array:
-        known = expfam.inner(inside(theta), family.statistics(z))
+    def log_outside(theta: dict[str, Any], z: Array) -> Array:
+        known = expfam.inner(prior_inside(theta), family.statistics(z))
         return fm.log_prior(theta, z) - family.log_base(z) - known
 
     def marginals(eta: Natural) -> dict[str, dist.Distribution]:
         return _marginals(fm, fm.named("latent"), kinds, family, eta)
 
-    return Globals(family, inside, marginals, places, rest if outside else None)
+    return Globals(family, prior_inside, marginals, places, log_outside if outside else None)
 
 
 def _terms(
@@ -199,9 +199,9 @@ def _terms(
     """Return terms of the log prior of some sites, over the base measure of the others."""
 
     def f(z: Array) -> Array:
-        every, terms = fm.prior_terms(theta, z), [family.log_base(z)]
+        all_terms, terms = fm.prior_terms(theta, z), [family.log_base(z)]
         for name in names:
-            terms.append(every[name])
+            terms.append(all_terms[name])
             if name in members:
                 site, member = members[name]
                 terms.append(-member.log_base(z[site.start : site.stop]))
@@ -240,7 +240,7 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tup
     """
     furthest = np.minimum(reach, 1e6)
 
-    def near(name: str, eta: Natural, n: int) -> tuple[Array, Array]:
+    def member_points(name: str, eta: Natural, n: int) -> tuple[Array, Array]:
         places, member = members[name]
         width = jnp.where(jnp.arange(n) % 2, 1.0, 3.0)[:, None]
         noise = width * np.random.default_rng(2).normal(size=(n, member.dim))
@@ -258,11 +258,11 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tup
         z = jnp.concatenate(parts, -1)[..., inverse]
         return jnp.clip(jnp.where(jnp.isfinite(z), z, 0.0), -reach, reach)
 
-    def around(eta: Natural, n: int) -> tuple[Array, Array]:
-        centres, points = zip(*(near(name, eta[name], n) for name in members), strict=True)
+    def points_near(eta: Natural, n: int) -> tuple[Array, Array]:
+        centres, points = zip(*(member_points(name, eta[name], n) for name in members), strict=True)
         return join(centres), join(points)
 
-    return around
+    return points_near
 
 
 def generic_parameters(fm: FederatedModel) -> dict[str, Any]:
@@ -285,20 +285,20 @@ def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
     """Return natural parameters of each density, and whether it is theirs; in one program."""
 
     @jit_double
-    def found(points: list[Array]) -> list[tuple[Natural, Array]]:
-        return [one(*each) for each in zip(densities, points, strict=True)]
+    def fit_all(points: list[Array]) -> list[tuple[Natural, Array]]:
+        return [fit_one(*each) for each in zip(densities, points, strict=True)]
 
-    def one(density: Density, points: Array) -> tuple[Natural, Array]:
+    def fit_one(density: Density, points: Array) -> tuple[Natural, Array]:
         terms, family, places = density
 
-        def over(z: Array) -> Array:
+        def terms_over_base(z: Array) -> Array:
             return jnp.append(terms(z), -family.log_base(z))
 
-        eta = family.fit(lambda z: over(z).sum())
+        eta = family.fit(lambda z: terms_over_base(z).sum())
         centre, near = places.around(eta, 16)
-        return eta, affine_at(over, family, eta, centre, jnp.concatenate([points, near]))
+        return eta, affine_at(terms_over_base, family, eta, centre, jnp.concatenate([points, near]))
 
-    return [(eta, bool(affine)) for eta, affine in found([d.places.points for d in densities])]
+    return [(eta, bool(affine)) for eta, affine in fit_all([d.places.points for d in densities])]
 
 
 def _candidates(site: Site) -> list[str]:
@@ -337,16 +337,16 @@ def _kinds(
     theta: dict[str, Any],
 ) -> dict[str, str]:
     """Return for each site the first family that its prior is in, if there is one."""
-    rest = np.random.default_rng(2).normal(size=fm.dim)
+    other_sites = np.random.default_rng(2).normal(size=fm.dim)
 
     def density(site: Site, kind: str) -> Density:
-        own = slice(site.start, site.stop)
+        place = slice(site.start, site.stop)
 
         def term(z: Array) -> Array:
-            return fm.prior_terms(theta, jnp.asarray(rest).at[own].set(z))[site.name][None]
+            return fm.prior_terms(theta, jnp.asarray(other_sites).at[place].set(z))[site.name][None]
 
         members = {kind: (np.arange(site.stop - site.start), _member(site, kind, covariance))}
-        places = TestPoints(points[:, own], _around(members, reach[own]))
+        places = TestPoints(points[:, place], _around(members, reach[place]))
         return Density(term, expfam.product(members), places)
 
     candidates = {s: [chosen[s.name]] if s.name in chosen else _candidates(s) for s in sites}
@@ -408,7 +408,7 @@ def _marginals(
     family: Family[Any],
     eta: Natural,
 ) -> dict[str, dist.Distribution]:
-    def of(site: Site) -> dist.Distribution:
+    def marginal_of(site: Site) -> dist.Distribution:
         place = slice(site.start, site.stop)
         if kinds[site.name] != GAUSSIAN:
             return expfam.marginal(family, eta, place, site.shape, site.event_dim)
@@ -417,7 +417,7 @@ def _marginals(
         z = expfam.marginal(family, eta, place, site.shape, event_dim)
         return _on_support(z, support)
 
-    return {site.name: of(site) for site in sites}
+    return {site.name: marginal_of(site) for site in sites}
 
 
 def _on_support(z: dist.Distribution, support: constraints.Constraint) -> dist.Distribution:

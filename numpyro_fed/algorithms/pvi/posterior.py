@@ -38,17 +38,17 @@ def aggregate(
         weight = divergence.weight if isinstance(divergence, WeightedKL) else 1.0
         return lambda prior, total: jax.tree.map(lambda a, b: a + b / weight, prior, total)
 
-    def of(prior: Natural, total: Natural) -> Natural:
+    def solve(prior: Natural, total: Natural) -> Natural:
         def objective(psi: Ordinary) -> Array:
             gain = expfam.inner(total, family.moments(psi))
             return divergence(family, family.natural(psi), prior) - gain
 
         summed = jax.tree.map(jnp.add, prior, total)
-        fine = family.proper(summed)
-        start = jax.tree.map(lambda a, b: jnp.where(fine, a, b), summed, prior)
+        proper = family.proper(summed)
+        start = jax.tree.map(lambda a, b: jnp.where(proper, a, b), summed, prior)
         psi, _, slope = minimise(objective, family.ordinary(start), STEPS, TOLERANCE)
         scale = 1 + jnp.stack([jnp.abs(x).max() for x in jax.tree.leaves(total)]).max()
-        found = slope <= ENOUGH * scale
-        return jax.tree.map(lambda a: jnp.where(found, a, jnp.nan), family.natural(psi))
+        converged = slope <= ENOUGH * scale
+        return jax.tree.map(lambda a: jnp.where(converged, a, jnp.nan), family.natural(psi))
 
-    return of
+    return solve

@@ -28,7 +28,7 @@ from numpyro_fed.local.base import Noise, Problem, proper_step
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.trees import all_finite, where
 
-PRIOR_DRAWS = 256
+KL_DRAWS = 256
 ARRIVED = 0.1  # standard deviations, about, that further rounds would move the posterior
 
 
@@ -65,18 +65,18 @@ class Server(Role):
             self.first_frame(),
         )
 
-    def sent(self, state: ServerState, who: Array) -> Down:
+    def message(self, state: ServerState, who: Array) -> Down:
         """Return the sum of all factors and, to each silo, whether its last proposal was taken."""
         return Down(state.params.theta, state.total, state.taken[who])
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Ask for changes; take as much as leaves the posterior proper; step on parameters."""
-        settings, theta, old = self.settings, state.params.theta, state.params.guide
-        up: Up = ask(VISIT, self.sent(state, ask.who)).up
-        kl_to_prior = self.kl_to_prior(noise, theta, old)
-        total, damping = self._damped(state, self.prior(theta), up.change)
-        total, server_factor, converged = self._renewed(state, noise, theta, total)
-        theta, opt_state, guide = self._learned(state, noise, total, up.theta)
+        settings, theta, before = self.settings, state.params.theta, state.params.guide
+        up: Up = ask(VISIT, self.message(state, ask.who)).up
+        kl_to_prior = self.kl_to_prior(noise, theta, before)
+        total, damping = self._damped_total(state, self.prior(theta), up.change)
+        total, server_factor, converged = self._renew_server_factor(state, noise, theta, total)
+        theta, opt_state, guide = self._update_theta(state, noise, total, up.theta)
         after = ServerState(
             SharedParams(guide, theta),
             total,
@@ -84,12 +84,12 @@ class Server(Role):
             opt_state,
             self._next_damping(state.damping, damping),
             state.taken.at[ask.who].set(damping),
-            self._progress(state.progress, old, guide, converged, up.statuses),
+            self._progress(state.progress, before, guide, converged, up.statuses),
             state.frame,
         )
         weight = settings.num_silos / settings.visits
         loss = kl_to_prior / settings.steps - weight * up.log_lik
-        moved_by = expfam.kl(self.family, guide, old)
+        moved_by = expfam.kl(self.family, guide, before)
         report = Report(damping, up.statuses, converged)
         return after, Info(loss, all_finite(after), moved_by, report)
 
@@ -111,7 +111,7 @@ class Server(Role):
         family = self.family
         if self.parts.globals.prior_outside is None and not self.model.improper:
             return expfam.kl(family, eta, self.prior(theta))
-        psi, noise = family.ordinary(eta), family.noise(key, PRIOR_DRAWS)
+        psi, noise = family.ordinary(eta), family.noise(key, KL_DRAWS)
 
         def at(noise: Tree) -> Array:
             z = family.draw(psi, noise)
@@ -119,7 +119,9 @@ class Server(Role):
 
         return jax.vmap(at)(noise).mean()
 
-    def _damped(self, state: ServerState, prior: Natural, change: Natural) -> tuple[Natural, Array]:
+    def _damped_total(
+        self, state: ServerState, prior: Natural, change: Natural
+    ) -> tuple[Natural, Array]:
         """Return the sum of factors after the update, and the damping of the change."""
         target = jax.tree.map(jnp.add, state.total, change)
         aggregate = self.parts.aggregate
@@ -133,13 +135,13 @@ class Server(Role):
         fine = proper(moved)
         return where(fine, moved, state.total), jnp.where(fine, state.damping, 0.0)
 
-    def _next_damping(self, now: Array, used: Array) -> Array:
+    def _next_damping(self, damping: Array, used: Array) -> Array:
         if not self.settings.adaptive:
-            return now
-        lowered = jnp.where(used > 0, used, now / 2)
+            return damping
+        lowered = jnp.where(used > 0, used, damping / 2)
         return jnp.minimum(2 * lowered, self.settings.damping)
 
-    def _renewed(
+    def _renew_server_factor(
         self, state: ServerState, key: Array, theta: Theta, total: Natural
     ) -> tuple[Natural, Natural, Array]:
         """Return the sum of factors with the server's own renewed, that factor, its verdict."""
@@ -153,17 +155,17 @@ class Server(Role):
         factor, converged = self._server_factor(outside, key, theta, cavity, start, before)
         return jax.tree.map(jnp.add, others, factor), factor, converged
 
-    def _learned(
+    def _update_theta(
         self, state: ServerState, key: Array, total: Natural, gradient: Theta
     ) -> tuple[Theta, optax.OptState, Natural]:
         """Return shared parameters after a step on the free energy, and the posterior then."""
-        theta, old, settings = state.params.theta, state.params.guide, self.settings
+        theta, before, settings = state.params.theta, state.params.guide, self.settings
         guide = self.parts.aggregate(self.prior(theta), total)
         if not theta:
             return theta, state.opt_state, guide
-        pull = jax.grad(lambda t: self.kl_to_prior(key, t, old))(theta)
-        each = settings.num_silos / settings.visits * settings.steps
-        descent = jax.tree.map(lambda p, g: p - each * g, pull, gradient)
+        pull = jax.grad(lambda t: self.kl_to_prior(key, t, before))(theta)
+        scale = settings.num_silos / settings.visits * settings.steps
+        descent = jax.tree.map(lambda p, g: p - scale * g, pull, gradient)
         updates, opt_state = self.parts.optim.update(descent, state.opt_state, theta)
         moved = optax.apply_updates(theta, updates)
         shifted = self.parts.aggregate(self.prior(moved), total)
@@ -171,7 +173,7 @@ class Server(Role):
         return where(fine, (moved, opt_state, shifted), (theta, state.opt_state, guide))
 
     def _progress(
-        self, before: Progress, old: Natural, new: Natural, own: Array, statuses: Array
+        self, before: Progress, old: Natural, new: Natural, converged: Array, statuses: Array
     ) -> Progress:
         """Return how far the posterior has come since the round began."""
         means, log_scales = zip(
@@ -179,21 +181,21 @@ class Server(Role):
             location_and_log_scale(self.family, new),
             strict=True,
         )
-        begins = before.steps % self.settings.steps == 0
-        mean = jnp.where(begins, jnp.nan_to_num(means[0]), before.mean)
-        log_scale = jnp.where(begins, jnp.nan_to_num(log_scales[0]), before.log_scale)
+        round_begins = before.steps % self.settings.steps == 0
+        mean = jnp.where(round_begins, jnp.nan_to_num(means[0]), before.mean)
+        log_scale = jnp.where(round_begins, jnp.nan_to_num(log_scales[0]), before.log_scale)
         moves = (
             jnp.abs(means[1] - mean) / jnp.exp(log_scales[1]),
             jnp.abs(log_scales[1] - log_scale),
         )
         moved = jnp.nan_to_num(jnp.concatenate(moves).max(initial=0.0))
         visits = statuses[Status.NON_FINITE :].sum().astype(moved.dtype)
-        refused = jnp.where(begins, 0.0, before.refused) + visits
-        return Progress(mean, log_scale, before.steps + 1, moved, own, refused)
+        refused = jnp.where(round_begins, 0.0, before.refused) + visits
+        return Progress(mean, log_scale, before.steps + 1, moved, converged, refused)
 
     def _server_factor(
         self,
-        outside: Callable[[Theta, Array], Array],
+        log_outside: Callable[[Theta, Array], Array],
         key: Array,
         theta: Theta,
         cavity: Natural,
@@ -208,10 +210,12 @@ class Server(Role):
         def noise(key: Array, particles: int, batch: int | None) -> Noise:
             return Noise(family.noise(key, particles), {}, None)
 
-        def log_lik(psi: Ordinary, own: object, noise: Noise, plain: bool) -> tuple[Array, Array]:
+        def log_lik(
+            psi: Ordinary, silo_part: object, noise: Noise, plain: bool
+        ) -> tuple[Array, Array]:
             def at(noise: Tree) -> tuple[Array, Array]:
                 z = family.draw(psi, noise)
-                return z, outside(theta, z)
+                return z, log_outside(theta, z)
 
             return jax.vmap(at)(noise.globals)
 
@@ -219,7 +223,7 @@ class Server(Role):
             raise TypeError("a prior outside of the family has no closed form")
 
         problem = Problem(family, cavity, start, (), noise, log_lik, likelihood, 0, None)
-        found = self.solved(self.parts.prior_local, problem, key)
-        factor = jax.tree.map(jnp.subtract, found.eta, cavity)
-        fine = family.proper(found.eta) & all_finite(factor)
-        return where(fine, factor, before), fine & found.converged
+        solution = self.solve(self.parts.prior_local, problem, key)
+        factor = jax.tree.map(jnp.subtract, solution.eta, cavity)
+        fine = family.proper(solution.eta) & all_finite(factor)
+        return where(fine, factor, before), fine & solution.converged

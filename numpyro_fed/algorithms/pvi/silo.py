@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import expfam
-from numpyro_fed.algorithms.base import OwnParams, Private, Reply
+from numpyro_fed.algorithms.base import Private, Reply, SiloParams
 from numpyro_fed.algorithms.pvi.conjugacy import log_likelihood, misfit, row_terms
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import Down, Role, SiloState, Status, Up
@@ -25,7 +25,7 @@ from numpyro_fed.model.minibatch import drawn, rows_at
 from numpyro_fed.objectives import normals
 from numpyro_fed.trees import all_finite, where
 
-TOGETHER = 8  # draws of the expected log likelihood, at most, side by side
+BATCH = 8  # draws of the expected log likelihood, at most, side by side
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Silo(Role):
     def init(self, key: Array, data: SiloData) -> SiloState:
         """Return the first state, without a factor."""
         key_private, key_guide = jax.random.split(key)
-        params = OwnParams(
+        params = SiloParams(
             self.parts.guide.init_local(key_guide, data),
             self.model.init_private(key_private, data),
         )
@@ -54,28 +54,28 @@ class Silo(Role):
         factor = state.effective_factor(down.taken)
         posterior = self.parts.aggregate(self.prior(down.theta), down.total)
         removed = self._removed(factor, down.total)
-        now = (self._cavity(down, removed), posterior)
-        cavity, begin = self._working_from(now, down, state)
+        current = (self._cavity(down, removed), posterior)
+        cavity, start = self._working_cavity(current, down, state)
         log_lik, g_theta = self.expected_log_lik(key_evidence, down.theta, posterior, state, data)
-        problem = self._problem(down.theta, cavity, self._start(begin, state.visits), state, data)
-        found = self.solved(self.parts.local, problem, key_local)
-        proposal = self._factor(found.eta, cavity)
+        problem = self._problem(down.theta, cavity, self._start(start, state.visits), state, data)
+        solution = self.solve(self.parts.local, problem, key_local)
+        proposal = self._factor(solution.eta, cavity)
         change = jax.tree.map(
             jnp.subtract, proposal, factor if self.settings.deletion == "prior" else removed
         )
-        status = self._status(found, change)
+        status = self._status(solution, change)
         usable = status < Status.NON_FINITE
         change = where(usable, change, jax.tree.map(jnp.zeros_like, change))
         g_theta = where(usable, g_theta, jax.tree.map(jnp.zeros_like, g_theta))
         statuses = jax.nn.one_hot(status, len(Status), dtype=jnp.int32)
-        centre = state.frame.standardise(self.family.centre(self.family.ordinary(found.eta)))
+        centre = state.frame.standardise(self.family.centre(self.family.ordinary(solution.eta)))
         draft = SiloState(
-            *where(usable, (found.own, centre), (state.params, state.centre)),
+            *where(usable, (solution.silo_part, centre), (state.params, state.centre)),
             factor,
             change,
             state.visits + 1,
             status,
-            now if self.settings.asynchronous else (),
+            current if self.settings.asynchronous else (),
             state.frame,
         )
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
@@ -102,15 +102,15 @@ class Silo(Role):
         share = jax.tree.map(lambda a: self.settings.prior_share * a, self.prior(down.theta))
         return self.parts.aggregate(share, jax.tree.map(jnp.subtract, down.total, removed))
 
-    def _working_from(
-        self, now: tuple[Natural, Natural], down: Down, state: SiloState
+    def _working_cavity(
+        self, current: tuple[Natural, Natural], down: Down, state: SiloState
     ) -> tuple[Natural, Natural]:
         """Return cavity and posterior of this visit, or of the one before if it takes so long."""
         if not state.stale:
-            return now
+            return current
         prior = self.prior(down.theta)
         from_prior = self.parts.globals.prior_outside is None and not self.settings.from_mode
-        at_first = (prior, prior) if from_prior else now
+        at_first = (prior, prior) if from_prior else current
         return where(state.visits > 0, state.stale, at_first)
 
     def _start(self, posterior: Natural, visits: Array) -> Ordinary:
@@ -130,11 +130,11 @@ class Silo(Role):
         family, divergence = self.family, self.parts.divergence
         return family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
 
-    def _status(self, found: Solution[OwnParams], change: Natural) -> Array:
-        finite = found.finite & all_finite((change, found.own))
-        proper = self.family.proper(found.eta)
-        status = jnp.where(found.converged, Status.CONVERGED, Status.NOT_CONVERGED)
-        status = jnp.where(found.suited, status, Status.NOT_CONJUGATE)
+    def _status(self, solution: Solution[SiloParams], change: Natural) -> Array:
+        finite = solution.finite & all_finite((change, solution.silo_part))
+        proper = self.family.proper(solution.eta)
+        status = jnp.where(solution.converged, Status.CONVERGED, Status.NOT_CONVERGED)
+        status = jnp.where(solution.suited, status, Status.NOT_CONJUGATE)
         status = jnp.where(finite & ~proper, Status.IMPROPER, status)
         return jnp.where(finite, status, Status.NON_FINITE).astype(jnp.int32)
 
@@ -148,29 +148,29 @@ class Silo(Role):
             f = log_likelihood(parts.model, {**theta, **private}, data)
             eta, psi = family.fit(f), family.ordinary(posterior)
             z = family.centre(psi)
-            away = jax.tree.map(jnp.subtract, family.moments(psi), family.statistics(z))
-            return f(z) + expfam.inner(eta, away)
+            moment_gap = jax.tree.map(jnp.subtract, family.moments(psi), family.statistics(z))
+            return f(z) + expfam.inner(eta, moment_gap)
 
         def sampled(theta: Theta) -> Array:
             psi = family.ordinary(posterior)
             centre = family.centre(psi)
-            eta = parts.guide.recentre(state.params.guide, state.away(centre), data)
+            eta = parts.guide.recentre(state.params.guide, state.offset(centre), data)
             sizes = {p: len(part["loc"]) for p, part in eta.items()}
 
-            def at(noise: Tree, rows: Rows) -> Array:
+            def at_draw(noise: Tree, rows: Rows) -> Array:
                 z = family.draw(psi, noise)
-                seen = state.seen(z, centre)
-                return parts.bound.value({**theta, **private}, eta, z, seen, rows, data)
+                coordinates = state.coordinates(z, centre)
+                return parts.bound.value({**theta, **private}, eta, z, coordinates, rows, data)
 
             draws = self.settings.evidence_draws
-            times = -(-draws // TOGETHER)
-            together = -(-draws // times)
+            num_batches = -(-draws // BATCH)
+            batch_size = -(-draws // num_batches)
 
-            def some(i: Array) -> Array:
-                noise, rows = self._noise(jax.random.fold_in(key, i), sizes, together)
-                return jax.vmap(at, (0, 1))(noise, rows)
+            def batch_values(i: Array) -> Array:
+                noise, rows = self._noise(jax.random.fold_in(key, i), sizes, batch_size)
+                return jax.vmap(at_draw, (0, 1))(noise, rows)
 
-            return jax.lax.map(some, jnp.arange(times)).ravel()[:draws].mean()
+            return jax.lax.map(batch_values, jnp.arange(num_batches)).ravel()[:draws].mean()
 
         expected = exact if parts.conjugate else sampled
         log_lik, gradient = jax.value_and_grad(expected)(theta) if theta else (expected(theta), {})
@@ -181,11 +181,11 @@ class Silo(Role):
 
     def _problem(
         self, theta: Theta, cavity: Natural, start: Ordinary, state: SiloState, data: SiloData
-    ) -> Problem[OwnParams]:
+    ) -> Problem[SiloParams]:
         parts, fm, family, guide = self.parts, self.model, self.family, self.parts.guide
         centre = family.centre(start)
-        eta = guide.recentre(state.params.guide, state.away(centre), data)
-        own = OwnParams(eta, state.params.private)
+        eta = guide.recentre(state.params.guide, state.offset(centre), data)
+        silo_part = SiloParams(eta, state.params.private)
 
         def noise(key: Array, particles: int, batch: int | None) -> Noise:
             which, sizes = None, {p: len(part["loc"]) for p, part in eta.items()}
@@ -195,25 +195,25 @@ class Silo(Role):
             return Noise(*self._noise(key, sizes, particles), which)
 
         def log_lik(
-            psi: Ordinary, own: OwnParams, noise: Noise, plain: bool
+            psi: Ordinary, silo_part: SiloParams, noise: Noise, plain: bool
         ) -> tuple[Array, Array]:
-            here, places = drawn(parts.minibatches, noise.which, data)
-            local = rows_at(own.guide, places)
-            shared = {**theta, **own.private}
+            batch, indices = drawn(parts.minibatches, noise.which, data)
+            local = rows_at(silo_part.guide, indices)
+            shared = {**theta, **silo_part.private}
             centre = family.centre(psi)
             bound = parts.plain_bound if plain else parts.bound
 
-            def at(noise_globals: Tree, noise_rows: Rows) -> tuple[Array, Array]:
+            def at_draw(noise_globals: Tree, noise_rows: Rows) -> tuple[Array, Array]:
                 z = family.draw(psi, noise_globals)
-                seen = state.seen(z, centre)
-                return z, bound.value(shared, local, z, seen, noise_rows, here)
+                coordinates = state.coordinates(z, centre)
+                return z, bound.value(shared, local, z, coordinates, noise_rows, batch)
 
-            return jax.vmap(at, (0, 1))(noise.globals, noise.rows)
+            return jax.vmap(at_draw, (0, 1))(noise.globals, noise.rows)
 
         num_rows = sum(fm.sizes(data).values())
 
         def likelihood() -> tuple[Natural, Callable[[Ordinary], Array]]:
-            rows = row_terms(fm, {**theta, **own.private}, data)
+            rows = row_terms(fm, {**theta, **silo_part.private}, data)
             eta = family.fit(lambda z: rows(z).sum())
             return eta, partial(misfit, rows, family, eta, start, num_rows)
 
@@ -221,23 +221,25 @@ class Silo(Role):
             family,
             cavity,
             start,
-            own,
+            silo_part,
             noise,
             log_lik,
             likelihood,
             num_rows,
             parts.divergence,
-            self._framed,
+            self._to_frame,
         )
 
-    def _framed(self, own: OwnParams) -> tuple[OwnParams, Callable[[OwnParams], OwnParams]]:
+    def _to_frame(
+        self, params: SiloParams
+    ) -> tuple[SiloParams, Callable[[SiloParams], SiloParams]]:
         """Return the silo's own part in frames of its rows, and the way back."""
-        frames, inside = self.parts.guide.framed(own.guide)
-        return own._replace(guide=inside), partial(self._placed, frames)
+        frames, inside = self.parts.guide.to_frame(params.guide)
+        return params._replace(guide=inside), partial(self._from_frame, frames)
 
-    def _placed(self, frames: dict[str, Gaussian], own: OwnParams) -> OwnParams:
+    def _from_frame(self, frames: dict[str, Gaussian], params: SiloParams) -> SiloParams:
         """Return the silo's own part, from one in frames of its rows."""
-        return own._replace(guide=self.parts.guide.placed(frames, own.guide))
+        return params._replace(guide=self.parts.guide.from_frame(frames, params.guide))
 
     def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Tree, Rows]:
         """Return the noise of so many draws of the globals, and of the rows for each."""
@@ -245,5 +247,5 @@ class Silo(Role):
         if not family.of_normals:
             key, key_globals = jax.random.split(key)
             return family.noise(key_globals, draws), normals(key, 0, shapes)[1]
-        ahead, rows = normals(key, draws * family.dim, shapes)
-        return family.from_normals(ahead.reshape(draws, family.dim)), rows
+        for_globals, rows = normals(key, draws * family.dim, shapes)
+        return family.from_normals(for_globals.reshape(draws, family.dim)), rows

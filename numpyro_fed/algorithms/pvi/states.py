@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from numpyro_fed.algorithms.base import OwnParams, SharedParams
+from numpyro_fed.algorithms.base import SharedParams, SiloParams
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.frame import Coordinates, identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.local.base import Local, Own, Problem, Solution
+from numpyro_fed.local.base import Local, Problem, SiloPart, Solution
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.objectives import SiloBound
@@ -81,7 +81,7 @@ class SiloState(NamedTuple):
     from.
     """
 
-    params: OwnParams
+    params: SiloParams
     centre: Array
     factor: Natural
     pending: Natural
@@ -90,11 +90,11 @@ class SiloState(NamedTuple):
     stale: tuple[Natural, Natural] | tuple[()]
     frame: Gaussian
 
-    def seen(self, z_G: Array, centre: Array) -> Coordinates:
+    def coordinates(self, z_G: Array, centre: Array) -> Coordinates:
         """Return the globals as a local guide sees them that measures from ``centre``."""
         return Coordinates(self.frame.standardise(z_G), self.frame.standardise(centre))
 
-    def away(self, z_G: Array) -> Array:
+    def offset(self, z_G: Array) -> Array:
         """Return how far the globals are from where the local guides measure them."""
         return self.frame.standardise(z_G) - self.centre
 
@@ -233,7 +233,7 @@ class Role:
         """Return natural parameters of the prior, for what of it is in the family."""
         return self.parts.globals.prior(theta)
 
-    def solved(self, local: Local, problem: Problem[Own], key: Array) -> Solution[Own]:
+    def solve(self, local: Local, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Return what a local optimiser makes of the problem; of one near its optimum, in
         coordinates in which the posterior is standard.
         """

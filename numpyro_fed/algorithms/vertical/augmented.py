@@ -26,9 +26,9 @@ from numpyro_fed.algorithms.vertical.base import (
     ClientParams,
     ClientState,
     PartyParams,
-    Sent,
     ServerNoise,
     ServerState,
+    SumMessage,
     Vertical,
 )
 from numpyro_fed.guides import coupling
@@ -86,7 +86,7 @@ class Augmented:
     def algorithm(self) -> FederatedAlgorithm[ServerState, ClientState]:
         """Return it as pure functions."""
         v = self.vertical
-        exchanges = drawing(v), stepping(v, self.step, self.local_steps)
+        exchanges = draw_exchange(v), step_exchange(v, self.step, self.local_steps)
         return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)
 
     def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
@@ -94,18 +94,18 @@ class Augmented:
         v = self.vertical
         xi, pull = jax.vjp(lambda shared: v.xi(shared, noise.xi), state.params.shared)
         up: Up = ask(DRAW, Down(xi, noise.rows)).up
-        data = v.some(ask.server_data, noise.rows)
+        data = v.take_rows(ask.server_data, noise.rows)
 
-        def bound(own: PartyParams, xi: Array | None, sent: Sent) -> Array:
+        def bound(own: PartyParams, xi: Array | None, sent: SumMessage) -> Array:
             return self.bound(own, noise.eps, xi, sent, up.tie, state, data)
 
-        sums = Sent(up.part, up.tie.b if v.rank else None)
+        sums = SumMessage(up.part, up.tie.b if v.rank else None)
         value, (gradient, by_xi, slope) = jax.value_and_grad(bound, (0, 1, 2))(
             state.params.own, xi, sums
         )
         after = v.ascend(state, "own", gradient)
         total = value + up.own
-        course = convergence.follow(state.course, -total, after.params, whitened=v.from_start)
+        course = convergence.update(state.course, -total, after.params, whitened=v.from_start)
         stepped: Stepped = ask(STEP, slope).up
         after = after._replace(course=course, resting=stepped.resting)
         if v.rank:
@@ -117,7 +117,7 @@ class Augmented:
         own: PartyParams,
         eps: Array,
         xi: Array | None,
-        sent: Sent,
+        sent: SumMessage,
         tie: CouplingStats | None,
         state: ServerState,
         data: SiloData,
@@ -128,9 +128,9 @@ class Augmented:
         """
         v = self.vertical
         guide = v.guide(v.server).globals
-        eta, V = own.guide, v.tied(v.server, own)
+        eta, V = own.guide, v.coupling_of(v.server, own)
 
-        def one(eps: Array, xi: Array | None, sent: Sent) -> Array:
+        def one_particle(eps: Array, xi: Array | None, sent: SumMessage) -> Array:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
             prior, likelihood = v.model.log_server(own.theta, z, sent.part, data)
             value = prior - log_q + v.share * likelihood
@@ -139,33 +139,33 @@ class Augmented:
             A = jax.lax.stop_gradient(V.T @ V) + tie.A
             return value - coupling.log_ratio(state.params.shared, sent.b + b, A)
 
-        return jax.vmap(one)(eps, xi, sent).mean()
+        return jax.vmap(one_particle)(eps, xi, sent).mean()
 
     def step(
-        self, noise: Array | None, down: Sent, state: ClientState, data: SiloData
+        self, noise: Array | None, down: SumMessage, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
-        return steps(self.vertical, noise, state, data, jnp.zeros_like(down.part), down)
+        return client_steps(self.vertical, noise, state, data, jnp.zeros_like(down.part), down)
 
 
-def drawing(v: Vertical) -> Exchange[ClientState, Down, Up]:
+def draw_exchange(v: Vertical) -> Exchange[ClientState, Down, Up]:
     """Return the exchange in which clients draw."""
 
     def silo(
         noise: tuple[Array, Array | None], down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
         state = state._replace(noise=noise, rows=down.rows, xi=down.xi)
-        drawn = v.draw(state.params, down.xi, state, data)
-        V = v.tied(v.kind(data), state.params.own)
-        tie = None if V is None else CouplingStats(drawn.b, V.T @ V)
-        up = Up(drawn.part, drawn.own, tie)
+        client_draw = v.draw(state.params, down.xi, state, data)
+        V = v.coupling_of(v.kind(data), state.params.own)
+        tie = None if V is None else CouplingStats(client_draw.b, V.T @ V)
+        up = Up(client_draw.part, client_draw.own, tie)
         return Reply(up, all_finite(up)), state
 
     return Exchange(DRAW, silo, silo_noise=v.noise_of)
 
 
-def stepping(
-    v: Vertical, step: Visit[Array | None, Sent, ClientState, Stepped], local_steps: int
-) -> Exchange[ClientState, Sent, Stepped]:
+def step_exchange(
+    v: Vertical, step: Visit[Array | None, SumMessage, ClientState, Stepped], local_steps: int
+) -> Exchange[ClientState, SumMessage, Stepped]:
     """Return the exchange in which clients take their steps.
 
     Back come whether they are at rest, and the gradient with respect to the noise that all share,
@@ -179,27 +179,34 @@ def stepping(
     return Exchange(STEP, step, silo_noise=silo_noise)
 
 
-def steps(
-    v: Vertical, noise: Array | None, state: ClientState, data: SiloData, of_g: Array, down: Sent
+def client_steps(
+    v: Vertical,
+    noise: Array | None,
+    state: ClientState,
+    data: SiloData,
+    slope_g: Array,
+    down: SumMessage,
 ) -> tuple[Reply[Stepped], ClientState]:
     """Take a client's steps, given the gradient in its predictor and in what it sent."""
 
     def draw(params: ClientParams, xi: Array | None) -> ClientDraw:
         return v.draw(params, xi, state, data)
 
-    drawn, pull = jax.vjp(draw, state.params, state.xi)
-    gradient, by_xi = pull(ClientDraw(of_g, down.part, jnp.ones_like(drawn.own), down.b))
+    client_draw, pull = jax.vjp(draw, state.params, state.xi)
+    gradient, by_xi = pull(ClientDraw(slope_g, down.part, jnp.ones_like(client_draw.own), down.b))
     after = v.ascend(state, "own", gradient.own)
     if v.auxiliary is not None:
         after = v.ascend(after, "auxiliary", gradient.auxiliary)
 
-    def one(state: ClientState, eps: Array) -> tuple[ClientState, None]:
-        gradient = jax.grad(v.at_fixed)(state.params.own, eps, drawn.part, state, data)
+    def local_step(state: ClientState, eps: Array) -> tuple[ClientState, None]:
+        gradient = jax.grad(v.bound_at_fixed_part)(
+            state.params.own, eps, client_draw.part, state, data
+        )
         return v.ascend(state, "own", gradient), None
 
     if noise is not None:
-        after, _ = jax.lax.scan(one, after, noise)
-    course = convergence.follow(
+        after, _ = jax.lax.scan(local_step, after, noise)
+    course = convergence.update(
         state.course, jnp.zeros(()), after.params.own, whitened=v.from_start
     )
     up = Stepped(by_xi, convergence.settled(course).astype(jnp.result_type(float)))

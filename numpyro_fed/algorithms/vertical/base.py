@@ -18,7 +18,7 @@ from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides import coupling
-from numpyro_fed.guides.auxiliary import AuxiliaryGuide, Known
+from numpyro_fed.guides.auxiliary import AuxiliaryGuide, RowInfo
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.coupling import shared_guide
 from numpyro_fed.guides.structured import Guide, GuideConfig, build_resolved
@@ -26,8 +26,8 @@ from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import PartyModel, VerticalModel
 
 PRIOR_DRAWS = 500  # from which latents above others have their place
-NARROW = 1e-6  # of their guide at the start, at least
-LOOSE = 0.1  # of the shared noise, where a run does not begin at the mode
+MIN_SPREAD = 1e-6  # of their guide at the start, at least
+COUPLING_SD = 0.1  # of the shared noise, where a run does not begin at the mode
 
 
 class PartyParams(NamedTuple):
@@ -118,7 +118,7 @@ class Party(NamedTuple):
     frame: Gaussian
 
 
-class Sent(NamedTuple):
+class SumMessage(NamedTuple):
     """A message of the server on a round: the gradient with respect to the sum, or the sum
     itself (particles, rows, ...), and the gradient with respect to what ties parties.
     """
@@ -154,32 +154,32 @@ class ClientType(NamedTuple):
     resolved: GuideConfig
     above: tuple[bool, ...]
 
-    def held(self, key: Array, data: SiloData) -> PinnedLatents:
+    def pin(self, key: Array, data: SiloData) -> PinnedLatents:
         """Return where latents above others are held; zero if the prior cannot be drawn from."""
-        nothing = PinnedLatents(jnp.zeros(self.half.dim), jnp.ones(self.half.dim))
+        unpinned = PinnedLatents(jnp.zeros(self.half.dim), jnp.ones(self.half.dim))
         if not any(self.above):
-            return nothing
+            return unpinned
         keys = jax.random.split(key, PRIOR_DRAWS)
         try:
             draws = jax.vmap(lambda key: self.half.draw_prior(key, data))(keys)
         except NotImplementedError:  # flat priors
-            return nothing
+            return unpinned
         low, place, high = jnp.quantile(draws, jnp.array([0.16, 0.5, 0.84]), axis=0)
-        spread = jnp.clip(0.5 * (high - low), NARROW, 1.0)
-        use = jnp.array(self.above, bool) & jnp.isfinite(place) & jnp.isfinite(spread)
+        spread = jnp.clip(0.5 * (high - low), MIN_SPREAD, 1.0)
+        is_pinned = jnp.array(self.above, bool) & jnp.isfinite(place) & jnp.isfinite(spread)
         return PinnedLatents(
-            *(jnp.where(use, a, b) for a, b in zip((place, spread), nothing, strict=True))
+            *(jnp.where(is_pinned, a, b) for a, b in zip((place, spread), unpinned, strict=True))
         )
 
-    def below(self, z: Array, held: PinnedLatents) -> tuple[Array, Array]:
+    def below(self, z: Array, pinned: PinnedLatents) -> tuple[Array, Array]:
         """Return a point with latents above others where they are held, and a normal log density of
         these around it: together with others they may have no mode but where scales are zero.
         """
         if not any(self.above):
             return z, jnp.zeros(())
-        hidden = jnp.array(self.above, bool)
-        off = jnp.where(hidden, (z - held.place) / held.spread, 0.0)
-        return jnp.where(hidden, held.place, z), -0.5 * jnp.sum(off**2)
+        is_pinned = jnp.array(self.above, bool)
+        standardised = jnp.where(is_pinned, (z - pinned.place) / pinned.spread, 0.0)
+        return jnp.where(is_pinned, pinned.place, z), -0.5 * jnp.sum(standardised**2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +235,7 @@ class Vertical:
             self.init_client,
             round_,
             self.shared,
-            self.own,
+            self.private_params,
             done=self.done,
             server_like=server_like,
         )
@@ -272,8 +272,8 @@ class Vertical:
     def guide(self, kind: ClientType, data: SiloData | None = None) -> Guide:
         """Return the guide of a party's latents; its start may look at the party's data."""
         spec = self.server_spec if kind is self.server else self.spec
-        of: Any = kind.half if data is None else kind.half.given(data)
-        return build_resolved(spec, kind.resolved, of)
+        half: Any = kind.half if data is None else kind.half.given(data)
+        return build_resolved(spec, kind.resolved, half)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
         """Return the server's first state; ``data`` are shapes of what it holds."""
@@ -282,17 +282,17 @@ class Vertical:
         given = self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
         theta = self.server.half.init_theta(key_theta, given)
         if self.from_start:
-            return self.server_at(key_guide, theta, self.nowhere(self.server))
+            return self.server_at(key_guide, theta, self.zero_start(self.server))
         eta = self.guide(self.server, given).init_global(key_guide)
         dim = self.server.half.dim
-        own = PartyParams(self.loosely(key_guide, dim), eta, theta)
+        own = PartyParams(self.random_coupling(key_guide, dim), eta, theta)
         return self._server_state(key_guide, own, identity((dim,)))
 
     def server_at(self, key: Array, theta: dict[str, Any], start: Start) -> ServerState:
         """Return the server's state where a run begins."""
-        return self._server_state(key, *self._begun(key, self.server, theta, start))
+        return self._server_state(key, *self._initial_params(key, self.server, theta, start))
 
-    def _begun(
+    def _initial_params(
         self, key: Array, kind: ClientType, theta: dict[str, Any], start: Start
     ) -> tuple[PartyParams, Gaussian]:
         """Return a party's parameters where a run begins, with a standard normal in a frame."""
@@ -306,20 +306,20 @@ class Vertical:
         return ServerState(
             params=params,
             opt_state={part: self.optim.init(value) for part, value in params._asdict().items()},
-            course=convergence.begin(params),
+            course=convergence.init(params),
             resting=jnp.zeros(()),
             frame=frame,
         )
 
-    def nowhere(self, kind: ClientType) -> Start:
+    def zero_start(self, kind: ClientType) -> Start:
         """Return a start of the right shapes, before there is one."""
         dim = kind.half.dim
         coupling = jnp.zeros((dim, self.rank)) if self.rank else None
         return Start(jnp.zeros(dim), jnp.eye(dim), coupling)
 
-    def loosely(self, key: Array, dim: int) -> Array | None:
+    def random_coupling(self, key: Array, dim: int) -> Array | None:
         """Return a little of the shared noise: with none at all its gradient would be zero."""
-        return LOOSE * jax.random.normal(key, (dim, self.rank)) if self.rank else None
+        return COUPLING_SD * jax.random.normal(key, (dim, self.rank)) if self.rank else None
 
     @property
     def sharing(self) -> GlobalGuide[Array]:
@@ -333,10 +333,10 @@ class Vertical:
         theta = kind.half.init_theta(key_theta, data)
         if self.from_start:
             centre = jnp.zeros(self.model.shape)
-            return self.client_at(key_guide, data, theta, self.nowhere(kind), centre)
+            return self.client_at(key_guide, data, theta, self.zero_start(kind), centre)
         eta = self.guide(kind, data).init_global(key_guide)
         dim = kind.half.dim
-        own = PartyParams(self.loosely(key_guide, dim), eta, theta)
+        own = PartyParams(self.random_coupling(key_guide, dim), eta, theta)
         return self._client_state(key_guide, kind, own, identity((dim,)), jnp.zeros(()))
 
     def client_at(
@@ -344,9 +344,11 @@ class Vertical:
     ) -> ClientState:
         """Return a client's state where a run begins; ``centre`` is its predictor there."""
         kind = self.kind(data)
-        own, frame = self._begun(key, kind, theta, start)
-        kept = centre if self.auxiliary is not None and self.auxiliary.centred else jnp.zeros(())
-        return self._client_state(key, kind, own, frame, kept)
+        own, frame = self._initial_params(key, kind, theta, start)
+        centre_or_zero = (
+            centre if self.auxiliary is not None and self.auxiliary.centred else jnp.zeros(())
+        )
+        return self._client_state(key, kind, own, frame, centre_or_zero)
 
     def _client_state(
         self, key: Array, kind: ClientType, own: PartyParams, frame: Gaussian, centre: Array
@@ -357,7 +359,7 @@ class Vertical:
         return ClientState(
             params=params,
             opt_state={part: self.optim.init(value) for part, value in params._asdict().items()},
-            course=convergence.begin(own),
+            course=convergence.init(own),
             noise=self.client_noise(key_noise, kind),
             rows=None if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
             xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else None,
@@ -366,12 +368,12 @@ class Vertical:
             centre=centre,
         )
 
-    def tied(self, kind: ClientType, own: PartyParams) -> Array | None:
+    def coupling_of(self, kind: ClientType, own: PartyParams) -> Array | None:
         """Return what of the shared noise enters a party's guide (dim, rank), or None."""
         V = own.coupling
         if V is None or not self.from_start:
             return V
-        return coupling.carried(self.guide(kind).globals, own.guide, V)
+        return coupling.from_frame_units(self.guide(kind).globals, own.guide, V)
 
     def server_noise(self, key: Array) -> ServerNoise:
         """Return the noise of the server's latents and of what is shared, and the round's rows."""
@@ -415,11 +417,11 @@ class Vertical:
         new = jax.random.normal(key_draw, eps.shape)
         return new, None if tau is None else jax.random.normal(key_z, tau.shape)
 
-    def own(self, state: ClientState) -> Private:
+    def private_params(self, state: ClientState) -> Private:
         """Return a client's parameters, without guides, for which its data would be needed."""
         return Private(state.params.own.theta, {})
 
-    def some(self, data: SiloData, rows: Array | None) -> SiloData:
+    def take_rows(self, data: SiloData, rows: Array | None) -> SiloData:
         """Return the rows that take part."""
         return data if rows is None else self.model.take(data, rows)
 
@@ -427,50 +429,50 @@ class Vertical:
         self, params: ClientParams, xi: Array | None, state: ClientState, data: SiloData
     ) -> ClientDraw:
         """Return what a client draws with its pending noise, and the shared one."""
-        kind, held = self.kind(data), self.some(data, state.rows)
+        kind, data_here = self.kind(data), self.take_rows(data, state.rows)
         guide = self.guide(kind).globals
-        psi, known = params.auxiliary, self.known(state, held)
-        eta, V = params.own.guide, self.tied(kind, params.own)
+        psi, row_info = params.auxiliary, self.row_info(state, data_here)
+        eta, V = params.own.guide, self.coupling_of(kind, params.own)
         if self.auxiliary is not None and state.rows is not None:
-            psi = self.auxiliary.some(psi, state.rows)
+            psi = self.auxiliary.take_rows(psi, state.rows)
 
-        def one(eps: Array, tau: Array | None, xi: Array | None) -> ClientDraw:
+        def one_particle(eps: Array, tau: Array | None, xi: Array | None) -> ClientDraw:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
-            g, own = self.model.predict(kind.half, params.own.theta, z, held)
+            g, own = self.model.predict(kind.half, params.own.theta, z, data_here)
             if self.auxiliary is None or tau is None:
                 return ClientDraw(g, g, own - log_q, b)
-            part, log_q_part = self.auxiliary.draw(psi, g, known, tau)
+            part, log_q_part = self.auxiliary.draw(psi, g, row_info, tau)
             log_ratio = self.log_noise(part, g) - log_q_part
             return ClientDraw(g, part, own - log_q + self.share * log_ratio, b)
 
         eps, tau = state.noise
-        drawn = jax.vmap(one)(eps, tau, xi)
+        drawn = jax.vmap(one_particle)(eps, tau, xi)
         return drawn._replace(own=drawn.own.mean())
 
-    def at_fixed(
+    def bound_at_fixed_part(
         self, own: PartyParams, eps: Array, part: Array, state: ClientState, data: SiloData
     ) -> Array:
         """Return a client's own term where its auxiliary variables stay at ``part``."""
-        kind, held = self.kind(data), self.some(data, state.rows)
+        kind, data_here = self.kind(data), self.take_rows(data, state.rows)
         guide = self.guide(kind).globals
 
-        def one(eps: Array, part: Array) -> Array:
+        def one_particle(eps: Array, part: Array) -> Array:
             z, log_q, _ = coupling.draw_in(state.frame, guide, own.guide, None, eps, None)
-            g, prior = self.model.predict(kind.half, own.theta, z, held)
+            g, prior = self.model.predict(kind.half, own.theta, z, data_here)
             return prior - log_q + self.share * self.log_noise(part, g)
 
-        return jax.vmap(one)(eps, part).mean()
+        return jax.vmap(one_particle)(eps, part).mean()
 
     def log_noise(self, part: Array, g: Array) -> Array:
         """Return the log density of auxiliary variables given the predictor."""
         return dist.Normal(g, self.rho).log_prob(part).sum()
 
-    def known(self, state: ClientState, data: SiloData) -> Known:
+    def row_info(self, state: ClientState, data: SiloData) -> RowInfo:
         """Return what a client knows of the round's rows, for the auxiliary variables' guide."""
         centre = state.centre
         if state.rows is not None and centre.ndim:
             centre = centre[state.rows]
-        return Known(centre, self.response(data))
+        return RowInfo(centre, self.response(data))
 
     def response(self, data: SiloData) -> Array:
         """Return what clients know of the response (rows, k)."""
@@ -497,14 +499,16 @@ class Vertical:
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters and guide."""
         own, shared = state.params
-        tied = {"coupling": self.tied(self.server, own), "shared": shared} if self.rank else {}
-        return Shared(own.theta, {"latents": own.guide, **tied}, state.frame)
+        coupled = (
+            {"coupling": self.coupling_of(self.server, own), "shared": shared} if self.rank else {}
+        )
+        return Shared(own.theta, {"latents": own.guide, **coupled}, state.frame)
 
     def private(self, state: ClientState, data: SiloData) -> Party:
         """Return a client's parameters and guides."""
         psi, own = state.params
-        tied = {"coupling": self.tied(self.kind(data), own)} if self.rank else {}
-        guide = {"latents": own.guide, **({"auxiliary": psi} if psi else {}), **tied}
+        coupled = {"coupling": self.coupling_of(self.kind(data), own)} if self.rank else {}
+        guide = {"latents": own.guide, **({"auxiliary": psi} if psi else {}), **coupled}
         return Party(own.theta, guide, state.frame)
 
     def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed import linalg
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, own_key
+from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, key_as_noise
 from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Start, Vertical
 from numpyro_fed.algorithms.vertical.curvature import Local, at_point, mode_of, root_of
 from numpyro_fed.algorithms.vertical.search import (
@@ -40,9 +40,9 @@ from numpyro_fed.algorithms.vertical.search import (
     Server,
     SlopeMessage,
     Spread,
-    functions,
-    joint,
-    told,
+    client_functions,
+    server_density,
+    slope_message,
 )
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
@@ -57,7 +57,7 @@ SPARE = 5  # columns of a basis beyond all directions: square random ones may be
 class Down(NamedTuple):
     """A message of the server on its point, and on the basis."""
 
-    told: SlopeMessage
+    slope: SlopeMessage
     ritz: RitzValues
 
 
@@ -79,7 +79,7 @@ class CouplingInGuide(NamedTuple):
     parties share (width, rank), and ``tau``.
     """
 
-    told: SlopeMessage
+    slope: SlopeMessage
     combine: Array | None
     tau: Array
 
@@ -89,7 +89,7 @@ def width_of(dim: int, rank: int, most: int) -> int:
     return min(dim + SPARE, max(2 * rank, 1), most)
 
 
-def looks(v: Vertical) -> int:
+def num_looks(v: Vertical) -> int:
     """Return how often parties are asked how they depend on each other."""
     return COMPLETE if v.complete else OTHERWISE
 
@@ -97,7 +97,7 @@ def looks(v: Vertical) -> int:
 def spread(v: Vertical) -> Round:
     """Return the round, on the states of the search."""
 
-    def turned(basis: Array, ritz: RitzValues, rows: Callable[[Array], Array]) -> Array:
+    def next_basis(basis: Array, ritz: RitzValues, rows: Callable[[Array], Array]) -> Array:
         """Return the next basis; ``rows`` are the party's of ``P`` times a basis."""
         new = basis @ ritz.combine
         if not v.complete:
@@ -109,8 +109,8 @@ def spread(v: Vertical) -> Round:
     def silo(
         noise: object, down: Down, state: Client, data: SiloData
     ) -> tuple[Reply[Along], Client]:
-        predict, own = functions(v, state, data)
-        local = Local.at(predict, own, state.z, down.told.slope, down.told.curvature)
+        predict, own = client_functions(v, state, data)
+        local = Local.at(predict, own, state.z, down.slope.slope, down.slope.curvature)
         T = local.root()
         curvature = -T.T @ local.own_hessian @ T
 
@@ -119,7 +119,7 @@ def spread(v: Vertical) -> Round:
             pulled = jax.vmap(lambda pull: back(pull)[0])(down.ritz.pull)
             return (pulled @ T).T + curvature @ basis
 
-        basis = turned(state.basis.rows, down.ritz, rows)
+        basis = next_basis(state.basis.rows, down.ritz, rows)
         directions = T @ basis
         along = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1])(directions.T)
         up = Along(
@@ -134,16 +134,16 @@ def spread(v: Vertical) -> Round:
 
     def run(state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
         ritz, anchor = state.spread.ritz, state.basis.anchor
-        up: Along = ask(SPREAD, Down(told(state), ritz)).up
-        log_p = joint(v, state, ask.server_data)
+        up: Along = ask(SPREAD, Down(slope_message(state), ritz)).up
+        log_p = server_density(v, state, ask.server_data)
         T = root_of(at_point(lambda z: log_p(z, state.total), state.z)[1])
-        basis = turned(state.basis.rows, ritz, lambda new: state.spread.turned)
+        basis = next_basis(state.basis.rows, ritz, lambda new: state.spread.turned)
         slopes = jax.grad(log_p, (0, 1))
 
         def change(by_z: Array, by_total: Array) -> tuple[Array, Array]:
             """Return minus the change of both slopes, along a direction."""
-            found = jax.jvp(slopes, (state.z, state.total), (by_z, by_total))[1]
-            return jax.tree.map(jnp.negative, found)
+            ritz_after = jax.jvp(slopes, (state.z, state.total), (by_z, by_total))[1]
+            return jax.tree.map(jnp.negative, ritz_after)
 
         directions = T @ basis
         by_z, by_total = slopes(state.z, state.total)
@@ -153,7 +153,7 @@ def spread(v: Vertical) -> Round:
         combine, curvatures = _directions(up.gram + basis.T @ basis, curvature)
         along = combine.T @ slope
         newton = along / _positive(curvatures)
-        found = RitzValues(
+        ritz_after = RitzValues(
             looks=ritz.looks + 1,
             combine=combine,
             curvatures=curvatures,
@@ -165,13 +165,13 @@ def spread(v: Vertical) -> Round:
             quiet=jnp.zeros_like(state.quiet),
             basis=Basis(basis, directions, anchor),
             spread=Spread(
-                found,
+                ritz_after,
                 turned=T.T @ of_z.T @ combine,
                 newton=combine @ newton,
                 angles=(combine.T @ (basis.T @ anchor + up.anchor))[: v.rank],
             ),
         )
-        return after, Info(jnp.zeros(()), all_finite(found))
+        return after, Info(jnp.zeros(()), all_finite(ritz_after))
 
     return Round((Exchange(SPREAD, silo),), run)
 
@@ -184,21 +184,23 @@ class Beginning:
 
     def as_round(self) -> Round:
         """Return it as a round."""
-        return Round((Exchange(self.name, self.silo, silo_noise=own_key),), self.run, own_key)
+        return Round(
+            (Exchange(self.name, self.silo, silo_noise=key_as_noise),), self.run, key_as_noise
+        )
 
     @property
     def name(self) -> str:
         """Return the name of the exchange."""
         return "begin at the mode" if self.vertical.width else "begin at zero"
 
-    def tied(self, state: Server) -> tuple[Array | None, Array]:
+    def coupling_and_tau(self, state: Server) -> tuple[Array | None, Array]:
         """Return how to combine the basis, and ``tau``."""
         v = self.vertical
         if not (v.rank and v.width):
             return None, jnp.ones(())
         curvatures = _positive(state.spread.ritz.curvatures)
-        all_there = v.complete and v.rank >= v.dim - 1
-        tau = 1 / curvatures.max() if all_there else jnp.ones(())
+        all_known = v.complete and v.rank >= v.dim - 1
+        tau = 1 / curvatures.max() if all_known else jnp.ones(())
         size = jnp.sqrt(jnp.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
         # Of all rotations of the shared noise the one that brings V next to the anchor: directions
         # of about the same curvature are as rounding has it, and what comes of them is not.
@@ -212,30 +214,30 @@ class Beginning:
         v = self.vertical
         if not v.rank:
             return Start(z, root)
-        coupling = basis @ combine if combine is not None else v.loosely(key, len(z))
+        coupling = basis @ combine if combine is not None else v.random_coupling(key, len(z))
         return Start(z, jnp.sqrt(tau) * root, coupling)
 
     def silo(
         self, noise: Array, down: CouplingInGuide, state: Client, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
-        predict, own = functions(self.vertical, state, data)
-        local = Local.at(predict, own, state.z, down.told.slope, down.told.curvature)
-        at = self.start(state.z, local.root(), state.basis.rows, down.combine, down.tau, noise)
-        after = self.vertical.client_at(noise, data, state.theta, at, predict(state.z))
+        predict, own = client_functions(self.vertical, state, data)
+        local = Local.at(predict, own, state.z, down.slope.slope, down.slope.curvature)
+        start = self.start(state.z, local.root(), state.basis.rows, down.combine, down.tau, noise)
+        after = self.vertical.client_at(noise, data, state.theta, start, predict(state.z))
         return Reply((), all_finite(after)), after
 
     def run(self, state: Server, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
         """Say where clients begin, and begin there."""
-        v, (combine, tau) = self.vertical, self.tied(state)
-        ask(self.name, CouplingInGuide(told(state), combine, tau))
+        v, (combine, tau) = self.vertical, self.coupling_and_tau(state)
+        ask(self.name, CouplingInGuide(slope_message(state), combine, tau))
 
         def log_p(z: Array) -> Array:
-            return joint(v, state, ask.server_data)(z, state.total)
+            return server_density(v, state, ask.server_data)(z, state.total)
 
         z = state.z if v.width else mode_of(log_p, state.z)
         root = root_of(at_point(log_p, z)[1])
-        at = self.start(z, root, state.basis.rows, combine, tau, noise)
-        after = v.server_at(noise, state.theta, at)
+        start = self.start(z, root, state.basis.rows, combine, tau, noise)
+        after = v.server_at(noise, state.theta, start)
         return after, Info(-state.value, all_finite(after))
 
 
@@ -254,11 +256,11 @@ def _directions(gram: Array, curvature: Array) -> tuple[Array, Array]:
     their curvatures, smallest first; columns are zero where the basis holds no more directions.
     """
     unit, values, vectors = Curvature.of(gram)
-    there = values > PARALLEL * values.max()
-    whiten = vectors / unit[:, None] * jnp.where(there, jax.lax.rsqrt(values), 0.0)
+    independent = values > PARALLEL * values.max()
+    whiten = vectors / unit[:, None] * jnp.where(independent, jax.lax.rsqrt(values), 0.0)
     projected = whiten.T @ curvature @ whiten
     last = 10 * (1 + jnp.abs(projected).max())
-    projected = 0.5 * (projected + projected.T) + jnp.diag(jnp.where(there, 0.0, last))
+    projected = 0.5 * (projected + projected.T) + jnp.diag(jnp.where(independent, 0.0, last))
     curvatures, rotation = linalg.eigh(projected)
     combine, known = whiten @ rotation, curvatures < 0.9 * last
     # Rayleigh quotients: small ones are more exact than those of eigh, once the basis is good.

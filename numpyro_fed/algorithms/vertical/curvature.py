@@ -84,9 +84,9 @@ def diagonal_curvature(fn: Function, total: Array) -> Array:
     def slope(columns: Array) -> Array:
         return jax.grad(fn)(columns.reshape(total.shape)).reshape(columns.shape)
 
-    def one(k: Array) -> Array:
+    def diagonal_column(k: Array) -> Array:
         tangent = jnp.zeros_like(columns).at[:, k].set(1.0)
         return jax.jvp(slope, (columns,), (tangent,))[1][:, k]
 
-    found = jax.lax.map(one, jnp.arange(columns.shape[1]))
+    found = jax.lax.map(diagonal_column, jnp.arange(columns.shape[1]))
     return jnp.maximum(-found.T.reshape(total.shape), 0.0)

@@ -21,15 +21,22 @@ from jax import Array
 
 from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import Ask, Exchange, FederatedAlgorithm, Info, Reply, Round
-from numpyro_fed.algorithms.vertical.augmented import DRAW, STEP, Stepped, drawing, stepping, steps
+from numpyro_fed.algorithms.vertical.augmented import (
+    DRAW,
+    STEP,
+    Stepped,
+    client_steps,
+    draw_exchange,
+    step_exchange,
+)
 from numpyro_fed.algorithms.vertical.augmented import Down as Rows
 from numpyro_fed.algorithms.vertical.augmented import Up as Drawn
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     PartyParams,
-    Sent,
     ServerNoise,
     ServerState,
+    SumMessage,
     Vertical,
 )
 from numpyro_fed.gaussian import Gaussian
@@ -81,7 +88,7 @@ class Power:
         """Return it as pure functions."""
         v = self.vertical
         likelihood = Exchange(LIKELIHOOD, self.likelihood)
-        exchanges = drawing(v), likelihood, stepping(v, self.step, self.local_steps)
+        exchanges = draw_exchange(v), likelihood, step_exchange(v, self.step, self.local_steps)
         return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)
 
     def draw(
@@ -102,24 +109,24 @@ class Power:
     ) -> tuple[Reply[Up], ClientState]:
         v = self.vertical
         drawn = v.draw(state.params, None, state, data)
-        held = v.some(data, state.rows)
-        at_server = SiloData(dict(held.kwargs["shared"]))
-        seen = drawn.g + down.total - drawn.part
+        batch = v.take_rows(data, state.rows)
+        at_server = SiloData(dict(batch.kwargs["shared"]))
+        argument = drawn.g + down.total - drawn.part
 
-        def term(theta: dict[str, Any], z: Array, seen: Array) -> Array:
-            def one(z: Array, seen: Array) -> Array:
-                return v.model.log_server(theta, z, seen, at_server)[1]
+        def term(theta: dict[str, Any], z: Array, argument: Array) -> Array:
+            def one_particle(z: Array, argument: Array) -> Array:
+                return v.model.log_server(theta, z, argument, at_server)[1]
 
-            return v.share * jax.vmap(one)(z, seen).mean() / self.num_clients
+            return v.share * jax.vmap(one_particle)(z, argument).mean() / self.num_clients
 
-        value, (theta, z, slope) = jax.value_and_grad(term, (0, 1, 2))(down.theta, down.z, seen)
+        value, (theta, z, slope) = jax.value_and_grad(term, (0, 1, 2))(down.theta, down.z, argument)
         up = Up(value, slope, theta, z)
         return Reply(up, all_finite(up)), state._replace(slope=slope)
 
     def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
         v = self.vertical
         clients: Drawn = ask(DRAW, Rows(None, noise.rows)).up
-        data = v.some(ask.server_data, noise.rows)
+        data = v.take_rows(ask.server_data, noise.rows)
         (z, value), pull = jax.vjp(
             lambda own: self.draw(own, state.frame, noise.eps, data), state.params.own
         )
@@ -128,13 +135,13 @@ class Power:
         theta = jax.tree.map(jnp.add, gradient.theta, up.theta)
         after = v.ascend(state, "own", gradient._replace(theta=theta))
         loss = -(value + up.term + clients.own)
-        course = convergence.follow(state.course, loss, after.params, whitened=v.from_start)
-        stepped: Stepped = ask(STEP, Sent(up.slope, None)).up
+        course = convergence.update(state.course, loss, after.params, whitened=v.from_start)
+        stepped: Stepped = ask(STEP, SumMessage(up.slope, None)).up
         after = after._replace(course=course, resting=stepped.resting)
         return after, Info(loss, all_finite((loss, gradient, up.slope)))
 
     def step(
-        self, noise: Array | None, down: Sent, state: ClientState, data: SiloData
+        self, noise: Array | None, down: SumMessage, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
         others = down._replace(part=down.part - state.slope)
-        return steps(self.vertical, noise, state, data, state.slope, others)
+        return client_steps(self.vertical, noise, state, data, state.slope, others)

@@ -41,7 +41,9 @@ def sample(v: Vertical, n: int) -> Round:
     and unconstrained draws (n, dim) at the server, who sends the noise that parties share.
     """
 
-    def drawn(kind: ClientType, party: Shared | Party, noise: Array, xi: Array | None) -> Array:
+    def draw_latents(
+        kind: ClientType, party: Shared | Party, noise: Array, xi: Array | None
+    ) -> Array:
         guide, V = party.guide, party.guide.get("coupling")
         draw = partial(coupling.draw_in, party.frame, v.guide(kind).globals, guide["latents"], V)
         return jax.vmap(draw)(noise, xi)[0]
@@ -50,7 +52,7 @@ def sample(v: Vertical, n: int) -> Round:
         noise: Array, down: Array | None, state: ClientState, data: SiloData
     ) -> tuple[Reply[tuple[()]], Sampled]:
         kind, private = v.kind(data), v.private(state, data)
-        z = drawn(kind, private, noise, down)
+        z = draw_latents(kind, private, noise, down)
         sampled = values_at(kind.half, private.theta, z, data)
         return Reply((), all_finite(sampled)), sampled
 
@@ -58,7 +60,7 @@ def sample(v: Vertical, n: int) -> Round:
         own, shared = noise
         xi = v.xi(state.params.shared, shared)
         ask(name, xi)
-        z = drawn(v.server, v.shared(state), own, xi)
+        z = draw_latents(v.server, v.shared(state), own, xi)
         return z, Info(jnp.zeros(()), all_finite(z))
 
     name = sample_name(n)

@@ -52,8 +52,8 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite, where
 
 PLANE_STEPS = 10  # of Newton's method in the plane, at the server
-STILL = 1e-3, 1e-6  # nats that the plane promises, and share of the log density: the end
-QUIET = 2  # such rounds in a row
+MIN_GAIN = 1e-3, 1e-6  # nats that the plane promises, and share of the log density: the end
+QUIET_ROUNDS = 2  # such rounds in a row
 
 Newton = tuple[Array, Array, Array]  # a point, its height and the damping
 
@@ -89,14 +89,15 @@ class Spread(NamedTuple):
 class Server(NamedTuple):
     """The server's part of the search.
 
-    ``z`` is the best point so far, ``direction`` and ``last`` span the plane, ``ab`` is the place
-    there to be tried; ``total``, ``slope`` and ``curvature`` are of the sum at the best point, and
-    before the search that which an auxiliary variable has. ``held`` says where latents above others
-    are.
+    ``z`` is the best point so far. ``direction`` and ``last`` span the plane, and ``ab`` is the
+    point in it that is tried next. ``total`` is the sum of all predictors at the best point;
+    ``slope`` and ``curvature`` are those of the log likelihood with respect to it. Before the
+    search the curvature is that of an auxiliary variable. ``pinned`` says where latents above
+    others stay.
     """
 
     theta: dict[str, Any]
-    held: PinnedLatents
+    pinned: PinnedLatents
     z: Array
     direction: Array
     last: Array
@@ -129,7 +130,7 @@ class Client(NamedTuple):
     """A client's part: the best point, the plane, the point that is being tried, and the basis."""
 
     theta: dict[str, Any]
-    held: PinnedLatents
+    pinned: PinnedLatents
     z: Array
     direction: Array
     last: Array
@@ -137,7 +138,7 @@ class Client(NamedTuple):
     basis: Basis
 
 
-class Place(NamedTuple):
+class TrialPoint(NamedTuple):
     """The point to be tried: a place in the plane (2,), and a step along the basis (width,)."""
 
     ab: Array
@@ -185,14 +186,17 @@ class VerticalSearch:
 
     def algorithm(self) -> FederatedAlgorithm[Server, Client]:
         """Return the search as pure functions."""
-        exchanges = Exchange("try", self.go, lenient=True), Exchange("turn", self.turn)
+        exchanges = (
+            Exchange("try", self.try_point, lenient=True),
+            Exchange("turn", self.find_direction),
+        )
         return FederatedAlgorithm(
             self.init_server,
             self.init_client,
             Round(exchanges, self.round),
             lambda state: Shared(state.theta, {}, identity(state.z.shape)),
             lambda state: Private(state.theta, {}),
-            done=lambda state: state.quiet >= QUIET,
+            done=lambda state: state.quiet >= QUIET_ROUNDS,
             server_like=self.server_like,
         )
 
@@ -200,8 +204,8 @@ class VerticalSearch:
         v, model = self.vertical, self.vertical.model
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.server_like)
         half, sum_ = v.server.half, jnp.zeros(model.shape)
-        given, still = model.with_total(zeros, sum_), jnp.zeros(half.dim)
-        held = v.server.held(key, given)
+        given, zeros_z = model.with_total(zeros, sum_), jnp.zeros(half.dim)
+        pinned = v.server.pin(key, given)
         ritz = RitzValues(
             looks=jnp.zeros((), jnp.int32),
             combine=jnp.eye(v.width),
@@ -211,10 +215,10 @@ class VerticalSearch:
         )
         return Server(
             theta=half.init_theta(key, given),
-            held=held,
-            z=held.place,
-            direction=still,
-            last=still,
+            pinned=pinned,
+            z=pinned.place,
+            direction=zeros_z,
+            last=zeros_z,
             ab=jnp.zeros(2),
             better=jnp.array(True),
             value=jnp.array(-jnp.finfo(sum_.dtype).max),
@@ -233,37 +237,37 @@ class VerticalSearch:
 
     def init_client(self, key: Array, data: SiloData) -> Client:
         v, kind = self.vertical, self.vertical.kind(data)
-        half, held, still = kind.half, kind.held(key, data), jnp.zeros(kind.half.dim)
+        half, pinned, zeros_z = kind.half, kind.pin(key, data), jnp.zeros(kind.half.dim)
         return Client(
             theta=half.init_theta(key, data),
-            held=held,
-            z=held.place,
-            direction=still,
-            last=still,
-            step=still,
+            pinned=pinned,
+            z=pinned.place,
+            direction=zeros_z,
+            last=zeros_z,
+            step=zeros_z,
             basis=Basis.random(key, half.dim, v),
         )
 
-    def go(
-        self, noise: object, down: Place, state: Client, data: SiloData
+    def try_point(
+        self, noise: object, down: TrialPoint, state: Client, data: SiloData
     ) -> tuple[Reply[Tried], Client]:
         step = step_of(down, state)
-        tried = Tried(*client(self.vertical, state, data)(state.z + step))
+        tried = Tried(*client_density(self.vertical, state, data)(state.z + step))
         return Reply(tried, all_finite(tried)), state._replace(step=step)
 
-    def judged(self, state: Server, replies: Replies[Tried], data: SiloData) -> Server:
+    def accept_or_reject(self, state: Server, replies: Replies[Tried], data: SiloData) -> Server:
         """Return the state with the better one of the best point and the one that was tried."""
-        total, step = replies.up.predictor, step_of(to_try(state), state)
+        total, step = replies.up.predictor, step_of(trial_point(state), state)
         z = state.z + step
 
         def log_p(total: Array) -> Array:
-            return joint(self.vertical, state, data)(z, total)
+            return server_density(self.vertical, state, data)(z, total)
 
         value = log_p(total) + replies.up.own
         slope, curvature = jax.grad(log_p)(total), diagonal_curvature(log_p, total)
-        fine = replies.ok & all_finite((value, slope, curvature))
-        noise = 1e-6 * jnp.abs(state.value)
-        better = fine & (value >= state.value - jnp.where(state.quiet > 0, noise, 0.0))
+        finite = replies.ok & all_finite((value, slope, curvature))
+        rounding = 1e-6 * jnp.abs(state.value)
+        better = finite & (value >= state.value - jnp.where(state.quiet > 0, rounding, 0.0))
         tried = state._replace(
             z=z, last=step, value=value, total=total, slope=slope, curvature=curvature
         )
@@ -271,22 +275,22 @@ class VerticalSearch:
         spread = best.spread._replace(newton=jnp.zeros_like(state.spread.newton))
         return best._replace(better=better, spread=spread)
 
-    def turn(
+    def find_direction(
         self, noise: object, down: SlopeMessage, state: Client, data: SiloData
     ) -> tuple[Reply[Along], Client]:
         moved = state._replace(z=state.z + state.step, last=state.step)
         state = where(down.better, moved, state)
 
-        predict, own = functions(self.vertical, state, data)
+        predict, own = client_functions(self.vertical, state, data)
         local = Local.at(predict, own, state.z, down.slope, down.curvature)
         plane = jnp.stack([local.newton(), state.last])
         along = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1])(plane)
         up = Along(along, plane @ local.own_slope, plane @ local.own_hessian @ plane.T)
         return Reply(up, all_finite(up)), state._replace(direction=plane[0])
 
-    def aimed(self, state: Server, up: Along, data: SiloData) -> Server:
+    def plan_step(self, state: Server, up: Along, data: SiloData) -> Server:
         """Return the state with the next place in the plane."""
-        log_p = joint(self.vertical, state, data)
+        log_p = server_density(self.vertical, state, data)
         slope, curvature = at_point(lambda z: log_p(z, state.total), state.z)
         direction = newton_step(curvature, slope)
         plane = jnp.stack([direction, state.last])
@@ -296,67 +300,69 @@ class VerticalSearch:
             own = ab @ up.slope + 0.5 * ab @ up.curvature @ ab
             return log_p(state.z + ab @ plane, total) + own
 
-        ab, gain = _best(at)
+        ab, gain = _maximise_in_plane(at)
         # A step that made things worse is tried again, at a quarter, where it is not yet small.
         ab = jnp.where(state.better, ab, 0.25 * state.ab)
-        still = (gain < STILL[0] + STILL[1] * jnp.abs(state.value)) & state.better
-        quiet = jnp.where(still, state.quiet + 1, 0)
+        no_gain = (gain < MIN_GAIN[0] + MIN_GAIN[1] * jnp.abs(state.value)) & state.better
+        quiet = jnp.where(no_gain, state.quiet + 1, 0)
         return state._replace(direction=direction, ab=ab, quiet=quiet)
 
     def round(self, state: Server, noise: object, ask: Ask) -> tuple[Server, Info]:
-        tried = ask("try", to_try(state))
-        best = self.judged(state, tried, ask.server_data)
-        along: Along = ask("turn", told(best)).up
-        after = self.aimed(best, along, ask.server_data)
+        tried = ask("try", trial_point(state))
+        best = self.accept_or_reject(state, tried, ask.server_data)
+        along: Along = ask("turn", slope_message(best)).up
+        after = self.plan_step(best, along, ask.server_data)
         return after, Info(-best.value, all_finite(after.ab))
 
 
-def to_try(state: Server) -> Place:
+def trial_point(state: Server) -> TrialPoint:
     """Return the point to be tried next."""
-    return Place(state.ab, state.spread.newton)
+    return TrialPoint(state.ab, state.spread.newton)
 
 
-def step_of(down: Place, state: Server | Client) -> Array:
+def step_of(down: TrialPoint, state: Server | Client) -> Array:
     """Return the step from the best point that is to be tried."""
     plane = down.ab[0] * state.direction + down.ab[1] * state.last
     return plane + state.basis.directions @ down.newton
 
 
-def client(v: Vertical, state: Client, data: SiloData) -> Callable[[Array], tuple[Array, Array]]:
+def client_density(
+    v: Vertical, state: Client, data: SiloData
+) -> Callable[[Array], tuple[Array, Array]]:
     """Return a client's predictor and its own log density, as a function of its latents."""
     kind = v.kind(data)
 
-    def at(z: Array) -> tuple[Array, Array]:
-        point, apart = kind.below(z, state.held)
+    def density_at(z: Array) -> tuple[Array, Array]:
+        point, log_pinned = kind.below(z, state.pinned)
         g, own = v.model.predict(kind.half, state.theta, point, data)
-        return g, own + apart
+        return g, own + log_pinned
 
-    return at
+    return density_at
 
 
-def functions(v: Vertical, state: Client, data: SiloData) -> tuple[Function, Function]:
+def client_functions(v: Vertical, state: Client, data: SiloData) -> tuple[Function, Function]:
     """Return the same as two functions."""
-    at = client(v, state, data)
+    at = client_density(v, state, data)
     return lambda z: at(z)[0], lambda z: at(z)[1]
 
 
-def joint(v: Vertical, state: Server, data: SiloData) -> Callable[[Array, Array], Array]:
+def server_density(v: Vertical, state: Server, data: SiloData) -> Callable[[Array, Array], Array]:
     """Return the server's log density, as a function of its latents and the sum."""
 
-    def at(z: Array, total: Array) -> Array:
-        point, apart = v.server.below(z, state.held)
+    def density_at(z: Array, total: Array) -> Array:
+        point, log_pinned = v.server.below(z, state.pinned)
         own, likelihood = v.model.log_server(state.theta, point, total, data)
-        return own + likelihood + apart
+        return own + likelihood + log_pinned
 
-    return at
+    return density_at
 
 
-def told(state: Server) -> SlopeMessage:
+def slope_message(state: Server) -> SlopeMessage:
     """Return what the server says of its best point."""
     return SlopeMessage(state.better, state.slope, state.curvature)
 
 
-def _best(fn: Function) -> tuple[Array, Array]:
+def _maximise_in_plane(fn: Function) -> tuple[Array, Array]:
     """Return the highest place near zero of a function of two numbers, and its gain.
 
     By damped Newton steps.
@@ -369,15 +375,15 @@ def _best(fn: Function) -> tuple[Array, Array]:
         curvature = Curvature.of(-hessian)
         size = jnp.maximum(jnp.abs(curvature.values + damping), 1e-4)
         trial = ab + curvature._replace(values=size).solve(slope)
-        found = fn(trial)
-        better = jnp.isfinite(found) & (found > value) & jnp.isfinite(trial).all()
-        ab, value = jnp.where(better, trial, ab), jnp.where(better, found, value)
+        trial_value = fn(trial)
+        better = jnp.isfinite(trial_value) & (trial_value > value) & jnp.isfinite(trial).all()
+        ab, value = jnp.where(better, trial, ab), jnp.where(better, trial_value, value)
         return (ab, value, jnp.where(better, 0.2 * damping, 5 * damping + 0.01)), None
 
-    start = fn(jnp.zeros(2))
+    at_zero = fn(jnp.zeros(2))
     at_first = fn(first)
-    usable = jnp.isfinite(at_first) & (at_first > start)
+    usable = jnp.isfinite(at_first) & (at_first > at_zero)
     ab = jnp.where(usable, first, 0.0)
-    value = jnp.where(usable, at_first, start)
+    value = jnp.where(usable, at_first, at_zero)
     (ab, value, _), _ = jax.lax.scan(step, (ab, value, jnp.array(0.0)), length=PLANE_STEPS)
-    return ab, value - start
+    return ab, value - at_zero

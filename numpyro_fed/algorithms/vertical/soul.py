@@ -43,7 +43,7 @@ from numpyro_fed.algorithms.base import (
     Sampled,
     Shared,
     ascend,
-    own_key,
+    key_as_noise,
 )
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.vertical.base import Party
@@ -56,7 +56,7 @@ from numpyro_fed.trees import all_finite
 
 SHOW, DRAW, STEP = "show", "draw", "step"  # the names of the exchanges
 
-Seen = TypeVar("Seen")  # what a likelihood sees besides a client's own predictor
+Context = TypeVar("Context")  # what a likelihood sees besides a client's own predictor
 
 
 class ServerParams(NamedTuple):
@@ -125,7 +125,7 @@ class Slopes(NamedTuple):
     """
 
     term: Array
-    seen: Array
+    by_predictor: Array
     theta: dict[str, Any]
     z: Array
 
@@ -182,7 +182,7 @@ class Soul:
         half, total = self.model.server, jnp.zeros(self.model.shape)
         theta = half.init_theta(key, self.model.with_total(zeros, total))
         params = ServerParams(theta, jnp.zeros(half.dim))
-        course, nobody = convergence.begin(params), jnp.zeros(())
+        course, nobody = convergence.init(params), jnp.zeros(())
         return ServerState(params, self.optim.init(params), course, nobody)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
@@ -198,13 +198,13 @@ class Soul:
 
         centre, root = predict(origin), jnp.zeros((0, 0))
         if half.dim:
-            curvature = self.rho**-2 + self.of_likelihood(centre, data)
+            curvature = self.rho**-2 + self.likelihood_curvature(centre, data)
             root = Local.at(predict, own, origin, jnp.zeros_like(centre), curvature).root()
         params = ClientParams(theta, jnp.zeros_like(centre))
         return ClientState(
             params=params,
             opt_state=self.optim.init(params),
-            course=convergence.begin(params),
+            course=convergence.init(params),
             position=origin,
             root=root,
             centre=centre,
@@ -213,17 +213,17 @@ class Soul:
             gradient=jax.tree.map(jnp.zeros_like, params),
         )
 
-    def of_likelihood(self, centre: Array, data: SiloData) -> Array:
+    def likelihood_curvature(self, centre: Array, data: SiloData) -> Array:
         """Return the curvature of a client's own likelihood, under the power model."""
         if not self.power:
             return jnp.zeros_like(centre)
         server = self.model.server
-        held = SiloData(dict(data.kwargs["shared"]))
-        theta = server.init_theta(jax.random.key(0), self.model.with_total(held, centre))
+        at_server = SiloData(dict(data.kwargs["shared"]))
+        theta = server.init_theta(jax.random.key(0), self.model.with_total(at_server, centre))
 
-        def log_p(seen: Array) -> Array:
+        def log_p(predictor: Array) -> Array:
             z = jnp.zeros(server.dim)
-            return self.model.log_server(theta, z, seen, held)[1] / self.num_clients
+            return self.model.log_server(theta, z, predictor, at_server)[1] / self.num_clients
 
         return diagonal_curvature(log_p, centre)
 
@@ -231,75 +231,77 @@ class Soul:
         """Return a client's auxiliary variables."""
         return state.centre + self.rho * state.params.steps
 
-    def drawn(
+    def langevin(
         self,
         key: Array,
         state: ClientState,
         data: SiloData,
-        seen: Seen,
-        likelihood: Callable[[Array, Seen], Array | float],
-    ) -> tuple[ClientState, Array, Seen]:
+        context: Context,
+        likelihood: Callable[[Array, Context], Array | float],
+    ) -> tuple[ClientState, Array, Context]:
         """Take a round's Langevin steps at a client.
 
-        ``likelihood(g, seen)`` is added to its own log density. Returns the state, with the
+        ``likelihood(g, context)`` is added to its own log density. Returns the state, with the
         gradient of its parameters in it, the mean log density, and the gradient with respect to
         ``seen``: means over draws.
         """
         half, langevin = self.half(data), overdamped_langevin()
 
-        def log_p(u: Array, params: ClientParams, seen: Seen) -> Array:
+        def log_p(u: Array, params: ClientParams, context: Context) -> Array:
             g, own = self.model.predict(half, params.private, state.root @ u, data)
             z = state.centre + self.rho * params.steps
-            return own + dist.Normal(g, self.rho).log_prob(z).sum() + likelihood(g, seen)
+            return own + dist.Normal(g, self.rho).log_prob(z).sum() + likelihood(g, context)
 
         def step(u: Array, key: Array) -> tuple[Array, Any]:
-            value, (slope, *others) = jax.value_and_grad(log_p, (0, 1, 2))(u, state.params, seen)
+            value, (slope, *others) = jax.value_and_grad(log_p, (0, 1, 2))(u, state.params, context)
             return langevin(key, u, slope, self.step_size), (value, others)
 
-        position, found = jax.lax.scan(step, state.position, jax.random.split(key, self.num_steps))
-        value, (gradient, by_seen) = jax.tree.map(lambda a: a.mean(0), found)
+        position, outputs = jax.lax.scan(
+            step, state.position, jax.random.split(key, self.num_steps)
+        )
+        value, (gradient, by_context) = jax.tree.map(lambda a: a.mean(0), outputs)
         after = state._replace(
             position=position,
             kept=state.kept.at[state.number % self.num_kept].set(state.root @ position),
             number=state.number + 1,
             gradient=gradient,
         )
-        return after, value, by_seen
+        return after, value, by_context
 
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters, and its latents where they are."""
         z = state.params.z
         return Shared(state.params.theta, {"z": z}, identity(z.shape))
 
-    def own(self, state: ClientState) -> Private:
+    def private_params(self, state: ClientState) -> Private:
         """Return a client's parameters, and the draws that it has kept."""
         return Private(state.params.private, {"draws": state.kept})
 
     def private(self, state: ClientState, data: SiloData) -> Party:
         """Return the same, without a frame."""
-        return Party(*self.own(state)[:2], identity(()))
+        return Party(*self.private_params(state)[:2], identity(()))
 
     def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:
         """Return what a party has in the place of a guide."""
         return party.guide
 
-    def stepped(self, state: ClientState, slope: Array) -> ClientState:
+    def client_step(self, state: ClientState, slope: Array) -> ClientState:
         """Take a client's step, given the gradient with respect to its auxiliary variables that it
         does not know by itself.
         """
         gradient = state.gradient._replace(steps=state.gradient.steps + self.rho * slope)
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
-        course = convergence.follow(state.course, jnp.zeros(()), params, whitened=False)
+        course = convergence.update(state.course, jnp.zeros(()), params, whitened=False)
         return state._replace(params=params, opt_state=opt_state, course=course)
 
     def done(self, state: ServerState) -> Array:
         """Return whether all parties' modes have come to rest."""
         return convergence.settled(state.course) & (state.resting == self.num_clients)
 
-    def moved(self, state: ServerState, gradient: ServerParams, loss: Array) -> ServerState:
+    def server_step(self, state: ServerState, gradient: ServerParams, loss: Array) -> ServerState:
         """Take the server's step up the gradient."""
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
-        course = convergence.follow(state.course, loss, params, whitened=False)
+        course = convergence.update(state.course, loss, params, whitened=False)
         return state._replace(params=params, opt_state=opt_state, course=course)
 
 
@@ -310,7 +312,7 @@ def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm[ServerState, Clie
         v.init_client,
         _power(v) if v.power else _augmented(v),
         v.shared,
-        v.own,
+        v.private_params,
         done=v.done,
         server_like=server_like,
     )
@@ -322,7 +324,7 @@ def _augmented(v: Soul) -> Round:
     def silo(
         noise: Array, down: object, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
-        after, own, _ = v.drawn(noise, state, data, (), lambda g, seen: 0.0)
+        after, own, _ = v.langevin(noise, state, data, (), lambda g, context: 0.0)
         up = Up(v.auxiliary(state), own)
         return Reply(up, all_finite((up, after.gradient, after.position))), after
 
@@ -336,10 +338,10 @@ def _augmented(v: Soul) -> Round:
         value, (gradient, slope) = jax.value_and_grad(log_p, (0, 1))(state.params, up.z)
         loss = -(value + up.own)
         stepped: Stepped = ask(STEP, slope).up
-        after = v.moved(state, gradient, loss)._replace(resting=stepped.resting)
+        after = v.server_step(state, gradient, loss)._replace(resting=stepped.resting)
         return after, Info(loss, all_finite((loss, gradient, slope)))
 
-    return Round((Exchange(DRAW, silo, silo_noise=own_key), _stepping(v)), run)
+    return Round((Exchange(DRAW, silo, silo_noise=key_as_noise), _step_exchange(v)), run)
 
 
 def _power(v: Soul) -> Round:
@@ -356,12 +358,12 @@ def _power(v: Soul) -> Round:
     ) -> tuple[Reply[Slopes], ClientState]:
         at_server = SiloData(dict(data.kwargs["shared"]))
 
-        def likelihood(g: Array, seen: tuple[Any, Array, Array]) -> Array:
-            theta, z, others = seen
+        def likelihood(g: Array, context: tuple[Any, Array, Array]) -> Array:
+            theta, z, others = context
             return v.model.log_server(theta, z, g + others, at_server)[1] / v.num_clients
 
-        seen = down.theta, down.z, down.total - v.auxiliary(state)
-        after, own, (theta, z, slope) = v.drawn(noise, state, data, seen, likelihood)
+        context = down.theta, down.z, down.total - v.auxiliary(state)
+        after, own, (theta, z, slope) = v.langevin(noise, state, data, context, likelihood)
         steps = after.gradient.steps - v.rho * slope  # it is in the sum that comes back
         after = after._replace(gradient=after.gradient._replace(steps=steps))
         up = Slopes(own, slope, theta, z)
@@ -378,15 +380,19 @@ def _power(v: Soul) -> Round:
         value, gradient = jax.value_and_grad(log_p)(state.params)
         gradient = jax.tree.map(jnp.add, gradient, ServerParams(up.theta, up.z))
         loss = -(value + up.term)
-        stepped: Stepped = ask(STEP, up.seen).up
-        after = v.moved(state, gradient, loss)._replace(resting=stepped.resting)
-        return after, Info(loss, all_finite((loss, gradient, up.seen)))
+        stepped: Stepped = ask(STEP, up.by_predictor).up
+        after = v.server_step(state, gradient, loss)._replace(resting=stepped.resting)
+        return after, Info(loss, all_finite((loss, gradient, up.by_predictor)))
 
-    exchanges = Exchange(SHOW, show), Exchange(DRAW, draw, silo_noise=own_key), _stepping(v)
+    exchanges = (
+        Exchange(SHOW, show),
+        Exchange(DRAW, draw, silo_noise=key_as_noise),
+        _step_exchange(v),
+    )
     return Round(exchanges, run)
 
 
-def _stepping(v: Soul) -> Exchange[ClientState, Array, Stepped]:
+def _step_exchange(v: Soul) -> Exchange[ClientState, Array, Stepped]:
     """Return the exchange of clients' steps: down goes the gradient with respect to the sum, back
     comes whether they are at rest (0 or 1).
     """
@@ -394,7 +400,7 @@ def _stepping(v: Soul) -> Exchange[ClientState, Array, Stepped]:
     def silo(
         noise: object, down: Array, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
-        after = v.stepped(state, down)
+        after = v.client_step(state, down)
         resting = convergence.settled(after.course).astype(jnp.result_type(float))
         return Reply(Stepped(resting), all_finite(after.params)), after
 

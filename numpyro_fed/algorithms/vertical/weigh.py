@@ -57,10 +57,10 @@ class Down(NamedTuple):
     """The noise that all parties share, (draws, rank), and its centre."""
 
     xi: Array | None
-    middle: Array | None
+    centre_xi: Array | None
 
 
-class Placed(NamedTuple):
+class PartyDraws(NamedTuple):
     """A party's draws (draws, dim), their log density under each part of the mixture (draws,
     parts), and what ties them to other parties (draws, parts, rank).
     """
@@ -70,7 +70,7 @@ class Placed(NamedTuple):
     b: Any
 
 
-class Weighed(NamedTuple):
+class WeightedDraws(NamedTuple):
     """The server's draws (n, dim) and the log weights of all draws (n,)."""
 
     z: Array
@@ -79,9 +79,10 @@ class Weighed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Weighing:
-    """The way from states of a vertical algorithm to :class:`Weighed` at the server, in one round.
+    """The round that weighs draws of all parties' latents.
 
-    Each client keeps draws (num_draws, dim).
+    It leads from states of a vertical algorithm to :class:`WeightedDraws` at the server. Each
+    client keeps its draws (num_draws, dim).
 
     Attributes
     ----------
@@ -121,15 +122,15 @@ class Weighing:
         of = np.repeat(np.arange(len(SCALES)), [n - sum(numbers), *numbers])
         return np.array(SCALES), of
 
-    def place(
+    def draw(
         self,
         kind: ClientType,
         party: Shared | Party,
         noise: Array,
         xi: Array | None,
-        middle: Array | None,
-    ) -> Placed:
-        """Return a party's draws; ``middle`` is the centre of the shared noise."""
+        centre_xi: Array | None,
+    ) -> PartyDraws:
+        """Return a party's draws; ``centre_xi`` is the centre of the shared noise."""
         scales, of = self.parts
         guide, frame = self.vertical.guide(kind).globals, party.frame
         eta, V = party.guide["latents"], party.guide.get("coupling")
@@ -137,11 +138,13 @@ class Weighing:
         u, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
         at = jax.vmap(partial(guide.place, frame))
         if len(scales) == 1 or not guide.density_everywhere:
-            return Placed(at(u), log_q[:, None] - frame.log_det, None if b is None else b[:, None])
-        centre = guide.centre(eta) if V is None else guide.draw(eta, V @ middle)[0]
+            return PartyDraws(
+                at(u), log_q[:, None] - frame.log_det, None if b is None else b[:, None]
+            )
+        centre = guide.centre(eta) if V is None else guide.draw(eta, V @ centre_xi)[0]
         u = centre + jnp.asarray(scales)[of][:, None] * (u - centre)
 
-        def under(scale: float) -> tuple[Array, Array | None]:
+        def log_q_at_scale(scale: float) -> tuple[Array, Array | None]:
             shrunk = centre + (u - centre) / scale
             widened = frame.log_det + u.shape[1] * np.log(scale)
             log_q = jax.vmap(partial(guide.log_density, eta))(shrunk) - widened
@@ -149,8 +152,8 @@ class Weighing:
                 return log_q, None
             return log_q, jax.vmap(partial(coupling.at, guide, eta, V))(shrunk)
 
-        found = [under(float(s)) for s in scales]
-        return Placed(at(u), *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *found))
+        densities = [log_q_at_scale(float(s)) for s in scales]
+        return PartyDraws(at(u), *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *densities))
 
     def silo(
         self, noise: Array, down: Down, state: ClientState, data: SiloData
@@ -158,12 +161,12 @@ class Weighing:
         v = self.vertical
         kind: ClientType = v.kind(data)
         private = v.private(state, data)
-        drawn = self.place(kind, private, noise, down.xi, down.middle)
+        drawn = self.draw(kind, private, noise, down.xi, down.centre_xi)
 
-        def one(z: Array) -> tuple[Array, Array]:
+        def predict_at(z: Array) -> tuple[Array, Array]:
             return v.model.predict(kind.half, private.theta, z, data)
 
-        g, own = jax.lax.map(one, drawn.z, batch_size=self.at_once)
+        g, own = jax.lax.map(predict_at, drawn.z, batch_size=self.at_once)
         tie = CouplingStats(drawn.b, _products(private.guide)) if v.rank else None
         up = Up(g, own, drawn.log_q, tie)
         return Reply(up, jnp.array(True)), drawn.z
@@ -175,22 +178,22 @@ class Weighing:
 
     def run(
         self, state: ServerState, noise: tuple[Array, Array | None], ask: Ask
-    ) -> tuple[Weighed, Info]:
+    ) -> tuple[WeightedDraws, Info]:
         """Draw, ask clients for their predictors there, and weigh."""
         v, (own, shared) = self.vertical, noise
         scales, of = self.parts
         shares = jnp.asarray(np.bincount(of, minlength=len(scales)) / self.num_draws)
         theta, params, _ = server = v.shared(state)
-        middle = v.sharing.centre(state.params.shared) if v.rank else None
-        down = Down(v.xi(state.params.shared, shared), middle)
+        centre_xi = v.sharing.centre(state.params.shared) if v.rank else None
+        down = Down(v.xi(state.params.shared, shared), centre_xi)
         up: Up = ask(self.name, down).up
-        drawn = self.place(v.server, server, own, down.xi, middle)
+        drawn = self.draw(v.server, server, own, down.xi, centre_xi)
 
-        def one(at: tuple[Array, Array]) -> Array:
+        def log_joint(at: tuple[Array, Array]) -> Array:
             own, likelihood = v.model.log_server(theta, *at, ask.server_data)
             return own + likelihood
 
-        log_p = jax.lax.map(one, (drawn.z, up.predictor), batch_size=self.at_once)
+        log_p = jax.lax.map(log_joint, (drawn.z, up.predictor), batch_size=self.at_once)
         log_q = drawn.log_q + up.log_q
         if v.rank:
             ratio = partial(coupling.log_ratio, params["shared"], A=up.tie.A + _products(params))
@@ -200,7 +203,7 @@ class Weighing:
         log_w = jnp.where((of > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
         evidence = jax.nn.logsumexp(log_w) - jnp.log(self.num_draws)
         fine = ~jnp.isnan(log_w).any() & jnp.isfinite(evidence)
-        return Weighed(drawn.z, log_w), Info(-evidence, fine)
+        return WeightedDraws(drawn.z, log_w), Info(-evidence, fine)
 
 
 def _products(params: dict[str, Any]) -> Array:
