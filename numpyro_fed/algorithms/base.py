@@ -1,4 +1,13 @@
-"""What a federated algorithm is: pure functions, and the messages between them."""
+"""The type of a federated algorithm: pure functions, and the messages between them.
+
+A round (:class:`Round`) is the server's part of a step. It asks silos by exchanges
+(:class:`Exchange`): one message down, one reply up. A runtime supplies the function ``ask``, and
+so decides how messages travel; an algorithm does not know. Three rules follow from that:
+
+- everything is traced by JAX, so shapes never depend on values;
+- noise is an argument, so that every runtime computes the same numbers from the same key;
+- ``Reply.up`` is all that leaves a silo.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +54,15 @@ class Combine(Enum):
 
 
 class Info(NamedTuple):
-    """A report of the server on a round.
+    """The server's report on a round.
 
     Attributes
     ----------
     loss : ()
         Minus the bound.
     ok : () bool
-        Whether the round may be kept, replies apart, of which the runtime knows. It stops before a
-        round that may not be kept.
+        Whether the server's numbers allow the round to be kept. The runtime checks the replies by
+        itself. A run stops before a round that may not be kept.
     change : () float
         How far the round moved the server's state; 0 where that is not measured.
     report : pytree of arrays
@@ -67,7 +76,7 @@ class Info(NamedTuple):
 
 
 class Reply(NamedTuple, Generic[Up]):
-    """The answer of a silo.
+    """The reply of a silo in an exchange.
 
     Attributes
     ----------
@@ -75,11 +84,11 @@ class Reply(NamedTuple, Generic[Up]):
         What leaves the silo. Its shape depends neither on how many rows or local latents the silo
         has, nor on its data.
     ok : () bool
-        Whether the numbers are good; zeros are sent instead of numbers that are not.
+        Whether the numbers can be used. Where they cannot, zeros are sent in their place.
     weight : () float, or ()
-        By which ``up`` counts in a sum: a silo's number of rows, say. It is sent and read only in
-        an exchange that is ``weighted``; in all others each reply counts once, whatever a silo
-        would like it to count.
+        The weight of ``up`` in a sum, such as a silo's number of rows. It is sent and read only in
+        an exchange that is ``weighted``. In all others each reply counts once, so that a silo
+        cannot give itself more weight.
     """
 
     up: Up
@@ -88,16 +97,16 @@ class Reply(NamedTuple, Generic[Up]):
 
 
 class Replies(NamedTuple, Generic[Up]):
-    """All replies, as the server sees them.
+    """All replies to one question, combined as the server receives them.
 
     Attributes
     ----------
     up : pytree of arrays
-        Their weighted sum, or all of them along a leading axis of length k.
+        The weighted sum of all ``Reply.up``, or all of them along a leading axis of length k.
     ok : () bool, or (k,)
-        Whether all are good, or each.
+        Whether all replies can be used, or one value for each.
     weight : (), or (k,)
-        The sum of their weights, or all of them; a reply without one counts as 1.
+        The sum of the weights, or all of them. A reply without a weight counts as 1.
     """
 
     up: Up
@@ -111,12 +120,15 @@ class Visit(Protocol[_Noise, _Down, _State, Up]):
     def __call__(
         self, noise: _Noise, down: _Down, state: _State, data: SiloData
     ) -> tuple[Reply[Up], Any]:
-        """Return both; the draft becomes a state by ``commit``, which knows what really left."""
+        """Return reply and draft. ``commit`` makes a state of the draft, once the reply is sent."""
         ...
 
 
 class Commit(Protocol[_State, _Sent]):
-    """A silo's next state, given what of its reply was sent after transforms and checks."""
+    """The function that returns a silo's next state, given the reply as it was really sent.
+
+    Transforms (clipping, rounding) and checks may have changed the reply on its way out.
+    """
 
     def __call__(self, draft: _State, sent: _Sent) -> Any:
         """Return the state; ``sent`` has the structure of ``Reply.up``."""
@@ -134,7 +146,11 @@ def as_drafted(draft: Silo, sent: object) -> Silo:
 
 
 def settings_in(name: str) -> dict[str, Any]:
-    """Return what the name of an exchange says, where it is built when it is asked for."""
+    """Return the settings that the name of an exchange holds, {} for a plain name.
+
+    An exchange with settings (how many draws, say) has them as JSON in its name, so that a silo in
+    another process can build the same exchange from the name alone.
+    """
     try:
         settings = json.loads(name)
     except json.JSONDecodeError:
@@ -143,7 +159,7 @@ def settings_in(name: str) -> dict[str, Any]:
 
 
 def unknown_exchange(name: str) -> ModelError:
-    """Return the error of a party that is asked for an exchange that its method does not have."""
+    """Return the error for a name of an exchange that the party's method does not have."""
     return ModelError(
         f"there is no exchange '{name}' here. Server and silos must run the same version, with the "
         "same method, text and settings."
@@ -151,34 +167,35 @@ def unknown_exchange(name: str) -> ModelError:
 
 
 class Exchange(NamedTuple, Generic[Silo, Down, Up]):
-    """A question to a silo: one message down to it, and one up from it.
+    """A question to a silo: one message down to it, and one reply up from it.
 
     Randomness is an argument: a runtime turns keys into noise by ``silo_noise``, for many rounds
-    at once where that pays, and the rest is deterministic.
+    at once where that is faster, and the rest is deterministic.
 
     Attributes
     ----------
     name : str
-        By which a round asks, and from which a silo in another process builds the same exchange.
+        The name by which a round asks. A silo in another process builds the exchange from it.
     silo : (noise, Down, silo_state, data) -> (Reply, draft)
-        Only ``Reply`` leaves the silo.
+        The silo's function. Only ``Reply`` leaves the silo.
     commit : (draft, sent) -> silo_state
+        The function that makes the next state of the draft.
     silo_noise : (key, silo_state) -> noise
-        Depends on the shapes of the state alone.
+        The silo's noise. It may depend on the shapes of the state, not on its values.
     combine : Combine
     scatter : bool, or a pytree of bools
-        Which leaves of ``Down`` have a leading axis of length k, in the order of ``who``, of which
-        each participant gets its own slice: one answer for all, or a prefix of ``Down``'s tree,
-        such as ``Down(eta=False, factor=True)``.
+        The leaves of ``Down`` that have a leading axis of length k, in the order of ``who``: each
+        participant receives its own slice of these. A prefix of ``Down``'s tree, such as
+        ``Down(eta=False, factor=True)``, or one bool for all leaves.
     weighted : bool
         Whether replies have weights.
     usable : up -> () bool
-        Whether what a silo sends can be used. The silo asks this before it sends, and a server
-        whose silos are elsewhere once more, of each reply by itself.
+        Whether a reply can be used. The silo checks this before it sends; a server whose silos are
+        in other processes checks each reply once more.
     lenient : bool
-        Whether what cannot be used is handed on all the same: in a search, a place that is too far
-        for a silo is a step that fails, and the round is kept. A round with any other exchange is
-        not kept where a reply cannot be used.
+        Whether a reply that cannot be used is handed on to the round. A search sets it: a point
+        too far away for a silo is a failed step, and the round is kept. A round of any other
+        exchange is not kept if a reply cannot be used.
     """
 
     name: str
@@ -194,30 +211,34 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     def visit(
         self, noise: object, down: Down, state: Silo, data: SiloData
     ) -> tuple[Reply[Up], Any]:
-        """Return what a silo sends, with zeros for what is not good, and its next state."""
+        """Return a silo's reply, with zeros in place of unusable numbers, and its next state."""
         reply, draft = self.silo(noise, down, state, data)
+        # A weight outside of a weighted exchange is dropped here, at the silo: it would be one
+        # more number that leaves it.
         weight = jnp.asarray(reply.weight, jnp.result_type(float)) if self.weighted else ()
         reply = self.checked(reply._replace(weight=weight))
         return reply, self.commit(draft, reply.up)
 
     def checked(self, reply: Reply[Up]) -> Reply[Up]:
-        """Return a reply with zeros for what cannot be used, and ``ok`` only if it can."""
+        """Return the reply with ``ok`` as found, and zeros where it cannot be used."""
         ok = jnp.asarray(reply.ok) & self.usable(reply.up)
         if self.lenient:
             return reply._replace(ok=ok)
+        # A NaN would make the sum over all silos NaN, and nobody could tell whose it was. Zeros
+        # keep the sum finite, and ``ok`` says that the round must not be kept.
         up = jax.tree.map(lambda a: jnp.where(ok, a, jnp.zeros_like(a)), reply.up)
         return reply._replace(up=up, ok=ok)
 
 
 class Ask(Protocol):
-    """A way for a round to ask silos.
+    """The function by which a round asks silos; each runtime has its own.
 
     Attributes
     ----------
     who : (k,) int
-        The numbers of the silos that take part: all of them, if all do.
+        The indices of the silos that take part.
     server_data : pytree
-        What the server holds, of a vertical model.
+        The server's data, in a vertical model.
     """
 
     @property
@@ -227,34 +248,34 @@ class Ask(Protocol):
     def server_data(self) -> Any: ...
 
     def __call__(self, name: str, down: object) -> Replies[Any]:
-        """Return what the silos reply in the exchange of this name, when they are sent ``down``."""
+        """Send ``down`` to silos in the exchange of this name, and return their replies."""
         ...
 
 
 class Run(Protocol[_State, _Noise]):
-    """The server's part of a round."""
+    """The server's function of a round."""
 
     def __call__(self, state: _State, noise: _Noise, ask: Ask) -> tuple[Any, Info]:
-        """Return the server's next state, and what it reports."""
+        """Return the server's next state, and its report."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """The server's way from one state to the next, and what it asks silos on it.
+    """One step of the server, and the exchanges that it makes with silos.
 
     ``run`` reads from top to bottom as the algorithm does in its paper. It asks for each exchange
     once, in the order in which they are declared, and outside of ``cond``, ``scan`` and ``grad``:
     ``replies = ask("draw", Down(...))``. It must be a pure function of its arguments and of the
-    replies: where silos are outside of the program, it is run anew for each question, and what was
-    sent is computed once more.
+    replies. Where silos are in other processes, ``run`` is called again from its beginning after
+    each exchange, with the replies so far, and computes the earlier messages once more.
 
     Attributes
     ----------
     exchanges : tuple of Exchange
     run : (server_state, noise, ask) -> (server_state, Info)
     noise : key -> noise
-        The server's.
+        The server's noise.
     """
 
     exchanges: tuple[Exchange[Any, Any, Any], ...]
@@ -271,31 +292,31 @@ class Round:
 
     @property
     def name(self) -> str:
-        """Return the name of its only exchange, or of the first one."""
+        """Return the name of the first exchange, by which the round is known."""
         return self.exchanges[0].name
 
 
 def key_as_noise(key: Array, state: object = None) -> Array:
-    """Return the key itself, as the noise of what draws as it goes."""
+    """Return the key itself, as the noise of a function that draws from it later."""
     return key
 
 
 class SharedParams(NamedTuple):
-    """The parameters of the globals' guide, and the shared ones, unconstrained."""
+    """The parameters of the globals' guide, and the shared parameters, unconstrained."""
 
     guide: Any
     theta: Theta
 
 
 class SiloParams(NamedTuple):
-    """The parameters of a silo's local guides, and its private ones, unconstrained."""
+    """The parameters of a silo's local guides, and its private parameters, unconstrained."""
 
     guide: dict[str, GuideParams]
     private: Theta
 
 
 class Shared(NamedTuple):
-    """The part of a server's state that everybody may know.
+    """The part of a server's state that all parties may know.
 
     Attributes
     ----------
@@ -317,11 +338,12 @@ class Private(NamedTuple):
     Attributes
     ----------
     theta : dict
-        Its parameters, unconstrained.
+        The silo's private parameters, unconstrained.
     guide : dict
-        Parameters of its own guides.
+        Parameters of its local guides.
     centre : (dim,), optional
-        From where these measure the globals in their frame, if not from the centre of their guide.
+        The point of the globals' frame from which the local guides measure. By default it is the
+        centre of the globals' guide. A silo that missed rounds still has an earlier centre.
     """
 
     theta: dict[str, Any]
@@ -329,13 +351,15 @@ class Private(NamedTuple):
     centre: Array | None = None
 
     def recentred(self, coordinates: Coordinates) -> Coordinates:
-        """Return coordinates of the globals as the silo's own guides measure them."""
+        """Return coordinates of the globals, measured from the silo's own ``centre``."""
         return coordinates if self.centre is None else coordinates._replace(centre=self.centre)
 
 
 class CarriedSilo(NamedTuple):
-    """A silo's own part of an earlier result: its parameters, unconstrained, and guides that
-    measure the globals ``z_G`` themselves, without a frame, from ``centre`` (dim,).
+    """A silo's part of an earlier result: its parameters, unconstrained, and its local guides.
+
+    The guides measure the globals ``z_G`` themselves, without a frame, from ``centre`` (dim,): the
+    frame of the earlier run means nothing in the next one.
     """
 
     theta: Theta
@@ -344,18 +368,18 @@ class CarriedSilo(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A silo's draws of its latents on their supports, ``{site: (n, ...)}``: they stay there."""
+    """A silo's draws of its latents on their supports, ``{site: (n, ...)}``; they stay there."""
 
     values: dict[str, Array]
 
 
 class WarmStart(NamedTuple):
-    """How an algorithm begins where another one has ended.
+    """The functions by which an algorithm starts where an earlier run has ended.
 
     Attributes
     ----------
-    server : (key, Begun) -> server_state
-    silo : (key, CarriedSilo, Begun, data) -> silo_state
+    server : (key, StartPoint) -> server_state
+    silo : (key, CarriedSilo, StartPoint, data) -> silo_state
     """
 
     server: Callable[..., Any]
@@ -363,15 +387,15 @@ class WarmStart(NamedTuple):
 
 
 def nothing_private(state: object) -> Private:
-    """Return no parameters and no guides, of a silo that has none of its own."""
+    """Return empty parameters and guides, for an algorithm whose silos have none."""
     return Private({}, {})
 
 
 class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
-    """An algorithm as pure functions; the loop lives in a runtime.
+    """An algorithm as pure functions; a runtime has the loop.
 
     Replies are added up over the silos that take part in a round, not over all. Where a schedule
-    leaves silos out, let them send changes, and keep the total at the server.
+    leaves silos out, let silos send changes, and keep the total at the server.
 
     Attributes
     ----------
@@ -379,21 +403,22 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     init_silo : (key, data) -> silo_state
         It never leaves the silo.
     round : Round
-        One step. A schedule may have several of them in what users call a round.
+        One step. A schedule may have several steps in what users call a round.
     shared : server_state -> Shared
     private : silo_state -> Private
         By default a silo has neither parameters nor guides of its own.
     watch : silo_state -> pytree of scalars, optional
-        Logged for each visit of a silo, for the user of a simulation; not a message.
+        Numbers that are logged for each visit of a silo, for the user of a simulation. They are
+        not a message.
     watch_reply : up -> pytree of scalars, optional
-        The same, as far as a silo's reply tells it, for a server whose silos are elsewhere.
+        The same numbers, read off a silo's reply, for a server whose silos are elsewhere.
     done : server_state -> () bool, optional
-        Whether it has come to its end by itself; no round is begun after that.
+        Whether the algorithm has converged. No round follows after that.
     opening : tuple of Round
-        Run once, from the first states, before the first round.
-    carry : Carry, optional
+        Rounds that are run once, from the first states, before the first round.
+    carry : WarmStart, optional
     server_like : pytree
-        Shapes of what the server holds, of a vertical model.
+        Shapes of the server's data, in a vertical model.
     """
 
     init_server: Callable[[Array], Server]
@@ -412,7 +437,8 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
 def ascend(
     optim: optax.GradientTransformation, gradient: Params, opt_state: optax.OptState, params: Params
 ) -> tuple[Params, optax.OptState]:
-    """Take one optimiser step up the bound; Optax steps down a loss."""
+    """Take one optimiser step up the bound, and return parameters and optimiser state."""
+    # Optax minimises.
     descent = jax.tree.map(jnp.negative, gradient)
     updates, opt_state = optim.update(descent, opt_state, params)
     return optax.apply_updates(params, updates), opt_state

@@ -1,10 +1,10 @@
-r"""From a mode to where an algorithm begins: the frame of the globals, the silos' local guides.
+r"""The start of an algorithm at a mode: the frame of the globals, and the silos' local guides.
 
 The frame is the normal distribution at the mode :math:`m` of the globals, with the root :math:`L`
-of the inverse curvature there. In its coordinates, :math:`z_G = m + L u`, the posterior is about
-standard, whatever the units of the data. A silo's local guides begin at the modes of its latents
-given :math:`z_G = m`, with the curvature there as precision, and with the derivatives of both with
-respect to :math:`u` (and to the latents of outer plates) as couplings.
+of the inverse curvature at the mode. In its coordinates, :math:`z_G = m + L u`, the posterior is
+about standard, whatever the units of the data. A silo's local guides start at the modes of its
+latents given :math:`z_G = m`. Their precision is the curvature at these modes. Their couplings are
+the derivatives of modes and scales with respect to :math:`u`, and to the latents of outer plates.
 """
 
 from __future__ import annotations
@@ -30,24 +30,32 @@ from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.federated import FederatedModel
 
-FLAT = 1e-6  # of the largest scaled curvature: no direction counts as flatter than that
-FLAT_OFF_MODE = 0.05  # the same away from a mode, where the posterior is not like the parabola
+# The least curvature of a direction, as a share of the largest scaled one. A smaller share lets
+# rounding decide how wide a start is; a larger one starts too narrow along a real ridge.
+FLAT = 1e-6
+# The same where the search ended away from a mode. The parabola there need not be like the
+# posterior, so a start may be at most 1 / sqrt(0.05), some 4.5, times as wide as a scaled unit.
+FLAT_OFF_MODE = 0.05
 FROM_MODE = "from the mode"  # the name of the exchange
-FALLBACK_SD = 0.1  # standard deviation of a row whose mode was not found
+# The standard deviation of a row whose mode was not found: that of a guide that starts without a
+# mode (``Structured.init_scale``).
+FALLBACK_SD = 0.1
 
 Guides = dict[str, GuideParams]  # by plate
 
 
 class StartPoint(NamedTuple):
-    """The place where a run begins.
+    """The point where a run starts, and the spread of the posterior that is expected there.
 
     Attributes
     ----------
     theta, unit : dict
         Shared parameters, unconstrained, and their standard deviations.
-    centre, root : (dim,), (dim, dim) or (dim,)
-        The globals, and a Cholesky factor of their covariance given ``theta``; where they are many,
-        standard deviations, each given all others.
+    centre : (dim,)
+        The globals.
+    root : (dim, dim) or (dim,)
+        A Cholesky factor of the globals' covariance given ``theta``. Where they are many, standard
+        deviations of each coordinate given all others.
     """
 
     theta: Theta
@@ -57,38 +65,43 @@ class StartPoint(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        """Return whether the globals are too many for a covariance."""
+        """Return whether the globals are too many for a covariance matrix."""
         return self.root.ndim == 1
 
     def frame(self, guide: GlobalGuide[Any]) -> Frame:
-        """Return the frame in which a guide of the globals works from here."""
+        """Return the frame in which a guide of the globals works from this point."""
         return Frame.centred_at(self.theta, self.unit, guide.frame(self.centre, self.root))
 
 
 class StartMessage(NamedTuple):
-    """A message to silos: where a run begins, and which of the searches has come there."""
+    """A message to silos: the point where a run starts, and the index of the search that found it.
+
+    A silo keeps the modes of its locals for every search, and continues from those of this one.
+    """
 
     point: StartPoint
     start: Array
 
 
 def placeholder_start(fm: FederatedModel, theta: Theta, *, wide: bool) -> StartPoint:
-    """Return a place around zero, for the shapes of what begins there."""
+    """Return a start point at zero with unit spread: it has the shapes of a real one."""
     unit = jax.tree.map(jnp.ones_like, theta)
     root = jnp.ones(fm.dim) if wide else jnp.eye(fm.dim)
     return StartPoint(theta, unit, jnp.zeros(fm.dim), root)
 
 
 def start_at_mode(fm: FederatedModel, search: SearchState) -> StartMessage:
-    """Return the highest place that was found."""
+    """Return the start at the highest point that the searches found."""
     i, unravel = best_start(search), unraveller(fm)
     x, curvature = search.best.x[i], search.best.curvature[i]
     theta, centre = unravel(x)
-    num_theta = len(x) - fm.dim
+    num_theta = len(x) - fm.dim  # ``x`` is theta first, then the globals
     if curvature.ndim == 1:
         sd = 1 / jnp.sqrt(nonzero(curvature))
         return StartMessage(StartPoint(theta, unravel(sd)[0], centre, sd[num_theta:]), i)
     least = jnp.where(search.rests[i], FLAT, FLAT_OFF_MODE)
+    # The units of theta are marginal sds, from the inverse of the whole matrix. The root of the
+    # globals is from their own block, which is their covariance given theta.
     unit, _ = unravel(jnp.linalg.norm(covariance_root(curvature, least), axis=1))
     return StartMessage(
         StartPoint(theta, unit, centre, covariance_root(curvature[num_theta:, num_theta:], least)),
@@ -97,7 +110,10 @@ def start_at_mode(fm: FederatedModel, search: SearchState) -> StartMessage:
 
 
 def covariance_root(precision: Array, least: Array | float = FLAT) -> Array:
-    """Return a Cholesky factor of the inverse of a precision, made positive."""
+    """Return a Cholesky factor (dim, dim) of the inverse of a precision, made positive definite.
+
+    Eigenvalues below ``least`` of the largest are raised to it: :meth:`Curvature.positive`.
+    """
     if not len(precision):
         return precision
     return Curvature.of(precision).positive(least).root_of_inverse()
@@ -113,10 +129,10 @@ def local_guides(
     *,
     wide: bool = False,
 ) -> dict[str, GuideParams]:
-    """Return a silo's local guides at the modes of its latents, which are near ``z_L``.
+    """Return a silo's local guides at the modes of its latents, by plate.
 
-    They measure the globals in the ``frame`` of these; where that is ``wide``, of too many to
-    derive by, without couplings.
+    The modes are searched from ``z_L``. The guides measure the globals in their ``frame``. Where
+    that is ``wide``, the guides have no couplings: there are too many globals to differentiate by.
     """
     if not guide.locals:
         return {}
@@ -125,6 +141,8 @@ def local_guides(
     z = laplace.modes(theta, guide.globals.place(frame, origin), data, z_L)
     outer = jnp.concatenate([jnp.zeros(0), *(z[p].ravel() for p in guide.outer)])
 
+    # Latents of outer plates depend on the globals alone, rows also on the latents above them. So
+    # the two kinds of guides are functions of different vectors, and differentiated apart.
     def outer_guides(u: Array) -> dict[str, GuideParams]:
         z_G = guide.globals.place(frame, u)
         found = laplace.outer_given(theta, z_G, z, data)
@@ -151,26 +169,24 @@ def local_guides(
 def local_guides_at_mode(
     fm: FederatedModel, guide: Guide, message: StartMessage, state: ModeSiloState, data: SiloData
 ) -> dict[str, GuideParams]:
-    """Return a silo's local guides where a run begins, from where its own search has come."""
+    """Return a silo's local guides at the start of a run, from the modes of its own search."""
     z_L = jax.tree.map(lambda a: a[message.start], state.z_L)
-    theta, frame = (
-        {**message.point.theta, **state.private},
-        message.point.frame(guide.globals).globals,
-    )
+    theta = {**message.point.theta, **state.private}
+    frame = message.point.frame(guide.globals).globals
     return local_guides(fm, guide, theta, frame, z_L, data, wide=message.point.wide)
 
 
 def local_guides_of_result(
     guide: Guide, carried: CarriedSilo, point: StartPoint, data: SiloData
 ) -> dict[str, GuideParams]:
-    """Return the local guides of an earlier result in the frame where a run begins."""
+    """Return the local guides of an earlier result, in the frame in which the next run starts."""
     frame, centre = point.frame(guide.globals).globals, jnp.zeros_like(point.centre)
     eta = guide.recentre(carried.guide, point.centre - carried.centre, data)
     return guide.composed_with(lambda u: guide.globals.place(frame, u), eta, centre)
 
 
 def _zero_guides(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, GuideParams]:
-    """Return guides at zero, with all their couplings."""
+    """Return guides centred at zero, with couplings of zero."""
     return {
         p: local.init(jnp.zeros_like(z[p]), dim if p in guide.outer else dim + outer)
         for p, local in guide.locals.items()
@@ -180,16 +196,24 @@ def _zero_guides(guide: Guide, z: Rows, dim: int, outer: int) -> dict[str, Guide
 def outer_precision(
     guide: Guide, plate: str, mode: Array, covariance: Array
 ) -> tuple[Array, Array]:
-    """Return a mode, and the precision that the guide of an outer plate takes."""
+    """Return the mode (n, d) and the precision that the guide of an outer plate takes.
+
+    The precision is (n d, n d) for a joint guide, else (n, d, d).
+    """
     n, d = mode.shape
     if guide.locals[plate].joint:
         return mode, linalg.inverse(covariance)
+    # Each latent's marginal: the block of the covariance is inverted, not that of the precision,
+    # which would be the spread given all other latents and too narrow.
     rows = jnp.arange(n)
     return mode, linalg.inverse(covariance.reshape(n, d, n, d)[rows, :, rows])
 
 
 def row_precision(guide: Guide, plate: str, mode: Array, precision: Array) -> tuple[Array, Array]:
-    """Return modes, and precisions (n, d, d) as the guide of a plate of rows takes them."""
+    """Return modes (n, d), and the precision that the guide of a plate of rows takes.
+
+    It is (n, d, d), or block diagonal (n d, n d) for a joint guide.
+    """
     if not guide.locals[plate].joint:
         return mode, precision
     n, d = mode.shape
@@ -200,8 +224,9 @@ def row_precision(guide: Guide, plate: str, mode: Array, precision: Array) -> tu
 def _with_couplings(
     f: Callable[[Array], Guides], at: Array, templates: Guides, wide: bool
 ) -> Guides:
-    """Return guides ``f(at)``, with the derivatives of ``f`` as couplings where ``like`` has them;
-    zeros where there is too much to derive by.
+    """Return the guides ``f(at)`` with their couplings: the derivatives of ``f``.
+
+    ``templates`` say which guides have couplings. These stay zero where the globals are ``wide``.
     """
     if not templates:
         return {}
@@ -217,6 +242,8 @@ def _with_couplings(
     def column(e: Array) -> dict[str, tuple[Array, Array]]:
         return jax.jvp(mean_and_scale, (at,), (e,))[1]
 
+    # Forward mode, sixteen directions at a time: the outputs (all rows) are more than the inputs,
+    # and all directions at once would hold as many copies of a silo's derivatives in memory.
     columns = jax.lax.map(column, jnp.eye(len(at)), batch_size=min(16, len(at)))
     for p, parts in columns.items():
         for name, part in zip(("mean_coupling", "scale_coupling"), parts, strict=True):
@@ -226,13 +253,16 @@ def _with_couplings(
 
 
 def _with_fallback(eta: GuideParams, template: GuideParams) -> GuideParams:
-    """Return a guide whose rows without a mode begin at zero, without couplings."""
+    """Return the guide, at zero and without couplings for rows whose mode was not found."""
     log_scale = jnp.full_like(template["log_scale"], jnp.log(FALLBACK_SD))
     return where_finite(eta, {**template, "log_scale": log_scale})
 
 
 def where_finite(eta: GuideParams, fallback: GuideParams) -> GuideParams:
-    """Return ``eta``, and ``other`` for rows where it is not finite; for all, if they are one."""
+    """Return ``eta``, and ``fallback`` for rows where ``eta`` is not finite.
+
+    Rows of a joint guide share one covariance: if one of them is not finite, all fall back.
+    """
     joint = eta.get("below", jnp.zeros(0)).ndim == 4
     finite = jnp.stack([jnp.isfinite(a).reshape(len(a), -1).all(1) for a in eta.values()]).all(0)
     finite = jnp.broadcast_to(finite.all(), finite.shape) if joint else finite

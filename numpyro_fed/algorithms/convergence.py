@@ -1,15 +1,18 @@
-r"""Whether stochastic steps have come to rest: windows of rounds, compared with their noise.
+r"""A test of convergence for stochastic steps: windows of rounds, compared with their noise.
 
-A single bound is too noisy to tell, and so are parameters after a single step. Means over windows
-of rounds are not (Dhaka et al. 2020; Welandawe et al. 2022, RABVI, section 4): a run has settled
-when, ``QUIET_WINDOWS`` times in a row,
+A single value of the bound is too noisy, and so are parameters after a single step. Means over
+windows of rounds are not (Dhaka et al. 2020; Welandawe et al. 2022, RABVI, section 4). A run has
+settled when ``QUIET_WINDOWS`` windows in a row are quiet. A window is quiet when
 
 - the bound has not risen by more than twice the standard error of its change,
-- parameters do not travel: with :math:`\bar x_w` the mean of a parameter over window ``w`` and
-  :math:`\ell_w` the length of its path there, :math:`(\bar x_w - \bar x_{w-1}) / \ell_w`, averaged
-  over the last windows, is near one where every step leads the same way, however small the steps
-  are, and near zero where they only shake,
+- parameters do not travel. Let :math:`\bar x_w` be the mean of a parameter over window ``w`` and
+  :math:`\ell_w` the length of its path in that window. Then
+  :math:`(\bar x_w - \bar x_{w-1}) / \ell_w`, averaged over the last windows, is near one where
+  every step leads the same way, however small, and near zero where steps only fluctuate,
 - and, in coordinates in which the posterior is about standard, no mean has moved by ``MAX_MOVE``.
+
+The second condition is there for small steps: Adam at 1e-3, ten sds away from the optimum, changes
+the bound by less than its noise and no mean by much in one window.
 """
 
 from __future__ import annotations
@@ -22,21 +25,33 @@ from jax import Array
 
 from numpyro_fed.trees import Tree
 
-WINDOW = 50  # rounds
-STRIDE = 5  # rounds between looks at the parameters
-QUIET_WINDOWS = 2
-MIN_WINDOWS = 4  # windows, before travel can be told from shaking
-TRAVEL_DECAY = 0.7  # of earlier windows' travel, when the next one comes
-MEAN_TRAVEL, MAX_TRAVEL = 0.5, 0.9  # on average over parameters, and of any
-MAX_MOVE = 0.03  # standard deviations, and relative changes of them
-MIN_GAIN = 0.02  # nats of the bound that do not matter
+# Rounds in a window. Shorter windows have noisier means and end a run by chance; longer ones cost
+# as many rounds at the end of each run, since two quiet windows are needed.
+WINDOW = 50
+# Rounds between two readings of the parameters. Reading them each round would add a pass over all
+# parameters to every step; ten readings are enough for the mean of a window.
+STRIDE = 5
+QUIET_WINDOWS = 2  # in a row: one may be quiet by chance
+MIN_WINDOWS = 4  # the average travel of fewer windows is mostly its first terms
+# Weight of earlier windows in the average travel. A larger one averages more noise away and reacts
+# later: 0.7 is an average over some three windows.
+TRAVEL_DECAY = 0.7
+# Bounds on the travel: on its mean over all parameters, and on the largest. With thousands of
+# parameters some travel by chance, so the second is close to one.
+MEAN_TRAVEL, MAX_TRAVEL = 0.5, 0.9
+# Bound on the move of a mean from window to window, in sds: a tenth of an sd is the error that a
+# fit is allowed, and the run may still have several such moves before it.
+MAX_MOVE = 0.03
+MIN_GAIN = 0.02  # nats: a smaller gain of the bound does not matter, whatever its noise
 
 
 class ConvergenceStats(NamedTuple, Generic[Tree]):
-    """Sums over the window so far, means of the one before, quiet windows in a row.
+    """Running statistics: of this window, of the one before, and the number of quiet windows.
 
-    ``last`` are the parameters at the last look, ``path`` how far they have gone in this window,
-    and ``travel`` averages what share of that led anywhere, over windows.
+    ``loss`` and ``squares`` are the mean of the losses in this window and their sum of squared
+    deviations; ``params`` is the mean of the parameters. ``last`` holds the parameters at the last
+    reading, ``path`` the length of their path in this window, and ``travel`` the share of the path
+    that was net movement, averaged over windows. ``calm`` counts quiet windows in a row.
     """
 
     rounds: Array
@@ -53,7 +68,9 @@ class ConvergenceStats(NamedTuple, Generic[Tree]):
 
 
 def init(params: Tree) -> ConvergenceStats[Tree]:
-    """Return the course before the first round, of which nothing is seen yet."""
+    """Return the statistics before the first round."""
+    # The mean before is the largest number, not infinity: infinity minus a loss is no finite gain,
+    # and a state that is not finite cannot be kept or saved.
     zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
     zeros, largest = jax.tree.map(jnp.zeros_like, params), jnp.array(jnp.finfo(zero.dtype).max)
     return ConvergenceStats(
@@ -64,11 +81,12 @@ def init(params: Tree) -> ConvergenceStats[Tree]:
 def update(
     stats: ConvergenceStats[Tree], loss: Array, params: Tree, *, whitened: bool
 ) -> ConvergenceStats[Tree]:
-    """Return the course after one more round.
+    """Return the statistics after one more round.
 
     ``whitened`` says whether the posterior is about standard in the parameters' coordinates.
     """
-    # Losses are summed from that of the first round in the window: large ones would cancel.
+    # Welford's recursion: a sum of squares less a squared mean would cancel in single precision,
+    # where a loss of 1e5 varies by a few nats.
     first = stats.rounds % WINDOW == 0
     number = (stats.rounds % WINDOW + 1).astype(loss.dtype)
     mean = jnp.where(first, 0.0, stats.loss)
@@ -88,7 +106,7 @@ def update(
 def _update_params(
     stats: ConvergenceStats[Tree], params: Tree, whitened: bool
 ) -> ConvergenceStats[Tree]:
-    """Return the course after a look at the parameters; and the end of a window, if it is one."""
+    """Return the statistics after a reading of the parameters, and close a window that is full."""
     first = (stats.rounds - STRIDE) % WINDOW == 0
     share = STRIDE / WINDOW
     mean = jax.tree.map(lambda a, b: jnp.where(first, 0.0, a) + share * b, stats.params, params)
@@ -101,13 +119,14 @@ def _update_params(
 
 
 def _close_window(stats: ConvergenceStats[Tree], whitened: bool) -> ConvergenceStats[Tree]:
-    """Return the course at the end of a window."""
+    """Return the statistics at the end of a window, in which it counts as quiet or not."""
     error = jnp.sqrt(stats.squares / (WINDOW - 1) / WINDOW)
     gain = stats.mean_before - stats.loss
     noise = 2 * jnp.hypot(error, stats.error_before)
     moves = jax.tree.map(jnp.subtract, stats.params, stats.params_before)
     travel = jax.tree.map(_average_travel, stats.travel, moves, stats.path)
-    windows = stats.rounds // WINDOW - 1  # with one before
+    windows = stats.rounds // WINDOW - 1  # that have a window before them
+    # The average starts at zero; this divides by the sum of its weights, as Adam does.
     share = jnp.abs(_flat(travel)) / (1 - TRAVEL_DECAY**windows)
     at_rest = (share.mean() <= MEAN_TRAVEL) & (share.max() <= MAX_TRAVEL) & (windows >= MIN_WINDOWS)
     if whitened:
@@ -123,15 +142,16 @@ def _close_window(stats: ConvergenceStats[Tree], whitened: bool) -> ConvergenceS
 
 
 def _average_travel(travel: Array, change: Array, path: Array) -> Array:
+    """Return the average travel with that of one more window."""
     share = change / jnp.where(path > 0, path, 1.0)
     return TRAVEL_DECAY * travel + (1 - TRAVEL_DECAY) * jnp.where(path > 0, share, 0.0)
 
 
 def _flat(tree: object) -> Array:
-    """Return all numbers of a tree, and a zero."""
+    """Return all numbers of a tree as one vector, and a zero, so that it is never empty."""
     return jnp.concatenate([jnp.zeros(1), *(jnp.ravel(a) for a in jax.tree.leaves(tree))])
 
 
 def settled(stats: ConvergenceStats[Any]) -> Array:
-    """Return whether the last windows were quiet."""
+    """Return whether the last ``QUIET_WINDOWS`` windows were quiet."""
     return stats.calm >= QUIET_WINDOWS

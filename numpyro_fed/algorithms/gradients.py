@@ -1,4 +1,4 @@
-"""The parts, the first states and the views that SFVI and SFVI-Avg have in common."""
+"""The base class of SFVI and SFVI-Avg: their parts, first states, local guides and views."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Silo(Protocol):
 
 
 class Start(NamedTuple):
-    """The place where steps begin: the server's first parameters, and their frame."""
+    """The start of the steps: the server's first parameters, and their frame."""
 
     params: SharedParams
     frame: Frame
@@ -89,16 +89,16 @@ class ByGradients(ABC, Generic[Server, Silo]):
     guide : Guide
     bound : SiloBound
     optim : optax.GradientTransformation
-        Used by the server and by every silo, each with its own state.
+        The optimiser of the server and of every silo; each has a state of its own.
     num_particles : int
         Draws of the globals in each step.
     num_silos : int
     minibatches : Minibatches, optional
-        Of the rows in a silo's step.
+        Minibatches of the rows in a silo's step.
     from_mode : bool
-        Whether a run begins at the mode, by :meth:`begin`, or at an earlier result.
+        Whether a run starts at the mode, by :meth:`begin`, or at an earlier result.
     wide : bool
-        Whether the search there is for many globals.
+        Whether the mode is searched by the algorithm for many globals.
     """
 
     model: FederatedModel
@@ -120,11 +120,11 @@ class ByGradients(ABC, Generic[Server, Silo]):
         """Return a silo's state before the first step, with ``frames`` of its local guides."""
 
     def init_server(self, key: Array) -> Server:
-        """Return the first state; at the mode, or at a result, one of its shapes."""
+        """Return the first state; of a run from a mode, a placeholder with the same shapes."""
         return self.server_at(self.initial_start(key))
 
     def init_silo(self, key: Array, data: SiloData) -> Silo:
-        """Return a silo's first state, which does not know the mode."""
+        """Return a silo's first state, before the mode is known."""
         key_private, key_guide = jax.random.split(key)
         private = self.model.init_private(key_private, data)
         eta = self.guide.init_local(key_guide, data)
@@ -133,7 +133,7 @@ class ByGradients(ABC, Generic[Server, Silo]):
         return self.silo_at(SiloParams(eta, private), {}, self.initial_start(key))
 
     def initial_start(self, key: Array) -> Start:
-        """Return where the first states are."""
+        """Return the start of a run without a mode, or a placeholder for one with it."""
         key_theta, key_guide = jax.random.split(key)
         if self.from_mode:
             point = placeholder_start(self.model, self.model.init_theta(key), wide=self.wide)
@@ -143,20 +143,20 @@ class ByGradients(ABC, Generic[Server, Silo]):
         return Start(params, Frame.identity(self.model.dim))
 
     def start_at(self, key: Array, point: StartPoint) -> Start:
-        """Return where a run begins: in its frame that is no step, and a standard normal."""
+        """Return the start at a point, whose frame makes it zero steps and a standard normal."""
         zeros = jax.tree.map(jnp.zeros_like, point.theta)
         eta = self.guide.globals.init(key, jnp.zeros_like(point.centre), 1.0)
         return Start(SharedParams(eta, zeros), point.frame(self.guide.globals))
 
     def silo_from(self, private: Theta, eta: dict[str, GuideParams], start: Start) -> Silo:
-        """Return a silo's state with local guides ``eta``, from where their frames are."""
+        """Return a silo's state with local guides ``eta``, which become the frames of its rows."""
         frames, inside = self.guide.to_frame(eta)
         return self.silo_at(SiloParams(inside, private), frames, start)
 
     def begin(self) -> Round:
-        """Return the round from the states of a search for the mode.
+        """Return the round that leads from the states of a search for the mode to those of a run.
 
-        The server says where that is; silos answer with nothing.
+        The server sends the start point; silos reply with nothing.
         """
 
         def silo(
@@ -194,10 +194,11 @@ class ByGradients(ABC, Generic[Server, Silo]):
         return Noise(rows, self.minibatches.noise(key_which))
 
     def recentred(self, state: Silo, offset: Array, data: SiloData) -> SiloParams:
-        """Return a silo's parameters with local guides that measure from ``away`` (dim,) further.
+        """Return a silo's parameters, with local guides measured from a moved centre.
 
-        They are the same guides: the centre of the globals' guide may be far from where it was when
-        the silo was last asked.
+        The distributions stay the same. The centre of the globals' guide has moved by ``offset``
+        (dim,) since the silo last took part; means and scales that are read off at the old centre
+        would be those of other globals.
         """
         guides = state.params.guide
         centres = self.guide.centres(self.guide.from_frame(state.frames, guides), offset, data)

@@ -7,9 +7,9 @@ and :math:`A = -\nabla^2 f(\hat z_L)`,
     \log p(y_j \mid z_G) \approx f(\hat z_L) + \tfrac{D}{2} \log 2 \pi - \tfrac12 \log \det A.
 
 Rows are independent given the globals and the latents of outer plates (a hospital above its
-patients): ``A`` is an arrow, a block for each row and a border for what stands above them, and is
-solved block by block, as TMB (Kristensen et al. 2016) and INLA (Rue, Martino and Chopin 2009) do it
-for pooled data. Kinks of densities are rounded off (:mod:`numpyro_fed.model.kinks`).
+patients). So ``A`` is an arrow matrix: a block for each row, and a border for the latents above the
+rows. It is solved block by block, as TMB (Kristensen et al. 2016) and INLA (Rue, Martino and Chopin
+2009) do it for pooled data. Kinks of densities are rounded off (:mod:`numpyro_fed.model.kinks`).
 """
 
 from __future__ import annotations
@@ -27,24 +27,29 @@ from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.federated import FederatedModel
 
-START = 1e-2  # where the search for the first modes begins
-MAX_STEPS = 50  # of Newton's method, at most
-STEP_SIZES = tuple(2.0**-i for i in range(10))  # of a step that are tried
-MAX_DECREMENT = 1e-2  # nats that a step promises, at most, where Laplace's method may be used
-TOLERANCE = 1e-6  # nats that a step promises, at most, where the search ends
-FLAT = 1e-6  # of the largest curvature of a block: with less, a direction counts as flat
+START = 1e-2  # the first modes are searched from here: at zero some densities have a kink
+MAX_STEPS = 50  # of Newton's method: a bound on the work at a point where rows have no mode
+STEP_SIZES = tuple(2.0**-i for i in range(10))  # all are tried side by side, the best is taken
+# Largest Newton decrement, in nats, of a point that counts as a mode. The approximation is off by
+# about as much as the decrement, and 0.01 nat changes no posterior.
+MAX_DECREMENT = 1e-2
+TOLERANCE = 1e-6  # the decrement, in nats, at which the search ends; one more step is taken then
+FLAT = 1e-6  # least curvature of a direction, as a share of the largest of its block
 
 
 class Arrow(NamedTuple):
-    """Gradient and negative Hessian of a silo's log density in its locals.
+    """The gradient and the negative Hessian of a silo's log density in its locals.
 
     Attributes
     ----------
     g : {plate: (n, d)}
+        The gradient, of rows and outer plates.
     rows : {plate: (n, d, d)}
+        A block for each row.
     border : {plate: (n, d, o)}
+        Second derivatives between a row and the ``o`` latents of all outer plates.
     corner : (o, o)
-        Of the ``o`` latents of all plates above the rows together.
+        Second derivatives among the latents of all outer plates.
     """
 
     g: Rows
@@ -53,16 +58,16 @@ class Arrow(NamedTuple):
     corner: Array
 
     def of_rows(self) -> Arrow:
-        """Return the arrow without what stands above the rows."""
+        """Return the arrow without border and corner: outer latents are fixed."""
         g = {p: self.g[p] for p in self.rows}
         border = {p: jnp.zeros((*a.shape, 0)) for p, a in g.items()}
         return Arrow(g, self.rows, border, jnp.zeros((0, 0)))
 
 
 class Factor(NamedTuple):
-    """Cholesky factors of an arrow's blocks, and of its corner once the rows are integrated out.
+    """Cholesky factors of an arrow's blocks, and of the Schur complement of the rows in its corner.
 
-    ``inverse`` is the inverse of each row's block times its border.
+    ``inverse`` (n, d, o) is the inverse of each row's block times its border.
     """
 
     rows: Rows
@@ -72,7 +77,7 @@ class Factor(NamedTuple):
 
     @classmethod
     def of(cls, arrow: Arrow, *, positive: bool = False) -> Factor:
-        """Return the factors; ``positive`` turns what is concave upwards in the corner around."""
+        """Return the factors; with ``positive``, the corner's eigenvalues by absolute value."""
         rows = jax.tree.map(linalg.cholesky, arrow.rows)
         inverse = {p: linalg.cholesky_solve(L, arrow.border[p]) for p, L in rows.items()}
         corner = arrow.corner
@@ -82,7 +87,7 @@ class Factor(NamedTuple):
         return cls(rows, arrow.border, inverse, linalg.cholesky(corner))
 
     def solve(self, g: Rows) -> Rows:
-        """Return the inverse of the arrow times ``g``."""
+        """Return the inverse of the arrow times ``g``, by plate, for rows and outer plates."""
         outer_plates = _above(g, self.rows)
         row_solutions = {
             p: linalg.cholesky_solve(L, g[p][..., None])[..., 0] for p, L in self.rows.items()
@@ -103,7 +108,7 @@ class Factor(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A step of the search, the step_sizes of it that are tried, and whether outer latents stay."""
+    """A direction of the search, the step sizes to try, and whether outer latents are fixed."""
 
     direction: Rows
     step_sizes: Array
@@ -112,12 +117,12 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Laplace:
-    """Laplace's method for the locals of a split text."""
+    """Laplace's method for the local latents of one model, as pure functions of a silo's data."""
 
     model: FederatedModel
 
     def start(self, data: SiloData) -> Rows:
-        """Return locals next to zero, {plate: (rows, dim)}: at it some densities have a kink."""
+        """Return locals close to zero, {plate: (rows, dim)}."""
         sizes = self.model.sizes(data)
         shapes = {p.name: (sizes[p.name], p.dim) for p in self.model.plates if p.dim}
         return {name: jnp.full(shape, START) for name, shape in shapes.items()}
@@ -125,7 +130,7 @@ class Laplace:
     def log_likelihood(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
     ) -> tuple[Array, Rows]:
-        """Return the log likelihood, and the modes of the locals; not for derivatives."""
+        """Return the log likelihood (), and the modes of the locals; not to be differentiated."""
         if not start:
             return self._total(theta, z_G, start, data), start
         z = self.newton_step(theta, z_G, self.modes(theta, z_G, data, start), data)
@@ -137,17 +142,19 @@ class Laplace:
     def differentiable(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
     ) -> tuple[Array, Rows]:
-        r"""Return the same, for up to second derivatives in ``theta`` and ``z_G``, together ``x``.
+        r"""Return the same, with derivatives up to the second in ``theta`` and ``z_G``.
 
-        The modes and the factors of ``A`` there are found once, and taken as given. With the step
+        These together are ``x``. The modes and the factors of ``A`` are found once, and held fixed:
+        no derivative goes through the search. With the step
         :math:`z(x) = \hat z + A^{-1} \partial_z f(x, \hat z)` and
         :math:`w = A^{-1} \partial_z \log \det A`,
 
         .. math::
             f(x, z(x)) - \tfrac12 \log \det A(x, z(x)) - \tfrac12 w' (\partial_z f)(x, z(x))
 
-        has the derivatives that it has at the modes as they move with ``x``: ``z(x)`` moves as they
-        do but for what is of second order, and of that the last two terms cancel.
+        has the same value and the same first two derivatives as Laplace's method at the modes of
+        each ``x``. ``z(x)`` agrees with these modes to first order. The second-order difference
+        enters by the last two terms, where it cancels.
         """
         if not start:
             return self._total(theta, z_G, start, data), start
@@ -164,7 +171,10 @@ class Laplace:
         return self._laplace(total, log_det, z, data), z
 
     def _checked_log_det(self, arrow: Arrow, factor: Factor, log_det: Array) -> Array:
-        """Return the log determinant, NaN where the search has not come to a mode."""
+        """Return the log determinant, NaN where the search did not reach a mode.
+
+        Laplace's method off the mode is finite and wrong; NaN makes the caller's step a failed one.
+        """
         return jnp.where(
             _newton_decrement(arrow, factor.solve(arrow.g)) < MAX_DECREMENT, log_det, jnp.nan
         )
@@ -174,16 +184,20 @@ class Laplace:
         return total + 0.5 * (number * LOG_2PI - log_det)
 
     def newton_step(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
-        """Return the locals after a plain step of Newton's method."""
+        """Return the locals after a full step of Newton's method.
+
+        After the search it doubles the number of correct digits, and it carries one derivative
+        with respect to ``theta`` and ``z_G``, that of the mode.
+        """
         arrow = self._arrow(theta, z_G, z, data)
         return jax.tree.map(jnp.add, z, Factor.of(arrow).solve(arrow.g))
 
     def outer_given(
         self, theta: Theta, z_G: Array, z: Rows, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
-        """Return mode and covariance of each outer plate's latents, {plate: (n, d), (n d, n d)}.
+        """Return mode and covariance of each outer plate's latents, {plate: ((n, d), (n d, n d))}.
 
-        ``z`` are the modes at a place nearby. With one derivative, as all modes here.
+        ``z`` are the modes at globals close by. The modes have one correct derivative.
         """
         z = self.newton_step(theta, z_G, z, data)
         corner = Factor.of(self._arrow(theta, z_G, z, data)).corner
@@ -197,8 +211,9 @@ class Laplace:
     def rows_given(
         self, theta: Theta, z_G: Array, outer: Array, z: Rows, data: SiloData
     ) -> dict[str, tuple[Array, Array]]:
-        """Return modes (n, d) and precisions (n, d, d) of the rows, given all latents of outer
-        plates, as one vector in the model's order of plates.
+        """Return modes (n, d) and precisions (n, d, d) of the rows given the outer latents.
+
+        ``outer`` holds these as one vector, in the model's order of plates. ``z`` are modes nearby.
         """
         z = {**z, **_unpacked(outer, z, self._outer)}
         arrow = self._arrow(theta, z_G, z, data)
@@ -220,10 +235,11 @@ class Laplace:
         steps: int = MAX_STEPS,
         step_sizes: tuple[float, ...] = STEP_SIZES,
     ) -> Rows:
-        """Return the modes by steps of Newton's method, of which no row takes one that leads down.
+        """Return the modes of the locals, {plate: (n, d)}, by Newton's method with a line search.
 
-        With ``fix_outer`` latents of outer plates stay. The search ends ``tolerance`` so many nats, and
-        tries these ``step_sizes`` of each step.
+        No row's log density decreases. With ``fix_outer`` the latents of outer plates stay as they
+        are in ``start``. The search ends where the Newton decrement is below ``tolerance`` nats;
+        ``step_sizes`` are the shares of each step that are tried.
         """
 
         def step(carry: tuple[Array, Rows, Array]) -> tuple[Array, Rows, Array]:
@@ -231,9 +247,12 @@ class Laplace:
             arrow = self._arrow(theta, z_G, z, data)
             arrow = arrow.of_rows() if fix_outer else arrow
             uphill = arrow._replace(rows=jax.tree.map(_positive, arrow.rows))
+            # Away from the mode a block may be indefinite. With absolute eigenvalues the direction
+            # leads uphill all the same (Dauphin et al. 2014).
             direction = Factor.of(uphill, positive=True).solve(arrow.g)
             decrement = _newton_decrement(arrow, direction)
             direction = {**jax.tree.map(jnp.zeros_like, z), **direction}
+            # A size of zero is always among those tried: a row that no step improves stays.
             move = _Move(direction, jnp.array([*step_sizes, 0.0]), fix_outer)
             return i + 1, self._line_search(theta, z_G, z, move, data), decrement
 
@@ -245,7 +264,11 @@ class Laplace:
         return jax.lax.while_loop(cond_fn, step, (none, start, far))[1]
 
     def _line_search(self, theta: Theta, z_G: Array, z: Rows, move: _Move, data: SiloData) -> Rows:
-        """Return the best size of a step: for each row, or for all where a plate moves above."""
+        """Return the locals after the best step size: for each row, or for all rows together.
+
+        Rows choose each for itself only where nothing above them moves: their terms are then
+        independent.
+        """
         direction, step_sizes, fix_outer = move
 
         def at(size: Array) -> Rows:
@@ -283,7 +306,11 @@ class Laplace:
         return data.masks.get(plate, jnp.ones(len(z[plate]), bool))
 
     def _arrow(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Arrow:
-        """Return derivatives in the locals; padded rows have a curvature of one, and no slope."""
+        """Return first and second derivatives in the locals.
+
+        Padded rows have a gradient of zero and a curvature of one: their steps are zero, and their
+        log determinants add nothing.
+        """
         zeros, outer = jax.tree.map(jnp.zeros_like, z), sorted(self._outer)
 
         def gradient(z: Rows) -> Rows:
@@ -292,6 +319,8 @@ class Laplace:
         def times_hessian(direction: Rows) -> Rows:
             return jax.jvp(gradient, (z,), ({**zeros, **direction},))[1]
 
+        # Rows do not interact, so one product with the Hessian along coordinate ``e`` of all rows
+        # at once gives that column of every row's block: d products, whatever the number of rows.
         def block(p: str) -> Array:
             n, d = z[p].shape
             columns = jax.vmap(lambda e: times_hessian({p: jnp.broadcast_to(e, (n, d))})[p])(
@@ -317,7 +346,7 @@ class Laplace:
 
 
 def _log_det(arrow: Arrow) -> Array:
-    """Return the log determinant of an arrow, for derivatives up to the second."""
+    """Return the log determinant of an arrow, with derivatives up to the second."""
     corner, found = arrow.corner, jnp.zeros(())
     for p, A in arrow.rows.items():
         rows = _Series.of(A)
@@ -329,11 +358,16 @@ def _log_det(arrow: Arrow) -> Array:
 
 
 class _Series(NamedTuple):
-    r"""Blocks :math:`A = A_0 + \Delta` by the inverse ``P`` of :math:`A_0`, their own value.
+    r"""Blocks :math:`A = A_0 + \Delta`, with ``P`` the inverse of :math:`A_0`.
+
+    :math:`A_0` is the value of the blocks, held fixed, so that :math:`\Delta` is zero and only its
+    derivatives count. The series
 
     :math:`A^{-1} = P - P \Delta P + P \Delta P \Delta P` and
     :math:`\log\det A = \log\det A_0 + \mathrm{tr} P \Delta - \tfrac12 \mathrm{tr} (P \Delta)^2`
-    have the derivatives up to the second, for the cost of products alone.
+    have the derivatives of inverse and log determinant up to the second, for the cost of products
+    of matrices. Differentiating a Cholesky factor twice takes twice as long for a row with twenty
+    latents.
     """
 
     L: Array
@@ -359,29 +393,32 @@ class _Series(NamedTuple):
 
 
 def _newton_decrement(arrow: Arrow, step: Rows) -> Array:
-    """Return twice what a step promises to gain in the row where that is most."""
+    """Return the largest Newton decrement of any row, and of all outer latents together.
+
+    The decrement :math:`g' A^{-1} g` is twice the gain that a full step predicts.
+    """
     rows = [jnp.sum(arrow.g[p] * step[p], -1) for p in arrow.rows]
     above = sum((jnp.vdot(arrow.g[p], step[p]) for p in _above(arrow.g, arrow.rows)), jnp.zeros(()))
     return jnp.concatenate([*rows, above[None]]).max()
 
 
 def _above(g: Rows, rows: Rows) -> list[str]:
-    """Return the plates above rows, in the order in which their latents are one vector."""
+    """Return the outer plates, in the order in which their latents are packed."""
     return sorted(g.keys() - rows.keys())
 
 
 def _packed(z: Rows, plates: list[str]) -> Array:
-    """Return the latents of some plates as one vector, one after the other."""
+    """Return the latents of ``plates`` as one vector, plate after plate."""
     return jnp.concatenate([z[p].ravel() for p in plates])
 
 
 def _log_det_of(L: Array) -> Array:
-    """Return the log determinant of ``L L'``, all blocks together."""
+    """Return the log determinant of ``L L'``, summed over all blocks."""
     return 2 * jnp.log(jnp.diagonal(L, axis1=-2, axis2=-1)).sum()
 
 
 def _unpacked(vector: Array, z: Rows, plates: tuple[str, ...] | list[str]) -> Rows:
-    """Return one vector as the latents of some plates, one after the other."""
+    """Return the latents of ``plates`` from one vector; ``z`` has their shapes."""
     parts, start = {}, 0
     for p in plates:
         parts[p] = vector[start : start + z[p].size].reshape(z[p].shape)
@@ -390,7 +427,8 @@ def _unpacked(vector: Array, z: Rows, plates: tuple[str, ...] | list[str]) -> Ro
 
 
 def _positive(A: Array) -> Array:
-    """Return symmetric blocks with the absolute values of their eigenvalues, none next to zero."""
+    """Return symmetric blocks (..., d, d) with absolute eigenvalues, none of them near zero."""
+    # One latent in a row is the common case: no eigendecomposition of a thousand 1 x 1 matrices.
     if A.shape[-1] == 1:
         size = jnp.where(jnp.isfinite(A), jnp.abs(A), 0.0)
         return jnp.maximum(size, jnp.maximum(FLAT * size.max(), jnp.finfo(A.dtype).tiny))

@@ -1,24 +1,24 @@
-r"""The mode of the joint density, by a damped Newton method over silos.
+r"""The search for the mode of the joint density, by a damped Newton method over silos.
 
-In exchange the server sends a place ``z_G``; silo ``j`` answers with its log likelihood there,
-its own latents integrated by Laplace's method, with gradient and Hessian; the sum of the answers
-and of the server's log prior make
+In each exchange the server sends a point ``z_G``. Silo ``j`` integrates its own latents by
+Laplace's method, and replies with its log likelihood at the point, the gradient and the Hessian.
+The sum of the replies and of the server's log prior make
 
 .. math::
-    \ell(z_G) = \log p(z_G) + \sum_j \log p(y_j \mid z_G), \qquad A = -\nabla^2 \ell,
+    \ell(z_G) = \log p(z_G) + \sum_j \log p(y_j \mid z_G), \qquad A = -\nabla^2 \ell .
 
-and the next place is :math:`z_G + D^{-1/2} V (|\Lambda| + \lambda)^{-1} V' D^{-1/2} \nabla \ell`
-with :math:`D^{-1/2} A D^{-1/2} = V \Lambda V'` and :math:`D` the curvature of each coordinate,
-which shrinks by at most ten in a step: no coordinate's unit matters (Levenberg 1944; Marquardt
-1963; absolute eigenvalues lead away from saddles: Dauphin et al. 2014). :math:`\lambda` shrinks
-with steps that keep their promise and grows with those that do not.
+The next point is :math:`z_G + D^{-1/2} V (|\Lambda| + \lambda)^{-1} V' D^{-1/2} \nabla \ell` with
+:math:`D^{-1/2} A D^{-1/2} = V \Lambda V'`. :math:`D` holds the curvature of each coordinate, and
+may shrink by a factor of ten in a step; with it the units of coordinates do not matter (Levenberg
+1944; Marquardt 1963). Absolute eigenvalues lead away from saddles (Dauphin et al. 2014). The damping
+:math:`\lambda` shrinks after steps whose gain is as predicted, and grows after others.
 
-Of effects and their scale together (``b ~ Normal(mu, tau)``, ``tau ~ HalfNormal(5)``) there is no
-mode: the density rises without end as ``tau`` goes to zero. Global latents whose prior depends on
-other globals are therefore integrated out as well, at the server, with the silos' Hessian taken as
-given (:func:`prior_of`); ``z_G`` holds their own mode given the others.
+Effects and their scale together (``b ~ Normal(mu, tau)``, ``tau ~ HalfNormal(5)``) have no mode: the
+density rises without bound as ``tau`` goes to zero. So global latents whose prior depends on other
+globals are integrated out as well, at the server, with the silos' Hessian held fixed
+(:func:`prior_of`). Their coordinates in ``z_G`` hold their mode given the others.
 
-Several starts run side by side, each as if alone.
+Several starts run side by side, and do not influence each other.
 """
 
 from __future__ import annotations
@@ -53,22 +53,28 @@ from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import all_finite, where
 
-CHECK_DISTANCES = (
-    30.0,
-    3.0,
-    1.0,
-)  # standard deviations, by the curvature, at which a density is looked at
-DAMPING = 1e-2  # at the start; of curvatures scaled to one
-SCALE_DECAY = 0.1  # of a coordinate's scale is left where its curvature has become smaller
-MIN_DAMPING = 1e-30  # damping: none would never grow again
-MAX_DAMPING = 1e8  # damping from which on no step is worth trying
-MIN_GAIN = 1e-4  # nats that an undamped step promises, at most, at a mode
-NUDGE = 1e-2  # from zero, where some densities have a kink: NumPyro's Bernoulli at a logit of 0
-MAX_IDLE = 5  # steps in a row without a gain beyond rounding, after which a search gives up
-MAX_HALVINGS = 30  # of a start at which something is not finite
-ROUNDING_UNITS = 8  # within which two numbers are alike
-BATCH = 16  # columns of a Hessian, or places, that are computed side by side
-BATCH_UP_TO_DIM = 4  # dimensions of a row's latents, up to which that is quicker than one by one
+# Distances from the mode, in sds by the curvature, at which the density is evaluated when a search
+# has ended. At 1 and 3 it must fall as the parabola says. 30 is for directions whose curvature is
+# no more than rounding, and which may be flat or only very wide.
+CHECK_DISTANCES = (30.0, 3.0, 1.0)
+DAMPING = 1e-2  # at the start, for curvatures scaled to one: almost a full Newton step
+# Least factor by which a coordinate's scale may change in a step. Without any decay the search took
+# 86 exchanges on posteriordb's mesquite, whose curvature at the start is 1e5 times that at the mode
+# (docs/results/raw_data.md); with no bound, one step into a flat region would make all units equal.
+SCALE_DECAY = 0.1
+MIN_DAMPING = 1e-30  # a damping of zero could never grow again by a factor
+MAX_DAMPING = 1e8  # steps are 1e-8 of a unit: rounding decides whether they gain
+MIN_GAIN = 1e-4  # predicted gain of an undamped step, in nats, below which a point is a mode
+NUDGE = 1e-2  # distance from zero, where some densities have a kink: NumPyro's Bernoulli at logit 0
+MAX_IDLE = 5  # accepted steps in a row without a gain beyond rounding, after which a search ends
+MAX_HALVINGS = 30  # of a start at which some number is not finite: 2^-30 of it is zero in effect
+ROUNDING_UNITS = 8  # eps of a sum, relative: within it two log densities count as equal
+# Columns of a Hessian, or points, that silos compute side by side. More use more memory; one by one
+# repeats the loop over rows for each of them.
+BATCH = 16
+# The largest dimension of rows' latents for which that is quicker: beyond it the batched products
+# of small matrices run as plain loops on a CPU (see :func:`sequential_map`).
+BATCH_UP_TO_DIM = 4
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -76,8 +82,9 @@ Aux = TypeVar("Aux")
 
 
 class Expansion(NamedTuple):
-    """The value of a function at a place (n,), its gradient and its negative Hessian, or of that
-    an estimate of the diagonal.
+    """A function at a point ``x`` (n,): value, gradient (n,) and negative Hessian (n, n).
+
+    The search for many globals has the diagonal (n,) of the Hessian alone.
     """
 
     x: Array
@@ -87,14 +94,33 @@ class Expansion(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The state of a search.
+    """The server's state of a search.
 
-    ``best`` is the best place so far, if any is ``known`` where all numbers are finite, and
-    ``likelihood`` the silos' negative Hessian there among the effects (c, c); ``trial`` is
-    the next one to be tried, which promises to gain ``promise`` nats; ``scale`` the
-    curvature of each coordinate; ``idle`` counts steps without a gain; ``done`` says whether the
-    search has ended, ``rests`` whether it did so at a mode, ``left`` whether every silo has been at
-    the best place last.
+    Attributes
+    ----------
+    best : Expansion
+        At the best point so far.
+    likelihood : (c, c)
+        The silos' negative Hessian there, among the effects.
+    known : bool
+        Whether some point had finite numbers; before that ``best`` is a placeholder.
+    trial : (n,)
+        The point to try next.
+    promise : ()
+        The gain, in nats, that is predicted for it.
+    scale : (n,)
+        The curvature by which each coordinate is scaled.
+    damping : ()
+    idle : int
+        Accepted steps in a row without a gain.
+    done : bool
+        Whether the search has ended. One more exchange follows, at ``best``.
+    rests : bool
+        Whether it ended at a mode.
+    left : bool
+        Whether that last exchange has been made: silos' own modes are then those at ``best``.
+    tried : int
+        Points tried.
     """
 
     best: Expansion
@@ -112,7 +138,7 @@ class Search(NamedTuple):
 
 
 class Up(NamedTuple):
-    """A silo's log likelihood, its gradient and its negative Hessian, for each start."""
+    """A silo's message: log likelihood, gradient and negative Hessian, for each start."""
 
     value: Array
     gradient: Array
@@ -120,8 +146,9 @@ class Up(NamedTuple):
 
 
 class SiloState(NamedTuple):
-    """The modes of a silo's locals where they were looked for last, and what it said of the place
-    that it has been to last, for each start; and its private parameters, which stay as they are.
+    """A silo's state: modes of its locals, its last reply, for each start, and private parameters.
+
+    The modes are the start of the next search for them. The private parameters stay as they are.
     """
 
     z_L: Rows
@@ -142,14 +169,14 @@ def mode(
     Parameters
     ----------
     fm : FederatedModel
-        Its parameters inside silo plates stay where they begin.
-    number : int
-        Searches side by side: the first from ``init_loc_fn``, or zero in unconstrained space, the
-        others from draws of the prior, or standard normals where it cannot be drawn from.
+        Its parameters inside silo plates keep their first values.
+    num_starts : int
+        Searches side by side. The first starts from ``init_loc_fn``, or zero in unconstrained
+        space; the others from draws of the prior, or standard normals where there are none.
     effects : (c,) int array
-        :func:`effects_of` the model.
-    most : int, optional
-        Places that are tried, at most; one more exchange goes to the best of them.
+        The coordinates that are integrated out, by :func:`effects_of`.
+    max_places : int, optional
+        The largest number of points to try. One more exchange follows, at the best of them.
     """
     n = flat_size(fm)
     log_prior = prior_of(fm, effects)
@@ -184,6 +211,8 @@ def mode(
 
         def update_one(pair: tuple[Search, Up]) -> Search:
             search, up = pair
+            # The prior's integral over the effects needs the silos' curvature at the same point,
+            # so the server's part is computed after the replies.
             of_effects = up.curvature[effects[:, None], effects]
             prior, _ = derivatives(partial(log_prior, of_effects), search.trial)
             total = jax.tree.map(jnp.add, Up(*prior[1:]), up)
@@ -199,9 +228,9 @@ def mode(
 
 
 def effects_of(fm: FederatedModel) -> np.ndarray:
-    """Return the coordinates of global latents whose prior depends on other globals or parameters.
+    """Return the coordinates (c,) of global latents whose prior depends on other globals or theta.
 
-    Of such an effect and its scale together the density rises without end where the scale goes to
+    The joint density of such an effect and its scale rises without bound as the scale goes to
     zero.
     """
     latents, unravel, n = fm.named("latent"), unraveller(fm), flat_size(fm)
@@ -213,6 +242,7 @@ def effects_of(fm: FederatedModel) -> np.ndarray:
 
     if not latents:
         return np.zeros(0, int)
+    # A general point: at zero, or where all numbers are equal, a derivative may vanish by chance.
     point = NUDGE * (1.0 + np.arange(n) % 7)
     nonzero = np.asarray(jit_once(jax.jacrev(terms))(jnp.asarray(point))) != 0
     depends = [
@@ -226,9 +256,9 @@ def effects_of(fm: FederatedModel) -> np.ndarray:
 def prior_of(
     fm: FederatedModel, effects: np.ndarray
 ) -> Callable[[Array, Array], tuple[Array, tuple[()]]]:
-    r"""Return the log prior (own, x) -> (value, ()), effects integrated out by Laplace's method.
+    r"""Return the log prior ``(A_b, x) -> (value, ())``, effects integrated by Laplace's method.
 
-    With the silos' negative Hessian ``own`` among the ``c`` effects ``b``, taken as given,
+    ``A_b`` (c, c) is the silos' negative Hessian among the ``c`` effects ``b``, held fixed:
 
     .. math::
         \log p(z_G) + \tfrac c2 \log 2\pi - \tfrac12 \log\det(-\nabla_b^2 \log p(z_G) + A_b).
@@ -251,7 +281,7 @@ def prior_of(
 def starting_places(
     fm: FederatedModel, key: Array, num_starts: int, init_loc_fn: Callable[..., Any] | None
 ) -> Array:
-    """Return where to begin (number, n): shared parameters and globals as one vector."""
+    """Return the first points (num_starts, n): shared parameters and globals as one vector."""
     theta = fm.init_theta(key)
     flat_theta = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
     drawn = fm.draw_prior(key, num_starts) if fm.dim and num_starts > 1 else None
@@ -266,7 +296,7 @@ def starting_places(
 
 
 def first_silo_state(fm: FederatedModel, key: Array, data: SiloData, no_reply: Up) -> SiloState:
-    """Return a silo's state before the first place; ``nothing`` has the shapes of its replies."""
+    """Return a silo's state before the first point; ``no_reply`` has the shapes of its replies."""
     starts = jnp.arange(len(no_reply.value))
     z_L = jax.vmap(lambda _: Laplace(fm).start(data))(starts)
     return SiloState(z_L, no_reply, fm.init_private(key, data))
@@ -279,9 +309,10 @@ def reply_at(
     state: SiloState,
     data: SiloData,
 ) -> tuple[Reply[Up], SiloState]:
-    """Return what a silo says of a place (n,) for each start: ``derive(f, place)`` of its ``f``.
+    """Return a silo's reply and state: ``derive(f, place)`` of its log likelihood, for each start.
 
-    A place that is too far for a silo is a step that fails, not a reply that does: NaN.
+    ``places`` is (num_starts, n). At a point too far for a silo the reply is NaN, and still ``ok``:
+    the step fails, not the exchange.
     """
     laplace, unravel = Laplace(fm), unraveller(fm)
 
@@ -296,6 +327,7 @@ def reply_at(
         found = Up(*place[1:])
         finite = all_finite((found, modes))
         up = jax.tree.map(lambda a: jnp.where(finite, a, jnp.nan), found)
+        # The modes of a failed point are no start for the next search.
         return up, where(finite, (modes, found), (z_L, before))
 
     up, (modes, place) = sequential_map(at_start, (places, state.z_L, state.place))
@@ -303,14 +335,17 @@ def reply_at(
 
 
 def sequential_map(f: Callable[[In], Out], args: In) -> Out:
-    """Return ``f`` of each start, in turns: stacks of stacks of matrices XLA:CPU multiplies by
-    plain loops, which takes hundreds of times as long.
+    """Return ``f`` of each start, one after the other.
+
+    Under ``vmap``, stacks of matrices become stacks of stacks. XLA:CPU multiplies these by plain
+    loops, which takes hundreds of times as long: four searches with a hundred effects took more
+    than four minutes an exchange (docs/results/raw_data.md).
     """
     return jax.lax.map(f, args)
 
 
 def columns_at_once(fm: FederatedModel) -> int:
-    """Return how many places, or columns of a Hessian, silos look at side by side."""
+    """Return how many points, or columns of a Hessian, silos compute side by side."""
     return BATCH if all(p.dim <= BATCH_UP_TO_DIM for p in fm.plates) else 1
 
 
@@ -320,7 +355,7 @@ def search_algorithm(
     init_silo: Callable[[Array, SiloData], SiloState],
     round_: Round,
 ) -> FederatedAlgorithm[Any, SiloState]:
-    """Return the algorithm of a search; it ends where every silo has been at the best place."""
+    """Return the algorithm of a search; it is done once all silos have replied at the best point."""
     unravel = unraveller(fm)
 
     def shared(state: SearchState) -> Shared:
@@ -334,18 +369,29 @@ def search_algorithm(
 
 
 class CheckPoints(NamedTuple):
-    """Places (k, n) at which the density is looked at, and the start whose locals are near."""
+    """Points (k, n) at which the density is evaluated, and the index of the search they belong to.
+
+    A silo starts from the modes of its locals in that search.
+    """
 
     places: Array
     start: Array
 
 
 class Shape(NamedTuple):
-    """The parabola at the highest place.
+    """The parabola at the highest point, and the density around it.
 
-    Its axes and the coordinates' own (n, 2 n), in units of each coordinate's own curvature; the
-    curvature along them (2 n,), unsure from ``threshold`` on down; and the log densities at places
-    on both sides of each, farther (where the curvature is sure, here), far and near (12 n,).
+    Attributes
+    ----------
+    axes : (n, 2 n)
+        Directions in columns, in units of each coordinate's curvature: the eigenvectors of the
+        curvature, then the coordinates.
+    values : (2 n,)
+        The curvature along each. At ``threshold`` or below it is no more than rounding.
+    threshold : ()
+    densities : (12 n,)
+        Log densities on both sides of the mode along each direction, at 30 sds (at the mode itself
+        where the curvature is more than rounding), then 3, then 1.
     """
 
     axes: Array
@@ -355,7 +401,7 @@ class Shape(NamedTuple):
 
 
 def parabola(search: Search) -> tuple[Shape, CheckPoints]:
-    """Return the parabola, densities unknown, and the places at which to look at them."""
+    """Return the parabola, with densities unknown, and the points at which to evaluate them."""
     i = best_start(search)
     x, curvature = search.best.x[i], search.best.curvature[i]
     unit, values, axes = Curvature.of(curvature)
@@ -376,11 +422,11 @@ def parabola(search: Search) -> tuple[Shape, CheckPoints]:
 
 
 def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
-    """Return the round from a search that has ended to the :class:`Shape` of what it found.
+    """Return the round that leads from the end of a search to the :class:`Shape` of its mode.
 
-    It shows whether the density falls as the curvature at a mode says. A parabola is all that a
-    search sees: where a likelihood levels off, as that of a separable logistic regression does far
-    out, each step promises little, too.
+    It checks whether the density falls around the mode as the curvature says. A search knows the
+    curvature alone. Where a likelihood levels off, as for separable logistic regression, each step
+    predicts a small gain, and the search ends as it does at a mode.
     """
     laplace, unravel, log_prior = Laplace(fm), unraveller(fm), prior_of(fm, effects)
 
@@ -417,7 +463,7 @@ def unraveller(fm: FederatedModel) -> Callable[[Array], tuple[Theta, Array]]:
 
 
 def flat_size(fm: FederatedModel) -> int:
-    """Return how many numbers shared parameters and globals are."""
+    """Return the length of the vector of shared parameters and globals."""
     theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
     return sum(math.prod(a.shape) for a in jax.tree.leaves(theta)) + fm.dim
 
@@ -425,19 +471,20 @@ def flat_size(fm: FederatedModel) -> int:
 def derivatives(
     f: Callable[[Array], tuple[Array, Aux]], x: Array, *, columns_at_once: int = BATCH
 ) -> tuple[Expansion, Aux]:
-    """Return ``f(x) = (value, aux)`` at a place: with its gradient and negative Hessian."""
+    """Return the expansion of ``f`` at ``x`` (n,), and ``aux``, for ``f(x) = (value, aux)``."""
 
     def gradient(x: Array) -> tuple[Array, tuple[Array, Aux]]:
         (value, aux), g = jax.value_and_grad(f, has_aux=True)(x)
         return g, (value, aux)
 
+    # linearize: ``f``, and a silo's search for its modes in it, is evaluated once for all columns.
     g, column, (value, aux) = jax.linearize(gradient, x, has_aux=True)
     H = jax.lax.map(column, jnp.eye(len(x)), batch_size=min(columns_at_once, max(len(x), 1)))
     return Expansion(x, value, g, -0.5 * (H + H.T)), aux
 
 
 class SearchState(Protocol):
-    """The part of a search's state that all kinds of searches have."""
+    """The fields that the states of both kinds of searches have."""
 
     @property
     def best(self) -> Expansion: ...
@@ -453,18 +500,21 @@ class SearchState(Protocol):
 
 
 def best_start(state: SearchState) -> Array:
-    """Return the start that has come highest."""
+    """Return the index of the search whose best point is highest."""
     return jnp.argmax(jnp.where(state.known, state.best.value, -jnp.inf))
 
 
 def _accept_or_reject(
     search: Search, trial_point: Expansion, of_effects: Array, max_places: int | None
 ) -> Search:
-    """Keep what was tried if it is better, and choose what to try next."""
+    """Return the state after a trial: the better point is kept, and the next one chosen."""
     best, known = search.best, search.known
+    # A log density of size 1e5 is known to about 0.01 in single precision. Without this allowance
+    # a search would reject steps at the mode, where gains are smaller than that.
     rounding = ROUNDING_UNITS * jnp.finfo(trial_point.value.dtype).eps * jnp.abs(best.value)
     finite = all_finite(trial_point[1:])
     better = finite & (~known | (trial_point.value >= best.value - rounding))
+    # The usual rule of trust regions: ratios of actual to predicted gain of 1/4 and 3/4.
     ratio = (trial_point.value - best.value + rounding) / search.promise
     after_success = jnp.where(ratio > 0.75, search.damping / 10, search.damping)
     after_success = jnp.where(ratio < 0.25, 4 * search.damping, after_success)
@@ -505,7 +555,10 @@ def _accept_or_reject(
 
 
 def _newton_step(at: Expansion, scale: Array, damping: Array) -> tuple[Array, Array, Array]:
-    """Return a damped step, what it promises, and what an undamped one would: much, at a saddle."""
+    """Return a damped step, its predicted gain, and that of an undamped one (infinite at a saddle).
+
+    The first two are for the search; the last says whether the point is a mode.
+    """
     unit = jnp.sqrt(jnp.where(scale > 0, scale, 1.0))
     _, values, V = Curvature.of(at.curvature, unit)
     slope = V.T @ (at.gradient / unit)

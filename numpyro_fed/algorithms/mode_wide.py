@@ -1,12 +1,12 @@
-r"""The mode of the joint density where the globals are many: L-BFGS over silos.
+r"""The search for the mode of the joint density where the globals are many: L-BFGS over silos.
 
-Each exchange the server sends a place; silo ``j`` answers with its log likelihood there, its own
-latents integrated by Laplace's method, with the gradient and, where it is asked to look with_diagonal, the
-diagonal :math:`d_j` of its negative Hessian. Steps are those of Optax's L-BFGS in the coordinates
-that :math:`\sqrt{d}` scales, so that units do not matter; each is shortened until the density rises
-by a share of what its slope promises (Armijo).
+In each exchange the server sends a point. Silo ``j`` integrates its own latents by Laplace's
+method, and replies with its log likelihood at the point, the gradient and, if asked, the diagonal
+:math:`d_j` of its negative Hessian. Steps are those of Optax's L-BFGS in coordinates scaled by
+:math:`\sqrt{d}`, so that units do not matter. A step is shortened until the density rises by a
+share of what its slope predicts (Armijo's rule).
 
-The diagonal is looked at where the search begins, after 8, 16, 32, ... steps, and at its end.
+Silos compute the diagonal at the first point, after 8, 16, 32, ... steps, and at the end.
 """
 
 from __future__ import annotations
@@ -42,28 +42,35 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.trees import all_finite, where
 
-LBFGS_PAIRS = 30  # pairs of L-BFGS
-FIRST_REFRESH = 8  # steps after which the diagonal is looked at again; then 16, 32, ...
-ARMIJO = 1e-4  # of what the slope promises is asked for
-BACKTRACK = 0.25
-MIN_SHARE = 1e-6  # share of a step
-MAX_IDLE = 10  # such steps in a row
-MIN_GAIN = 1e-3  # nats that a step gains, at most, at a mode
+# Pairs that L-BFGS keeps. An exchange with silos costs far more than the products with the pairs,
+# so more than the usual ten; each takes the memory of two vectors of globals at the server.
+LBFGS_PAIRS = 30
+# Steps after which the diagonal is computed again; then after 16, 32, ... It costs as much as
+# ``n`` gradients and empties L-BFGS's memory, so the gaps double.
+FIRST_REFRESH = 8
+ARMIJO = 1e-4  # share of the predicted gain that a step must reach: Nocedal and Wright's value
+BACKTRACK = (
+    0.25  # factor of a step that failed; each try is an exchange, so shorter than the usual half
+)
+MIN_SHARE = 1e-6  # of a step: below it the direction is given up
+MAX_IDLE = 10  # steps in a row that gain little, after which the search has arrived
+MIN_GAIN = 1e-3  # nats: a step that gains less counts as one of these
 
 
 class Down(NamedTuple):
-    """A place (n,) for each start, and whether to look at the diagonal there."""
+    """A message of the server: a point (n,) for each start, and whether to send the diagonal."""
 
     place: Array
     with_diagonal: Array
 
 
 class WideState(NamedTuple):
-    """The state of a search; see :class:`numpyro_fed.algorithms.mode.Search`.
+    """The server's state of a search; fields as in :class:`numpyro_fed.algorithms.mode.Search`.
 
-    The next place is ``best.x + share * direction``, where the density rises by ``slope`` a unit
-    of ``share``; ``best.curvature`` is the diagonal as it was seen last, ``memory`` that of L-BFGS
-    in the coordinates that it scales; ``with_diagonal`` asks to see it at the next place.
+    The next point is ``best.x + share * direction``; ``slope`` is the derivative of the density
+    with respect to ``share``. ``best.curvature`` (n,) is the latest diagonal, and ``memory`` the
+    state of L-BFGS in the coordinates that it scales. ``with_diagonal`` says whether silos compute
+    the diagonal at the next point.
     """
 
     best: Expansion
@@ -97,7 +104,7 @@ def wide_mode(
 
 @dataclass(frozen=True, eq=False)
 class WideSearch:
-    """The parts of the algorithm; see :func:`wide_mode`."""
+    """The functions of the algorithm; see :func:`wide_mode`."""
 
     model: FederatedModel
     number: int
@@ -131,7 +138,7 @@ class WideSearch:
         return reply_at(self.model, derive, down.place, state, data)
 
     def round(self, state: WideState, noise: object, ask: Ask) -> tuple[WideState, Info]:
-        """Ask for the density at a place for each start, and choose the next one."""
+        """Ask for the density at the point of each start, and choose the next points."""
         with_diagonal, unravel = state.with_diagonal.any(), unraveller(self.model)
         replies = ask("mode", Down(state.trial, with_diagonal))
 
@@ -150,8 +157,9 @@ class WideSearch:
 def with_slope(
     f: Callable[[Array], tuple[Array, Aux]], x: Array, with_diagonal: Array
 ) -> tuple[Expansion, Aux]:
-    """Return ``f(x) = (value, aux)`` at a place: with its gradient and, where one should look
-    ``with_diagonal``, the diagonal of its negative Hessian; else zeros.
+    """Return the expansion of ``f`` at ``x`` (n,), and ``aux``, for ``f(x) = (value, aux)``.
+
+    In place of the Hessian it has its negative diagonal, or zeros unless ``with_diagonal``.
     """
     (value, aux), g = jax.value_and_grad(f, has_aux=True)(x)
 
@@ -175,7 +183,7 @@ def _lbfgs() -> optax.GradientTransformation:
 def _accept_or_reject(
     climb: WideState, trial_point: Expansion, max_places: int | None
 ) -> WideState:
-    """Keep what was tried if it is better, and choose what to try next."""
+    """Return the state after a trial: the better point is kept, and the next one chosen."""
     best, known, had_diagonal = climb.best, climb.known, climb.with_diagonal
     rounding = ROUNDING_UNITS * jnp.finfo(trial_point.value.dtype).eps * jnp.abs(best.value)
     finite = all_finite(trial_point[1:])
@@ -192,6 +200,8 @@ def _accept_or_reject(
     )
     steps = climb.steps + stepped
 
+    # A direction along which no step size works is dropped with L-BFGS's memory. If the memory was
+    # empty already, the direction was the gradient itself, and the search is stuck.
     failed = known & ~better & (climb.share <= MIN_SHARE)
     unit = jnp.sqrt(nonzero(at.curvature))
     memory = where(had_diagonal | failed, _lbfgs().init(at.x), climb.memory)
@@ -237,7 +247,10 @@ def _accept_or_reject(
 def _lbfgs_direction(
     at: Expansion, unit: Array, memory: optax.ScaleByLBFGSState
 ) -> tuple[Array, Array, optax.OptState]:
-    """Return the direction to go on in, the slope along it, and L-BFGS's memory after it."""
+    """Return the next direction (n,), the slope along it, and the new state of L-BFGS.
+
+    It is the scaled gradient, at most one unit long, where L-BFGS's direction does not lead uphill.
+    """
     downhill, after = _lbfgs().update(-at.gradient / unit, memory, at.x * unit)
     direction = -downhill / unit
     gradient_step = at.gradient / unit
@@ -248,6 +261,6 @@ def _lbfgs_direction(
 
 
 def nonzero(diagonal: Array) -> Array:
-    """Return curvatures of coordinates, none of them zero."""
+    """Return absolute curvatures (n,), and one where they are zero."""
     size = jnp.abs(diagonal)
     return jnp.where(size > 0, size, 1.0)

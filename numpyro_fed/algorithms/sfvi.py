@@ -1,13 +1,16 @@
 r"""SFVI: structured federated variational inference.
 
-Hassan, Salomone and Mengersen 2023, arXiv 2302.03314, Algorithm 1. Each round, the server draws
-the globals, every silo answers with gradients of its own term of the bound and takes a step on its
-own parameters, and the server takes a step on the shared ones.
+Hassan, Salomone and Mengersen 2023, arXiv 2302.03314, Algorithm 1. In each round
 
-Where this departs from the paper: the server sends the draws ``z_G`` instead of ``eta_G`` and the
-noise, with their coordinates for local guides, and a silo answers with the gradient with respect to
-*these*. The server, which knows how they came from ``eta_G``, applies the chain rule. The numbers
-are those of the paper; messages are smaller (a full covariance or a flow never travels), and a
+1. the server draws the globals and sends the draws;
+2. every silo replies with the gradients of its own term of the bound, and takes a step on its own
+   parameters;
+3. the server takes a step on the shared parameters.
+
+One difference from the paper: the server sends the draws ``z_G``, with their coordinates for local
+guides, instead of ``eta_G`` and the noise. A silo replies with the gradient with respect to the
+draws. The server knows how they depend on ``eta_G``, and applies the chain rule. The numbers are
+those of the paper. Messages are smaller, since a full covariance or a flow is never sent, and a
 silo's reply does not depend on the family of the guide.
 """
 
@@ -50,7 +53,7 @@ from numpyro_fed.trees import all_finite
 class ServerState(NamedTuple):
     """The state that the server keeps from round to round.
 
-    Shared parameters and those of the globals' guide are both in the ``frame``.
+    Shared parameters, and those of the globals' guide, are coordinates of the ``frame``.
     """
 
     params: SharedParams
@@ -62,8 +65,8 @@ class ServerState(NamedTuple):
 class SiloState(NamedTuple):
     """The state that a silo keeps from round to round.
 
-    The local guides are in the ``frames`` of the rows of each plate, if there are any. ``centre``
-    is from where they measure the globals, where a silo may be left out of a round.
+    The local guides are in the ``frames`` of the rows of each plate, if there are any. Where a silo
+    may be left out of a round, ``centre`` (dim,) is the point from which they measure the globals.
     """
 
     params: SiloParams
@@ -73,9 +76,9 @@ class SiloState(NamedTuple):
 
 
 class Down(NamedTuple):
-    """A message of the server: parameters, and draws of the globals (particles, dim).
+    """A message of the server: shared parameters, and draws of the globals (particles, dim).
 
-    ``coordinates`` are the draws as local guides measure them, where any guide does.
+    ``coordinates`` are the draws in their frame, if any local guide depends on them.
     """
 
     theta: dict[str, Any]
@@ -84,7 +87,7 @@ class Down(NamedTuple):
 
 
 def coordinates_of(down: Down) -> Coordinates:
-    """Return the draws as local guides measure them; anything, where none does."""
+    """Return the draws in their frame; placeholders, where no local guide depends on them."""
     return (
         down.coordinates
         if isinstance(down.coordinates, Coordinates)
@@ -93,7 +96,7 @@ def coordinates_of(down: Down) -> Coordinates:
 
 
 class Up(NamedTuple):
-    """A silo's message: its term of the bound, the gradient with respect to what it was sent."""
+    """A silo's message: its term of the bound, and the gradient with respect to ``Down``."""
 
     bound: Array
     gradient: Down
@@ -101,13 +104,13 @@ class Up(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StructuredVI(ByGradients[ServerState, SiloState]):
-    """The parts of the algorithm.
+    """SFVI as pure functions; parameters as for :class:`ByGradients`, and one more.
 
     Parameters
     ----------
     in_part : bool
-        Whether silos may be left out of a step. What those that take part answer is then scaled
-        up, and a silo keeps in mind from where its own guide measures the globals.
+        Whether silos may be left out of a step. Replies of those that take part are then scaled
+        up, and a silo keeps the centre from which its local guide measures the globals.
     """
 
     in_part: bool = False
@@ -127,7 +130,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
 
     @cached_property
     def exchange(self) -> Exchange[SiloState, Down, Up]:
-        """Return what silos are asked in a step."""
+        """Return the exchange of a step."""
         return Exchange("sfvi", self.silo, silo_noise=self.step_noise)
 
     def server_at(self, start: Start) -> ServerState:
@@ -135,7 +138,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         return ServerState(params, self.optim.init(params), convergence.init(params), frame)
 
     def server_from(self, key: Array, point: StartPoint) -> ServerState:
-        """Return the server's state where a run begins."""
+        """Return the server's state at the start point of a run."""
         return self.server_at(self.start_at(key, point))
 
     def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
@@ -145,7 +148,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
     def carried_silo(
         self, key: Array, carried: CarriedSilo, point: StartPoint, data: SiloData
     ) -> SiloState:
-        """Return a silo's state where it begins at an earlier result of its own."""
+        """Return a silo's state at the start of a run, with local guides of an earlier result."""
         eta = local_guides_of_result(self.guide, carried, point, data)
         return self.silo_from(carried.theta, eta, self.start_at(key, point))
 
@@ -153,7 +156,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         return self.guide.globals.noise(key, self.num_particles)
 
     def draw(self, params: SharedParams, frame: Frame, eps: Array) -> tuple[Down, Array]:
-        """Return what is sent, and the server's own term of the bound."""
+        """Return the server's message, and its own term of the bound."""
         theta = frame.parameters(params.theta)
         coordinates, z_G, log_q = self.guide.globals.draws(frame.globals, params.guide, eps)
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
@@ -166,8 +169,11 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             lambda params: self.draw(params, state.frame, noise), state.params
         )
         replies = ask(self.exchange.name, down)
+        # The sum over the silos of this round, scaled up, is an unbiased estimate of that over all.
         times = self.num_silos / len(ask.who)
         up = jax.tree.map(lambda a: times * a, replies.up)
+        # The chain rule of the module's docstring: silos' gradients with respect to the message,
+        # pulled back through the draw to ``theta`` and ``eta_G``.
         (gradient,) = vjp((up.gradient, jnp.ones_like(value)))
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
         total = value + up.bound

@@ -6,13 +6,13 @@ stochastic gradient steps on
 .. math::
     \mathbb{E}_q\Big[\log p(z_G) - \log q(z_G) + \frac{N}{N_j} \mathcal{L}_j(z_G)\Big],
 
-as if all data were like its own, and sends where its shared parameters and its guide of the globals
-have come to; the server puts an average in their place. Where a run starts at the mode, all of this
-is in coordinates in which the posterior is about standard, and so is the average: units do not
-matter.
+as if all ``N`` rows were like its own :math:`N_j`. It sends its shared parameters and its guide of
+the globals after these steps, and the server replaces its own by an average. Where a run starts at
+the mode, steps and average are in coordinates in which the posterior is about standard, so that
+units do not matter.
 
-Where this departs from the paper: silos keep the state of their optimiser from round to round, so
-that a single silo with one local step is SFVI, and weights may be the silos' numbers of rows.
+Two differences from the paper: silos keep the state of their optimiser from round to round, so that
+a single silo with one local step is SFVI; and weights may be the silos' numbers of rows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ Pair = tuple[Array, Array]
 class ServerState(NamedTuple):
     """The state that the server keeps from round to round.
 
-    ``params`` are in a ``frame`` that silos have too; ``rows`` is the weight of all silos together.
+    ``params`` are coordinates of a ``frame`` that silos have too. ``rows`` is the total weight of
+    all silos.
     """
 
     params: SharedParams
@@ -73,9 +74,10 @@ class ServerState(NamedTuple):
 class SiloState(NamedTuple):
     """The state that a silo keeps from round to round.
 
-    ``params``, ``opt_state`` and ``frames`` are those of SFVI; ``shared_opt_state`` is that of the
-    shared parameters' optimiser here, ``shared_frame`` the server's frame. The local guide measures
-    the globals from ``centre``, where the silo's own steps have led: an average is elsewhere.
+    ``params``, ``opt_state`` and ``frames`` are those of SFVI. ``shared_opt_state`` belongs to the
+    silo's steps on the shared parameters, and ``shared_frame`` is the server's frame. The local
+    guide measures the globals from ``centre`` (dim,), where the silo's own steps ended. The average
+    that the next message brings has another centre.
     """
 
     params: SiloParams
@@ -87,17 +89,17 @@ class SiloState(NamedTuple):
 
 
 class Down(NamedTuple):
-    """A message of the server: shared parameters with those of the globals' guide, and the weight
-    of all silos together.
-    """
+    """A message of the server: its parameters, and the total weight of all silos."""
 
     params: SharedParams
     rows: Array
 
 
 class Up(NamedTuple):
-    """A silo's message: the bound as it sees it where the round began, its shared parameters, and
-    what the average takes of its guide.
+    """A silo's message after its steps.
+
+    ``bound`` is its estimate of the whole bound at the start of the round, ``theta`` are the shared
+    parameters, and ``guide`` is the message of the :class:`Aggregation`.
     """
 
     bound: Array
@@ -107,13 +109,14 @@ class Up(NamedTuple):
 
 @dataclass(frozen=True)
 class Aggregation(ABC, Generic[Message]):
-    """How silos' Gaussian guides of the globals are averaged.
+    """A rule by which silos' Gaussian guides of the globals are averaged.
 
     Attributes
     ----------
     combine : Combine
     scaled : bool
-        Whether a silo weighs its data as if they were all; if not, the prior counts for its share.
+        Whether a silo's term is scaled up as if its data were all. If not, each silo counts a share
+        of the prior instead, and the guides are multiplied.
     """
 
     combine: ClassVar[Combine] = Combine.SUM
@@ -121,19 +124,19 @@ class Aggregation(ABC, Generic[Message]):
 
     @abstractmethod
     def message(self, eta: GuideParams, sent: GuideParams) -> Message:
-        """Return what a silo sends of its guide, given the one that it was sent."""
+        """Return a silo's message on its guide ``eta``, given the one that it was sent."""
 
     @abstractmethod
     def average(self, message: Message, weights: Array, sent: GuideParams) -> GuideParams:
         """Return the average guide.
 
-        From the weighted mean of all messages; or from them all, gathered, and weights (J,) that
-        sum to one.
+        ``message`` is the weighted mean of all messages. Under ``GATHER`` it has all of them along
+        a leading axis, with ``weights`` (J,) that sum to one.
         """
 
 
 class AverageOfParameters(Aggregation[GuideParams]):
-    """The average of the guides' parameters, whatever they are."""
+    """The rule that averages the guides' parameters as they are."""
 
     def message(self, eta: GuideParams, sent: GuideParams) -> GuideParams:
         return eta
@@ -154,7 +157,10 @@ class DiagonalWasserstein(Aggregation[Pair]):
 
 
 class Wasserstein(Aggregation[GuideParams]):
-    """The Wasserstein barycenter of full Gaussians, for which the server sees each guide."""
+    """The Wasserstein barycenter of full Gaussians.
+
+    It is not a function of a sum over silos, so the server receives each silo's guide.
+    """
 
     combine = Combine.GATHER
 
@@ -167,7 +173,11 @@ class Wasserstein(Aggregation[GuideParams]):
 
 
 class ForwardKL(Aggregation[Pair]):
-    """The Gaussian with the moments of the mixture, measured from the guide that was sent."""
+    """The Gaussian with the moments of the mixture of all guides.
+
+    Moments are measured from the guide that was sent: second moments about zero would cancel where
+    the mean is large.
+    """
 
     def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
         q = Gaussian.from_params(eta)
@@ -182,7 +192,7 @@ class ForwardKL(Aggregation[Pair]):
 
 
 class ReverseKL(Aggregation[Pair]):
-    """The weighted geometric mean of the guides, measured from the guide that was sent."""
+    """The weighted geometric mean of the guides; means are measured from the guide that was sent."""
 
     def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
         q = Gaussian.from_params(eta)
@@ -206,7 +216,7 @@ class ProductOfGuides(ReverseKL):
 
 
 def aggregation(name: str, kind: str, num_silos: int) -> Aggregation[Any]:
-    """Return an aggregation by its name, for a diagonal or a full family."""
+    """Return the aggregation of this name, for a diagonal or a full guide."""
     if name == "wasserstein":
         return DiagonalWasserstein() if kind == "diagonal" else Wasserstein()
     if name == "product":
@@ -220,13 +230,13 @@ def aggregation(name: str, kind: str, num_silos: int) -> Aggregation[Any]:
 
 
 def _square(shift: Array, like: Array) -> Array:
-    """Return ``off off'``, or its diagonal where that is what ``like`` is."""
+    """Return ``shift shift'``, or its diagonal where ``like`` is a diagonal."""
     return shift**2 if like.ndim == 1 else jnp.outer(shift, shift)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Averaging(ByGradients[ServerState, SiloState]):
-    """The parts of the algorithm.
+    """SFVI-Avg as pure functions; parameters as for :class:`ByGradients`, and three more.
 
     Parameters
     ----------
@@ -254,7 +264,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
 
     @cached_property
     def exchange(self) -> Exchange[SiloState, Down, Up]:
-        """Return what silos are asked in a round."""
+        """Return the exchange of a round."""
         combine = self.aggregation.combine
         return Exchange(
             "sfvi_avg", self.silo, silo_noise=key_as_noise, combine=combine, weighted=self.by_rows
@@ -276,9 +286,10 @@ class Averaging(ByGradients[ServerState, SiloState]):
         return Round((Exchange(COUNT, silo, weighted=True),), run)
 
     def weight(self, data: SiloData) -> Array:
-        """Return the weight of a silo: its rows, or one."""
+        """Return the weight of a silo: its number of rows, or one."""
         if not self.by_rows:
             return jnp.ones(())
+        # Padded rows are not counted, nor those of outer plates: a hospital is no observation.
         sizes = self.model.sizes(data)
         rows = (
             data.masked(p.name, jnp.ones(sizes[p.name])) for p in self.model.plates if not p.outer
@@ -291,7 +302,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
 
     @property
     def total(self) -> Array:
-        """Return the weight of all silos, where it is known without asking."""
+        """Return the total weight of all silos; 0 until the opening round has counted rows."""
         return jnp.array(0.0 if self.by_rows else float(self.num_silos))
 
     def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
@@ -301,7 +312,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         )
 
     def round(self, state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
-        """Send the guide, and put an average of the silos' guides in its place."""
+        """Send the guide, and replace it by an average of the silos' guides."""
         replies = ask(self.exchange.name, Down(state.params, state.rows))
         gathered = self.aggregation.combine is Combine.GATHER
         weights = replies.weight / replies.weight.sum()
@@ -352,7 +363,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         self, noise: Array, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         weight = self.weight(data)
-        scale = down.rows / weight
+        scale = down.rows / weight  # N / N_j of the module's docstring
         start = self.recentred(state, self.centre(down.params) - state.centre, data)
 
         def objective(
@@ -362,6 +373,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
             value = log_prior - log_q + scale * bound
             if self.aggregation.scaled:
                 return value, value
+            # The bound is reported on the same scale for every rule, whatever is maximised.
             return log_prior / self.num_silos - log_q + bound, value
 
         def step(carry: tuple[Any, ...], i: Array) -> tuple[tuple[Any, ...], Array]:

@@ -1,4 +1,4 @@
-"""Rounds that find means and standard deviations of what encoders read, over all silos' rows."""
+"""Rounds that find the means and standard deviations of encoders' inputs, over all silos' rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpyro_fed.trees import all_finite
 
 
 class Sums(NamedTuple):
-    """Sums over a silo's rows: how many they are, and of each number that a network reads."""
+    """Sums over a silo's rows: their number (), and a sum (width,) for each input of a network."""
 
     number: Array
     total: Array
@@ -30,10 +30,11 @@ class Learning(Protocol):
 
 
 def standardising(guide: Guide) -> tuple[Round, ...]:
-    """Return the rounds before the first one, where a network is to be fed.
+    """Return the two opening rounds of a guide with networks, or none.
 
-    Silos add up what it reads, and then squares of how far that is from the mean, which keeps the
-    digits of numbers that are far from zero.
+    In the first, silos send sums of the inputs; in the second, sums of squared deviations from the
+    mean of all silos. One round with sums of squares would do, but would lose the variance of
+    numbers far from zero to rounding.
     """
     if not any(encoder.standardises for encoder in guide.encoders.values()):
         return ()
@@ -41,7 +42,7 @@ def standardising(guide: Guide) -> tuple[Round, ...]:
 
 
 def _round(guide: Guide, name: str, power: int) -> Round:
-    """Return the round for means of a power of what is read, measured from the shift so far."""
+    """Return the round for means of a power of the inputs, measured from the shift so far."""
 
     def silo(
         noise: object, down: dict[str, Array], state: Silo, data: SiloData
@@ -60,6 +61,7 @@ def _round(guide: Guide, name: str, power: int) -> Round:
         replies = ask(name, {encoder: theta[encoder]["shift"] for encoder in names})
         for encoder, sums in replies.up.items():
             mean = sums.total / sums.number
+            # A constant input has no deviation: it is left in its own units.
             sd = jnp.where(mean > 0, jnp.sqrt(jnp.abs(mean)), 1.0)
             units = {"shift": mean} if power == 1 else {"scale": sd}
             theta[encoder] = theta[encoder] | units

@@ -1,7 +1,7 @@
-"""Transforms of what silos send, as Optax has transforms of gradients.
+"""Transforms of silos' replies, as Optax has transforms of gradients.
 
-A silo commits what it has really sent, so that whatever an algorithm promises of the messages (in
-PVI: that the silos' factors sum to the server's) holds for any of them.
+A silo commits the reply that it has really sent, after the transform. So an invariant of the
+messages (in PVI: the silos' factors sum to the server's total) holds under any transform.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from numpyro_fed.trees import Tree
 
 
 class ReplyTransform(NamedTuple):
-    """A transform of ``Reply.up``, at the silo, just before it leaves.
+    """A transform of ``Reply.up``, applied at the silo just before it is sent.
 
     Attributes
     ----------
@@ -57,6 +57,7 @@ def clip_by_global_norm(max_norm: float) -> ReplyTransform:
 
     def apply(noise: object, up: Tree) -> Tree:
         norm = optax.tree_utils.tree_norm(jax.tree.map(_real, up))
+        # A reply of zeros would divide by zero, and a NaN scale would spoil it.
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
         return jax.tree.map(lambda a: a * scale.astype(a.dtype) if _is_real(a) else a, up)
 
@@ -99,7 +100,10 @@ def chain(*transforms: ReplyTransform) -> ReplyTransform:
 def transformed(
     algorithm: FederatedAlgorithm[Server, Silo], transform: ReplyTransform
 ) -> FederatedAlgorithm[Server, Silo]:
-    """Return the same algorithm, whose silos transform what they send."""
+    """Return the algorithm with a transform of all replies of its round.
+
+    Opening rounds are not transformed.
+    """
 
     def wrap(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up]:
         def silo_noise(key: Array, state: Silo) -> tuple[Any, Any]:
