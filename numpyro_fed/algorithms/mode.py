@@ -10,12 +10,12 @@ The sum of the replies and of the server's log prior make
 The next point is :math:`z_G + D^{-1/2} V (|\Lambda| + \lambda)^{-1} V' D^{-1/2} \nabla \ell` with
 :math:`D^{-1/2} A D^{-1/2} = V \Lambda V'`. :math:`D` holds the curvature of each coordinate, and
 may shrink by a factor of ten in a step; with it the units of coordinates do not matter (Levenberg
-1944; Marquardt 1963). Absolute eigenvalues lead away from saddles (Dauphin et al. 2014). The damping
-:math:`\lambda` shrinks after steps whose gain is as predicted, and grows after others.
+1944; Marquardt 1963). Absolute eigenvalues lead away from saddles (Dauphin et al. 2014). The
+damping :math:`\lambda` shrinks after steps whose gain is as predicted, and grows after others.
 
-Effects and their scale together (``b ~ Normal(mu, tau)``, ``tau ~ HalfNormal(5)``) have no mode: the
-density rises without bound as ``tau`` goes to zero. So global latents whose prior depends on other
-globals are integrated out as well, at the server, with the silos' Hessian held fixed
+Effects and their scale together (``b ~ Normal(mu, tau)``, ``tau ~ HalfNormal(5)``) have no mode:
+the density rises without bound as ``tau`` goes to zero. So global latents whose prior depends on
+other globals are integrated out as well, at the server, with the silos' Hessian held fixed
 (:func:`prior_of`). Their coordinates in ``z_G`` hold their mode given the others.
 
 Several starts run side by side, and do not influence each other.
@@ -355,7 +355,7 @@ def search_algorithm(
     init_silo: Callable[[Array, SiloData], SiloState],
     round_: Round,
 ) -> FederatedAlgorithm[Any, SiloState]:
-    """Return the algorithm of a search; it is done once all silos have replied at the best point."""
+    """Return the algorithm of a search; it ends once silos have replied at the best point."""
     unravel = unraveller(fm)
 
     def shared(state: SearchState) -> Shared:

@@ -192,7 +192,7 @@ class ForwardKL(Aggregation[Pair]):
 
 
 class ReverseKL(Aggregation[Pair]):
-    """The weighted geometric mean of the guides; means are measured from the guide that was sent."""
+    """The weighted geometric mean of the guides, measured from the mean of the guide sent down."""
 
     def message(self, eta: GuideParams, sent: GuideParams) -> Pair:
         q = Gaussian.from_params(eta)

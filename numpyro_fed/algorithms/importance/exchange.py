@@ -1,14 +1,15 @@
-r"""One exchange that weighs draws from a fitted guide by the joint density of all silos.
+r"""The exchange that weighs draws from a fitted guide by the joint density of all silos.
 
-The server sends draws :math:`z_G^s \sim q`, silo ``j`` answers with an importance-weighted estimate
-:math:`\hat p(y_j \mid z_G^s)` of its own likelihood, and the sum of the logs makes the weights
+The server sends draws :math:`z_G^s \sim q`. Silo ``j`` replies with an importance-weighted estimate
+:math:`\hat p(y_j \mid z_G^s)` of its own likelihood at each. The log weights are
 
 .. math::
     \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
 
-Each estimate is unbiased and the silos' are independent, so that the weights are exact up to noise:
-importance sampling on an extended space (Andrieu and Roberts 2009; Tran et al. 2013). Here ``q`` is
-the guide with some wider draws (:mod:`numpyro_fed.algorithms.importance.proposals`).
+Each estimate is unbiased, and those of different silos are independent. So averages with these
+weights are those of exact likelihoods but for more variance: it is importance sampling on an
+extended space (Andrieu and Roberts 2009; Tran et al. 2013). Here ``q`` is a mixture of the guide
+and wider distributions (:mod:`numpyro_fed.algorithms.importance.proposals`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from numpyro_fed.model.federated import FederatedModel
 
 
 class WeightedDraws(NamedTuple):
-    """Draws of the globals (n, dim) and their log weights (n,)."""
+    """Draws of the globals (n, dim), and their log weights (n,)."""
 
     z_G: Array
     log_weights: Array
@@ -56,15 +57,19 @@ def importance(
     batch_size: int,
     name: str = "importance",
 ) -> Round:
-    """Return the round from states of the algorithm ``fitted`` to :class:`WeightedDraws`.
+    """Return the round that leads from states of the algorithm ``fitted`` to weighted draws.
 
-    A silo sends its log likelihood estimates (n,), and keeps its state; ``batch_size`` draws run
-    at a time. Where the server has data, these are the draws (n, dim) that are weighed, without
-    the proposal's density.
+    A silo sends its log likelihood estimates (n,), and keeps its state. ``batch_size`` draws are
+    computed at a time. If the runtime is given server data, these are the draws (n, dim) to weigh,
+    and the proposal's density counts as one.
     """
 
     def without_overflow(values: Array) -> Array:
-        """Return values without the overflow far from the guide, which gives a draw no weight."""
+        """Return log values, minus infinity where one of a wide draw overflowed or is NaN.
+
+        A density may overflow 25 sds from the guide: that draw has no weight. At the guide's own
+        draws it is an error, and is kept.
+        """
         far = jnp.arange(num_draws) >= proposal.own
         return jnp.where(far & ~(values < jnp.inf), -jnp.inf, values)
 
@@ -106,5 +111,5 @@ def importance(
 
 
 def some_count(values: Array) -> Array:
-    """Return whether log likelihoods (n,) are numbers, and some draw has any weight."""
+    """Return whether no log likelihood (n,) is NaN or infinite, and some draw has a weight."""
     return (values < jnp.inf).all() & (values > -jnp.inf).any()

@@ -1,11 +1,11 @@
 r"""Unbiased estimates of a silo's likelihood at a draw of the globals.
 
-A silo integrates its latents by weighted draws. Most of them come from the normal distribution at
-the latents' mode given these very globals, with the curvature there, which is sought from where
-the guide expects it; from the guide itself where none is found. Even that may be far
-from the posterior, and the few draws that count would be missed without a trace. So a quarter of
-the draws comes from the latents' own distribution given the globals, and each is weighed by the
-density of the mixture: no weight exceeds four times a likelihood.
+A silo integrates its latents by weighted draws. Three quarters of them come from the normal
+distribution at the latents' mode given these globals, with the curvature at the mode. The mode is
+searched from the guide's mean; where none is found, the draws come from the guide. Both may be far
+from the posterior of the latents, and the estimate would then be too small without any sign of it.
+So a quarter of the draws comes from the latents' prior given the globals, and each draw is weighed
+by the density of the mixture. No weight then exceeds four times a likelihood.
 
 .. math::
     \hat p(y_i \mid z_G) = \frac1K \sum_{k=1}^K \frac{p(z_i^k, y_i \mid z_G)}
@@ -32,22 +32,28 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.priors import LocalPrior
 
-# The search for the modes of a silo's latents, from where a step of Newton's method will do.
+# Settings of the search for the modes of a silo's latents. It runs at every draw of the globals, so
+# it ends within one nat, and few step sizes are tried: the mode is a proposal, not the answer.
+# Without a line search (full Newton steps) it overshot far from the guide, and likelihoods came out
+# too small in the tail (docs/results/never_wrong.md).
 NEARBY: dict[str, Any] = dict(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
-SHARE = 0.25  # of the draws, from the latents' own distribution
+# Share of the draws from the latents' prior. It bounds weights by 1 / SHARE times a likelihood. A
+# smaller one bounds them less; a larger one takes draws from the mode, where most of the mass is.
+SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class SiloLikelihood:
-    """The estimate for one model and guide.
+    """The estimator of a silo's likelihood, for one model and guide.
 
     Attributes
     ----------
     model : FederatedModel
     guide : Guide
     draws : dict of str to int
-        For each silo plate with latents; outer plates share the largest among them, and so do the
-        plates of rows, which are drawn anew for each draw of the outer ones.
+        Number of draws for each silo plate with latents. All outer plates use the largest number
+        among them, and so do all plates of rows. Rows are drawn again for each draw of the latents
+        above them.
     """
 
     model: FederatedModel
@@ -63,7 +69,10 @@ class SiloLikelihood:
         coordinates: Coordinates,
         data: SiloData,
     ) -> Array:
-        """Return the log of the estimate at one ``z_G``; ``eta`` are local guides' parameters."""
+        """Return the log of the estimate () at one ``z_G`` (dim,).
+
+        ``eta`` are the parameters of the local guides, and ``coordinates`` is ``z_G`` in its frame.
+        """
         guides = self.guide.recentre(eta, coordinates.offset, data)
         guides = {
             p: self.guide.of_rows(p, theta, params, z_G, data) for p, params in guides.items()
@@ -83,7 +92,7 @@ class SiloLikelihood:
 
 @dataclass(frozen=True)
 class _At:
-    """A silo's latents at one draw of the globals; ``start`` is where their modes may be."""
+    """A silo's latents at one draw of the globals, with guides and starts for their modes."""
 
     of: SiloLikelihood
     theta: Theta
@@ -94,7 +103,7 @@ class _At:
     data: SiloData
 
     def refined_outer(self) -> _At:
-        """Return the same with the guides of outer plates at the modes of their latents."""
+        """Return a copy whose guides of outer plates are at the modes of their latents."""
         guide, laplace = self.of.guide, Laplace(self.of.model)
         if not guide.outer:
             return self
@@ -106,7 +115,7 @@ class _At:
         return replace(self._with(better), start=z)
 
     def refined_rows(self, z_outer: Rows) -> _At:
-        """Return the same with rows' guides at the modes of their latents, given those above."""
+        """Return a copy whose guides of rows are at the modes given the latents above them."""
         guide, laplace = self.of.guide, Laplace(self.of.model)
         plates = [p for p in guide.rows if not guide.locals[p].joint]
         if not plates:
@@ -119,7 +128,7 @@ class _At:
         return self._with({p: guide.locals[p].from_mode(*found[p]) for p in plates})
 
     def _with(self, better: dict[str, Any]) -> _At:
-        """Return the same with better guides, uncoupled, for rows where these are finite."""
+        """Return a copy with better guides, without couplings, for rows where they are finite."""
         eta = dict(self.eta)
         for p, params in better.items():
             before = eta[p]
@@ -128,7 +137,7 @@ class _At:
         return replace(self, eta=eta)
 
     def rows(self, z_outer: Rows, key: Array) -> Array:
-        """Return the log likelihood given the outer latents, whose own densities are in it."""
+        """Return the log likelihood () given the outer latents, plus the log prior of these."""
         return self.refined_rows(z_outer)._rows(z_outer, key)
 
     def _rows(self, z_outer: Rows, key: Array) -> Array:
@@ -155,7 +164,7 @@ class _At:
     def mixture(
         self, plates: tuple[str, ...], number: int, z_outer: Rows, key: Array
     ) -> tuple[Rows, Rows]:
-        """Return draws of plates {plate: (K, rows, dim)}, the mixture's log density (K, rows).
+        """Return draws {plate: (K, rows, dim)}, and the mixture's log density {plate: (K, rows)}.
 
         Outer plates are drawn together, and have one density, under an empty name (K, 1).
         """
@@ -184,7 +193,10 @@ class _At:
         return z, mixed
 
     def _separable(self, plates: tuple[str, ...]) -> bool:
-        """Return whether each row has a density of its own; outer plates are one in any case."""
+        """Return whether draws of guide and prior can be mixed row by row.
+
+        Rows of a joint guide share one density, so they cannot. Outer plates are mixed as a whole.
+        """
         guide = self.of.guide
         return plates == guide.outer or not any(guide.locals[p].joint for p in plates)
 
@@ -218,6 +230,6 @@ class _At:
 
 
 def _together(both: Mapping[str, tuple[Array, Array]]) -> dict[str, tuple[Array, Array]]:
-    """Return densities (K, rows) of plates drawn as one: their sum, as a row of one plate."""
+    """Return the densities of plates that are drawn together: the sum (K, 1) over all of them."""
     log_q, log_p = (sum(pair[i].sum(1, keepdims=True) for pair in both.values()) for i in (0, 1))
     return {"": (jnp.asarray(log_q), jnp.asarray(log_p))}

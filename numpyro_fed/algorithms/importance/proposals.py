@@ -1,23 +1,24 @@
-r"""Where the importance correction looks for the posterior: the fitted guide, and wider.
+r"""The proposal of the importance correction: the fitted guide, and wider distributions.
 
 A guide that is too narrow, or that sits in one of several modes, gives weights that look perfect at
 its own draws. So half of the draws come from wider distributions, and all are weighed by the
 density of the mixture (Hesterberg 1995; Owen and Zhou 2000, "Safe and effective importance
-sampling", with fixed numbers of draws from each part)
+sampling"), with fixed numbers of draws from each part:
 
 .. math::
     q_{\text{mix}} = \alpha_0\, q + \sum_{k} \alpha_k\, t_3(\bar m, (s_k L)(s_k L)')
     + \alpha_p\, t_3(m_p, \mathrm{diag}(s_p^2))
     + \sum_{c,\, l} \alpha_c\, t_3(\bar m, (S_{cl} L)(S_{cl} L)')_{-c}\, p(z_c \mid z_{-c}),
 
-with the mean and a root of the covariance of ``q``, and median and spread of the prior. No weight
-is then larger than where one of the parts meets the posterior, and a mode that the guide never
-visits shows in few draws of large weight.
+with mean :math:`\bar m` and a root ``L`` of the covariance of ``q``, and median :math:`m_p` and
+spread :math:`s_p` of the prior. A weight is then bounded wherever one of the parts covers the
+posterior. A mode that the guide never visits shows as few draws of large weight.
 
-The last parts look into the necks of funnels, such as ``beta ~ Normal(0, tau)`` for a small
-``tau``. Of each group of latents :math:`z_c` whose prior the same others set, these come from that
-prior, those that set it from farther around the guide, by :math:`S_{cl}`, and all others from
-where the guide is.
+The last parts are for the necks of funnels, such as ``beta ~ Normal(0, tau)`` for a small ``tau``.
+There is one for each group of latents :math:`z_c` whose prior depends on the same other latents
+(its setters). The part draws the setters from a wider distribution around the guide, by
+:math:`S_{cl}`, the remaining latents as wide as the guide, and :math:`z_c` from its prior given
+these.
 """
 
 from __future__ import annotations
@@ -43,24 +44,30 @@ from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.priors import Funnel
 from numpyro_fed.model.sites import Site
 
-SHARE = 0.5  # of the draws, from what is wider than the guide
-SCALES = (2.5, 8.0, 25.0)  # times the guide's own
-NECKS = 0.5  # of that share again, from the necks of funnels
+# Share of the draws from wider distributions. A perfect guide loses at most a factor of two in
+# effective draws; a smaller share shows a missed mode by fewer draws.
+SHARE = 0.5
+SCALES = (2.5, 8.0, 25.0)  # times the guide's own: each about three times the one before
+NECKS = 0.5  # number of draws from all necks together, as a multiple of those wider draws
+# Scales of a funnel's setters. A log scale at 8 sds moves its children's spread by exp(8 sds); a
+# wider part would take draws from these two.
 NECK_SCALES = (2.5, 8.0)
-FREEDOM = 3.0  # of the t distributions
-FULL_UP_TO = 100
-PRIOR_DRAWS = 512
+# Degrees of freedom of the t distributions. Three is the least whole number with a finite
+# variance, so their tails are heavier than those of almost any posterior.
+FREEDOM = 3.0
+FULL_UP_TO = 100  # latents; beyond it the covariance of the draws is taken as diagonal
+PRIOR_DRAWS = 512  # for quantiles of the prior, which need not be exact
 
 Noise = TypeVar("Noise")
 
 
 class Proposal(NamedTuple, Generic[Noise]):
-    """A mixture around a guide.
+    """A mixture of a guide and wider distributions.
 
     Attributes
     ----------
     own : int
-        How many draws, the first ones, are the guide's.
+        The number of draws from the guide; they come first.
     noise : key -> noise
     draw : (Shared, noise) -> (z_G, log_density)
         All draws (n, dim), and the log density of the mixture at each (n,).
@@ -81,7 +88,7 @@ class Part(NamedTuple):
 def proposal(
     fm: FederatedModel, guide: GlobalGuide[Eps], num_draws: int, share: float = SHARE
 ) -> Proposal[Any]:
-    """Return the mixture; the guide alone if its density is known at its own draws only."""
+    """Return the mixture; the guide alone, if its density is known at its own draws only."""
 
     def draw_own(shared: Shared, noise: Eps) -> tuple[Array, Array]:
         return guide.draws(shared.frame, shared.guide, noise)[1:]
@@ -99,7 +106,7 @@ def proposal(
         return guide.noise(key_own, num_guide), jax.random.split(key_wide, len(numbers))
 
     def wider(theta: Theta, z: Array) -> list[Part]:
-        """Return the other parts of the mixture, around the guide's draws ``z`` (own, dim)."""
+        """Return the other parts of the mixture, from the mean and root of draws ``z`` (n, dim)."""
         centre, L = z.mean(0), _root(z)
         parts = [_student(centre, s * L) for s in SCALES]
         if spread is not None:
@@ -135,7 +142,7 @@ def _student(centre: Array, L: Array) -> Part:
 
 
 def _neck(fm: FederatedModel, funnel: Funnel, theta: Theta, centre: Array, L: Array) -> Part:
-    """Return draws of a funnel's children from their prior, its setters from farther out."""
+    """Return the part for one funnel: wide setters, and children from their prior given them."""
     prior = fm.global_prior
     others = np.setdiff1d(np.arange(fm.dim), _coordinates(funnel.children))
     is_setter = np.isin(others, _coordinates(funnel.setters))
@@ -165,13 +172,15 @@ def _coordinates(sites: Sequence[Site]) -> np.ndarray:
 
 
 def _root(z: Array) -> Array:
-    """Return a lower triangular root of the covariance of draws (n, dim); of its diagonal for many.
+    """Return a lower triangular root (dim, dim) of the covariance of draws (n, dim).
 
-    From the draws themselves, since a covariance holds no correlation above 1 - 1e-16: wider
-    draws beside a narrow ridge, as of a line over a far covariate, would meet nothing.
+    It is diagonal for many latents or few draws. It is computed from the draws by QR, not from
+    their covariance, which holds no correlation above 1 - 1e-16: wider draws would then leave a
+    narrow ridge, such as that of a line over a far covariate, and have no weight.
     """
     n, dim = z.shape
     sd = z.std(0)
+    # Ten draws for each latent: with fewer the sample correlations are mostly noise.
     if dim > FULL_UP_TO or n < 10 * dim:
         return jnp.diag(sd)
     L = linalg.root_of(((z - z.mean(0)) / sd).T / math.sqrt(n))
@@ -180,7 +189,11 @@ def _root(z: Array) -> Array:
 
 
 def prior_spread(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return median and half the central 68 % of prior draws (dim,); None where there are none."""
+    """Return the prior's median and spread (dim,), or None if it cannot be drawn from.
+
+    The spread is half the width of the central 68 %, the sd of a normal. An sd itself may be
+    infinite: priors may be Cauchy.
+    """
     if not fm.dim:
         return None
     draws = fm.draw_prior(jax.random.key(0), PRIOR_DRAWS)

@@ -1,4 +1,4 @@
-r"""PVI: partitioned variational inference and its family.
+r"""PVI: partitioned variational inference, and its relatives.
 
 Ashman, Bui, Nguyen, Markou, Weller, Swaroop and Turner 2022, arXiv 2202.12275, Algorithm 1. The
 posterior is the prior times one factor for each silo, all in natural parameters of one exponential
@@ -8,14 +8,18 @@ family,
     q(z_G) \propto p(z_G) \prod_m t_m(z_G), \qquad
     \eta = \eta_0 + \sum_m \lambda_m .
 
-A visit: the silo takes its factor out of the posterior, works on its own data until it is content,
-and answers with the change of its factor. Only that change leaves it. Where rows have latents, the
-silo's own local guide is part of what it optimises and never leaves.
+In a visit, a silo
 
-Where this departs from the paper: the server sends the sum of the factors, from which (and from
-the prior, which everybody knows) a silo forms the posterior; and a silo's proposal stays pending
-until the server's next message names the factor with which it was taken, so that the sum of the
-silos' factors is always the server's.
+1. takes its factor out of the posterior, which leaves the cavity;
+2. maximises its local free energy on its own data;
+3. replies with the change of its factor. Only that change leaves it.
+
+Where rows have latents, the silo's local guide is part of what it optimises, and never leaves.
+
+Two differences from the paper. The server sends the sum of the factors; a silo forms the posterior
+from that and the prior, which all parties know. And a silo's proposal stays pending until the
+server's next message states the share (the damping) with which it was taken. So the silos' factors
+always sum to the server's total, also if an update was rejected.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from numpyro_fed.trees import all_finite
 
 
 def pvi(server: Server, silo: Silo) -> FederatedAlgorithm[ServerState, SiloState]:
-    """Return PVI, or a member of its family, as an algorithm."""
+    """Return PVI, or one of its relatives, as pure functions."""
     exchange = Exchange(
         VISIT,
         silo.visit,
@@ -60,8 +64,10 @@ def pvi(server: Server, silo: Silo) -> FederatedAlgorithm[ServerState, SiloState
 
 
 def usable(up: Up) -> Array:
-    """Return whether the server can use a proposal: the expected log likelihood may be minus
-    infinity, at a vague prior, and a visit ends in one way.
+    """Return whether the server can use a proposal.
+
+    The expected log likelihood may be minus infinity: at a vague prior it is, and nothing is wrong.
+    Exactly one status must be set.
     """
     counted = (up.statuses >= 0).all() & (up.statuses.sum() == 1)
     return all_finite((up.change, up.theta)) & (up.log_lik < jnp.inf) & counted

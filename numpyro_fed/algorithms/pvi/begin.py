@@ -1,4 +1,4 @@
-r"""From a mode to PVI's first states: each silo's factor is the parabola of its own likelihood.
+r"""The start of PVI at a mode: each silo's factor is the parabola of its own likelihood.
 
 With gradient :math:`g_m` and negative Hessian :math:`A_m` of silo ``m``'s log likelihood at the
 mode :math:`\hat z`, its own latents integrated by Laplace's method, the factor is
@@ -6,8 +6,8 @@ mode :math:`\hat z`, its own latents integrated by Laplace's method, the factor 
 .. math::
     t_m(z) = \exp\big(g_m' (z - \hat z) - \tfrac12 (z - \hat z)' A_m (z - \hat z)\big),
 
-so that the posterior begins as Laplace's approximation of all silos, and each visit puts right what
-one parabola is not. A flat prior is zero natural parameters: nothing has to be proper but the sum.
+so that the first posterior is Laplace's approximation of the joint one, and visits improve on the
+parabolas. A flat prior has natural parameters of zero: only the sum has to be proper.
 """
 
 from __future__ import annotations
@@ -57,13 +57,15 @@ class Up(NamedTuple):
 
 
 def _server_factor(parts: PVIParts, point: StartPoint, none: Natural) -> Natural:
-    """Return the server's factor: the parabola, at the centre, of what of the prior is outside."""
+    """Return the server's own factor: the parabola of the prior's part outside of the family."""
     log_outside = parts.globals.prior_outside
     if log_outside is None:
         return none
 
     fm, theta = parts.model, point.theta
 
+    # The search for the mode rounds off the kinks of priors. A parabola of the kink itself would
+    # have the curvature of zero or infinity, so the smooth version replaces it here, too.
     def remainder(z: Array) -> Array:
         return log_outside(theta, z) + fm.smoothed.log_prior(theta, z) - fm.log_prior(theta, z)
 
@@ -72,18 +74,20 @@ def _server_factor(parts: PVIParts, point: StartPoint, none: Natural) -> Natural
 
 
 def frame_of(parts: PVIParts, point: StartPoint) -> Gaussian:
-    """Return the frame in which silos' own guides measure the globals."""
+    """Return the frame in which silos' local guides measure the globals."""
     return point.frame(parts.guide.globals).globals
 
 
 def pvi_carry(server: Server, silo: Silo) -> WarmStart:
-    """Return how PVI begins at another method's result: the posterior is the normal distribution of
-    that, and every silo has an equal share in what it is beyond the prior.
+    """Return the functions by which PVI starts at the result of another method.
+
+    The first posterior is the normal distribution of that result. The silos have equal shares of
+    its difference from the prior: the result does not say how much each of them contributed.
     """
     parts, family = server.parts, server.family
 
     def factors(key: Array, point: StartPoint) -> tuple[ServerState, Natural, Natural]:
-        """Return the first state, all factors together, and the server's own."""
+        """Return the server's first state, the sum of all factors, and the server's own factor."""
         first = server.init(key)
         K = frame_of(parts, point).inverse_root()
         posterior = family.around(point.centre, jnp.zeros_like(point.centre), K.T @ K)
@@ -114,7 +118,7 @@ def pvi_carry(server: Server, silo: Silo) -> WarmStart:
 
 
 def pvi_from_mode(server: Server, silo: Silo) -> Round:
-    """Return the round from the states of a search for the mode to those of PVI."""
+    """Return the round that leads from the states of a search for the mode to those of PVI."""
     parts, fm, family = server.parts, server.model, server.family
 
     def silo_factor(
@@ -125,6 +129,7 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
         factor = family.around(
             point.centre, place.gradient[num_theta:], place.curvature[num_theta:, num_theta:]
         )
+        # A silo without a parabola starts with no factor, as in the paper.
         factor = jax.tree.map(lambda a: jnp.where(all_finite(factor), a, 0.0), factor)
         eta = local_guides_at_mode(fm, parts.guide, down, state, data)
         params = SiloParams(eta, state.private)
@@ -146,6 +151,8 @@ def pvi_from_mode(server: Server, silo: Silo) -> Round:
             return family.proper(parts.aggregate(prior, total))
 
         none = jax.tree.map(jnp.zeros_like, total)
+        # A silo's own parabola may be concave upwards, and so may the family's diagonal of the
+        # sum. A smaller share of all factors is then proper under a proper prior.
         total, taken = proper_step(proper, none, total, 1.0)
         guide = parts.aggregate(prior, total)
         after = first._replace(

@@ -1,4 +1,4 @@
-"""Whether a silo's likelihood is conjugate to the family of the globals."""
+"""Tests whether silos' likelihoods are conjugate to the family of the globals."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from numpyro_fed.precision import double_precision
 from numpyro_fed.programs import jit_double
 from numpyro_fed.trees import double
 
-ROUNDINGS = 8  # of the size of all terms, that add up in a likelihood of few rows
+# Rounding errors, in units of eps times the size of all terms, that a likelihood of few rows may
+# have. Of many rows they add up as a random walk, by the square root of the number.
+ROUNDINGS = 8
 
 
 def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloData]], bool]:
-    """Return whether each silo's log likelihood is affine in the statistics, by its data alone.
+    """Return a function of silos' data that says whether all their likelihoods are conjugate.
 
-    Silos come in stacks. The programs are compiled once for each shape, and the answer is computed
-    anew from the values. Parameters without a prior are looked at in a general place, too.
+    Silos come in stacks of one shape. Programs are compiled once for each shape, and the answer is
+    computed from the values each time. Parameters without a prior have general values.
     """
     if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
         return lambda stacks: False
@@ -55,7 +57,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
 
 
 def row_terms(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Array], Array]:
-    """Return rows' log likelihoods as a function of the globals, of a model without locals."""
+    """Return the rows' log likelihoods (n,) as a function of the globals, without locals."""
     z_L = {plate: jnp.zeros((size, 0)) for plate, size in fm.sizes(data).items()}
 
     def rows(z: Array) -> Array:
@@ -66,7 +68,7 @@ def row_terms(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Arr
 
 
 def log_likelihood(fm: FederatedModel, theta: Theta, data: SiloData) -> Callable[[Array], Array]:
-    """Return a silo's log likelihood as a function of the globals, of a model without locals."""
+    """Return a silo's log likelihood () as a function of the globals, without locals."""
     rows = row_terms(fm, theta, data)
     return lambda z: rows(z).sum()
 
@@ -79,9 +81,9 @@ def misfit(
     num_rows: int,
     psi: Ordinary,
 ) -> Array:
-    """Return how many nats the sum of ``rows`` is from ``<eta, T>``, more than rounding explains.
+    """Return the largest departure of a likelihood from ``<eta, T>``, in nats, beyond rounding.
 
-    Between draws from ``psi``, draws from ``start``, and the centre of ``psi``.
+    It is measured between the centre of ``psi`` and draws from ``psi`` and ``start``.
     """
     centre = family.centre(psi)
     draws = jax.vmap(family.draw, (None, 0))

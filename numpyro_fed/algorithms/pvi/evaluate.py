@@ -1,4 +1,4 @@
-"""One exchange with every silo that changes nothing: the free energy of PVI's posterior."""
+"""One exchange with all silos for the free energy of PVI's posterior; no state changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVALUATION = "evaluation"  # the name of the exchange
 
 
 def evaluation(server: Server, silo: Silo) -> Round:
-    """Return the round; a silo sends its expected log likelihood."""
+    """Return the round; its loss is minus the free energy, and silos send expected likelihoods."""
 
     def expect(
         noise: Array, down: Down, state: SiloState, data: SiloData

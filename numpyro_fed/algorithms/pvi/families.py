@@ -1,4 +1,8 @@
-"""The exponential family of a model's globals: which one, the prior in it, what is conjugate."""
+"""The exponential family of a model's globals, and the prior's natural parameters in it.
+
+A family is chosen for each site from the model's text: log densities of the prior are evaluated at
+points of many scales, and a family fits where they are affine in its statistics.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +27,20 @@ from numpyro_fed.precision import double_precision
 from numpyro_fed.programs import jit_double
 from numpyro_fed.trees import double
 
+# Globals, up to which the Gaussian is full by default. A visit's steps cost the square of their
+# number (3 ms each at 300, docs/results/pvi.md).
 FULL_UP_TO = 300
 GAUSSIAN = "gaussian"
 
-POINTS = 2**22  # numbers, at most, in all points at which a function is looked at
+# Numbers in all test points together, 32 MB in double precision: a model of a million globals is
+# tested at fewer points.
+POINTS = 2**22
 
 Members = Mapping[str, tuple[np.ndarray, Family[Any]]]
 
 
 class TestPoints(NamedTuple):
-    """A set of places at which a function is looked at: fixed points, and some around a density.
+    """The points at which a function is tested: fixed ones, and some close to a density.
 
     Attributes
     ----------
@@ -56,10 +64,10 @@ class Globals(NamedTuple):
         Natural parameters of the prior.
     marginals : eta -> {site: Distribution}
         Each site's marginal on its own support.
-    places : Places
-        Where a likelihood is looked at, to see whether it is conjugate.
+    places : TestPoints
+        The points at which a likelihood is tested for conjugacy.
     prior_outside : (theta, z) -> () or None
-        What of the log prior is outside of the family; ``prior`` then leaves it out.
+        The part of the log prior that is outside of the family; ``prior`` then leaves it out.
     """
 
     family: Family[Any]
@@ -70,7 +78,7 @@ class Globals(NamedTuple):
 
 
 def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "exact") -> Globals:
-    """Choose a family for each global site, by what the model's prior is affine in.
+    """Choose a family for each global site: one in whose statistics its log prior is affine.
 
     Parameters
     ----------
@@ -80,7 +88,7 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
         by site among ``"gaussian"``, ``"gamma"``, ``"beta"`` and ``"dirichlet"``, with the
         covariance under ``"covariance"``.
     prior : {"exact", "factor"}
-        Whether to refuse what is outside of the family, or to leave it to a factor.
+        Whether to refuse a prior outside of the family, or to leave it to the server's own factor.
 
     Returns
     -------
@@ -96,8 +104,10 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
 
 
 class _Choice(NamedTuple):
-    """The kinds of family that sites take, and their product; natural parameters ``eta`` of what
-    of the prior is in it, and the sites whose prior is ``outside``.
+    """The families of the sites, and their product.
+
+    ``eta`` are the natural parameters of the prior's part in the family, and ``outside`` names the
+    sites whose prior is not in it.
     """
 
     kinds: dict[str, str]
@@ -108,7 +118,7 @@ class _Choice(NamedTuple):
 
 
 def _read(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """Return the families that are asked for by site, and the covariance of the Gaussian."""
+    """Return the families that the user asks for by site, and the covariance of the Gaussian."""
     chosen = dict(spec) if isinstance(spec, Mapping) else {"covariance": spec}
     covariance = chosen.pop("covariance", "auto")
     sites = fm.named("latent")
@@ -130,8 +140,10 @@ def _read(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict[str, 
 
 
 def _choice(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: str) -> _Choice:
-    """Return a family for each site: those that are asked for, the Gaussian where the whole prior
-    is in it, and else the first that the site's own prior is in.
+    """Return a family for each site.
+
+    It is the one that the user asks for. Else it is the Gaussian, if the whole prior is Gaussian;
+    and else the first candidate that contains the site's own prior.
     """
     sites, theta, reach = fm.named("latent"), generic_parameters(fm), _reach(fm)
     points = _scattered(fm, reach)
@@ -169,7 +181,7 @@ def _choice(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
 
 
 def _built(fm: FederatedModel, choice: _Choice) -> Globals:
-    """Return what is chosen as pure functions."""
+    """Return the chosen family as pure functions."""
     kinds, family, places, eta, outside = choice
     learned = bool(fm.named("param")) and not outside
     fixed = jax.tree.map(np.asarray, eta)
@@ -196,7 +208,7 @@ def _terms(
     family: Family[Any],
     names: Sequence[str],
 ) -> Callable[[Array], Array]:
-    """Return terms of the log prior of some sites, over the base measure of the others."""
+    """Return a function for the terms of some sites' log prior, relative to the base measure."""
 
     def f(z: Array) -> Array:
         all_terms, terms = fm.prior_terms(theta, z), [family.log_base(z)]
@@ -211,7 +223,11 @@ def _terms(
 
 
 def _reach(fm: FederatedModel) -> np.ndarray:
-    """Return how far from zero each global is looked at: as far as its bijection is precise."""
+    """Return the largest test value (dim,) of each global, up to which its bijection is precise.
+
+    exp(30) is an ordinary number, and at 14 a sigmoid is 1 - 8e-7, whose difference from one still
+    has half of the digits of double precision.
+    """
     reach = np.full(fm.dim, np.inf)
     for site in fm.named("latent"):
         bijection = _elementwise(biject_to(fm.supports[site.name]))
@@ -222,7 +238,7 @@ def _reach(fm: FederatedModel) -> np.ndarray:
 
 
 def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
-    """Return points around zero, a hundredth to a million away, and draws from the prior."""
+    """Return fixed test points (n, dim): 0.01 to 1e6 away from zero, and draws from the prior."""
     r = np.random.default_rng(1)
     levels = np.repeat(10.0 ** np.arange(-2, 7), 4)[:, None]
     scale = np.concatenate([levels + np.zeros(fm.dim), 10 ** r.uniform(-2, 6, (20, fm.dim))])
@@ -234,9 +250,10 @@ def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
 
 
 def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tuple[Array, Array]]:
-    """Return the centre of a density, and points up to a few standard deviations from it.
+    """Return a function for the centre of a density (dim,), and points (n, dim) some sds from it.
 
-    A Gaussian is as wide as can be where ``eta`` leaves it flat; what is improper counts as zero.
+    Where ``eta`` leaves a Gaussian flat, its points are as far away as the bijection is precise.
+    Points that are not finite, of an improper density, become zero.
     """
     furthest = np.minimum(reach, 1e6)
 
@@ -266,7 +283,7 @@ def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tup
 
 
 def generic_parameters(fm: FederatedModel) -> dict[str, Any]:
-    """Return parameters in a general place: at the first ones a model may be simpler."""
+    """Return general values of theta: at its first values, often zero, a model may be simpler."""
     r = np.random.default_rng(0)
     return jax.tree.map(
         lambda a: a + r.normal(size=a.shape), double(fm.init_theta(jax.random.key(0)))
@@ -274,7 +291,7 @@ def generic_parameters(fm: FederatedModel) -> dict[str, Any]:
 
 
 class Density(NamedTuple):
-    """A density whose logarithm is a sum of terms, and the family that it may be in."""
+    """A density, whose logarithm is a sum of terms, and the family to test it against."""
 
     terms: Callable[[Array], Array]
     family: Family[Any]
@@ -282,7 +299,10 @@ class Density(NamedTuple):
 
 
 def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
-    """Return natural parameters of each density, and whether it is theirs; in one program."""
+    """Return natural parameters of each density, and whether they describe it exactly.
+
+    All densities are tested in one program: compiling one for each site takes much longer.
+    """
 
     @jit_double
     def fit_all(points: list[Array]) -> list[tuple[Natural, Array]]:
@@ -317,7 +337,7 @@ def _member(site: Site, kind: str, covariance: str) -> Family[Any]:
 
 
 def _asked(site: Site, asked: str | None) -> str | None:
-    """Return the family that the user asked for, if the site can have it."""
+    """Return the family that the user asks for, or raise an error if the site cannot have it."""
     if asked is not None and asked not in _candidates(site):
         raise ValueError(
             f"family of '{site.name}' is {asked!r}: on the support {site.support} expected one of "
@@ -336,7 +356,7 @@ def _kinds(
     fm: FederatedModel,
     theta: dict[str, Any],
 ) -> dict[str, str]:
-    """Return for each site the first family that its prior is in, if there is one."""
+    """Return the first family that contains a site's prior, for each site that has one."""
     other_sites = np.random.default_rng(2).normal(size=fm.dim)
 
     def density(site: Site, kind: str) -> Density:
@@ -384,7 +404,7 @@ def _coupled(name: str, covariance: str) -> ModelError:
 
 
 def _members(sites: Sequence[Site], kinds: Mapping[str, str], covariance: str) -> Members:
-    """Return one joint Gaussian over all sites that take one, and a member for each other site."""
+    """Return the members of the product: one joint Gaussian, and one for each other site."""
     members: dict[str, tuple[np.ndarray, Family[Any]]] = {}
 
     def place(s: Site) -> np.ndarray:
@@ -421,7 +441,7 @@ def _marginals(
 
 
 def _on_support(z: dist.Distribution, support: constraints.Constraint) -> dist.Distribution:
-    """Return what a Gaussian in unconstrained space is on the support of its site."""
+    """Return the distribution on the site's support of a Gaussian in unconstrained space."""
     bijection = biject_to(support)
     elementwise = _elementwise(bijection)
     if isinstance(elementwise, transforms.IdentityTransform):
@@ -433,7 +453,7 @@ def _on_support(z: dist.Distribution, support: constraints.Constraint) -> dist.D
 
 
 def _elementwise(bijection: transforms.Transform) -> transforms.Transform:
-    """Return what a bijection is within one event."""
+    """Return the bijection of one event, without the wrappers for independent axes."""
     while isinstance(bijection, transforms.IndependentTransform):
         bijection = bijection.base_transform
     return bijection

@@ -1,10 +1,11 @@
-r"""A posterior, or a cavity, from a prior and a sum of factors under any divergence to the prior.
+r"""A posterior, or a cavity, from a prior and a sum of factors, under any divergence to the prior.
 
 .. math::
     q = \arg\min_q \; -\mathbb{E}_q\big[\langle \lambda, T(z) \rangle\big] + D(q \,\|\, p)
 
-Under KL this is the sum of natural parameters. Otherwise it is found by optimisation from
-``lambda``, the sum of the silos' coefficients, alone (Patel and Damoulas 2024, sections 2.1, 2.2).
+Under KL this is the sum of natural parameters. Under other divergences it is found by optimisation,
+for which ``lambda``, the sum of the silos' coefficients, is enough (Patel and Damoulas 2024,
+sections 2.1, 2.2).
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.base import minimise
 
-STEPS = 200
-TOLERANCE = 1e-5
-ENOUGH = 1e-3  # of the largest coefficient: with a larger slope there is no minimum
+STEPS = 200  # of L-BFGS, at most
+TOLERANCE = 1e-5  # the largest slope at which it ends
+# The largest slope, relative to the largest coefficient, that counts as a minimum. Where these are
+# large the absolute tolerance is out of reach in single precision; without a minimum the slope
+# stays of their size.
+ENOUGH = 1e-3
 
 
 def aggregate(
     family: Family[Any], divergence: Callable[..., Array]
 ) -> Callable[[Natural, Natural], Natural]:
-    """Return ``(prior, total) -> eta`` for one divergence ``(family, eta_q, eta_p) -> ()``.
+    """Return the function ``(prior, total) -> eta`` for a divergence ``(family, eta_q, eta_p)``.
 
-    Where no minimum is found ``eta`` is NaN, which counts as improper.
+    Where no minimum is found, ``eta`` is NaN, which counts as improper.
     """
     if isinstance(divergence, KL | WeightedKL):
         weight = divergence.weight if isinstance(divergence, WeightedKL) else 1.0

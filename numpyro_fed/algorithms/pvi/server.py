@@ -1,4 +1,4 @@
-"""What PVI's server does: take proposals into the posterior, and its own factor for the prior."""
+"""The server of PVI: it adds proposals to the posterior, and may have a factor for the prior."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ from numpyro_fed.local.base import Noise, Problem, proper_step
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.trees import all_finite, where
 
-KL_DRAWS = 256
-ARRIVED = 0.1  # standard deviations, about, that further rounds would move the posterior
+KL_DRAWS = 256  # for the KL to a prior outside of the family: more make the loss less noisy
+# The distance to the limit of further rounds, in sds, at which a run has converged: the error that
+# a fit is allowed.
+ARRIVED = 0.1
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Server(Role):
     """The server's part of the algorithm."""
 
     def init(self, key: Array) -> ServerState:
-        """Return the first state: the prior, with the server's own factor where it has one."""
+        """Return the first state: the prior, with the server's own factor if it needs one."""
         theta = self.model.init_theta(key)
         prior = self.prior(theta)
         server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
@@ -66,11 +68,11 @@ class Server(Role):
         )
 
     def message(self, state: ServerState, who: Array) -> Down:
-        """Return the sum of all factors and, to each silo, whether its last proposal was taken."""
+        """Return the message to silos: the total, and how much of its last proposal each took."""
         return Down(state.params.theta, state.total, state.taken[who])
 
     def round(self, state: ServerState, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-        """Ask for changes; take as much as leaves the posterior proper; step on parameters."""
+        """Ask for changes, take as much as leaves the posterior proper, and step on theta."""
         settings, theta, before = self.settings, state.params.theta, state.params.guide
         up: Up = ask(VISIT, self.message(state, ask.who)).up
         kl_to_prior = self.kl_to_prior(noise, theta, before)
@@ -98,16 +100,18 @@ class Server(Role):
         return Shared(state.params.theta, state.params.guide, state.frame)
 
     def done(self, state: ServerState) -> Array:
-        """Return whether the last round, all visits used, has hardly moved the posterior."""
+        """Return whether the last round moved the posterior little, with all its visits used."""
         progress, settings = state.progress, self.settings
         ends = (progress.steps > 0) & (progress.steps % settings.steps == 0)
         used = jnp.where(state.taken > 0, state.taken, 1.0).min()
+        # A damped round goes only part of the way to the optimum. How far it went is divided by
+        # that part; else a run with a damping of 1/100 would look converged from its first round.
         pace = used * settings.share * settings.visits / settings.num_silos
         accepted = (state.taken > 0).all() & (progress.refused == 0) & progress.own
         return ends & accepted & (progress.moved <= ARRIVED * pace)
 
     def kl_to_prior(self, key: Array, theta: Theta, eta: Natural) -> Array:
-        """Return KL from posterior to prior, by draws where the prior is outside the family."""
+        """Return the KL from posterior to prior, estimated where the prior is not in the family."""
         family = self.family
         if self.parts.globals.prior_outside is None and not self.model.improper:
             return expfam.kl(family, eta, self.prior(theta))
@@ -122,7 +126,7 @@ class Server(Role):
     def _damped_total(
         self, state: ServerState, prior: Natural, change: Natural
     ) -> tuple[Natural, Array]:
-        """Return the sum of factors after the update, and the damping of the change."""
+        """Return the sum of factors after the update, and the damping that was used."""
         target = jax.tree.map(jnp.add, state.total, change)
         aggregate = self.parts.aggregate
 
@@ -144,7 +148,11 @@ class Server(Role):
     def _renew_server_factor(
         self, state: ServerState, key: Array, theta: Theta, total: Natural
     ) -> tuple[Natural, Natural, Array]:
-        """Return the sum of factors with the server's own renewed, that factor, its verdict."""
+        """Return the total with a new factor of the server, that factor, and if it converged.
+
+        The server treats the prior's part outside of the family as a silo treats its likelihood,
+        and visits it in each round.
+        """
         before = state.server_factor
         if (outside := self.parts.globals.prior_outside) is None:
             return total, before, state.progress.own
@@ -158,7 +166,7 @@ class Server(Role):
     def _update_theta(
         self, state: ServerState, key: Array, total: Natural, gradient: Theta
     ) -> tuple[Theta, optax.OptState, Natural]:
-        """Return shared parameters after a step on the free energy, and the posterior then."""
+        """Return theta after a step on the free energy, optimiser state and the new posterior."""
         theta, before, settings = state.params.theta, state.params.guide, self.settings
         guide = self.parts.aggregate(self.prior(theta), total)
         if not theta:
@@ -169,13 +177,15 @@ class Server(Role):
         updates, opt_state = self.parts.optim.update(descent, state.opt_state, theta)
         moved = optax.apply_updates(theta, updates)
         shifted = self.parts.aggregate(self.prior(moved), total)
+        # The prior's natural parameters depend on theta, so a step may make the posterior
+        # improper. It is then not taken.
         fine = self.family.proper(shifted) & all_finite(moved)
         return where(fine, (moved, opt_state, shifted), (theta, state.opt_state, guide))
 
     def _progress(
         self, before: Progress, old: Natural, new: Natural, converged: Array, statuses: Array
     ) -> Progress:
-        """Return how far the posterior has come since the round began."""
+        """Return how far the posterior has moved since the round began."""
         means, log_scales = zip(
             location_and_log_scale(self.family, old),
             location_and_log_scale(self.family, new),
@@ -202,8 +212,9 @@ class Server(Role):
         start: Ordinary,
         before: Natural,
     ) -> tuple[Natural, Array]:
-        """Return the server's own factor, for what of the prior is outside of the family, and
-        whether it converged.
+        """Return the server's own factor, and whether it converged.
+
+        It stands for the part of the prior outside of the family.
         """
         family = self.family
 

@@ -1,4 +1,4 @@
-"""What a silo does when PVI visits it: take its factor out, solve, answer with the change."""
+"""The silo of PVI: it takes its factor out of the posterior, solves, and sends the change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from numpyro_fed.model.minibatch import drawn, rows_at
 from numpyro_fed.objectives import normals
 from numpyro_fed.trees import all_finite, where
 
-BATCH = 8  # draws of the expected log likelihood, at most, side by side
+BATCH = 8  # draws of the expected log likelihood side by side; more of them use more memory
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class Silo(Role):
     def visit(
         self, noise: Array, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
-        """Solve the silo's own problem; a visit that cannot be used proposes no change."""
+        """Solve the silo's own problem, and reply with the change of its factor.
+
+        A visit whose numbers cannot be used proposes no change.
+        """
         key_local, key_evidence = jax.random.split(noise)
         factor = state.effective_factor(down.taken)
         posterior = self.parts.aggregate(self.prior(down.theta), down.total)
@@ -81,7 +84,7 @@ class Silo(Role):
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft
 
     def commit(self, draft: SiloState, sent: Up) -> SiloState:
-        """Return the state with what was sent as pending, whatever stood between."""
+        """Return the state with the change as it was sent, after transforms, as pending."""
         return draft._replace(pending=sent.change)
 
     def view(self, state: SiloState) -> Private:
@@ -89,7 +92,7 @@ class Silo(Role):
         return Private(state.params.private, state.params.guide, state.centre)
 
     def _removed(self, factor: Natural, total: Natural) -> Natural:
-        """Return what is taken out of the posterior to make the cavity."""
+        """Return the natural parameters that are taken out of the posterior to make the cavity."""
         if self.settings.deletion == "own":
             return factor
         if self.settings.deletion == "none":
@@ -105,7 +108,10 @@ class Silo(Role):
     def _working_cavity(
         self, current: tuple[Natural, Natural], down: Down, state: SiloState
     ) -> tuple[Natural, Natural]:
-        """Return cavity and posterior of this visit, or of the one before if it takes so long."""
+        """Return the cavity and the posterior from which the silo works.
+
+        An asynchronous silo works from those of its visit before: its computation takes so long.
+        """
         if not state.stale:
             return current
         prior = self.prior(down.theta)
@@ -114,7 +120,10 @@ class Silo(Role):
         return where(state.visits > 0, state.stale, at_first)
 
     def _start(self, posterior: Natural, visits: Array) -> Ordinary:
-        """Return where a visit starts: at the posterior, at first no wider than asked."""
+        """Return the start of a visit: the posterior, in the first visit no wider than asked for.
+
+        A tight start is the paper's remedy against pruning units of a network.
+        """
         psi = self.family.ordinary(posterior)
         scale = None if self.settings.from_mode else self.settings.start_scale
         if scale is None or GAUSSIAN not in psi:
@@ -124,7 +133,10 @@ class Silo(Role):
         return {**psi, GAUSSIAN: {**psi[GAUSSIAN], "log_scale": log_scale}}
 
     def _factor(self, eta: Natural, cavity: Natural) -> Natural:
-        """Return the factor that makes ``eta`` of the cavity: the gradient of their divergence."""
+        """Return the factor that leads from the cavity to ``eta``: the divergence's gradient.
+
+        Under KL this is the difference of natural parameters.
+        """
         if self.parts.divergence is None:
             return jax.tree.map(jnp.subtract, eta, cavity)
         family, divergence = self.family, self.parts.divergence
@@ -133,6 +145,7 @@ class Silo(Role):
     def _status(self, solution: Solution[SiloParams], change: Natural) -> Array:
         finite = solution.finite & all_finite((change, solution.silo_part))
         proper = self.family.proper(solution.eta)
+        # Later lines have the last word: a visit with NaN is NON_FINITE whatever else it is.
         status = jnp.where(solution.converged, Status.CONVERGED, Status.NOT_CONVERGED)
         status = jnp.where(solution.suited, status, Status.NOT_CONJUGATE)
         status = jnp.where(finite & ~proper, Status.IMPROPER, status)
@@ -141,7 +154,7 @@ class Silo(Role):
     def expected_log_lik(
         self, key: Array, theta: Theta, posterior: Natural, state: SiloState, data: SiloData
     ) -> tuple[Array, Theta]:
-        """Return the expected log likelihood at the posterior, with its gradient for ``theta``."""
+        """Return the expected log likelihood at the posterior, and its gradient in ``theta``."""
         parts, family, private = self.parts, self.family, state.params.private
 
         def exact(theta: Theta) -> Array:
@@ -233,16 +246,17 @@ class Silo(Role):
     def _to_frame(
         self, params: SiloParams
     ) -> tuple[SiloParams, Callable[[SiloParams], SiloParams]]:
-        """Return the silo's own part in frames of its rows, and the way back."""
+        """Return the silo's parameters in the frames of its rows, and the way back."""
         frames, inside = self.parts.guide.to_frame(params.guide)
         return params._replace(guide=inside), partial(self._from_frame, frames)
 
     def _from_frame(self, frames: dict[str, Gaussian], params: SiloParams) -> SiloParams:
-        """Return the silo's own part, from one in frames of its rows."""
+        """Return the silo's parameters, from those in the frames of its rows."""
         return params._replace(guide=self.parts.guide.from_frame(frames, params.guide))
 
     def _noise(self, key: Array, sizes: Sizes, draws: int) -> tuple[Tree, Rows]:
-        """Return the noise of so many draws of the globals, and of the rows for each."""
+        """Return the noise of ``draws`` draws of the globals, and of the rows for each of them."""
+        # One normal draw for globals and rows together: each draw is a program to compile.
         family, shapes = self.family, self.parts.bound.shapes(sizes, draws)
         if not family.of_normals:
             key, key_globals = jax.random.split(key)

@@ -1,4 +1,4 @@
-"""What PVI's server and silos keep, what they send, and the settings that make the family."""
+"""The states and messages of PVI, and the settings that distinguish its relatives."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ class Status(IntEnum):
 
 
 class Progress(NamedTuple):
-    """How far the posterior has moved since the round began, and whether the server's own factor
-    has converged.
+    """How far the posterior has moved since the round began.
 
-    ``mean`` and ``log_scale`` (dim,) are those of the posterior when the round began, ``steps``
-    the steps since then. ``moved`` is the largest move of a mean, in standard deviations, or of a
-    log standard deviation; ``refused`` counts visits since then whose change was zero because it
-    could not be used.
+    ``mean`` and ``log_scale`` (dim,) are those of the posterior when the round began. ``steps``
+    counts all steps of the run. ``moved`` is the largest move of a mean, in standard deviations, or
+    of a log standard deviation. ``own`` says whether the server's own factor has converged.
+    ``refused`` counts visits of this round whose change could not be used and was zero.
     """
 
     mean: Array
@@ -56,10 +55,10 @@ class Progress(NamedTuple):
 class ServerState(NamedTuple):
     """The state that the server keeps from round to round.
 
-    ``params`` are shared parameters, and as ``guide`` the posterior's natural parameters.
-    ``total`` is the sum of all factors, ``server_factor`` the server's own among them, for what of
-    the prior is outside of the family; ``taken`` (silos,) is the factor with which each silo's last
-    proposal was taken. Silos' own guides measure the globals in the ``frame``.
+    ``params`` has the shared parameters and, as ``guide``, the posterior's natural parameters.
+    ``total`` is the sum of all factors. ``server_factor`` is the server's own among them, for the
+    part of the prior outside of the family. ``taken`` (silos,) is the share of each silo's last
+    proposal that was added. Silos' local guides measure the globals in the ``frame``.
     """
 
     params: SharedParams
@@ -75,10 +74,10 @@ class ServerState(NamedTuple):
 class SiloState(NamedTuple):
     """The state that a silo keeps from round to round.
 
-    ``centre`` is from where the local guides measure the globals in the ``frame``. ``factor`` has
-    been taken by the server, ``pending`` was sent and waits to hear. ``status`` says how the last
-    visit ended. ``stale`` is the cavity and the posterior that an asynchronous silo is at work
-    from.
+    ``centre`` (dim,) is the point of the ``frame`` from which the local guides measure the globals.
+    ``factor`` is the part that the server has added; ``pending`` is the last change that was sent,
+    of which the silo does not know yet how much was added. ``status`` says how the last visit
+    ended. ``stale`` has the cavity and the posterior from which an asynchronous silo works.
     """
 
     params: SiloParams
@@ -91,21 +90,26 @@ class SiloState(NamedTuple):
     frame: Gaussian
 
     def coordinates(self, z_G: Array, centre: Array) -> Coordinates:
-        """Return the globals as a local guide sees them that measures from ``centre``."""
+        """Return the globals in the frame, for a local guide that measures from ``centre``."""
         return Coordinates(self.frame.standardise(z_G), self.frame.standardise(centre))
 
     def offset(self, z_G: Array) -> Array:
-        """Return how far the globals are from where the local guides measure them."""
+        """Return the offset (dim,) of the globals from the local guides' centre, in the frame."""
         return self.frame.standardise(z_G) - self.centre
 
     def effective_factor(self, taken: Array) -> Natural:
-        """Return the silo's factor, pending part included: these sum to the server's ``total``."""
+        """Return the silo's factor, with the share of its pending change that was added.
+
+        Over all silos these sum to the server's ``total``.
+        """
         return jax.tree.map(lambda a, b: a + taken * b, self.factor, self.pending)
 
 
 class Down(NamedTuple):
-    """A message of the server: shared parameters, the sum of all factors, and with which factor
-    it took the silo's last proposal.
+    """A message of the server to a silo.
+
+    It has the shared parameters, the sum of all factors, and the share of the silo's last proposal
+    that was added.
     """
 
     theta: dict[str, Any]
@@ -114,12 +118,15 @@ class Down(NamedTuple):
 
 
 VISIT = "pvi"  # the name of the exchange
-SCATTERED: Any = (False, False, True)  # of Down, what each participant gets a slice of
+SCATTERED: Any = (False, False, True)  # each silo receives its own entry of ``taken`` only
 
 
 class Up(NamedTuple):
-    """A silo's message: the change of its factor, the expected log likelihood at the posterior
-    that it received with its gradient for the shared parameters, and how the visit ended.
+    """A silo's message: the change of its factor, and a report of the visit.
+
+    ``log_lik`` is the expected log likelihood at the posterior that the silo received, ``theta``
+    its gradient in the shared parameters. ``statuses`` is a one-hot vector: a sum over silos then
+    counts how visits ended.
     """
 
     change: Natural
@@ -129,8 +136,10 @@ class Up(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A report of a step: the damping used (0 for a rejected update), how visits ended, and
-    whether the server's own factor converged.
+    """The server's report of a step.
+
+    ``damping`` is the one used, 0 for a rejected update. ``statuses`` counts how visits ended.
+    ``own`` says whether the server's own factor converged.
     """
 
     damping: Array
@@ -139,7 +148,7 @@ class Report(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The settings that make PVI, and the members of its family, what they are.
+    """The settings that distinguish PVI and its relatives.
 
     Attributes
     ----------
@@ -152,8 +161,8 @@ class Settings(NamedTuple):
     adaptive : bool
         Whether to lower the damping where an update would be improper, instead of rejecting it.
     deletion : {"own", "none", "average", "prior"}
-        What is taken out of the posterior to make the cavity: the silo's own factor; nothing; an
-        average factor, the sum over the number of silos; all factors.
+        The factor that is taken out of the posterior to make the cavity: the silo's own; none; an
+        average one, which is the sum over the number of silos; or all factors.
     prior_share : float
         The share of the prior that a silo's cavity holds.
     asynchronous : bool
@@ -163,7 +172,7 @@ class Settings(NamedTuple):
     evidence_draws : int
         Draws for the expected log likelihood.
     share : float
-        How much of the way to its optimum a visit goes; 0 where that is not known.
+        The share of the way to its optimum that a visit goes; 0 where that is not known.
     exact : bool
         Whether a silo's proposal depends on nothing but its own data.
     from_mode : bool
@@ -191,11 +200,11 @@ class Settings(NamedTuple):
 
 
 class PVIParts(NamedTuple):
-    """The parts that the algorithm is made of.
+    """The model, guides and optimisers of the algorithm.
 
-    ``bound`` is the silo's term of the bound, ``plain_bound`` the same with a plain gradient.
-    ``divergence`` is that to the cavity; ``aggregate`` makes a posterior of a prior and a sum of
-    factors.
+    ``bound`` is the silo's term of the bound. The gradient of ``plain_bound`` is the derivative of
+    its value, as line searches need it. ``divergence`` is the one to the cavity. ``aggregate``
+    makes a posterior of a prior and a sum of factors.
     """
 
     model: FederatedModel
@@ -214,7 +223,7 @@ class PVIParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Role:
-    """A part of the algorithm, the server's or a silo's, with what both have in common."""
+    """The base class of the server and of a silo."""
 
     parts: PVIParts
     settings: Settings
@@ -226,16 +235,18 @@ class Role:
 
     @property
     def model(self) -> FederatedModel:
-        """Return the split text."""
+        """Return the model, split by silo."""
         return self.parts.model
 
     def prior(self, theta: dict[str, Any]) -> Natural:
-        """Return natural parameters of the prior, for what of it is in the family."""
+        """Return natural parameters of the prior, or of its part that is in the family."""
         return self.parts.globals.prior(theta)
 
     def solve(self, local: Local, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
-        """Return what a local optimiser makes of the problem; of one near its optimum, in
-        coordinates in which the posterior is standard.
+        """Return a local optimiser's solution of the problem.
+
+        In a run from the mode, whose start is near the optimum, the optimiser works in coordinates
+        in which the start is standard. Its step sizes then fit every model.
         """
         if not (self.settings.from_mode and local.standardises):
             return local.solve(problem, key)
@@ -243,7 +254,7 @@ class Role:
         return back(local.solve(inside, key))
 
     def first_frame(self) -> Gaussian:
-        """Return the frame before one is known; of a run from the mode one of its shape."""
+        """Return the frame before the start: the identity, or a placeholder of a full one."""
         if not self.settings.from_mode:
             return identity((self.model.dim,))
         return Gaussian.of_root(jnp.zeros(self.model.dim), jnp.eye(self.model.dim))

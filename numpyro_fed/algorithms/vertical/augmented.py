@@ -1,13 +1,15 @@
 r"""Algorithm 1 of Hassan, Sutton, Mira and Mengersen 2024 (arXiv 2405.04043), and the exact split.
 
-Each round, every client draws its parameters and what it adds to the sum, and sends that: its
-auxiliary variables :math:`z_j` or, in the exact split, its predictor :math:`g_j` itself. The
-server, which sees the sum alone, draws its own latents, takes its step, and sends the gradient of
-the log likelihood with respect to the sum, which is the one with respect to each client's part
-(equations 11 to 13).
+In each round
 
-The paper's server receives each :math:`z_j`; a sum is enough, so that secure aggregation may form
-it.
+1. every client draws its latents and its part of the sum, and sends the part: its auxiliary
+   variables :math:`z_j` or, in the exact split, its predictor :math:`g_j` itself;
+2. the server, which receives the sum alone, draws its own latents, takes its step, and sends the
+   gradient of the log likelihood with respect to the sum;
+3. every client takes its step. The gradient with respect to the sum is also the one with respect
+   to each part (equations 11 to 13).
+
+The paper's server receives each :math:`z_j`. A sum is enough, and secure aggregation may form it.
 """
 
 from __future__ import annotations
@@ -40,15 +42,16 @@ DRAW, STEP = "draw", "step"  # the names of the exchanges
 
 
 class Down(NamedTuple):
-    """A message of the server for a draw: the noise that all share, and the rows that take part."""
+    """A message of the server for a draw: the shared noise, and the indices of the round's rows."""
 
     xi: Array | None
     rows: Array | None
 
 
 class Up(NamedTuple):
-    """A client's message: its part of the sum, its own term of the bound, and what ties it to
-    other parties.
+    """A client's message: its part of the sum, its term of the bound, and its coupling statistics.
+
+    ``tie`` is the client's :class:`CouplingStats`, None where parties are independent.
     """
 
     part: Array
@@ -57,8 +60,10 @@ class Up(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """A client's message on its step: the gradient with respect to the noise that all share, and
-    whether its guide has come to rest (0 or 1).
+    """A client's message after its step.
+
+    It has the gradient with respect to the shared noise, and whether the client's guide has
+    converged (0 or 1): the sum over clients counts them.
     """
 
     by_xi: Array | None
@@ -67,7 +72,7 @@ class Stepped(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Augmented:
-    """The parts of the algorithm; without ``vertical.rho`` it is the exact split.
+    """Algorithm 1 as pure functions; without ``vertical.rho`` it is the exact split.
 
     Attributes
     ----------
@@ -75,8 +80,8 @@ class Augmented:
     server_like : SiloData
         Shapes of what the server holds.
     local_steps : int
-        Steps of a client in a round, all but the first with its auxiliary variables where they are
-        (section 5.3).
+        Steps of a client in a round. After the first, its auxiliary variables stay fixed (section
+        5.3).
     """
 
     vertical: Vertical
@@ -90,8 +95,10 @@ class Augmented:
         return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)
 
     def round(self, state: ServerState, noise: ServerNoise, ask: Ask) -> tuple[ServerState, Info]:
-        """Ask clients for their parts of the sum, take a step, and send the slope there."""
+        """Ask clients for their parts of the sum, take a step, and send the gradient in the sum."""
         v = self.vertical
+        # ``pull`` carries all parties' gradients in the shared noise back to the parameters of its
+        # guide, which only the server has.
         xi, pull = jax.vjp(lambda shared: v.xi(shared, noise.xi), state.params.shared)
         up: Up = ask(DRAW, Down(xi, noise.rows)).up
         data = v.take_rows(ask.server_data, noise.rows)
@@ -122,9 +129,9 @@ class Augmented:
         state: ServerState,
         data: SiloData,
     ) -> Array:
-        """Return the server's term of the bound, given what clients add to the sum.
+        """Return the server's term of the bound, given the sum of the clients' parts.
 
-        ``tie`` are the sums over clients of what ties parties.
+        ``tie`` has the sums over clients of their coupling statistics.
         """
         v = self.vertical
         guide = v.guide(v.server).globals
@@ -148,7 +155,7 @@ class Augmented:
 
 
 def draw_exchange(v: Vertical) -> Exchange[ClientState, Down, Up]:
-    """Return the exchange in which clients draw."""
+    """Return the exchange in which clients draw their latents and parts of the sum."""
 
     def silo(
         noise: tuple[Array, Array | None], down: Down, state: ClientState, data: SiloData
@@ -168,8 +175,8 @@ def step_exchange(
 ) -> Exchange[ClientState, SumMessage, Stepped]:
     """Return the exchange in which clients take their steps.
 
-    Back come whether they are at rest, and the gradient with respect to the noise that all share,
-    by which the server moves the guide of that.
+    Replies say whether clients have converged, and have the gradient with respect to the shared
+    noise, by which the server updates that noise's guide.
     """
 
     def silo_noise(key: Array, state: ClientState) -> Array | None:
@@ -187,7 +194,7 @@ def client_steps(
     slope_g: Array,
     down: SumMessage,
 ) -> tuple[Reply[Stepped], ClientState]:
-    """Take a client's steps, given the gradient in its predictor and in what it sent."""
+    """Take a client's steps, given the gradients in its predictor and in its part of the sum."""
 
     def draw(params: ClientParams, xi: Array | None) -> ClientDraw:
         return v.draw(params, xi, state, data)

@@ -1,4 +1,8 @@
-"""What the vertical algorithms share: the parties' states, and a client's draw."""
+"""The base of the vertical algorithms: the parties' parameters, states and draws.
+
+Each client holds some columns of every row, and adds a part to the predictor; the server holds the
+response. Parties' guides are independent, or share noise (:mod:`numpyro_fed.guides.coupling`).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,20 @@ from numpyro_fed.guides.structured import Guide, GuideConfig, build_resolved
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import PartyModel, VerticalModel
 
-PRIOR_DRAWS = 500  # from which latents above others have their place
-MIN_SPREAD = 1e-6  # of their guide at the start, at least
-COUPLING_SD = 0.1  # of the shared noise, where a run does not begin at the mode
+PRIOR_DRAWS = 500  # for the median and spread of latents above others
+# Least spread with which their guide starts: a prior of a single value would have none, and the log
+# of its spread would be infinite.
+MIN_SPREAD = 1e-6
+# Standard deviation of the first random shares in the shared noise, where a run does not start at
+# the mode: small against one, so that parties start almost independent.
+COUPLING_SD = 0.1
 
 
 class PartyParams(NamedTuple):
-    """A party's own parameters: what it has of the noise that all share (dim, rank), if there is
-    any; those of the guide of its latents, in a frame; and its parameters, unconstrained.
+    """A party's own parameters.
+
+    ``coupling`` (dim, rank) is its share in the shared noise, if there is any. ``guide`` are the
+    parameters of its latents' guide, in a frame. ``theta`` are its parameters, unconstrained.
     """
 
     coupling: Array | None
@@ -41,14 +51,14 @@ class PartyParams(NamedTuple):
 
 
 class ServerParams(NamedTuple):
-    """The server's own parameters, and the guide of the noise that all parties share."""
+    """The server's own parameters, and those of the shared noise's guide."""
 
     own: PartyParams
     shared: GuideParams
 
 
 class ClientParams(NamedTuple):
-    """The guide of a client's auxiliary variables, and its own parameters."""
+    """The parameters of a client's auxiliary variables' guide, and its own parameters."""
 
     auxiliary: GuideParams
     own: PartyParams
@@ -57,8 +67,8 @@ class ClientParams(NamedTuple):
 class ServerState(NamedTuple):
     """The state that the server keeps from round to round.
 
-    ``opt_state`` is by field of ``params``, ``frame`` is that of the guide of its latents.
-    ``resting`` is how many clients say that their guides have come to rest.
+    ``opt_state`` has an entry for each field of ``params``. ``frame`` is the frame of its latents.
+    ``resting`` is the number of clients whose guides have converged.
     """
 
     params: ServerParams
@@ -69,12 +79,12 @@ class ServerState(NamedTuple):
 
 
 class ClientState(NamedTuple):
-    """A client's parameters, and what it keeps from one exchange of a round to the next.
+    """A client's parameters, and the values that it keeps between the exchanges of a round.
 
-    ``opt_state`` is by field of ``params``, ``frame`` is that of the guide of its latents;
-    ``centre`` is the predictor in the middle of that, around which auxiliary variables are
-    measured; ``noise``, ``rows`` and the shared noise ``xi`` are of the draw that is on its way,
-    ``slope`` is the gradient of the client's likelihood there.
+    ``opt_state`` has an entry for each field of ``params``. ``frame`` is the frame of its latents.
+    ``centre`` is the predictor at the frame's centre, from which auxiliary variables are measured.
+    ``noise``, ``rows`` and the shared noise ``xi`` belong to the round's draw, and ``slope`` is the
+    gradient of the client's own likelihood there.
     """
 
     params: ClientParams
@@ -92,8 +102,10 @@ State = TypeVar("State", ServerState, ClientState)
 
 
 class ClientDraw(NamedTuple):
-    """A client's draws, one each: its predictor and what it adds to the sum (particles, rows, ...);
-    its own term of the bound, their mean; and what ties it to other parties (particles, rank).
+    """A client's draws.
+
+    ``g`` is its predictor and ``part`` its part of the sum, both (particles, rows, ...). ``own`` is
+    its term of the bound, ``b`` (particles, rank) its coupling statistic.
     """
 
     g: Array
@@ -103,7 +115,7 @@ class ClientDraw(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A party's beginning: a point, a root of a covariance there, its part of the shared noise."""
+    """A party's start: a point, a root of the covariance there, its share in the shared noise."""
 
     z: Array
     root: Array
@@ -111,7 +123,7 @@ class Start(NamedTuple):
 
 
 class Party(NamedTuple):
-    """A client's own part, which stays there: parameters, guides, and the frame of its latents'."""
+    """A client's own part, which never leaves it: parameters, guides and its latents' frame."""
 
     theta: dict[str, Any]
     guide: dict[str, Any]
@@ -119,8 +131,9 @@ class Party(NamedTuple):
 
 
 class SumMessage(NamedTuple):
-    """A message of the server on a round: the gradient with respect to the sum, or the sum
-    itself (particles, rows, ...), and the gradient with respect to what ties parties.
+    """The sum of all parts and the coupling statistic, or the gradients with respect to both.
+
+    ``part`` is (particles, rows, ...), ``b`` is (particles, rank) or None.
     """
 
     part: Array
@@ -128,7 +141,7 @@ class SumMessage(NamedTuple):
 
 
 class ServerNoise(NamedTuple):
-    """The noise of a round: of the server's latents, what all parties share, and the rows."""
+    """The noise of a round: of the server's latents, of the shared noise, and the round's rows."""
 
     eps: Array
     xi: Array | None
@@ -136,9 +149,10 @@ class ServerNoise(NamedTuple):
 
 
 class PinnedLatents(NamedTuple):
-    """A place where latents above others stay while a mode is looked for, unconstrained (dim,): the
-    median of their prior; and how wide their guide begins, as wide as the prior and at most one.
-    Zero and one for all other latents.
+    """Fixed values (dim,) of latents above others, unconstrained, during the search for a mode.
+
+    ``place`` is the median of their prior. ``spread`` is the spread of the prior, at most one, with
+    which their guide starts. All other latents have zero and one.
     """
 
     place: Array
@@ -146,8 +160,10 @@ class PinnedLatents(NamedTuple):
 
 
 class ClientType(NamedTuple):
-    """Clients of one shape: their half of the text, how their guide was resolved, and which
-    coordinates are of latents above others, such as the scale of a prior.
+    """The clients of one shape.
+
+    ``half`` is their half of the model, ``resolved`` their guide's configuration. ``above`` says
+    which coordinates are latents above others, such as the scale of a prior.
     """
 
     half: PartyModel
@@ -155,7 +171,7 @@ class ClientType(NamedTuple):
     above: tuple[bool, ...]
 
     def pin(self, key: Array, data: SiloData) -> PinnedLatents:
-        """Return where latents above others are held; zero if the prior cannot be drawn from."""
+        """Return the fixed values of latents above others; zeros if the prior has no draws."""
         unpinned = PinnedLatents(jnp.zeros(self.half.dim), jnp.ones(self.half.dim))
         if not any(self.above):
             return unpinned
@@ -172,8 +188,10 @@ class ClientType(NamedTuple):
         )
 
     def below(self, z: Array, pinned: PinnedLatents) -> tuple[Array, Array]:
-        """Return a point with latents above others where they are held, and a normal log density of
-        these around it: together with others they may have no mode but where scales are zero.
+        """Return a point with latents above others at their fixed values, and a log density.
+
+        That is normal around the fixed values. It takes the place of these latents' own density: a
+        scale and the effects under it have no joint mode but where the scale is zero.
         """
         if not any(self.above):
             return z, jnp.zeros(())
@@ -184,16 +202,16 @@ class ClientType(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Vertical:
-    """A vertical model and how it is approximated, as pure functions for all parties.
+    """A vertical model and its guides, as pure functions for all parties.
 
     Attributes
     ----------
     model : VerticalModel
-    server : Kind
+    server : ClientType
     kinds : dict
-        By the signature of what a client holds.
+        Types of clients, by the signature of their data.
     spec : Structured or AutoGuide or None
-        The clients' guide, as asked for; ``server_spec`` that of the server's latents.
+        The user's guide for clients; ``server_spec`` is the one for the server's latents.
     rho : float or None
         Standard deviation of the auxiliary variables; None for none.
     auxiliary : AuxiliaryGuide or None
@@ -202,13 +220,13 @@ class Vertical:
     batch_size : int or None
         Rows in a round.
     from_start : bool
-        Whether runs begin at a place that is found first, in a frame around it.
+        Whether a run starts at a point that is searched first, in a frame at that point.
     power : bool
         Whether clients evaluate likelihoods of their own.
     rank : int
-        How much noise all parties share: 0 for parties that are independent.
+        The dimension of the shared noise: 0 for parties that are independent.
     width : int
-        Of the basis in which it is found how parties depend on each other.
+        The width of the basis in which the dependence between parties is found.
     """
 
     model: VerticalModel
@@ -247,36 +265,36 @@ class Vertical:
 
     @property
     def dim(self) -> int:
-        """Return how many latents all parties have, auxiliary variables apart."""
+        """Return the number of all parties' latents, without auxiliary variables."""
         return sum(half.dim for half in (self.model.server, *self.model.clients))
 
     @property
     def complete(self) -> bool:
-        """Return whether that basis holds all directions."""
+        """Return whether the basis spans all directions."""
         return self.width > self.dim
 
     @property
     def share(self) -> float:
-        """Return by how much terms of rows count."""
+        """Return the weight of rows' terms: all rows over those of a minibatch."""
         return self.model.rows / self.rows
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of what crosses: one number a particle, row and column of the sum."""
+        """Return the shape (particles, rows, ...) of a client's part of the sum."""
         return (self.num_particles, self.rows, *self.model.shape[1:])
 
     def kind(self, data: SiloData) -> ClientType:
-        """Return the kind of client that holds data of this shape."""
+        """Return the type of the clients that hold data of this shape."""
         return self.kinds[signature(data)]
 
     def guide(self, kind: ClientType, data: SiloData | None = None) -> Guide:
-        """Return the guide of a party's latents; its start may look at the party's data."""
+        """Return the guide of a party's latents; its start may depend on the party's data."""
         spec = self.server_spec if kind is self.server else self.spec
         half: Any = kind.half if data is None else kind.half.given(data)
         return build_resolved(spec, kind.resolved, half)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        """Return the server's first state; ``data`` are shapes of what it holds."""
+        """Return the server's first state; ``data`` has the shapes of its data."""
         key_theta, key_guide = jax.random.split(key)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
         given = self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
@@ -289,13 +307,13 @@ class Vertical:
         return self._server_state(key_guide, own, identity((dim,)))
 
     def server_at(self, key: Array, theta: dict[str, Any], start: Start) -> ServerState:
-        """Return the server's state where a run begins."""
+        """Return the server's state at the start of a run."""
         return self._server_state(key, *self._initial_params(key, self.server, theta, start))
 
     def _initial_params(
         self, key: Array, kind: ClientType, theta: dict[str, Any], start: Start
     ) -> tuple[PartyParams, Gaussian]:
-        """Return a party's parameters where a run begins, with a standard normal in a frame."""
+        """Return a party's first parameters, a standard normal in a frame, and the frame."""
         guide = self.guide(kind).globals
         eta = guide.init(key, jnp.zeros_like(start.z), 1.0)
         return PartyParams(start.coupling, eta, theta), guide.frame(start.z, start.root)
@@ -312,18 +330,21 @@ class Vertical:
         )
 
     def zero_start(self, kind: ClientType) -> Start:
-        """Return a start of the right shapes, before there is one."""
+        """Return a placeholder with the shapes of a start."""
         dim = kind.half.dim
         coupling = jnp.zeros((dim, self.rank)) if self.rank else None
         return Start(jnp.zeros(dim), jnp.eye(dim), coupling)
 
     def random_coupling(self, key: Array, dim: int) -> Array | None:
-        """Return a little of the shared noise: with none at all its gradient would be zero."""
+        """Return a small random share (dim, rank) in the shared noise.
+
+        At zero the gradient would be zero as well, and parties would stay independent.
+        """
         return COUPLING_SD * jax.random.normal(key, (dim, self.rank)) if self.rank else None
 
     @property
     def sharing(self) -> GlobalGuide[Array]:
-        """Return the guide of the noise that parties share."""
+        """Return the guide of the shared noise."""
         return shared_guide(self.rank)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
@@ -342,7 +363,7 @@ class Vertical:
     def client_at(
         self, key: Array, data: SiloData, theta: dict[str, Any], start: Start, centre: Array
     ) -> ClientState:
-        """Return a client's state where a run begins; ``centre`` is its predictor there."""
+        """Return a client's state at the start of a run; ``centre`` is its predictor there."""
         kind = self.kind(data)
         own, frame = self._initial_params(key, kind, theta, start)
         centre_or_zero = (
@@ -369,14 +390,14 @@ class Vertical:
         )
 
     def coupling_of(self, kind: ClientType, own: PartyParams) -> Array | None:
-        """Return what of the shared noise enters a party's guide (dim, rank), or None."""
+        """Return the coefficients (dim, rank) of the shared noise in a party's guide, or None."""
         V = own.coupling
         if V is None or not self.from_start:
             return V
         return coupling.from_frame_units(self.guide(kind).globals, own.guide, V)
 
     def server_noise(self, key: Array) -> ServerNoise:
-        """Return the noise of the server's latents and of what is shared, and the round's rows."""
+        """Return the noise of a round: of the server's latents, the shared one, and its rows."""
         key_draw, key_rows = jax.random.split(key)
         eps = self.guide(self.server).globals.noise(key_draw, self.num_particles)
         xi: Array | None = None
@@ -402,7 +423,7 @@ class Vertical:
         return eps, jax.random.normal(key_z, self.shape)
 
     def server_draws(self, key: Array, n: int) -> tuple[Array, Array | None]:
-        """Return noise for ``n`` draws of the server's latents, and of what is shared."""
+        """Return noise for ``n`` draws of the server's latents, and of the shared noise."""
         own = self.guide(self.server).globals.noise(key, n)
         return own, self.sharing.noise(jax.random.fold_in(key, 1), n) if self.rank else None
 
@@ -411,24 +432,24 @@ class Vertical:
         return jax.random.normal(key, (n, *state.noise[0].shape[1:]))
 
     def noise_of(self, key: Array, state: ClientState) -> tuple[Array, Array | None]:
-        """Return new noise of the shapes of what a client's state holds, which are normals."""
+        """Return new standard normals with the shapes of the noise in a client's state."""
         key_draw, key_z = jax.random.split(key)
         eps, tau = state.noise
         new = jax.random.normal(key_draw, eps.shape)
         return new, None if tau is None else jax.random.normal(key_z, tau.shape)
 
     def private_params(self, state: ClientState) -> Private:
-        """Return a client's parameters, without guides, for which its data would be needed."""
+        """Return a client's parameters, without its guides, which only its data would give."""
         return Private(state.params.own.theta, {})
 
     def take_rows(self, data: SiloData, rows: Array | None) -> SiloData:
-        """Return the rows that take part."""
+        """Return the data of the round's rows."""
         return data if rows is None else self.model.take(data, rows)
 
     def draw(
         self, params: ClientParams, xi: Array | None, state: ClientState, data: SiloData
     ) -> ClientDraw:
-        """Return what a client draws with its pending noise, and the shared one."""
+        """Return a client's draws, from the noise in its state and the shared noise ``xi``."""
         kind, data_here = self.kind(data), self.take_rows(data, state.rows)
         guide = self.guide(kind).globals
         psi, row_info = params.auxiliary, self.row_info(state, data_here)
@@ -452,7 +473,7 @@ class Vertical:
     def bound_at_fixed_part(
         self, own: PartyParams, eps: Array, part: Array, state: ClientState, data: SiloData
     ) -> Array:
-        """Return a client's own term where its auxiliary variables stay at ``part``."""
+        """Return a client's term of the bound, with its auxiliary variables fixed at ``part``."""
         kind, data_here = self.kind(data), self.take_rows(data, state.rows)
         guide = self.guide(kind).globals
 
@@ -468,21 +489,21 @@ class Vertical:
         return dist.Normal(g, self.rho).log_prob(part).sum()
 
     def row_info(self, state: ClientState, data: SiloData) -> RowInfo:
-        """Return what a client knows of the round's rows, for the auxiliary variables' guide."""
+        """Return the inputs of the auxiliary variables' guide for the round's rows."""
         centre = state.centre
         if state.rows is not None and centre.ndim:
             centre = centre[state.rows]
         return RowInfo(centre, self.response(data))
 
     def response(self, data: SiloData) -> Array:
-        """Return what clients know of the response (rows, k)."""
+        """Return the columns (rows, k) of the response that clients have; k may be 0."""
         shared = data.kwargs.get("shared") or {}
         known = [shared[n] for n in self.model.response if n in shared]
         columns = [y.reshape(len(y), -1) for y in known if jnp.shape(y)[:1] == (self.rows,)]
         return jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1)
 
     def ascend(self, state: State, part: str, gradient: PartyParams | GuideParams) -> State:
-        """Take one step of a party up the bound, on a part of its parameters."""
+        """Take one step up the bound on one field of a party's parameters."""
         before = getattr(state.params, part)
         after, opt_state = ascend(self.optim, gradient, state.opt_state[part], before)
         return state._replace(
@@ -491,8 +512,10 @@ class Vertical:
         )
 
     def done(self, state: ServerState) -> Array:
-        """Return whether the bound and all parties' own guides have come to rest; those of
-        auxiliary variables apart, of which the bound alone tells.
+        """Return whether the bound and all parties' guides of their latents have converged.
+
+        Guides of auxiliary variables are not checked: one for each row, they are known by the
+        bound alone.
         """
         return convergence.settled(state.course) & (state.resting == len(self.model.clients))
 
@@ -512,7 +535,7 @@ class Vertical:
         return Party(own.theta, guide, state.frame)
 
     def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:
-        """Return a party's guides for a user to look at; ``data`` is None at the server."""
+        """Return a party's guides in units of its latents; ``data`` is None at the server."""
         kind = self.server if data is None else self.kind(data)
         guide, latents = self.guide(kind).globals, party.guide["latents"]
         return {**party.guide, "latents": guide.in_z(party.frame, latents)}

@@ -1,22 +1,25 @@
-r"""From the mode to a run: the curvature of each party, and how parties depend on each other.
+r"""The start of a vertical run: each party's curvature, and the dependence between parties.
 
-In coordinates in which each party's own curvature is one, that of the joint density is
+In coordinates in which each party's own curvature is one, the curvature of the joint density is
 
 .. math::
     P = \sum_p T_p' (-\nabla^2 \log p_p) T_p
     + \Big(\sum_p J_p T_p\Big)' \mathrm{diag}(h) \Big(\sum_p J_p T_p\Big),
 
-``T_p`` a root of the party's own covariance and ``J_p`` the Jacobian of its predictor. Directions
-of little curvature are those in which parties make up for each other. They are found as a locally
-optimal block method does (Knyazev 2001): every party holds its rows of a random basis and sends how
-its predictor changes along it, summed up over parties; the server, which sees sums alone, solves
-the small problem and says how to combine the basis; where that does not hold all directions,
-residuals become its other half, and for these the server says how the slope of the likelihood
-changes along each direction: a client can tell from it which columns the others' predictors span.
+with ``T_p`` a root of the party's own covariance and ``J_p`` the Jacobian of its predictor. Along
+directions of small curvature, changes of one party are compensated by others. They are found by a
+locally optimal block method (Knyazev 2001):
 
-With eigenvalues :math:`\lambda` and vectors ``U``, all parties' covariance is
-:math:`\tau T (I + V V') T'`, :math:`V = U\, \mathrm{diag}(\sqrt{1 / (\tau \lambda) - 1})`:
-``tau`` is one over the largest eigenvalue where all are known, and one otherwise.
+1. every party holds its rows of a random basis, and sends the change of its predictor along each
+   basis vector; the server receives the sum over parties;
+2. the server solves the small eigenvalue problem, and sends the combinations of the basis;
+3. where the basis does not span all directions, residuals become its other half. For these the
+   server sends the change of the likelihood's slope along each direction. A client can infer from
+   it which columns the others' predictors span.
+
+With eigenvalues :math:`\lambda` and eigenvectors ``U``, the joint covariance is
+:math:`\tau T (I + V V') T'` with :math:`V = U\, \mathrm{diag}(\sqrt{1 / (\tau \lambda) - 1})`.
+``tau`` is one over the largest eigenvalue if all are known, and one otherwise.
 """
 
 from __future__ import annotations
@@ -48,23 +51,27 @@ from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
-COMPLETE, OTHERWISE = 3, 10  # times that the basis is looked at: if it holds all directions, if not
-PARALLEL = 1e-5  # of a combination of the basis, relative: there is nothing of it
+# Exchanges for the basis: if it spans all directions, and if not. A complete basis needs one, and
+# two more refine the Rayleigh quotients; the block method converges over several.
+COMPLETE, OTHERWISE = 3, 10
+PARALLEL = 1e-5  # relative Gram eigenvalue below which basis vectors count as dependent
 SPREAD = "spread"  # the name of the exchange
 SPARE = 5  # columns of a basis beyond all directions: square random ones may be nearly singular
 
 
 class Down(NamedTuple):
-    """A message of the server on its point, and on the basis."""
+    """A message of the server: the slope at the best point, and its findings on the basis."""
 
     slope: SlopeMessage
     ritz: RitzValues
 
 
 class Along(NamedTuple):
-    """A client's message on its basis: how its predictor changes along it (width, rows, ...), the
-    products of its rows and its own curvature (width, width), its own slope (width,), and the
-    products with its rows of the anchor (width, rank).
+    """A client's message on its basis vectors.
+
+    ``predictor`` (width, rows, ...) is the change of its predictor along each. ``gram`` and ``own``
+    (width, width) are the products of its rows, and its own curvature. ``slope`` (width,) is its
+    own slope, and ``anchor`` (width, rank) the products with its rows of the anchor.
     """
 
     predictor: Array
@@ -75,8 +82,10 @@ class Along(NamedTuple):
 
 
 class CouplingInGuide(NamedTuple):
-    """A message of the server where a run begins: its point, how to combine the basis into what
-    parties share (width, rank), and ``tau``.
+    """A message of the server at the start of a run.
+
+    It has the slope at the best point, ``combine`` (width, rank), which makes the shares in the
+    shared noise of the basis, and ``tau``.
     """
 
     slope: SlopeMessage
@@ -85,20 +94,23 @@ class CouplingInGuide(NamedTuple):
 
 
 def width_of(dim: int, rank: int, most: int) -> int:
-    """Return the width of the basis, at most ``most``: for all directions, or twice the rank."""
+    """Return the width of the basis: for all directions or twice the rank, at most ``most``."""
     return min(dim + SPARE, max(2 * rank, 1), most)
 
 
 def num_looks(v: Vertical) -> int:
-    """Return how often parties are asked how they depend on each other."""
+    """Return the number of exchanges for the dependence between parties."""
     return COMPLETE if v.complete else OTHERWISE
 
 
 def spread(v: Vertical) -> Round:
-    """Return the round, on the states of the search."""
+    """Return the round that improves the basis, on the states of the search."""
 
     def next_basis(basis: Array, ritz: RitzValues, rows: Callable[[Array], Array]) -> Array:
-        """Return the next basis; ``rows`` are the party's of ``P`` times a basis."""
+        """Return a party's rows of the next basis.
+
+        ``rows`` gives the party's rows of ``P`` times a basis.
+        """
         new = basis @ ritz.combine
         if not v.complete:
             half = v.width // 2
@@ -141,7 +153,7 @@ def spread(v: Vertical) -> Round:
         slopes = jax.grad(log_p, (0, 1))
 
         def change(by_z: Array, by_total: Array) -> tuple[Array, Array]:
-            """Return minus the change of both slopes, along a direction."""
+            """Return minus the change of both slopes along a direction."""
             ritz_after = jax.jvp(slopes, (state.z, state.total), (by_z, by_total))[1]
             return jax.tree.map(jnp.negative, ritz_after)
 
@@ -178,7 +190,7 @@ def spread(v: Vertical) -> Round:
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """The way from the states of the search to those of a run, in one round."""
+    """The round that leads from the states of the search to those of a run."""
 
     vertical: Vertical
 
@@ -194,7 +206,7 @@ class Beginning:
         return "begin at the mode" if self.vertical.width else "begin at zero"
 
     def coupling_and_tau(self, state: Server) -> tuple[Array | None, Array]:
-        """Return how to combine the basis, and ``tau``."""
+        """Return the combination (width, rank) of the basis, or None, and ``tau``."""
         v = self.vertical
         if not (v.rank and v.width):
             return None, jnp.ones(())
@@ -202,15 +214,16 @@ class Beginning:
         all_known = v.complete and v.rank >= v.dim - 1
         tau = 1 / curvatures.max() if all_known else jnp.ones(())
         size = jnp.sqrt(jnp.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
-        # Of all rotations of the shared noise the one that brings V next to the anchor: directions
-        # of about the same curvature are as rounding has it, and what comes of them is not.
+        # The shared noise may be rotated without changing the guide. This rotation brings V close
+        # to the anchor (a Procrustes problem): eigenvectors of nearly equal eigenvalues depend on
+        # rounding, and without it so would the draws.
         left, _, right = linalg.svd(size[:, None] * state.spread.angles)
         return state.spread.ritz.combine[:, : v.rank] * size @ (left @ right), tau
 
     def start(
         self, z: Array, root: Array, basis: Array, combine: Array | None, tau: Array, key: Array
     ) -> Start:
-        """Return where a party's guide begins."""
+        """Return the start of a party's guide."""
         v = self.vertical
         if not v.rank:
             return Start(z, root)
@@ -227,7 +240,7 @@ class Beginning:
         return Reply((), all_finite(after)), after
 
     def run(self, state: Server, noise: Array, ask: Ask) -> tuple[ServerState, Info]:
-        """Say where clients begin, and begin there."""
+        """Send the start to clients, and return the server's own first state."""
         v, (combine, tau) = self.vertical, self.coupling_and_tau(state)
         ask(self.name, CouplingInGuide(slope_message(state), combine, tau))
 
@@ -242,27 +255,30 @@ class Beginning:
 
 
 def _positive(curvatures: Array) -> Array:
-    """Return the sizes of curvatures, none so small that one may not divide by it."""
+    """Return absolute curvatures, at least eps, so that they can be divided by."""
     return jnp.maximum(jnp.abs(curvatures), jnp.finfo(curvatures.dtype).eps)
 
 
 def _products(a: Array, b: Array) -> Array:
-    """Return the inner products of all pairs along the first axis."""
+    """Return the inner products (n, m) of all pairs of ``a`` (n, ...) and ``b`` (m, ...)."""
     return a.reshape(len(a), -1) @ b.reshape(len(b), -1).T
 
 
 def _directions(gram: Array, curvature: Array) -> tuple[Array, Array]:
-    """Return combinations of a basis that are orthonormal and have no curvature in common, with
-    their curvatures, smallest first; columns are zero where the basis holds no more directions.
+    """Return the Ritz vectors of a basis, as combinations (width, width), and their curvatures.
+
+    They are orthonormal, smallest curvature first. Columns beyond the rank of the basis are zero,
+    with a curvature of one.
     """
     unit, values, vectors = Curvature.of(gram)
     independent = values > PARALLEL * values.max()
     whiten = vectors / unit[:, None] * jnp.where(independent, jax.lax.rsqrt(values), 0.0)
     projected = whiten.T @ curvature @ whiten
+    # Dependent basis vectors get a curvature above all real ones, so that eigh sorts them last.
     last = 10 * (1 + jnp.abs(projected).max())
     projected = 0.5 * (projected + projected.T) + jnp.diag(jnp.where(independent, 0.0, last))
     curvatures, rotation = linalg.eigh(projected)
     combine, known = whiten @ rotation, curvatures < 0.9 * last
-    # Rayleigh quotients: small ones are more exact than those of eigh, once the basis is good.
+    # Rayleigh quotients: eigh's small eigenvalues have the rounding errors of the largest.
     size = jnp.where(known, ((gram @ combine) * combine).sum(0), 1.0)
     return combine, jnp.where(known, ((curvature @ combine) * combine).sum(0) / size, 1.0)

@@ -1,4 +1,4 @@
-"""Slopes and curvatures of a party's log density, and what is made of them."""
+"""Slopes and curvatures of a party's log density, Newton steps and modes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from jax import Array
 from numpyro_fed.gaussian import Curvature
 
 Function = Callable[[Array], Array]
-LEAST = 1e-6  # of a curvature, relative
+LEAST = 1e-6  # least curvature of a direction, as a share of the largest
+# Newton steps, and the shares of a step that are tried side by side. The number of steps is fixed:
+# a party's own problem is small, and a loop of fixed length needs no test.
 NEWTON_STEPS, SHARES = 30, tuple(2.0**-i for i in range(12))
 
 
 class Local(NamedTuple):
-    """A client's log density around a point, that of the rows with fixed slope and curvature."""
+    """A client's second-order expansion of the log density at a point.
+
+    The rows' part has the slope and curvature that the server sent. ``own_slope`` and
+    ``own_hessian`` are those of the client's own part.
+    """
 
     slope: Array
     curvature: Array
@@ -28,7 +34,7 @@ class Local(NamedTuple):
     def at(
         cls, predict: Function, own: Function, z: Array, slope: Array, curvature: Array
     ) -> Local:
-        """Return the log density around ``z``, by a Jacobian and derivatives of the own part."""
+        """Return the expansion at ``z`` (dim,), by the predictor's Jacobian (Gauss-Newton)."""
         J = jax.jacfwd(predict)(z).reshape(slope.size, z.size)
         own_slope, own_hessian = jax.grad(own)(z), jax.hessian(own)(z)
         rows = J.T @ (jnp.ravel(curvature)[:, None] * J)
@@ -44,7 +50,7 @@ class Local(NamedTuple):
 
 
 def at_point(log_density: Function, z: Array) -> tuple[Array, Array]:
-    """Return slope and curvature of a log density at a point."""
+    """Return slope (dim,) and curvature (dim, dim) of a log density at a point."""
     if not z.size:
         return jnp.zeros(0), jnp.zeros((0, 0))
     return jax.grad(log_density)(z), -jax.hessian(log_density)(z)
@@ -56,12 +62,12 @@ def newton_step(curvature: Array, slope: Array) -> Array:
 
 
 def root_of(curvature: Array) -> Array:
-    """Return a lower triangular root of the inverse."""
+    """Return a lower triangular root (dim, dim) of the inverse curvature."""
     return Curvature.of(curvature).positive(LEAST).root_of_inverse()
 
 
 def mode_of(log_density: Function, z: Array) -> Array:
-    """Return where a party's log density is highest, by the best shares of Newton steps."""
+    """Return the mode (dim,) of a party's log density, by Newton steps with a line search."""
     if not z.size:
         return z
     shares = jnp.asarray(SHARES)
@@ -78,7 +84,10 @@ def mode_of(log_density: Function, z: Array) -> Array:
 
 
 def diagonal_curvature(fn: Function, total: Array) -> Array:
-    """Return minus the diagonal of the Hessian, none of it negative, for rows that stand alone."""
+    """Return minus the diagonal of the Hessian in the sum, at least zero, with the sum's shape.
+
+    Rows must not interact: one product with the Hessian then gives a whole column of the sum.
+    """
     columns = total.reshape(len(total), -1)
 
     def slope(columns: Array) -> Array:

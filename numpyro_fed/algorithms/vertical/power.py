@@ -1,13 +1,16 @@
 r"""Algorithm 2 of Hassan, Sutton, Mira and Mengersen 2024 (arXiv 2405.04043): power likelihoods.
 
-The likelihood at client ``j`` sees :math:`g_j + \sum_{k \ne j} z_k`, to the power :math:`1/J`.
-Clients send their :math:`z_j`; the server sends their sum and draws of its own latents; clients
-answer with their term and its gradient with respect to that argument, :math:`v_j`; the server sends
-the sum of these, from which client ``j`` has :math:`\sum_{k \ne j} v_k`, the gradient with respect
-to its :math:`z_j` (equations 14 to 17).
+The likelihood at client ``j`` has the argument :math:`g_j + \sum_{k \ne j} z_k`, and the power
+:math:`1/J`. In each round
 
-The paper sends all :math:`z_j` and a gradient for each of them; since a likelihood sees others'
-auxiliary variables through their sum alone, sums are enough in both exchanges.
+1. clients send their :math:`z_j`;
+2. the server sends the sum of these, and draws of its own latents;
+3. clients reply with their term and its gradient :math:`v_j` with respect to the argument;
+4. the server sends the sum of these. Client ``j`` subtracts its own and has
+   :math:`\sum_{k \ne j} v_k`, the gradient with respect to its :math:`z_j` (equations 14 to 17).
+
+The paper sends all :math:`z_j`, and a gradient for each of them. A likelihood depends on the others'
+auxiliary variables by their sum alone, so sums are enough in both exchanges.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ LIKELIHOOD = "likelihood"  # the name of the exchange
 
 
 class Down(NamedTuple):
-    """The sum of auxiliary variables, the server's parameters and draws of its latents."""
+    """A message of the server: the sum of auxiliary variables, its parameters and latents."""
 
     total: Array
     theta: dict[str, Any]
@@ -55,8 +58,10 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """A client's term, its gradient with respect to what the likelihood sees, and to the server's
-    parameters and draws.
+    """A client's message: its likelihood term, and gradients of it.
+
+    ``slope`` is the gradient with respect to the likelihood's argument; ``theta`` and ``z`` are
+    those with respect to the server's parameters and draws.
     """
 
     term: Array
@@ -67,7 +72,7 @@ class Up(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Power:
-    """The parts of the algorithm; clients hold the server's arrays as ``shared``.
+    """Algorithm 2 as pure functions; clients hold the server's arrays as ``shared``.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""One exchange in which all parties draw their latents together, each keeping its own draws."""
+"""The exchange in which all parties draw their latents jointly; each keeps its own draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.vertical import PartyModel
 from numpyro_fed.trees import all_finite
 
-AT_ONCE = 64  # draws whose values are computed together
+AT_ONCE = 64  # draws whose values are computed side by side; more of them use more memory
 
 
 def values_at(half: PartyModel, theta: dict[str, Any], z: Array, data: SiloData) -> Sampled:
@@ -37,8 +37,10 @@ def sample_name(n: int) -> str:
 
 
 def sample(v: Vertical, n: int) -> Round:
-    """Return the round from states of a vertical algorithm to :class:`Sampled` at each client
-    and unconstrained draws (n, dim) at the server, who sends the noise that parties share.
+    """Return the round in which all parties draw their latents ``n`` times.
+
+    It leads from states of a vertical algorithm to :class:`Sampled` at each client, and to
+    unconstrained draws (n, dim) at the server. The server sends the shared noise.
     """
 
     def draw_latents(

@@ -1,20 +1,22 @@
-r"""Where a vertical run begins: the mode of all parties' latents, found without sharing columns.
+r"""The search for the mode of all parties' latents, without sharing columns.
 
-Nonlinear conjugate gradients, preconditioned by each party's own Newton step. Every round has two
-exchanges. In the first, clients move along the plane of their last two directions, by two numbers
-that the server says, and send their predictors there and their own log densities, summed up; the
-server accepts a point that is better. In the second the server sends slope and curvature of the log
-likelihood with respect to the sum, :math:`r = \nabla_\eta \log p`,
-:math:`h = -\mathrm{diag}\, \nabla_\eta^2 \log p`; client ``j`` with Jacobian :math:`J_j` has the
-direction
+It is a nonlinear conjugate gradient method, preconditioned by each party's own Newton step. Every
+round has two exchanges.
+
+1. The server sends two numbers, a point in the plane of the last two directions. Clients reply with
+   their predictors and own log densities at the point, which are added up. The server accepts the
+   point if it is better.
+2. The server sends slope and curvature of the log likelihood with respect to the sum,
+   :math:`r = \nabla_\eta \log p` and :math:`h = -\mathrm{diag}\, \nabla_\eta^2 \log p`. Client
+   ``j`` with Jacobian :math:`J_j` computes the direction
 
 .. math::
     d_j = \big(J_j' \mathrm{diag}(h) J_j - \nabla^2 \log p(\theta_j)\big)^{-1}
     \big(J_j' r + \nabla \log p(\theta_j)\big)
 
-and sends how its predictor changes along it and along the last step. From these sums the server
-finds the best point of the plane, which for linear predictors is exact. At the end the inverse of
-that matrix is the covariance from which a client's guide begins.
+and replies with the changes of its predictor along it and along the last step. From the sums of
+these the server finds the best point of the plane, which is exact for linear predictors. At the end
+the inverse of that matrix is the covariance with which a client's guide starts.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite, where
 
-PLANE_STEPS = 10  # of Newton's method in the plane, at the server
+PLANE_STEPS = 10  # of Newton's method in the plane, at the server: two numbers, so they are cheap
 MIN_GAIN = 1e-3, 1e-6  # nats that the plane promises, and share of the log density: the end
 QUIET_ROUNDS = 2  # such rounds in a row
 
@@ -59,8 +61,10 @@ Newton = tuple[Array, Array, Array]  # a point, its height and the damping
 
 
 class Basis(NamedTuple):
-    """A party's ``rows`` (dim, width) of directions of all parties' latents, ``directions`` these
-    in the latents' own units, and as ``anchor`` (dim, rank) the first columns of the first basis.
+    """A party's rows of a basis for directions of all parties' latents.
+
+    ``rows`` is (dim, width). ``directions`` (dim, width) are the same in the latents' own units.
+    ``anchor`` (dim, rank) has the first columns of the first basis, and never changes.
     """
 
     rows: Array
@@ -69,15 +73,17 @@ class Basis(NamedTuple):
 
     @classmethod
     def random(cls, key: Array, dim: int, v: Vertical) -> Basis:
-        """Return the first basis, of which no direction is known."""
+        """Return a random first basis."""
         rows = jax.random.normal(key, (dim, v.width))
         return cls(rows, jnp.zeros_like(rows), rows[:, : v.rank])
 
 
 class Spread(NamedTuple):
-    """What the server knows of the basis: ``turned`` (dim, width) are its rows of the curvature
-    along the directions, ``newton`` (width,) is a step along them, to be tried, and ``angles``
-    (rank, rank) are those of the best directions to the anchor.
+    """The server's findings on the basis, besides those that it sends (``ritz``).
+
+    ``turned`` (dim, width) are its own rows of the curvature times the directions, ``newton``
+    (width,) is a step along them to try, and ``angles`` (rank, rank) are products of the best
+    directions with the anchor.
     """
 
     ritz: RitzValues
@@ -87,7 +93,7 @@ class Spread(NamedTuple):
 
 
 class Server(NamedTuple):
-    """The server's part of the search.
+    """The server's state of the search.
 
     ``z`` is the best point so far. ``direction`` and ``last`` span the plane, and ``ab`` is the
     point in it that is tried next. ``total`` is the sum of all predictors at the best point;
@@ -113,10 +119,12 @@ class Server(NamedTuple):
 
 
 class RitzValues(NamedTuple):
-    """The server's findings of a basis, looked at so many times: how to combine it (width,
-    width), curvatures along what comes of it, smallest first, and minus the change of the slope
-    with respect to the sum along each (width, rows, ...), of which nothing is said where the basis
-    holds all directions; ``gain`` is what a Newton step along them promises.
+    """The server's findings on the basis, which it sends.
+
+    ``looks`` counts exchanges. ``combine`` (width, width) has the combinations of the basis, and
+    ``curvatures`` (width,) the curvatures along them, smallest first. ``pull`` (width, rows, ...) is
+    minus the change of the slope with respect to the sum along each; it is empty if the basis spans
+    all directions. ``gain`` is the predicted gain of a Newton step along them, in nats.
     """
 
     looks: Array
@@ -127,7 +135,7 @@ class RitzValues(NamedTuple):
 
 
 class Client(NamedTuple):
-    """A client's part: the best point, the plane, the point that is being tried, and the basis."""
+    """A client's state of the search: the best point, the plane, the trial step and the basis."""
 
     theta: dict[str, Any]
     pinned: PinnedLatents
@@ -139,21 +147,21 @@ class Client(NamedTuple):
 
 
 class TrialPoint(NamedTuple):
-    """The point to be tried: a place in the plane (2,), and a step along the basis (width,)."""
+    """The point to try: coordinates in the plane (2,), and a step along the basis (width,)."""
 
     ab: Array
     newton: Array
 
 
 class Tried(NamedTuple):
-    """A client's message on a point: its predictor and its own log density."""
+    """A client's message on a trial point: its predictor, and its own log density."""
 
     predictor: Array
     own: Array
 
 
 class SlopeMessage(NamedTuple):
-    """A message of the server on the sum: if the point was better, slope and curvature there."""
+    """A message of the server: whether the trial was accepted, slope and curvature in the sum."""
 
     better: Array
     slope: Array
@@ -161,8 +169,10 @@ class SlopeMessage(NamedTuple):
 
 
 class Along(NamedTuple):
-    """A client's message on its plane: how its predictor changes along both directions (2, rows,
-    ...), slope (2,) and curvature (2, 2) of its own log density.
+    """A client's message on its plane.
+
+    ``predictor`` (2, rows, ...) is the change of its predictor along both directions; ``slope``
+    (2,) and ``curvature`` (2, 2) are those of its own log density.
     """
 
     predictor: Array
@@ -172,7 +182,7 @@ class Along(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VerticalSearch:
-    """The parts of the search.
+    """The search as pure functions.
 
     Attributes
     ----------
@@ -256,7 +266,7 @@ class VerticalSearch:
         return Reply(tried, all_finite(tried)), state._replace(step=step)
 
     def accept_or_reject(self, state: Server, replies: Replies[Tried], data: SiloData) -> Server:
-        """Return the state with the better one of the best point and the one that was tried."""
+        """Return the state after a trial: its best point is the better one of both."""
         total, step = replies.up.predictor, step_of(trial_point(state), state)
         z = state.z + step
 
@@ -289,7 +299,7 @@ class VerticalSearch:
         return Reply(up, all_finite(up)), state._replace(direction=plane[0])
 
     def plan_step(self, state: Server, up: Along, data: SiloData) -> Server:
-        """Return the state with the next place in the plane."""
+        """Return the state with the next point in the plane."""
         log_p = server_density(self.vertical, state, data)
         slope, curvature = at_point(lambda z: log_p(z, state.total), state.z)
         direction = newton_step(curvature, slope)
@@ -301,7 +311,8 @@ class VerticalSearch:
             return log_p(state.z + ab @ plane, total) + own
 
         ab, gain = _maximise_in_plane(at)
-        # A step that made things worse is tried again, at a quarter, where it is not yet small.
+        # After a step that was rejected, a quarter of it is tried: the quadratic model of the plane
+        # was wrong there, and would give the same point again.
         ab = jnp.where(state.better, ab, 0.25 * state.ab)
         no_gain = (gain < MIN_GAIN[0] + MIN_GAIN[1] * jnp.abs(state.value)) & state.better
         quiet = jnp.where(no_gain, state.quiet + 1, 0)
@@ -321,7 +332,7 @@ def trial_point(state: Server) -> TrialPoint:
 
 
 def step_of(down: TrialPoint, state: Server | Client) -> Array:
-    """Return the step from the best point that is to be tried."""
+    """Return a party's own step (dim,) from the best point to the trial point."""
     plane = down.ab[0] * state.direction + down.ab[1] * state.last
     return plane + state.basis.directions @ down.newton
 
@@ -341,7 +352,7 @@ def client_density(
 
 
 def client_functions(v: Vertical, state: Client, data: SiloData) -> tuple[Function, Function]:
-    """Return the same as two functions."""
+    """Return a client's predictor, and its own log density, as two functions of its latents."""
     at = client_density(v, state, data)
     return lambda z: at(z)[0], lambda z: at(z)[1]
 
@@ -358,14 +369,14 @@ def server_density(v: Vertical, state: Server, data: SiloData) -> Callable[[Arra
 
 
 def slope_message(state: Server) -> SlopeMessage:
-    """Return what the server says of its best point."""
+    """Return the server's message on its best point."""
     return SlopeMessage(state.better, state.slope, state.curvature)
 
 
 def _maximise_in_plane(fn: Function) -> tuple[Array, Array]:
-    """Return the highest place near zero of a function of two numbers, and its gain.
+    """Return the maximum (2,) near zero of a function of two numbers, and the gain over zero.
 
-    By damped Newton steps.
+    It is found by damped Newton steps, from the full Newton direction (1, 0) if that is better.
     """
     first = jnp.array([1.0, 0.0])
 

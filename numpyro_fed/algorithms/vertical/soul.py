@@ -1,9 +1,10 @@
-r"""SOUL for vertical models: Langevin draws at clients, auxiliary variables at their mode.
+r"""SOUL for vertical models: Langevin draws at clients, and auxiliary variables at their mode.
 
 Appendix A of Hassan, Sutton, Mira and Mengersen 2024 (arXiv 2405.04043), after De Bortoli et al.
-2021 (*Statistics and Computing* 31): client ``j`` draws :math:`\theta_j` by unadjusted Langevin
-steps from its conditional posterior at the present :math:`z`, and its auxiliary variables go up the
-gradient of the marginal density, by Fisher's identity a mean over draws (equations 19 and 24):
+2021 (*Statistics and Computing* 31). Client ``j`` draws :math:`\theta_j` by unadjusted Langevin
+steps from its posterior given the current :math:`z`. Its auxiliary variables take steps up the
+gradient of the marginal density, which is a mean over draws by Fisher's identity (equations 19 and
+24):
 
 .. math::
     \nabla_{z_j} \log p(y \mid z) = \nabla_{z_j} \log p\Big(y \,\Big|\, \sum_k z_k\Big)
@@ -11,11 +12,11 @@ gradient of the marginal density, by Fisher's identity a mean over draws (equati
 
 in the augmented model. Under the power likelihood the first term is
 :math:`\frac{1}{J} \sum_{k \ne j} \operatorname{E} \nabla \log p(y \mid g_k + \sum_{l \ne k} z_l)`.
-The server's latents and parameters go to their mode as well (A.3). A round is a client's Langevin
-steps and one step of each optimiser.
+The server's latents and parameters take steps to their mode as well (A.3). A round consists of each
+client's Langevin steps, and one step of each optimiser.
 
-The paper sends every :math:`z_j`; sums over clients are enough here, too. Steps are taken in
-coordinates in which a client's curvature under ``rho`` is one.
+The paper sends every :math:`z_j`; sums over clients are enough. Langevin steps are taken in
+coordinates in which a client's curvature under ``rho`` is one, so that one step size fits all.
 """
 
 from __future__ import annotations
@@ -60,23 +61,23 @@ Context = TypeVar("Context")  # what a likelihood sees besides a client's own pr
 
 
 class ServerParams(NamedTuple):
-    """The server's parameters and latents on their way to the mode."""
+    """The server's parameters and latents, which the optimiser moves to their mode."""
 
     theta: dict[str, Any]
     z: Array
 
 
 class ClientParams(NamedTuple):
-    """A client's parameters, and steps of its auxiliary variables in units of ``rho``."""
+    """A client's parameters, and its auxiliary variables' offsets in units of ``rho``."""
 
     private: dict[str, Any]
     steps: Array
 
 
 class ServerState(NamedTuple):
-    """The state that the server keeps.
+    """The state that the server keeps from round to round.
 
-    ``resting`` is how many clients say that their auxiliary variables have come to rest.
+    ``resting`` is the number of clients whose auxiliary variables have converged.
     """
 
     params: ServerParams
@@ -86,11 +87,12 @@ class ServerState(NamedTuple):
 
 
 class ClientState(NamedTuple):
-    """The state that a client keeps.
+    """The state that a client keeps from round to round.
 
-    The auxiliary variables' steps are from the ``centre``. ``position`` (dim,) is the last Langevin
-    draw, in units of ``root``; ``kept`` (kept, dim) are the last draws of rounds, ``number`` counts
-    rounds; ``gradient`` is what the client knows of its parameters' by itself.
+    Offsets of auxiliary variables are measured from ``centre``. ``position`` (dim,) is the last
+    Langevin draw, in units of ``root``. ``kept`` (kept, dim) has the last draws of past rounds, and
+    ``number`` counts rounds. ``gradient`` is the part of the gradient in ``params`` that the client
+    computes by itself, before the server's message.
     """
 
     params: ClientParams
@@ -105,14 +107,14 @@ class ClientState(NamedTuple):
 
 
 class Up(NamedTuple):
-    """A client's message: auxiliary variables (rows, ...), and its own mean log density."""
+    """A client's message: its auxiliary variables (rows, ...), and its own mean log density."""
 
     z: Array
     own: Array
 
 
 class Down(NamedTuple):
-    """The sum of auxiliary variables, and the server's parameters and latents."""
+    """A message of the server: the sum of auxiliary variables, its parameters and latents."""
 
     total: Array
     theta: dict[str, Any]
@@ -120,8 +122,10 @@ class Down(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """A client's message under the power likelihood: its term, and the gradients with respect to
-    what the likelihood sees, and to the server's parameters and latents.
+    """A client's message under the power likelihood: its term, and gradients of it.
+
+    ``by_predictor`` is the gradient with respect to the likelihood's argument; ``theta`` and ``z``
+    are those with respect to the server's parameters and latents.
     """
 
     term: Array
@@ -131,27 +135,27 @@ class Slopes(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """A client's message on its step: whether it has come to rest (0 or 1)."""
+    """A client's message after its step: whether it has converged (0 or 1)."""
 
     resting: Array
 
 
 @dataclass(frozen=True, eq=False)
 class Soul:
-    """A vertical model and how it is drawn from, as pure functions for all parties.
+    """SOUL for a vertical model, as pure functions for all parties.
 
     Attributes
     ----------
     model : VerticalModel
     kinds : dict
-        A client's half by the signature of what it holds.
+        Clients' halves of the model, by the signature of their data.
     rho : float
         Standard deviation of the auxiliary variables.
     optim : optax.GradientTransformation
     num_steps : int
         Langevin steps in a round.
     step_size : float
-        Of a Langevin step, in coordinates in which the curvature is one.
+        The size of a Langevin step, in coordinates in which the curvature is one.
     num_kept : int
         Draws that a client keeps.
     power : bool
@@ -177,7 +181,7 @@ class Soul:
         return self.kinds[signature(data)]
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
-        """Return the server's first state; ``data`` are shapes of what it holds."""
+        """Return the server's first state; ``data`` has the shapes of its data."""
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
         half, total = self.model.server, jnp.zeros(self.model.shape)
         theta = half.init_theta(key, self.model.with_total(zeros, total))
@@ -186,7 +190,7 @@ class Soul:
         return ServerState(params, self.optim.init(params), course, nobody)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
-        """Return a client's first state: at zero, with the curvature that ``rho`` gives there."""
+        """Return a client's first state: at zero, in units of its curvature there."""
         half = self.half(data)
         theta, origin = half.init_theta(key, data), jnp.zeros(half.dim)
 
@@ -214,7 +218,7 @@ class Soul:
         )
 
     def likelihood_curvature(self, centre: Array, data: SiloData) -> Array:
-        """Return the curvature of a client's own likelihood, under the power model."""
+        """Return the curvature (rows, ...) of a client's likelihood under the power model, or 0."""
         if not self.power:
             return jnp.zeros_like(centre)
         server = self.model.server
@@ -269,7 +273,7 @@ class Soul:
         return after, value, by_context
 
     def shared(self, state: ServerState) -> Shared:
-        """Return the server's parameters, and its latents where they are."""
+        """Return the server's parameters, and the current values of its latents."""
         z = state.params.z
         return Shared(state.params.theta, {"z": z}, identity(z.shape))
 
@@ -278,24 +282,22 @@ class Soul:
         return Private(state.params.private, {"draws": state.kept})
 
     def private(self, state: ClientState, data: SiloData) -> Party:
-        """Return the same, without a frame."""
+        """Return the same as :meth:`private_params`, as a :class:`Party` without a frame."""
         return Party(*self.private_params(state)[:2], identity(()))
 
     def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:
-        """Return what a party has in the place of a guide."""
+        """Return a party's draws or latents, which it has in place of a guide."""
         return party.guide
 
     def client_step(self, state: ClientState, slope: Array) -> ClientState:
-        """Take a client's step, given the gradient with respect to its auxiliary variables that it
-        does not know by itself.
-        """
+        """Take a client's step, given the server's part of the gradient in auxiliary variables."""
         gradient = state.gradient._replace(steps=state.gradient.steps + self.rho * slope)
         params, opt_state = ascend(self.optim, gradient, state.opt_state, state.params)
         course = convergence.update(state.course, jnp.zeros(()), params, whitened=False)
         return state._replace(params=params, opt_state=opt_state, course=course)
 
     def done(self, state: ServerState) -> Array:
-        """Return whether all parties' modes have come to rest."""
+        """Return whether all parties' modes have converged."""
         return convergence.settled(state.course) & (state.resting == self.num_clients)
 
     def server_step(self, state: ServerState, gradient: ServerParams, loss: Array) -> ServerState:
@@ -306,7 +308,7 @@ class Soul:
 
 
 def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm[ServerState, ClientState]:
-    """Return the algorithm; ``server_like`` has the shapes of what the server holds."""
+    """Return the algorithm; ``server_like`` has the shapes of the server's data."""
     return FederatedAlgorithm(
         lambda key: v.init_server(key, server_like),
         v.init_client,
@@ -319,7 +321,7 @@ def soul(v: Soul, server_like: SiloData) -> FederatedAlgorithm[ServerState, Clie
 
 
 def _augmented(v: Soul) -> Round:
-    """Return the round in which clients draw, and send their auxiliary variables."""
+    """Return the round of the augmented model: clients draw, and send auxiliary variables."""
 
     def silo(
         noise: Array, down: object, state: ClientState, data: SiloData
@@ -345,7 +347,7 @@ def _augmented(v: Soul) -> Round:
 
 
 def _power(v: Soul) -> Round:
-    """Return the round in which clients show ``z``, draw given the sum, and send slopes."""
+    """Return the round of the power likelihood: clients send ``z``, draw, and send slopes."""
 
     def show(
         noise: object, down: object, state: ClientState, data: SiloData
@@ -364,7 +366,9 @@ def _power(v: Soul) -> Round:
 
         context = down.theta, down.z, down.total - v.auxiliary(state)
         after, own, (theta, z, slope) = v.langevin(noise, state, data, context, likelihood)
-        steps = after.gradient.steps - v.rho * slope  # it is in the sum that comes back
+        # The server's sum will hold this client's own slope, which is no gradient in its own z:
+        # its likelihood depends on the others' z alone. So it is subtracted in advance.
+        steps = after.gradient.steps - v.rho * slope
         after = after._replace(gradient=after.gradient._replace(steps=steps))
         up = Slopes(own, slope, theta, z)
         return Reply(up, all_finite((up, after.gradient, after.position))), after
@@ -393,8 +397,10 @@ def _power(v: Soul) -> Round:
 
 
 def _step_exchange(v: Soul) -> Exchange[ClientState, Array, Stepped]:
-    """Return the exchange of clients' steps: down goes the gradient with respect to the sum, back
-    comes whether they are at rest (0 or 1).
+    """Return the exchange in which clients take their steps.
+
+    The server sends the gradient with respect to the sum; clients reply whether they have converged
+    (0 or 1).
     """
 
     def silo(
@@ -408,9 +414,9 @@ def _step_exchange(v: Soul) -> Exchange[ClientState, Array, Stepped]:
 
 
 def sample(v: Soul, n: int) -> Round:
-    """Return the round in which clients choose ``n`` of the draws that they have kept.
+    """Return the round in which clients choose ``n`` of their kept draws.
 
-    The server's latents are at their mode.
+    All draws of the server's latents are their mode.
     """
 
     def silo_noise(key: Array, state: ClientState) -> Array:
@@ -433,7 +439,10 @@ def sample(v: Soul, n: int) -> Round:
 
 
 def chosen(noise: Array, number: Array | int, num_kept: int) -> Array:
-    """Return places of kept draws, from uniform noise: of the last half of ``number`` rounds."""
+    """Return indices (n,) of kept draws, from uniform noise (n,).
+
+    They are draws of the last half of ``number`` rounds; the first half is burn-in.
+    """
     known = jnp.clip(number - number // 2, 1, num_kept)
     back = jnp.minimum((noise * known).astype(jnp.int32), known - 1)
     return (jnp.maximum(number, 1) - 1 - back) % num_kept

@@ -1,15 +1,15 @@
-r"""One exchange that weighs draws of all parties' latents by the density of the true model.
+r"""The exchange that weighs draws of all parties' latents by the density of the true model.
 
-Every party draws its own latents from its guide; clients send their predictors at these draws,
-summed up, and their own log densities; the server, which alone knows the response, weighs:
+Every party draws its latents from its guide. Clients send their predictors at these draws, which
+are added up, and their own log densities. The server has the response, and computes the weights:
 
 .. math::
     \log w_s = \log p(z^s) + \sum_j \log p(\theta_j^s) - \log q(z^s, \theta^s)
     + \log p\Big(y \,\Big|\, \sum_j g_j(x_j, \theta_j^s), z^s\Big).
 
-No auxiliary variable is in it, so that a fit of the augmented or of the power-likelihood model is
-weighed towards the model as it is written. Of a fifth of the draws, all parties spread theirs
-around the centres of their guides, and all are weighed by the density of the mixture.
+Auxiliary variables do not appear: fits of the augmented or the power-likelihood model are corrected
+towards the model as it is written. A fifth of the draws are wider, by the same factor at all
+parties, and all are weighed by the density of the mixture.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ from numpyro_fed.guides.coupling import CouplingStats
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.trees import all_finite
 
-SCALES = (1.0, 1.5, 3.0)  # of the parts of the mixture, as multiples of the guides
+# Widths of the mixture's parts as multiples of the guides', and their shares of the draws. All
+# latents of all parties are scaled at once, so a factor of 8 in many dimensions would leave the
+# posterior altogether.
+SCALES = (1.0, 1.5, 3.0)
 SHARES = (0.8, 0.1, 0.1)
 
 
 class Up(NamedTuple):
-    """A client's message on each draw: its predictor (draws, rows, ...), its own log density, the
-    log density of its draw under each part of the mixture (draws, parts), and what ties it to other
-    parties, ``b`` (draws, parts, rank).
+    """A client's message on each draw.
+
+    ``predictor`` is (draws, rows, ...) and ``own`` (draws,) its own log density. ``log_q`` (draws,
+    parts) is the log density of its draw under each part of the mixture. ``tie`` has its coupling
+    statistics, with ``b`` (draws, parts, rank).
     """
 
     predictor: Array
@@ -54,15 +59,17 @@ class Up(NamedTuple):
 
 
 class Down(NamedTuple):
-    """The noise that all parties share, (draws, rank), and its centre."""
+    """A message of the server: the shared noise (draws, rank), and its centre (rank,)."""
 
     xi: Array | None
     centre_xi: Array | None
 
 
 class PartyDraws(NamedTuple):
-    """A party's draws (draws, dim), their log density under each part of the mixture (draws,
-    parts), and what ties them to other parties (draws, parts, rank).
+    """A party's draws (draws, dim), and their densities.
+
+    ``log_q`` (draws, parts) is the log density under each part of the mixture; ``b`` (draws, parts,
+    rank) the coupling statistic.
     """
 
     z: Array
@@ -110,9 +117,9 @@ class Weighing:
 
     @cached_property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the scales of the mixture's parts, and of which each draw is (num_draws,).
+        """Return the scales of the mixture's parts, and the part of each draw (num_draws,).
 
-        The guides alone, if the density of some guide is known at its own draws alone.
+        The guides are the only part if the density of some guide is known at its own draws only.
         """
         v, n = self.vertical, self.num_draws
         guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
@@ -130,7 +137,7 @@ class Weighing:
         xi: Array | None,
         centre_xi: Array | None,
     ) -> PartyDraws:
-        """Return a party's draws; ``centre_xi`` is the centre of the shared noise."""
+        """Return a party's draws; ``centre_xi`` (rank,) is the centre of the shared noise."""
         scales, of = self.parts
         guide, frame = self.vertical.guide(kind).globals, party.frame
         eta, V = party.guide["latents"], party.guide.get("coupling")
@@ -172,7 +179,7 @@ class Weighing:
         return Reply(up, jnp.array(True)), drawn.z
 
     def usable(self, up: Up) -> Array:
-        """Return whether a message can be used; far out densities and predictors may overflow."""
+        """Return whether a message can be used; predictors of wide draws may overflow."""
         near = up.predictor[self.parts[1] == 0]
         return ~jnp.isnan(up.own).any() & ~jnp.isnan(near).any() & all_finite((up.log_q, up.tie))
 
@@ -199,7 +206,7 @@ class Weighing:
             ratio = partial(coupling.log_ratio, params["shared"], A=up.tie.A + _products(params))
             log_q += jax.vmap(jax.vmap(ratio))(drawn.b + up.tie.b)
         log_w = log_p + up.own - jax.nn.logsumexp(jnp.log(shares) + log_q, axis=1)
-        # Far from the guides densities may overflow, which gives a draw no weight.
+        # Far from the guides a density may overflow; that draw has no weight.
         log_w = jnp.where((of > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
         evidence = jax.nn.logsumexp(log_w) - jnp.log(self.num_draws)
         fine = ~jnp.isnan(log_w).any() & jnp.isfinite(evidence)
