@@ -1,4 +1,4 @@
-"""Guides as functions of their parameters and explicit noise."""
+"""Guides (variational distributions) as functions of their parameters and explicit noise."""
 
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.structured import MeanField, Structured

@@ -1,4 +1,7 @@
-"""Latents of rows as a function of the rows' own data, the same at all silos."""
+"""Amortised guides: the latents of a row from a network that reads the row's own data.
+
+All silos share the network's parameters.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,16 @@ from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.tracing import TRACING
 from numpyro_fed.trees import Tree
 
-HIDDEN = 64  # units, of a network for rows
-READS_UP_TO = 32  # globals, that the default network reads
-LAST_LAYER_SCALE = 0.1  # of the usual weights of the last layer, so that rows begin alike
-MAX_LOG_SCALE, MIN_LOG_SCALE = 5.0, -10.0  # log scale: draws far out must not overflow
+HIDDEN = 64  # units in each hidden layer of a network for rows
+# Globals, up to which the default network reads them. With more, inputs that say little about a row
+# would outnumber the row's own.
+READS_UP_TO = 32
+# Factor of the last layer's usual weights, so that all rows start with nearly the same guide. At
+# zero the gradient of the layers below would be zero.
+LAST_LAYER_SCALE = 0.1
+# Bounds of a log sd. A network may return anything for an unusual row, and one draw that overflows
+# makes the gradient of all rows NaN.
+MAX_LOG_SCALE, MIN_LOG_SCALE = 5.0, -10.0
 
 Row = Mapping[str, tuple[tuple[int, ...], Any]]  # shape of one row, and dtype, of each array
 
@@ -40,29 +49,30 @@ class Amortised:
         q(z_{L,i} \mid z_G) = N\big(m,\; \mathrm{diag}(e^{2 s})\big), \qquad
         (m, s) = f_\varphi(y_i, z_G),
 
-    in unconstrained space, with :math:`\varphi` a parameter that silos share: what a silo keeps
-    does not grow with its rows. For the auxiliary variables of :class:`numpyro_fed.VFL`, of one
-    client,
+    in unconstrained space, with :math:`\varphi` a parameter that silos share. A silo's own
+    parameters do not grow with its rows. For the auxiliary variables of one client of
+    :class:`numpyro_fed.VFL`,
 
     .. math::
         q(z_{ij} \mid \theta_j)
         = N\big(g_{ij} + \rho\, m(h_{ij}),\; \rho^2 e^{2 s(h_{ij})}\big)
 
-    with :math:`h_{ij}` the predictor and, where clients know the response, that: both on a scale on
-    which large numbers stay small (asinh). At the start ``m = s = 0``, the conditional prior.
+    where :math:`h_{ij}` has the predictor and, if clients know it, the response, both transformed
+    by asinh, which keeps large numbers small. At the start ``m = s = 0``, the conditional prior.
 
     Parameters
     ----------
     hidden : int, optional
-        Units of the hidden layers of the network that is taken where there is no ``encoder``: 64 in
-        two layers for rows, 16 in one for auxiliary variables. It reads all arrays that are as long
-        as the plate, a row's numbers standardised and by asinh, and the globals, unconstrained,
-        where there are at most 32. For that, silos add up what it reads, and its squares, in two
-        more exchanges before the first round.
+        Units of the hidden layers of the default network: 64 in two layers for rows, 16 in one for
+        auxiliary variables. It reads all arrays that are as long as the plate, standardised and
+        transformed by asinh, and the globals, unconstrained, if there are at most 32. To
+        standardise, silos send sums of the inputs, and of their squared deviations, in two
+        exchanges before the first round.
     encoder : equinox.Module, optional
-        ``encoder(row, z_G) -> (loc, log_scale)``, each as long as a row's latents (as
-        ``dim`` of the plate, in the order of their sites). ``row`` holds the arrays of one row by
-        name, ``z_G`` the globals by site, on their supports. Its arrays of floats are learnt.
+        A network of your own, ``encoder(row, z_G) -> (loc, log_scale)``, each as long as a row's
+        latents (``dim`` of the plate, in the order of their sites). ``row`` has the arrays of one
+        row by name, ``z_G`` the globals by site, on their supports. Its arrays of floats are
+        learnt.
 
     References
     ----------
@@ -95,19 +105,19 @@ class Amortised:
 
 @dataclass(frozen=True, eq=False)
 class Encoder(ABC):
-    """The network of one silo plate, as functions of its parameters ``phi``, which silos share.
+    """The network of one silo plate, as functions of its parameters ``phi`` that silos share.
 
     Attributes
     ----------
     plate : str
     fm : FederatedModel
-        The split text, for the globals that the network reads.
+        The model, for the globals that the network reads.
     dim : int
         Latents of a row.
     row : dict
         Shape of one row, and dtype, of each array that the network reads.
     module : equinox.Module
-        Its arrays of floats are learnt.
+        The network. Its arrays of floats are learnt.
     """
 
     plate: str
@@ -116,11 +126,11 @@ class Encoder(ABC):
     row: Row
     module: Any
 
-    standardises: ClassVar[bool] = False  # whether what is read is to be standardised first
+    standardises: ClassVar[bool] = False  # whether its inputs are standardised before the run
 
     @property
     def name(self) -> str:
-        """Return the name of the parameters, among those that silos share."""
+        """Return the name of the network's parameters among the shared parameters."""
         return f"encoder of '{self.plate}'"
 
     @abstractmethod
@@ -131,10 +141,10 @@ class Encoder(ABC):
     def outputs(
         self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
     ) -> tuple[Array, Array]:
-        """Return means and log scales of all rows' latents, (rows, dim) each."""
+        """Return the means and log scales of all rows' latents, (rows, dim) each."""
 
     def features(self, data: SiloData) -> Array:
-        """Return the numbers (rows, width) that are to be standardised, of each row."""
+        """Return the inputs (rows, width) that are to be standardised."""
         raise NotImplementedError(f"{self.name} standardises nothing.")
 
     def eta(
@@ -145,12 +155,12 @@ class Encoder(ABC):
         return {"loc": loc, "log_scale": jnp.clip(log_scale, MIN_LOG_SCALE, MAX_LOG_SCALE)}
 
     def arrays_by_path(self, module: object) -> dict[str, Array]:
-        """Return the learnt arrays of a module of this kind, by their paths."""
+        """Return the learnt arrays of such a module, by their paths."""
         leaves, _ = jax.tree.flatten_with_path(_learnt(module))
         return {jax.tree_util.keystr(path).lstrip("."): a for path, a in leaves}
 
     def apply(self, phi: dict[str, Array], *args: object) -> Any:
-        """Return what the network says, with these parameters."""
+        """Return the network's output with parameters ``phi``."""
         from numpyro.contrib.module import eqx_module
 
         learnt = _learnt(self.module)
@@ -163,9 +173,9 @@ class Encoder(ABC):
 
 @dataclass(frozen=True, eq=False)
 class OwnEncoder(Encoder):
-    """The network that is taken where the user gives none.
+    """The default network.
 
-    It reads a row's numbers, standardised and by asinh, and the first ``reads`` globals.
+    It reads a row's numbers, standardised and transformed by asinh, and ``reads`` globals.
     """
 
     hidden: int
@@ -176,7 +186,7 @@ class OwnEncoder(Encoder):
 
     @property
     def width(self) -> int:
-        """Return how many numbers a row has."""
+        """Return the number of a row's inputs."""
         return sum(math.prod(shape) for shape, _ in self.row.values())
 
     def init(self, key: Array) -> dict[str, Array]:
@@ -191,6 +201,7 @@ class OwnEncoder(Encoder):
     def outputs(
         self, phi: dict[str, Array], theta: dict[str, Any], z_G: Array, data: SiloData
     ) -> tuple[Array, Array]:
+        # Means and sds of the inputs are among the shared parameters, but are not learnt.
         shift, scale = stop_gradient((phi["shift"], phi["scale"]))
         x, read = jnp.arcsinh((self.features(data) - shift) / scale), z_G[: self.reads]
         out = jax.vmap(lambda x: self.apply(phi, jnp.concatenate([x, read])))(x)
@@ -199,7 +210,7 @@ class OwnEncoder(Encoder):
 
 @dataclass(frozen=True, eq=False)
 class GivenEncoder(Encoder):
-    """The user's own network, which is called with a row and the globals on their supports."""
+    """The user's network, which is called with one row and the globals on their supports."""
 
     def init(self, key: Array) -> dict[str, Array]:
         return {name: jnp.asarray(a) for name, a in self.arrays_by_path(self.module).items()}
@@ -212,7 +223,7 @@ class GivenEncoder(Encoder):
         return jax.vmap(lambda row: self.apply(phi, row, values))(rows)
 
     def check(self) -> None:
-        """Refuse outputs that are not means and log scales of a row's latents."""
+        """Raise an error for outputs that are not means and log scales of a row's latents."""
         row = {key: jax.ShapeDtypeStruct(shape, dtype) for key, (shape, dtype) in self.row.items()}
         fm, phi = self.fm, self.init(jax.random.key(0))
 
@@ -240,7 +251,7 @@ class GivenEncoder(Encoder):
 def encoder(
     spec: Amortised, fm: FederatedModel, plate: str, dim: int, row: Row, init_scale: float
 ) -> Encoder:
-    """Return the network of a plate's rows, built as asked for.
+    """Return the network of a plate's rows, as its settings say.
 
     Raises
     ------
@@ -272,7 +283,10 @@ def encoder(
 
 @dataclass(frozen=True)
 class AmortisedLocals(LocalGuide):
-    """Independent normals, of whose parameters a silo keeps the number of rows alone."""
+    """Independent normals whose parameters a network returns; the silo itself keeps none.
+
+    Its ``loc`` is (rows, 0), from which other code reads the number of rows.
+    """
 
     def init(self, loc: Array, width: int) -> GuideParams:
         return {"loc": jnp.zeros((len(loc), 0))}
@@ -282,7 +296,7 @@ class AmortisedLocals(LocalGuide):
 
 
 def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> FederatedModel:
-    """Return the model with the networks' parameters among those that silos share."""
+    """Return the model with the networks' parameters among its shared parameters."""
     if not encoders:
         return fm
 
@@ -302,14 +316,14 @@ def with_encoders(fm: FederatedModel, encoders: Mapping[str, Encoder]) -> Federa
 
 
 def _learnt(module: Tree) -> Tree:
-    """Return a module with its arrays of floats alone."""
+    """Return the module with its arrays of floats only; all other leaves are None."""
     import equinox as eqx
 
     return eqx.filter(module, eqx.is_inexact_array)
 
 
 def _network(inputs: int, dim: int, hidden: int, key: Array) -> Any:
-    """Return two hidden layers, and means and log scales that begin near zero."""
+    """Return a network of two hidden layers whose means and log scales start near zero."""
     import equinox as eqx
 
     net = eqx.nn.MLP(inputs, 2 * dim, hidden, 2, jax.nn.softplus, key=key)

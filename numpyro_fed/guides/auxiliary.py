@@ -17,18 +17,18 @@ from numpyro_fed.errors import GuideError
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.base import GuideParams
 
-HIDDEN = 16  # units, where it is not said
+HIDDEN = 16  # units by default: the network reads one or two numbers of a row
 
 
 class RowInfo(NamedTuple):
-    """A client's knowledge of its rows besides their predictor.
+    """The inputs of the guide besides the predictor.
 
     Attributes
     ----------
     centre : (rows, ...) or ()
-        Around which means are measured: the predictor where a run began.
+        The predictor at the start of the run, from which means are measured.
     response : (rows, k)
-        Without columns where clients do not know it.
+        The response; k is 0 where clients do not know it.
     """
 
     centre: Array
@@ -42,9 +42,9 @@ class AuxiliaryGuide(ABC):
     Attributes
     ----------
     shape : tuple of int
-        Their shape (rows, ...).
+        The shape (rows, ...) of the variables.
     rho : float
-        Their standard deviation given the predictor.
+        The standard deviation of the variables given the predictor.
     centred : bool
         Whether means are measured from a centre.
     """
@@ -59,18 +59,19 @@ class AuxiliaryGuide(ABC):
 
     @abstractmethod
     def take_rows(self, psi: GuideParams, rows: Array) -> GuideParams:
-        """Return the parameters of some rows."""
+        """Return the parameters of the rows with these indices."""
 
     @abstractmethod
     def distribution(self, psi: GuideParams, g: Array, row_info: RowInfo) -> dist.Normal:
-        """Return the distribution for the predictor ``g`` (rows, ...)."""
+        """Return the distribution (rows, ...) given the predictor ``g`` (rows, ...)."""
 
     def draw(
         self, psi: GuideParams, g: Array, row_info: RowInfo, noise: Array
     ) -> tuple[Array, Array]:
-        """Return a draw from standard normals of its shape, and its log density.
+        """Return a draw (rows, ...) from standard normals of its shape, and its log density ().
 
-        The density sticks the landing: its parameters are stopped.
+        Parameters are stopped in the density, so that its gradient sticks the landing (Roeder, Wu
+        and Duvenaud 2017).
         """
         q = self.distribution(psi, g, row_info)
         z = q.loc + q.scale * noise
@@ -79,7 +80,7 @@ class AuxiliaryGuide(ABC):
 
 @dataclass(frozen=True)
 class MeanFieldAuxiliary(AuxiliaryGuide):
-    """A normal for each auxiliary variable, in units of ``rho``."""
+    """A normal for each auxiliary variable, with parameters in units of ``rho``."""
 
     centred: ClassVar[bool] = True
 
@@ -96,7 +97,7 @@ class MeanFieldAuxiliary(AuxiliaryGuide):
 
 @dataclass(frozen=True)
 class AmortisedAuxiliary(AuxiliaryGuide):
-    """One network with one hidden layer for all rows: see :class:`Amortised`."""
+    """One network for all rows, with one hidden layer: see :class:`Amortised`."""
 
     hidden: int
     num_responses: int
@@ -104,7 +105,7 @@ class AmortisedAuxiliary(AuxiliaryGuide):
 
     @property
     def width(self) -> int:
-        """Return how many numbers a row's predictor has."""
+        """Return the number of columns of a row's predictor."""
         return math.prod(self.shape[1:])
 
     def init(self, key: Array) -> GuideParams:
@@ -112,6 +113,8 @@ class AmortisedAuxiliary(AuxiliaryGuide):
         return {
             "first": jax.random.normal(key, (inputs, self.hidden)) * inputs**-0.5,
             "bias": jnp.zeros(self.hidden),
+            # Zero weights in the last layer: the guide starts at the conditional prior. The random
+            # first layer keeps the gradient of these weights from being zero.
             "second": jnp.zeros((self.hidden, outputs)),
             "offset": jnp.zeros(outputs),
         }
@@ -131,7 +134,7 @@ class AmortisedAuxiliary(AuxiliaryGuide):
 def auxiliary_guide(
     spec: str | Amortised, shape: tuple[int, ...], rho: float, num_responses: int
 ) -> AuxiliaryGuide:
-    """Build what was asked for: ``"mean_field"``, ``"amortised"`` or :class:`Amortised`."""
+    """Return the guide that ``spec`` asks for: a word, or an :class:`Amortised`."""
     if spec == "mean_field":
         return MeanFieldAuxiliary(shape, rho)
     if spec == "amortised":

@@ -20,16 +20,17 @@ GuideParams = dict[str, Any]  # eta: arrays by name
 class GlobalGuide(ABC, Generic[Eps]):
     """A guide of the flat vector ``z_G``, as functions of parameters ``eta`` and explicit noise.
 
-    It acts on coordinates ``u`` of a frame, and the frame places these: :mod:`numpyro_fed.frame`.
+    It is a distribution of coordinates ``u``; a frame maps these to ``z_G``
+    (:mod:`numpyro_fed.frame`).
 
     Attributes
     ----------
     dim : int
         Length of ``z_G``.
     density_everywhere : bool
-        Whether the log density is known at any point; of most flows it is at their own draws alone.
+        Whether the log density is known at any point. Most flows know it at their own draws only.
     has_standard_noise : bool
-        Whether noise is one standard normal for each latent, and can be found from a draw.
+        Whether the noise is one standard normal for each latent, and can be computed from a draw.
     """
 
     dim: int
@@ -38,22 +39,22 @@ class GlobalGuide(ABC, Generic[Eps]):
 
     @abstractmethod
     def noise(self, key: Array, n: int) -> Eps:
-        """Return what ``n`` draws take, along a leading axis of every leaf."""
+        """Return the noise of ``n`` draws, along a leading axis of every leaf."""
 
     @abstractmethod
     def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
-        """Return parameters for a start at ``loc`` (dim,), about as wide as ``scale``.
+        """Return parameters for a start at ``loc`` (dim,), with sds of about ``scale``.
 
-        By default as wide as the guide was told to begin.
+        By default these are the guide's own setting.
         """
 
     @abstractmethod
     def draw(self, eta: GuideParams, noise: Eps) -> tuple[Array, Array]:
-        """Return a draw (dim,) from the noise of one, and its log density."""
+        """Return one draw (dim,) from its noise, and the log density () there."""
 
     @abstractmethod
     def centre(self, eta: GuideParams) -> Array:
-        """Return where the guide is centred (dim,); local guides measure the globals from there."""
+        """Return the guide's centre (dim,), from which local guides measure the globals."""
 
     def log_density(self, eta: GuideParams, u: Array) -> Array:
         """Return the log density at any point, where :attr:`density_everywhere`."""
@@ -64,10 +65,10 @@ class GlobalGuide(ABC, Generic[Eps]):
         raise NotImplementedError(f"{type(self).__name__} cannot tell noise from a draw.")
 
     def frame(self, loc: Array, root: Array) -> Gaussian:
-        """Return the frame in which the guide is to work around a normal distribution.
+        """Return the frame in which a normal distribution is standard, as the guide can have it.
 
-        With mean ``loc`` (dim,) and as ``root`` the Cholesky factor of its covariance (dim, dim),
-        or standard deviations (dim,).
+        The distribution has the mean ``loc`` (dim,) and, as ``root``, a Cholesky factor of its
+        covariance (dim, dim), or standard deviations (dim,).
         """
         return Gaussian.of_root(loc, as_matrix(root))
 
@@ -80,25 +81,22 @@ class GlobalGuide(ABC, Generic[Eps]):
         return frame.standardise(z_G)
 
     def in_z(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
-        """Return what there is to say of the guide in ``z_G``, for a user to look at."""
+        """Return the guide's parameters in units of ``z_G``, for users to read."""
         return eta
 
     def draws(
         self, frame: Gaussian, eta: GuideParams, noise: Eps
     ) -> tuple[Coordinates, Array, Array]:
-        """Return draws from the noise of many.
-
-        Their coordinates, ``z_G`` (n, dim) itself, and its log density (n,).
-        """
+        """Return n draws: coordinates (n, dim), ``z_G`` (n, dim), and its log density (n,)."""
         u, log_q = jax.vmap(self.draw, (None, 0))(eta, noise)
         z_G = jax.vmap(self.place, (None, 0))(frame, u)
         return Coordinates(u, self.centre(eta)), z_G, log_q - frame.log_det
 
     def centred_coordinates(self, frame: Gaussian, eta: GuideParams, z_G: Array) -> Coordinates:
-        """Return the coordinates of any ``z_G`` (n, dim), and of the guide's centre."""
+        """Return the coordinates of any ``z_G`` (n, dim), with the guide's centre."""
         u = jax.vmap(self.coordinates, (None, 0))(frame, z_G)
         return Coordinates(u, self.centre(eta))
 
     def density(self, frame: Gaussian, eta: GuideParams, z_G: Array) -> Array:
-        """Return the log density at any ``z_G`` (dim,), where :attr:`density_everywhere`."""
+        """Return the log density () at any ``z_G`` (dim,), where :attr:`density_everywhere`."""
         return self.log_density(eta, self.coordinates(frame, z_G)) - frame.log_det

@@ -1,21 +1,20 @@
-r"""What ties the guides of several parties together: noise that all of them share.
+r"""The coupling of several parties' guides, by noise that all of them share.
 
 Party ``p`` draws :math:`z_p = f_p(u_p)`, where
 
 .. math::
     u_p = \varepsilon_p + V_p \xi, \qquad \xi = s + L \xi_0,
 
-with :math:`\varepsilon_p` and :math:`\xi_0` standard normal: ``xi`` (rank,) is the server's and
-known to all, :math:`V_p` the party's own. With ``xi`` integrated out,
+with :math:`\varepsilon_p` and :math:`\xi_0` standard normal. The server draws ``xi`` (rank,) and
+sends it to all; :math:`V_p` is the party's own. With ``xi`` integrated out,
 
 .. math::
     \log q(z) = \sum_p \log q_p(z_p) + s'b - \tfrac12 s'As
     + \tfrac12 r'(I + L'AL)^{-1} r - \tfrac12 \log |I + L'AL|, \\
     b = \sum_p V_p' u_p, \qquad A = \sum_p V_p' V_p, \qquad r = L'(b - A s),
 
-where :math:`q_p` is the party's own guide, of standard normal :math:`u_p`. So two sums over
-parties, of ``rank`` numbers and of a matrix, are all that is needed to know the density of all
-latents.
+where :math:`q_p` is the party's guide on its own, with :math:`u_p` standard normal. So the joint
+density of all latents needs two sums over parties, of ``rank`` numbers and of a matrix.
 """
 
 from __future__ import annotations
@@ -34,23 +33,24 @@ from numpyro_fed.guides.gaussian import Full
 
 
 class CouplingStats(NamedTuple):
-    """A party's part, or their sum: ``b`` (rank,) of a draw, ``A`` (rank, rank) of its guide."""
+    """A party's terms of ``b`` (rank,), for a draw, and ``A`` (rank, rank), or sums of these."""
 
     b: Array
     A: Array
 
 
 def shared_guide(rank: int) -> GlobalGuide[Array]:
-    """Return the guide of ``xi``; it begins as a standard normal."""
+    """Return the guide of ``xi``, a full Gaussian that starts as a standard normal."""
     return Full(rank, 1.0)
 
 
 def draw(
     guide: GlobalGuide[Array], eta: GuideParams, V: Array | None, noise: Array, xi: Array | None
 ) -> tuple[Array, Array, Array | None]:
-    """Return coordinates of a party's latents, their log density under its own guide, and ``b``.
+    """Return coordinates (dim,) of a party's latents, their log density ``log q_p``, and ``b``.
 
-    Without ``V`` there is no tie. Parameters are stopped in densities and in ``b``.
+    Without ``V`` the party is independent, and ``b`` is None. Parameters are stopped in the density
+    and in ``b``, so that the gradient sticks the landing.
     """
     if V is None or xi is None:
         return *guide.draw(eta, noise), None
@@ -66,20 +66,21 @@ def draw_in(
     noise: Array,
     xi: Array | None,
 ) -> tuple[Array, Array, Array | None]:
-    """Return the same of the latents themselves, which a frame places."""
+    """Return the same with the latents themselves, which the frame gives, and their density."""
     u, log_q, b = draw(guide, eta, V, noise, xi)
     return guide.place(frame, u), log_q - frame.log_det, b
 
 
 def at(guide: GlobalGuide[Array], eta: GuideParams, V: Array, u: Array) -> Array:
-    """Return ``b`` at any point."""
+    """Return the party's term of ``b`` (rank,) at any coordinates ``u`` (dim,)."""
     return V.T @ guide.standard_noise(eta, u)
 
 
 def from_frame_units(guide: GlobalGuide[Array], eta: GuideParams, V: Array) -> Array:
-    """Return what of the shared noise enters a guide's own, where ``V`` is in units of the frame.
+    """Return the coefficients (dim, rank) of the shared noise in a guide's standard noise.
 
-    The guide may change its own spread, and what it shares with others stays.
+    ``V`` is in units of the frame. So the guide may change its own spread without changing the
+    covariance that it has with others.
     """
     centre = guide.draw(eta, jnp.zeros(len(V)))[0]
 
@@ -90,7 +91,7 @@ def from_frame_units(guide: GlobalGuide[Array], eta: GuideParams, V: Array) -> A
 
 
 def log_ratio(shared: GuideParams, b: Array, A: Array) -> Array:
-    """Return the log density of all parties' latents, less that of their guides on their own."""
+    """Return the log density () of all parties' latents, less the sum of their own ``log q_p``."""
     s, rank = shared["loc"], len(b)
     L = Gaussian.from_params(shared).root
     r = L.T @ (b - A @ s)

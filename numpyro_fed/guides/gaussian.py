@@ -17,10 +17,11 @@ from numpyro_fed.guides.base import GlobalGuide, GuideParams
 
 @dataclass(frozen=True)
 class _GaussianGuide(GlobalGuide[Array]):
-    """A Gaussian guide: normals as noise, and a density that sticks the landing.
+    """The base class of Gaussian guides, with standard normals as noise.
 
-    In the ``log_q`` of a draw the parameters are stopped (Roeder, Wu and Duvenaud 2017), which
-    leaves its value alone.
+    In the ``log_q`` of a draw the parameters are stopped, which leaves its value as it is. The
+    gradient then sticks the landing: it has no variance where the guide is exact (Roeder, Wu and
+    Duvenaud 2017).
     """
 
     init_scale: float
@@ -28,7 +29,7 @@ class _GaussianGuide(GlobalGuide[Array]):
     has_standard_noise = True
 
     def at(self, eta: GuideParams, noise: Array) -> Array:
-        """Return the draw (dim,) that this noise makes."""
+        """Return the draw (dim,) from its noise."""
         return Gaussian.from_params(eta).draw(noise)
 
     def noise(self, key: Array, n: int) -> Array:
@@ -81,9 +82,9 @@ class Skewed(_GaussianGuide):
     .. math::
         u = m + T \big(e^{s + D \varepsilon / \sqrt{d - 1}} \odot \varepsilon\big),
 
-    ``T`` unit lower triangular and ``D`` strictly lower triangular: coefficients that spread as a
-    scale does, and effects under theirs. With ``D = 0`` it is :class:`Full`. Its frame has the
-    globals in an ``order`` of their own.
+    ``T`` unit lower triangular and ``D`` strictly lower triangular. It fits coefficients whose
+    spread grows with a scale, and effects under a scale. With ``D = 0`` it is :class:`Full`. Its
+    frame has the globals in an ``order`` of its own, with scales before their effects.
     """
 
     order: tuple[int, ...]
@@ -107,6 +108,8 @@ class Skewed(_GaussianGuide):
         return {**found, "loc": self.place(frame, eta["loc"])}
 
     def _coupling(self, eta: GuideParams) -> Array:
+        # Adam moves each entry by as much. Without this factor the log scale of the last coordinate
+        # would move by the sum of all its entries' steps.
         share = max(self.dim - 1, 1) ** -0.5
         return share * jnp.tril(eta["scale_coupling"], -1)
 
@@ -120,7 +123,10 @@ class Skewed(_GaussianGuide):
         return q._replace(log_scale=q.log_scale + self._coupling(eta) @ noise).draw(noise)
 
     def _inverted(self, eta: GuideParams, u: Array) -> tuple[Array, Array]:
-        """Return the noise of which ``u`` is the draw, and the log-scales given it."""
+        """Return the noise (dim,) whose draw is ``u``, and the log-scales (dim,) given it.
+
+        A log-scale depends on the noise before it alone, so the noise is found from first to last.
+        """
         q, D = Gaussian.from_params(eta), self._coupling(eta)
         residual = q._replace(log_scale=jnp.zeros(self.dim)).standardise(u)
 
@@ -140,7 +146,11 @@ class Skewed(_GaussianGuide):
         return standard_normal(noise).sum() - log_scales.sum()
 
     def draw(self, eta: GuideParams, noise: Array) -> tuple[Array, Array]:
-        """Stick the landing: the noise as a function of ``u`` alone, by its derivative there."""
+        """Return a draw (dim,), and its log density, whose gradient sticks the landing.
+
+        The density needs the noise as a function of ``u`` with parameters stopped. Its value is
+        known, and its derivative is the inverse of the draw's: no loop over coordinates is needed.
+        """
         u, fixed = self.at(eta, noise), stop_gradient(eta)
         D, T = self._coupling(fixed), unit_lower(fixed["below"], self.dim)
         scale = jnp.exp(fixed["log_scale"] + D @ noise)
@@ -155,13 +165,15 @@ class LowRank(_GaussianGuide):
 
     rank: int
     has_standard_noise = False
-    standard_noise = GlobalGuide.standard_noise  # which refuses
+    # More noise than latents: the noise of a draw cannot be computed from it. This one raises.
+    standard_noise = GlobalGuide.standard_noise
 
     def noise(self, key: Array, n: int) -> Array:
         return jax.random.normal(key, (n, self.dim + self.rank))
 
     def init(self, key: Array, loc: Array, scale: float | None = None) -> GuideParams:
         first = super().init(key, loc, scale)
+        # At a factor of zero its gradient is zero as well.
         factor = 0.1 * jax.random.normal(key, (self.dim, self.rank))
         return {**first, "factor": jnp.exp(first["log_scale"])[:, None] * factor}
 
@@ -170,7 +182,7 @@ class LowRank(_GaussianGuide):
         return eta["loc"] + jnp.exp(eta["log_scale"]) * independent + eta["factor"] @ shared
 
     def log_density(self, eta: GuideParams, u: Array) -> Array:
-        """Return it by Woodbury's formula, with :math:`L L' = I + W' e^{-2 s} W`."""
+        """Return the log density by Woodbury's formula, with :math:`L L' = I + W' e^{-2 s} W`."""
         scale = jnp.exp(eta["log_scale"])
         residual, W = (u - eta["loc"]) / scale, eta["factor"] / scale[:, None]
         L = linalg.cholesky(jnp.eye(self.rank) + W.T @ W)
@@ -186,9 +198,10 @@ class LowRank(_GaussianGuide):
 
 
 def _conditional_log_scale(root: Array) -> Array:
-    """Return log standard deviations of each coordinate given all others.
+    """Return log standard deviations (dim,) of each coordinate given all others.
 
-    ``root`` is a Cholesky factor of the covariance, or these standard deviations themselves.
+    ``root`` is a Cholesky factor of the covariance, or these standard deviations themselves. The
+    best independent normals under KL have these, not the marginal ones.
     """
     if root.ndim == 1:
         return jnp.log(root)

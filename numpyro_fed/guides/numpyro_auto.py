@@ -1,4 +1,4 @@
-"""NumPyro's own autoguides, for the globals."""
+"""NumPyro's autoguides as guides of the globals."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from numpyro_fed.tracing import TRACING
 
 
 def from_autoguide(guide: AutoGuide, dim: int) -> GlobalGuide[Array]:
-    """Use a NumPyro autoguide as the guide of the flat vector ``z_G``.
+    """Return a NumPyro autoguide as a guide of the flat vector ``z_G``.
 
     Parameters
     ----------
     guide : AutoGuide
         ``AutoNormal``, or any ``AutoContinuous`` with a base distribution and a transform: the
-        diagonal, multivariate and low-rank normals, IAF and BNAF. Its settings are kept; the
-        model that it was built with is not used, since it sees the globals alone.
+        diagonal, multivariate and low-rank normals, IAF and BNAF. Its settings are kept. The model
+        that it was built with is not used: it is set up for the globals alone.
     dim : int
         Number of unconstrained global latents.
 
     Raises
     ------
     GuideError
-        For every other kind, by name.
+        For all other autoguides.
     """
     kind = type(guide).__name__
     if isinstance(guide, AutoNormal):
@@ -73,7 +73,7 @@ class AutoFlow(GlobalGuide[Array]):
     guide: AutoContinuous
 
     def _at(self, loc: Array) -> AutoContinuous:
-        """Return the autoguide set up to start at ``loc``."""
+        """Return a copy of the autoguide, set up for ``z_G`` and to start at ``loc`` (dim,)."""
 
         def globals_alone() -> None:
             numpyro.sample("z_G", dist.Normal(0, 1).expand([self.dim]).to_event(1))
@@ -96,7 +96,7 @@ class AutoFlow(GlobalGuide[Array]):
 
     @cached_property
     def _bijections(self) -> dict[str, Transform]:
-        """Return the map from unconstrained space to each parameter's support."""
+        """Return the bijection from unconstrained space to the support of each parameter."""
         sites = _params_of(self._auto, 0)
         real = constraints.real
         return {n: biject_to(s["kwargs"].get("constraint", real)) for n, s in sites.items()}

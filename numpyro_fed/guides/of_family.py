@@ -1,4 +1,4 @@
-"""An exponential family as the guide of the globals."""
+"""An exponential family as a guide of the globals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from numpyro_fed.guides.base import GlobalGuide
 
 @dataclass(frozen=True)
 class FamilyGuide(GlobalGuide[Eps]):
-    """A guide whose parameters are natural ones: PVI finds them, and no optimiser moves them.
+    """A guide with natural parameters, which PVI computes; no optimiser changes them.
 
-    They are those of ``z_G`` itself: the frame is for silos' own guides alone.
+    They are those of ``z_G`` itself: only the silos' local guides use the frame.
     """
 
     family: Family[Eps]

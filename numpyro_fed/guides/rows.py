@@ -1,4 +1,4 @@
-"""Gaussian guides for the latents of rows, given what stands above the rows."""
+"""Gaussian guides for the latents of rows, given the globals and the latents above the rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from numpyro_fed.guides.base import GuideParams
 class LocalGuide:
     r"""A conditional Gaussian guide for the rows of one silo plate.
 
-    For row ``i``, with ``a`` what stands above the rows (globals and latents of outer plates,
-    measured from the centres of their guides),
+    For row ``i``, with ``a`` the globals and the latents of outer plates above the row, measured
+    from the centres of their guides,
 
     .. math::
         q(z_i \mid a) = N\big(m_i + C_i a,\; T_i\, \mathrm{diag}(e^{2(s_i + D_i a)})\, T_i'\big).
@@ -31,7 +31,7 @@ class LocalGuide:
         Independent latents; a full covariance within each row; or one full covariance over all
         rows of the plate at a silo, for plates of few rows.
     couple_mean, couple_scale : bool
-        Whether ``C_i`` and ``D_i`` are there.
+        Whether the guide has ``C_i`` and ``D_i``.
     init_scale : float
         Standard deviation at the start.
     """
@@ -44,16 +44,19 @@ class LocalGuide:
 
     @property
     def joint(self) -> bool:
-        """Return whether a row's density is given the rows before it, not on its own."""
+        """Return whether all rows share one covariance.
+
+        The density of a row is then the one given the rows before it.
+        """
         return self.covariance == "joint"
 
     @property
     def independent(self) -> bool:
-        """Return whether all latents are independent given what stands above."""
+        """Return whether all latents are independent given the latents above them."""
         return self.covariance == "diagonal" or (self.covariance == "full" and self.dim < 2)
 
     def init(self, loc: Array, width: int) -> GuideParams:
-        """Return parameters for a start at ``loc`` (rows, dim) under ``width`` numbers above."""
+        """Return parameters for a start at ``loc`` (rows, dim), with ``width`` numbers above."""
         rows, dim = len(loc), self.dim
         eta: GuideParams = {
             "loc": loc,
@@ -82,7 +85,7 @@ class LocalGuide:
         return (standard_normal(residual) - log_scale).sum(-1)
 
     def recentre(self, eta: GuideParams, above: Array) -> GuideParams:
-        """Return the same guide where what stands above is measured from ``above``."""
+        """Return the same guide, measured from other values ``above`` (width,)."""
         loc, log_scale = self._mean_and_log_scale(eta, above)
         return {**eta, "loc": loc, "log_scale": log_scale}
 
@@ -98,7 +101,7 @@ class LocalGuide:
         return self._params(Gaussian.of_precision(mode.reshape(shape), precision), mode.shape)
 
     def to_frame(self, eta: GuideParams) -> tuple[Gaussian, GuideParams]:
-        """Return the guide as a frame of the rows, without couplings, and the guide in there."""
+        """Return the guide without couplings as a frame of the rows, and the guide in it."""
         frame, inside = self._gaussian(eta), jax.tree.map(jnp.zeros_like, eta)
         if self.couple_mean:
             C = eta["mean_coupling"]
@@ -108,7 +111,7 @@ class LocalGuide:
         return frame, inside
 
     def from_frame(self, frame: Gaussian, eta: GuideParams) -> GuideParams:
-        """Return the parameters in ``z`` of the guide that is ``eta`` in a frame of the rows."""
+        """Return the parameters in ``z``, from parameters ``eta`` in a frame of the rows."""
         shape, q = eta["loc"].shape, self._gaussian(eta)
         after = self._params(frame.compose(q), shape)
         if self.couple_mean:
@@ -119,7 +122,7 @@ class LocalGuide:
         return after
 
     def with_couplings(self, eta: GuideParams, f: Callable[[Array], Array]) -> GuideParams:
-        """Return the guide with ``f`` of its couplings (rows, dim, width)."""
+        """Return the guide with ``f`` applied to its couplings (rows, dim, width)."""
         couplings = {"mean_coupling": self.couple_mean, "scale_coupling": self.couple_scale}
         return {**eta, **{name: f(eta[name]) for name, coupled in couplings.items() if coupled}}
 
@@ -132,12 +135,12 @@ class LocalGuide:
         return loc, log_scale
 
     def _given(self, eta: GuideParams, above: Array) -> Gaussian:
-        """Return the rows' distribution given what stands above."""
+        """Return the rows' distribution given the values ``above`` (width,)."""
         loc, log_scale = self._mean_and_log_scale(eta, above)
         return self._gaussian({**eta, "loc": loc, "log_scale": log_scale})
 
     def _gaussian(self, eta: GuideParams) -> Gaussian:
-        """Return a stack of Gaussians (rows, dim), or where joint a single one (rows * dim,)."""
+        """Return a stack of Gaussians (rows, dim), or one of (rows * dim,) for a joint guide."""
         loc, log_scale = eta["loc"], eta["log_scale"]
         if self.independent:
             return Gaussian(loc, log_scale)
@@ -148,7 +151,7 @@ class LocalGuide:
         return Gaussian(loc.ravel(), log_scale.ravel(), T)
 
     def _params(self, q: Gaussian, shape: tuple[int, ...]) -> GuideParams:
-        """Return the parameters of what :meth:`_gaussian` returns, for ``shape`` (rows, dim)."""
+        """Return the parameters of a Gaussian of :meth:`_gaussian`, for ``shape`` (rows, dim)."""
         eta: GuideParams = {"loc": q.loc.reshape(shape), "log_scale": q.log_scale.reshape(shape)}
         if self.joint and q.unit is not None:
             eta["below"] = jnp.tril(q.unit, -1).reshape(*shape, *shape)

@@ -26,18 +26,25 @@ from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
 
+# Sizes up to which "auto" takes the richer guide.
+# Globals: a skewed guide has three times the parameters of a full one, and a loop over coordinates
+# where its density is evaluated at a given point; a low-rank one has 20 columns at most.
 SKEWED_UP_TO = 128
 FULL_UP_TO = 300
 LOW_RANK_UP_TO = 20_000
+# Latents of one row: at 8, an earlier bound, a state-space model of patients had k-hat 1.05, and
+# with full covariances 0.35 (docs/results/raw_data.md).
 FULL_ROW_UP_TO = 30
-JOINT_UP_TO = 32
-COUPLINGS_UP_TO = 10_000_000
+JOINT_UP_TO = 32  # latents of an outer plate at one silo, which then share one covariance
+COUPLINGS_UP_TO = (
+    10_000_000  # coefficients of all rows together: 40 MB in single precision, each way
+)
 AMORTISED = "amortised"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Structured:
-    r"""A Gaussian guide, structured as the model is.
+    r"""A Gaussian guide with the structure of the model.
 
     .. math::
         q(z_G, z_L) = q(z_G) \prod_j \prod_{i \in j} q(z_{L,i} \mid z_G)
@@ -49,8 +56,9 @@ class Structured:
     ----------
     globals : {"auto", "diagonal", "full", "skewed", "low_rank"} or AutoGuide
         Covariance of the globals, or a NumPyro autoguide (``AutoNormal``, ``AutoIAFNormal``, ...).
-        ``"skewed"`` is a full one in which scales depend on what comes before, bounded sites
-        first: coefficients that spread as the noise does, effects under a scale.
+        ``"skewed"`` is a full one in which each scale depends on the coordinates before it, bounded
+        sites first. It fits coefficients whose spread grows with the noise, and effects under a
+        scale.
         ``"auto"`` is skewed up to 128 dimensions where a run starts at the mode and there is a
         bounded site and another one, else full up to 300, low rank up to 20,000, diagonal above.
     rank : int, optional
@@ -62,13 +70,13 @@ class Structured:
         diagonal above; an outer plate is joint while a silo has at most 32 latents there.
     couple_mean, couple_scale : bool, optional
         Whether the mean (``C_i``) and the log-scale (``D_i``) of a row's guide are affine in what
-        stands above it. By default both are, while all rows together need at most ten million
+        stands above it. By default both are, if all rows together need at most ten million
         coefficients.
     init_loc_fn : callable, optional
-        Where the guide starts: one of NumPyro's ``init_to_...`` functions. By default at zero in
-        unconstrained space, which is ``init_to_feasible`` and depends on no key.
+        One of NumPyro's ``init_to_...`` functions, for the start of the guide. By default it is
+        zero in unconstrained space, which is ``init_to_feasible`` and depends on no key.
     init_scale : float
-        Standard deviation at the start, of a run that does not start at the mode.
+        Standard deviation at the start of a run that does not start at the mode.
 
     Notes
     -----
@@ -94,7 +102,7 @@ class Structured:
 def MeanField(
     *, init_loc_fn: Callable[..., Any] | None = None, init_scale: float = 0.1
 ) -> Structured:
-    """Independent normals for all latents: NumPyro's ``AutoNormal``, federated.
+    """Return the guide of independent normals for all latents: NumPyro's ``AutoNormal``, federated.
 
     Parameters
     ----------
@@ -119,18 +127,18 @@ def MeanField(
 
 @dataclass(frozen=True, eq=False)
 class Guide:
-    """A guide fitted to a model's sizes, as functions of its parameters.
+    """A guide for a model with given sizes, as functions of its parameters.
 
     Attributes
     ----------
     model : FederatedModel
     globals : GlobalGuide
     locals : dict of str to LocalGuide
-        For each silo plate that has latents.
+        The guide of each silo plate that has latents.
     init_loc_fn : callable or None
-        Where the guide starts.
+        The function for the start of the guide.
     encoders : dict of str to Encoder
-        For the plates whose parameters a network gives.
+        The networks of plates with an amortised guide.
     """
 
     model: FederatedModel
@@ -178,9 +186,10 @@ class Guide:
         z_outer: Rows,
         data: SiloData,
     ) -> Array:
-        """Return what the rows of a plate are coupled to (width,), from the guides' centres.
+        """Return the values (width,) to which the rows of a plate are coupled.
 
-        ``away`` (dim,) is how far the globals are from there.
+        They are the globals' ``offset`` (dim,) from the centre of their guide, and those of outer
+        latents from the centres of theirs.
         """
         if plate in self.outer or not self.outer:
             return offset
@@ -190,18 +199,16 @@ class Guide:
     def recentre(
         self, eta: dict[str, GuideParams], offset: Array, data: SiloData
     ) -> dict[str, GuideParams]:
-        """Return the same local guides where they measure the globals from ``away`` (dim,) further
-        on.
-        """
+        """Return the same local guides, measured from a centre moved by ``offset`` (dim,)."""
         above = self.centres(eta, offset, data)
         return {p: self.locals[p].recentre(eta[p], above[p]) for p in eta}
 
     def centres(
         self, eta: dict[str, GuideParams], offset: Array, data: SiloData
     ) -> dict[str, Array]:
-        """Return what the rows of each plate are coupled to (width,), globals ``away`` (dim,).
+        """Return the values (width,) to which rows are coupled at an ``offset`` (dim,), by plate.
 
-        Outer plates are at the centres of their guides given these globals.
+        Outer latents are at the centres of their guides given these globals.
         """
         above: dict[str, Array] = {}
         z_outer: dict[str, Array] = {}
@@ -214,9 +221,10 @@ class Guide:
     def composed_with(
         self, f: Callable[[Array], Array], eta: dict[str, GuideParams], at: Array
     ) -> dict[str, GuideParams]:
-        """Return the same local guides for globals of which they have measured ``f`` so far.
+        """Return local guides as functions of ``u``, from the same guides as functions of ``f(u)``.
 
-        ``f`` is affine, and ``at`` (dim,) any point.
+        ``f`` is affine, and ``at`` (dim,) is any point. Couplings are multiplied by the Jacobian of
+        ``f``, by reverse mode, which never forms it.
         """
         if not eta:
             return eta
@@ -232,7 +240,7 @@ class Guide:
     def to_frame(
         self, eta: dict[str, GuideParams]
     ) -> tuple[dict[str, Gaussian], dict[str, GuideParams]]:
-        """Return local guides as frames of the rows, and the guides in there."""
+        """Return frames of the rows made of local guides, and the guides in these frames."""
         pairs = {p: self.locals[p].to_frame(params) for p, params in eta.items()}
         return {p: f for p, (f, _) in pairs.items()}, {
             p: params for p, (_, params) in pairs.items()
@@ -243,7 +251,7 @@ class Guide:
     ) -> dict[str, GuideParams]:
         """Return the parameters in ``z`` of local guides in frames of the rows.
 
-        Rows of a plate without a frame are what they are.
+        Guides of plates without a frame are returned as they are.
         """
         return {
             p: self.locals[p].from_frame(frames[p], params) if p in frames else params
@@ -253,7 +261,7 @@ class Guide:
     def of_rows(
         self, plate: str, theta: dict[str, Any], eta: GuideParams, z_G: Array, data: SiloData
     ) -> GuideParams:
-        """Return the parameters of a plate's guide: what the silo holds of them, or a network's."""
+        """Return the parameters of a plate's guide: those of the silo, or a network's output."""
         if plate not in self.encoders:
             return eta
         encoder = self.encoders[plate]
@@ -261,7 +269,7 @@ class Guide:
 
 
 class PlateGuide(NamedTuple):
-    """How the latents of one silo plate are approximated, nothing left open."""
+    """The complete settings of the guide of one silo plate."""
 
     plate: str
     covariance: str
@@ -270,7 +278,7 @@ class PlateGuide(NamedTuple):
 
 
 class Latents(Protocol):
-    """Latents that a guide's settings are resolved for: a split model's, or one party's."""
+    """The latents for which a guide's settings are resolved: a model's, or one party's."""
 
     @property
     def dim(self) -> int:
@@ -279,7 +287,7 @@ class Latents(Protocol):
 
     @property
     def supports(self) -> dict[str, Any]:
-        """Return the support of each of them."""
+        """Return the support of each global site, by name."""
         ...
 
     @property
@@ -293,7 +301,7 @@ class Latents(Protocol):
 
 
 class GuideConfig(NamedTuple):
-    """A guide's settings with nothing left open, for a model and the sizes of its silo plates."""
+    """The complete settings of a guide, for a model and the sizes of its silo plates."""
 
     globals: str
     rank: int | None
@@ -301,7 +309,7 @@ class GuideConfig(NamedTuple):
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> GuideConfig:
-        """Return what is resolved, from what JSON made of it."""
+        """Return the settings from the lists that JSON makes of them."""
         kind, rank, plates = fields
         return cls(kind, rank, tuple(PlateGuide(*p) for p in plates))
 
@@ -317,16 +325,16 @@ def resolve(
     *,
     at_mode: bool = False,
 ) -> GuideConfig:
-    """Settle what a guide leaves to be chosen.
+    """Return complete settings of a guide, with a choice for each ``"auto"``.
 
     Parameters
     ----------
     spec : Structured, Amortised, AutoGuide or None
     fm : FederatedModel
     largest, total : dict of str to int
-        Rows of each silo plate at the largest silo, and at all together; up to powers of two.
+        Rows of each silo plate at the largest silo, and at all silos together; up to powers of two.
     at_mode : bool
-        Whether a run begins at the mode, where steps are in coordinates of the posterior.
+        Whether a run starts at the mode, with steps in coordinates of the posterior.
 
     Raises
     ------
@@ -355,7 +363,7 @@ def resolve(
 
 
 def build(spec: Spec | None, fm: FederatedModel, sizes: Sequence[Sizes]) -> Guide:
-    """Resolve a guide for a model and the rows of each silo plate at each silo, and build it."""
+    """Return the guide for a model and the rows of each silo plate at each silo."""
     largest = {p.name: max(size[p.name] for size in sizes) for p in fm.plates}
     total = {p.name: sum(size[p.name] for size in sizes) for p in fm.plates}
     return build_resolved(spec, resolve(spec, fm, largest, total), fm)
@@ -367,7 +375,7 @@ def build_resolved(
     fm: FederatedModel,
     row_of: Callable[[str], Row] | None = None,
 ) -> Guide:
-    """Return the guide; ``row_of`` says what arrays a row of a plate has."""
+    """Return the guide of complete settings; ``row_of`` gives the arrays of a plate's row."""
     spec = _structured(spec)
     dims, init_scale = {p.name: p.dim for p in fm.plates}, spec.init_scale
     locals_: dict[str, LocalGuide] = {}
@@ -385,12 +393,12 @@ def build_resolved(
 
 
 def init_loc_fn_of(spec: Spec | None) -> Callable[..., Any] | None:
-    """Return where a guide begins, if it was asked for."""
+    """Return the function for the start of a guide, or None."""
     return _structured(spec).init_loc_fn
 
 
 def amortises(spec: Spec | None) -> bool:
-    """Return whether any plate's parameters come from a network."""
+    """Return whether any plate has an amortised guide."""
     kinds = _structured(spec).locals
     return any(
         isinstance(kind, Amortised)
@@ -416,12 +424,13 @@ def _structured(spec: Spec | None) -> Structured:
 
 
 def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int | None]:
-    """Return the covariance of the globals, and its rank if it has one."""
+    """Return the kind of the globals' covariance, and its rank if it is of low rank."""
     kind, dim = spec.globals, fm.dim
     if isinstance(kind, AutoGuide):
         return type(kind).__name__, None
     if kind == "auto":
         latents = fm.named("latent")
+        # A bounded site beside another one is most often a scale and its effects.
         scales = len(latents) > 1 and not all(_unbounded(fm, site) for site in latents)
         small, medium = dim <= FULL_UP_TO, dim <= LOW_RANK_UP_TO
         kind = "full" if small else "low_rank" if medium else "diagonal"
@@ -436,7 +445,7 @@ def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int
 
 
 def _globals_of(spec: Structured, resolved: GuideConfig, fm: FederatedModel) -> GlobalGuide[Array]:
-    """Return the guide of the globals, as it was resolved."""
+    """Return the guide of the globals, by its complete settings."""
     dim, first = fm.dim, spec.init_scale
     if isinstance(spec.globals, AutoGuide):
         return from_autoguide(spec.globals, dim)
@@ -450,7 +459,7 @@ def _globals_of(spec: Structured, resolved: GuideConfig, fm: FederatedModel) -> 
 
 
 def _order(fm: FederatedModel) -> tuple[int, ...]:
-    """Return the globals' coordinates, bounded sites first: scales before what they scale."""
+    """Return the globals' coordinates with bounded sites first: scales before their effects."""
     sites = sorted(fm.named("latent"), key=lambda site: _unbounded(fm, site))
     return tuple(i for s in sites for i in range(s.start, s.stop))
 
@@ -462,7 +471,7 @@ def _unbounded(fm: Latents, site: Site) -> bool:
 
 
 def _local_spec(spec: Structured, fm: Latents, plate: str) -> Any:
-    """Return what is asked for of a plate."""
+    """Return the user's setting for a plate."""
     kind = spec.locals
     if isinstance(kind, Mapping):
         if plate not in kind:

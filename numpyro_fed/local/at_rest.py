@@ -1,4 +1,4 @@
-r"""Whether a visit has come to rest, judged where it ended and by fresh noise.
+r"""A test of convergence for a visit, at its end point and with fresh noise.
 
 At an optimum of the local free energy a full natural-gradient step, ``eta + delta`` with
 
@@ -6,8 +6,9 @@ At an optimum of the local free energy a full natural-gradient step, ``eta + del
     \delta = \nabla_\mu \mathcal{F}_m(q) = \eta_{\setminus m}
     + \nabla_\mu \mathbb{E}_q[\log p(y_m \mid z)] - \eta,
 
-stays where it is. It is scaled by the curvature, so that how far it would move each mean, in
-standard deviations, and each standard deviation, relatively, says how far away the optimum is.
+is zero. The step is scaled by the curvature. So its move of each mean, in standard deviations, and
+of each log standard deviation estimates the distance to the optimum. A gradient would not: its size
+depends on units.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Ordinary
 from numpyro_fed.local.base import Noise, Problem, SiloPart, free_energy
 
-MIN_ESTIMATES, MAX_ESTIMATES = 8, 64  # estimates of a step that are averaged: at least, and at most
-PARTICLES = 16  # draws in each where no minibatches are asked for; two else, on all rows
+# Estimates of the step that are averaged. With fewer than eight the standard error is itself too
+# uncertain; where 64 do not settle it, the answer is no.
+MIN_ESTIMATES, MAX_ESTIMATES = 8, 64
+PARTICLES = 16  # draws in each estimate; two, on all rows, where the visit used minibatches
 
 
 class Tally(NamedTuple):
-    """Estimates of how far a step goes: their number, mean and sum of squares (2 dim,)."""
+    """Running statistics of estimates of a move: number, mean and squared deviations (2 dim,)."""
 
     number: Array
     mean: Array
@@ -43,16 +46,17 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class AtRest:
-    """A judge of whether a full natural-gradient step from where a visit ended moves nothing.
+    """A sequential test whether a full natural-gradient step from a point is zero.
 
     Attributes
     ----------
     family : Family
     tolerance : float
-        For the move of each mean, in standard deviations, and of each log standard deviation.
-        Estimates are averaged until their error is a quarter of that; it must be below a half.
+        Bound on the move of each mean, in standard deviations, and of each log standard deviation.
+        Estimates are averaged until their error is a quarter of it; at the end it must be below a
+        half.
     most : int
-        Estimates, at most.
+        The largest number of estimates.
     """
 
     family: Family[Any]
@@ -60,29 +64,33 @@ class AtRest:
     most: int = MAX_ESTIMATES
 
     def begin(self) -> Tally:
-        """Return the tally of no estimates."""
+        """Return the statistics of no estimates."""
         none = jnp.zeros(2 * self.family.dim)
         return Tally(jnp.zeros((), jnp.int32), none, none)
 
     def add(self, tally: Tally, move: Array) -> Tally:
-        """Return the tally with one more estimate (2 dim,), by :attr:`expfam.Family.move`."""
+        """Return the statistics with one more estimate (2 dim,), by :attr:`expfam.Family.move`."""
         number = tally.number + 1
         mean = tally.mean + (move - tally.mean) / number
         return Tally(number, mean, tally.squares + (move - tally.mean) * (move - mean))
 
     def wants_more(self, tally: Tally) -> Array:
-        """Return whether it takes another estimate to tell."""
+        """Return whether another estimate is needed for a decision."""
+        # Four errors to stop with a no: the test is repeated at each estimate, and for all numbers.
         far = (jnp.abs(tally.mean) > self.tolerance + 4 * tally.error).any()
         close = (tally.error <= self.tolerance / 4).all()
         return (tally.number < MIN_ESTIMATES) | ((tally.number < self.most) & ~far & ~close)
 
     def arrived(self, tally: Tally) -> Array:
-        """Return whether steps on the way may end: four times as strict as the verdict."""
+        """Return whether a visit may end before its last step.
+
+        It is stricter than :meth:`holds`, which decides once, since it is asked again and again.
+        """
         close = jnp.abs(tally.mean) + tally.error <= self.tolerance / 2
         return (tally.number >= MIN_ESTIMATES) & close.all()
 
     def holds(self, tally: Tally) -> Array:
-        """Return the verdict: whether the step would move nothing."""
+        """Return the decision of the test: whether the step is zero up to the tolerance."""
         near = jnp.abs(tally.mean) <= self.tolerance + 2 * tally.error
         return (near & (tally.error <= self.tolerance / 2)).all()
 
@@ -98,10 +106,10 @@ def maximised(
     particles: int = PARTICLES,
     work: float = jnp.inf,
 ) -> Array:
-    """Return whether the local free energy is largest at ``psi``, up to ``tolerance``.
+    """Return whether the local free energy has its maximum at ``psi``, up to ``tolerance``.
 
-    See :class:`AtRest`. ``work`` bounds how often a row is looked at; where that is too little for
-    ``MIN_ESTIMATES`` estimates nobody can know, and the answer is no.
+    See :class:`AtRest`. ``work`` bounds the number of evaluations of rows. If it is too small for
+    ``MIN_ESTIMATES`` estimates the answer is no.
     """
     family, eta = problem.family, problem.family.natural(psi)
     most = int(min(MAX_ESTIMATES, work // (particles * max(problem.rows, 1))))
@@ -115,7 +123,7 @@ def maximised(
         factor = family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
 
     def excess(psi: Ordinary, noise: Noise) -> Array:
-        """Return what the silo's likelihood has more than its factor: nothing, at best."""
+        """Return the expected log likelihood less the log factor; its gradient is the step."""
         if alpha > 0:
             return free_energy(problem, psi, silo_part, noise, alpha=alpha)[0]
         z, log_lik = problem.log_lik(psi, silo_part, noise, False)

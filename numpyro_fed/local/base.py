@@ -1,4 +1,4 @@
-"""What local optimisers share: the problem, its solution, the free energy, safe steps."""
+"""The base of local optimisers: the problem, its solution, the free energy, and safe steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Search = tuple[Array, Tree, optax.OptState, Array, Array, Array]  # what L-BFGS 
 
 
 class Noise(NamedTuple):
-    """The noise of one evaluation: of the globals, of the rows, and a minibatch's rows or None."""
+    """The noise of one evaluation: of globals and rows, and the minibatch's indices or None."""
 
     globals: Any
     rows: dict[str, Array]
@@ -37,25 +37,24 @@ class Problem(NamedTuple, Generic[SiloPart]):
     cavity : eta
         Natural parameters of the posterior without the silo's factor; it may be improper.
     start : psi
-        Where ``q`` starts, in ordinary parameters.
+        The start of ``q``, in ordinary parameters.
     silo_part : pytree
-        What the silo keeps to itself: private parameters and its local guide.
+        The silo's private parameters and its local guides, which are optimised as well.
     noise : (key, particles, batch_size or None) -> Noise
     log_lik : (psi, silo_part, noise, plain) -> (z, values)
         Draws (particles, dim) and the bound on the silo's log likelihood at each. The gradient of
         a ``plain`` one is the derivative of its value.
     likelihood : () -> (eta, misfit)
-        Natural parameters of the silo's likelihood where it is conjugate; and ``misfit(psi)``, how
-        many nats it is away from that, more than rounding explains, between draws from ``psi``,
-        those from ``start``, and the centre of ``psi``.
+        Natural parameters of the silo's likelihood if it is conjugate; and ``misfit(psi)``, its
+        departure from conjugacy in nats, beyond rounding, at draws from ``psi`` and ``start``.
     rows : int
-        How many rows the silo has.
+        The number of the silo's rows.
     divergence : (eta_q, eta_cavity) -> () or None
-        In place of KL.
+        The divergence to the cavity, if it is not KL.
     to_frame : silo_part -> (inside, from_frame)
-        The silo's own part in coordinates in which it is about standard, and the way back.
+        The silo's part in coordinates in which it is about standard, and the way back.
     near : bool
-        Whether ``start`` is near the optimum, and steps are in its own coordinates.
+        Whether ``start`` is near the optimum, and steps are in coordinates in which it is standard.
     """
 
     family: Family[Any]
@@ -75,7 +74,7 @@ class Problem(NamedTuple, Generic[SiloPart]):
     def standardised(
         self,
     ) -> tuple[Problem[SiloPart], Callable[[Solution[SiloPart]], Solution[SiloPart]]]:
-        """Return the same problem in coordinates where its start is standard, and the way back."""
+        """Return the problem in coordinates in which its start is standard, and the way back."""
         family, frame, (inside_part, from_frame) = (
             self.family,
             self.start,
@@ -108,9 +107,11 @@ class Problem(NamedTuple, Generic[SiloPart]):
 
 
 class Solution(NamedTuple, Generic[SiloPart]):
-    """The natural parameters that were found, the silo's own part, whether it converged, whether
-    the last numbers on the way there were finite, and whether the likelihood is what it was
-    taken for.
+    """The solution of a local problem.
+
+    ``eta`` are its natural parameters, and ``silo_part`` the silo's own. ``finite`` says whether
+    the last numbers of the search were finite, and ``suited`` whether the likelihood is conjugate,
+    if the optimiser relies on that.
     """
 
     eta: Natural
@@ -120,17 +121,19 @@ class Solution(NamedTuple, Generic[SiloPart]):
     suited: Array | bool = True
 
 
-MAX_STALLED = 3  # steps of L-BFGS that change nothing any more
-MAX_HALVINGS = 11  # of a step, each half the one before
-AT_REST = 0.1  # of a standard deviation: closer to its optimum, a visit has converged
+# Steps of L-BFGS in a row without a lower loss, after which it ends: at the end of its precision it
+# would go to and fro until the last step.
+MAX_STALLED = 3
+MAX_HALVINGS = 11  # of a step; the last one tried is a thousandth of the first
+AT_REST = 0.1  # sds: a visit this close to its optimum has converged, as a fit with this error has
 
 
 class Local(Protocol):
-    """A local optimiser: a frozen dataclass with ``solve`` and the size of its minibatches."""
+    """The protocol of a local optimiser: a frozen dataclass with ``solve`` and its properties."""
 
     @property
     def share(self) -> float:
-        """Return how much of the way to its optimum a visit goes; 0 where that cannot be known."""
+        """Return the share of the way to its optimum that a visit goes; 0 if that is not known."""
 
     @property
     def batch_size(self) -> int | None:
@@ -138,18 +141,18 @@ class Local(Protocol):
 
     @property
     def closed_form(self) -> bool:
-        """Return whether it needs a conjugate likelihood."""
+        """Return whether the optimiser needs a conjugate likelihood."""
 
     @property
     def any_divergence(self) -> bool:
-        """Return whether it can take a divergence to the cavity other than KL."""
+        """Return whether the optimiser takes a divergence to the cavity other than KL."""
 
     @property
     def standardises(self) -> bool:
-        """Return whether it works in coordinates in which a good start is standard."""
+        """Return whether the optimiser works in coordinates in which a good start is standard."""
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
-        """Maximise the free energy; pure and jittable."""
+        """Maximise the free energy. It must be pure and traceable by JAX."""
 
 
 def free_energy(
@@ -162,9 +165,10 @@ def free_energy(
     stick: bool = False,
     plain: bool = False,
 ) -> tuple[Array, Array]:
-    """Return estimates of the local free energy, up to a constant, and the expected log likelihood.
+    """Return estimates of the local free energy (), up to a constant, and expected log likelihood.
 
-    ``stick`` makes its gradient stick the landing; ``plain`` makes it the value's derivative.
+    With ``stick`` the gradient sticks the landing: it has no variance where ``q`` is exact. With
+    ``plain`` it is the derivative of the value.
     """
     family, cavity = problem.family, problem.cavity
     z, log_lik = problem.log_lik(psi, silo_part, noise, plain)
@@ -185,9 +189,10 @@ def free_energy(
 def proper_step(
     proper: Callable[[Natural], Array], eta: Natural, target: Natural, rate: Array | float
 ) -> tuple[Natural, Array]:
-    """Return ``eta + r (target - eta)``, ``r`` the first proper one of ``rate``, ``rate / 2``, ...
+    """Return ``eta + r (target - eta)`` with the first proper ``r`` of ``rate``, ``rate / 2``, ...
 
-    And ``r`` itself: 0, with ``eta`` as it was, where a thousandth of ``rate`` is still too much.
+    The second value is ``r``. It is 0, and ``eta`` unchanged, if a thousandth of ``rate`` is still
+    improper.
     """
 
     def candidate(r: Array) -> Natural:

@@ -1,4 +1,4 @@
-"""Stochastic gradient steps by any of Optax's optimisers."""
+"""The local optimiser by stochastic gradients, with any of Optax's optimisers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ from numpyro_fed.local.at_rest import PARTICLES, AtRest, Tally, maximised
 from numpyro_fed.local.base import AT_REST, Noise, Problem, SiloPart, Solution, free_energy
 from numpyro_fed.trees import drop_weak_types
 
-STEP, SETTLE_STEPS, DECAY = 0.05, 20, 0.7  # of Adam: its first step, and how that becomes smaller
-CHECK_EVERY = 100  # steps, after which one near its optimum is looked at
-BLOCK = 64  # steps, at most, for which noise is drawn at once
-NOISE_AT_ONCE = 2**20  # numbers, about, that are drawn at once
+# Adam's step size: ``STEP (1 + count / SETTLE_STEPS)^-DECAY`` near the optimum. An exponent in
+# (1/2, 1] makes the noise of the steps average out (Robbins and Monro 1951). A start near the
+# optimum needs no long steps, so the decay begins with the first ones.
+STEP, SETTLE_STEPS, DECAY = 0.05, 20, 0.7
+CHECK_EVERY = 100  # steps of a visit near its optimum, after which it may end
+# Noise is drawn for up to 64 steps at once, which is faster than step by step, and up to a million
+# numbers, 4 MB in single precision.
+BLOCK = 64
+NOISE_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optax:
     r"""Stochastic gradient steps by any Optax optimiser.
 
-    Without minibatches the gradient sticks the landing,
+    Without minibatches the gradient sticks the landing. It is
     :math:`\nabla \mathbb{E}_q[\log p(y_m \mid z) + \langle \eta_{\setminus m} - \bar\eta, T(z)
     \rangle]` with :math:`\bar\eta` stopped, which has no variance where ``q`` is exact; with
     minibatches the divergence is in closed form.
@@ -36,19 +41,19 @@ class Optax:
     Parameters
     ----------
     optim : optax.GradientTransformation, optional
-        By default Adam from ``0.05``, with cosine decay to a hundredth over the steps, or, where a
-        run started at the mode, decay from the first steps on. It starts anew at each visit; the
-        parameters start where they are.
+        By default Adam from ``0.05``, with cosine decay to a hundredth over the steps, or, in a run
+        from the mode, decay from the first steps on. Its state is new at each visit; the parameters
+        continue from where they are.
     steps : int
-        Steps at each visit, at most: a run that started at the mode looks after each hundred of
-        them whether it has arrived (``tolerance``), and then ends the visit.
+        The largest number of steps at each visit. A run from the mode checks after each hundred of
+        them whether it has converged (``tolerance``), and then ends the visit.
     num_particles : int
         Draws of the globals in each step.
     batch_size : int, optional
         Rows in each step, drawn with replacement; all rows by default.
     space : {"ordinary", "natural"}
-        What the optimiser steps in: means and log-scales, or natural parameters, in which one
-        plain gradient step of every silo is one of global inference (Property 3.1).
+        The parameters that the optimiser changes: means and log-scales, or natural parameters, in
+        which one plain gradient step of every silo is one of global inference (Property 3.1).
     alpha : float
         0 maximises the free energy above. In (0, 1) it maximises
         :math:`\frac1\alpha \log \mathbb{E}_q[(p(y_m \mid z)\, q_{\setminus m} / q)^\alpha]`, the
@@ -59,9 +64,9 @@ class Optax:
         steps, has not improved for so many twentieths, and go back to where it was best. With a
         tight start (``start_scale`` of PVI) this is the paper's remedy against over-pruning.
     tolerance : float
-        The visit counts as converged if a full natural-gradient step from where it ends, on all
-        rows and averaged over fresh noise, would move no mean by more standard deviations, and no
-        log standard deviation by more. Infinity, or a single step, is not looked at.
+        The visit counts as converged if a full natural-gradient step from its end, on all rows and
+        averaged over fresh noise, would move no mean by more standard deviations, and no log
+        standard deviation by more. There is no check with infinity, or after a single step.
 
     Examples
     --------
@@ -87,7 +92,7 @@ class Optax:
 
     @property
     def any_divergence(self) -> bool:
-        """Return whether ``alpha`` is 0: under others there is a divergence of its own."""
+        """Return whether ``alpha`` is 0: any other value chooses a divergence itself."""
         return self.alpha == 0
 
     @property
@@ -113,16 +118,20 @@ class Optax:
 
     @property
     def checks_convergence(self) -> bool:
-        """Return whether it is looked at where the steps have led."""
+        """Return whether convergence is checked at the end of the steps."""
         return self.steps > 1 and not math.isinf(self.tolerance)
 
 
-At = tuple[Natural | Ordinary, SiloPart]  # where the steps are, and the silo's own part
+At = tuple[
+    Natural | Ordinary, SiloPart
+]  # parameters of q in the optimiser's space, the silo's part
 
 
 class EarlyStopping(NamedTuple):
-    """The record of early stopping: a running sum of the expected log likelihood, its best mean,
-    windows since then, and the parameters there.
+    """The state of early stopping.
+
+    ``total`` is the sum of the expected log likelihood in this window, ``best`` the best mean of a
+    window, ``waited`` the number of windows since, and ``params`` the parameters after it.
     """
 
     total: Array
@@ -132,10 +141,10 @@ class EarlyStopping(NamedTuple):
 
 
 class VisitState(NamedTuple):
-    """The state of a visit: gradients taken, parameters and the silo's own part, the last value.
+    """The state of a visit: gradients computed, parameters, optimiser state and the last value.
 
-    From ``steps`` gradients on nothing moves any more: further ones go into ``estimate``, a mean
-    of a few of them, and estimates into ``tally``.
+    After ``steps`` gradients the parameters stay. Further gradients are averaged in ``estimate``, a
+    few at a time, and estimates in ``tally``, for the check of convergence.
     """
 
     i: Array
@@ -149,7 +158,11 @@ class VisitState(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ascent(Generic[SiloPart]):
-    """A visit by :class:`Optax`: one loop that steps, and then judges by the same gradients."""
+    """A visit by :class:`Optax`.
+
+    One loop takes the steps and then checks convergence with gradients of the same kind, so that
+    the program holds one gradient and not two.
+    """
 
     settings: Optax
     problem: Problem[SiloPart]
@@ -169,12 +182,12 @@ class _Ascent(Generic[SiloPart]):
 
     @property
     def checks_by_own_gradients(self) -> bool:
-        """Return whether its own gradients are judged by, which look at all rows."""
+        """Return whether the loop's own gradients serve for the check: they must be of all rows."""
         return self.settings.checks_convergence and self.settings.batch_size is None
 
     @property
     def gradients_per_estimate(self) -> int:
-        """Return how many gradients are in an estimate."""
+        """Return the number of gradients in an estimate, so that it has ``PARTICLES`` draws."""
         return -(-PARTICLES // self.settings.num_particles)
 
     @cached_property
@@ -216,7 +229,7 @@ class _Ascent(Generic[SiloPart]):
         return drop_weak_types(state)
 
     def params_of(self, params: At[SiloPart]) -> tuple[Natural, Ordinary, SiloPart]:
-        """Return natural and ordinary parameters, and the silo's own part."""
+        """Return natural and ordinary parameters, and the silo's part."""
         (at, silo_part), family = params, self.problem.family
         return (
             (at, family.ordinary(at), silo_part)
@@ -229,7 +242,7 @@ class _Ascent(Generic[SiloPart]):
         return self.problem.noise(key, settings.num_particles, settings.batch_size)
 
     def block(self) -> int:
-        """Return the gradients for which noise is drawn at once."""
+        """Return the number of gradients for which noise is drawn at once."""
         size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(self.noise, 0)))
         return max(1, min(BLOCK, self.settings.steps, NOISE_AT_ONCE // max(size, 1)))
 
@@ -272,11 +285,14 @@ class _Ascent(Generic[SiloPart]):
 
     @property
     def may_end_early(self) -> bool:
-        """Return whether it may end before its time."""
+        """Return whether the visit may end before its last step."""
         return self.checks_by_own_gradients and self.problem.near and self.settings.patience is None
 
     def check_arrival(self, state: VisitState) -> VisitState:
-        """After each ``CHECK_EVERY`` steps, end if their gradients say that it has arrived."""
+        """Return the state, ended if the last ``CHECK_EVERY`` gradients show convergence.
+
+        The tally starts anew after each check, and at the end, where the final decision begins.
+        """
         full = (state.i % CHECK_EVERY == 0) & (state.i < self.settings.steps)
         arrived = full & self.at_rest.arrived(state.tally)
         tally = jax.tree.map(
@@ -288,11 +304,14 @@ class _Ascent(Generic[SiloPart]):
 
     @property
     def window(self) -> int:
-        """Return the steps over which early stopping takes a mean."""
+        """Return the number of steps in a window of early stopping."""
         return -(-self.settings.steps // 20)
 
     def stop_early(self, state: VisitState, log_lik: Array) -> VisitState:
-        """Go back to where it was best if it has not been better for long, or at the end."""
+        """Return the state, ended at its best parameters if it has not improved for long.
+
+        At the last step it goes back to the best parameters, too.
+        """
         before, window = state.early, self.window
         total, full = before.total + log_lik, state.i % window == 0
         better = full & (total / window > before.best)
@@ -309,7 +328,7 @@ class _Ascent(Generic[SiloPart]):
         return state._replace(i=i, early=early, params=params)
 
     def add_gradient(self, state: VisitState, gradient: Natural | Ordinary) -> VisitState:
-        """Take in one more gradient of the loss where the steps have led."""
+        """Add one more gradient of the loss to the check of convergence."""
         family, each = self.problem.family, self.gradients_per_estimate
         estimate = jax.tree.map(
             lambda a, b: a - b / each, state.estimate, self.gradient_in_psi(state, gradient)
@@ -326,7 +345,7 @@ class _Ascent(Generic[SiloPart]):
         return jax.lax.cond(done, full, lambda state: state, state)
 
     def gradient_in_psi(self, state: VisitState, gradient: Natural | Ordinary) -> Ordinary:
-        """Return a gradient in the space of the steps as one for ordinary parameters."""
+        """Return a gradient in the optimiser's space as one for ordinary parameters."""
         if not self.natural:
             return gradient
         _, psi, _ = self.params_of(state.params)
@@ -334,9 +353,9 @@ class _Ascent(Generic[SiloPart]):
         return pull(gradient)[0]
 
     def converged(self, state: VisitState, psi: Ordinary, silo_part: SiloPart) -> Array:
-        """Return whether the steps have led to an optimum.
+        """Return whether the steps have reached an optimum.
 
-        With minibatches it is judged by all rows, and at most half of the steps' own work.
+        With minibatches the check is by all rows, and costs at most half as much as the steps did.
         """
         settings = self.settings
         if not settings.checks_convergence:

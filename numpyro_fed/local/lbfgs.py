@@ -1,4 +1,4 @@
-"""L-BFGS on a fixed noise."""
+"""The local optimiser by L-BFGS, on fixed noise."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from numpyro_fed.local.base import (
 
 @dataclass(frozen=True, kw_only=True)
 class LBFGS:
-    """Optax's L-BFGS on a fixed noise: deterministic, and quick where there are few parameters.
+    """Optax's L-BFGS on fixed noise: deterministic, and quick for few parameters.
 
     Parameters
     ----------
     steps : int
-        At most so many.
+        The largest number of steps.
     num_particles : int
-        Draws of the globals, the same in every step. Their number sets the error of the optimum;
-        where there are more than dimensions, standard normal noise is standardised, so that the
-        optimum is exact for a Gaussian, and comes in pairs of opposite sign where there are twice
-        as many. With fewer the optimum of a full covariance fits the draws.
+        Draws of the globals, the same in every step. Their number sets the error of the optimum.
+        With more draws than dimensions, standard normal noise is standardised, so that the optimum
+        is exact for a Gaussian. With twice as many, draws come in pairs of opposite sign. With
+        fewer draws than dimensions, a full covariance is fitted to the draws.
     tolerance : float
-        Stop when no component of the gradient is larger. Whether the visit has converged is judged
-        as for :class:`Optax`, by fresh draws: a tenth of a standard deviation is allowed.
+        The search ends when no component of the gradient is larger. Convergence of the visit is
+        then checked as for :class:`Optax`, by fresh draws, with a tolerance of a tenth of a
+        standard deviation.
 
     Examples
     --------
@@ -61,7 +62,7 @@ class LBFGS:
         positive_int("num_particles", self.num_particles)
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
-        """Search until the gradient vanishes; see the class."""
+        """Run L-BFGS; see the class."""
         key_fit, key_judge = jax.random.split(key)
         noise = standardised(problem.noise(key_fit, self.num_particles, None))
 
@@ -75,15 +76,17 @@ class LBFGS:
 
 
 def standardised(noise: Noise) -> Noise:
-    """Return the same noise with that of the globals standardised, where it is normal."""
+    """Return the noise with that of the globals standardised, where it is normal."""
     return noise._replace(globals=jax.tree.map(_standardised, noise.globals))
 
 
 def _standardised(noise: Array) -> Array:
-    """Return standard normal noise (n, dim) of sample mean zero and, if it can be, covariance one.
+    """Return normal noise (n, dim) with sample mean zero and, for enough draws, covariance one.
 
-    Where there are enough draws they come in pairs of opposite sign, and no odd moment is left.
+    With more than two draws for each dimension, they come in pairs of opposite sign, and all odd
+    moments vanish.
     """
+    # Keys, the noise of Gamma and other families, are integers.
     if not jnp.issubdtype(noise.dtype, jnp.floating):
         return noise
     n, dim = noise.shape

@@ -1,4 +1,4 @@
-"""Local optimisers in natural parameters: fixed points, moments, and the closed form."""
+"""Local optimisers in natural parameters: fixed points, power EP, and the closed form."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from numpyro_fed.local.base import AT_REST, Problem, SiloPart, Solution, free_en
 from numpyro_fed.local.lbfgs import standardised
 from numpyro_fed.trees import all_finite, drop_weak_types
 
-MIN_MOVE = 1e-4  # nats that a step moves, where a fixed point has been reached
+# Squared steps count: a KL of 1e-4 nats is a move of 0.014 sds, well below ``AT_REST``.
+MIN_MOVE = 1e-4  # KL of a step, in nats, below which a fixed point has been reached
 Damped = tuple[Array, Natural, SiloPart, optax.OptState, Array, Tally]
 Fixed = tuple[Array, Natural, Array, Array, Array]
-MAX_MISFIT = 0.1  # nats by which a conjugate likelihood may seem not to be one
+MAX_MISFIT = 0.1  # nats: a larger departure from a conjugate likelihood changes the posterior
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class NaturalGradient:
     Parameters
     ----------
     rate : float
-        The step ``rho``, in (0, 1]. It is halved, in a step that would leave the family.
+        The step ``rho``, in (0, 1]. A step that would leave the family is halved.
     steps : int
         Steps at each visit.
     num_particles : int
@@ -46,12 +47,12 @@ class NaturalGradient:
     expectation : {"monte_carlo", "closed_form"}
         ``"closed_form"`` for models whose likelihood is conjugate.
     optim : optax.GradientTransformation, optional
-        For the silo's own parameters and local guide, which take one step for each of these; by
-        default Adam at 0.02.
+        The optimiser of the silo's own parameters and local guide, which take one step for each of
+        these; by default Adam at 0.02.
     tolerance : float
-        The visit counts as converged if a full step from where it ends, averaged over fresh noise,
-        would move no mean by more standard deviations, and no log standard deviation by more.
-        A single step is not looked at.
+        The visit counts as converged if a full step from its end, averaged over fresh noise, would
+        move no mean by more standard deviations, and no log standard deviation by more. There is no
+        check after a single step.
 
     Examples
     --------
@@ -71,12 +72,12 @@ class NaturalGradient:
 
     @property
     def closed_form(self) -> bool:
-        """Return whether the expectations are to be in closed form."""
+        """Return whether expectations are computed in closed form."""
         return self.expectation == "closed_form"
 
     @property
     def standardises(self) -> bool:
-        """Return False for the closed form, which is that of ``z``."""
+        """Return False for the closed form, which is in terms of ``z`` itself."""
         return not self.closed_form
 
     @property
@@ -124,11 +125,11 @@ class NaturalGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPoint:
-    """Natural-gradient fixed points on a fixed, standardised noise, until they stay where they are.
+    """Natural-gradient fixed points on fixed, standardised noise, until they no longer move.
 
-    Deterministic, and exact for what is quadratic; for the server's factor, whose problem has no
-    rows and nothing of its own. A step that makes the free energy smaller is halved, and so is one
-    after steps that do not become shorter, which go to and fro.
+    It is deterministic, and exact for a quadratic log density. The server uses it for its own
+    factor, a problem without rows and private parameters. A step that lowers the free energy is
+    halved. So is a step after one that was not shorter than the step before: such steps oscillate.
     """
 
     steps: int = 50
@@ -185,8 +186,10 @@ class FixedPoint:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    r"""The exact update of a conjugate model: :math:`\eta_{\setminus m}` plus the likelihood's own
-    natural parameters. Chosen by itself where the model allows it.
+    r"""The exact update of a conjugate model.
+
+    It adds the natural parameters of the likelihood to the cavity :math:`\eta_{\setminus m}`. PVI
+    chooses it by itself where the model is conjugate.
 
     Examples
     --------
@@ -227,10 +230,10 @@ class PowerEP:
     steps : int
         Steps at each visit.
     rate : float
-        ``rho``, in (0, 1]; halved in a step that would leave the family.
+        The step ``rho``, in (0, 1]. A step that would leave the family is halved.
     num_particles : int
-        Draws in each step. They must cover the tilted distribution: many are needed where a
-        silo's likelihood is much tighter than the cavity.
+        Draws in each step. They must cover the tilted distribution: many are needed if a silo's
+        likelihood is much narrower than the cavity.
     optim, tolerance
         As for :class:`NaturalGradient`.
 
@@ -288,7 +291,10 @@ class PowerEP:
 
 
 def _suited(problem: Problem[SiloPart], eta: Natural) -> Array:
-    """Return whether the likelihood is conjugate around ``eta``, and from the start to there."""
+    """Return whether the likelihood is conjugate close to ``eta``, and from the start to it.
+
+    The text was checked before the run; this is a guard where the closed form has led.
+    """
     misfit = problem.likelihood()[1]
     return misfit(problem.family.ordinary(eta)) <= MAX_MISFIT
 
@@ -299,7 +305,7 @@ def _damped(
     key: Array,
     optimiser: NaturalGradient | PowerEP,
 ) -> Solution[SiloPart]:
-    """Take damped steps of ``q`` to where ``aim`` says, and of the silo's part up its gradient."""
+    """Take damped steps of ``q`` to its target, and gradient steps of the silo's part."""
     family, optim = problem.family, optimiser.optim or optax.adam(0.02)
     at_rest, checks = AtRest(family, optimiser.tolerance), optimiser.steps > 1
 

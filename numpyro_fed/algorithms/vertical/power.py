@@ -9,8 +9,8 @@ The likelihood at client ``j`` has the argument :math:`g_j + \sum_{k \ne j} z_k`
 4. the server sends the sum of these. Client ``j`` subtracts its own and has
    :math:`\sum_{k \ne j} v_k`, the gradient with respect to its :math:`z_j` (equations 14 to 17).
 
-The paper sends all :math:`z_j`, and a gradient for each of them. A likelihood depends on the others'
-auxiliary variables by their sum alone, so sums are enough in both exchanges.
+The paper sends all :math:`z_j`, and a gradient for each of them. A likelihood depends on the
+others' auxiliary variables by their sum alone, so sums are enough in both exchanges.
 """
 
 from __future__ import annotations

@@ -122,9 +122,9 @@ class RitzValues(NamedTuple):
     """The server's findings on the basis, which it sends.
 
     ``looks`` counts exchanges. ``combine`` (width, width) has the combinations of the basis, and
-    ``curvatures`` (width,) the curvatures along them, smallest first. ``pull`` (width, rows, ...) is
-    minus the change of the slope with respect to the sum along each; it is empty if the basis spans
-    all directions. ``gain`` is the predicted gain of a Newton step along them, in nats.
+    ``curvatures`` (width,) the curvatures along them, smallest first. ``pull`` (width, rows, ...)
+    is minus the change of the slope with respect to the sum along each; it is empty if the basis
+    spans all directions. ``gain`` is the predicted gain of a Newton step along them, in nats.
     """
 
     looks: Array
