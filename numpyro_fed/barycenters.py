@@ -1,9 +1,8 @@
-r"""Means of Gaussian distributions: the Wasserstein barycenter, and those of both KL divergences.
+r"""Barycenters of Gaussian distributions: by the Wasserstein distance, and by both KL divergences.
 
 A barycenter of distributions :math:`q_1, \dots, q_J` with weights :math:`w_j` that sum to one is
-the distribution nearest to all of them, :math:`\arg\min_q \sum_j w_j D(q_j, q)`. Means ``locs``
-are (J, d) and covariances ``covs`` (J, d, d), or (J, d) where covariances are diagonal, of which
-they are the diagonals.
+the distribution closest to all of them, :math:`\arg\min_q \sum_j w_j D(q_j, q)`. Means ``locs`` are
+(J, d). Covariances ``covs`` are (J, d, d), or (J, d) for the diagonals of diagonal ones.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ def __dir__() -> list[str]:
     return __all__
 
 
-MAX_STEPS = 100  # steps of the fixed point
+MAX_STEPS = 100  # of the fixed point; it ends earlier, where no entry moves by ten roundings
 
 
 def wasserstein(
     locs: ArrayLike, covs: ArrayLike, weights: ArrayLike | None = None
 ) -> tuple[Array, Array]:
-    r"""The Gaussian whose summed squared 2-Wasserstein distances to all of them are least.
+    r"""Return the Gaussian that minimises the weighted squared 2-Wasserstein distances to all.
 
     Its mean is :math:`\sum_j w_j m_j`, and its covariance solves
 
@@ -60,16 +59,16 @@ def wasserstein(
 
     Notes
     -----
-    The distance depends on units: distributions that are turned or shifted, or all scaled alike,
-    have the barycenter that is turned, shifted or scaled with them; under other affine maps that
-    holds for diagonal covariances and diagonal maps alone.
+    The distance depends on units. The barycenter is rotated, shifted and scaled with the
+    distributions, if all coordinates are scaled alike. Under other affine maps that is true for
+    diagonal covariances and diagonal maps only.
 
     References
     ----------
     Agueh, Carlier (2011), SIAM Journal on Mathematical Analysis 43, for the equation;
     Álvarez-Esteban, del Barrio, Cuesta-Albertos, Matrán (2016), Journal of Mathematical Analysis
-    and Applications 441, for the fixed point. Here a step is taken by transport maps from a root of
-    the covariance, :math:`L^{-T} (L' \Sigma_j L)^{1/2} L^{-1}`, which are the same for all roots.
+    and Applications 441, for the fixed point. A step uses transport maps from a root ``L`` of the
+    covariance, :math:`L^{-T} (L' \Sigma_j L)^{1/2} L^{-1}`, which are the same for all roots.
 
     Examples
     --------
@@ -84,13 +83,14 @@ def wasserstein(
 def forward_kl(
     locs: ArrayLike, covs: ArrayLike, weights: ArrayLike | None = None
 ) -> tuple[Array, Array]:
-    r"""The Gaussian with the moments of the mixture: :math:`\arg\min_q \sum_j w_j KL(q_j \| q)`.
+    r"""Return the Gaussian with the mixture's moments, :math:`\arg\min_q \sum_j w_j KL(q_j \| q)`.
 
     .. math::
         m = \sum_j w_j m_j, \qquad
         S = \sum_j w_j \big(\Sigma_j + (m_j - m)(m_j - m)'\big)
 
-    Arguments, returns and errors are those of :func:`wasserstein`. It covers all of them.
+    Arguments, returns and errors are those of :func:`wasserstein`. It is wide enough to cover all
+    distributions.
 
     Examples
     --------
@@ -104,14 +104,14 @@ def forward_kl(
 def reverse_kl(
     locs: ArrayLike, covs: ArrayLike, weights: ArrayLike | None = None
 ) -> tuple[Array, Array]:
-    r"""Their weighted geometric mean: :math:`\arg\min_q \sum_j w_j KL(q \| q_j)`.
+    r"""Return the weighted geometric mean, :math:`\arg\min_q \sum_j w_j KL(q \| q_j)`.
 
     .. math::
         S^{-1} = \sum_j w_j \Sigma_j^{-1}, \qquad m = S \sum_j w_j \Sigma_j^{-1} m_j
 
-    Arguments, returns and errors are those of :func:`wasserstein`. Where each is a posterior given
-    a share :math:`w_j` of the data, as if that were all, it is the posterior given all data, the
-    prior counted once.
+    Arguments, returns and errors are those of :func:`wasserstein`. Let each distribution be a
+    posterior that counts a share :math:`w_j` of the data as if it were all. Then the mean is the
+    posterior given all data, with the prior counted once.
 
     Examples
     --------
@@ -129,7 +129,7 @@ def _barycenter(
     covs: ArrayLike,
     weights: ArrayLike | None,
 ) -> tuple[Array, Array]:
-    """Check the input, and compute a barycenter by roots of covariances."""
+    """Check the input, and return mean and covariance of a barycenter, by roots of covariances."""
     m, S = jnp.asarray(locs) * 1.0, jnp.asarray(covs) * 1.0
     number = len(m) if m.ndim else 0
     w = jnp.ones(number) if weights is None else jnp.asarray(weights) * 1.0
@@ -171,7 +171,7 @@ def _check(locs: np.ndarray, covs: np.ndarray, weights: np.ndarray) -> None:
 
 
 def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Array]:
-    """Return mean and root of the Wasserstein barycenter.
+    """Return mean (d,) and root (d, d) or (d,) of the Wasserstein barycenter.
 
     ``roots`` are Cholesky factors (J, d, d), or standard deviations (J, d).
     """
@@ -181,7 +181,7 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
     eps = jnp.finfo(roots.dtype).eps
 
     def step(L: Array) -> Array:
-        """One transport of the mean by the average of the maps to all of them."""
+        """Return the root after one transport by the average of the maps to all distributions."""
         M = jnp.einsum("j,jab->ab", weights, jax.vmap(partial(_map_to, L))(roots))
         return linalg.root_of(linalg.solve(L, M, transposed=True))
 
@@ -195,13 +195,17 @@ def wasserstein_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Ar
         scale = jnp.sqrt((after**2).sum(1))
         return i + 1, after, (jnp.abs(after - L) / scale[:, None]).max()
 
+    # The average of the roots is exact for diagonal covariances, and a start for all others.
     first = linalg.root_of(jnp.einsum("j,jab->ab", weights, roots))
     start = jnp.zeros((), jnp.int32), first, jnp.array(jnp.inf, roots.dtype)
     return loc, jax.lax.while_loop(cond_fn, body_fn, start)[1]
 
 
 def _map_to(L: Array, root: Array) -> Array:
-    """:math:`(L' R R' L)^{1/2}`, by the singular values of :math:`L' R`."""
+    """Return :math:`(L' R R' L)^{1/2}` by the singular values of :math:`L' R`.
+
+    The eigenvalues of the product would have half as many digits.
+    """
     U, d, _ = linalg.svd(L.T @ root)
     return (U * d) @ U.T
 
@@ -224,7 +228,9 @@ def reverse_kl_of(locs: Array, roots: Array, weights: Array) -> tuple[Array, Arr
         return (precision * locs).sum(0) / total, 1 / jnp.sqrt(total)
     eye = jnp.eye(roots.shape[-1], dtype=roots.dtype)
     K = linalg.solve(roots, eye)
-    K = jnp.sqrt(weights)[:, None, None] * K  # least squares, in which precisions are not formed
+    # The mean solves a least-squares problem in the inverse roots, so that no precision matrix is
+    # formed, whose condition number is the square of a root's.
+    K = jnp.sqrt(weights)[:, None, None] * K
     Q, R = jnp.linalg.qr(K.reshape(-1, K.shape[-1]))
     right = Q.T @ jnp.einsum("jab,jb->ja", K, locs).reshape(-1)
     loc = linalg.solve(R.T, right, transposed=True)

@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
 
 class _ForEveryFamily:
     def check(self, family: Family[Any]) -> None:
-        """Every exponential family will do."""
+        """Return nothing: these divergences take every exponential family."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class WeightedKL(_ForEveryFamily):
     .. math::
         D(q \| p) = w \, KL(q \| p)
 
-    As likelihoods to the power ``1 / w`` under ``KL``. Knoblauch et al. and FedGVI write ``1/w``
-    for the factor: their ``w`` is ``1 / weight``.
+    It has the same posterior as likelihoods to the power ``1 / w`` under ``KL``. Knoblauch et al.
+    and FedGVI write ``1/w`` for the factor: their ``w`` is ``1 / weight``.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class AlphaRenyi(_ForEveryFamily):
         \quad \eta_m = \alpha \eta_q + (1 - \alpha) \eta_p
 
     The limits are ``KL(q || p)`` at ``alpha = 1`` and ``KL(p || q)`` at 0. Renyi's own divergence
-    is ``alpha`` times this one, and has no limit at 0 but zero. Computed by the last form, which
+    is ``alpha`` times this one, and its limit at 0 is zero. It is computed by the last form, which
     does not cancel far from zero.
 
     Parameters
@@ -149,6 +149,7 @@ class AlphaRenyi(_ForEveryFamily):
         alpha = self.alpha
         mixed = jax.tree.map(lambda q, p: alpha * q + (1 - alpha) * p, eta_q, eta_p)
         exists = alpha < 1 or family.proper(mixed)
+        # An improper member would give NaN, also in the gradient of the branch that is not taken.
         mixed = jax.tree.map(lambda m, q: jnp.where(exists, m, q), mixed, eta_q)
         to_p, to_q = expfam.kl(family, mixed, eta_p), expfam.kl(family, mixed, eta_q)
         return jnp.where(exists, to_p / alpha + to_q / (1 - alpha), jnp.inf)
@@ -168,9 +169,9 @@ class FisherRao:
     Parameters
     ----------
     squared : bool
-        The square, which is smooth. The distance itself, as in FedGVI, has a kink at ``q = p``,
-        where the gradient given is the subgradient zero; like any norm it can hold ``q`` at ``p``
-        against weak data.
+        Whether to take the square, which is smooth. The distance itself, as in FedGVI, has a kink
+        at ``q = p``, where this gradient is zero, a subgradient. Like any norm it may keep ``q`` at
+        ``p`` against weak data.
 
     Raises
     ------
@@ -197,7 +198,7 @@ class FisherRao:
     squared: bool = False
 
     def check(self, family: Family[Any]) -> None:
-        """Refuse what is no diagonal Gaussian and no product of such."""
+        """Raise an error for a family that is no diagonal Gaussian and no product of such."""
 
         def psi() -> Ordinary:
             return family.ordinary(family.fit(lambda z: -0.5 * jnp.sum(z**2)))
@@ -210,6 +211,7 @@ class FisherRao:
         square = sum((_squared_distance(a, b) for a, b in pairs), jnp.zeros(()))
         if self.squared:
             return square
+        # The gradient of a square root at zero is infinite, and ``where`` would make NaN of it.
         differ = square > 0
         return jnp.where(differ, jnp.sqrt(jnp.where(differ, square, 1.0)), 0.0)
 
@@ -221,8 +223,8 @@ def _squared_distance(q: Mapping[str, Array], p: Mapping[str, Array]) -> Array:
 
 
 def _squared_arsinh_of_root(t: Array) -> Array:
-    """``arsinh(sqrt(t))^2``, smooth at zero by its series."""
-    near = t < 1e-4
+    """Return ``arsinh(sqrt(t))^2``, by its series near zero, where it is smooth."""
+    near = t < 1e-4  # the next term of the series is 4 t^4 / 35, 1e-13 of the first one
     far = jnp.where(near, 1.0, t)
     return jnp.where(near, t - t**2 / 3 + 8 * t**3 / 45, jnp.arcsinh(jnp.sqrt(far)) ** 2)
 

@@ -1,13 +1,12 @@
-r"""Frames: where a run measures from, and in which units.
+r"""Frames: the origin and the units of the coordinates in which a run works.
 
 .. math::
     z = m + L u
 
-A frame is a Gaussian: its mean ``m`` is where a run begins, its root ``L`` says how far the
-posterior is expected to reach from there. Algorithms move guides of ``u``, in which the posterior
-is about standard, whatever the units of the data; a start at the mode and a start at an earlier
-result are frames, and nothing else. Where nothing is known the frame is the standard normal, and
-``u`` is ``z``.
+A frame is a Gaussian. Its mean ``m`` is the start of a run, and its root ``L`` the spread of the
+posterior that is expected there. Algorithms work with guides of ``u``, in which the posterior is
+about standard, whatever the units of the data. A start at the mode and a start at an earlier result
+differ in their frames only. Without a start the frame is the standard normal, and ``u`` is ``z``.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ Tree = TypeVar("Tree")
 
 
 class Frame(NamedTuple):
-    """The frames of what silos share.
+    """The frames of the shared parameters and of the globals.
 
     Attributes
     ----------
     theta : tree of Gaussian, or ()
-        Of the shared parameters, unconstrained: one of independent numbers for each array; or none,
-        where they are what they are.
+        The frame of the shared parameters, unconstrained: independent normals for each array.
+        Without a frame it is empty, and coordinates are the parameters themselves.
     globals : Gaussian
-        Of the globals, in the order of coordinates in which their guide works.
+        The frame of the globals, in the order of coordinates in which their guide works.
     """
 
     theta: Any
@@ -40,7 +39,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def identity(cls, dim: int) -> Frame:
-        """Return the frame in which all coordinates are what they are, for ``dim`` globals."""
+        """Return the frame that changes no coordinate, for ``dim`` globals."""
         return cls((), identity((dim,)))
 
     @classmethod
@@ -58,14 +57,14 @@ class Frame(NamedTuple):
 
 
 class Coordinates(NamedTuple):
-    """The globals as local guides see them.
+    """The globals in their frame, for local guides that depend on them.
 
     Attributes
     ----------
     u : (..., dim)
         The globals in their frame.
     centre : (dim,)
-        The centre of their guide there, from which local guides measure.
+        The centre of the globals' guide in the frame, from which local guides measure.
     """
 
     u: Array
@@ -73,12 +72,12 @@ class Coordinates(NamedTuple):
 
     @property
     def offset(self) -> Array:
-        """How far the globals are from the centre (..., dim)."""
+        """The offset (..., dim) of the globals from the centre."""
         return self.u - self.centre
 
 
 def identity(shape: tuple[int, ...]) -> Gaussian:
-    """Return independent standard normals of this shape: the frame that changes nothing."""
+    """Return the frame that changes nothing: independent standard normals of this shape."""
     return Gaussian(jnp.zeros(shape), jnp.zeros(shape))
 
 

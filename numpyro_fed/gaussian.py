@@ -1,8 +1,8 @@
-r"""Gaussian numerics: means and roots of covariances, natural parameters, repair of curvatures.
+r"""Gaussian numerics: means and roots, natural parameters, and curvatures made positive definite.
 
 A covariance is written :math:`S = L L'` with :math:`L = T\, \mathrm{diag}(e^s)`: ``T`` is unit
 lower triangular and ``s`` holds log-scales (Hassan et al. 2023, section 3; Tan, Bhaskaran and Nott
-2020). Guides, exponential families, factors, proposals and starts take their numerics from here.
+2020). Guides, exponential families, factors, proposals and starts use this module.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from numpyro_fed import linalg
 
 LOG_2PI = math.log(2 * math.pi)
 
+# GPUs and TPUs multiply float32 matrices in fewer digits by default, and a covariance needs all.
 dot = partial(jnp.matmul, precision="highest")
 
 
 class Gaussian(NamedTuple):
-    r"""A Gaussian :math:`N(m, L L')`, or a stack of them: a tuple, so that JAX maps over it.
+    r"""A Gaussian :math:`N(m, L L')`, or a stack of them; it is a pytree.
 
     Attributes
     ----------
@@ -56,10 +57,11 @@ class Gaussian(NamedTuple):
     def from_params(cls, params: Mapping[str, Array]) -> Gaussian:
         """Return the Gaussian with these parameters of a guide or a family.
 
-        ``"loc"`` and ``"log_scale"`` (..., dim), and for a full covariance ``"below"``
-        (..., dim * (dim - 1) / 2), what stands below the diagonal of ``T`` row by row, times
-        ``sqrt(dim - 1)``: optimisers like Adam move every parameter by as much, and the inverse of
-        a triangular matrix of hundreds of such moves would not be finite.
+        They are ``"loc"`` and ``"log_scale"`` (..., dim), and for a full covariance ``"below"``
+        (..., dim * (dim - 1) / 2): the numbers below the diagonal of ``T`` row by row, times
+        ``sqrt(dim - 1)``. Optimisers like Adam move every parameter by about the same amount.
+        Without this factor, the inverse of a triangular matrix after hundreds of such moves is not
+        finite: at 100 globals every reply of PVI was lost (docs/results/pvi.md).
         """
         loc, below = params["loc"], params.get("below")
         unit = None if below is None else unit_lower(below, loc.shape[-1])
@@ -89,11 +91,13 @@ class Gaussian(NamedTuple):
         if _is_diagonal(first, second):
             precision = -2 * second
             return cls.of_precision(first / precision, precision)
+        # The root of the covariance comes from that of the precision by one triangular solve. To
+        # invert the precision and then factor the inverse would lose digits twice.
         L = linalg.cholesky_of_inverse(-2 * symmetric(second))
         return cls.of_root(_times(L, _times(jnp.swapaxes(L, -1, -2), first)), L)
 
     def params(self) -> dict[str, Array]:
-        """Return the parameters that :meth:`of` takes."""
+        """Return the parameters that :meth:`from_params` takes."""
         params = {"loc": self.loc, "log_scale": self.log_scale}
         if self.unit is None:
             return params
@@ -158,7 +162,7 @@ class Gaussian(NamedTuple):
         return linalg.solve(self.unit, columns) / self.scale[..., None]
 
     def standardise(self, z: Array) -> Array:
-        r"""Return :math:`L^{-1} (z - m)`, the noise of which ``z`` (..., dim) is the draw."""
+        r"""Return :math:`L^{-1} (z - m)`, the noise whose draw is ``z`` (..., dim)."""
         offset = z - self.loc
         if self.unit is not None:
             offset = linalg.solve(self.unit, offset[..., None])[..., 0]
@@ -173,10 +177,11 @@ class Gaussian(NamedTuple):
         return (self.log_scale + 0.5 * (1 + LOG_2PI)).sum(-1)
 
     def kl(self, other: Gaussian) -> Array:
-        """Return the Kullback-Leibler divergence from ``other``, of the same kind."""
+        """Return the divergence ``KL(self || other)`` (...); both are diagonal, or both full."""
         _check_alike(self, other)
         log_ratio = self.log_scale - other.log_scale
         shift = (other.standardise(self.loc) ** 2).sum(-1)
+        # expm1: for nearly equal scales the trace less the dimension would cancel.
         from_scales = (0.5 * jnp.expm1(2 * log_ratio) - log_ratio).sum(-1)
         if self.unit is None:
             return from_scales + 0.5 * shift
@@ -191,24 +196,25 @@ class Gaussian(NamedTuple):
     def compose(self, step: Gaussian) -> Gaussian:
         """Return the Gaussian that is ``step`` in the coordinates in which this one is standard.
 
-        Its mean is ``m + L m_step`` and its root ``L L_step``.
+        Its mean is ``m + L m_step``, and its root is ``L L_step``.
         """
         after = Gaussian(self.draw(step.loc), self.log_scale + step.log_scale, self.unit)
         if step.unit is None:
             return after
-        # With own scales D and those of the step, L L_step = T (D T_step / D) D D_step.
+        # L L_step = T (D T_step D^-1) D D_step, with D and D_step the scales. The middle factor is
+        # unit lower triangular, so no new factorisation is needed.
         log_ratio = self.log_scale[..., :, None] - self.log_scale[..., None, :]
         turned = step.unit * jnp.exp(jnp.tril(log_ratio, -1))
         return after._replace(unit=turned if self.unit is None else dot(self.unit, turned))
 
 
 class Curvature(NamedTuple):
-    r"""A symmetric matrix by its eigenvalues in the scales of its own diagonal.
+    r"""The eigendecomposition of a symmetric matrix, scaled by its own diagonal.
 
     .. math::
         A = D V \mathrm{diag}(\lambda) V' D, \qquad D_{ii} = \sqrt{|A_{ii}|}
 
-    Coordinates are scaled by their own curvature first: no unit matters.
+    Coordinates are scaled by their own curvature first, so that their units do not matter.
 
     Attributes
     ----------
@@ -236,17 +242,17 @@ class Curvature(NamedTuple):
 
     @classmethod
     def of(cls, A: Array, unit: Array | None = None) -> Curvature:
-        """Return the decomposition of ``A`` (..., dim, dim), in scales that may be given."""
+        """Return the decomposition of ``A`` (..., dim, dim); ``unit`` replaces its own scales."""
         if unit is None:
             diagonal = jnp.abs(jnp.diagonal(A, axis1=-2, axis2=-1))
             unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
         return cls(unit, *linalg.eigh(A / unit[..., None, :] / unit[..., None]))
 
     def positive(self, least: Array | float) -> Curvature:
-        """Return the same with absolute eigenvalues, none below ``least`` of the largest, or of 1.
+        """Return the decomposition with absolute eigenvalues, at least ``least`` of the largest.
 
-        Absolute values lead away from saddles, and a small share of the largest stands where a
-        direction is flat up to rounding.
+        The largest counts as at least one. Steps by absolute values lead away from saddles (Dauphin
+        et al. 2014). The bound is for directions that are flat up to rounding.
         """
         size = jnp.abs(self.values)
         largest = jnp.maximum(size.max(-1, keepdims=True, initial=0.0), 1.0)
@@ -286,7 +292,7 @@ def _times(matrix: Array, vector: Array) -> Array:
 
 
 def unit_lower(below: Array, dim: int) -> Array:
-    """Return unit lower triangular matrices, with ``below / sqrt(dim - 1)`` below the diagonal.
+    """Return unit lower triangular matrices (..., dim, dim) with entries ``below / sqrt(dim - 1)``.
 
     ``below`` is (..., dim * (dim - 1) / 2).
     """
@@ -296,7 +302,7 @@ def unit_lower(below: Array, dim: int) -> Array:
 
 
 def standard_normal(x: Array) -> Array:
-    """Return the log density of the standard normal distribution at each number."""
+    """Return the log density of the standard normal distribution at each number of ``x``."""
     return -0.5 * (x * x + LOG_2PI)
 
 
@@ -306,5 +312,5 @@ def symmetric(A: Array) -> Array:
 
 
 def as_matrix(root: Array) -> Array:
-    """Return a Cholesky factor (dim, dim), given one or standard deviations (dim,)."""
+    """Return a Cholesky factor (dim, dim) from one, or from standard deviations (dim,)."""
     return jnp.diag(root) if root.ndim == 1 else root

@@ -1,13 +1,14 @@
 r"""Cholesky factors, triangular solves and other decompositions for stacks of matrices.
 
-They take the place of :mod:`jax.numpy.linalg` wherever a matrix may be one of a stack, as it is
-under :func:`jax.vmap` over silos, rows or draws. jaxlib 0.10 hands a stack to a LAPACK kernel that
-holds a thread of XLA's pool and waits there for work which it has put into the same pool: a few of
-them side by side stop a small pool for ever. A kernel for a single matrix waits for nobody. So here
+They replace :mod:`jax.numpy.linalg` wherever a matrix may be one of a stack, as under
+:func:`jax.vmap` over silos, rows or draws. jaxlib 0.10 passes a stack to a LAPACK kernel that holds
+a thread of XLA's pool while it waits for work that it has queued in the same pool: a few of them
+side by side block a small pool for ever. A kernel for a single matrix does not wait. So in this
+module
 
 - a single matrix goes to LAPACK,
 - a stack of matrices of up to :data:`SMALL` dimensions is factored and solved by loops over
-  columns, of which each step is of the whole stack at once, and
+  columns, each step for the whole stack at once, and
 - any other stack goes to LAPACK matrix by matrix, one after the other.
 
 :func:`cholesky`, :func:`solve` and :func:`root_of` have derivatives of every order.
@@ -27,24 +28,29 @@ from jax.scipy.linalg import solve_triangular
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
-SMALL = 8  # dimensions, up to which work on a whole stack is the quicker
+# The largest dimension for loops over columns. Each step reads and writes the whole stack, so their
+# work grows with the cube of the dimension without LAPACK's blocking.
+SMALL = 8
 
 _dot = partial(jnp.matmul, precision="highest")
 
 
 def _jit(f: Function, static_argnames: str | None = None) -> Function:
-    """Compile a function; inlined, or each call outside of a program would compile its loops."""
+    """Return a compiled function, whose code is inlined into programs that call it.
+
+    Without compilation, each call outside of a program would compile the loops in it again.
+    """
     return cast(Function, jax.jit(f, inline=True, static_argnames=static_argnames))
 
 
 @_jit
 def cholesky(A: Array) -> Array:
-    r"""Cholesky factors ``L`` of symmetric matrices, :math:`A = L L'`.
+    r"""Return Cholesky factors ``L`` of symmetric matrices, :math:`A = L L'`.
 
     Parameters
     ----------
     A : (..., d, d)
-        The symmetric part is taken.
+        Only the symmetric part counts.
 
     Returns
     -------
@@ -64,12 +70,12 @@ def cholesky(A: Array) -> Array:
 
 @partial(_jit, static_argnames="transposed")
 def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
-    r"""Solutions of :math:`L X = B`, or of :math:`L' X = B`, for lower triangular ``L``.
+    r"""Return solutions of :math:`L X = B`, or of :math:`L' X = B`, for lower triangular ``L``.
 
     Parameters
     ----------
     L : (..., d, d)
-        What stands above the diagonal is not read.
+        Entries above the diagonal are not read.
     B : (..., d, k) or (d,)
         Columns for each matrix, or one vector.
     transposed : bool
@@ -100,9 +106,11 @@ def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
         return _each(_forward, lower, B)
 
     def by_upper(_: object, B: Array) -> Array:
-        """Solve from the last row up, which is from the first down with both axes turned around."""
+        """Return solutions for the transpose: with both axes reversed it is lower triangular."""
         return _each(_forward, upper[..., ::-1, ::-1], B[..., ::-1, :])[..., ::-1, :]
 
+    # custom_linear_solve: derivatives are further solves with the same factor. To differentiate the
+    # loop over columns would keep each of its steps.
     if transposed:
         return jax.lax.custom_linear_solve(partial(_dot, upper), B, by_upper, by_lower)
     return jax.lax.custom_linear_solve(partial(_dot, lower), B, by_lower, by_upper)
@@ -110,13 +118,13 @@ def solve(L: Array, B: Array, *, transposed: bool = False) -> Array:
 
 @_jit
 def cholesky_solve(L: Array, B: Array) -> Array:
-    """Solutions of ``L L' X = B``, with shapes as in :func:`solve`."""
+    """Return solutions of ``L L' X = B``, with shapes as in :func:`solve`."""
     return solve(L, solve(L, B), transposed=True)
 
 
 @_jit
 def cholesky_of_inverse(A: Array) -> Array:
-    """Cholesky factors of the inverses of positive definite matrices (..., d, d)."""
+    """Return Cholesky factors (..., d, d) of the inverses of positive definite matrices."""
     flipped = cholesky(A[..., ::-1, ::-1])[..., ::-1, ::-1]  # A = U U' with U upper triangular
     eye = jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
     return solve(jnp.swapaxes(flipped, -1, -2), eye)
@@ -124,16 +132,16 @@ def cholesky_of_inverse(A: Array) -> Array:
 
 @_jit
 def inverse(A: Array) -> Array:
-    """The inverses of positive definite matrices (..., d, d)."""
+    """Return the inverses of positive definite matrices (..., d, d)."""
     K = cholesky_of_inverse(A)
     return _dot(K, jnp.swapaxes(K, -1, -2))
 
 
 @_jit
 def eigh(A: Array) -> tuple[Array, Array]:
-    """Eigenvalues (..., d) and eigenvectors (..., d, d), in columns, of symmetric matrices.
+    """Return eigenvalues (..., d) and eigenvectors (..., d, d) of symmetric matrices.
 
-    In ascending order, and not for derivatives.
+    Eigenvalues are in ascending order, and eigenvectors in columns. It has no derivatives.
 
     Examples
     --------
@@ -149,9 +157,10 @@ def eigh(A: Array) -> tuple[Array, Array]:
 
 @_jit
 def root_of(M: Array) -> Array:
-    """The Cholesky factor (d, d) of ``M M'``, for ``M`` (d, k) with ``k`` at least ``d``.
+    """Return the Cholesky factor (d, d) of ``M M'``, for ``M`` (d, k) with ``k`` at least ``d``.
 
-    By a QR decomposition: ``M M'`` is not formed, whose condition is the square of that of ``M``.
+    It is computed by a QR decomposition, without ``M M'``, whose condition number is the square of
+    that of ``M``.
     """
     return _root_of(M)
 
@@ -159,19 +168,26 @@ def root_of(M: Array) -> Array:
 @_jit
 @sequential_vmap
 def svd(A: Array) -> tuple[Array, Array, Array]:
-    """``U`` (n, r), singular values (r,) and ``V'`` (r, k) of ``A`` (n, k); not for derivatives."""
+    """Return ``U`` (n, r), singular values (r,) and ``V'`` (r, k) of ``A`` (n, k).
+
+    It has no derivatives.
+    """
     return tuple(jnp.linalg.svd(A, full_matrices=False))
 
 
 @_jit
 @sequential_vmap
 def least_squares(A: Array, b: Array) -> Array:
-    """The shortest ``x`` of least ``|A x - b|``, for ``A`` (n, k) and ``b`` (n,) or (n, m)."""
+    """Return the shortest ``x`` that minimises ``|A x - b|``.
+
+    ``A`` is (n, k) and ``b`` (n,) or (n, m).
+    """
     return jnp.linalg.lstsq(A, b)[0]
 
 
 @sequential_vmap
 def _by_qr(M: Array) -> Array:
+    # R' is a root with diagonal entries of either sign; a Cholesky factor has positive ones.
     R = jnp.linalg.qr(M.T, mode="r")
     return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
 
@@ -183,7 +199,7 @@ def _eigh(A: Array) -> tuple[Array, Array]:
 
 
 def _each(f: Callable[..., Result], *stacks: Array) -> Result:
-    """Return ``f`` of each matrix of stacks of one shape."""
+    """Return ``f`` of each matrix of the stacks, by nested ``vmap``."""
     for _ in range(stacks[0].ndim - 2):
         f = jax.vmap(f)
     return f(*stacks)
@@ -212,7 +228,7 @@ def _cholesky_jvp(at: tuple[Array], moving: tuple[Array]) -> tuple[Array, Array]
 def _changed(L: Array, change: Array) -> Array:
     r"""Return how ``L`` changes as :math:`A = L L'` does: :math:`L \Phi(L^{-1} \dot A L^{-T})`.
 
-    Of a matrix, :math:`\Phi` keeps what stands below the diagonal, and half of the diagonal.
+    :math:`\Phi` keeps the entries of a matrix below the diagonal, and half of its diagonal.
     """
     inner = solve(L, jnp.swapaxes(solve(L, change), -1, -2))
     return _dot(L, jnp.tril(inner) * (1 - 0.5 * jnp.eye(L.shape[-1], dtype=L.dtype)))
@@ -243,7 +259,10 @@ def _factors(size: int, batched: list[bool], A: Array) -> tuple[Array, bool]:
     place = jnp.arange(d)
 
     def step(j: Array, A: Array) -> Array:
-        """Column ``j`` of the factors, and what it leaves of the columns to its right."""
+        """Return the stack with column ``j`` of the factors, and the columns to its right reduced.
+
+        They are reduced by the outer product of column ``j``, as in the right-looking algorithm.
+        """
         column = jax.lax.dynamic_index_in_dim(A, j, -1, keepdims=False)
         pivot = jax.lax.dynamic_index_in_dim(column, j, -1)
         column = jnp.where(place >= j, column / jnp.sqrt(pivot), 0.0)
@@ -251,6 +270,7 @@ def _factors(size: int, batched: list[bool], A: Array) -> tuple[Array, bool]:
         return jnp.where(place == j, column[..., None], A - column[..., None] * right[..., None, :])
 
     L = jax.lax.fori_loop(0, d, step, A)
+    # A negative pivot gives NaN in its own column only; LAPACK's kernel fills the whole matrix.
     positive = (jnp.diagonal(L, axis1=-2, axis2=-1) > 0).all(-1)
     return jnp.tril(jnp.where(positive[..., None, None], L, jnp.nan)), True
 
@@ -262,7 +282,8 @@ def _forward(L: Array, B: Array) -> Array:
 
 @_forward.def_vmap
 def _forwards(size: int, batched: list[bool], L: Array, B: Array) -> tuple[Array, bool]:
-    if not batched[0]:  # one matrix, and columns of all
+    # One matrix for the whole stack: all right sides become columns of a single solve.
+    if not batched[0]:
         d, k = B.shape[1:]
         X = _forward(L, jnp.moveaxis(B, 0, 1).reshape(d, size * k))
         return jnp.moveaxis(X.reshape(d, size, k), 1, 0), True
@@ -274,7 +295,7 @@ def _forwards(size: int, batched: list[bool], L: Array, B: Array) -> tuple[Array
     place = jnp.arange(d)
 
     def step(j: Array, X: Array) -> Array:
-        """Row ``j`` of the solutions, and what it leaves of the right sides below it."""
+        """Return the stack with row ``j`` of the solutions, and the right sides below reduced."""
         column = jax.lax.dynamic_index_in_dim(L, j, -1, keepdims=False)
         pivot = jax.lax.dynamic_index_in_dim(column, j, -1)
         row = jax.lax.dynamic_index_in_dim(X, j, -2, keepdims=False) / pivot

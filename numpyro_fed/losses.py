@@ -1,10 +1,11 @@
-r"""Losses of one observation in place of minus its log density (generalised Bayesian inference).
+r"""Losses of one observation, for generalised Bayesian inference.
 
-A loss is any function ``loss(distribution, value)`` that gives one number for each element of the
-distribution's batch, such as those below; :func:`numpyro_fed.handlers.generalised` puts it into a
-model. Those below are the log loss in a limit, where their additive constants vanish, and zero
-where a distribution is masked. What ``to_event`` joins is one observation: its density is the
-product, so that a single wild coordinate discounts the whole of it.
+A loss replaces minus the log density of an observation. It is any function
+``loss(distribution, value)`` that returns one number for each element of the distribution's batch;
+:func:`numpyro_fed.handlers.generalised` puts it into a model. The losses of this module tend to the
+log loss in a limit, where their additive constants vanish, and are zero where a distribution is
+masked. An event, as ``to_event`` makes it, is one observation: its density is the product over its
+coordinates, so that a single outlying coordinate discounts the whole event.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ Loss = Callable[[Distribution, ArrayLike], Array]
 
 _LOG_2PI = math.log(2 * math.pi)
 
-# Power integrals of counts: up to a variance of _SWITCH a sum of _TERMS, beyond it the trapezoidal
-# rule at _POINTS, in standard deviations of the power.
+# Power integrals of counts are a sum of _TERMS up to a variance of _SWITCH, and beyond it the
+# trapezoidal rule at _POINTS, in sds of the power. With a variance of 64 the sum covers all counts,
+# or ten sds on both sides; the rule's points reach from -6.4 to 9.6 sds, since rare counts are
+# skewed to the right.
+# For the rule's error at a step of 0.8 sds see log_power_integral.
 _SWITCH = 64
 _TERMS = np.arange(160)
 _STEP = 0.8
@@ -47,7 +51,7 @@ _POINTS = _STEP * np.arange(-8, 13)
 
 @dataclass(frozen=True, repr=False)
 class _LogLoss:
-    """Minus the log density: with it a posterior is the ordinary one."""
+    """Minus the log density, whose posterior is the ordinary one."""
 
     def __call__(self, distribution: Distribution, value: ArrayLike) -> Array:
         return -jnp.asarray(distribution.log_prob(value))
@@ -68,7 +72,7 @@ class beta_loss:
         \ell(p, y) = -\frac{p(y)^{\beta-1} - 1}{\beta - 1}
         + \frac1\beta \Big(\int p(x)^\beta \, dx - 1\Big)
 
-    However far out a value lies, its first term is at most ``1 / (beta - 1)``.
+    The first term is at most ``1 / (beta - 1)``, however far out a value is.
 
     The constants ``1 / (beta - 1)`` and ``-1 / beta`` are this package's: they change no
     posterior, and with them the log loss is the limit at ``beta = 1``. With the density-power
@@ -124,7 +128,7 @@ class gamma_loss:
         \ell(p, y) = -\frac{\gamma}{\gamma - 1}
         \Big( \frac{p(y)^{\gamma-1}}{\big(\int p(x)^\gamma\, dx\big)^{(\gamma-1)/\gamma}} - 1 \Big)
 
-    However far out a value lies, it is at most ``gamma / (gamma - 1)``. That constant is this
+    It is at most ``gamma / (gamma - 1)``, however far out a value is. The constant in it is this
     package's: it changes no posterior, and with it the log loss is the limit at ``gamma = 1``.
 
     Parameters
@@ -216,19 +220,19 @@ class generalised_cross_entropy:
 
 
 def log_power_integral(distribution: Distribution, power: float) -> Array:
-    r"""The log of the sum or integral of a density to a power.
+    r"""Return the log of the sum or integral of a density to a power.
 
     .. math::
         \log \int p(x)^b \, dx
 
-    Built in for Bernoulli, Categorical, Binomial, Poisson and Normal, and for what ``expand``,
-    ``to_event`` and ``mask`` make of them. A product of densities has the product of the
-    integrals; what is masked has the integral 1.
+    It knows Bernoulli, Categorical, Binomial, Poisson and Normal, also after ``expand``,
+    ``to_event`` and ``mask``. A product of densities has the product of the integrals; a masked
+    density has the integral 1.
 
     For a Poisson and a Binomial the relative error is below 1e-8 in double precision. Up to a
-    variance of 64 it is a sum of at most 160 terms. Beyond, it is the trapezoidal rule for the
-    integral over real ``x``, at 0.8 standard deviations of ``p^b`` from point to point: sum and
-    integral differ by ``2 exp(-2 pi^2 variance / b)``, relative, and integral and rule by
+    variance of 64 it is a sum of at most 160 terms. Beyond that it is the trapezoidal rule for the
+    integral over real ``x``, with steps of 0.8 standard deviations of ``p^b``. The sum and the
+    integral differ by ``2 exp(-2 pi^2 variance / b)``, relative, and the integral and the rule by
     ``2 exp(-2 pi^2 / 0.64)``.
 
     Parameters
@@ -293,6 +297,8 @@ def _categorical(d: dist.CategoricalLogits | dist.CategoricalProbs, power: float
 def _binomial(d: dist.BinomialLogits | dist.BinomialProbs, power: float) -> Array:
     n, p = jnp.broadcast_arrays(jnp.asarray(d.total_count), jnp.asarray(d.probs))
     many = n * p * (1 - p) > _SWITCH
+    # Both branches are computed, under ``where``. Each gets harmless arguments where the other one
+    # counts, so that neither overflows there and makes the gradient NaN.
     log_sum = _binomial_sum(d, n, jnp.where(many, 0.0, n * p), power)
     rare = jnp.where(many, jnp.minimum(p, 1 - p), 0.5)
     log_rule = _binomial_rule(jnp.where(many, n, 4 * _SWITCH), rare, power)
@@ -302,7 +308,7 @@ def _binomial(d: dist.BinomialLogits | dist.BinomialProbs, power: float) -> Arra
 def _binomial_sum(
     d: dist.BinomialLogits | dist.BinomialProbs, n: Array, mean: Array, power: float
 ) -> Array:
-    """Sum over all counts where a known total has few, over those around the mean elsewhere."""
+    """Return the log sum over all counts if there are few, else over those near the mean."""
     terms = len(_TERMS)
     if not isinstance(d.total_count, jax.core.Tracer):
         terms = min(terms, int(np.max(d.total_count, initial=0)) + 1)
@@ -314,7 +320,7 @@ def _binomial_sum(
 
 
 def _binomial_rule(n: Array, p: Array, power: float) -> Array:
-    """Integrate as for a Poisson, with a deviance and a series for what is counted and the rest."""
+    """Return the log integral, as for a Poisson, with a deviance each for successes and failures."""
     mean, rest = (n * p)[..., None], (n * (1 - p))[..., None]
     t = jnp.asarray(_POINTS, mean.dtype) / math.sqrt(power)
     scale = jnp.sqrt(mean * (1 - p)[..., None])
@@ -347,7 +353,10 @@ def _poisson_sum(rate: Array, power: float) -> Array:
 
 
 def _poisson_rule(rate: Array, power: float) -> Array:
-    """Integrate: at ``k = rate (1 + u)``, ``log p`` is ``-rate u^2 r(u)`` and a series."""
+    """Return the log integral; at ``k = rate (1 + u)``, ``log p`` is ``-rate u^2 r(u)`` + series.
+
+    In this form nothing cancels for large rates, where ``k log(rate) - log k!`` would.
+    """
     t = jnp.asarray(_POINTS, rate.dtype) / math.sqrt(power)
     u = t / jnp.sqrt(rate)[..., None]
     k = rate[..., None] * (1 + u)
@@ -357,12 +366,12 @@ def _poisson_rule(rate: Array, power: float) -> Array:
 
 
 def _stirling(k: Array) -> Array:
-    """Return what Stirling's formula for ``log k!`` leaves out."""
+    """Return the remainder of Stirling's formula for ``log k!``, by its series."""
     return (1 / 12 - (1 / 360 - 1 / (1260 * k**2)) / k**2) / k
 
 
 def _deviance(u: Array) -> Array:
-    """``((1 + u) log(1 + u) - u) / u^2``, by its series near zero."""
+    """Return ``((1 + u) log(1 + u) - u) / u^2``, by its series near zero."""
     near = jnp.abs(u) < 0.05
     far = jnp.where(near, 1.0, u)
     coefficients = jnp.asarray([1 / ((n + 1) * (n + 2)) for n in range(8, -1, -1)], u.dtype)

@@ -1,4 +1,7 @@
-"""Bounds on a silo's log likelihood at a draw of the globals."""
+"""The objectives: bounds on a silo's log likelihood at a draw of the globals, and their gradients.
+
+:class:`ELBO` and :class:`LocallyEnhanced` are what users choose; :class:`SiloBound` computes them.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ class ELBO:
         \mathcal{L} = \mathbb{E}_q\Big[\log p(z_G) - \log q(z_G)
         + \sum_j \big(\log p(z_{L_j}, y_j \mid z_G) - \log q(z_{L_j} \mid z_G)\big)\Big]
 
-    Its gradient sticks the landing: the parameters inside ``log q`` are stopped, which is unbiased
-    and has no variance where the guide is exact (Roeder, Wu and Duvenaud 2017). NumPyro's
+    Its gradient sticks the landing: the parameters inside ``log q`` are stopped. The gradient stays
+    unbiased, and has no variance where the guide is exact (Roeder, Wu and Duvenaud 2017). NumPyro's
     autoguides, as guides of the globals, are differentiated in full.
 
     Examples
@@ -57,18 +60,19 @@ class LocallyEnhanced:
     Parameters
     ----------
     draws : int or dict of str to int
-        ``K``. An int is meant for the plates of rows; an outer plate, which rows of another plate
-        depend on, then has one draw. A dict gives ``K`` by silo plate, 1 where it is silent. With
-        ``K > 1`` at an outer plate the weight is that of the silo's whole content, since its rows
-        hang together there, and all outer plates use the largest ``K`` among them.
+        ``K``. An int is for the plates of rows; an outer plate, on which rows of another plate
+        depend, then has one draw. A dict gives ``K`` by silo plate, and 1 for plates that it does
+        not name. With ``K > 1`` at an outer plate the weight is that of all the silo's data, since
+        its rows depend on each other through these latents, and all outer plates use the largest
+        ``K`` among them.
 
     Notes
     -----
-    Gradients are doubly reparametrised (Tucker et al. 2019): stopping ``log q`` inside the
-    log-mean-exp alone would bias them. The identity is applied to the parameters of the local
-    guide; the path through ``z_G`` is differentiated as it stands, so that a row whose guide is
-    exact adds no noise to the globals. With ``K > 1`` at an outer plate it is applied at that
-    plate, and rows below are differentiated in full; so are rows under ``locals="joint"``.
+    Gradients are doubly reparametrised (Tucker et al. 2019): only to stop ``log q`` inside the
+    log-mean-exp would bias them. The identity is applied to the parameters of the local guide. The
+    path through ``z_G`` is differentiated as it is, so that a row whose guide is exact adds no
+    noise to the globals. With ``K > 1`` at an outer plate the identity is applied at that plate,
+    and rows below are differentiated in full; so are rows under ``locals="joint"``.
 
     Examples
     --------
@@ -83,10 +87,10 @@ class LocallyEnhanced:
 
 
 def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Array, Rows]:
-    """Return standard normals: ``number`` of them, and for each plate an array, rows first.
+    """Return standard normals: ``number`` of them, and an array for each plate, rows first.
 
-    Each draw is a program to compile, and so the first plate shares one with the ``number``: what
-    it has of padded rows comes last there, and shifts nothing. Other plates have their own.
+    Each draw is a program to compile, so the first plate shares one with the ``number``. Its padded
+    rows come last in it, and change no other number. Other plates have draws of their own.
     """
     keys = jax.random.split(key, len(shapes)) if len(shapes) > 1 else [key]
     sizes = [math.prod(shape) for shape in shapes.values()]
@@ -138,7 +142,7 @@ def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str,
 
 
 class _At(NamedTuple):
-    """A place at which a silo's term is evaluated."""
+    """The arguments at which a silo's term is evaluated."""
 
     theta: Theta
     eta: dict[str, Any]  # of the silo's guide
@@ -157,10 +161,10 @@ class SiloBound:
     model : FederatedModel
     guide : Guide
     draws : dict of str to int
-        ``K`` of each silo plate that has latents: :func:`draws_by_plate`.
+        ``K`` of each silo plate that has latents, by :func:`draws_by_plate`.
     plain : bool
         Whether the gradient is the derivative of the value, as line searches need it, and not the
-        estimator that the objective stands for.
+        objective's estimator of lower variance.
     """
 
     model: FederatedModel
@@ -169,7 +173,7 @@ class SiloBound:
     plain: bool = False
 
     def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
-        """Return {plate: (rows, particles, K_outer, K, dim)}: the normals of one evaluation."""
+        """Return the shapes of the noise: {plate: (rows, particles, K_outer, K, dim)}."""
         dims, rows = {p.name: p.dim for p in self.model.plates}, self.guide.rows
         return {
             p: (sizes[p], particles, self._k_outer, self.draws[p] if p in rows else 1, dims[p])
@@ -177,7 +181,7 @@ class SiloBound:
         }
 
     def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
-        """Return all noise of one evaluation; padded rows shift nobody's draws."""
+        """Return the noise of one evaluation, by plate; it does not depend on padded rows."""
         return normals(key, 0, self.shapes(sizes, particles))[1]
 
     def value(
@@ -189,10 +193,10 @@ class SiloBound:
         noise: Rows,
         data: SiloData,
     ) -> Array:
-        """Return the bound at one ``z_G``; noise is that of one particle (rows, K_outer, K, dim).
+        """Return the bound () at one ``z_G`` (dim,), from the noise of one particle.
 
-        ``seen`` is ``z_G`` as local guides measure it. The gradient is the estimator that the
-        objective stands for.
+        ``noise`` is {plate: (rows, K_outer, K, dim)}; ``coordinates`` is ``z_G`` in its frame. The
+        gradient is the objective's estimator.
         """
         guide, k_outer = self.guide, self._k_outer
         at = _At(theta, eta, z_G, coordinates, {}, data)
@@ -229,7 +233,7 @@ class SiloBound:
         at = _At(theta, eta, z_G, coordinates, {}, data)
 
         def one_outer_draw(eps: Rows) -> tuple[Array, Rows]:
-            """Return the log weight, and rows resampled by theirs, of one outer draw."""
+            """Return the log weight of one outer draw, and its rows, resampled by theirs."""
             z_outer = {p: self._draw(p, at, eps[p][:, 0]) for p in guide.outer}
             at_outer = at._replace(z_outer=z_outer)
             z = self._draws(guide.rows, at_outer, self._tiled(eps))
@@ -256,7 +260,7 @@ class SiloBound:
 
     @property
     def _counts(self) -> tuple[tuple[str, int], ...]:
-        """Return ``K`` of each plate, 1 for those that stand above rows."""
+        """Return ``K`` of each plate, and 1 for outer plates."""
         rows = self.guide.rows
         return tuple(
             (p.name, self.draws[p.name] if p.name in rows else 1) for p in self.model.plates
@@ -264,24 +268,24 @@ class SiloBound:
 
     @property
     def _rows_stick(self) -> bool:
-        """Return whether the gradient of rows' terms is reparametrised twice.
+        """Return whether the gradients of rows' terms are doubly reparametrised.
 
-        More than one draw at an outer plate: its weights multiply whatever stands below, so that
-        only the outermost gradient may be. Nor may that of rows which share a covariance: a row's
-        own noise then moves other rows, whose weights are others.
+        With several draws at an outer plate its weights multiply all terms below, and the identity
+        holds for the outermost gradient only. It does not hold for rows that share a covariance
+        either: a row's noise then moves other rows, which have other weights.
         """
         joint = any(self.guide.locals[p].joint for p in self.guide.rows)
         return self._k_outer == 1 and not self.plain and not (self._k_rows > 1 and joint)
 
     def _stopped(self, at: _At) -> _At:
-        """Return the same place with the guide's parameters stopped; draws stay live."""
+        """Return the same arguments with the guide's parameters stopped; draws are not stopped."""
         networks = {encoder.name for encoder in self.guide.encoders.values()}
         theta = {k: stop_gradient(v) if k in networks else v for k, v in at.theta.items()}
         coordinates = at.coordinates._replace(centre=stop_gradient(at.coordinates.centre))
         return at._replace(theta=theta, eta=stop_gradient(at.eta), coordinates=coordinates)
 
     def _given(self, plate: str, at: _At) -> tuple[Any, Array]:
-        """Return the parameters of a plate's guide, and what its rows are coupled to."""
+        """Return the parameters of a plate's guide, and the values its rows are coupled to."""
         eta = self.guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
         return eta, self.guide.above(plate, at.eta, at.coordinates.offset, at.z_outer, at.data)
 
@@ -289,11 +293,15 @@ class SiloBound:
         return self.guide.locals[plate].draw(*self._given(plate, at), eps)
 
     def _draws(self, plates: tuple[str, ...], at: _At, eps: Rows) -> Rows:
-        """Return all draws of some plates, {plate: (K, rows, dim)}."""
+        """Return all draws of ``plates``, {plate: (K, rows, dim)}."""
         return {p: jax.vmap(partial(self._draw, p, at), 1)(eps[p]) for p in plates}
 
     def _two_paths(self, plates: tuple[str, ...], at: _At, eps: Rows) -> tuple[Rows, Rows]:
-        """Return draws as what moves with ``z_G``, and what moves with the guide (zero)."""
+        """Return draws as two summands: one depends on ``z_G``, one on the guide's parameters.
+
+        The second has the value zero and the derivatives of the draw. So the two paths may have
+        different gradients.
+        """
         coordinates = at.coordinates._replace(u=stop_gradient(at.coordinates.u))
         z_G, z_outer = stop_gradient((at.z_G, at.z_outer))
         stopped = at._replace(z_G=z_G, coordinates=coordinates, z_outer=z_outer)
@@ -306,7 +314,7 @@ class SiloBound:
         return at.data.masked(plate, self.guide.locals[plate].log_q(*self._given(plate, at), z))
 
     def _log_ratio(self, z: Rows, at: _At) -> Rows:
-        """Return log p of every row, less log q of the rows' own latents."""
+        """Return log p less log q of each row's own latents, {plate: (rows,)}."""
         without = [p.name for p in self.model.plates if not p.dim]
         sizes = self.model.sizes(at.data) if without else {}
         empty = {p: jnp.zeros((sizes[p], 0)) for p in without}
@@ -314,11 +322,11 @@ class SiloBound:
         return {p: v - self._log_q(p, at, z[p]) if p in z else v for p, v in rows.items()}
 
     def _tiled(self, eps: Rows) -> Rows:
-        """Return rows' noise with as many draws for each plate as the one with most has."""
+        """Return rows' noise with equally many draws for all plates, repeated where needed."""
         return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in self.guide.rows}
 
     def _row_terms(self, at: _At, eps: Rows) -> Rows:
-        """Return the term of each row of each plate, {plate: (rows,)}, at given outer latents."""
+        """Return the term of each row, {plate: (rows,)}, at given outer latents."""
         rows = self.guide.rows
         if self._k_rows == 1:
             z = {p: self._draw(p, at, eps[p][:, 0]) for p in rows}
@@ -338,14 +346,14 @@ class SiloBound:
         )
 
     def _silo_term(self, at: _At, z_outer: Rows, eps: Rows) -> Array:
-        """Return the silo's whole term at one draw of the outer latents."""
+        """Return the silo's whole term () at one draw of the outer latents."""
         terms = self._row_terms(at._replace(z_outer=z_outer), eps)
         stopped = at if self.plain else self._stopped(at)
         outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer}
         return at.data.total(terms) - _total(outer)
 
     def _each_outer(self, at: _At, z_outer: Rows, eps: Rows) -> Array:
-        """Return that at all draws of the outer latents (K_outer,)."""
+        """Return the silo's whole term at all draws of the outer latents (K_outer,)."""
         return jax.vmap(lambda z, e: self._silo_term(at, z, e), (0, 1))(z_outer, eps)
 
     def _outer_weights(
@@ -369,7 +377,10 @@ def _total(rows: Rows) -> Array:
 
 
 def _choose(key: Array, log_weights: Array, z: Array) -> Array:
-    """Return one draw of each row: ``log_weights`` (K, rows), ``z`` (K or more, rows, dim)."""
+    """Return one draw of each row (rows, dim), by ``log_weights`` (K, rows).
+
+    ``z`` is (K or more, rows, dim); draws beyond K are repetitions.
+    """
     k = jax.random.categorical(key, log_weights, axis=0)
     return z[k, jnp.arange(z.shape[1])]
 
@@ -387,11 +398,11 @@ def _log_mean_exp(log_weights: Rows, counts: tuple[tuple[str, int], ...]) -> Row
 def _doubly_reparametrised(
     f: Callable[[Rows, Rest], Rows], counts: tuple[tuple[str, int], ...], own: Rows, rest: Rest
 ) -> Rows:
-    r"""Return the log-mean-exp of ``f(own, rest)``, whose gradient for ``own`` is another one.
+    r"""Return the log-mean-exp of ``f(own, rest)`` with the doubly reparametrised gradient.
 
-    That is the doubly reparametrised one. With normalised weights ``w_k`` the gradient reaching
-    ``rest`` is the ordinary one, :math:`\sum_k w_k \nabla f_k`, while what reaches ``own[k]`` is
-    :math:`w_k^2 \nabla f_k` (Tucker et al. 2019, equation 8).
+    With normalised weights ``w_k``, the gradient in ``rest`` is the ordinary one,
+    :math:`\sum_k w_k \nabla f_k`. The gradient in ``own[k]`` is :math:`w_k^2 \nabla f_k` (Tucker et
+    al. 2019, equation 8).
     """
     return _log_mean_exp(f(own, rest), counts)
 

@@ -1,4 +1,4 @@
-"""The interface of an exponential family, and what can be computed for every family."""
+"""The interface of an exponential family, and the computations that are the same for all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Family(ABC, Generic[Eps]):
     dim : int
         Length of ``z``.
     name : str
-        What messages call the family.
+        The family's name in error messages.
     """
 
     dim: int
@@ -66,11 +66,11 @@ class Family(ABC, Generic[Eps]):
 
     @abstractmethod
     def ordinary(self, eta: Natural) -> Ordinary:
-        """Return ordinary parameters, from natural ones."""
+        """Return ordinary parameters from natural ones."""
 
     @abstractmethod
     def natural(self, psi: Ordinary) -> Natural:
-        """Return natural parameters, from ordinary ones."""
+        """Return natural parameters from ordinary ones."""
 
     @abstractmethod
     def moments(self, psi: Ordinary) -> Tree:
@@ -78,23 +78,23 @@ class Family(ABC, Generic[Eps]):
 
     @abstractmethod
     def from_mean(self, mu: Tree) -> Natural:
-        """Return natural parameters, from mean parameters."""
+        """Return natural parameters from mean parameters."""
 
     @abstractmethod
     def noise(self, key: Array, n: int) -> Eps:
-        """Return what ``n`` draws take, along a leading axis: standard normals, or keys."""
+        """Return the noise of ``n`` draws, along a leading axis: standard normals, or keys."""
 
     @abstractmethod
     def draw(self, psi: Ordinary, noise: Eps) -> Array:
-        """Return one draw from the noise of one, with gradients to ``psi``."""
+        """Return one draw (dim,) from its noise, differentiable in ``psi``."""
 
     @abstractmethod
     def centre(self, psi: Ordinary) -> Array:
-        """Return a central ``z``: the mean of a Gaussian, else the mean of ``x``, mapped."""
+        """Return a central ``z`` (dim,): a Gaussian's mean, else the mean of ``x``, mapped to z."""
 
     @abstractmethod
     def spread(self, psi: Ordinary) -> tuple[Array, Array]:
-        """Return the mean and the standard deviation of each number of ``z``."""
+        """Return the means (dim,) and the standard deviations (dim,) of ``z``."""
 
     @abstractmethod
     def fit(self, f: Callable[[Array], Array]) -> Natural:
@@ -115,11 +115,11 @@ class Family(ABC, Generic[Eps]):
         """Return the distribution of ``z[index]``, which is one site: see :func:`marginal`."""
 
     def from_normals(self, normals: Array) -> Eps:
-        """Return standard normals (n, dim) as the noise of ``n`` draws, where they are."""
+        """Return standard normals (n, dim) as the noise of ``n`` draws, if :attr:`of_normals`."""
         raise TypeError(f"a draw of the {self.name} family takes more than {self.dim} normals.")
 
     def increment(self, z: Array, u: Array) -> Tree:
-        """Return ``T(z + u) - T(z)``, without their cancellation where ``T`` is a polynomial."""
+        """Return ``T(z + u) - T(z)``, computed without cancellation where ``T`` is a polynomial."""
         return jax.tree.map(jnp.subtract, self.statistics(z + u), self.statistics(z))
 
     def entropy(self, psi: Ordinary) -> Array:
@@ -128,7 +128,7 @@ class Family(ABC, Generic[Eps]):
         return self.log_partition(eta) - inner(eta, self.moments(psi))
 
     def proper(self, eta: Natural) -> Array:
-        """Return whether ``eta`` is normalisable, with mean and scales finite in this precision."""
+        """Return whether ``eta`` is normalisable, and its parameters finite in this precision."""
         return all_finite((eta, self.ordinary(eta)))
 
     def log_density(self, eta: Natural, z: Array) -> Array:
@@ -138,18 +138,18 @@ class Family(ABC, Generic[Eps]):
     def move(self, psi: Ordinary, gradient: Tree) -> Array:
         """Return how far a full natural-gradient step would move ``q``, to first order (2 dim,).
 
-        First the mean of each number of ``z``, in standard deviations, then each log standard
-        deviation; ``gradient`` is in ``psi``.
+        The first half has the moves of the means, in standard deviations, the second those of log
+        standard deviations. ``gradient`` is the one in ``psi``.
         """
         eta = self.natural(psi)
         step = self.dual_gradient(lambda psi: inner(gradient, psi), eta)
         return move_along(self, eta, step)
 
     def around(self, z: Array, gradient: Array, curvature: Array) -> Natural:
-        """Return natural parameters of a function with this gradient (dim,) at ``z``.
+        """Return natural parameters of a function with this gradient (dim,) at ``z`` (dim,).
 
-        ``curvature`` (dim, dim) is its negative Hessian there. By least squares, from its diagonal,
-        where the family cannot have all of that.
+        ``curvature`` (dim, dim) is its negative Hessian. If no member has both, the result is the
+        least-squares fit to the gradient and the diagonal of the curvature.
         """
         T, unravel = ravel_pytree(self.statistics(z))
 
@@ -163,23 +163,23 @@ class Family(ABC, Generic[Eps]):
         return unravel(found.astype(T.dtype))
 
     def standard(self, psi: Ordinary) -> Ordinary:
-        """Return the member itself in its own coordinates: a standard normal for Gaussians.
+        """Return the member in its own coordinates: a standard normal for Gaussians.
 
-        Other families have no coordinates but ``z``, and this function and the three below leave
-        them alone.
+        Other families have no coordinates but ``z``. This function and the three below return their
+        parameters unchanged.
         """
         return psi
 
     def moved(self, psi: Ordinary, step: Ordinary) -> Ordinary:
-        """Return the member that is ``step`` in the coordinates of ``psi``."""
+        """Return the member, in ``z``, that is ``step`` in the coordinates of ``psi``."""
         return step
 
     def into(self, psi: Ordinary, eta: Natural) -> Natural:
-        """Return natural parameters in the coordinates of ``psi``, from those in ``z``."""
+        """Return natural parameters in the coordinates of ``psi`` from those in ``z``."""
         return eta
 
     def out_of(self, psi: Ordinary, eta: Natural) -> Natural:
-        """Return natural parameters in ``z``, from those in the coordinates of ``psi``."""
+        """Return natural parameters in ``z`` from those in the coordinates of ``psi``."""
         return eta
 
 
@@ -189,13 +189,13 @@ def usable(mean: Array, sd: Array) -> Array:
 
 
 def location_and_log_scale(family: Family[Any], eta: Tree) -> tuple[Array, Array]:
-    """Return means and log standard deviations of each number of ``z``."""
+    """Return the means (dim,) and log standard deviations (dim,) of ``z``."""
     mean, sd = family.spread(family.ordinary(eta))
     return mean, jnp.log(sd)
 
 
 def move_along(family: Family[Any], eta: Tree, step: Tree) -> Array:
-    """Return how far ``step`` from ``eta`` moves ``q``, as :meth:`Family.move` measures it."""
+    """Return the move (2 dim,) of ``q`` along ``step`` from ``eta``, as in :meth:`Family.move`."""
     (_, log_sd), (mean, log_scale) = jax.jvp(
         lambda eta: location_and_log_scale(family, eta), (eta,), (step,)
     )
@@ -269,7 +269,7 @@ def kl(family: Family[Any], eta_q: Tree, eta_p: Tree) -> Array:
 def marginal(
     family: Family[Any], eta: Tree, index: Index, shape: tuple[int, ...], event_dim: int = 0
 ) -> Distribution:
-    """Return the marginal of the coordinates ``z[index]`` that are one site, as a distribution.
+    """Return the marginal distribution of one site, whose coordinates are ``z[index]``.
 
     Parameters
     ----------
@@ -277,24 +277,24 @@ def marginal(
     eta : tree
         Natural parameters.
     index : slice or int array
-        The site's coordinates. The whole of a Gamma, Beta, Dirichlet or categorical member; any
+        The site's coordinates: all those of a Gamma, Beta, Dirichlet or categorical member, or any
         part of a Gaussian.
     shape : tuple of int
         The site's shape in unconstrained space.
     event_dim : int
-        How many of the site's axes belong to one event.
+        The number of the site's axes that belong to one event.
 
     Returns
     -------
     Distribution
-        In unconstrained space for a Gaussian: a ``MultivariateNormal`` over the last axis where
-        the family is full and that is the event, else independent ``Normal``. Over ``x`` itself
-        for the other families.
+        A Gaussian's marginal is in unconstrained space: a ``MultivariateNormal`` over the last axis
+        if the family is full and that axis is the event, else independent ``Normal``. Marginals of
+        other families are over ``x`` itself.
 
     Raises
     ------
     ValueError
-        For coordinates that no single member has, and for a part of a member that is not Gaussian.
+        For coordinates of several members, and for a part of a member that is not Gaussian.
 
     Examples
     --------

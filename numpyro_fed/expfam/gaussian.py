@@ -60,7 +60,7 @@ def gaussian(dim: int, covariance: str = "diagonal") -> Family[Array]:
 
 @dataclass(frozen=True)
 class _GaussianFamily(Family[Array]):
-    """A Gaussian family, with all that means and roots say whatever the covariance."""
+    """The base class of both Gaussian families: all that follows from the mean and the root."""
 
     name: ClassVar[str] = "gaussian"
 
@@ -159,6 +159,7 @@ class DiagonalGaussian(_GaussianFamily):
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
         psi = self.ordinary(eta)
         g = jax.grad(f)(psi)
+        # In mean parameters: E[z] at fixed E[z^2] also changes the variance.
         by_variance = 0.5 * g["log_scale"] * jnp.exp(-2 * psi["log_scale"])
         return {"first": g["loc"] - 2 * by_variance * psi["loc"], "second": by_variance}
 
@@ -200,7 +201,11 @@ class FullGaussian(_GaussianFamily):
         return 0.5 * (jnp.sum(w**2) + self.dim * LOG_2PI) + q.log_scale.sum()
 
     def proper(self, eta: Natural) -> Array:
-        """Return whether it is normalisable: in single precision, by factors from either end."""
+        """Return whether ``eta`` is normalisable.
+
+        The precision is factored from both ends. Near singular matrices in single precision one of
+        the two factorisations may succeed by rounding.
+        """
         factor = linalg.cholesky(-2 * symmetric(eta["second"]))
         return all_finite(factor) & super().proper(eta)
 
@@ -224,6 +229,7 @@ class FullGaussian(_GaussianFamily):
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
         q = self.from_natural(eta)
         g, L = jax.grad(f)(q.params()), q.root
+        # The gradient in the covariance is L^-T (L' G L) L^-1: two solves, and no inverse.
         half = linalg.solve(L, _by_covariance(L, _by_root(q, g)), transposed=True)
         by_covariance = symmetric(linalg.solve(L, half.T, transposed=True))
         return {"first": g["loc"] - 2 * dot(by_covariance, q.loc), "second": by_covariance}
@@ -258,10 +264,11 @@ class FullGaussian(_GaussianFamily):
 
 
 def rounding(eta: Natural) -> float:
-    """Return how far rounding its natural parameters moves a Gaussian, in standard deviations.
+    """Return the largest move of a Gaussian by rounding its natural parameters, in sds.
 
-    The largest of a few random roundings of each number by one unit in the last place, in a mean or
-    a log standard deviation. What many sums and factors have lost is several times as much.
+    It is the largest move of a mean or a log standard deviation in eight random roundings, each of
+    which changes every number by one unit in the last place. A sum of many factors has lost several
+    times as much.
     """
     eps = jnp.finfo(eta["first"].dtype).eps
     first, second = (np.asarray(eta[name], float) for name in ("first", "second"))
@@ -287,7 +294,7 @@ def rounding(eta: Natural) -> float:
 
 
 def _by_root(q: Gaussian, gradient: Tree) -> Array:
-    """Return the gradient in ``L``, from that in the parameters."""
+    """Return the gradient in ``L`` (dim, dim) from that in the parameters."""
     dim = q.loc.shape[-1]
     if dim < 2:
         return jnp.diag(gradient["log_scale"] / q.scale)
@@ -299,8 +306,8 @@ def _by_root(q: Gaussian, gradient: Tree) -> Array:
 def _by_covariance(L: Array, by_root: Array) -> Array:
     """Return ``L' G L`` for the gradient ``G`` in the covariance, from that in ``L``.
 
-    By ``L`` as it is (Murray 2016, "Differentiation of the Cholesky decomposition", section 4): a
-    second factorisation would lose in single precision what the condition number costs.
+    It uses ``L`` itself (Murray 2016, "Differentiation of the Cholesky decomposition", section 4).
+    To factor the covariance again would lose as many digits as its condition number has.
     """
     P = jnp.tril(dot(L.T, by_root))
     return 0.5 * (P + P.T - jnp.diag(jnp.diagonal(P)))

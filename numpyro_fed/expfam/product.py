@@ -1,4 +1,4 @@
-"""Independent members of several families, as one family."""
+"""The product of several families: independent members as one family."""
 
 from __future__ import annotations
 
@@ -80,25 +80,25 @@ class Product(Family[Tree]):
         return np.concatenate([*self._places.values(), np.zeros(0, int)]).astype(int)
 
     def _cut(self, z: Array) -> Tree:
-        """Return each member's coordinates, from all."""
+        """Return each member's coordinates, by name."""
         return {name: z[index] for name, (index, _) in self.members.items()}
 
     def _join(self, parts: Tree) -> Array:
-        """Return all coordinates, from each member's."""
+        """Return all coordinates (dim,) from those of each member."""
         z = jnp.concatenate([parts[name] for name in self.members])
         if np.array_equal(self._order, np.arange(self.dim)):
             return z
         return z[np.argsort(self._order).astype(np.int32)]  # JAX reads int32 alike everywhere
 
     def _each(self, method: str, *args: Tree) -> Tree:
-        """Return what a method says at every member, of that member's arguments."""
+        """Return the results of a method at every member, with that member's arguments."""
         return {
             name: getattr(family, method)(*(a[name] for a in args))
             for name, family in self._families.items()
         }
 
     def _total(self, method: str, *args: Tree) -> Array:
-        """Return the sum of that over members."""
+        """Return the sum of a method's results over all members."""
         return sum(self._each(method, *args).values(), jnp.zeros(()))
 
     @property
@@ -134,6 +134,7 @@ class Product(Family[Tree]):
 
     def noise(self, key: Array, n: int) -> Tree:
         if self.of_normals:
+            # One draw for all members: each draw is a program to compile.
             return self.from_normals(jax.random.normal(key, (n, self.dim)))
         keys = jax.random.split(key, len(self._families))
         each = zip(self._families.items(), keys, strict=True)

@@ -23,8 +23,8 @@ from numpyro_fed.trees import drop_weak_types
 # optimum needs no long steps, so the decay begins with the first ones.
 STEP, SETTLE_STEPS, DECAY = 0.05, 20, 0.7
 CHECK_EVERY = 100  # steps of a visit near its optimum, after which it may end
-# Noise is drawn for up to 64 steps at once, which is faster than step by step, and up to a million
-# numbers, 4 MB in single precision.
+# Noise is drawn for up to 64 steps at once, and up to a million numbers, 4 MB in single precision.
+# Drawing it step by step takes twice the time of a small step (docs/results/speed.md, "by hand").
 BLOCK = 64
 NOISE_AT_ONCE = 2**20
 

@@ -86,7 +86,7 @@ def _standardised(noise: Array) -> Array:
     With more than two draws for each dimension, they come in pairs of opposite sign, and all odd
     moments vanish.
     """
-    # Keys, the noise of Gamma and other families, are integers.
+    # The noise of Gamma and other families is keys, which are no floats.
     if not jnp.issubdtype(noise.dtype, jnp.floating):
         return noise
     n, dim = noise.shape

@@ -19,7 +19,7 @@ from numpyro_fed.local.base import AT_REST, Problem, SiloPart, Solution, free_en
 from numpyro_fed.local.lbfgs import standardised
 from numpyro_fed.trees import all_finite, drop_weak_types
 
-# Squared steps count: a KL of 1e-4 nats is a move of 0.014 sds, well below ``AT_REST``.
+# A KL grows as the square of a move: 1e-4 nats are 0.014 sds, well below ``AT_REST``.
 MIN_MOVE = 1e-4  # KL of a step, in nats, below which a fixed point has been reached
 Damped = tuple[Array, Natural, SiloPart, optax.OptState, Array, Tally]
 Fixed = tuple[Array, Natural, Array, Array, Array]
