@@ -218,6 +218,7 @@ class FisherRao:
 
 def _squared_distance(q: Mapping[str, Array], p: Mapping[str, Array]) -> Array:
     a, b = q["log_scale"], p["log_scale"]
+    # By log scales: a product of scales of 1e-30 would be zero in single precision.
     shift = (q["loc"] - p["loc"]) * jnp.exp(-0.5 * (a + b))
     return 8 * _squared_arsinh_of_root(shift**2 / 8 + jnp.sinh(0.5 * (a - b)) ** 2).sum()
 

@@ -320,7 +320,7 @@ def _binomial_sum(
 
 
 def _binomial_rule(n: Array, p: Array, power: float) -> Array:
-    """Return the log integral, as for a Poisson, with a deviance each for successes and failures."""
+    """Return the log integral, as for a Poisson, by deviances of successes and of failures."""
     mean, rest = (n * p)[..., None], (n * (1 - p))[..., None]
     t = jnp.asarray(_POINTS, mean.dtype) / math.sqrt(power)
     scale = jnp.sqrt(mean * (1 - p)[..., None])

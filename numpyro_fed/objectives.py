@@ -201,6 +201,7 @@ class SiloBound:
         guide, k_outer = self.guide, self._k_outer
         at = _At(theta, eta, z_G, coordinates, {}, data)
         eps = {p: noise[p] for p in guide.rows}
+        # A single draw above the rows needs no weights: the common case, and a smaller program.
         if k_outer == 1:
             z_outer = {p: self._draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
             return self._silo_term(at, z_outer, {p: e[:, 0] for p, e in eps.items()})
@@ -279,6 +280,7 @@ class SiloBound:
 
     def _stopped(self, at: _At) -> _At:
         """Return the same arguments with the guide's parameters stopped; draws are not stopped."""
+        # Parameters of amortised guides are among theta, with those of the model, which stay live.
         networks = {encoder.name for encoder in self.guide.encoders.values()}
         theta = {k: stop_gradient(v) if k in networks else v for k, v in at.theta.items()}
         coordinates = at.coordinates._replace(centre=stop_gradient(at.coordinates.centre))
@@ -410,6 +412,7 @@ def _doubly_reparametrised(
 def _forward(
     f: Callable[[Rows, Rest], Rows], counts: tuple[tuple[str, int], ...], own: Rows, rest: Rest
 ) -> tuple[Rows, _Saved[Rest]]:
+    # The backward pass needs the weights, which are values, besides the derivative of ``f``.
     log_weights, pull = jax.vjp(f, own, rest)
     return _log_mean_exp(log_weights, counts), (log_weights, pull)
 
@@ -424,6 +427,7 @@ def _backward(
             w = jax.nn.softmax(log_weights[p][:k], axis=0)
             padding = jnp.zeros((len(log_weights[p]) - k, *w.shape[1:]))
             weights[p] = jnp.concatenate([w, padding])
+    # One pull gives w_k times the gradient for both; ``own`` gets the second factor w_k after it.
     own, rest = pull({p: w * cotangent[p] for p, w in weights.items()})
 
     def times_weight(plate: str, g: Array) -> Array:

@@ -200,9 +200,10 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
 
     name: str
     silo: Visit[Any, Down, Silo, Up]
+    # Two functions and not one: transforms, and a server that rejects, come between them.
     commit: Commit[Any, Up] = as_drafted
     silo_noise: Callable[[Array, Any], Any] = no_noise
-    combine: Combine = Combine.SUM
+    combine: Combine = Combine.SUM  # by default the one that secure aggregation can compute
     scatter: Any = False
     weighted: bool = False
     usable: Callable[[Any], Array] = all_finite
@@ -284,6 +285,7 @@ class Round:
 
     def __post_init__(self) -> None:
         names = [exchange.name for exchange in self.exchanges]
+        # A silo in another process knows an exchange by its name alone.
         if not names or len(set(names)) < len(names):
             raise ValueError(
                 f"a round's exchanges are {names}: expected at least one, each with a name of its "
@@ -424,6 +426,7 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     init_server: Callable[[Array], Server]
     init_silo: Callable[[Array, SiloData], Silo]
     round: Round
+    # Results read states through these two functions only, so that states may differ by algorithm.
     shared: Callable[[Server], Shared]
     private: Callable[[Silo], Private] = nothing_private
     watch: Callable[[Silo], Any] | None = None

@@ -125,6 +125,8 @@ class ByGradients(ABC, Generic[Server, Silo]):
 
     def init_silo(self, key: Array, data: SiloData) -> Silo:
         """Return a silo's first state, before the mode is known."""
+        # A run from the mode replaces these states by :meth:`begin`. They are made all the same:
+        # runtimes need their shapes before the search has ended.
         key_private, key_guide = jax.random.split(key)
         private = self.model.init_private(key_private, data)
         eta = self.guide.init_local(key_guide, data)
@@ -144,6 +146,8 @@ class ByGradients(ABC, Generic[Server, Silo]):
 
     def start_at(self, key: Array, point: StartPoint) -> Start:
         """Return the start at a point, whose frame makes it zero steps and a standard normal."""
+        # The globals' guide has standard deviations of one in the frame: those of the posterior,
+        # as far as its curvature tells.
         zeros = jax.tree.map(jnp.zeros_like, point.theta)
         eta = self.guide.globals.init(key, jnp.zeros_like(point.centre), 1.0)
         return Start(SharedParams(eta, zeros), point.frame(self.guide.globals))
@@ -167,6 +171,8 @@ class ByGradients(ABC, Generic[Server, Silo]):
             return Reply((), all_finite(eta)), after
 
         def run(state: SearchState, noise: Array, ask: Ask) -> tuple[Server, Info]:
+            # Silos reply with nothing, but the exchange is needed: each makes its own local guides,
+            # from data and modes that never leave it.
             message = start_at_mode(self.model, state)
             ask(FROM_MODE, message)
             after = self.server_at(self.start_at(noise, message.point))

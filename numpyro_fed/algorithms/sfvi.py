@@ -186,6 +186,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
     ) -> tuple[Reply[Up], SiloState]:
         if isinstance(down.coordinates, Coordinates) and state.centre is not None:
             centre_now = down.coordinates.centre
+            # The silo may have missed rounds in which the globals' guide moved.
             params = self.recentred(state, centre_now - state.centre, data)
             state = state._replace(params=params, centre=centre_now)
         batch, indices = drawn(self.minibatches, noise.which, data)
@@ -202,6 +203,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             u, centre = coordinates_of(down)
             return jax.vmap(at_draw, (0, 0, 1))(down.z_G, u, noise.rows).mean()
 
+        # One backward pass for the message and for the silo's own parameters.
         value, (g_down, g_params) = jax.value_and_grad(term, (0, 1))(down, state.params)
         params, opt_state = ascend(self.optim, g_params, state.opt_state, state.params)
         reply = Reply(Up(value, g_down), all_finite((value, g_down)))

@@ -364,6 +364,8 @@ class Averaging(ByGradients[ServerState, SiloState]):
     ) -> tuple[Reply[Up], SiloState]:
         weight = self.weight(data)
         scale = down.rows / weight  # N / N_j of the module's docstring
+        # The average has another centre than the silo's own guide after its steps. Local guides
+        # measured from the wrong one would start the round as guides of other globals.
         start = self.recentred(state, self.centre(down.params) - state.centre, data)
 
         def objective(

@@ -151,6 +151,8 @@ class Family(ABC, Generic[Eps]):
         ``curvature`` (dim, dim) is its negative Hessian. If no member has both, the result is the
         least-squares fit to the gradient and the diagonal of the curvature.
         """
+        # As many equations as unknowns for Gamma and Beta: slope and second derivative of each
+        # coordinate. For others the fit is a compromise.
         T, unravel = ravel_pytree(self.statistics(z))
 
         def flat(z: Array) -> Array:

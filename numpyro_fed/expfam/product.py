@@ -172,6 +172,8 @@ class Product(Family[Tree]):
         }
 
     def dual_gradient(self, f: Callable[[Ordinary], Array], eta: Natural) -> Tree:
+        # One gradient for all members. The dual gradient is linear in it, so each member computes
+        # its own from a linear function with that gradient.
         gradient = jax.grad(f)(self.ordinary(eta))
 
         def linear(name: str) -> Callable[[Ordinary], Array]:

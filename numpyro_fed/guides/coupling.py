@@ -94,6 +94,7 @@ def log_ratio(shared: GuideParams, b: Array, A: Array) -> Array:
     """Return the log density () of all parties' latents, less the sum of their own ``log q_p``."""
     s, rank = shared["loc"], len(b)
     L = Gaussian.from_params(shared).root
+    # Only matrices of the rank are factored, whatever the number of latents (Woodbury).
     r = L.T @ (b - A @ s)
     root = linalg.cholesky(jnp.eye(rank) + L.T @ A @ L)
     half_log_det = jnp.log(jnp.diagonal(root)).sum()

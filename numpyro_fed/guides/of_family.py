@@ -37,6 +37,7 @@ class FamilyGuide(GlobalGuide[Eps]):
         return self.family.log_density(eta, z)
 
     def init(self, key: Array, loc: Array, scale: float | None = None) -> Natural:
+        # PVI's first state is its server's; a call of this is a mistake in the package.
         raise NotImplementedError("natural parameters begin at the prior, or as silos' factors.")
 
     def draws(self, frame: Gaussian, eta: Natural, noise: Eps) -> tuple[Coordinates, Array, Array]:

@@ -63,6 +63,8 @@ class LocalGuide:
             "log_scale": jnp.full((rows, dim), jnp.log(self.init_scale)),
         }
         if self.joint:
+            # A square array, whose upper half is not used: rows stay the first axis, as in all
+            # parameters of rows.
             eta["below"] = jnp.zeros((rows, dim, rows, dim))
         elif not self.independent:
             eta["below"] = jnp.zeros((rows, dim * (dim - 1) // 2))
@@ -102,6 +104,8 @@ class LocalGuide:
 
     def to_frame(self, eta: GuideParams) -> tuple[Gaussian, GuideParams]:
         """Return the guide without couplings as a frame of the rows, and the guide in it."""
+        # In the frame the guide is standard: zeros. Only its couplings remain, in the frame's
+        # units.
         frame, inside = self._gaussian(eta), jax.tree.map(jnp.zeros_like, eta)
         if self.couple_mean:
             C = eta["mean_coupling"]

@@ -193,6 +193,7 @@ class Guide:
         """
         if plate in self.outer or not self.outer:
             return offset
+        # Padded latents count as at their centre, so that they are coupled to nothing.
         offsets = [data.masked(p, z_outer[p] - eta[p]["loc"]).ravel() for p in self.outer]
         return jnp.concatenate([offset, *offsets])
 
@@ -343,6 +344,7 @@ def resolve(
     """
     spec = _structured(spec)
     with_latents = [p for p in fm.plates if p.dim]
+    # By the largest silo, padded: guides of all silos have one shape, and one program.
     width_outer = sum(p.dim * largest[p.name] for p in with_latents if p.outer)
 
     def plate_guide(p: Plate) -> PlateGuide:
@@ -440,6 +442,7 @@ def _global_kind(spec: Structured, fm: Latents, at_mode: bool) -> tuple[str, int
             f"globals={kind!r}: expected 'auto', 'diagonal', 'full', 'skewed', 'low_rank' or a "
             "NumPyro autoguide."
         )
+    # About the square root, as NumPyro's AutoLowRankMultivariateNormal has it, and at most 20.
     rank = spec.rank or min(int(dim**0.5) + 1, 20)
     return kind, rank if kind == "low_rank" else None
 

@@ -177,6 +177,8 @@ def free_energy(
         return expected - problem.divergence(family.natural(psi), cavity), expected
     if alpha == 0 and not stick:
         return expected + expfam.inner(cavity, family.moments(psi)) + family.entropy(psi), expected
+    # Estimated from the same draws as the likelihood: where q is exact, the terms cancel draw by
+    # draw, and the gradient has no noise.
     eta = family.natural(psi)
     factor = jax.tree.map(jnp.subtract, cavity, stop_gradient(eta) if alpha == 0 else eta)
     log_ratio = log_lik + jax.vmap(lambda z: expfam.inner(factor, family.statistics(z)))(z)
@@ -207,6 +209,7 @@ def proper_step(
         tries, _, is_proper = carry
         return (tries < MAX_HALVINGS) & ~is_proper
 
+    # A loop and not a vmap over all step sizes: the first one is usually proper.
     first = jnp.asarray(rate, jnp.result_type(float))
     carry = (jnp.zeros((), jnp.int32), first, jnp.array(False))
     _, r, is_proper = jax.lax.while_loop(cond_fn, body_fn, carry)
@@ -232,6 +235,7 @@ def minimise(
             gradient, opt_state, params, value=value, grad=gradient, value_fn=loss
         )
         params = optax.apply_updates(params, updates)
+        # The line search has evaluated the gradient at the new parameters; it is not done again.
         after = jax.tree.leaves(optax.tree_utils.tree_get(opt_state, "grad"))
         size = jnp.stack([jnp.abs(g).max(initial=0.0) for g in after]).max()
         lower = value < best - jnp.finfo(value.dtype).eps * jnp.abs(value)

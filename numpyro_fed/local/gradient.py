@@ -211,6 +211,7 @@ class _Ascent(Generic[SiloPart]):
 
         state = jax.lax.while_loop(self.unfinished, run_block, start)
         eta, psi, silo_part = self.params_of(state.params)
+        # The last value is enough: parameters that are NaN once stay NaN.
         finite = jnp.isfinite(state.value)
         if self.settings.patience is not None:
             finite &= jnp.isfinite(state.early.best)
@@ -259,6 +260,7 @@ class _Ascent(Generic[SiloPart]):
 
         def loss(params: At[SiloPart]) -> tuple[Array, Array]:
             _, psi, silo_part = self.params_of(params)
+            # With minibatches the likelihood's noise remains, and cancels nothing.
             stick = settings.batch_size is None and not self.natural
             value, log_lik = free_energy(
                 self.problem, psi, silo_part, noise, alpha=settings.alpha, stick=stick

@@ -63,6 +63,7 @@ class LBFGS:
 
     def solve(self, problem: Problem[SiloPart], key: Array) -> Solution[SiloPart]:
         """Run L-BFGS; see the class."""
+        # Fresh draws for the check: at those of the fit the gradient vanishes whatever they are.
         key_fit, key_judge = jax.random.split(key)
         noise = standardised(problem.noise(key_fit, self.num_particles, None))
 

@@ -173,6 +173,7 @@ class FixedPoint:
 
         start = family.natural(problem.start)
         first = value(start)
+        # From a start that is not finite every proper step counts as better.
         first = jnp.where(jnp.isfinite(first), first, -jnp.finfo(first.dtype).max)
         infinity = jnp.asarray(jnp.inf, first.dtype)
         none = jnp.zeros((), jnp.int32)
@@ -282,9 +283,11 @@ class PowerEP:
 
             (_, (z, log_lik)), g_silo_part = jax.value_and_grad(expected, has_aux=True)(silo_part)
             T = jax.vmap(family.statistics)(z)
+            # Tilted over q, to the power alpha: q's own density cancels, as draws are from q.
             log_weights = self.alpha * (log_lik - jax.vmap(lambda t: expfam.inner(factor, t))(T))
             w = jax.nn.softmax(log_weights)
             matched = family.from_mean(jax.tree.map(lambda t: jnp.tensordot(w, t, 1), T))
+            # The silo's likelihood counted for alpha of itself, so its change is scaled up.
             return jax.tree.map(lambda a, b: a + (b - a) / self.alpha, eta, matched), g_silo_part
 
         return _damped(problem, target_of, key, self)

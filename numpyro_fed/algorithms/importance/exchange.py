@@ -87,6 +87,8 @@ def importance(
 
         u, centre = coordinates_of(down)
         draws = (jnp.arange(num_draws), down.z_G, u)
+        # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
+        # times in memory.
         values = without_overflow(jax.lax.map(estimate, draws, batch_size=batch_size))
         return Reply(values, jnp.array(True)), state
 
@@ -103,6 +105,7 @@ def importance(
         replies = ask(name, Down(theta, z_G, coordinates))
         log_weights = without_overflow(log_prior - log_q) + replies.up
         usable = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
+        # The mean weight is an unbiased estimate of the evidence; minus its log is the loss.
         evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)
         return WeightedDraws(z_G, log_weights), Info(-evidence, usable)
 

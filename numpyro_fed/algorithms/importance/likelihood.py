@@ -73,6 +73,8 @@ class SiloLikelihood:
 
         ``eta`` are the parameters of the local guides, and ``coordinates`` is ``z_G`` in its frame.
         """
+        # At one ``z_G`` the couplings to the globals are constants, and go into the means. So the
+        # guides below depend on the latents above the rows only.
         guides = self.guide.recentre(eta, coordinates.offset, data)
         guides = {
             p: self.guide.of_rows(p, theta, params, z_G, data) for p, params in guides.items()
@@ -174,6 +176,8 @@ class _At:
         z = jax.vmap(lambda key: self._guided(plates, z_outer, key))(
             jax.random.split(key_guide, number - from_prior)
         )
+        # The first draws are the guide's, the last ones the prior's: fixed numbers of each, which
+        # has less variance than to choose at random (Hesterberg 1995).
         log_q = jax.vmap(lambda z: self._log_q(plates, z_outer, z))
         if not from_prior or prior is None:
             return z, log_q(z)

@@ -95,6 +95,7 @@ def proposal(
 
     if not share or not fm.dim or not guide.density_everywhere:
         return Proposal(num_draws, lambda key: guide.noise(key, num_draws), draw_own)
+    # Prior and funnels are properties of the text, the same for all parties and all fits.
     spread, funnels = prior_spread(fm), fm.global_prior.funnels
     num_wide = len(SCALES) + (spread is not None)
     numbers = [int(share * num_draws / num_wide)] * num_wide

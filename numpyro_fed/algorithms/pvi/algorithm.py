@@ -49,6 +49,7 @@ def pvi(server: Server, silo: Silo) -> FederatedAlgorithm[ServerState, SiloState
         commit=silo.commit,
         silo_noise=key_as_noise,
         scatter=Down(*SCATTERED),
+        # Not the default, all_finite: an expected log likelihood of minus infinity is allowed.
         usable=usable,
     )
     return FederatedAlgorithm(

@@ -155,12 +155,15 @@ def _choice(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
     def all_terms(z: Array) -> Array:
         return jnp.stack(list(fm.prior_terms(theta, z).values()))
 
+    # Single precision could not tell an affine function from one that is nearly so.
     with double_precision():
         kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
         family, places = product(kinds)
         [(eta, affine)] = _fitted([Density(all_terms, family, places)])
         if affine:
             return _Choice(kinds, family, places, eta, [])
+        # Not all Gaussian: each site by itself, with all others at fixed values. Then all sites
+        # together, since priors may be coupled in a way that no product of families holds.
         found = _kinds(sites, chosen, points, reach, covariance=covariance, fm=fm, theta=theta)
         if prior == "exact" and (none := [s for s in sites if s.name not in found]):
             raise _outside(none[0], covariance)
@@ -187,6 +190,8 @@ def _built(fm: FederatedModel, choice: _Choice) -> Globals:
     fixed = jax.tree.map(np.asarray, eta)
 
     def prior_inside(theta: dict[str, Any]) -> Natural:
+        # With parameters the prior's natural parameters are a function of them, and are fitted in
+        # the program. Without, they are constants, fitted once in double precision.
         if learned:
             return family.fit(lambda z: fm.log_prior(theta, z) - family.log_base(z))
         return jax.tree.map(lambda a: jnp.asarray(a.copy()), fixed)  # or JAX keeps a precision
@@ -239,6 +244,7 @@ def _reach(fm: FederatedModel) -> np.ndarray:
 
 def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
     """Return fixed test points (n, dim): 0.01 to 1e6 away from zero, and draws from the prior."""
+    # A fixed seed: all parties, and later runs, must come to the same decision.
     r = np.random.default_rng(1)
     levels = np.repeat(10.0 ** np.arange(-2, 7), 4)[:, None]
     scale = np.concatenate([levels + np.zeros(fm.dim), 10 ** r.uniform(-2, 6, (20, fm.dim))])
@@ -322,6 +328,7 @@ def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
 
 
 def _candidates(site: Site) -> list[str]:
+    # The Gaussian first: one joint covariance over all sites that take it.
     elementwise = {"Positive": ["gamma"], "UnitInterval": ["beta"], "Simplex": ["dirichlet"]}
     return [GAUSSIAN, *elementwise.get(site.support.split("^")[0], [])]
 

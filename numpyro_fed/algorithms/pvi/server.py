@@ -44,6 +44,8 @@ class Server(Role):
         prior = self.prior(theta)
         server_factor, converged = jax.tree.map(jnp.zeros_like, prior), jnp.array(True)
         outside = self.parts.globals.prior_outside
+        # A run from the mode has the parabola of the prior's outside part as this factor instead:
+        # ``begin``.
         if outside is not None and not self.settings.from_mode:
             start = jax.tree.map(
                 lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(self.family.ordinary, prior)
@@ -142,6 +144,7 @@ class Server(Role):
     def _next_damping(self, damping: Array, used: Array) -> Array:
         if not self.settings.adaptive:
             return damping
+        # Down as far as a step had to be damped, and up again by two in each step.
         lowered = jnp.where(used > 0, used, damping / 2)
         return jnp.minimum(2 * lowered, self.settings.damping)
 
@@ -157,6 +160,7 @@ class Server(Role):
         if (outside := self.parts.globals.prior_outside) is None:
             return total, before, state.progress.own
         prior, aggregate = self.prior(theta), self.parts.aggregate
+        # The factor is replaced, not damped: the server's problem has no data, and is solved anew.
         others = jax.tree.map(jnp.subtract, total, before)
         start = self.family.ordinary(aggregate(prior, total))
         cavity = aggregate(prior, others)

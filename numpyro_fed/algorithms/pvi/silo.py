@@ -53,12 +53,16 @@ class Silo(Role):
 
         A visit whose numbers cannot be used proposes no change.
         """
-        key_local, key_evidence = jax.random.split(noise)
+        key_local, key_evidence = jax.random.split(
+            noise
+        )  # the report's draws, apart from the fit's
         factor = state.effective_factor(down.taken)
         posterior = self.parts.aggregate(self.prior(down.theta), down.total)
         removed = self._removed(factor, down.total)
         current = (self._cavity(down, removed), posterior)
         cavity, start = self._working_cavity(current, down, state)
+        # At the posterior that the server sent, and not at the solution: the loss is then that of
+        # one posterior, the same for all silos of a step.
         log_lik, g_theta = self.expected_log_lik(key_evidence, down.theta, posterior, state, data)
         problem = self._problem(down.theta, cavity, self._start(start, state.visits), state, data)
         solution = self.solve(self.parts.local, problem, key_local)
@@ -159,6 +163,8 @@ class Silo(Role):
 
         def exact(theta: Theta) -> Array:
             f = log_likelihood(parts.model, {**theta, **private}, data)
+            # E[f] = f(centre) + <eta, E[T] - T(centre)> for an affine f: exact, and without f's
+            # constant, which ``fit`` does not return.
             eta, psi = family.fit(f), family.ordinary(posterior)
             z = family.centre(psi)
             moment_gap = jax.tree.map(jnp.subtract, family.moments(psi), family.statistics(z))

@@ -25,6 +25,7 @@ from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.objectives import SiloBound
 
 
+# The order counts: code compares with ``NON_FINITE``, and messages hold one number for each.
 class Status(IntEnum):
     """How a visit ended. From ``NON_FINITE`` on, the change that it sends is zero."""
 
@@ -189,7 +190,7 @@ class Settings(NamedTuple):
     asynchronous: bool = False
     start_scale: float | None = 0.1
     evidence_draws: int = 32
-    share: float = 1.0
+    share: float = 1.0  # known of optimisers that go to the optimum
     exact: bool = False
     from_mode: bool = False
 

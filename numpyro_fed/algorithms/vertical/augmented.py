@@ -199,6 +199,8 @@ def client_steps(
     def draw(params: ClientParams, xi: Array | None) -> ClientDraw:
         return v.draw(params, xi, state, data)
 
+    # The derivatives of the first draw cannot be kept from one exchange to the next, so the draw is
+    # repeated from the noise in the state.
     client_draw, pull = jax.vjp(draw, state.params, state.xi)
     gradient, by_xi = pull(ClientDraw(slope_g, down.part, jnp.ones_like(client_draw.own), down.b))
     after = v.ascend(state, "own", gradient.own)

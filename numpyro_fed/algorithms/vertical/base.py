@@ -392,6 +392,7 @@ class Vertical:
     def coupling_of(self, kind: ClientType, own: PartyParams) -> Array | None:
         """Return the coefficients (dim, rank) of the shared noise in a party's guide, or None."""
         V = own.coupling
+        # Without a start, V is in units of the standard noise already.
         if V is None or not self.from_start:
             return V
         return coupling.from_frame_units(self.guide(kind).globals, own.guide, V)
@@ -405,6 +406,7 @@ class Vertical:
             xi = self.sharing.noise(jax.random.fold_in(key, 2), self.num_particles)
         if self.batch_size is None:
             return ServerNoise(eps, xi, None)
+        # With replacement, by the server: all parties need the same rows.
         rows = jax.random.randint(key_rows, (self.rows,), 0, self.model.rows, jnp.int32)
         return ServerNoise(eps, xi, rows)
 

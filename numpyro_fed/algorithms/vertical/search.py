@@ -231,6 +231,7 @@ class VerticalSearch:
             last=zeros_z,
             ab=jnp.zeros(2),
             better=jnp.array(True),
+            # Any first point is better. Minus infinity would make differences of values NaN.
             value=jnp.array(-jnp.finfo(sum_.dtype).max),
             total=sum_,
             slope=sum_,

@@ -202,6 +202,8 @@ class Soul:
 
         centre, root = predict(origin), jnp.zeros((0, 0))
         if half.dim:
+            # Given its auxiliary variables, a client's posterior has the curvature of N(g, rho^2),
+            # and that of its own likelihood under the power model.
             curvature = self.rho**-2 + self.likelihood_curvature(centre, data)
             root = Local.at(predict, own, origin, jnp.zeros_like(centre), curvature).root()
         params = ClientParams(theta, jnp.zeros_like(centre))
@@ -263,6 +265,7 @@ class Soul:
         position, outputs = jax.lax.scan(
             step, state.position, jax.random.split(key, self.num_steps)
         )
+        # Fisher's identity: the gradient of the marginal density is the mean of the joint one's.
         value, (gradient, by_context) = jax.tree.map(lambda a: a.mean(0), outputs)
         after = state._replace(
             position=position,

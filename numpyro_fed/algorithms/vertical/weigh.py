@@ -149,6 +149,8 @@ class Weighing:
                 at(u), log_q[:, None] - frame.log_det, None if b is None else b[:, None]
             )
         centre = guide.centre(eta) if V is None else guide.draw(eta, V @ centre_xi)[0]
+        # Wider draws are spread around the centre given the centre of the shared noise: then all
+        # parties' draws are those of one widened joint distribution.
         u = centre + jnp.asarray(scales)[of][:, None] * (u - centre)
 
         def log_q_at_scale(scale: float) -> tuple[Array, Array | None]:
