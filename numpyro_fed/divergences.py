@@ -225,9 +225,11 @@ def _squared_distance(q: Mapping[str, Array], p: Mapping[str, Array]) -> Array:
 
 def _squared_arsinh_of_root(t: Array) -> Array:
     """Return ``arsinh(sqrt(t))^2``, by its series near zero, where it is smooth."""
-    near = t < 1e-4  # the next term of the series is 4 t^4 / 35, 1e-13 of the first one
-    far = jnp.where(near, 1.0, t)
-    return jnp.where(near, t - t**2 / 3 + 8 * t**3 / 45, jnp.arcsinh(jnp.sqrt(far)) ** 2)
+    is_small = t < 1e-4  # the next term of the series is 4 t^4 / 35, 1e-13 of the first one
+    away_from_zero = jnp.where(is_small, 1.0, t)
+    return jnp.where(
+        is_small, t - t**2 / 3 + 8 * t**3 / 45, jnp.arcsinh(jnp.sqrt(away_from_zero)) ** 2
+    )
 
 
 def _diagonal_gaussians(psi: Mapping[str, Any], name: str) -> list[Mapping[str, Array]]:

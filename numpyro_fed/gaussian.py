@@ -204,8 +204,8 @@ class Gaussian(NamedTuple):
         # L L_step = T (D T_step D^-1) D D_step, with D and D_step the scales. The middle factor is
         # unit lower triangular, so no new factorisation is needed.
         log_ratio = self.log_scale[..., :, None] - self.log_scale[..., None, :]
-        turned = step.unit * jnp.exp(jnp.tril(log_ratio, -1))
-        return after._replace(unit=turned if self.unit is None else dot(self.unit, turned))
+        unit = step.unit * jnp.exp(jnp.tril(log_ratio, -1))
+        return after._replace(unit=unit if self.unit is None else dot(self.unit, unit))
 
 
 class Curvature(NamedTuple):
@@ -281,8 +281,8 @@ def _is_diagonal(loc: Array, spread: Array) -> bool:
     return False
 
 
-def _check_alike(one: Gaussian, other: Gaussian) -> None:
-    if (one.unit is None) != (other.unit is None):
+def _check_alike(p: Gaussian, q: Gaussian) -> None:
+    if (p.unit is None) != (q.unit is None):
         raise TypeError("one Gaussian has a full covariance, and the other one has none.")
 
 

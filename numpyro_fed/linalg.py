@@ -220,8 +220,8 @@ def _cholesky(A: Array) -> Array:
 
 
 @_cholesky.defjvp
-def _cholesky_jvp(at: tuple[Array], moving: tuple[Array]) -> tuple[Array, Array]:
-    L, (change,) = _cholesky(*at), moving
+def _cholesky_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    L, (change,) = _cholesky(*primals), tangents
     return L, _changed(L, change)
 
 
@@ -240,8 +240,8 @@ def _root_of(M: Array) -> Array:
 
 
 @_root_of.defjvp
-def _root_of_jvp(at: tuple[Array], moving: tuple[Array]) -> tuple[Array, Array]:
-    (M,), (change,) = at, moving
+def _root_of_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (M,), (change,) = primals, tangents
     L, across = _root_of(M), _dot(change, M.T)
     return L, _changed(L, across + across.T)
 

@@ -321,16 +321,16 @@ def _binomial_sum(
 
 def _binomial_rule(n: Array, p: Array, power: float) -> Array:
     """Return the log integral, as for a Poisson, by deviances of successes and of failures."""
-    mean, rest = (n * p)[..., None], (n * (1 - p))[..., None]
+    mean, mean_failures = (n * p)[..., None], (n * (1 - p))[..., None]
     t = jnp.asarray(_POINTS, mean.dtype) / math.sqrt(power)
     scale = jnp.sqrt(mean * (1 - p)[..., None])
-    k, left = mean + t * scale, rest - t * scale
+    k, failures = mean + t * scale, mean_failures - t * scale
     deviance = t**2 * (
         (1 - p)[..., None] * _deviance(t * scale / mean)
-        + p[..., None] * _deviance(-t * scale / rest)
+        + p[..., None] * _deviance(-t * scale / mean_failures)
     )
-    log_width = 0.5 * (_LOG_2PI + jnp.log(k) + jnp.log(left / n[..., None]))
-    stirling = _stirling(k) + _stirling(left) - _stirling(n[..., None])
+    log_width = 0.5 * (_LOG_2PI + jnp.log(k) + jnp.log(failures / n[..., None]))
+    stirling = _stirling(k) + _stirling(failures) - _stirling(n[..., None])
     log_step = jnp.log(_STEP * scale[..., 0]) - 0.5 * math.log(power)
     return logsumexp(-power * (deviance + log_width + stirling), axis=-1) + log_step
 
@@ -372,11 +372,15 @@ def _stirling(k: Array) -> Array:
 
 def _deviance(u: Array) -> Array:
     """Return ``((1 + u) log(1 + u) - u) / u^2``, by its series near zero."""
-    near = jnp.abs(u) < 0.05
-    far = jnp.where(near, 1.0, u)
+    is_small = jnp.abs(u) < 0.05
+    away_from_zero = jnp.where(is_small, 1.0, u)
     coefficients = jnp.asarray([1 / ((n + 1) * (n + 2)) for n in range(8, -1, -1)], u.dtype)
     series = jnp.polyval(coefficients, -u)
-    return jnp.where(near, series, ((1 + far) * jnp.log1p(far) - far) / far**2)
+    return jnp.where(
+        is_small,
+        series,
+        ((1 + away_from_zero) * jnp.log1p(away_from_zero) - away_from_zero) / away_from_zero**2,
+    )
 
 
 _LOG_POWER_INTEGRALS: dict[type, Callable[[Any, float], Array]] = {

@@ -141,7 +141,7 @@ def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str,
     return draws
 
 
-class _At(NamedTuple):
+class _TermArgs(NamedTuple):
     """The arguments at which a silo's term is evaluated."""
 
     theta: Theta
@@ -199,20 +199,20 @@ class SiloBound:
         gradient is the objective's estimator.
         """
         guide, k_outer = self.guide, self._k_outer
-        at = _At(theta, eta, z_G, coordinates, {}, data)
+        args = _TermArgs(theta, eta, z_G, coordinates, {}, data)
         eps = {p: noise[p] for p in guide.rows}
         # A single draw above the rows needs no weights: the common case, and a smaller program.
         if k_outer == 1:
-            z_outer = {p: self._draw(p, at, noise[p][:, 0, 0]) for p in guide.outer}
-            return self._silo_term(at, z_outer, {p: e[:, 0] for p, e in eps.items()})
+            z_outer = {p: self._draw(p, args, noise[p][:, 0, 0]) for p in guide.outer}
+            return self._silo_term(args, z_outer, {p: e[:, 0] for p, e in eps.items()})
         outer = {p: noise[p][:, :, 0] for p in guide.outer}
         if self.plain:
-            log_weights = self._each_outer(at, self._draws(guide.outer, at, outer), eps)
+            log_weights = self._each_outer(args, self._draws(guide.outer, args, outer), eps)
             return jax.nn.logsumexp(log_weights) - math.log(k_outer)
-        moved_by_globals, moved_by_guide = self._two_paths(guide.outer, at, outer)
+        moved_by_globals, moved_by_guide = self._two_paths(guide.outer, args, outer)
         counts = ((_OUTER, k_outer),)
         return _doubly_reparametrised(
-            self._outer_weights, counts, moved_by_guide, (moved_by_globals, at, eps)
+            self._outer_weights, counts, moved_by_guide, (moved_by_globals, args, eps)
         )[_OUTER]
 
     def sample(
@@ -231,15 +231,15 @@ class SiloBound:
         key_noise, key_rows, key_outer = jax.random.split(key, 3)
         sizes = {p: len(eta[p]["loc"]) for p in guide.locals}
         eps = {p: e[:, 0] for p, e in self.noise(key_noise, sizes, 1).items()}
-        at = _At(theta, eta, z_G, coordinates, {}, data)
+        args = _TermArgs(theta, eta, z_G, coordinates, {}, data)
 
         def one_outer_draw(eps: Rows) -> tuple[Array, Rows]:
             """Return the log weight of one outer draw, and its rows, resampled by theirs."""
-            z_outer = {p: self._draw(p, at, eps[p][:, 0]) for p in guide.outer}
-            at_outer = at._replace(z_outer=z_outer)
-            z = self._draws(guide.rows, at_outer, self._tiled(eps))
-            weights = jax.vmap(partial(self._log_ratio, at=at_outer), axis_size=self._k_rows)(z)
-            q = _total({p: self._log_q(p, at, z_outer[p]) for p in guide.outer})
+            z_outer = {p: self._draw(p, args, eps[p][:, 0]) for p in guide.outer}
+            args_outer = args._replace(z_outer=z_outer)
+            z = self._draws(guide.rows, args_outer, self._tiled(eps))
+            weights = jax.vmap(partial(self._log_ratio, args=args_outer), axis_size=self._k_rows)(z)
+            q = _total({p: self._log_q(p, args, z_outer[p]) for p in guide.outer})
             chosen = {
                 p: _choose(jax.random.fold_in(key_rows, i), weights[p][: self.draws[p]], z[p])
                 for i, p in enumerate(guide.rows)
@@ -278,93 +278,95 @@ class SiloBound:
         joint = any(self.guide.locals[p].joint for p in self.guide.rows)
         return self._k_outer == 1 and not self.plain and not (self._k_rows > 1 and joint)
 
-    def _stopped(self, at: _At) -> _At:
+    def _stopped(self, args: _TermArgs) -> _TermArgs:
         """Return the same arguments with the guide's parameters stopped; draws are not stopped."""
         # Parameters of amortised guides are among theta, with those of the model, which stay live.
         networks = {encoder.name for encoder in self.guide.encoders.values()}
-        theta = {k: stop_gradient(v) if k in networks else v for k, v in at.theta.items()}
-        coordinates = at.coordinates._replace(centre=stop_gradient(at.coordinates.centre))
-        return at._replace(theta=theta, eta=stop_gradient(at.eta), coordinates=coordinates)
+        theta = {k: stop_gradient(v) if k in networks else v for k, v in args.theta.items()}
+        coordinates = args.coordinates._replace(centre=stop_gradient(args.coordinates.centre))
+        return args._replace(theta=theta, eta=stop_gradient(args.eta), coordinates=coordinates)
 
-    def _given(self, plate: str, at: _At) -> tuple[Any, Array]:
+    def _given(self, plate: str, args: _TermArgs) -> tuple[Any, Array]:
         """Return the parameters of a plate's guide, and the values its rows are coupled to."""
-        eta = self.guide.of_rows(plate, at.theta, at.eta[plate], at.z_G, at.data)
-        return eta, self.guide.above(plate, at.eta, at.coordinates.offset, at.z_outer, at.data)
+        eta = self.guide.of_rows(plate, args.theta, args.eta[plate], args.z_G, args.data)
+        return eta, self.guide.above(
+            plate, args.eta, args.coordinates.offset, args.z_outer, args.data
+        )
 
-    def _draw(self, plate: str, at: _At, eps: Array) -> Array:
-        return self.guide.locals[plate].draw(*self._given(plate, at), eps)
+    def _draw(self, plate: str, args: _TermArgs, eps: Array) -> Array:
+        return self.guide.locals[plate].draw(*self._given(plate, args), eps)
 
-    def _draws(self, plates: tuple[str, ...], at: _At, eps: Rows) -> Rows:
+    def _draws(self, plates: tuple[str, ...], args: _TermArgs, eps: Rows) -> Rows:
         """Return all draws of ``plates``, {plate: (K, rows, dim)}."""
-        return {p: jax.vmap(partial(self._draw, p, at), 1)(eps[p]) for p in plates}
+        return {p: jax.vmap(partial(self._draw, p, args), 1)(eps[p]) for p in plates}
 
-    def _two_paths(self, plates: tuple[str, ...], at: _At, eps: Rows) -> tuple[Rows, Rows]:
+    def _two_paths(self, plates: tuple[str, ...], args: _TermArgs, eps: Rows) -> tuple[Rows, Rows]:
         """Return draws as two summands: one depends on ``z_G``, one on the guide's parameters.
 
         The second has the value zero and the derivatives of the draw. So the two paths may have
         different gradients.
         """
-        coordinates = at.coordinates._replace(u=stop_gradient(at.coordinates.u))
-        z_G, z_outer = stop_gradient((at.z_G, at.z_outer))
-        stopped = at._replace(z_G=z_G, coordinates=coordinates, z_outer=z_outer)
+        coordinates = args.coordinates._replace(u=stop_gradient(args.coordinates.u))
+        z_G, z_outer = stop_gradient((args.z_G, args.z_outer))
+        stopped = args._replace(z_G=z_G, coordinates=coordinates, z_outer=z_outer)
         moved_by_guide = jax.tree.map(
             lambda z: z - stop_gradient(z), self._draws(plates, stopped, eps)
         )
-        return self._draws(plates, self._stopped(at), eps), moved_by_guide
+        return self._draws(plates, self._stopped(args), eps), moved_by_guide
 
-    def _log_q(self, plate: str, at: _At, z: Array) -> Array:
-        return at.data.masked(plate, self.guide.locals[plate].log_q(*self._given(plate, at), z))
+    def _log_q(self, plate: str, args: _TermArgs, z: Array) -> Array:
+        return args.data.masked(plate, self.guide.locals[plate].log_q(*self._given(plate, args), z))
 
-    def _log_ratio(self, z: Rows, at: _At) -> Rows:
+    def _log_ratio(self, z: Rows, args: _TermArgs) -> Rows:
         """Return log p less log q of each row's own latents, {plate: (rows,)}."""
         without = [p.name for p in self.model.plates if not p.dim]
-        sizes = self.model.sizes(at.data) if without else {}
+        sizes = self.model.sizes(args.data) if without else {}
         empty = {p: jnp.zeros((sizes[p], 0)) for p in without}
-        rows = self.model.log_silo(at.theta, at.z_G, {**empty, **at.z_outer, **z}, at.data)
-        return {p: v - self._log_q(p, at, z[p]) if p in z else v for p, v in rows.items()}
+        rows = self.model.log_silo(args.theta, args.z_G, {**empty, **args.z_outer, **z}, args.data)
+        return {p: v - self._log_q(p, args, z[p]) if p in z else v for p, v in rows.items()}
 
     def _tiled(self, eps: Rows) -> Rows:
         """Return rows' noise with equally many draws for all plates, repeated where needed."""
         return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in self.guide.rows}
 
-    def _row_terms(self, at: _At, eps: Rows) -> Rows:
+    def _row_terms(self, args: _TermArgs, eps: Rows) -> Rows:
         """Return the term of each row, {plate: (rows,)}, at given outer latents."""
         rows = self.guide.rows
         if self._k_rows == 1:
-            z = {p: self._draw(p, at, eps[p][:, 0]) for p in rows}
-            return self._log_ratio(z, self._stopped(at) if self._rows_stick else at)
+            z = {p: self._draw(p, args, eps[p][:, 0]) for p in rows}
+            return self._log_ratio(z, self._stopped(args) if self._rows_stick else args)
         eps = self._tiled(eps)
         if not self._rows_stick:
-            z = self._draws(rows, at, eps)
-            return _log_mean_exp(jax.vmap(partial(self._log_ratio, at=at))(z), self._counts)
-        moved_by_globals, moved_by_guide = self._two_paths(rows, at, eps)
-        other_args = moved_by_globals, self._stopped(at)
+            z = self._draws(rows, args, eps)
+            return _log_mean_exp(jax.vmap(partial(self._log_ratio, args=args))(z), self._counts)
+        moved_by_globals, moved_by_guide = self._two_paths(rows, args, eps)
+        other_args = moved_by_globals, self._stopped(args)
         return _doubly_reparametrised(self._row_weights, self._counts, moved_by_guide, other_args)
 
-    def _row_weights(self, moved_by_guide: Rows, other_args: tuple[Rows, _At]) -> Rows:
-        moved_by_globals, at = other_args
-        return jax.vmap(partial(self._log_ratio, at=at))(
+    def _row_weights(self, moved_by_guide: Rows, other_args: tuple[Rows, _TermArgs]) -> Rows:
+        moved_by_globals, args = other_args
+        return jax.vmap(partial(self._log_ratio, args=args))(
             jax.tree.map(jnp.add, moved_by_globals, moved_by_guide)
         )
 
-    def _silo_term(self, at: _At, z_outer: Rows, eps: Rows) -> Array:
+    def _silo_term(self, args: _TermArgs, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term () at one draw of the outer latents."""
-        terms = self._row_terms(at._replace(z_outer=z_outer), eps)
-        stopped = at if self.plain else self._stopped(at)
+        terms = self._row_terms(args._replace(z_outer=z_outer), eps)
+        stopped = args if self.plain else self._stopped(args)
         outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer}
-        return at.data.total(terms) - _total(outer)
+        return args.data.total(terms) - _total(outer)
 
-    def _each_outer(self, at: _At, z_outer: Rows, eps: Rows) -> Array:
+    def _each_outer(self, args: _TermArgs, z_outer: Rows, eps: Rows) -> Array:
         """Return the silo's whole term at all draws of the outer latents (K_outer,)."""
-        return jax.vmap(lambda z, e: self._silo_term(at, z, e), (0, 1))(z_outer, eps)
+        return jax.vmap(lambda z, e: self._silo_term(args, z, e), (0, 1))(z_outer, eps)
 
     def _outer_weights(
-        self, moved_by_guide: Rows, other_args: tuple[Rows, _At, Rows]
+        self, moved_by_guide: Rows, other_args: tuple[Rows, _TermArgs, Rows]
     ) -> dict[str, Array]:
-        moved_by_globals, at, eps = other_args
+        moved_by_globals, args, eps = other_args
         return {
             _OUTER: self._each_outer(
-                at, jax.tree.map(jnp.add, moved_by_globals, moved_by_guide), eps
+                args, jax.tree.map(jnp.add, moved_by_globals, moved_by_guide), eps
             )
         }
 

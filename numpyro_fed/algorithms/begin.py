@@ -222,7 +222,7 @@ def row_precision(guide: Guide, plate: str, mode: Array, precision: Array) -> tu
 
 
 def _with_couplings(
-    f: Callable[[Array], Guides], at: Array, templates: Guides, wide: bool
+    f: Callable[[Array], Guides], point: Array, templates: Guides, wide: bool
 ) -> Guides:
     """Return the guides ``f(at)`` with their couplings: the derivatives of ``f``.
 
@@ -230,21 +230,21 @@ def _with_couplings(
     """
     if not templates:
         return {}
-    guides = {p: {**templates[p], **eta} for p, eta in f(at).items()}
+    guides = {p: {**templates[p], **eta} for p, eta in f(point).items()}
     if wide or not any(
         "mean_coupling" in eta or "scale_coupling" in eta for eta in templates.values()
     ):
         return guides
 
-    def mean_and_scale(at: Array) -> dict[str, tuple[Array, Array]]:
-        return {p: (eta["loc"], eta["log_scale"]) for p, eta in f(at).items()}
+    def mean_and_scale(point: Array) -> dict[str, tuple[Array, Array]]:
+        return {p: (eta["loc"], eta["log_scale"]) for p, eta in f(point).items()}
 
     def column(e: Array) -> dict[str, tuple[Array, Array]]:
-        return jax.jvp(mean_and_scale, (at,), (e,))[1]
+        return jax.jvp(mean_and_scale, (point,), (e,))[1]
 
     # Forward mode, sixteen directions at a time: the outputs (all rows) are more than the inputs,
     # and all directions at once would hold as many copies of a silo's derivatives in memory.
-    columns = jax.lax.map(column, jnp.eye(len(at)), batch_size=min(16, len(at)))
+    columns = jax.lax.map(column, jnp.eye(len(point)), batch_size=min(16, len(point)))
     for p, parts in columns.items():
         for name, part in zip(("mean_coupling", "scale_coupling"), parts, strict=True):
             if name in templates[p]:

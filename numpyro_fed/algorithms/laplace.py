@@ -260,8 +260,8 @@ class Laplace:
             i, _, decrement = carry
             return (i < steps) & (decrement > tolerance)
 
-        none, far = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, jnp.result_type(float))
-        return jax.lax.while_loop(cond_fn, step, (none, start, far))[1]
+        zero, infinity = jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf, jnp.result_type(float))
+        return jax.lax.while_loop(cond_fn, step, (zero, start, infinity))[1]
 
     def _line_search(self, theta: Theta, z_G: Array, z: Rows, move: _Move, data: SiloData) -> Rows:
         """Return the locals after the best step size: for each row, or for all rows together.
@@ -271,11 +271,11 @@ class Laplace:
         """
         direction, step_sizes, fix_outer = move
 
-        def at(size: Array) -> Rows:
+        def terms_at(size: Array) -> Rows:
             moved = jax.tree.map(lambda a, b: a + size * b, z, direction)
             return self._terms(theta, z_G, moved, data)
 
-        terms = jax.lax.map(at, step_sizes)
+        terms = jax.lax.map(terms_at, step_sizes)
         if self._outer and not fix_outer:
             total = sum(t.sum(1) for t in terms.values())
             best = step_sizes[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]

@@ -187,10 +187,10 @@ def mode(
             no_expansion = Expansion(x, jnp.zeros(()), jnp.zeros(n), jnp.eye(n))
             no, never = jnp.array(False), jnp.zeros((), jnp.int32)
             damping = jnp.array(DAMPING)
-            one, none = jnp.ones(()), jnp.zeros(n)
+            unit, none = jnp.ones(()), jnp.zeros(n)
             zeros_effects = jnp.zeros((len(effects), len(effects)))
             return Search(
-                no_expansion, zeros_effects, no, x, one, none, damping, never, no, no, no, never
+                no_expansion, zeros_effects, no, x, unit, none, damping, never, no, no, no, never
             )
 
         return jax.vmap(initial_search)(starting_places(fm, key, num_starts, init_loc_fn))
@@ -523,21 +523,21 @@ def _accept_or_reject(
     damping = jnp.maximum(damping, MIN_DAMPING)
     gained = better & (~known | (trial_point.value > best.value + rounding))
     idle = jnp.where(gained, 0, search.idle + better)
-    at = where(better, trial_point, best)
-    curvature = jnp.abs(jnp.diagonal(at.curvature))
+    best_after = where(better, trial_point, best)
+    curvature = jnp.abs(jnp.diagonal(best_after.curvature))
     scale = jnp.where(better, jnp.maximum(curvature, SCALE_DECAY * search.scale), search.scale)
-    step, promise, gain = _newton_step(at, scale, damping)
+    step, promise, gain = _newton_step(best_after, scale, damping)
     rests = better & (gain <= MIN_GAIN)
     lost = ~known & ~finite & ((search.tried >= MAX_HALVINGS) | (search.trial == 0).all())
     done = rests | (damping > MAX_DAMPING) | (idle >= MAX_IDLE) | lost
     if max_places is not None:
         done |= search.tried + 1 >= max_places
     # From a start at which something is not finite, halfway back to zero.
-    trial = jnp.where(known | finite, at.x + step, 0.5 * search.trial)
-    trial = jnp.where(done, at.x, trial)
+    trial = jnp.where(known | finite, best_after.x + step, 0.5 * search.trial)
+    trial = jnp.where(done, best_after.x, trial)
     no, tried = search.left, search.tried + 1
     after = Search(
-        at,
+        best_after,
         jnp.where(better, of_effects, search.likelihood),
         known | finite,
         trial,
@@ -554,14 +554,14 @@ def _accept_or_reject(
     return where(search.done, left, after)
 
 
-def _newton_step(at: Expansion, scale: Array, damping: Array) -> tuple[Array, Array, Array]:
+def _newton_step(best: Expansion, scale: Array, damping: Array) -> tuple[Array, Array, Array]:
     """Return a damped step, its predicted gain, and that of an undamped one (infinite at a saddle).
 
     The first two are for the search; the last says whether the point is a mode.
     """
     unit = jnp.sqrt(jnp.where(scale > 0, scale, 1.0))
-    _, values, V = Curvature.of(at.curvature, unit)
-    slope = V.T @ (at.gradient / unit)
+    _, values, V = Curvature.of(best.curvature, unit)
+    slope = V.T @ (best.gradient / unit)
     flat = ROUNDING_UNITS * len(scale) * jnp.finfo(scale.dtype).eps
     size = jnp.maximum(jnp.abs(values), flat)
     u = slope / (size + damping)

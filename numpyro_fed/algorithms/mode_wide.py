@@ -117,9 +117,9 @@ class WideSearch:
         def initial_search(x: Array) -> WideState:
             zero, none, no = jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.array(False)
             at_start, zeros = Expansion(x, zero, jnp.zeros(n), jnp.ones(n)), jnp.zeros(n)
-            one, yes, memory = jnp.ones(()), jnp.array(True), _lbfgs().init(x)
+            full_step, yes, memory = jnp.ones(()), jnp.array(True), _lbfgs().init(x)
             return WideState(
-                at_start, no, x, zeros, zero, one, memory, yes, none, none, no, no, no, none
+                at_start, no, x, zeros, zero, full_step, memory, yes, none, none, no, no, no, none
             )
 
         return jax.vmap(initial_search)(
@@ -189,8 +189,8 @@ def _accept_or_reject(
     finite = all_finite(trial_point[1:])
     armijo_bound = best.value + ARMIJO * climb.share * climb.slope - rounding
     better = finite & (~known | had_diagonal | (trial_point.value >= armijo_bound))
-    at = where(better, trial_point, best)
-    at = at._replace(
+    best_after = where(better, trial_point, best)
+    best_after = best_after._replace(
         curvature=jnp.where(finite & had_diagonal, trial_point.curvature, best.curvature)
     )
     stepped = better & known & ~had_diagonal
@@ -203,9 +203,9 @@ def _accept_or_reject(
     # A direction along which no step size works is dropped with L-BFGS's memory. If the memory was
     # empty already, the direction was the gradient itself, and the search is stuck.
     failed = known & ~better & (climb.share <= MIN_SHARE)
-    unit = jnp.sqrt(nonzero(at.curvature))
-    memory = where(had_diagonal | failed, _lbfgs().init(at.x), climb.memory)
-    new_direction, slope, after = _lbfgs_direction(at, unit, memory)
+    unit = jnp.sqrt(nonzero(best_after.curvature))
+    memory = where(had_diagonal | failed, _lbfgs().init(best_after.x), climb.memory)
+    new_direction, slope, after = _lbfgs_direction(best_after, unit, memory)
     turn = better | failed
     direction, slope = where(turn, (new_direction, slope), (climb.direction, climb.slope))
     share = jnp.where(turn, 1.0, BACKTRACK * climb.share)
@@ -219,12 +219,12 @@ def _accept_or_reject(
     found = known | finite
     with_diagonal = ~found | done | refresh
     # From a start at which something is not finite, halfway back to zero.
-    trial = jnp.where(found, at.x + share * direction, 0.5 * climb.trial)
-    trial = jnp.where(found & with_diagonal, at.x, trial)
+    trial = jnp.where(found, best_after.x + share * direction, 0.5 * climb.trial)
+    trial = jnp.where(found & with_diagonal, best_after.x, trial)
     memory = where(turn, after, memory)
     rests, no, tried = idle >= MAX_IDLE, climb.left, climb.tried + 1
     after = WideState(
-        at,
+        best_after,
         found,
         trial,
         direction,
@@ -245,19 +245,19 @@ def _accept_or_reject(
 
 
 def _lbfgs_direction(
-    at: Expansion, unit: Array, memory: optax.ScaleByLBFGSState
+    best: Expansion, unit: Array, memory: optax.ScaleByLBFGSState
 ) -> tuple[Array, Array, optax.OptState]:
     """Return the next direction (n,), the slope along it, and the new state of L-BFGS.
 
     It is the scaled gradient, at most one unit long, where L-BFGS's direction does not lead uphill.
     """
-    downhill, after = _lbfgs().update(-at.gradient / unit, memory, at.x * unit)
+    downhill, after = _lbfgs().update(-best.gradient / unit, memory, best.x * unit)
     direction = -downhill / unit
-    gradient_step = at.gradient / unit
+    gradient_step = best.gradient / unit
     gradient_step = gradient_step / jnp.maximum(jnp.linalg.norm(gradient_step), 1.0) / unit
-    uphill = all_finite(direction) & (at.gradient @ direction > 0)
+    uphill = all_finite(direction) & (best.gradient @ direction > 0)
     direction = jnp.where(uphill, direction, gradient_step)
-    return direction, at.gradient @ direction, after
+    return direction, best.gradient @ direction, after
 
 
 def nonzero(diagonal: Array) -> Array:

@@ -339,7 +339,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
     def terms(
         self,
         shared: SharedParams,
-        own: SiloParams,
+        silo_params: SiloParams,
         noise: tuple[Array, Noise],
         state: SiloState,
         data: SiloData,
@@ -350,8 +350,10 @@ class Averaging(ByGradients[ServerState, SiloState]):
         coordinates, z_G, log_q = self.guide.globals.draws(frame.globals, shared.guide, noise[0])
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
         batch, indices = drawn(self.minibatches, noise[1].which, data)
-        local = self.guide.from_frame(rows_at(state.frames, indices), rows_at(own.guide, indices))
-        all_theta = {**theta, **own.private}
+        local = self.guide.from_frame(
+            rows_at(state.frames, indices), rows_at(silo_params.guide, indices)
+        )
+        all_theta = {**theta, **silo_params.private}
 
         def at_draw(z: Array, u: Array, eps: Rows) -> Array:
             return self.bound.value(all_theta, local, z, coordinates._replace(u=u), eps, batch)
@@ -369,9 +371,9 @@ class Averaging(ByGradients[ServerState, SiloState]):
         start = self.recentred(state, self.centre(down.params) - state.centre, data)
 
         def objective(
-            shared: SharedParams, own: SiloParams, eps: tuple[Array, Noise]
+            shared: SharedParams, silo_params: SiloParams, eps: tuple[Array, Noise]
         ) -> tuple[Array, Array]:
-            log_prior, log_q, bound = self.terms(shared, own, eps, state, data)
+            log_prior, log_q, bound = self.terms(shared, silo_params, eps, state, data)
             value = log_prior - log_q + scale * bound
             if self.aggregation.scaled:
                 return value, value
@@ -379,22 +381,25 @@ class Averaging(ByGradients[ServerState, SiloState]):
             return log_prior / self.num_silos - log_q + bound, value
 
         def step(carry: tuple[Any, ...], i: Array) -> tuple[tuple[Any, ...], Array]:
-            shared, shared_opt, own, own_opt = carry
+            shared, shared_opt, silo_params, silo_opt = carry
             eps = self.noise(noise, i, state)
-            pair, value = jax.grad(objective, (0, 1), has_aux=True)(shared, own, eps)
+            pair, value = jax.grad(objective, (0, 1), has_aux=True)(shared, silo_params, eps)
             shared, shared_opt = ascend(self.optim, pair[0], shared_opt, shared)
-            own, own_opt = ascend(self.optim, pair[1], own_opt, own)
-            return (shared, shared_opt, own, own_opt), value
+            silo_params, silo_opt = ascend(self.optim, pair[1], silo_opt, silo_params)
+            return (shared, shared_opt, silo_params, silo_opt), value
 
         carry = (down.params, state.shared_opt_state, start, state.opt_state)
         steps = jnp.arange(self.local_steps)
-        (shared, shared_opt, own, own_opt), value = jax.lax.scan(step, carry, steps)
+        (shared, shared_opt, silo_params, silo_opt), value = jax.lax.scan(step, carry, steps)
         message = self.aggregation.message(shared.guide, down.params.guide)
         up = Up(value[0], shared.theta, message)
         after = state._replace(
-            params=own, opt_state=own_opt, shared_opt_state=shared_opt, centre=self.centre(shared)
+            params=silo_params,
+            opt_state=silo_opt,
+            shared_opt_state=shared_opt,
+            centre=self.centre(shared),
         )
-        return Reply(up, all_finite((up, own)), weight), after
+        return Reply(up, all_finite((up, silo_params)), weight), after
 
     def centre(self, shared: SharedParams) -> Array:
         """Return the centre of the globals' guide in its frame."""

@@ -107,14 +107,14 @@ def transformed(
 
     def wrap(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up]:
         def silo_noise(key: Array, state: Silo) -> tuple[Any, Any]:
-            own, sending = jax.random.split(key)
-            return exchange.silo_noise(own, state), transform.noise(sending)
+            silo_key, sending = jax.random.split(key)
+            return exchange.silo_noise(silo_key, state), transform.noise(sending)
 
         def silo(
             noise: tuple[Any, Any], down: Down, state: Silo, data: SiloData
         ) -> tuple[Reply[Up], Any]:
-            own, sending = noise
-            reply, draft = exchange.silo(own, down, state, data)
+            silo_key, sending = noise
+            reply, draft = exchange.silo(silo_key, down, state, data)
             return reply._replace(up=transform.apply(sending, reply.up)), draft
 
         return exchange._replace(silo=silo, silo_noise=silo_noise)

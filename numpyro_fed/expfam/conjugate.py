@@ -404,10 +404,10 @@ class Categorical(_OverSupport):
     def fit(self, f: Callable[[Array], Array]) -> Natural:
         first = jnp.zeros(self.dim, int)
 
-        def at(i: Array, value: Array) -> Array:
+        def value_at(i: Array, value: Array) -> Array:
             return f(first.at[i].set(value))
 
-        tabulate = jax.vmap(jax.vmap(at, (None, 0)), (0, None))
+        tabulate = jax.vmap(jax.vmap(value_at, (None, 0)), (0, None))
         table = tabulate(jnp.arange(self.dim), jnp.arange(self.k))
         return {"logits": (table - table[:, :1]).reshape(*self.batch_shape, self.k)}
 

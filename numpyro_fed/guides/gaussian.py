@@ -155,8 +155,8 @@ class Skewed(_GaussianGuide):
         D, T = self._coupling(fixed), unit_lower(fixed["below"], self.dim)
         scale = jnp.exp(fixed["log_scale"] + D @ noise)
         slope = T @ (scale[:, None] * (jnp.eye(self.dim) + noise[:, None] * D))
-        back = noise + linalg.solve(slope, u - stop_gradient(u))
-        return u, standard_normal(back).sum() - (fixed["log_scale"] + D @ back).sum()
+        noise_of_u = noise + linalg.solve(slope, u - stop_gradient(u))
+        return u, standard_normal(noise_of_u).sum() - (fixed["log_scale"] + D @ noise_of_u).sum()
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,11 @@ class AtRest:
     def wants_more(self, tally: Tally) -> Array:
         """Return whether another estimate is needed for a decision."""
         # Four errors to stop with a no: the test is repeated at each estimate, and for all numbers.
-        far = (jnp.abs(tally.mean) > self.tolerance + 4 * tally.error).any()
-        close = (tally.error <= self.tolerance / 4).all()
-        return (tally.number < MIN_ESTIMATES) | ((tally.number < self.most) & ~far & ~close)
+        is_moving = (jnp.abs(tally.mean) > self.tolerance + 4 * tally.error).any()
+        is_precise = (tally.error <= self.tolerance / 4).all()
+        return (tally.number < MIN_ESTIMATES) | (
+            (tally.number < self.most) & ~is_moving & ~is_precise
+        )
 
     def arrived(self, tally: Tally) -> Array:
         """Return whether a visit may end before its last step.
@@ -91,8 +93,8 @@ class AtRest:
 
     def holds(self, tally: Tally) -> Array:
         """Return the decision of the test: whether the step is zero up to the tolerance."""
-        near = jnp.abs(tally.mean) <= self.tolerance + 2 * tally.error
-        return (near & (tally.error <= self.tolerance / 2)).all()
+        within = jnp.abs(tally.mean) <= self.tolerance + 2 * tally.error
+        return (within & (tally.error <= self.tolerance / 2)).all()
 
 
 def maximised(

@@ -246,7 +246,7 @@ def minimise(
         i, _, _, size, _, stalled = carry
         return (i < steps) & (size > tolerance) & (stalled < MAX_STALLED)
 
-    none, far = jnp.zeros((), jnp.int32), jnp.array(jnp.inf)
-    carry = (none, start, optim.init(start), far, far, none)
+    zero, infinity = jnp.zeros((), jnp.int32), jnp.array(jnp.inf)
+    carry = (zero, start, optim.init(start), infinity, infinity, zero)
     _, params, opt_state, size, _, _ = jax.lax.while_loop(cond_fn, step, drop_weak_types(carry))
     return params, optax.tree_utils.tree_get(opt_state, "value"), size

@@ -219,8 +219,8 @@ class _Ascent(Generic[SiloPart]):
 
     def start(self) -> VisitState:
         problem = self.problem
-        at = problem.family.natural(problem.start) if self.natural else problem.start
-        params = (at, problem.silo_part)
+        first = problem.family.natural(problem.start) if self.natural else problem.start
+        params = (first, problem.silo_part)
         best = params if self.settings.patience is not None else ()
         zero, none = jnp.zeros(()), jnp.zeros((), jnp.int32)
         early = EarlyStopping(zero, jnp.array(-jnp.inf), none, best)
@@ -231,11 +231,11 @@ class _Ascent(Generic[SiloPart]):
 
     def params_of(self, params: At[SiloPart]) -> tuple[Natural, Ordinary, SiloPart]:
         """Return natural and ordinary parameters, and the silo's part."""
-        (at, silo_part), family = params, self.problem.family
+        (first, silo_part), family = params, self.problem.family
         return (
-            (at, family.ordinary(at), silo_part)
+            (first, family.ordinary(first), silo_part)
             if self.natural
-            else (family.natural(at), at, silo_part)
+            else (family.natural(first), first, silo_part)
         )
 
     def noise(self, i: Array) -> Noise:
@@ -331,9 +331,9 @@ class _Ascent(Generic[SiloPart]):
 
     def add_gradient(self, state: VisitState, gradient: Natural | Ordinary) -> VisitState:
         """Add one more gradient of the loss to the check of convergence."""
-        family, each = self.problem.family, self.gradients_per_estimate
+        family, count = self.problem.family, self.gradients_per_estimate
         estimate = jax.tree.map(
-            lambda a, b: a - b / each, state.estimate, self.gradient_in_psi(state, gradient)
+            lambda a, b: a - b / count, state.estimate, self.gradient_in_psi(state, gradient)
         )
         psi = self.params_of(state.params)[1]
 
@@ -343,7 +343,7 @@ class _Ascent(Generic[SiloPart]):
             return state._replace(estimate=none, tally=tally)
 
         state = state._replace(estimate=estimate)
-        done = (state.i + 1 - self.settings.steps) % each == 0
+        done = (state.i + 1 - self.settings.steps) % count == 0
         return jax.lax.cond(done, full, lambda state: state, state)
 
     def gradient_in_psi(self, state: VisitState, gradient: Natural | Ordinary) -> Ordinary:

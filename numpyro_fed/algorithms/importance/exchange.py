@@ -70,8 +70,8 @@ def importance(
         A density may overflow 25 sds from the guide: that draw has no weight. At the guide's own
         draws it is an error, and is kept.
         """
-        far = jnp.arange(num_draws) >= proposal.own
-        return jnp.where(far & ~(values < jnp.inf), -jnp.inf, values)
+        is_wide = jnp.arange(num_draws) >= proposal.own
+        return jnp.where(is_wide & ~(values < jnp.inf), -jnp.inf, values)
 
     def silo(noise: Array, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Array], Silo]:
         private = fitted.private(state)

@@ -81,22 +81,22 @@ class SiloLikelihood:
         }
         start = {p: guides[p]["loc"] for p in self.guide.locals}
         at_globals = coordinates._replace(centre=coordinates.u)
-        at = _At(self, theta, guides, start, z_G, at_globals, data).refined_outer()
+        latents = _LatentsAt(self, theta, guides, start, z_G, at_globals, data).refined_outer()
         key_outer, key_rows = jax.random.split(key)
         if not self.guide.outer:
-            return at.rows({}, key_rows)
+            return latents.rows({}, key_rows)
         number = max(self.draws[p] for p in self.guide.outer)
-        z, log_mixture = at.mixture(self.guide.outer, number, {}, key_outer)
+        z, log_mixture = latents.mixture(self.guide.outer, number, {}, key_outer)
         keys = jax.random.split(key_rows, number)
-        terms = jax.vmap(at.rows)(z, keys) - sum(v.sum(1) for v in log_mixture.values())
+        terms = jax.vmap(latents.rows)(z, keys) - sum(v.sum(1) for v in log_mixture.values())
         return jax.nn.logsumexp(terms) - jnp.log(number)
 
 
 @dataclass(frozen=True)
-class _At:
+class _LatentsAt:
     """A silo's latents at one draw of the globals, with guides and starts for their modes."""
 
-    of: SiloLikelihood
+    likelihood: SiloLikelihood
     theta: Theta
     eta: dict[str, Any]
     start: Rows
@@ -104,9 +104,9 @@ class _At:
     coordinates: Coordinates
     data: SiloData
 
-    def refined_outer(self) -> _At:
+    def refined_outer(self) -> _LatentsAt:
         """Return a copy whose guides of outer plates are at the modes of their latents."""
-        guide, laplace = self.of.guide, Laplace(self.of.model)
+        guide, laplace = self.likelihood.guide, Laplace(self.likelihood.model)
         if not guide.outer:
             return self
         z = laplace.modes(self.theta, self.z_G, self.data, self.start, **NEARBY)
@@ -116,9 +116,9 @@ class _At:
         }
         return replace(self._with(better), start=z)
 
-    def refined_rows(self, z_outer: Rows) -> _At:
+    def refined_rows(self, z_outer: Rows) -> _LatentsAt:
         """Return a copy whose guides of rows are at the modes given the latents above them."""
-        guide, laplace = self.of.guide, Laplace(self.of.model)
+        guide, laplace = self.likelihood.guide, Laplace(self.likelihood.model)
         plates = [p for p in guide.rows if not guide.locals[p].joint]
         if not plates:
             return self
@@ -129,7 +129,7 @@ class _At:
         found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
         return self._with({p: guide.locals[p].from_mode(*found[p]) for p in plates})
 
-    def _with(self, better: dict[str, Any]) -> _At:
+    def _with(self, better: dict[str, Any]) -> _LatentsAt:
         """Return a copy with better guides, without couplings, for rows where they are finite."""
         eta = dict(self.eta)
         for p, params in better.items():
@@ -143,7 +143,7 @@ class _At:
         return self.refined_rows(z_outer)._rows(z_outer, key)
 
     def _rows(self, z_outer: Rows, key: Array) -> Array:
-        plates, fm = self.of.guide.rows, self.of.model
+        plates, fm = self.likelihood.guide.rows, self.likelihood.model
         sizes = fm.sizes(self.data)
         empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
 
@@ -152,7 +152,7 @@ class _At:
 
         if not plates:
             return sum((v.sum() for v in joint({}).values()), jnp.zeros(()))
-        number = max(self.of.draws[p] for p in plates)
+        number = max(self.likelihood.draws[p] for p in plates)
         z, log_mixture = self.mixture(plates, number, z_outer, key)
         terms, total = jax.vmap(joint)(z), jnp.zeros(())
         for plate, rows in terms.items():
@@ -170,7 +170,7 @@ class _At:
 
         Outer plates are drawn together, and have one density, under an empty name (K, 1).
         """
-        guide, prior = self.of.guide, self.of.model.local_prior
+        guide, prior = self.likelihood.guide, self.likelihood.model.local_prior
         key_guide, key_prior = jax.random.split(key)
         from_prior = int(SHARE * number) if self._separable(plates) else 0
         z = jax.vmap(lambda key: self._guided(plates, z_outer, key))(
@@ -187,12 +187,12 @@ class _At:
         z = {p: jnp.concatenate([z[p], drawn[p]]) for p in plates}
         log_p = jax.vmap(lambda z: self._log_prior(prior, plates, z_outer, z))(z)
         share = from_prior / number
-        both = {p: (log_q(z)[p], log_p[p]) for p in plates}
+        densities = {p: (log_q(z)[p], log_p[p]) for p in plates}
         if plates == guide.outer:
-            both = _together(both)
+            densities = _together(densities)
         mixed = {
             p: jnp.logaddexp(jnp.log1p(-share) + q, jnp.log(share) + p_density)
-            for p, (q, p_density) in both.items()
+            for p, (q, p_density) in densities.items()
         }
         return z, mixed
 
@@ -201,23 +201,23 @@ class _At:
 
         Rows of a joint guide share one density, so they cannot. Outer plates are mixed as a whole.
         """
-        guide = self.of.guide
+        guide = self.likelihood.guide
         return plates == guide.outer or not any(guide.locals[p].joint for p in plates)
 
     def _above(self, plate: str, z_outer: Rows) -> Array:
-        guide = self.of.guide
+        guide = self.likelihood.guide
         return guide.above(plate, self.eta, self.coordinates.offset, z_outer, self.data)
 
     def _guided(self, plates: tuple[str, ...], z_outer: Rows, key: Array) -> Rows:
         drawn = {}
         for i, plate in enumerate(plates):
-            local, eta = self.of.guide.locals[plate], self.eta[plate]
+            local, eta = self.likelihood.guide.locals[plate], self.eta[plate]
             noise = jax.random.normal(jax.random.fold_in(key, i), eta["loc"].shape)
             drawn[plate] = local.draw(eta, self._above(plate, z_outer), noise)
         return drawn
 
     def _log_q(self, plates: tuple[str, ...], z_outer: Rows, z: Rows) -> Rows:
-        locals_ = self.of.guide.locals
+        locals_ = self.likelihood.guide.locals
         rows = {p: locals_[p].log_q(self.eta[p], self._above(p, z_outer), z[p]) for p in plates}
         return {p: self.data.masked(p, v) for p, v in rows.items()}
 
@@ -227,8 +227,8 @@ class _At:
     def _log_prior(
         self, prior: LocalPrior, plates: tuple[str, ...], z_outer: Rows, z: Rows
     ) -> Rows:
-        sizes = self.of.model.sizes(self.data)
-        others = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.of.model.plates}
+        sizes = self.likelihood.model.sizes(self.data)
+        others = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.likelihood.model.plates}
         found = prior.log_density(self.theta, self.z_G, {**others, **z_outer, **z}, self.data)
         return {p: found[p] for p in plates}
 

@@ -119,8 +119,8 @@ def proposal(
         drawn = zip(wider(shared.theta, z), noise[1], numbers, strict=True)
         others = [(part, part.sample(key, n), n) for part, key, n in drawn if n]
         density = partial(guide.density, shared.frame, shared.guide)
-        log_q_far = [jax.vmap(density)(far) for _, far, _ in others]
-        z = jnp.concatenate([z, *(far for _, far, _ in others)])
+        log_q_far = [jax.vmap(density)(wide_draws) for _, wide_draws, _ in others]
+        z = jnp.concatenate([z, *(wide_draws for _, wide_draws, _ in others)])
         log_q = jnp.concatenate([log_q, *log_q_far])
         densities = jnp.stack([log_q, *(jax.vmap(part.log_prob)(z) for part, _, _ in others)])
         shares = jnp.array([num_guide, *(n for _, _, n in others)]) / num_draws
@@ -155,14 +155,14 @@ def _neck(fm: FederatedModel, funnel: Funnel, theta: Theta, centre: Array, L: Ar
         key_which, key_children, *keys = jax.random.split(key, 2 + len(parents))
         drawn = [part.sample(key, n) for part, key in zip(parents, keys, strict=True)]
         which = jax.random.randint(key_which, (n,), 0, len(parents))
-        at = jnp.stack(drawn)[which, jnp.arange(n)]
-        z = jnp.broadcast_to(centre, (n, fm.dim)).at[:, others].set(at)
+        values = jnp.stack(drawn)[which, jnp.arange(n)]
+        z = jnp.broadcast_to(centre, (n, fm.dim)).at[:, others].set(values)
         draw_children = jax.vmap(lambda key, z: prior.draw(key, theta, z, funnel))
         return draw_children(jax.random.split(key_children, n), z)
 
     def log_prob(z: Array) -> Array:
-        each = jnp.stack([part.log_prob(z[others]) for part in parents])
-        log_parents = jax.nn.logsumexp(each) - np.log(len(parents))
+        log_densities = jnp.stack([part.log_prob(z[others]) for part in parents])
+        log_parents = jax.nn.logsumexp(log_densities) - np.log(len(parents))
         return log_parents + prior.log_density(theta, z, funnel)
 
     return Part(sample, log_prob)
@@ -202,5 +202,5 @@ def prior_spread(fm: FederatedModel) -> tuple[np.ndarray, np.ndarray] | None:
         return None
     low, middle, high = np.quantile(np.asarray(draws), [0.16, 0.5, 0.84], axis=0)
     spread = (high - low) / 2
-    known = np.isfinite(spread).all() and (spread > 0).all()
-    return (middle, spread) if known else None
+    usable = np.isfinite(spread).all() and (spread > 0).all()
+    return (middle, spread) if usable else None

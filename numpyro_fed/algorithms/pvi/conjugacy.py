@@ -35,7 +35,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
     """
     if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
         return lambda stacks: False
-    family, points_near = chosen.family, chosen.places.around
+    family, points_near = chosen.family, chosen.places.near
     theta = generic_parameters(fm)
 
     @jit_double
@@ -43,8 +43,8 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
         def one_silo(data: SiloData) -> Array:
             rows = row_terms(fm, theta, data)
             eta = family.fit(lambda z: rows(z).sum())
-            centre, near = points_near(jax.tree.map(jnp.add, prior, eta), 16)
-            return affine_at(rows, family, eta, centre, jnp.concatenate([points, near]))
+            centre, points_close = points_near(jax.tree.map(jnp.add, prior, eta), 16)
+            return affine_at(rows, family, eta, centre, jnp.concatenate([points, points_close]))
 
         return jax.vmap(one_silo)(stack).all()
 

@@ -45,11 +45,11 @@ class TestPoints(NamedTuple):
     Attributes
     ----------
     points : array (n, dim)
-    around : (eta, n) -> (centre, points)
+    near : (eta, n) -> (centre, points)
     """
 
     points: np.ndarray
-    around: Callable[[Natural, int], tuple[Array, Array]]
+    near: Callable[[Natural, int], tuple[Array, Array]]
 
 
 class Globals(NamedTuple):
@@ -99,8 +99,8 @@ def globals_of(fm: FederatedModel, spec: str | Mapping[str, str], prior: str = "
     ModelError
         For a model without globals, and for a prior outside every family that its site can take.
     """
-    chosen, covariance = _read(fm, spec)
-    return _built(fm, _choice(fm, chosen, covariance, prior))
+    chosen, covariance = _parse_spec(fm, spec)
+    return _build(fm, _choose(fm, chosen, covariance, prior))
 
 
 class _Choice(NamedTuple):
@@ -117,7 +117,7 @@ class _Choice(NamedTuple):
     outside: list[str]
 
 
-def _read(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict[str, str], str]:
+def _parse_spec(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict[str, str], str]:
     """Return the families that the user asks for by site, and the covariance of the Gaussian."""
     chosen = dict(spec) if isinstance(spec, Mapping) else {"covariance": spec}
     covariance = chosen.pop("covariance", "auto")
@@ -139,34 +139,36 @@ def _read(fm: FederatedModel, spec: str | Mapping[str, str]) -> tuple[dict[str, 
     return chosen, covariance
 
 
-def _choice(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: str) -> _Choice:
+def _choose(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: str) -> _Choice:
     """Return a family for each site.
 
     It is the one that the user asks for. Else it is the Gaussian, if the whole prior is Gaussian;
     and else the first candidate that contains the site's own prior.
     """
-    sites, theta, reach = fm.named("latent"), generic_parameters(fm), _reach(fm)
-    points = _scattered(fm, reach)
+    sites, theta, reach = fm.named("latent"), generic_parameters(fm), _max_values(fm)
+    points = _fixed_points(fm, reach)
 
     def product(kinds: Mapping[str, str]) -> tuple[Family[Any], TestPoints]:
         members = _members(sites, kinds, covariance)
-        return expfam.product(members), TestPoints(points, _around(members, reach))
+        return expfam.product(members), TestPoints(points, _points_near(members, reach))
 
     def all_terms(z: Array) -> Array:
         return jnp.stack(list(fm.prior_terms(theta, z).values()))
 
     # Single precision could not tell an affine function from one that is nearly so.
     with double_precision():
-        kinds = {s.name: _asked(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
+        kinds = {s.name: _requested_kind(s, chosen.get(s.name)) or GAUSSIAN for s in sites}
         family, places = product(kinds)
-        [(eta, affine)] = _fitted([Density(all_terms, family, places)])
+        [(eta, affine)] = _fit_densities([Density(all_terms, family, places)])
         if affine:
             return _Choice(kinds, family, places, eta, [])
         # Not all Gaussian: each site by itself, with all others at fixed values. Then all sites
         # together, since priors may be coupled in a way that no product of families holds.
-        found = _kinds(sites, chosen, points, reach, covariance=covariance, fm=fm, theta=theta)
+        found = _choose_kinds(
+            sites, chosen, points, reach, covariance=covariance, fm=fm, theta=theta
+        )
         if prior == "exact" and (none := [s for s in sites if s.name not in found]):
-            raise _outside(none[0], covariance)
+            raise _outside_error(none[0], covariance)
         kinds = {s.name: found.get(s.name, kinds[s.name]) for s in sites}
         family, places = product(kinds)
         by_site = {s.name: (s, _member(s, kinds[s.name], covariance)) for s in sites}
@@ -175,15 +177,15 @@ def _choice(fm: FederatedModel, chosen: dict[str, str], covariance: str, prior: 
             return Density(_terms(fm, theta, by_site, family, names), family, places)
 
         names = list(fm.prior_terms(theta, jnp.zeros(fm.dim)))
-        fits = _fitted([density_of([name]) for name in names])
+        fits = _fit_densities([density_of([name]) for name in names])
         outside = [name for name, (_, affine) in zip(names, fits, strict=True) if not affine]
         if outside and prior == "exact":
-            raise _coupled(outside[0], covariance)
-        [(eta, _)] = _fitted([density_of([n for n in names if n not in outside])])
+            raise _coupled_error(outside[0], covariance)
+        [(eta, _)] = _fit_densities([density_of([n for n in names if n not in outside])])
     return _Choice(kinds, family, places, eta, outside)
 
 
-def _built(fm: FederatedModel, choice: _Choice) -> Globals:
+def _build(fm: FederatedModel, choice: _Choice) -> Globals:
     """Return the chosen family as pure functions."""
     kinds, family, places, eta, outside = choice
     learned = bool(fm.named("param")) and not outside
@@ -227,7 +229,7 @@ def _terms(
     return f
 
 
-def _reach(fm: FederatedModel) -> np.ndarray:
+def _max_values(fm: FederatedModel) -> np.ndarray:
     """Return the largest test value (dim,) of each global, up to which its bijection is precise.
 
     exp(30) is an ordinary number, and at 14 a sigmoid is 1 - 8e-7, whose difference from one still
@@ -242,7 +244,7 @@ def _reach(fm: FederatedModel) -> np.ndarray:
     return reach
 
 
-def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
+def _fixed_points(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
     """Return fixed test points (n, dim): 0.01 to 1e6 away from zero, and draws from the prior."""
     # A fixed seed: all parties, and later runs, must come to the same decision.
     r = np.random.default_rng(1)
@@ -255,7 +257,9 @@ def _scattered(fm: FederatedModel, reach: np.ndarray) -> np.ndarray:
     return np.clip(points, -reach, reach)[: max(16, POINTS // max(fm.dim, 1))]
 
 
-def _around(members: Members, reach: np.ndarray) -> Callable[[Natural, int], tuple[Array, Array]]:
+def _points_near(
+    members: Members, reach: np.ndarray
+) -> Callable[[Natural, int], tuple[Array, Array]]:
     """Return a function for the centre of a density (dim,), and points (n, dim) some sds from it.
 
     Where ``eta`` leaves a Gaussian flat, its points are as far away as the bijection is precise.
@@ -304,7 +308,7 @@ class Density(NamedTuple):
     places: TestPoints
 
 
-def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
+def _fit_densities(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
     """Return natural parameters of each density, and whether they describe it exactly.
 
     All densities are tested in one program: compiling one for each site takes much longer.
@@ -312,7 +316,10 @@ def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
 
     @jit_double
     def fit_all(points: list[Array]) -> list[tuple[Natural, Array]]:
-        return [fit_one(*each) for each in zip(densities, points, strict=True)]
+        return [
+            fit_one(*density_and_points)
+            for density_and_points in zip(densities, points, strict=True)
+        ]
 
     def fit_one(density: Density, points: Array) -> tuple[Natural, Array]:
         terms, family, places = density
@@ -321,8 +328,10 @@ def _fitted(densities: Sequence[Density]) -> list[tuple[Natural, bool]]:
             return jnp.append(terms(z), -family.log_base(z))
 
         eta = family.fit(lambda z: terms_over_base(z).sum())
-        centre, near = places.around(eta, 16)
-        return eta, affine_at(terms_over_base, family, eta, centre, jnp.concatenate([points, near]))
+        centre, points_close = places.near(eta, 16)
+        return eta, affine_at(
+            terms_over_base, family, eta, centre, jnp.concatenate([points, points_close])
+        )
 
     return [(eta, bool(affine)) for eta, affine in fit_all([d.places.points for d in densities])]
 
@@ -343,17 +352,17 @@ def _member(site: Site, kind: str, covariance: str) -> Family[Any]:
     return expfam.dirichlet(site.shape[:-1], site.shape[-1] + 1)
 
 
-def _asked(site: Site, asked: str | None) -> str | None:
+def _requested_kind(site: Site, requested: str | None) -> str | None:
     """Return the family that the user asks for, or raise an error if the site cannot have it."""
-    if asked is not None and asked not in _candidates(site):
+    if requested is not None and requested not in _candidates(site):
         raise ValueError(
-            f"family of '{site.name}' is {asked!r}: on the support {site.support} expected one of "
-            f"{_candidates(site)}."
+            f"family of '{site.name}' is {requested!r}: on the support {site.support} expected one "
+            f"of {_candidates(site)}."
         )
-    return asked
+    return requested
 
 
-def _kinds(
+def _choose_kinds(
     sites: Sequence[Site],
     chosen: Mapping[str, str],
     points: np.ndarray,
@@ -373,12 +382,12 @@ def _kinds(
             return fm.prior_terms(theta, jnp.asarray(other_sites).at[place].set(z))[site.name][None]
 
         members = {kind: (np.arange(site.stop - site.start), _member(site, kind, covariance))}
-        places = TestPoints(points[:, place], _around(members, reach[place]))
+        places = TestPoints(points[:, place], _points_near(members, reach[place]))
         return Density(term, expfam.product(members), places)
 
     candidates = {s: [chosen[s.name]] if s.name in chosen else _candidates(s) for s in sites}
     pairs = [(s, kind) for s, kinds in candidates.items() for kind in kinds]
-    fits = _fitted([density(s, kind) for s, kind in pairs])
+    fits = _fit_densities([density(s, kind) for s, kind in pairs])
     found: dict[str, str] = {}
     for (site, kind), (_, affine) in zip(pairs, fits, strict=True):
         if affine:
@@ -386,7 +395,7 @@ def _kinds(
     return found
 
 
-def _outside(site: Site, covariance: str) -> ModelError:
+def _outside_error(site: Site, covariance: str) -> ModelError:
     instead = {
         "Positive": "dist.Gamma (also Exponential), or dist.LogNormal",
         "UnitInterval": "dist.Beta (also Uniform(0, 1))",
@@ -400,7 +409,7 @@ def _outside(site: Site, covariance: str) -> ModelError:
     )
 
 
-def _coupled(name: str, covariance: str) -> ModelError:
+def _coupled_error(name: str, covariance: str) -> ModelError:
     full = "" if covariance == "full" else " family='full' if it is linear and Gaussian,"
     return ModelError(
         f"the prior of the global site '{name}' depends on other global sites in a way that "

@@ -119,11 +119,11 @@ class Server(Role):
             return expfam.kl(family, eta, self.prior(theta))
         psi, noise = family.ordinary(eta), family.noise(key, KL_DRAWS)
 
-        def at(noise: Tree) -> Array:
+        def log_ratio_at(noise: Tree) -> Array:
             z = family.draw(psi, noise)
             return expfam.log_density(family, eta, z) - self.model.log_prior(theta, z)
 
-        return jax.vmap(at)(noise).mean()
+        return jax.vmap(log_ratio_at)(noise).mean()
 
     def _damped_total(
         self, state: ServerState, prior: Natural, change: Natural
@@ -228,11 +228,11 @@ class Server(Role):
         def log_lik(
             psi: Ordinary, silo_part: object, noise: Noise, plain: bool
         ) -> tuple[Array, Array]:
-            def at(noise: Tree) -> tuple[Array, Array]:
+            def log_outside_at(noise: Tree) -> tuple[Array, Array]:
                 z = family.draw(psi, noise)
                 return z, log_outside(theta, z)
 
-            return jax.vmap(at)(noise.globals)
+            return jax.vmap(log_outside_at)(noise.globals)
 
         def likelihood() -> NoReturn:
             raise TypeError("a prior outside of the family has no closed form")

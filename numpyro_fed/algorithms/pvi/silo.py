@@ -39,8 +39,8 @@ class Silo(Role):
             self.parts.guide.init_local(key_guide, data),
             self.model.init_private(key_private, data),
         )
-        like = jax.eval_shape(lambda: self.prior(self.model.init_theta(jax.random.key(0))))
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        shapes = jax.eval_shape(lambda: self.prior(self.model.init_theta(jax.random.key(0))))
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         none = jnp.zeros((), jnp.int32)
         stale = (zeros, zeros) if self.settings.asynchronous else ()
         centre, frame = jnp.zeros(self.model.dim), self.first_frame()

@@ -251,8 +251,8 @@ class Role:
         """
         if not (self.settings.from_mode and local.standardises):
             return local.solve(problem, key)
-        inside, back = problem.standardised()
-        return back(local.solve(inside, key))
+        inside, back_solution = problem.standardised()
+        return back_solution(local.solve(inside, key))
 
     def first_frame(self) -> Gaussian:
         """Return the frame before the start: the identity, or a placeholder of a full one."""

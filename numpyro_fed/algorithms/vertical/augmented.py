@@ -103,8 +103,8 @@ class Augmented:
         up: Up = ask(DRAW, Down(xi, noise.rows)).up
         data = v.take_rows(ask.server_data, noise.rows)
 
-        def bound(own: PartyParams, xi: Array | None, sent: SumMessage) -> Array:
-            return self.bound(own, noise.eps, xi, sent, up.tie, state, data)
+        def bound(params: PartyParams, xi: Array | None, sent: SumMessage) -> Array:
+            return self.bound(params, noise.eps, xi, sent, up.tie, state, data)
 
         sums = SumMessage(up.part, up.tie.b if v.rank else None)
         value, (gradient, by_xi, slope) = jax.value_and_grad(bound, (0, 1, 2))(
@@ -121,7 +121,7 @@ class Augmented:
 
     def bound(
         self,
-        own: PartyParams,
+        params: PartyParams,
         eps: Array,
         xi: Array | None,
         sent: SumMessage,
@@ -135,11 +135,11 @@ class Augmented:
         """
         v = self.vertical
         guide = v.guide(v.server).globals
-        eta, V = own.guide, v.coupling_of(v.server, own)
+        eta, V = params.guide, v.coupling_of(v.server, params)
 
         def one_particle(eps: Array, xi: Array | None, sent: SumMessage) -> Array:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
-            prior, likelihood = v.model.log_server(own.theta, z, sent.part, data)
+            prior, likelihood = v.model.log_server(params.theta, z, sent.part, data)
             value = prior - log_q + v.share * likelihood
             if V is None or b is None or tie is None:
                 return value

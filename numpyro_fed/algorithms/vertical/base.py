@@ -303,8 +303,8 @@ class Vertical:
             return self.server_at(key_guide, theta, self.zero_start(self.server))
         eta = self.guide(self.server, given).init_global(key_guide)
         dim = self.server.half.dim
-        own = PartyParams(self.random_coupling(key_guide, dim), eta, theta)
-        return self._server_state(key_guide, own, identity((dim,)))
+        party_params = PartyParams(self.random_coupling(key_guide, dim), eta, theta)
+        return self._server_state(key_guide, party_params, identity((dim,)))
 
     def server_at(self, key: Array, theta: dict[str, Any], start: Start) -> ServerState:
         """Return the server's state at the start of a run."""
@@ -318,9 +318,9 @@ class Vertical:
         eta = guide.init(key, jnp.zeros_like(start.z), 1.0)
         return PartyParams(start.coupling, eta, theta), guide.frame(start.z, start.root)
 
-    def _server_state(self, key: Array, own: PartyParams, frame: Gaussian) -> ServerState:
+    def _server_state(self, key: Array, party_params: PartyParams, frame: Gaussian) -> ServerState:
         zeros = jnp.zeros(self.rank)
-        params = ServerParams(own, self.sharing.init(key, zeros) if self.rank else {})
+        params = ServerParams(party_params, self.sharing.init(key, zeros) if self.rank else {})
         return ServerState(
             params=params,
             opt_state={part: self.optim.init(value) for part, value in params._asdict().items()},
@@ -357,30 +357,35 @@ class Vertical:
             return self.client_at(key_guide, data, theta, self.zero_start(kind), centre)
         eta = self.guide(kind, data).init_global(key_guide)
         dim = kind.half.dim
-        own = PartyParams(self.random_coupling(key_guide, dim), eta, theta)
-        return self._client_state(key_guide, kind, own, identity((dim,)), jnp.zeros(()))
+        party_params = PartyParams(self.random_coupling(key_guide, dim), eta, theta)
+        return self._client_state(key_guide, kind, party_params, identity((dim,)), jnp.zeros(()))
 
     def client_at(
         self, key: Array, data: SiloData, theta: dict[str, Any], start: Start, centre: Array
     ) -> ClientState:
         """Return a client's state at the start of a run; ``centre`` is its predictor there."""
         kind = self.kind(data)
-        own, frame = self._initial_params(key, kind, theta, start)
+        party_params, frame = self._initial_params(key, kind, theta, start)
         centre_or_zero = (
             centre if self.auxiliary is not None and self.auxiliary.centred else jnp.zeros(())
         )
-        return self._client_state(key, kind, own, frame, centre_or_zero)
+        return self._client_state(key, kind, party_params, frame, centre_or_zero)
 
     def _client_state(
-        self, key: Array, kind: ClientType, own: PartyParams, frame: Gaussian, centre: Array
+        self,
+        key: Array,
+        kind: ClientType,
+        party_params: PartyParams,
+        frame: Gaussian,
+        centre: Array,
     ) -> ClientState:
         key_aux, key_noise = jax.random.split(key)
         psi = {} if self.auxiliary is None else self.auxiliary.init(key_aux)
-        params = ClientParams(psi, own)
+        params = ClientParams(psi, party_params)
         return ClientState(
             params=params,
             opt_state={part: self.optim.init(value) for part, value in params._asdict().items()},
-            course=convergence.init(own),
+            course=convergence.init(party_params),
             noise=self.client_noise(key_noise, kind),
             rows=None if self.batch_size is None else jnp.zeros(self.rows, jnp.int32),
             xi=jnp.zeros((self.num_particles, self.rank)) if self.rank else None,
@@ -389,13 +394,13 @@ class Vertical:
             centre=centre,
         )
 
-    def coupling_of(self, kind: ClientType, own: PartyParams) -> Array | None:
+    def coupling_of(self, kind: ClientType, party_params: PartyParams) -> Array | None:
         """Return the coefficients (dim, rank) of the shared noise in a party's guide, or None."""
-        V = own.coupling
+        V = party_params.coupling
         # Without a start, V is in units of the standard noise already.
         if V is None or not self.from_start:
             return V
-        return coupling.from_frame_units(self.guide(kind).globals, own.guide, V)
+        return coupling.from_frame_units(self.guide(kind).globals, party_params.guide, V)
 
     def server_noise(self, key: Array) -> ServerNoise:
         """Return the noise of a round: of the server's latents, the shared one, and its rows."""
@@ -426,8 +431,10 @@ class Vertical:
 
     def server_draws(self, key: Array, n: int) -> tuple[Array, Array | None]:
         """Return noise for ``n`` draws of the server's latents, and of the shared noise."""
-        own = self.guide(self.server).globals.noise(key, n)
-        return own, self.sharing.noise(jax.random.fold_in(key, 1), n) if self.rank else None
+        server_noise = self.guide(self.server).globals.noise(key, n)
+        return server_noise, self.sharing.noise(
+            jax.random.fold_in(key, 1), n
+        ) if self.rank else None
 
     def client_draws(self, key: Array, state: ClientState, n: int) -> Array:
         """Return noise for ``n`` draws of a client's latents."""
@@ -461,27 +468,27 @@ class Vertical:
 
         def one_particle(eps: Array, tau: Array | None, xi: Array | None) -> ClientDraw:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
-            g, own = self.model.predict(kind.half, params.own.theta, z, data_here)
+            g, log_p = self.model.predict(kind.half, params.own.theta, z, data_here)
             if self.auxiliary is None or tau is None:
-                return ClientDraw(g, g, own - log_q, b)
+                return ClientDraw(g, g, log_p - log_q, b)
             part, log_q_part = self.auxiliary.draw(psi, g, row_info, tau)
             log_ratio = self.log_noise(part, g) - log_q_part
-            return ClientDraw(g, part, own - log_q + self.share * log_ratio, b)
+            return ClientDraw(g, part, log_p - log_q + self.share * log_ratio, b)
 
         eps, tau = state.noise
         drawn = jax.vmap(one_particle)(eps, tau, xi)
         return drawn._replace(own=drawn.own.mean())
 
     def bound_at_fixed_part(
-        self, own: PartyParams, eps: Array, part: Array, state: ClientState, data: SiloData
+        self, party_params: PartyParams, eps: Array, part: Array, state: ClientState, data: SiloData
     ) -> Array:
         """Return a client's term of the bound, with its auxiliary variables fixed at ``part``."""
         kind, data_here = self.kind(data), self.take_rows(data, state.rows)
         guide = self.guide(kind).globals
 
         def one_particle(eps: Array, part: Array) -> Array:
-            z, log_q, _ = coupling.draw_in(state.frame, guide, own.guide, None, eps, None)
-            g, prior = self.model.predict(kind.half, own.theta, z, data_here)
+            z, log_q, _ = coupling.draw_in(state.frame, guide, party_params.guide, None, eps, None)
+            g, prior = self.model.predict(kind.half, party_params.theta, z, data_here)
             return prior - log_q + self.share * self.log_noise(part, g)
 
         return jax.vmap(one_particle)(eps, part).mean()
@@ -500,8 +507,8 @@ class Vertical:
     def response(self, data: SiloData) -> Array:
         """Return the columns (rows, k) of the response that clients have; k may be 0."""
         shared = data.kwargs.get("shared") or {}
-        known = [shared[n] for n in self.model.response if n in shared]
-        columns = [y.reshape(len(y), -1) for y in known if jnp.shape(y)[:1] == (self.rows,)]
+        columns_known = [shared[n] for n in self.model.response if n in shared]
+        columns = [y.reshape(len(y), -1) for y in columns_known if jnp.shape(y)[:1] == (self.rows,)]
         return jnp.concatenate([jnp.zeros((self.rows, 0)), *columns], 1)
 
     def ascend(self, state: State, part: str, gradient: PartyParams | GuideParams) -> State:
@@ -523,18 +530,20 @@ class Vertical:
 
     def shared(self, state: ServerState) -> Shared:
         """Return the server's parameters and guide."""
-        own, shared = state.params
+        party_params, shared = state.params
         coupled = (
-            {"coupling": self.coupling_of(self.server, own), "shared": shared} if self.rank else {}
+            {"coupling": self.coupling_of(self.server, party_params), "shared": shared}
+            if self.rank
+            else {}
         )
-        return Shared(own.theta, {"latents": own.guide, **coupled}, state.frame)
+        return Shared(party_params.theta, {"latents": party_params.guide, **coupled}, state.frame)
 
     def private(self, state: ClientState, data: SiloData) -> Party:
         """Return a client's parameters and guides."""
-        psi, own = state.params
-        coupled = {"coupling": self.coupling_of(self.kind(data), own)} if self.rank else {}
-        guide = {"latents": own.guide, **({"auxiliary": psi} if psi else {}), **coupled}
-        return Party(own.theta, guide, state.frame)
+        psi, party_params = state.params
+        coupled = {"coupling": self.coupling_of(self.kind(data), party_params)} if self.rank else {}
+        guide = {"latents": party_params.guide, **({"auxiliary": psi} if psi else {}), **coupled}
+        return Party(party_params.theta, guide, state.frame)
 
     def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:
         """Return a party's guides in units of its latents; ``data`` is None at the server."""

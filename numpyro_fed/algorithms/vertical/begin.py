@@ -121,14 +121,14 @@ def spread(v: Vertical) -> Round:
     def silo(
         noise: object, down: Down, state: Client, data: SiloData
     ) -> tuple[Reply[Along], Client]:
-        predict, own = client_functions(v, state, data)
-        local = Local.at(predict, own, state.z, down.slope.slope, down.slope.curvature)
+        predict, own_log_p = client_functions(v, state, data)
+        local = Local.at(predict, own_log_p, state.z, down.slope.slope, down.slope.curvature)
         T = local.root()
         curvature = -T.T @ local.own_hessian @ T
 
         def rows(basis: Array) -> Array:
-            _, back = jax.vjp(predict, state.z)
-            pulled = jax.vmap(lambda pull: back(pull)[0])(down.ritz.pull)
+            _, vjp = jax.vjp(predict, state.z)
+            pulled = jax.vmap(lambda pull: vjp(pull)[0])(down.ritz.pull)
             return (pulled @ T).T + curvature @ basis
 
         basis = next_basis(state.basis.rows, down.ritz, rows)
@@ -233,8 +233,8 @@ class Beginning:
     def silo(
         self, noise: Array, down: CouplingInGuide, state: Client, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
-        predict, own = client_functions(self.vertical, state, data)
-        local = Local.at(predict, own, state.z, down.slope.slope, down.slope.curvature)
+        predict, own_log_p = client_functions(self.vertical, state, data)
+        local = Local.at(predict, own_log_p, state.z, down.slope.slope, down.slope.curvature)
         start = self.start(state.z, local.root(), state.basis.rows, down.combine, down.tau, noise)
         after = self.vertical.client_at(noise, data, state.theta, start, predict(state.z))
         return Reply((), all_finite(after)), after
@@ -278,7 +278,7 @@ def _directions(gram: Array, curvature: Array) -> tuple[Array, Array]:
     last = 10 * (1 + jnp.abs(projected).max())
     projected = 0.5 * (projected + projected.T) + jnp.diag(jnp.where(independent, 0.0, last))
     curvatures, rotation = linalg.eigh(projected)
-    combine, known = whiten @ rotation, curvatures < 0.9 * last
+    combine, is_real = whiten @ rotation, curvatures < 0.9 * last
     # Rayleigh quotients: eigh's small eigenvalues have the rounding errors of the largest.
-    size = jnp.where(known, ((gram @ combine) * combine).sum(0), 1.0)
-    return combine, jnp.where(known, ((curvature @ combine) * combine).sum(0) / size, 1.0)
+    size = jnp.where(is_real, ((gram @ combine) * combine).sum(0), 1.0)
+    return combine, jnp.where(is_real, ((curvature @ combine) * combine).sum(0) / size, 1.0)

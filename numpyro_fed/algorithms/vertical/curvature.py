@@ -32,11 +32,11 @@ class Local(NamedTuple):
 
     @classmethod
     def at(
-        cls, predict: Function, own: Function, z: Array, slope: Array, curvature: Array
+        cls, predict: Function, own_log_p: Function, z: Array, slope: Array, curvature: Array
     ) -> Local:
         """Return the expansion at ``z`` (dim,), by the predictor's Jacobian (Gauss-Newton)."""
         J = jax.jacfwd(predict)(z).reshape(slope.size, z.size)
-        own_slope, own_hessian = jax.grad(own)(z), jax.hessian(own)(z)
+        own_slope, own_hessian = jax.grad(own_log_p)(z), jax.hessian(own_log_p)(z)
         rows = J.T @ (jnp.ravel(curvature)[:, None] * J)
         return cls(J.T @ jnp.ravel(slope) + own_slope, rows - own_hessian, own_slope, own_hessian)
 

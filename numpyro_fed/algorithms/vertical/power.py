@@ -103,11 +103,11 @@ class Power:
         v = self.vertical
         _, z, log_q = v.guide(v.server).globals.draws(frame, params.guide, eps)
 
-        def own(z: Array) -> Array:
+        def own_log_p(z: Array) -> Array:
             total = jnp.zeros(v.shape[1:])
             return v.model.log_server(params.theta, z, total, data)[0]
 
-        return z, (jax.vmap(own)(z) - log_q).mean()
+        return z, (jax.vmap(own_log_p)(z) - log_q).mean()
 
     def likelihood(
         self, noise: object, down: Down, state: ClientState, data: SiloData
@@ -133,7 +133,8 @@ class Power:
         clients: Drawn = ask(DRAW, Rows(None, noise.rows)).up
         data = v.take_rows(ask.server_data, noise.rows)
         (z, value), pull = jax.vjp(
-            lambda own: self.draw(own, state.frame, noise.eps, data), state.params.own
+            lambda server_params: self.draw(server_params, state.frame, noise.eps, data),
+            state.params.own,
         )
         up: Up = ask(LIKELIHOOD, Down(clients.part, v.shared(state).theta, z)).up
         (gradient,) = pull((up.z, jnp.ones_like(value)))

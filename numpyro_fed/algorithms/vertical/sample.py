@@ -59,10 +59,10 @@ def sample(v: Vertical, n: int) -> Round:
         return Reply((), all_finite(sampled)), sampled
 
     def run(state: ServerState, noise: tuple[Array, Array | None], ask: Ask) -> tuple[Array, Info]:
-        own, shared = noise
+        server_eps, shared = noise
         xi = v.xi(state.params.shared, shared)
         ask(name, xi)
-        z = draw_latents(v.server, v.shared(state), own, xi)
+        z = draw_latents(v.server, v.shared(state), server_eps, xi)
         return z, Info(jnp.zeros(()), all_finite(z))
 
     name = sample_name(n)

@@ -292,8 +292,8 @@ class VerticalSearch:
         moved = state._replace(z=state.z + state.step, last=state.step)
         state = where(down.better, moved, state)
 
-        predict, own = client_functions(self.vertical, state, data)
-        local = Local.at(predict, own, state.z, down.slope, down.curvature)
+        predict, own_log_p = client_functions(self.vertical, state, data)
+        local = Local.at(predict, own_log_p, state.z, down.slope, down.curvature)
         plane = jnp.stack([local.newton(), state.last])
         along = jax.vmap(lambda d: jax.jvp(predict, (state.z,), (d,))[1])(plane)
         up = Along(along, plane @ local.own_slope, plane @ local.own_hessian @ plane.T)
@@ -306,12 +306,12 @@ class VerticalSearch:
         direction = newton_step(curvature, slope)
         plane = jnp.stack([direction, state.last])
 
-        def at(ab: Array) -> Array:
+        def log_p_at(ab: Array) -> Array:
             total = state.total + jnp.tensordot(ab, up.predictor, 1)
-            own = ab @ up.slope + 0.5 * ab @ up.curvature @ ab
-            return log_p(state.z + ab @ plane, total) + own
+            own_log_p = ab @ up.slope + 0.5 * ab @ up.curvature @ ab
+            return log_p(state.z + ab @ plane, total) + own_log_p
 
-        ab, gain = _maximise_in_plane(at)
+        ab, gain = _maximise_in_plane(log_p_at)
         # After a step that was rejected, a quarter of it is tried: the quadratic model of the plane
         # was wrong there, and would give the same point again.
         ab = jnp.where(state.better, ab, 0.25 * state.ab)
@@ -346,16 +346,16 @@ def client_density(
 
     def density_at(z: Array) -> tuple[Array, Array]:
         point, log_pinned = kind.below(z, state.pinned)
-        g, own = v.model.predict(kind.half, state.theta, point, data)
-        return g, own + log_pinned
+        g, own_log_p = v.model.predict(kind.half, state.theta, point, data)
+        return g, own_log_p + log_pinned
 
     return density_at
 
 
 def client_functions(v: Vertical, state: Client, data: SiloData) -> tuple[Function, Function]:
     """Return a client's predictor, and its own log density, as two functions of its latents."""
-    at = client_density(v, state, data)
-    return lambda z: at(z)[0], lambda z: at(z)[1]
+    density = client_density(v, state, data)
+    return lambda z: density(z)[0], lambda z: density(z)[1]
 
 
 def server_density(v: Vertical, state: Server, data: SiloData) -> Callable[[Array, Array], Array]:
@@ -363,8 +363,8 @@ def server_density(v: Vertical, state: Server, data: SiloData) -> Callable[[Arra
 
     def density_at(z: Array, total: Array) -> Array:
         point, log_pinned = v.server.below(z, state.pinned)
-        own, likelihood = v.model.log_server(state.theta, point, total, data)
-        return own + likelihood + log_pinned
+        own_log_p, likelihood = v.model.log_server(state.theta, point, total, data)
+        return own_log_p + likelihood + log_pinned
 
     return density_at
 

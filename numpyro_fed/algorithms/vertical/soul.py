@@ -194,18 +194,18 @@ class Soul:
         half = self.half(data)
         theta, origin = half.init_theta(key, data), jnp.zeros(half.dim)
 
-        def predict(at: Array) -> Array:
-            return self.model.predict(half, theta, at, data)[0]
+        def predict(z: Array) -> Array:
+            return self.model.predict(half, theta, z, data)[0]
 
-        def own(at: Array) -> Array:
-            return self.model.predict(half, theta, at, data)[1]
+        def own_log_p(z: Array) -> Array:
+            return self.model.predict(half, theta, z, data)[1]
 
         centre, root = predict(origin), jnp.zeros((0, 0))
         if half.dim:
             # Given its auxiliary variables, a client's posterior has the curvature of N(g, rho^2),
             # and that of its own likelihood under the power model.
             curvature = self.rho**-2 + self.likelihood_curvature(centre, data)
-            root = Local.at(predict, own, origin, jnp.zeros_like(centre), curvature).root()
+            root = Local.at(predict, own_log_p, origin, jnp.zeros_like(centre), curvature).root()
         params = ClientParams(theta, jnp.zeros_like(centre))
         return ClientState(
             params=params,
@@ -254,9 +254,9 @@ class Soul:
         half, langevin = self.half(data), overdamped_langevin()
 
         def log_p(u: Array, params: ClientParams, context: Context) -> Array:
-            g, own = self.model.predict(half, params.private, state.root @ u, data)
+            g, own_log_p = self.model.predict(half, params.private, state.root @ u, data)
             z = state.centre + self.rho * params.steps
-            return own + dist.Normal(g, self.rho).log_prob(z).sum() + likelihood(g, context)
+            return own_log_p + dist.Normal(g, self.rho).log_prob(z).sum() + likelihood(g, context)
 
         def step(u: Array, key: Array) -> tuple[Array, Any]:
             value, (slope, *others) = jax.value_and_grad(log_p, (0, 1, 2))(u, state.params, context)
@@ -329,16 +329,16 @@ def _augmented(v: Soul) -> Round:
     def silo(
         noise: Array, down: object, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], ClientState]:
-        after, own, _ = v.langevin(noise, state, data, (), lambda g, context: 0.0)
-        up = Up(v.auxiliary(state), own)
+        after, own_log_p, _ = v.langevin(noise, state, data, (), lambda g, context: 0.0)
+        up = Up(v.auxiliary(state), own_log_p)
         return Reply(up, all_finite((up, after.gradient, after.position))), after
 
     def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
         up: Up = ask(DRAW, ()).up
 
         def log_p(params: ServerParams, total: Array) -> Array:
-            own, rows = v.model.log_server(params.theta, params.z, total, ask.server_data)
-            return own + rows
+            own_log_p, rows = v.model.log_server(params.theta, params.z, total, ask.server_data)
+            return own_log_p + rows
 
         value, (gradient, slope) = jax.value_and_grad(log_p, (0, 1))(state.params, up.z)
         loss = -(value + up.own)
@@ -368,12 +368,12 @@ def _power(v: Soul) -> Round:
             return v.model.log_server(theta, z, g + others, at_server)[1] / v.num_clients
 
         context = down.theta, down.z, down.total - v.auxiliary(state)
-        after, own, (theta, z, slope) = v.langevin(noise, state, data, context, likelihood)
+        after, own_log_p, (theta, z, slope) = v.langevin(noise, state, data, context, likelihood)
         # The server's sum will hold this client's own slope, which is no gradient in its own z:
         # its likelihood depends on the others' z alone. So it is subtracted in advance.
         steps = after.gradient.steps - v.rho * slope
         after = after._replace(gradient=after.gradient._replace(steps=steps))
-        up = Slopes(own, slope, theta, z)
+        up = Slopes(own_log_p, slope, theta, z)
         return Reply(up, all_finite((up, after.gradient, after.position))), after
 
     def run(state: ServerState, noise: object, ask: Ask) -> tuple[ServerState, Info]:
@@ -446,6 +446,6 @@ def chosen(noise: Array, number: Array | int, num_kept: int) -> Array:
 
     They are draws of the last half of ``number`` rounds; the first half is burn-in.
     """
-    known = jnp.clip(number - number // 2, 1, num_kept)
-    back = jnp.minimum((noise * known).astype(jnp.int32), known - 1)
-    return (jnp.maximum(number, 1) - 1 - back) % num_kept
+    num_kept_now = jnp.clip(number - number // 2, 1, num_kept)
+    age = jnp.minimum((noise * num_kept_now).astype(jnp.int32), num_kept_now - 1)
+    return (jnp.maximum(number, 1) - 1 - age) % num_kept

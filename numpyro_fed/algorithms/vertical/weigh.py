@@ -126,8 +126,8 @@ class Weighing:
         if not all(guide.density_everywhere for guide in guides) or n < 10:
             return np.ones(1), np.zeros(n, int)
         numbers = [int(share * n) for share in SHARES[1:]]
-        of = np.repeat(np.arange(len(SCALES)), [n - sum(numbers), *numbers])
-        return np.array(SCALES), of
+        part_of_draw = np.repeat(np.arange(len(SCALES)), [n - sum(numbers), *numbers])
+        return np.array(SCALES), part_of_draw
 
     def draw(
         self,
@@ -138,20 +138,20 @@ class Weighing:
         centre_xi: Array | None,
     ) -> PartyDraws:
         """Return a party's draws; ``centre_xi`` (rank,) is the centre of the shared noise."""
-        scales, of = self.parts
+        scales, part_of_draw = self.parts
         guide, frame = self.vertical.guide(kind).globals, party.frame
         eta, V = party.guide["latents"], party.guide.get("coupling")
         draw = partial(coupling.draw, guide)
         u, log_q, b = jax.vmap(draw, (None, None, 0, 0))(eta, V, noise, xi)
-        at = jax.vmap(partial(guide.place, frame))
+        place = jax.vmap(partial(guide.place, frame))
         if len(scales) == 1 or not guide.density_everywhere:
             return PartyDraws(
-                at(u), log_q[:, None] - frame.log_det, None if b is None else b[:, None]
+                place(u), log_q[:, None] - frame.log_det, None if b is None else b[:, None]
             )
         centre = guide.centre(eta) if V is None else guide.draw(eta, V @ centre_xi)[0]
         # Wider draws are spread around the centre given the centre of the shared noise: then all
         # parties' draws are those of one widened joint distribution.
-        u = centre + jnp.asarray(scales)[of][:, None] * (u - centre)
+        u = centre + jnp.asarray(scales)[part_of_draw][:, None] * (u - centre)
 
         def log_q_at_scale(scale: float) -> tuple[Array, Array | None]:
             shrunk = centre + (u - centre) / scale
@@ -162,7 +162,7 @@ class Weighing:
             return log_q, jax.vmap(partial(coupling.at, guide, eta, V))(shrunk)
 
         densities = [log_q_at_scale(float(s)) for s in scales]
-        return PartyDraws(at(u), *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *densities))
+        return PartyDraws(place(u), *jax.tree.map(lambda *parts: jnp.stack(parts, 1), *densities))
 
     def silo(
         self, noise: Array, down: Down, state: ClientState, data: SiloData
@@ -175,32 +175,36 @@ class Weighing:
         def predict_at(z: Array) -> tuple[Array, Array]:
             return v.model.predict(kind.half, private.theta, z, data)
 
-        g, own = jax.lax.map(predict_at, drawn.z, batch_size=self.at_once)
+        g, own_log_p = jax.lax.map(predict_at, drawn.z, batch_size=self.at_once)
         tie = CouplingStats(drawn.b, _products(private.guide)) if v.rank else None
-        up = Up(g, own, drawn.log_q, tie)
+        up = Up(g, own_log_p, drawn.log_q, tie)
         return Reply(up, jnp.array(True)), drawn.z
 
     def usable(self, up: Up) -> Array:
         """Return whether a message can be used; predictors of wide draws may overflow."""
-        near = up.predictor[self.parts[1] == 0]
-        return ~jnp.isnan(up.own).any() & ~jnp.isnan(near).any() & all_finite((up.log_q, up.tie))
+        near_predictors = up.predictor[self.parts[1] == 0]
+        return (
+            ~jnp.isnan(up.own).any()
+            & ~jnp.isnan(near_predictors).any()
+            & all_finite((up.log_q, up.tie))
+        )
 
     def run(
         self, state: ServerState, noise: tuple[Array, Array | None], ask: Ask
     ) -> tuple[WeightedDraws, Info]:
         """Draw, ask clients for their predictors there, and weigh."""
-        v, (own, shared) = self.vertical, noise
-        scales, of = self.parts
-        shares = jnp.asarray(np.bincount(of, minlength=len(scales)) / self.num_draws)
+        v, (own_log_p, shared) = self.vertical, noise
+        scales, part_of_draw = self.parts
+        shares = jnp.asarray(np.bincount(part_of_draw, minlength=len(scales)) / self.num_draws)
         theta, params, _ = server = v.shared(state)
         centre_xi = v.sharing.centre(state.params.shared) if v.rank else None
         down = Down(v.xi(state.params.shared, shared), centre_xi)
         up: Up = ask(self.name, down).up
-        drawn = self.draw(v.server, server, own, down.xi, centre_xi)
+        drawn = self.draw(v.server, server, own_log_p, down.xi, centre_xi)
 
         def log_joint(at: tuple[Array, Array]) -> Array:
-            own, likelihood = v.model.log_server(theta, *at, ask.server_data)
-            return own + likelihood
+            own_log_p, likelihood = v.model.log_server(theta, *at, ask.server_data)
+            return own_log_p + likelihood
 
         log_p = jax.lax.map(log_joint, (drawn.z, up.predictor), batch_size=self.at_once)
         log_q = drawn.log_q + up.log_q
@@ -209,7 +213,7 @@ class Weighing:
             log_q += jax.vmap(jax.vmap(ratio))(drawn.b + up.tie.b)
         log_w = log_p + up.own - jax.nn.logsumexp(jnp.log(shares) + log_q, axis=1)
         # Far from the guides a density may overflow; that draw has no weight.
-        log_w = jnp.where((of > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
+        log_w = jnp.where((part_of_draw > 0) & ~(log_w < jnp.inf), -jnp.inf, log_w)
         evidence = jax.nn.logsumexp(log_w) - jnp.log(self.num_draws)
         fine = ~jnp.isnan(log_w).any() & jnp.isfinite(evidence)
         return WeightedDraws(drawn.z, log_w), Info(-evidence, fine)
