@@ -143,6 +143,7 @@ def _barycenter(
     full, concrete = S.ndim == 3, not any(isinstance(a, jax.core.Tracer) for a in (m, S, w))
     if concrete:
         _check(np.asarray(m), np.asarray(S), np.asarray(w))
+    # All barycenters work with roots: in single precision a covariance has half of their digits.
     roots = linalg.cholesky(S) if full else jnp.sqrt(S)
     if concrete and (bad := np.flatnonzero(~np.isfinite(roots).reshape(number, -1).all(1))).size:
         raise DataError(

@@ -49,6 +49,7 @@ class Frame(NamedTuple):
 
     def parameters(self, steps: Tree) -> Tree:
         """Return the shared parameters at coordinates ``steps``."""
+        # Without a frame there is nothing to map over: ``()`` does not match the parameters' tree.
         if self.theta == ():
             return steps
         return jax.tree.map(

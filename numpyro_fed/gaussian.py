@@ -246,6 +246,8 @@ class Curvature(NamedTuple):
         if unit is None:
             diagonal = jnp.abs(jnp.diagonal(A, axis1=-2, axis2=-1))
             unit = jnp.sqrt(jnp.where(diagonal > 0, diagonal, 1.0))
+        # eigh's absolute error is eps of the largest eigenvalue. After scaling the diagonal is one,
+        # and small curvatures of coordinates in small units keep their digits.
         return cls(unit, *linalg.eigh(A / unit[..., None, :] / unit[..., None]))
 
     def positive(self, least: Array | float) -> Curvature:

@@ -124,6 +124,7 @@ def transformed(
 
 
 def _is_real(a: Array) -> bool:
+    # Counts, statuses and keys are no numbers to be clipped or rounded.
     return jnp.issubdtype(jnp.asarray(a).dtype, jnp.floating)
 
 

@@ -198,6 +198,7 @@ def location_and_log_scale(family: Family[Any], eta: Tree) -> tuple[Array, Array
 
 def move_along(family: Family[Any], eta: Tree, step: Tree) -> Array:
     """Return the move (2 dim,) of ``q`` along ``step`` from ``eta``, as in :meth:`Family.move`."""
+    # Forward mode: one step is a single direction, whatever the dimension.
     (_, log_sd), (mean, log_scale) = jax.jvp(
         lambda eta: location_and_log_scale(family, eta), (eta,), (step,)
     )

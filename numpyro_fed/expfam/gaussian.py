@@ -149,6 +149,7 @@ class DiagonalGaussian(_GaussianFamily):
 
     def fit(self, f: Callable[[Array], Array]) -> Natural:
         zero, one = jnp.zeros(self.dim), jnp.ones(self.dim)
+        # A function of this family has a diagonal Hessian: its product with ones is the diagonal.
         gradient, curvature = jax.jvp(jax.grad(f), (zero,), (one,))
         return {"first": gradient, "second": 0.5 * curvature}
 
@@ -192,6 +193,7 @@ class FullGaussian(_GaussianFamily):
         return {"first": z, "second": jnp.outer(z, z)}
 
     def increment(self, z: Array, u: Array) -> Tree:
+        # z z' changes by u z' + z u' + u u': twice the symmetric part of u (z + u / 2)'.
         across = jnp.outer(u, z + 0.5 * u)
         return {"first": u, "second": across + across.T}
 
@@ -219,6 +221,7 @@ class FullGaussian(_GaussianFamily):
         def gradient(z: Array) -> tuple[Array, Array]:
             return (g := jax.grad(f)(z)), g
 
+        # Value and Jacobian of the gradient in one program; at zero ``first`` is the gradient.
         curvature, first = jax.jacfwd(gradient, has_aux=True)(jnp.zeros(self.dim))
         return {"first": first, "second": 0.5 * symmetric(curvature)}
 

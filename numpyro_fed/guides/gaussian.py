@@ -94,6 +94,7 @@ class Skewed(_GaussianGuide):
         return np.array(self.order, np.int32)  # which JAX reads alike in either precision
 
     def frame(self, loc: Array, root: Array) -> Gaussian:
+        # A permuted triangular root is no longer triangular; QR makes it so.
         ordered = linalg.root_of(as_matrix(root)[self._order])
         return Gaussian.of_root(loc[self._order], ordered)
 

@@ -78,6 +78,7 @@ class AutoFlow(GlobalGuide[Array]):
         def globals_alone() -> None:
             numpyro.sample("z_G", dist.Normal(0, 1).expand([self.dim]).to_event(1))
 
+        # A copy: the user's object may serve for another model.
         auto = copy.copy(self.guide)
         auto.model, auto.prototype_trace = globals_alone, None
         auto.init_loc_fn = init_to_value(values={"z_G": loc})

@@ -388,6 +388,7 @@ def build_resolved(
             locals_[plate] = LocalGuide(dim, covariance, mean, scale, init_scale)
             continue
         locals_[plate] = AmortisedLocals(dim, "diagonal", False, False, init_scale)
+        # The server and the plan need the guide's shapes only, and know no rows.
         if row_of is not None:
             kind = _local_spec(spec, fm, plate)
             encoders[plate] = encoder(kind, fm, plate, dim, row_of(plate), init_scale)

@@ -238,6 +238,7 @@ def minimise(
         # The line search has evaluated the gradient at the new parameters; it is not done again.
         after = jax.tree.leaves(optax.tree_utils.tree_get(opt_state, "grad"))
         size = jnp.stack([jnp.abs(g).max(initial=0.0) for g in after]).max()
+        # By more than rounding: L-BFGS at the end of its precision goes up and down by that.
         lower = value < best - jnp.finfo(value.dtype).eps * jnp.abs(value)
         best, stalled = jnp.minimum(best, value), jnp.where(lower, 0, stalled + 1)
         return i + 1, params, opt_state, size, best, stalled

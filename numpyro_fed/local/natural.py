@@ -331,6 +331,7 @@ def _damped(
             tally = at_rest.add(tally, move_along(family, eta, full))
             return i + 1, eta, silo_part, opt_state, fine, tally
 
+        # A single step is a choice of the method, as in global VI, and has no optimum to reach.
         if not checks:
             return move(carry)
         return jax.lax.cond(i < optimiser.steps, move, add_estimate, carry)

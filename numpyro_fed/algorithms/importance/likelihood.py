@@ -84,11 +84,13 @@ class SiloLikelihood:
         latents = _LatentsAt(self, theta, guides, start, z_G, at_globals, data).refined_outer()
         key_outer, key_rows = jax.random.split(key)
         if not self.guide.outer:
-            return latents.rows({}, key_rows)
+            return latents.log_likelihood({}, key_rows)
         number = max(self.draws[p] for p in self.guide.outer)
         z, log_mixture = latents.mixture(self.guide.outer, number, {}, key_outer)
         keys = jax.random.split(key_rows, number)
-        terms = jax.vmap(latents.rows)(z, keys) - sum(v.sum(1) for v in log_mixture.values())
+        terms = jax.vmap(latents.log_likelihood)(z, keys) - sum(
+            v.sum(1) for v in log_mixture.values()
+        )
         return jax.nn.logsumexp(terms) - jnp.log(number)
 
 
@@ -114,7 +116,7 @@ class _LatentsAt:
         better = {
             p: guide.locals[p].from_mode(*outer_precision(guide, p, *found[p])) for p in guide.outer
         }
-        return replace(self._with(better), start=z)
+        return replace(self._with_guides(better), start=z)
 
     def refined_rows(self, z_outer: Rows) -> _LatentsAt:
         """Return a copy whose guides of rows are at the modes given the latents above them."""
@@ -127,9 +129,9 @@ class _LatentsAt:
             self.theta, self.z_G, self.data, {**self.start, **z_outer}, fix_outer=True, **NEARBY
         )
         found = laplace.rows_given(self.theta, self.z_G, outer, z, self.data)
-        return self._with({p: guide.locals[p].from_mode(*found[p]) for p in plates})
+        return self._with_guides({p: guide.locals[p].from_mode(*found[p]) for p in plates})
 
-    def _with(self, better: dict[str, Any]) -> _LatentsAt:
+    def _with_guides(self, better: dict[str, Any]) -> _LatentsAt:
         """Return a copy with better guides, without couplings, for rows where they are finite."""
         eta = dict(self.eta)
         for p, params in better.items():
@@ -138,11 +140,11 @@ class _LatentsAt:
             eta[p] = where_finite({**params, **uncoupled}, before)
         return replace(self, eta=eta)
 
-    def rows(self, z_outer: Rows, key: Array) -> Array:
+    def log_likelihood(self, z_outer: Rows, key: Array) -> Array:
         """Return the log likelihood () given the outer latents, plus the log prior of these."""
-        return self.refined_rows(z_outer)._rows(z_outer, key)
+        return self.refined_rows(z_outer)._log_likelihood(z_outer, key)
 
-    def _rows(self, z_outer: Rows, key: Array) -> Array:
+    def _log_likelihood(self, z_outer: Rows, key: Array) -> Array:
         plates, fm = self.likelihood.guide.rows, self.likelihood.model
         sizes = fm.sizes(self.data)
         empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
@@ -173,7 +175,7 @@ class _LatentsAt:
         guide, prior = self.likelihood.guide, self.likelihood.model.local_prior
         key_guide, key_prior = jax.random.split(key)
         from_prior = int(SHARE * number) if self._separable(plates) else 0
-        z = jax.vmap(lambda key: self._guided(plates, z_outer, key))(
+        z = jax.vmap(lambda key: self._draw_guide(plates, z_outer, key))(
             jax.random.split(key_guide, number - from_prior)
         )
         # The first draws are the guide's, the last ones the prior's: fixed numbers of each, which
@@ -181,7 +183,7 @@ class _LatentsAt:
         log_q = jax.vmap(lambda z: self._log_q(plates, z_outer, z))
         if not from_prior or prior is None:
             return z, log_q(z)
-        drawn = jax.vmap(lambda key: self._drawn(prior, z_outer, key))(
+        drawn = jax.vmap(lambda key: self._draw_prior(prior, z_outer, key))(
             jax.random.split(key_prior, from_prior)
         )
         z = {p: jnp.concatenate([z[p], drawn[p]]) for p in plates}
@@ -189,7 +191,7 @@ class _LatentsAt:
         share = from_prior / number
         densities = {p: (log_q(z)[p], log_p[p]) for p in plates}
         if plates == guide.outer:
-            densities = _together(densities)
+            densities = _sum_over_plates(densities)
         mixed = {
             p: jnp.logaddexp(jnp.log1p(-share) + q, jnp.log(share) + p_density)
             for p, (q, p_density) in densities.items()
@@ -208,7 +210,7 @@ class _LatentsAt:
         guide = self.likelihood.guide
         return guide.above(plate, self.eta, self.coordinates.offset, z_outer, self.data)
 
-    def _guided(self, plates: tuple[str, ...], z_outer: Rows, key: Array) -> Rows:
+    def _draw_guide(self, plates: tuple[str, ...], z_outer: Rows, key: Array) -> Rows:
         drawn = {}
         for i, plate in enumerate(plates):
             local, eta = self.likelihood.guide.locals[plate], self.eta[plate]
@@ -221,7 +223,7 @@ class _LatentsAt:
         rows = {p: locals_[p].log_q(self.eta[p], self._above(p, z_outer), z[p]) for p in plates}
         return {p: self.data.masked(p, v) for p, v in rows.items()}
 
-    def _drawn(self, prior: LocalPrior, z_outer: Rows, key: Array) -> Rows:
+    def _draw_prior(self, prior: LocalPrior, z_outer: Rows, key: Array) -> Rows:
         return prior.draw(key, self.theta, self.z_G, z_outer, self.data)
 
     def _log_prior(
@@ -233,7 +235,7 @@ class _LatentsAt:
         return {p: found[p] for p in plates}
 
 
-def _together(both: Mapping[str, tuple[Array, Array]]) -> dict[str, tuple[Array, Array]]:
+def _sum_over_plates(both: Mapping[str, tuple[Array, Array]]) -> dict[str, tuple[Array, Array]]:
     """Return the densities of plates that are drawn together: the sum (K, 1) over all of them."""
     log_q, log_p = (sum(pair[i].sum(1, keepdims=True) for pair in both.values()) for i in (0, 1))
     return {"": (jnp.asarray(log_q), jnp.asarray(log_p))}

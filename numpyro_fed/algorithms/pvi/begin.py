@@ -89,6 +89,7 @@ def pvi_carry(server: Server, silo: Silo) -> WarmStart:
     def factors(key: Array, point: StartPoint) -> tuple[ServerState, Natural, Natural]:
         """Return the server's first state, the sum of all factors, and the server's own factor."""
         first = server.init(key)
+        # K'K is the precision of the frame, without inverting its covariance.
         K = frame_of(parts, point).inverse_root()
         posterior = family.around(point.centre, jnp.zeros_like(point.centre), K.T @ K)
         total = jax.tree.map(jnp.subtract, posterior, server.prior(point.theta))

@@ -33,6 +33,7 @@ def conjugacy(fm: FederatedModel, chosen: Globals) -> Callable[[Sequence[SiloDat
     Silos come in stacks of one shape. Programs are compiled once for each shape, and the answer is
     computed from the values each time. Parameters without a prior have general values.
     """
+    # Latents of rows, and private parameters, would have to be integrated out or fitted first.
     if any(p.dim for p in fm.plates) or any(s.kind == "param" and s.plate for s in fm.sites):
         return lambda stacks: False
     family, points_near = chosen.family, chosen.places.near

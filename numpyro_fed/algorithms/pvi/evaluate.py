@@ -25,6 +25,7 @@ def evaluation(server: Server, silo: Silo) -> Round:
     def expect(
         noise: Array, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Array], SiloState]:
+        # The posterior from the message, as in a visit; the silo's own state may be older.
         posterior = silo.parts.aggregate(silo.prior(down.theta), down.total)
         log_lik, _ = silo.expected_log_lik(noise, down.theta, posterior, state, data)
         return Reply(log_lik, jnp.isfinite(log_lik)), state

@@ -91,6 +91,7 @@ class Server(Role):
             self._progress(state.progress, before, guide, converged, up.statuses),
             state.frame,
         )
+        # Each silo's term counts once in a round, however many visits a round has.
         weight = settings.num_silos / settings.visits
         loss = kl_to_prior / settings.steps - weight * up.log_lik
         moved_by = expfam.kl(self.family, guide, before)
@@ -196,6 +197,7 @@ class Server(Role):
             strict=True,
         )
         round_begins = before.steps % self.settings.steps == 0
+        # A flat prior has no mean and no sd: the first round then counts as a move from zero.
         mean = jnp.where(round_begins, jnp.nan_to_num(means[0]), before.mean)
         log_scale = jnp.where(round_begins, jnp.nan_to_num(log_scales[0]), before.log_scale)
         moves = (

@@ -193,6 +193,7 @@ class ClientType(NamedTuple):
         That is normal around the fixed values. It takes the place of these latents' own density: a
         scale and the effects under it have no joint mode but where the scale is zero.
         """
+        # Static: clients without such latents have a smaller program.
         if not any(self.above):
             return z, jnp.zeros(())
         is_pinned = jnp.array(self.above, bool)
@@ -366,6 +367,7 @@ class Vertical:
         """Return a client's state at the start of a run; ``centre`` is its predictor there."""
         kind = self.kind(data)
         party_params, frame = self._initial_params(key, kind, theta, start)
+        # A centre as long as the rows is kept only by guides that use it.
         centre_or_zero = (
             centre if self.auxiliary is not None and self.auxiliary.centred else jnp.zeros(())
         )
@@ -463,6 +465,7 @@ class Vertical:
         guide = self.guide(kind).globals
         psi, row_info = params.auxiliary, self.row_info(state, data_here)
         eta, V = params.own.guide, self.coupling_of(kind, params.own)
+        # Parameters of all rows are the client's state; the round uses those of its rows.
         if self.auxiliary is not None and state.rows is not None:
             psi = self.auxiliary.take_rows(psi, state.rows)
 

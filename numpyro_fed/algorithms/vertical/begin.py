@@ -62,7 +62,7 @@ SPARE = 5  # columns of a basis beyond all directions: square random ones may be
 class Down(NamedTuple):
     """A message of the server: the slope at the best point, and its findings on the basis."""
 
-    slope: SlopeMessage
+    at_best: SlopeMessage
     ritz: RitzValues
 
 
@@ -88,7 +88,7 @@ class CouplingInGuide(NamedTuple):
     shared noise of the basis, and ``tau``.
     """
 
-    slope: SlopeMessage
+    at_best: SlopeMessage
     combine: Array | None
     tau: Array
 
@@ -122,7 +122,7 @@ def spread(v: Vertical) -> Round:
         noise: object, down: Down, state: Client, data: SiloData
     ) -> tuple[Reply[Along], Client]:
         predict, own_log_p = client_functions(v, state, data)
-        local = Local.at(predict, own_log_p, state.z, down.slope.slope, down.slope.curvature)
+        local = Local.at(predict, own_log_p, state.z, down.at_best.slope, down.at_best.curvature)
         T = local.root()
         curvature = -T.T @ local.own_hessian @ T
 
@@ -154,14 +154,14 @@ def spread(v: Vertical) -> Round:
 
         def change(by_z: Array, by_total: Array) -> tuple[Array, Array]:
             """Return minus the change of both slopes along a direction."""
-            ritz_after = jax.jvp(slopes, (state.z, state.total), (by_z, by_total))[1]
-            return jax.tree.map(jnp.negative, ritz_after)
+            changes = jax.jvp(slopes, (state.z, state.total), (by_z, by_total))[1]
+            return jax.tree.map(jnp.negative, changes)
 
         directions = T @ basis
-        by_z, by_total = slopes(state.z, state.total)
-        of_z, of_total = jax.vmap(change)(directions.T, up.predictor)
-        curvature = (of_z @ directions).T + up.own + _products(up.predictor, of_total)
-        slope = directions.T @ by_z + up.slope + _products(up.predictor, by_total[None])[:, 0]
+        slope_z, slope_total = slopes(state.z, state.total)
+        change_z, change_total = jax.vmap(change)(directions.T, up.predictor)
+        curvature = (change_z @ directions).T + up.own + _products(up.predictor, change_total)
+        slope = directions.T @ slope_z + up.slope + _products(up.predictor, slope_total[None])[:, 0]
         combine, curvatures = _directions(up.gram + basis.T @ basis, curvature)
         along = combine.T @ slope
         newton = along / _positive(curvatures)
@@ -169,7 +169,7 @@ def spread(v: Vertical) -> Round:
             looks=ritz.looks + 1,
             combine=combine,
             curvatures=curvatures,
-            pull=jnp.tensordot(combine.T[: len(ritz.pull)], of_total, 1),
+            pull=jnp.tensordot(combine.T[: len(ritz.pull)], change_total, 1),
             gain=0.5 * along @ newton,
         )
         after = state._replace(
@@ -178,7 +178,7 @@ def spread(v: Vertical) -> Round:
             basis=Basis(basis, directions, anchor),
             spread=Spread(
                 ritz_after,
-                turned=T.T @ of_z.T @ combine,
+                turned=T.T @ change_z.T @ combine,
                 newton=combine @ newton,
                 angles=(combine.T @ (basis.T @ anchor + up.anchor))[: v.rank],
             ),
@@ -211,6 +211,8 @@ class Beginning:
         if not (v.rank and v.width):
             return None, jnp.ones(())
         curvatures = _positive(state.spread.ritz.curvatures)
+        # A rank of one less than the number of latents is enough: the direction of the largest
+        # eigenvalue has no share in the shared noise, since tau is one over that eigenvalue.
         all_known = v.complete and v.rank >= v.dim - 1
         tau = 1 / curvatures.max() if all_known else jnp.ones(())
         size = jnp.sqrt(jnp.maximum(1 / (tau * curvatures) - 1, 0.0))[: v.rank]
@@ -234,7 +236,7 @@ class Beginning:
         self, noise: Array, down: CouplingInGuide, state: Client, data: SiloData
     ) -> tuple[Reply[tuple[()]], ClientState]:
         predict, own_log_p = client_functions(self.vertical, state, data)
-        local = Local.at(predict, own_log_p, state.z, down.slope.slope, down.slope.curvature)
+        local = Local.at(predict, own_log_p, state.z, down.at_best.slope, down.at_best.curvature)
         start = self.start(state.z, local.root(), state.basis.rows, down.combine, down.tau, noise)
         after = self.vertical.client_at(noise, data, state.theta, start, predict(state.z))
         return Reply((), all_finite(after)), after
@@ -247,6 +249,8 @@ class Beginning:
         def log_p(z: Array) -> Array:
             return server_density(v, state, ask.server_data)(z, state.total)
 
+        # Without a search (a run with ``rho``) clients start at zero, and the server at its own
+        # mode.
         z = state.z if v.width else mode_of(log_p, state.z)
         root = root_of(at_point(log_p, z)[1])
         start = self.start(z, root, state.basis.rows, combine, tau, noise)

@@ -35,6 +35,7 @@ class Local(NamedTuple):
         cls, predict: Function, own_log_p: Function, z: Array, slope: Array, curvature: Array
     ) -> Local:
         """Return the expansion at ``z`` (dim,), by the predictor's Jacobian (Gauss-Newton)."""
+        # Forward mode: a client has fewer latents than rows.
         J = jax.jacfwd(predict)(z).reshape(slope.size, z.size)
         own_slope, own_hessian = jax.grad(own_log_p)(z), jax.hessian(own_log_p)(z)
         rows = J.T @ (jnp.ravel(curvature)[:, None] * J)

@@ -149,5 +149,6 @@ class Power:
     def step(
         self, noise: Array | None, down: SumMessage, state: ClientState, data: SiloData
     ) -> tuple[Reply[Stepped], ClientState]:
+        # A client's likelihood depends on its own predictor, not on its own auxiliary variables.
         others = down._replace(part=down.part - state.slope)
         return client_steps(self.vertical, noise, state, data, state.slope, others)

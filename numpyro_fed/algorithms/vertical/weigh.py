@@ -182,6 +182,7 @@ class Weighing:
 
     def usable(self, up: Up) -> Array:
         """Return whether a message can be used; predictors of wide draws may overflow."""
+        # The guides' own draws must be finite; wider ones may overflow, and then have no weight.
         near_predictors = up.predictor[self.parts[1] == 0]
         return (
             ~jnp.isnan(up.own).any()
