@@ -164,7 +164,7 @@ class FisherRao:
         t_i = \frac{(m_{q,i} - m_{p,i})^2}{8\, s_{q,i} s_{p,i}}
         + \sinh^2\Big(\tfrac12 \log \frac{s_{q,i}}{s_{p,i}}\Big)
 
-    Near ``q = p`` it is ``2 KL(q || p)`` squared, and ``sqrt(2 KL(q || p))`` as it stands.
+    Near ``q = p`` the square is ``2 KL(q || p)``, and the distance its square root.
 
     Parameters
     ----------

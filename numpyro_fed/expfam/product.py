@@ -88,7 +88,8 @@ class Product(Family[Tree]):
         z = jnp.concatenate([parts[name] for name in self.members])
         if np.array_equal(self._order, np.arange(self.dim)):
             return z
-        return z[np.argsort(self._order).astype(np.int32)]  # JAX reads int32 alike everywhere
+        # JAX reads int32 the same way in both precisions; it would cast int64 in one of them.
+        return z[np.argsort(self._order).astype(np.int32)]
 
     def _each(self, method: str, *args: Tree) -> Tree:
         """Return the results of a method at every member, with that member's arguments."""

@@ -251,7 +251,7 @@ class GivenEncoder(Encoder):
 def encoder(
     spec: Amortised, fm: FederatedModel, plate: str, dim: int, row: Row, init_scale: float
 ) -> Encoder:
-    """Return the network of a plate's rows, as its settings say.
+    """Return the network of a plate's rows, by its settings.
 
     Raises
     ------

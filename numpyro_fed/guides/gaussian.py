@@ -91,7 +91,7 @@ class Skewed(_GaussianGuide):
 
     @property
     def _order(self) -> np.ndarray:
-        return np.array(self.order, np.int32)  # which JAX reads alike in either precision
+        return np.array(self.order, np.int32)  # JAX reads it the same way in both precisions
 
     def frame(self, loc: Array, root: Array) -> Gaussian:
         # A permuted triangular root is no longer triangular; QR makes it so.

@@ -17,7 +17,9 @@ from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.trees import Tree, drop_weak_types
 
 SiloPart = TypeVar("SiloPart")
-Search = tuple[Array, Tree, optax.OptState, Array, Array, Array]  # what L-BFGS carries along
+Search = tuple[
+    Array, Tree, optax.OptState, Array, Array, Array
+]  # the state of the loop over L-BFGS steps
 
 
 class Noise(NamedTuple):

@@ -93,7 +93,7 @@ def misfit(
     start_draws = jnp.where(jnp.isfinite(start_draws), start_draws, centre)  # a prior may be flat
     departure_at = partial(departure, rows, family, eta, centre)
     nats, size = jax.vmap(departure_at)(jnp.concatenate([z, start_draws]))
-    # Rounding within a row is what rounding the globals would make of it.
+    # Rounding within a row is about as large as the effect of rounding the globals.
     within_rows = jnp.linalg.norm(jax.jvp(rows, (centre,), (centre,))[1])
     eps = max(ROUNDINGS, 2 * math.sqrt(num_rows)) * jnp.finfo(centre.dtype).eps
     rounding = eps * (size + within_rows)

@@ -167,7 +167,7 @@ class Settings(NamedTuple):
     prior_share : float
         The share of the prior that a silo's cavity holds.
     asynchronous : bool
-        Whether a silo works from what it was sent at the visit before.
+        Whether a silo works from the message of its visit before.
     start_scale : float or None
         The largest standard deviation, of Gaussian globals, at which a silo's first visit starts.
     evidence_draws : int

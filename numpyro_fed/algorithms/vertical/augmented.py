@@ -78,7 +78,7 @@ class Augmented:
     ----------
     vertical : Vertical
     server_like : SiloData
-        Shapes of what the server holds.
+        Shapes of the server's data.
     local_steps : int
         Steps of a client in a round. After the first, its auxiliary variables stay fixed (section
         5.3).

@@ -79,7 +79,7 @@ class Power:
     vertical : Vertical
     num_clients : int
     server_like : SiloData
-        Shapes of what the server holds.
+        Shapes of the server's data.
     local_steps : int
         Steps of a client in a round.
     """

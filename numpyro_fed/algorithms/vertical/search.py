@@ -188,7 +188,7 @@ class VerticalSearch:
     ----------
     vertical : Vertical
     server_like : SiloData
-        Shapes of what the server holds.
+        Shapes of the server's data.
     """
 
     vertical: Vertical

@@ -57,7 +57,7 @@ from numpyro_fed.trees import all_finite
 
 SHOW, DRAW, STEP = "show", "draw", "step"  # the names of the exchanges
 
-Context = TypeVar("Context")  # what a likelihood sees besides a client's own predictor
+Context = TypeVar("Context")  # arguments of a likelihood besides a client's own predictor
 
 
 class ServerParams(NamedTuple):
@@ -186,8 +186,8 @@ class Soul:
         half, total = self.model.server, jnp.zeros(self.model.shape)
         theta = half.init_theta(key, self.model.with_total(zeros, total))
         params = ServerParams(theta, jnp.zeros(half.dim))
-        course, nobody = convergence.init(params), jnp.zeros(())
-        return ServerState(params, self.optim.init(params), course, nobody)
+        course, none_resting = convergence.init(params), jnp.zeros(())
+        return ServerState(params, self.optim.init(params), course, none_resting)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         """Return a client's first state: at zero, in units of its curvature there."""
