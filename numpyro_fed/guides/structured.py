@@ -70,8 +70,8 @@ class Structured:
         diagonal above; an outer plate is joint while a silo has at most 32 latents there.
     couple_mean, couple_scale : bool, optional
         Whether the mean (``C_i``) and the log-scale (``D_i``) of a row's guide are affine in the
-        globals and the latents above it. By default both are, if all rows together need at most ten million
-        coefficients.
+        globals and the latents above it. By default both are, if all rows together need at most
+        ten million coefficients.
     init_loc_fn : callable, optional
         One of NumPyro's ``init_to_...`` functions, for the start of the guide. By default it is
         zero in unconstrained space, which is ``init_to_feasible`` and depends on no key.
