@@ -47,7 +47,7 @@ from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct, weighing
 from numpyro_fed.results.run import Silos
-from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.stack import ServerData, State, on_device
 
@@ -148,7 +148,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
             By Ctrl-C in its rounds: a ``KeyboardInterrupt`` whose ``result`` is that of the rounds
             that were finished.
         """
-        key = one_key(key)
+        key = typed_key(key)
         course = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
         fit, held = self._compiled_for(silos, runtime)
         try:
@@ -316,7 +316,9 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         """Return a plan from JSON."""
         return Plan.from_json(text)
 
-    def hold(self, silo: Mapping[str, Any], plan: Plan | None = None, number: int = 0) -> SiloData:
+    def read_silo(
+        self, silo: Mapping[str, Any], plan: Plan | None = None, number: int = 0
+    ) -> SiloData:
         """Return what a silo holds, checked."""
         return silo_data.read([silo], self.model)[0]
 
@@ -338,7 +340,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
             return weighing(built, name)[0]
         return built.round_of(name)
 
-    def admit(self, built: Built, name: str, number: int, data: SiloData) -> None:
+    def check_exchange(self, built: Built, name: str, number: int, data: SiloData) -> None:
         """Refuse an exchange that treats rows one by one where a silo's rows are coupled."""
         draws = settings_in(name).get("inner_draws", built.draws)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)

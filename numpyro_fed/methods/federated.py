@@ -69,7 +69,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         ``quiet`` is about one that goes on.
         """
 
-    def unhides(self, name: str) -> bool:
+    def sends_unhidden(self, name: str) -> bool:
         """Return whether an exchange sends without noise what noise hides elsewhere."""
         return False
 

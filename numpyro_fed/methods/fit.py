@@ -36,7 +36,7 @@ from numpyro_fed.results.importance import AT_ONCE, Corrected, importance_correc
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
 from numpyro_fed.results.weighted import ERROR
-from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import StageBar
 from numpyro_fed.runtime.stack import State
 
@@ -141,7 +141,7 @@ def fit(
         read = silo_data.read(silos, model)
         fm = layout_of(model, read).model
         methods = _Methods(model, fingerprint(fm, read))
-        fitting = _Fitting(one_key(key), read, fm, methods, budget, bar)
+        fitting = _Fitting(typed_key(key), read, fm, methods, budget, bar)
         try:
             return fitting.run()
         except KeyboardInterrupt as error:

@@ -22,13 +22,13 @@ from numpyro_fed.results.run import BuiltRun, Ready
 from numpyro_fed.runtime.node import (
     SEARCH,
     WITHOUT_START,
-    Agreed,
     Channel,
+    PlanLike,
     Send,
     Weights,
     remote,
 )
-from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
 
@@ -43,7 +43,7 @@ class PartyServer(ABC, Generic[Ready, Outcome]):
 
     @property
     @abstractmethod
-    def _agreed(self) -> Agreed:
+    def _agreed(self) -> PlanLike:
         """Return how many parties there are, and shapes of what the first of them holds."""
 
     @abstractmethod
@@ -72,9 +72,9 @@ class PartyServer(ABC, Generic[Ready, Outcome]):
         schedule: Schedule[Any] | None = None,
     ) -> tuple[Ready, None, Array, State, object]:
         """Return a fit that reaches the parties, what of them is here, a key, and the start."""
-        key, agreed = one_key(key), self._agreed
-        line = Channel(send, agreed.num_silos, weights)
-        reach: Reach = partial(remote, plan=agreed, line=line)
+        key, agreed = typed_key(key), self._agreed
+        channel = Channel(send, agreed.num_silos, weights)
+        reach: Reach = partial(remote, plan=agreed, channel=channel)
         fit = self._fit(reach(self._built.algorithm, schedule))
         fit, state, start = self._begin(fit, key, reach, progress_bar)
         return fit, None, key, state, start

@@ -34,7 +34,7 @@ from numpyro_fed.results.run import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalStart
 from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.drive import drive
-from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, on_device
 from numpyro_fed.trees import drop_weak_types
 
@@ -115,7 +115,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         Interrupted
             By Ctrl-C, as in :meth:`SFVI.run`.
         """
-        key = one_key(key)
+        key = typed_key(key)
         course = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
         fit, held = self._compiled_for(args, kwargs, runtime)
         if row_ids is not None:
@@ -177,7 +177,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Return what a client says of its columns: shapes, dtypes and plain values, and by which
         digest its rows' ids are known.
         """
-        shapes = Shapes.of(self.hold(silo))
+        shapes = Shapes.of(self.read_silo(silo))
         if row_ids is None:
             return shapes
         rows = rows_of(silo) or np.shape(row_ids)[0]
@@ -187,7 +187,9 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Return a plan from JSON."""
         return VerticalPlan.from_json(text)
 
-    def hold(self, silo: object, plan: VerticalPlan | None = None, number: int = 0) -> SiloData:
+    def read_silo(
+        self, silo: object, plan: VerticalPlan | None = None, number: int = 0
+    ) -> SiloData:
         """Return a client's columns, checked; with the plan, as the algorithm takes them."""
         if plan is None:
             return read_one("a client", {"columns": silo})
@@ -212,7 +214,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             return built.sampling(asked["sample"])
         return built.round_of(name)
 
-    def admit(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
+    def check_exchange(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
         """Refuse nothing: any exchange suits any client."""
         return
 

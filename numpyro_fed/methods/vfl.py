@@ -328,7 +328,7 @@ class VFL(VerticalMethod[VerticalResult]):
             return Weighing(built.vertical, asked["weigh"], asked["at_once"]).as_round()
         return super().round_of(built, name)
 
-    def unhides(self, name: str) -> bool:
+    def sends_unhidden(self, name: str) -> bool:
         """Whether an exchange sends without noise what noise hides elsewhere: the correction does,
         with ``rho``.
         """

@@ -367,7 +367,7 @@ def _compiled(
         sampler = posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws))
         rows = sum(n for _, n in fit.plan.total)
         little = num_draws * rows * math.prod(draws.values()) <= LITTLE
-        compiled = fit.runtime.once(round_) if little else fit.runtime.single(round_)
+        compiled = fit.runtime.quick(round_) if little else fit.runtime.single(round_)
         return compiled, sampler, proposed
 
     return fit.cached(name, make)

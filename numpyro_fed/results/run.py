@@ -163,7 +163,7 @@ class CompiledMethod(ABC, Generic[Built]):
 
         By another ``runtime`` than that of the run where one is given, as a search's.
         """
-        return self.cached(round_.name, lambda: (runtime or self.runtime).once(round_))
+        return self.cached(round_.name, lambda: (runtime or self.runtime).quick(round_))
 
     def cached(self, name: Hashable, make: Callable[[], Kept]) -> Kept:
         """Return what was made under a name, made where it is asked for first."""
