@@ -76,7 +76,7 @@ def precision(*, double: bool) -> AbstractContextManager[None]:
     return double_precision() if double and not is_double() else nullcontext()
 
 
-def in_this_precision(tree: T) -> T:
+def to_current_precision(tree: T) -> T:
     """Return the tree with its floating-point arrays in the precision that holds here."""
 
     def rounded(leaf: Leaf) -> Leaf | Array:
@@ -94,7 +94,7 @@ class HasPrecision(Protocol):
         """Return whether that was double precision."""
 
 
-def in_own_precision(method: Callable[Concatenate[Own, Args], T]) -> Callable[..., T]:
+def in_precision_of_object(method: Callable[Concatenate[Own, Args], T]) -> Callable[..., T]:
     """Make a method compute in the precision of its object, whatever the process's is.
 
     What an object of double precision returns to a process of single precision is NumPy arrays:

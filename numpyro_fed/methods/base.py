@@ -33,7 +33,7 @@ from numpyro_fed.errors import (
 from numpyro_fed.methods.carrying import carried
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.methods.federated import RUNTIMES, SEARCHES, FederatedMethod, RunOptions
-from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, why_coupled
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, coupling_reason
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, SilosInput, signature
@@ -150,27 +150,27 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         """
         key = typed_key(key)
         course = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
-        fit, held = self._compiled_for(silos, runtime)
+        fit, hosted = self._compiled_for(silos, runtime)
         try:
             earlier = getattr(self, "start", None)
             start: object
             if init_state is None and isinstance(earlier, Result):
-                state, start = carried(fit, key, held, earlier)
+                state, start = carried(fit, key, hosted, earlier)
             elif init_state is None:
                 search = SEARCHES[runtime]
-                state, start = begin(fit, key, held.batches, search, held.buckets, progress_bar)
+                state, start = begin(fit, key, hosted.batches, search, hosted.buckets, progress_bar)
             else:
                 fit, state = _with_or_without_start(
-                    fit, runtime, lambda fit: (fit, fit.check_state(init_state, held))
+                    fit, runtime, lambda fit: (fit, fit.check_state(init_state, hosted))
                 )
                 start = None
         except NoStartError as error:
             warnings.warn(error.warning, stacklevel=2)
             fit = _without_start(fit, runtime) or fit
-            state, start = begin(fit, key, held.batches, SEARCHES[runtime])
+            state, start = begin(fit, key, hosted.batches, SEARCHES[runtime])
         self._check_rounds(state, num_rounds)
 
-        return self._driven(fit, held, key, state, start, course)
+        return self._run_rounds(fit, hosted, key, state, start, course)
 
     @cached_property
     def _from_zero(self) -> Method[Found, Shaped]:
@@ -238,9 +238,9 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
 
     def load_part(self, path: str | Path, silos: SilosInput, runtime: str, part: str) -> Found:
         """Return one of the runs of a file, by its name there."""
-        fit, held = self._compiled_for(silos, runtime)
+        fit, hosted = self._compiled_for(silos, runtime)
         result, said = _with_or_without_start(
-            fit, runtime, lambda fit: self._loaded(path, fit, held, part)
+            fit, runtime, lambda fit: self._loaded(path, fit, hosted, part)
         )
         return replace(result, _before=said.get("before"))
 
@@ -346,8 +346,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         alone, asks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
         check_rows_apart(built.model, asks, draws, alone)
-        searches = name in {x.name for r in built.searching for x in r.exchanges}
-        if searches and (coupled := why_coupled(built.model, asks, alone)) is not None:
+        searches = name in {x.name for r in built.search_rounds for x in r.exchanges}
+        if searches and (coupled := coupling_reason(built.model, asks, alone)) is not None:
             raise ModelError(f"{coupled}. Use start=None.")
 
     def _agreed(self, facts: Sequence[Facts]) -> Plan:

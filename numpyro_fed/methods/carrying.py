@@ -18,7 +18,7 @@ from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import FULL_UP_TO, Guide
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.precision import in_this_precision
+from numpyro_fed.precision import to_current_precision
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.stack import State, init_schedule
@@ -58,7 +58,7 @@ class Carried:
         return f"From a result of {self.method}: {'; '.join(parts)}."
 
 
-def carried(fit: Fit, key: Array, held: Silos, result: Result) -> tuple[State, Carried]:
+def carried(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[State, Carried]:
     """Return the first state of a run that goes on from another's result, and what that took.
 
     Raises
@@ -73,13 +73,13 @@ def carried(fit: Fit, key: Array, held: Silos, result: Result) -> tuple[State, C
         raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
     _check_same(fit, result)
     begun, how = _begun(result)
-    begun = in_this_precision(begun)
+    begun = to_current_precision(begun)
     key_server, key_silos = jax.random.split(key)
-    shared, without = in_this_precision(result.shared), _without_frame(result._fit.guide)
-    own = (in_this_precision(result.private(j)) for j in range(result.num_silos))
+    shared, without = to_current_precision(result.shared), _without_frame(result._fit.guide)
+    own = (to_current_precision(result.private(j)) for j in range(result.num_silos))
     privates = [without(shared, private) for private in own]
     silos = []
-    for bucket, batch in zip(held.buckets, held.batches, strict=True):
+    for bucket, batch in zip(hosted.buckets, hosted.batches, strict=True):
         own = jax.tree.map(lambda *a: jnp.stack(a), *(privates[j] for j in bucket.silos))
         _check_guides(fit, own, jax.tree.map(lambda a: a[0], batch.data))
         silos.append(

@@ -78,13 +78,13 @@ class Cost:
         return html.words(self._summary()) + self.communication.messages._repr_html_()
 
 
-def cost_of(fit: Fit, held: Silos) -> Cost:
+def cost_of(fit: Fit, hosted: Silos) -> Cost:
     """Return what a run of a fit that is ready will cost."""
     model, built = fit.model, fit.built
-    server, silos = state_sizes(built.algorithm, held.buckets)
-    data = sum(np.asarray(a).nbytes for b in held.buckets for a in jax.tree.leaves(b.data))
+    server, silos = state_sizes(built.algorithm, hosted.buckets)
+    data = sum(np.asarray(a).nbytes for b in hosted.buckets for a in jax.tree.leaves(b.data))
     before = built.exchanged_before(None)
-    found = communication(built, held.data[0], len(held.data), 1, before)
+    found = communication(built, hosted.data[0], len(hosted.data), 1, before)
     theta = jax.eval_shape(model.init_theta, jax.random.key(0))
     has_own = any(model.named("param", p.name) for p in model.plates)
 
@@ -94,7 +94,7 @@ def cost_of(fit: Fit, held: Silos) -> Cost:
             return latents
         return latents + _count(jax.eval_shape(model.init_private, jax.random.key(0), own))
 
-    local = map(latents_and_parameters, held.data, fit.sizes)
+    local = map(latents_and_parameters, hosted.data, fit.sizes)
     return Cost(
         fit.sizes,
         model.dim,

@@ -62,7 +62,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
 
     @abstractmethod
     def result_of(
-        self, run: Run, fit: Ready, held: Silos | None, *, quiet: bool = False
+        self, run: Run, fit: Ready, hosted: Silos | None, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run; ``run.log`` is None for what was loaded.
 
@@ -74,24 +74,24 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         return False
 
     def finished(
-        self, run: Run, fit: Ready, held: Silos | None, start: object, *, quiet: bool = False
+        self, run: Run, fit: Ready, hosted: Silos | None, start: object, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run that began at ``start``."""
-        result = self.result_of(run, fit, held, quiet=quiet)
+        result = self.result_of(run, fit, hosted, quiet=quiet)
         return replace(result, start=start, ended=run.ended)
 
     def _loaded(
-        self, path: str | Path, fit: Ready, held: Silos, part: str = ""
+        self, path: str | Path, fit: Ready, hosted: Silos, part: str = ""
     ) -> tuple[Outcome, dict[str, Any]]:
         """Return one of the runs of a file, by its name there, and what else is said of it."""
-        like, made = fit.initial_state(held), fit.made(held)
+        like, made = fit.initial_state(hosted), fit.provenance(hosted)
         losses, state, said = load_state(path, fit.description(), like, made, part)
-        return self.result_of(Run(state, losses, None, None), fit, held), said
+        return self.result_of(Run(state, losses, None, None), fit, hosted), said
 
-    def _driven(
+    def _run_rounds(
         self,
         fit: Ready,
-        held: Silos | None,
+        hosted: Silos | None,
         key: Array,
         state: State,
         start: object,
@@ -101,13 +101,13 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         callback = course.callback
 
         def look(run: Run) -> bool:
-            return _called(callback, self.finished(run, fit, held, start, quiet=True))
+            return _called(callback, self.finished(run, fit, hosted, start, quiet=True))
 
         run = drive(
             fit.runtime,
             key,
             state,
-            () if held is None else held.batches,
+            () if hosted is None else hosted.batches,
             course.num_rounds,
             course.progress_bar,
             course.server_data,
@@ -116,10 +116,10 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
             keep=True,
         )
         quiet = run.ended == "interrupted"
-        return _unless_failed(self.finished(run, fit, held, start, quiet=quiet), run)
+        return _result_or_error(self.finished(run, fit, hosted, start, quiet=quiet), run)
 
 
-def _unless_failed(result: Outcome, run: Run) -> Outcome:
+def _result_or_error(result: Outcome, run: Run) -> Outcome:
     """Return the result, or raise an error that carries it."""
     if run.ended == "interrupted":
         rounds = int(run.state.round)

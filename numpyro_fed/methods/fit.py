@@ -35,7 +35,7 @@ from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import AT_ONCE, Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
-from numpyro_fed.results.weighted import ERROR
+from numpyro_fed.results.weighted import MAX_ERROR
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import StageBar
 from numpyro_fed.runtime.stack import State
@@ -355,7 +355,7 @@ class _Fitting:
             again = self.corrected(proposal, name, 2 * AT_ONCE)
             best = self.better(best, again) or best
         if best.reliable and not best.trusted and math.isfinite(best.monte_carlo_error):
-            more = 1.3 * (best.monte_carlo_error / ERROR) ** 2
+            more = 1.3 * (best.monte_carlo_error / MAX_ERROR) ** 2
             needed = len(best.weights) * (more if best.spreads_known else max(more, TAILS))
             draws = min(DRAWS, math.ceil(needed / AT_ONCE) * AT_ONCE, self.left * AT_ONCE)
             if draws > len(best.weights):

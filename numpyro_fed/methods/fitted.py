@@ -169,7 +169,7 @@ class Fitted:
         checked: Result = best if isinstance(best, Result) else best.result
         told, others = SavedWords("", {}), {}
         if found is not None:
-            told, checked = found.told(), found.result
+            told, checked = found.saved_words(), found.result
         if isinstance(best, Result):
             told = replace(told, draws=best.sample_posterior(jax.random.key(0), KEPT_DRAWS))
             told = replace(told, weights=None)
@@ -191,7 +191,7 @@ class Fitted:
         }
         arrays = {**told.arrays, **missed}
         told = replace(told, kind=type(self).__name__, words=words, arrays=arrays)
-        save(path, told, checked.saved_run(), checked.made(), others)
+        save(path, told, checked.saved_run(), checked.provenance(), others)
 
     def __str__(self) -> str:
         return self.verdict

@@ -25,7 +25,7 @@ from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import ReadSilos
-from numpyro_fed.precision import in_own_precision, precision
+from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected
@@ -103,7 +103,7 @@ class Saved:
             double=_is_double(arrays),
         )
 
-    @in_own_precision
+    @in_precision_of_object
     def sample_posterior(self, key: Array, n: int) -> dict[str, np.ndarray]:
         """Draw globals, resampled from the draws of the file by their weights.
 

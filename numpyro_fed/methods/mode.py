@@ -191,7 +191,7 @@ def find_mode(
     layout, buckets = lay_out(model, silo_data.read(silos, model))
     fm, batches = layout.model, on_device(buckets)
     _check(fm)
-    if (coupled := why_coupled(fm, layout.checks, buckets)) is not None:
+    if (coupled := coupling_reason(fm, layout.checks, buckets)) is not None:
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
     wide = unravelled(fm) > SEARCHED_UP_TO
     effects = effects_of(fm)
@@ -236,9 +236,9 @@ def begin(
     fm, start = fit.model, fit.built.start
     if start is None:
         return opened(fit, key, fit.runtime.init(key, batches), batches), None
-    if (coupled := why_coupled(fm, fit.checks, buckets)) is not None:
+    if (coupled := coupling_reason(fm, fit.checks, buckets)) is not None:
         raise NoStartError(coupled)
-    if start.around is None and len(start.effects):
+    if start.curvature_round is None and len(start.effects):
         raise NoStartError(MANY_EFFECTS)
     search = start.search
     runtime = fit.cached(SEARCH, lambda: runtime_of(search))
@@ -257,8 +257,8 @@ def begin(
         )
     if found_at.known.any():
         found = _mode(fm, found_at, None, exchanges, start.effects)
-        if fm.improper and start.around is not None and found.converged:
-            looked = fit.quick_round(start.around, runtime)
+        if fm.improper and start.curvature_round is not None and found.converged:
+            looked = fit.quick_round(start.curvature_round, runtime)
             shape, *_ = looked(key_begin, run.state.server, run.state.silos, batches)
             shape = jax.tree.map(np.asarray, shape)
             found = _mode(fm, found_at, shape, exchanges + 1, start.effects)
@@ -458,7 +458,7 @@ def _log_evidence(
     return float(value + 0.5 * (number * np.log(2 * np.pi) - log_det))
 
 
-def start_at(
+def start_rounds(
     kind: str, fm: FederatedModel, starts: int, init_loc_fn: Callable[..., Any] | None, begin: Round
 ) -> Start:
     """Return how a run starts that begins at the mode by a round."""
@@ -470,7 +470,7 @@ def start_at(
     return Start(search, curvature_check(fm, effects), begin, effects)
 
 
-def why_coupled(
+def coupling_reason(
     fm: FederatedModel, asks: RowChecks | None, buckets: Sequence[Bucket]
 ) -> str | None:
     """Say why Laplace's method cannot be used row by row, if it cannot."""

@@ -155,7 +155,7 @@ class ServerNode(PartyServer[Fit, Result]):
         """
         course: RunOptions[Result] = RunOptions(num_rounds, server_data, progress_bar, stop)
         begun = self._begun(key, send, progress_bar, self._rows, self._built.schedule)
-        return self._method._driven(*begun, course)
+        return self._method._run_rounds(*begun, course)
 
 
 def rows_of(facts: Facts) -> Weights:

@@ -41,7 +41,7 @@ from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.base import Method, check_start, start_of
 from numpyro_fed.methods.minibatch_checks import check_alone, check_guide, minibatches_of
-from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_at
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
@@ -360,7 +360,7 @@ class PVI(Method[PVIResult, Conjugate]):
             algorithm = algorithm._replace(carry=pvi_carry(server, silo))
         if resolved["start"] == "mode":
             begin = pvi_from_mode(server, silo)
-            start = start_at("mode", fm, self.starts, init_loc_fn_of(self.guide), begin)
+            start = start_rounds("mode", fm, self.starts, init_loc_fn_of(self.guide), begin)
         return Built(
             model=fm,
             guide=guide,
@@ -377,10 +377,10 @@ class PVI(Method[PVIResult, Conjugate]):
         return inside and isinstance(local, ClosedForm) and isinstance(self.prior_divergence, KL)
 
     def result_of(
-        self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False
+        self, run: Run, fit: Fit, hosted: Silos | None, *, quiet: bool = False
     ) -> PVIResult:
         if run.log is None:
-            return PVIResult(run.losses, run.state, fit, held)
+            return PVIResult(run.losses, run.state, fit, hosted)
         rounds, visits = len(run.losses), np.asarray(run.log.visits)
         if not visits.size:
             num_silos = fit.plan.num_silos
@@ -390,7 +390,7 @@ class PVI(Method[PVIResult, Conjugate]):
             run.losses,
             run.state,
             fit,
-            held,
+            hosted,
             visits=visits,
             damping=np.asarray(run.log.reports.damping),
             status=status,

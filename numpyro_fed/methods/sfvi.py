@@ -32,7 +32,7 @@ from numpyro_fed.methods.minibatch_checks import (
     check_guide,
     minibatches_of,
 )
-from numpyro_fed.methods.mode import start_at
+from numpyro_fed.methods.mode import start_rounds
 from numpyro_fed.methods.schedules import Spec, in_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
@@ -122,7 +122,7 @@ class GradientMethod(Method[Result, None]):
         check_guide(guide, draws, minibatches)
         parts, start = self._parts(fm, plan, bound, minibatches), None
         if (kind := chosen["start"]) in SEARCHED:
-            start = start_at(kind, fm, self.starts, init_loc_fn_of(spec), parts.begin())
+            start = start_rounds(kind, fm, self.starts, init_loc_fn_of(spec), parts.begin())
         return Built(
             model=fm,
             guide=guide,
@@ -142,8 +142,8 @@ class GradientMethod(Method[Result, None]):
         check_alone(layout, self.batch_size, stacks)
         return ()
 
-    def result_of(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
-        result = Result(run.losses, run.state, fit, held)
+    def result_of(self, run: Run, fit: Fit, hosted: Silos | None, *, quiet: bool = False) -> Result:
+        result = Result(run.losses, run.state, fit, hosted)
         if quiet or run.ended == "converged":
             return result
         if len(run.losses) >= ENOUGH and run.log is not None and not result.settled:

@@ -138,6 +138,6 @@ class SOUL(VerticalMethod[SOULResult]):
         return {name: getattr(self, name) for name in names}
 
     def result_of(
-        self, run: Run, fit: VerticalFit, held: Silos | None, *, quiet: bool = False
+        self, run: Run, fit: VerticalFit, hosted: Silos | None, *, quiet: bool = False
     ) -> SOULResult:
-        return SOULResult(run.losses, run.state, fit, held)
+        return SOULResult(run.losses, run.state, fit, hosted)

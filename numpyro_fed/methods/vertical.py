@@ -117,25 +117,25 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """
         key = typed_key(key)
         course = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
-        fit, held = self._compiled_for(args, kwargs, runtime)
+        fit, hosted = self._compiled_for(args, kwargs, runtime)
         if row_ids is not None:
             model = fit.built.model
             check_same_ids(row_ids, model.rows, len(model.clients))
         if progress_bar:
-            tqdm.write(str(fit.messages(held)))
+            tqdm.write(str(fit.messages(hosted)))
         if init_state is None:
-            state, start = begin(fit, key, held.batches, SEARCHES[runtime])
+            state, start = begin(fit, key, hosted.batches, SEARCHES[runtime])
         else:
-            state, start = fit.check_state(init_state, held), None
+            state, start = fit.check_state(init_state, hosted), None
         course = replace(course, server_data=fit.server_data)
-        return self._driven(fit, held, key, state, start, course)
+        return self._run_rounds(fit, hosted, key, state, start, course)
 
     def messages(self, *args: object, **kwargs: object) -> Crossings:
         """Return what each party sees: all arrays that cross, with their shapes, before the
         first round (as often as ``VerticalResult.start`` says) and in each round.
         """
-        fit, held = self._compiled_for(args, kwargs, "simulation")
-        return fit.messages(held)
+        fit, hosted = self._compiled_for(args, kwargs, "simulation")
+        return fit.messages(hosted)
 
     def load(
         self, path: str | Path, *args: object, runtime: str = "simulation", **kwargs: object
@@ -147,8 +147,8 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         SavedStateError
             If the file is damaged, or belongs to another model, guide or version, or other data.
         """
-        fit, held = self._compiled_for(args, kwargs, runtime)
-        return self._loaded(path, fit, held)[0]
+        fit, hosted = self._compiled_for(args, kwargs, runtime)
+        return self._loaded(path, fit, hosted)[0]
 
     def _compiled_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], runtime: str
@@ -156,7 +156,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
-        held = _held(roles, runtime)
+        hosted = _hosted(roles, runtime)
         precision = str(jnp.result_type(float))
         known = (runtime, precision, roles.arguments, *map(signature, roles.clients))
         if known not in self._fits:
@@ -164,14 +164,14 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             self._fits[known] = VerticalFit(
                 built=built,
                 runtime=RUNTIMES[runtime](built.algorithm, None),
-                said=self._description(built),
+                saved_description=self._description(built),
                 server_data=roles.server,
                 supports=Supports.of_server(roles.model),
                 source=source_hash(self.model),
             )
         fit = self._fits[known]
         fit.supports.check(alone(roles.server))
-        return replace(fit, server_data=roles.server), held
+        return replace(fit, server_data=roles.server), hosted
 
     def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Shapes:
         """Return what a client says of its columns: shapes, dtypes and plain values, and by which
@@ -239,7 +239,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         }
 
 
-def _held(roles: VerticalSplit, runtime: str) -> Silos:
+def _hosted(roles: VerticalSplit, runtime: str) -> Silos:
     sizes: list[dict[str, int]] = [{} for _ in roles.clients]
     if runtime == "host":
         buckets = one_by_one(roles.clients, sizes)
@@ -266,7 +266,7 @@ def begin(
         return fit.runtime.init(key, batches), None
     search = built.search
     runtime = fit.cached(SEARCH, lambda: runtime_of(search))
-    *spreads, beginning = (fit.quick_round(x, runtime) for x in built.begins)
+    *spreads, beginning = (fit.quick_round(x, runtime) for x in built.begin_rounds)
     mine = jax.random.fold_in(key, OPENING)
     found: State | None = runtime.init(mine, batches)
     exchanges = 0

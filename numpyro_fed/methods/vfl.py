@@ -299,7 +299,7 @@ class VFL(VerticalMethod[VerticalResult]):
             sampling=partial(sample, vertical),
             static=roles.arguments[:1],
             search=None if start is None else VerticalSearch(vertical, like).algorithm(),
-            begins=() if start is None else (*looks, Beginning(vertical).as_round()),
+            begin_rounds=() if start is None else (*looks, Beginning(vertical).as_round()),
         )
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
@@ -318,9 +318,9 @@ class VFL(VerticalMethod[VerticalResult]):
         }
 
     def result_of(
-        self, run: Run, fit: VerticalFit, held: Silos | None, *, quiet: bool = False
+        self, run: Run, fit: VerticalFit, hosted: Silos | None, *, quiet: bool = False
     ) -> VerticalResult:
-        return VerticalResult(run.losses, run.state, fit, held)
+        return VerticalResult(run.losses, run.state, fit, hosted)
 
     def round_of(self, built: VerticalBuilt, name: str) -> Round:
         """Return the round that has this exchange: of a run, or the importance correction."""

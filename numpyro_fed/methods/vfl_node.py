@@ -88,8 +88,8 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         clients = tuple(replace(client, ids="") for client in clients)  # no business of the others
         zeros = [client.zeros()["columns"] for client in clients]
         _check_handed_on(method.model, arguments, zeros)
-        held = dict(arguments(zeros))
-        text = Text.of(method.model, (), held)
+        hosted = dict(arguments(zeros))
+        text = Text.of(method.model, (), hosted)
         roles = split(text, share_response=method.share_response)
         self._supports = Supports.of_server(roles.model)
         self._supports.check(alone(roles.server))
@@ -97,9 +97,9 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         if row_ids is not None:
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
         check_same_digests(digests)
-        self._plan = VerticalPlan(Shapes.of(read_one("the server", held)), clients, told)
+        self._plan = VerticalPlan(Shapes.of(read_one("the server", hosted)), clients, told)
         self._method: VerticalMethod[Any] = method
-        self._held, self._template = roles.server, roles.clients[0]
+        self._hosted, self._template = roles.server, roles.clients[0]
         self._built: VerticalBuilt = method.assemble(roles)
         self._description = method._description(self._built)
         self.plan = self._plan.to_json()
@@ -121,8 +121,8 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         return VerticalFit(
             built=self._built,
             runtime=runtime,
-            said=self._description,
-            server_data=self._held,
+            saved_description=self._description,
+            server_data=self._hosted,
             supports=self._supports,
         )
 
@@ -149,8 +149,8 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         The result is what the server knows: the posterior of its own latents, losses, and
         :func:`numpyro_fed.importance_correct` (which asks the clients once more).
         """
-        course: RunOptions[VerticalRun] = RunOptions(num_rounds, self._held, progress_bar, stop)
-        return self._method._driven(*self._begun(key, send, progress_bar), course)
+        course: RunOptions[VerticalRun] = RunOptions(num_rounds, self._hosted, progress_bar, stop)
+        return self._method._run_rounds(*self._begun(key, send, progress_bar), course)
 
 
 def _check_handed_on(

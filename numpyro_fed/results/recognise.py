@@ -1,4 +1,8 @@
-"""Whether a saved fit is given the model and the data that it was made with."""
+"""Provenance: whether a saved fit is loaded with the model and the data that made it.
+
+A file keeps a fingerprint of the model as programs, a hash of its source, and a keyed digest of
+each array. Programs differ between versions of JAX and NumPyro; there the source alone decides.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import numpy as np
 from numpyro_fed.errors import SavedStateError
 from numpyro_fed.model.data import SiloData, written
 
-PACKAGES = "jax", "numpyro"  # which decide how a text is written down as programs
+PACKAGES = "jax", "numpyro"  # their versions decide what a model's programs look like
 
 
 @dataclass(frozen=True)
@@ -25,22 +29,23 @@ class Provenance:
     Attributes
     ----------
     text : callable
-        Returns a fingerprint of the text as programs, of which that takes half a second.
+        Returns a fingerprint of the model's programs. It is a function, since that takes half a
+        second.
     source : str
-        A hash of the text's source; empty where that is not known.
-    held : dict of str to SiloData
-        By ``"silo 0"``, ``"silo 1"``, ..., as it was read.
+        A hash of the model's source; empty where the source is not known.
+    parties : dict of str to SiloData
+        The data of each party as read, by ``"silo 0"``, ``"silo 1"``, ...
     """
 
     text: Callable[[], str]
     source: str
-    held: Mapping[str, SiloData]
+    parties: Mapping[str, SiloData]
 
     def record(self) -> dict[str, Any]:
-        """Return what a file keeps: fingerprints, and a digest of each array.
+        """Return the entries of a file: fingerprints, and a digest of each array.
 
-        Digests are keyed by random bytes of the file's own, so that those of two files cannot be
-        compared. Whoever has the file and guesses a whole array can find out that it is that.
+        Digests are keyed by random bytes of each file, so that those of two files cannot be
+        compared. Who has the file and guesses a whole array can check the guess.
         """
         salt = secrets.token_bytes(32)
         return {
@@ -48,11 +53,11 @@ class Provenance:
             "source": self.source,
             "versions": {name: version(name) for name in PACKAGES},
             "salt": salt.hex(),
-            "digests": _digests(self.held, salt),
+            "digests": _digests(self.parties, salt),
         }
 
     def check_order(self, record: Mapping[str, Any]) -> None:
-        """Refuse parties that are those of the fit, but in another order."""
+        """Raise an error if the parties are those of the fit in another order."""
         there, here = record["digests"], self._digests(record)
         if set(there) != set(here) or there == here:
             return
@@ -72,10 +77,10 @@ class Provenance:
         raise SavedStateError(f"{said}. Pass them in the order in which the fit was made.")
 
     def check(self, record: Mapping[str, Any]) -> None:
-        """Refuse other data, by party and array, and another text.
+        """Raise an error for other data, by party and array, and for another model.
 
-        Where versions of JAX or NumPyro are others, a text is known by its source alone: warn if
-        that is another one, too.
+        With other versions of JAX or NumPyro a model is recognised by its source alone; if that
+        differs, too, there is a warning.
         """
         here = self._digests(record)
         for name, there in record["digests"].items():
@@ -104,20 +109,21 @@ class Provenance:
             )
 
     def _digests(self, record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        return _digests(self.held, bytes.fromhex(record["salt"]))
+        return _digests(self.parties, bytes.fromhex(record["salt"]))
 
 
-def _digests(held: Mapping[str, SiloData], salt: bytes) -> dict[str, dict[str, str]]:
-    """A digest of each array and plain value of each party, as the fit reads them."""
+def _digests(parties: Mapping[str, SiloData], salt: bytes) -> dict[str, dict[str, str]]:
+    """Return a digest of each array and plain value of each party."""
     return {
         owner: {name: _digest(value, salt) for name, value in data.leaves.items()}
-        for owner, data in held.items()
+        for owner, data in parties.items()
     }
 
 
 def _digest(value: np.ndarray | bool | int | str | None, salt: bytes) -> str:
-    seen = written(value) if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
-    return hashlib.blake2b(seen, key=salt, digest_size=8).hexdigest()
+    raw = written(value) if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
+    # Eight bytes: two arrays of one fit collide by chance once in 10^19, and a file stays small.
+    return hashlib.blake2b(raw, key=salt, digest_size=8).hexdigest()
 
 
 def _joined(found: Mapping[str, str]) -> str:

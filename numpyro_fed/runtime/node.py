@@ -70,7 +70,7 @@ class PartyBuilt(Protocol):
     def algorithm(self) -> FederatedAlgorithm[Any, Any]: ...
 
     @property
-    def first(self) -> FederatedAlgorithm[Any, Any]: ...
+    def first_algorithm(self) -> FederatedAlgorithm[Any, Any]: ...
 
     @property
     def opening(self) -> Sequence[Round]: ...
@@ -222,7 +222,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         self._built = built
         self._init = {
             BEGIN: jax.jit(built.algorithm.init_silo),
-            SEARCH: jax.jit(built.first.init_silo),
+            SEARCH: jax.jit(built.first_algorithm.init_silo),
             WITHOUT_START: jax.jit(built.algorithm.init_silo),
         }
         self._exchanges: dict[str, tuple[Exchange[Any, Any, Any], Any]] = {}
