@@ -256,7 +256,7 @@ def test_a_checked_fit_that_goes_on_is_not_trusted(monkeypatch):
     """Its correction is kept, with words that say why it does not count."""
     fitted = nf.fit(KEY, model, SILOS, **QUIET)
     assert fitted.trusted
-    monkeypatch.setattr(fit_module._Fitting, "confirmed", ctrl_c)
+    monkeypatch.setattr(fit_module._Fitting, "confirm", ctrl_c)
     with pytest.raises(nf.Interrupted) as caught:
         nf.fit(KEY, model, SILOS, **QUIET)
     found = caught.value.result
@@ -266,7 +266,7 @@ def test_a_checked_fit_that_goes_on_is_not_trusted(monkeypatch):
 
 
 def test_a_fit_without_any_stage_is_a_plain_one(monkeypatch):
-    monkeypatch.setattr(fit_module._Fitting, "ran", ctrl_c)
+    monkeypatch.setattr(fit_module._Fitting, "run_method", ctrl_c)
     with pytest.raises(KeyboardInterrupt) as caught:
         nf.fit(KEY, model, SILOS, **QUIET)
     assert not isinstance(caught.value, nf.Interrupted)
