@@ -121,15 +121,15 @@ def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         raise _missing(file)
     try:
         with np.load(file, allow_pickle=False) as members:
-            found = dict(members)
-        text = found.pop(DESCRIPTION, None)
+            arrays = dict(members)
+        text = arrays.pop(DESCRIPTION, None)
     except DAMAGE as error:
         raise _damaged(file, error) from error
     if text is None and not beside.exists():
         raise _missing(beside)
     try:
         description = json.loads(beside.read_text() if text is None else bytes(text))
-        return found, dict(description)
+        return arrays, dict(description)
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(beside if text is None else file, error) from error
 

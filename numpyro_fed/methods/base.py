@@ -398,6 +398,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             ]
             self._layouts[shapes] = layout, self._agree_checked(facts), self.prepare(layout.model)
         layout, agreed, prepared = self._layouts[shapes]
+        # Another verdict on new values makes another plan, and so another fit for the same shapes.
         verdicts = self.value_checks(layout, prepared, [b.data for b in buckets])
         plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
         # Padding is a part of the key: whether rows may be padded is a verdict on this run's
@@ -418,6 +419,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             )
         fit = self._fits[cache_key]
         check_rows_apart(fit.model, layout.checks, fit.draws, buckets)
+        # The host loop visits silos one by one, at their own sizes.
         if runtime == "host":
             buckets = one_by_one(read, layout.sizes)
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
@@ -441,6 +443,7 @@ def _with_or_without_start(fit: Fit, runtime: str, use: Callable[[Fit], Used]) -
             raise
         try:
             return use(other)
+        # The first error is about the method with its settings, which the user knows.
         except SavedStateError:
             raise error from None
 
@@ -456,19 +459,19 @@ def is_wide(kind: str | None, fm: FederatedModel) -> bool:
     return kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO)
 
 
-def start_of(wanted: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
+def start_of(start: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
     """Return the kind of a run's start: ``"mode"``, ``"wide"``, ``"result"`` or None.
 
     ``"mode"`` is a search by Newton's method, ``"wide"`` one by L-BFGS for methods that allow it,
     and ``"result"`` begins at another result. It is None with too many coordinates to search over.
     """
-    if isinstance(wanted, Result):
+    if isinstance(start, Result):
         return "result"
     num_coordinates = unravelled(fm)
-    if wanted is None or not num_coordinates:
+    if start is None or not num_coordinates:
         return None
     if num_coordinates <= SEARCHED_UP_TO:
-        return wanted
+        return start
     return "wide" if wide and num_coordinates <= WIDE_UP_TO else None
 
 
@@ -487,6 +490,7 @@ def check_memory(algorithm: FederatedAlgorithm[Any, Any], buckets: Sequence[Buck
 
 def _memory() -> float:
     stats = jax.local_devices()[0].memory_stats()
+    # An accelerator's own memory; a CPU reports no limit, and there the machine's memory counts.
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

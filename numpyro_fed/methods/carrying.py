@@ -106,19 +106,20 @@ def _globals_as_normal(result: Result) -> tuple[StartPoint, str]:
     """Return the globals of a result as a normal distribution, and its moments in words."""
     theta, eta, frame = result.shared
     guide, dim = result._fit.guide.globals, result.num_globals
-    many = dim > FULL_UP_TO
+    is_wide = dim > FULL_UP_TO
     params = guide.in_z(frame, eta)
     names = set(params) if isinstance(params, dict) else set()
+    # A diagonal or a full Gaussian has its moments in closed form; others are estimated by draws.
     diagonal = names == {"loc", "log_scale"}
-    if diagonal or (names == {"loc", "log_scale", "below"} and not many):
+    if diagonal or (names == {"loc", "log_scale", "below"} and not is_wide):
         centre, root = params["loc"], Gaussian.from_params(params).root
     else:
-        z, _ = result.draw_globals(jax.random.key(0), DRAWS if not many else DRAWS // 10)
+        z, _ = result.draw_globals(jax.random.key(0), DRAWS if not is_wide else DRAWS // 10)
         centre, root = z.mean(0), z.std(0)
-        if not many:
+        if not is_wide:
             root = linalg.cholesky(jnp.cov(z.T).reshape(dim, dim))
     spread = "covariance" if root.ndim == 2 else "standard deviations"
-    if root.ndim == 1 and not many:
+    if root.ndim == 1 and not is_wide:
         root = jnp.diag(root)
     unit = jax.tree.map(jnp.ones_like, theta)
     return StartPoint(theta, unit, centre, root), f"the mean and {spread} of the globals"
@@ -135,8 +136,8 @@ def _without_frame(guide: Guide) -> Callable[[Shared, Private], CarriedSilo]:
         frame = shared.frame
         coordinates = partial(guide.globals.coordinates, frame)
         silo_guides = guide.composed_with(coordinates, private.guide, jnp.zeros_like(frame.loc))
-        seen = guide.globals.seen(frame, shared.guide, frame.loc[None])
-        centre = guide.globals.place(frame, private.measured(seen).centre)
+        coords = guide.globals.seen(frame, shared.guide, frame.loc[None])
+        centre = guide.globals.place(frame, private.measured(coords).centre)
         return CarriedSilo(private.theta, silo_guides, centre)
 
     return without

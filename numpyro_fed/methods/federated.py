@@ -133,6 +133,8 @@ def _result_or_error(result: Outcome, run: Run) -> Outcome:
         )
     if run.failure is None:
         return result
+    # A refused reply has an error of its own, raised where the reply arrived; it gets the result
+    # here.
     if run.refused is not None:
         run.refused.result = result
         raise run.refused

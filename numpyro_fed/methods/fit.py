@@ -284,12 +284,12 @@ class _Fitting:
             if isinstance(stage.result, Corrected):
                 best = self.better(best, stage.result)
         reached = self.results()[-1] if best is None or not best.reliable else best
-        found = Fitted(reached, best, tuple(self.stages), self.spent, interrupted=True)
+        fitted = Fitted(reached, best, tuple(self.stages), self.spent, interrupted=True)
         return Interrupted(
             "interrupted; what the stages so far have reached is in the error's .result: "
             "error.result.save(path) keeps it. The .result of a stage is a fit, whose .state is an "
             "init_state to go on from.",
-            result=found,
+            result=fitted,
         )
 
     def suits_pvi(self) -> bool:
@@ -329,8 +329,8 @@ class _Fitting:
         """Return the number of draws of each row's latents in a correction."""
         rows = [p.name for p in self.fm.plates if p.dim and not p.outer]
         sizes = [self.fm.sizes(silo) for silo in self.silos]
-        most = max((sum(size[p] for size in sizes) for p in rows), default=0)
-        return int(min(max(most / ROWS_PER_DRAW, INNER_RANGE[0]), INNER_RANGE[1]))
+        num_rows = max((sum(size[p] for size in sizes) for p in rows), default=0)
+        return int(min(max(num_rows / ROWS_PER_DRAW, INNER_RANGE[0]), INNER_RANGE[1]))
 
     def num_numbers(self) -> int:
         """Return the number of data of all silos, times the draws of each row's latents."""
@@ -366,21 +366,21 @@ class _Fitting:
         """Return the importance correction of a result; None if it fails."""
         try:
             with self.stage(name):
-                found = importance_correct(self.new_key(), result, draws, self.num_inner)
+                correction = importance_correct(self.new_key(), result, draws, self.num_inner)
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
             self.spend(math.ceil(draws / AT_ONCE) if sent else 0)
             self.record(name, f"not possible ({error})", None)
             return None
         self.spend(math.ceil(draws / AT_ONCE))
-        share = f"{found.ess:,.0f} of {len(found.weights):,} draws count"
-        short = "" if found.trusted else f", not enough: {found.doubt}"
-        self.record(name, f"k-hat {found.pareto_k:.2f}, {share}{short}", found)
-        return found
+        share = f"{correction.ess:,.0f} of {len(correction.weights):,} draws count"
+        short = "" if correction.trusted else f", not enough: {correction.doubt}"
+        self.record(name, f"k-hat {correction.pareto_k:.2f}, {share}{short}", correction)
+        return correction
 
-    def improve(self, found: Corrected | None) -> Corrected | None:
+    def improve(self, correction: Corrected | None) -> Corrected | None:
         """Return the best correction that more draws and better proposals lead to."""
-        best = found
+        best = correction
         if best is None or best.trusted or not best.precise:
             return best
         rows = any(p.dim for p in self.fm.plates) and not (self.coupled or self.has_more_inner)
@@ -455,8 +455,8 @@ class _Fitting:
 
     def better(self, first: Corrected | None, second: Corrected | None) -> Corrected | None:
         """Return the correction that is more trustworthy, if there is one."""
-        known = [c for c in (first, second) if c is not None]
-        return max(known, key=_rank, default=None)
+        candidates = [c for c in (first, second) if c is not None]
+        return max(candidates, key=_rank, default=None)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -488,13 +488,13 @@ class _Fitting:
         self.bar.account(self.spent)
 
 
-def _wants_more(found: Corrected | None) -> bool:
+def _wants_more(correction: Corrected | None) -> bool:
     """Return whether more work may help: not if the precision cannot hold the posterior."""
-    return found is None or not (found.trusted or not found.precise)
+    return correction is None or not (correction.trusted or not correction.precise)
 
 
-def _rank(found: Corrected) -> tuple[bool, bool, float]:
-    return found.trusted, found.reliable, -found.monte_carlo_error
+def _rank(correction: Corrected) -> tuple[bool, bool, float]:
+    return correction.trusted, correction.reliable, -correction.monte_carlo_error
 
 
 def _sent_before(error: Exception) -> int:

@@ -197,6 +197,7 @@ def load(
     if model is None or silos is None:
         missing = "model" if model is None else "silos"
         raise TypeError(f"give model and silos, or neither of them: {missing}= is missing.")
+    # In the precision of the fit: its state would not fit a program of another one.
     with precision(double=_is_double(arrays)):
         runs = _Runs(path, saved, model, silo_data.read(silos, model))
         run = runs.get("")
@@ -219,6 +220,7 @@ def _fitted(
 ) -> Fitted:
     """Return the :class:`Fitted` from the parts in a file."""
     best = corrected if corrected is not None and words["is_best"] else others.get("best", run)
+    # Names are "missed/<number>/<field>", as Fitted.save writes them.
     numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
     peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
     missed = tuple(LocalMode(z_G, curvature, float(evidence)) for z_G, curvature, evidence in peaks)

@@ -400,7 +400,7 @@ def _check_searchable(fm: FederatedModel) -> None:
 
 
 def _flat_directions(
-    shape: Shape, drops: np.ndarray, least: float, names: Sequence[str]
+    shape: Shape, drops: np.ndarray, min_drop: float, names: Sequence[str]
 ) -> tuple[str, ...]:
     """Return the directions in which the density does not fall, as combinations of ``names``.
 
@@ -410,17 +410,17 @@ def _flat_directions(
     farther, far, near = drops.reshape(len(AWAY), 2, -1)
     # Where the density is not finite at three sds, the fall at one sd decides: of a parabola, a
     # ninth.
-    flat = np.where(np.isnan(far), ~(near >= least * (AWAY[2] / AWAY[1]) ** 2), far < least)
+    flat = np.where(np.isnan(far), ~(near >= min_drop * (AWAY[2] / AWAY[1]) ** 2), far < min_drop)
     # Where the curvature is below what this precision can tell, three of its sds are not far
     # enough, and a direction that falls at 30 is not open.
-    flat &= ~((farther >= least) & (shape.values <= shape.threshold))
-    found = []
+    flat &= ~((farther >= min_drop) & (shape.values <= shape.threshold))
+    directions = []
     for k, axis in enumerate(shape.axes.T):
         if flat[:, k].any():
             signed = -axis if flat[1, k] and not flat[0, k] else axis
             parts = zip(signed, names, strict=True)
-            found.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
-    return tuple(found)
+            directions.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
+    return tuple(directions)
 
 
 def _mode_of_search(
@@ -524,11 +524,11 @@ def coupling_reason(
     fm: FederatedModel, checks: RowChecks | None, buckets: Sequence[Bucket]
 ) -> str | None:
     """Return in words why Laplace's method cannot be used row by row; None if it can."""
-    found = None if checks is None else coupled_rows(checks, buckets)
-    if found is None:
+    rows = None if checks is None else coupled_rows(checks, buckets)
+    if rows is None:
         return None
     return (
-        f"{found.words()} reads latents of other rows, so that the silo's latents cannot be "
+        f"{rows.words()} reads latents of other rows, so that the silo's latents cannot be "
         "integrated row by row in a search for the mode"
     )
 

@@ -164,5 +164,5 @@ def rows_of(facts: Facts) -> Weights:
     Facts have the number of each plate's rows rounded up to a power of two.
     """
     sizes = dict(facts.sizes)
-    most = [sizes[plate.name] for plate in facts.plates if not plate.outer]
-    return Weights(sum(n // 2 + 1 for n in most), sum(most))
+    rounded = [sizes[plate.name] for plate in facts.plates if not plate.outer]
+    return Weights(sum(n // 2 + 1 for n in rounded), sum(rounded))

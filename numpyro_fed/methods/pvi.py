@@ -258,6 +258,8 @@ class PVI(Method[PVIResult, Conjugate]):
         if isinstance(self.start, Result):
             self._check_carried(fm)
             return "result"
+        # One visit in closed form is exact from anywhere, unless there is no proper prior to begin
+        # at.
         needed = self.deletion == "own" and (fm.improper or not self._local(plan).closed_form)
         return start_of(self.start, fm) if needed else None
 
@@ -308,6 +310,7 @@ class PVI(Method[PVIResult, Conjugate]):
     def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
         (chosen, _), resolved = prepared, plan.chosen
         guide = build_resolved(self.guide, GuideConfig.of(resolved["guide"]), fm)
+        # The factors' family takes the place of the guide's own part for the globals.
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         draws = draws_by_plate(self.objective, guide)
         bound = SiloBound(fm, guide, draws)
@@ -392,6 +395,7 @@ class PVI(Method[PVIResult, Conjugate]):
         if run.log is None:
             return PVIResult(run.losses, run.state, fit, hosted)
         rounds, visits = len(run.losses), np.asarray(run.log.visits)
+        # Without a schedule nobody is drawn, and the log has no visits: all silos, in order.
         if not visits.size:
             num_silos = fit.plan.num_silos
             visits = np.broadcast_to(np.arange(num_silos), (rounds, 1, num_silos))
@@ -408,6 +412,7 @@ class PVI(Method[PVIResult, Conjugate]):
         )
         if quiet:
             return result
+        # Such a run would return the prior as if it were a posterior.
         if run.failure is None and result.nothing_accepted:
             raise NonFiniteError(
                 f"no update of the {rounds} rounds could be taken, and what the silos know counts "

@@ -93,7 +93,7 @@ class Random:
 
 @dataclass(frozen=True)
 class Given:
-    """Who takes part in each round, row by row, and from the beginning again after the last.
+    """A table with the participants of each round, which begins again after its last row.
 
     Parameters
     ----------

@@ -69,6 +69,8 @@ def check_optimiser(optim: object) -> None:
             f"{type(optim).__module__}.{type(optim).__name__}. Of optax.MultiSteps "
             "pass its .gradient_transformation()."
         )
+    # A trial on shapes: optimisers that need the loss or a line search fail here, not in a long
+    # trace.
     try:
         jax.eval_shape(lambda x: optim.update(x, optim.init(x), x), jnp.zeros(2))
     except Exception as error:
@@ -156,7 +158,7 @@ class GradientMethod(Method[Result, None]):
                 f"the bound was still rising at the end of these {len(run.losses)} rounds: run for "
                 "more of them (init_state=result.state goes on), or take larger steps. "
                 "result.report() says how far the fit can be trusted.",
-                stacklevel=5,
+                stacklevel=5,  # the line of the user that called run
             )
         return result
 

@@ -53,6 +53,7 @@ def default_optimiser(local_steps: int, whitened: bool) -> optax.GradientTransfo
         schedule_of_steps = optax.cosine_decay_schedule(first, local_steps, LAST_STEP / first)
         return optax.adam(lambda count: schedule_of_steps(count % local_steps), b2=SECOND_MOMENT)
 
+    # In the units of the data nobody knows which leaves are far from their end: one step for all.
     if not whitened:
         return adam_within_round(STEP)
     kinds = {
@@ -166,9 +167,9 @@ class SFVIAvg(GradientMethod):
         if self.weights not in ("rows", "even"):
             raise ValueError(f"weights={self.weights!r}: expected 'rows' or 'even'.")
         if self.start not in ("mode", None):
-            found = repr(self.start) if isinstance(self.start, str) else type(self.start).__name__
+            given = repr(self.start) if isinstance(self.start, str) else type(self.start).__name__
             raise ValueError(
-                f"start={found}: expected 'mode' or None. SFVI and PVI begin at results of others."
+                f"start={given}: expected 'mode' or None. SFVI and PVI begin at results of others."
             )
         schedule = in_step(self.schedule)
         if isinstance(schedule, Sequential) or _has_one_participant(schedule):
@@ -180,6 +181,8 @@ class SFVIAvg(GradientMethod):
 
     def _check_facts(self, facts: Sequence[Facts]) -> None:
         first = dict(facts[0].static)
+        # A static argument that differs is allowed only as a number of rows: anything else may
+        # change the likelihood, and each silo's rows are weighed as if all N rows were like them.
         for j, other in enumerate(facts):
             for name, value in other.static:
                 if name not in first or value == first[name]:

@@ -1,8 +1,8 @@
 """The base class of methods for vertical models, and the start of their runs at a mode.
 
-The search goes in cycles (:func:`_search_mode`): rounds that improve all parties' latents in turn,
-then exchanges that estimate the curvature of all parties together, from which a Newton step leads
-on.
+The search goes in cycles (:func:`_search_mode`): rounds of conjugate gradients, preconditioned by
+each party's own Newton step, then exchanges that estimate the curvature of all parties together,
+from which a Newton step leads on.
 """
 
 from __future__ import annotations
@@ -183,6 +183,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
                 source=source_hash(self.model),
             )
         fit = self._fits[cache_key]
+        # At every run, since the response's values may be other ones than at the first.
         fit.supports.check(alone(roles.server))
         return replace(fit, server_data=roles.server), hosted
 
@@ -279,13 +280,15 @@ def begin(
     runtime = fit.cached(SEARCH, lambda: runtime_of(search))
     *spread_rounds, begin_round = (fit.quick_round(x, runtime) for x in built.begin_rounds)
     key_search = jax.random.fold_in(key, OPENING)
-    found: State | None = runtime.init(key_search, batches)
+    search_state: State | None = runtime.init(key_search, batches)
     exchanges = 0
-    if found is not None and spread_rounds:
-        found, exchanges = _search_mode(fit, key_search, found, batches, runtime, spread_rounds[0])
-    if found is not None:
+    if search_state is not None and spread_rounds:
+        search_state, exchanges = _search_mode(
+            fit, key_search, search_state, batches, runtime, spread_rounds[0]
+        )
+    if search_state is not None:
         server, silos, info, _ = begin_round(
-            key_search, found.server, found.silos, batches, fit.server_data
+            key_search, search_state.server, search_state.silos, batches, fit.server_data
         )
         if info.ok:
             state = drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos))
@@ -327,6 +330,8 @@ def _search_mode(
             if not info.ok:
                 return None, 0
             state, num_spreads = state._replace(server=server, silos=silos), num_spreads + 1
+        # Steps that each party preconditions by itself are slow along ridges on which parties
+        # compensate for each other. The Newton step of all parties shows how far the mode still is.
         if state.server.spread.ritz.gain <= MIN_GAIN:
             break
     # A round of the search has two exchanges.

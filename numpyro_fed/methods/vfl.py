@@ -258,6 +258,7 @@ class VFL(VerticalMethod[VerticalResult]):
         if self.batch_size is not None:
             check_batches(roles, self.batch_size)
         pairs = zip(model.clients, clients, strict=True)
+        # Clients of equal shapes share one program, and one guide up to its parameters.
         distinct = {signature(data): (half, data) for half, data in pairs}
         kinds = {
             known: ClientType(
@@ -344,6 +345,7 @@ class VFL(VerticalMethod[VerticalResult]):
     def _rank(self, v: Vertical, start: str | None) -> int:
         """Return the resolved rank of the noise that all parties share."""
         guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
+        # With latents at one party alone there is nothing to share.
         halves = (v.model.server, *v.model.clients)
         has_several = sum(half.dim > 0 for half in halves) > 1
         if self.rank == "auto":
@@ -361,25 +363,25 @@ class VFL(VerticalMethod[VerticalResult]):
 
     def _start(self, roles: VerticalSplit) -> str | None:
         """Return the resolved ``start``: the first one that is possible for the model."""
-        wanted = self.start
-        if wanted == "auto":
-            wanted = "mode" if self.rho is None else "own"
-        if wanted == "mode" and not _has_mode(roles):
-            wanted = None if self.rho is None else "own"
-        found = wanted if wanted is None or _has_curvature(roles.model) else None
-        if self.start in ("mode", "own") and found != self.start:
+        kind = self.start
+        if kind == "auto":
+            kind = "mode" if self.rho is None else "own"
+        if kind == "mode" and not _has_mode(roles):
+            kind = None if self.rho is None else "own"
+        start = kind if kind is None or _has_curvature(roles.model) else None
+        if self.start in ("mode", "own") and start != self.start:
             warnings.warn(
                 f"start={self.start!r} is not possible for this model (see numpyro_fed.VFL): the "
-                f"run begins as with start={found!r}.",
+                f"run begins as with start={start!r}.",
                 stacklevel=5,
             )
-        return found
+        return start
 
     def _auxiliary(self, rows: int) -> str | Amortised:
         if self.auxiliary != "auto":
             return self.auxiliary
-        many = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
-        return "amortised" if many and self.local_steps == 1 else "mean_field"
+        many_rows = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
+        return "amortised" if many_rows and self.local_steps == 1 else "mean_field"
 
 
 def _has_curvature(model: VerticalModel) -> bool:

@@ -173,9 +173,9 @@ def _check_columns_unchanged(
     numbered = jax.tree.map(with_numbers, columns)
     text = Text.of(model, (), dict(arguments(numbered)))
     received = text.columns(text.data.arrays, jax.random.key(0)).columns
-    for j, (sent, found) in enumerate(zip(numbered, received, strict=True)):
-        pairs = (list(filter(_is_array, jax.tree.leaves(tree))) for tree in (sent, found))
-        forms: list[Any] = [jax.tree.structure(tree) for tree in (sent, found)]
+    for j, (sent, arrived) in enumerate(zip(numbered, received, strict=True)):
+        pairs = (list(filter(_is_array, jax.tree.leaves(tree))) for tree in (sent, arrived))
+        forms: list[Any] = [jax.tree.structure(tree) for tree in (sent, arrived)]
         if forms[0] != forms[1] or not all(map(np.array_equal, *pairs)):
             raise ModelError(
                 f"the model gives the predictor of client {j} something else than the columns that "

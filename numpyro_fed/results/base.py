@@ -250,8 +250,10 @@ class Result(FederatedRun[Fit]):
         """
         if not certificate:
             return self._run_summary()
-        found = self.certificate
-        words = f"No certificate: {found}" if isinstance(found, str) else found.report()
+        correction = self.certificate
+        words = (
+            f"No certificate: {correction}" if isinstance(correction, str) else correction.report()
+        )
         return f"{self._run_summary()}\n{words}"
 
     @property
@@ -316,11 +318,11 @@ class Result(FederatedRun[Fit]):
         shared, private = self.shared, self.private(silo)
         padded = hosted.at(silo, [batch.data for batch in hosted.batches])
         theta = {**shared.theta, **private.theta}
-        seen = private.measured(posterior.coordinates(shared, z_G))
+        coords = private.measured(posterior.coordinates(shared, z_G))
         # A key for each silo: its draws are independent of those of other silos at the same
         # globals.
         key = jax.random.fold_in(key, silo)
-        z_L = posterior.draw_locals(key, theta, private.guide, z_G, seen, padded)
+        z_L = posterior.draw_locals(key, theta, private.guide, z_G, coords, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
         theta = {**shared.theta, **self._unpadded_private(silo, private.theta)}
         data = hosted.data[silo]

@@ -55,10 +55,10 @@ class Communication(NamedTuple):
 
     def _cells(self) -> list[tuple[str, ...]]:
         """Return the names of the columns, then the rows."""
-        each = "" if self.visits == self.num_silos else f", {self.visits} in a round"
+        participants = "" if self.visits == self.num_silos else f", {self.visits} in a round"
         rows = (
             (f"before the first round, a silo ({self.start_exchanges} exchanges)", *self.start),
-            (f"a round, a silo that takes part{each}", *self.visit),
+            (f"a round, a silo that takes part{participants}", *self.visit),
             (f"this run ({self.rounds} rounds, {self.num_silos} silos)", *self.total),
         )
         return [("", "down", "up"), *((name, *map(size_in_words, n)) for name, *n in rows)]
@@ -80,14 +80,14 @@ def communication(
 
     ``before`` counts the exchanges before the first round by name: :meth:`Built.exchanged_before`.
     """
-    found = built.messages(data)
-    exchanged = [row for row in found.rows if row.when == "start"]
+    messages = built.messages(data)
+    start_rows = [row for row in messages.rows if row.when == "start"]
     down, up = (
-        sum(before.get(row.exchange, 0) * row.nbytes for row in exchanged if row.up is way)
+        sum(before.get(row.exchange, 0) * row.nbytes for row in start_rows if row.up is way)
         for way in (False, True)
     )
     visits, exchanges = built.visits(num_silos), sum(before.values())
-    return Communication(found, visits, num_silos, rounds, exchanges, (down, up))
+    return Communication(messages, visits, num_silos, rounds, exchanges, (down, up))
 
 
 def size_in_words(number: float) -> str:

@@ -201,11 +201,11 @@ class PVIResult(Result):
         server = self.state.server
         visited, status = self._silo_numbers("visits") > 0, self._silo_numbers("status")
         found = []
-        if never := self.never_visited:
-            found.append(f"{_silos(never)} never visited")
+        if unvisited := self.never_visited:
+            found.append(f"{_silos(unvisited)} never visited")
         for value, words in _LAST.items():
-            if len(which := np.flatnonzero(visited & (status == value))):
-                found.append(f"{words} at {_silos(which)}")
+            if len(silos := np.flatnonzero(visited & (status == value))):
+                found.append(f"{words} at {_silos(silos)}")
         refused = visited & (status < Status.NON_FINITE) & (np.asarray(server.taken) == 0)
         if refused.any():
             found.append(f"the last update of {_silos(np.flatnonzero(refused))} was rejected")
@@ -256,10 +256,10 @@ class PVIResult(Result):
     def warning(self) -> str:
         """Return the warning after a run; empty if all that went wrong mended itself."""
         # Visits that did not converge are no reason to warn if the posterior has come to rest.
-        wrong = {what.replace("_", " "): n for what, n in self.rejections.items() if n}
+        wrong = {name.replace("_", " "): n for name, n in self.rejections.items() if n}
         if not self.doubts and set(wrong) <= {"not converged", "server not converged"}:
             return ""
-        parts = [f"{n} {what}" for what, n in wrong.items()]
+        parts = [f"{n} {name}" for name, n in wrong.items()]
         parts += [f"not at rest yet: {'; '.join(self.doubts)}"] if self.doubts else []
         return f"{', '.join(parts)}: see result.report()."
 

@@ -58,23 +58,23 @@ class Provenance:
 
     def check_order(self, record: Mapping[str, Any]) -> None:
         """Raise an error if the parties are those of the fit in another order."""
-        there, here = record["digests"], self._digests(record)
-        if set(there) != set(here) or there == here:
+        saved, present = record["digests"], self._digests(record)
+        if set(saved) != set(present) or saved == present:
             return
-        known = [sorted(map(_joined, found.values())) for found in (there, here)]
-        if known[0] != known[1]:
+        sorted_digests = [sorted(map(_joined, digests.values())) for digests in (saved, present)]
+        if sorted_digests[0] != sorted_digests[1]:
             return
-        owner = {_joined(found): name for name, found in there.items()}
-        moved = {name: owner[_joined(found)] for name, found in here.items()}
-        moved = {name: was for name, was in moved.items() if there[name] != here[name]}
+        owner = {_joined(digests): name for name, digests in saved.items()}
+        moved = {name: owner[_joined(digests)] for name, digests in present.items()}
+        moved = {name: was for name, was in moved.items() if saved[name] != present[name]}
         if len(moved) == 2:
             kind, first = next(iter(moved)).rsplit(" ", 1)
             second = list(moved)[1].rsplit(" ", 1)[-1]
-            said = f"{kind}s {first} and {second} are swapped"
+            message = f"{kind}s {first} and {second} are swapped"
         else:
             pairs = (f"{name} holds what {was} held" for name, was in moved.items())
-            said = f"they are in another order: {', '.join(pairs)}"
-        raise SavedStateError(f"{said}. Pass them in the order in which the fit was made.")
+            message = f"they are in another order: {', '.join(pairs)}"
+        raise SavedStateError(f"{message}. Pass them in the order in which the fit was made.")
 
     def check(self, record: Mapping[str, Any]) -> None:
         """Raise an error for other data, by party and array, and for another model.
@@ -82,10 +82,10 @@ class Provenance:
         With other versions of JAX or NumPyro a model is recognised by its source alone; if that
         differs, too, there is a warning.
         """
-        here = self._digests(record)
-        for name, there in record["digests"].items():
-            found = here.get(name, {})
-            if differ := [k for k in sorted({*there, *found}) if there.get(k) != found.get(k)]:
+        present = self._digests(record)
+        for name, saved in record["digests"].items():
+            digests = present.get(name, {})
+            if differ := [k for k in sorted({*saved, *digests}) if saved.get(k) != digests.get(k)]:
                 raise SavedStateError(
                     f"{name}, {', '.join(map(repr, differ))}: not the data that the fit was made "
                     "with. Pass these (the same rows in the same order), or run the fit again on "
@@ -126,8 +126,8 @@ def _digest(value: np.ndarray | bool | int | str | None, salt: bytes) -> str:
     return hashlib.blake2b(raw, key=salt, digest_size=8).hexdigest()
 
 
-def _joined(found: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={digest}" for name, digest in sorted(found.items()))
+def _joined(digests: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={digest}" for name, digest in sorted(digests.items()))
 
 
 def _words(versions: Mapping[str, str]) -> str:

@@ -17,16 +17,16 @@ from numpyro_fed.results.importance import Corrected
 WIDER = 1.1
 
 
-def rematched(found: Corrected) -> Result | None:
+def rematched(corrected: Corrected) -> Result | None:
     """Return the corrected fit with the weighted draws' mean and covariance in its guide.
 
     It is None unless the fit is by PVI and its globals are one full Gaussian. Silos' states stay.
     """
-    result = found.result
+    result = corrected.result
     factors, eta = result._fit.factors, result.shared.guide
     if factors is None or set(eta) != {GAUSSIAN} or eta[GAUSSIAN]["second"].ndim != 2:
         return None
-    z, w = np.asarray(found._z_G, np.float64), found.weights
+    z, w = np.asarray(corrected._z_G, np.float64), corrected.weights
     mean = w @ z
     covariance = WIDER**2 * (z - mean).T @ ((z - mean) * w[:, None])
     scale = np.sqrt(np.diagonal(covariance))
@@ -34,7 +34,7 @@ def rematched(found: Corrected) -> Result | None:
         return None
     # A covariance from as many effective draws as dimensions is nearly singular: correlations are
     # shrunk to zero by dimensions over effective draws.
-    shrinkage = min(1.0, len(mean) / found.ess)
+    shrinkage = min(1.0, len(mean) / corrected.ess)
     correlation = (1 - shrinkage) * covariance / np.outer(scale, scale) + shrinkage * np.eye(
         len(mean)
     )

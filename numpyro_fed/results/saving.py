@@ -164,24 +164,24 @@ def load_state(
         provenance.check_order(record)
     # Through JSON, which turns tuples into lists, as in the file.
     expected = json.loads(json.dumps(description))
-    for name, wanted in expected.items():
-        if stored.get(name) != wanted:
+    for name, value in expected.items():
+        if stored.get(name) != value:
             raise SavedStateError(
-                f"{file} belongs to another fit: {_difference(name, stored, wanted)}"
+                f"{file} belongs to another fit: {_difference(name, stored, value)}"
             )
     leaves_of = {f"{part}state{name}": leaf for name, leaf in _named_leaves(like)}
-    known = {name for name in arrays if name.startswith(f"{part}state")}
+    names = {name for name in arrays if name.startswith(f"{part}state")}
     leaves = []
-    for name in [*leaves_of, *sorted(known - leaves_of.keys())]:
+    for name in [*leaves_of, *sorted(names - leaves_of.keys())]:
         leaf = leaves_of.get(name)
-        here, there = (
+        expected_form, stored_form = (
             _dtype_and_shape(None if leaf is None else _plain_numbers(leaf)),
             _dtype_and_shape(arrays.get(name)),
         )
-        if here != there:
+        if expected_form != stored_form:
             raise SavedStateError(
-                f"{file} does not fit: expected {here} for {name}, found {there}. Use the guide, "
-                "optimiser, runtime and precision that the fit was made with."
+                f"{file} does not fit: expected {expected_form} for {name}, found {stored_form}. "
+                "Use the guide, optimiser, runtime and precision that the fit was made with."
             )
         leaves.append(_restored(leaves_of[name], arrays[name], f"{file}: {name}"))
     # Last, because the fingerprint of the model's programs takes half a second.
@@ -230,16 +230,18 @@ def _dtype_and_shape(array: np.ndarray | None) -> str:
     return "nothing" if array is None else f"{array.dtype}{array.shape}"
 
 
-def _difference(part: str, saved: dict[str, Any], wanted: object) -> str:
-    found = saved.get(part)
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        for name in [*wanted, *found]:
-            if wanted.get(name) != found.get(name):
+def _difference(part: str, saved: dict[str, Any], expected: object) -> str:
+    stored = saved.get(part)
+    if isinstance(expected, dict) and isinstance(stored, dict):
+        for name in [*expected, *stored]:
+            if expected.get(name) != stored.get(name):
                 return (
-                    f"its {part} have {name!r} as {found.get(name)}, but here it is "
-                    f"{wanted.get(name)}. Use the model and settings that it was made with."
+                    f"its {part} have {name!r} as {stored.get(name)}, but here it is "
+                    f"{expected.get(name)}. Use the model and settings that it was made with."
                 )
-    return f"its {part} are {found}, but here they are {wanted}. Pass the silos it was made with."
+    return (
+        f"its {part} are {stored}, but here they are {expected}. Pass the silos it was made with."
+    )
 
 
 def _named_leaves(tree: object) -> list[tuple[str, Array]]:

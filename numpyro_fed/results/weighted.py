@@ -108,10 +108,10 @@ class Weighted(ABC, Generic[Corrects]):
     @property
     def spreads_known(self) -> bool:
         """Whether no sd rests on a few draws far out, of which a further sample might show more."""
-        found = self._moments
+        computed = self._moments
         return (
-            found.tail <= FINITE_TAIL
-            or float(found.error[1].max(initial=0.0)) <= MAX_ERROR_OF_HEAVY
+            computed.tail <= FINITE_TAIL
+            or float(computed.error[1].max(initial=0.0)) <= MAX_ERROR_OF_HEAVY
         )
 
     @property
@@ -285,10 +285,10 @@ def quality_fields(
     k-hat and the weights of :func:`weights_of`.
     """
     pareto_k, weights = known
-    found = moments(z, weights, from_guide)
-    rounding = Rounding.of(z, weights, log_weights, found.mean, found.sd)
+    computed = moments(z, weights, from_guide)
+    rounding = Rounding.of(z, weights, log_weights, computed.mean, computed.sd)
     ess = float(1 / (weights**2).sum())
-    return dict(ess=ess, pareto_k=pareto_k, weights=weights, _moments=found, _rounding=rounding)
+    return dict(ess=ess, pareto_k=pareto_k, weights=weights, _moments=computed, _rounding=rounding)
 
 
 def replace_weightless(z: Array, weights: np.ndarray) -> Array:
@@ -305,25 +305,25 @@ def until_interrupted(exchange: Callable[[int], Part], number: int) -> tuple[lis
 
     A second Ctrl-C is raised.
     """
-    found: list[Part] = []
+    results: list[Part] = []
     try:
         for i in range(number):
-            found.append(exchange(i))
+            results.append(exchange(i))
     except KeyboardInterrupt:
-        if not found:
+        if not results:
             raise
-        return found, True
-    return found, False
+        return results, True
+    return results, False
 
 
-def unless_interrupted(found: Correction, interrupted: bool, num_draws: int) -> Correction:
+def unless_interrupted(correction: Correction, interrupted: bool, num_draws: int) -> Correction:
     """Return the correction, or raise ``Interrupted`` that carries it."""
     if not interrupted:
-        return found
+        return correction
     raise Interrupted(
-        f"interrupted after {len(found.weights):,} of {num_draws:,} draws: the correction by these "
-        "is in the error's .result, and error.result.save(path) keeps it.",
-        result=found,
+        f"interrupted after {len(correction.weights):,} of {num_draws:,} draws: the correction by "
+        "these is in the error's .result, and error.result.save(path) keeps it.",
+        result=correction,
     )
 
 
@@ -339,8 +339,8 @@ def weights_of(log_weights: Array) -> tuple[float, np.ndarray]:
     smoothed, k = _smooth(log_weights)
     # Smoothing replaces the largest weights by quantiles of the fitted tail. A few large weights
     # among equal ones, those of a mode that the guide has missed, would disappear in it.
-    for found in (smoothed, log_weights):
-        log_w = np.array(found, np.float64)
+    for candidate in (smoothed, log_weights):
+        log_w = np.array(candidate, np.float64)
         log_w -= log_w.max()
         weights = np.where(log_w > NEGLIGIBLE, np.exp(log_w), 0.0)
         weights = weights / weights.sum()

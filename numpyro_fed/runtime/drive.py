@@ -200,7 +200,7 @@ def _first(n: int, a: ArrayLike) -> np.ndarray:
 
 
 class _Finite(NamedTuple):
-    """Whether the server's state () is finite, and each silo's (n,), by bucket."""
+    """The verdicts whether the server's state is finite, and each silo's (n,) by bucket."""
 
     server: Array
     silos: tuple[Array, ...]

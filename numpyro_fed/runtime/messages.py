@@ -59,15 +59,15 @@ def unpack(prefix: str, like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
         For an array that is missing, or has another shape or dtype.
     """
     leaves = []
-    for path, wanted in jax.tree.leaves_with_path(like):
+    for path, expected in jax.tree.leaves_with_path(like):
         name = prefix + jax.tree_util.keystr(path)
-        found = arrays.get(name)
+        array = arrays.get(name)
         # Checked before JAX sees it: another shape would be broadcast or compiled without a word.
-        if found is None or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-            came = "nothing" if found is None else f"{found.dtype}{found.shape}"
+        if array is None or (array.shape, array.dtype) != (expected.shape, expected.dtype):
+            came = "nothing" if array is None else f"{array.dtype}{array.shape}"
             raise DataError(
-                f"a message holds {came} as '{name}', where {wanted.dtype}{wanted.shape} was "
+                f"a message holds {came} as '{name}', where {expected.dtype}{expected.shape} was "
                 "agreed. Both sides must have built from the same plan, in the same precision."
             )
-        leaves.append(jnp.asarray(found))
+        leaves.append(jnp.asarray(array))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -21,8 +21,8 @@ def typed_key(key: object) -> Array:
             return key
         if key.dtype == jnp.uint32 and key.ndim == 1:
             return jax.random.wrap_key_data(key)
-    found = f"{key.dtype}{key.shape}" if isinstance(key, Array) else repr(key)
-    raise TypeError(f"key must be one JAX key such as jax.random.key(0), got {found}.")
+    given = f"{key.dtype}{key.shape}" if isinstance(key, Array) else repr(key)
+    raise TypeError(f"key must be one JAX key such as jax.random.key(0), got {given}.")
 
 
 def exchange_key(key: Array, number: Array | int, exchange: int, exchanges: int) -> Array:
