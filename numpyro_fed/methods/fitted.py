@@ -109,8 +109,8 @@ class Fitted:
                 "Do not trust this posterior: it is that around one of "
                 f"{1 + len(self.missed)} modes"
                 " that the search has found, and others hold about as much of the mass "
-                f"({figures}). A prior or a constraint that tells them apart (a sign, an order) leaves one; "
-                ".missed has the others."
+                f"({figures}). A prior or a constraint that tells them apart (a sign, an order) "
+                "leaves one; .missed has the others."
             )
         if self.trusted:
             return f"The posterior of the globals can be trusted ({figures})."
