@@ -63,8 +63,8 @@ def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> 
     try:
         with open(part, "x+b") as stream:
             write(stream)
-            # On the disk before it takes the name: otherwise a loss of power may leave an empty
-            # file.
+            # On the disk before it takes the name: otherwise
+            # a loss of power may leave an empty file.
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
@@ -75,8 +75,8 @@ def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> 
     if os.name == "posix":  # elsewhere a folder cannot be opened
         folder = os.open(file.parent, os.O_RDONLY)
         try:
-            # The new name must outlive a loss of power, too. Some network file systems cannot do
-            # it.
+            # The new name must outlive a loss of power,
+            # too. Some network file systems cannot do it.
             with suppress(OSError):
                 os.fsync(folder)
         finally:

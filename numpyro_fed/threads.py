@@ -18,8 +18,8 @@ import warnings
 import jaxlib.version
 
 AFFECTED = (0, 10, 0), (0, 11, 1)  # versions of jaxlib: from the first on, before the second
-# Threads in the pool: twice the size that no program has stopped. Most of them wait, which costs
-# little.
+# Threads in the pool: twice the size that no program
+# has stopped. Most of them wait, which costs little.
 POOL = 32
 VARIABLES = ("PJRT_NPROC", "NPROC")
 

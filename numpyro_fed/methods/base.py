@@ -341,8 +341,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
 
     def _split(self, plan: Plan) -> FederatedModel:
         """Return the model, split for the shapes of a plan; it is split once for each."""
-        # The precision is a part of the key: constants of a traced model have the dtype of their
-        # trace.
+        # The precision is a part of the key: constants of
+        # a traced model have the dtype of their trace.
         key = str(jnp.result_type(float)), plan.facts
         if key not in self._split_texts:
             self._split_texts[key] = split(self._text(), [plan.template()])
@@ -401,8 +401,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         # Another verdict on new values makes another plan, and so another fit for the same shapes.
         verdicts = self.value_checks(layout, prepared, [b.data for b in buckets])
         plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
-        # Padding is a part of the key: whether rows may be padded is a verdict on this run's
-        # values.
+        # Padding is a part of the key: whether rows may
+        # be padded is a verdict on this run's values.
         cache_key = (runtime, shapes, padded(buckets), plan)
         if cache_key not in self._fits:
             plan = self._resolve_plan(layout.model, plan)

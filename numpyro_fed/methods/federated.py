@@ -26,8 +26,8 @@ RUNTIMES: dict[str, Callable[..., Runtime]] = {
     "quick": QUICK,
     "host": host,
 }
-# A search for the mode has some 15 rounds, which take less time than optimising their program
-# would.
+# A search for the mode has some 15 rounds, which
+# take less time than optimising their program would.
 SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
 
 Outcome = TypeVar("Outcome", bound=FederatedRun[Any])
@@ -133,8 +133,8 @@ def _result_or_error(result: Outcome, run: Run) -> Outcome:
         )
     if run.failure is None:
         return result
-    # A refused reply has an error of its own, raised where the reply arrived; it gets the result
-    # here.
+    # A refused reply has an error of its own, raised
+    # where the reply arrived; it gets the result here.
     if run.refused is not None:
         run.refused.result = result
         raise run.refused

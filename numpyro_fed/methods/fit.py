@@ -2,9 +2,9 @@
 
 The steps (:meth:`_Fitting.run`):
 
-1. PVI from the best of several modes, or SFVI where PVI does not suit the model. 2. The importance
-correction, and while it is not good enough what may improve it: more draws of rows'
-   latents, more draws, a proposal matched to the weighted draws (:meth:`_Fitting.improve`).
+1. PVI from the best of several modes, or SFVI where PVI does not suit the model.
+2. The importance correction, and while it is not good enough what may improve it: more draws of
+   rows' latents, more draws, a proposal matched to the weighted draws (:meth:`_Fitting.improve`).
 3. More rounds of PVI, then SFVI, each with step 2, as long as the budget lasts.
 4. If several corrections were tried, the best is judged once more by new draws.
 """
@@ -52,7 +52,7 @@ from numpyro_fed.runtime.stack import State
 # Searches for the mode, side by side: the first from zero, the others from the prior. More find
 # more modes and take longer, in proportion.
 NUM_STARTS = 4
-# Rounds at most; runs end before where they have come to rest. From the mode PVI was right after
+# Rounds at most; runs end sooner if they come to rest. From the mode PVI was right after
 # two or three rounds, SFVI after a thousand (docs/results/six_cities.md, raw_data.md).
 MAX_PVI_ROUNDS, MAX_SFVI_ROUNDS = 10, 3_000
 # Messages that must be left for a try of SFVI: with fewer rounds its bound has not settled, and
@@ -63,9 +63,9 @@ MIN_BUDGET_FOR_SFVI = 100
 INNER_RANGE, ROWS_PER_DRAW = (20, 200), 4
 # Draws of the globals in a correction, at most: sixteen exchanges.
 MAX_DRAWS = 64_000
-# Times that a proposal is matched to the weighted draws. Matching took k-hat from 0.95 to 0.48 and
-# from 0.66 to 0.30 (docs/results/raw_data.md); a posterior that three do not fit is not like a
-# Gaussian.
+# Times that a proposal is matched to the weighted draws. Matching took
+# k-hat from 0.95 to 0.48 and from 0.66 to 0.30 (docs/results/raw_data.md);
+# a posterior that three do not fit is not like a Gaussian.
 MAX_MATCHES = 3
 # Draws of each row's latents in the bound, and of latents of outer plates. Twenty bring the six
 # cities to 0.053 sd of NUTS. Draws at an outer plate multiply those of the rows below, and did not
@@ -207,8 +207,8 @@ class _MethodCache(NamedTuple):
         try:
             hash(model_key)
         except TypeError:
-            # An id is safe: the cached method keeps the model alive, so that no other object gets
-            # it.
+            # An id is safe: the cached method keeps the
+            # model alive, so that no other object gets it.
             model_key = id(model_key)
         key = (kind, model_key, self.fingerprint, draws)
         method = _method_cache.pop(key, None)
@@ -246,8 +246,8 @@ class _Fitting:
 
     def run(self) -> Fitted:
         """Return the result of all steps; they go on while more may help and the budget lasts."""
-        run_pvi = self.run_pvi() if self.suits_pvi() else None
-        result = self.run_sfvi() if run_pvi is None else run_pvi
+        by_pvi = self.run_pvi() if self.suits_pvi() else None
+        result = self.run_sfvi() if by_pvi is None else by_pvi
         best = self.improve(self.correct(result))
         if isinstance(result, PVIResult) and _wants_more(best) and self.budget_left > 0:
             goes_on = result.ended == "rounds" and result.start is not None
@@ -391,8 +391,8 @@ class _Fitting:
         if not best.reliable and best.many_count and self.budget_left > 0:
             new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
             best = self.better(best, new) or best
-        # A matched proposal lies closer to the posterior, and its own correction gives the next
-        # match.
+        # A matched proposal lies closer to the posterior,
+        # and its own correction gives the next match.
         for _ in range(MAX_MATCHES):
             if best.trusted or self.budget_left <= 0:
                 break
@@ -437,8 +437,8 @@ class _Fitting:
         if not np.isfinite(evidence.max()):
             return ()
         share = np.exp(evidence - np.logaddexp.reduce(evidence))[1:]
-        # A draw belongs to a mode within three sds and the length of a normal vector, sqrt(dim), of
-        # it.
+        # A draw belongs to a mode within three sds and
+        # the length of a normal vector, sqrt(dim), of it.
         z, w = np.asarray(best._z_G, float), best.weights
         reached_share = [
             w @ (distance(p, z) <= MODES_APART + math.sqrt(self.fm.dim)) for p in start.others

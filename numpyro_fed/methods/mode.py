@@ -3,10 +3,10 @@
 The search itself is an algorithm like others (:mod:`numpyro_fed.algorithms.mode`, and ``mode_wide``
 for many globals). Here it is driven, its result is judged, and a run is begun from it:
 
-1. Search, from one or several places side by side. 2. Check that the curvature at the best place is
-that of the posterior (:func:`_curvature_usable`). 3. ``find_mode``, and runs with flat priors,
-check by one exchange more that the density falls in all
-   directions (:func:`_flat_directions`).
+1. Search, from one or several places side by side.
+2. Check that the curvature at the best place is that of the posterior (:func:`_curvature_usable`).
+3. ``find_mode``, and runs with flat priors, check by one exchange more that the density falls in
+   all directions (:func:`_flat_directions`).
 4. A run takes its first states from the mode by one round (``Start.begin``).
 """
 
@@ -61,8 +61,8 @@ SEARCHED_UP_TO = 300
 SEARCH = "search"  # the name under which a fit keeps the runtime of its search
 # They take the place of a round's number in keys, where no run comes to.
 OPENING, SEARCHING = 2**31 - 2, 2**31 - 1
-# Standard deviations from which on two modes count as two: their normal approximations hardly
-# overlap.
+# Standard deviations from which on two modes count
+# as two: their normal approximations hardly overlap.
 MODES_APART = 3.0
 # Share of the silos in a coordinate's curvature that counts as none. A likelihood with a kink
 # (Laplace) has none but by rounding; then the prior alone would say how far the posterior reaches.
@@ -347,8 +347,8 @@ def _curvature_usable(fm: FederatedModel, search: Search | WideState) -> bool:
     of_silos = np.diagonal(A) + np.diagonal(np.asarray(of_prior, float))
     if (np.abs(of_silos) <= NO_SHARE * diagonal).any():
         return False
-    # In units of each coordinate's own curvature, so that eigenvalues can be compared with
-    # rounding.
+    # In units of each coordinate's own curvature, so
+    # that eigenvalues can be compared with rounding.
     eps = ROUNDINGS * np.finfo(search.best.x.dtype).eps
     unit = np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
     values, V = np.linalg.eigh(A / unit / unit[:, None])
@@ -408,8 +408,8 @@ def _flat_directions(
     curvature.
     """
     farther, far, near = drops.reshape(len(AWAY), 2, -1)
-    # Where the density is not finite at three sds, the fall at one sd decides: of a parabola, a
-    # ninth.
+    # Where the density is not finite at three sds, the
+    # fall at one sd decides: of a parabola, a ninth.
     flat = np.where(np.isnan(far), ~(near >= min_drop * (AWAY[2] / AWAY[1]) ** 2), far < min_drop)
     # Where the curvature is below what this precision can tell, three of its sds are not far
     # enough, and a direction that falls at 30 is not open.

@@ -258,8 +258,8 @@ class PVI(Method[PVIResult, Conjugate]):
         if isinstance(self.start, Result):
             self._check_carried(fm)
             return "result"
-        # One visit in closed form is exact from anywhere, unless there is no proper prior to begin
-        # at.
+        # One visit in closed form is exact from anywhere,
+        # unless there is no proper prior to begin at.
         needed = self.deletion == "own" and (fm.improper or not self._local(plan).closed_form)
         return start_of(self.start, fm) if needed else None
 

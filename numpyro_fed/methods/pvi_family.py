@@ -228,8 +228,8 @@ def AlphaEP(model: Callable[..., Any], *, alpha: float | None = None, **settings
     >>> nf.AlphaEP(lambda y: None, alpha=0.2).local.alpha
     0.2
     """
-    # Thirty-two draws: the alpha-divergence is a log of an average over draws, biased with few of
-    # them.
+    # Thirty-two draws: the alpha-divergence is a log of
+    # an average over draws, biased with few of them.
     return PVI(model, **_with_alpha(alpha, partial(local.Optax, num_particles=32), settings))
 
 

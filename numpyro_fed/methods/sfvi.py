@@ -49,8 +49,8 @@ from numpyro_fed.runtime.drive import Run
 # about standard: the first steps are three hundredths of a standard deviation. With a power between
 # 1/2 and 1 steps add up to any distance and their noise averages out (Robbins and Monro 1951).
 STEP, SETTLES, DECAY = 0.03, 100, 0.7
-# Rounds from which on a run warns of a bound that has not settled: of fewer the quarters are too
-# noisy.
+# Rounds from which on a run warns of a bound that has
+# not settled: of fewer the quarters are too noisy.
 MIN_ROUNDS = 200
 
 
@@ -69,8 +69,8 @@ def check_optimiser(optim: object) -> None:
             f"{type(optim).__module__}.{type(optim).__name__}. Of optax.MultiSteps "
             "pass its .gradient_transformation()."
         )
-    # A trial on shapes: optimisers that need the loss or a line search fail here, not in a long
-    # trace.
+    # A trial on shapes: optimisers that need the loss
+    # or a line search fail here, not in a long trace.
     try:
         jax.eval_shape(lambda x: optim.update(x, optim.init(x), x), jnp.zeros(2))
     except Exception as error:

@@ -33,9 +33,9 @@ from numpyro_fed.objectives import SiloBound
 # parameters. A step of 0.02 for all left unlike silos 4 to 8 sds off, and one of 0.05 made sds half
 # as wide as they are, by noise (docs/results/six_cities.md).
 CENTRE_STEP, REST_STEP, STEP = 0.2, 0.01, 0.02
-# The last step in a round, so small that its noise is none; and Adam's decay of second moments, a
-# memory of ten steps: Optax's 0.999 would remember the large gradients of the way there through the
-# whole round.
+# The last step in a round, so small that its noise is none; and Adam's
+# decay of second moments, a memory of ten steps: Optax's 0.999 would
+# remember the large gradients of the way there through the whole round.
 LAST_STEP, SECOND_MOMENT = 1e-4, 0.9
 AGGREGATES = ("wasserstein", "reverse_kl", "forward_kl", "product", "average")
 

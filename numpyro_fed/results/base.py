@@ -319,8 +319,8 @@ class Result(FederatedRun[Fit]):
         padded = hosted.at(silo, [batch.data for batch in hosted.batches])
         theta = {**shared.theta, **private.theta}
         coords = private.measured(posterior.coordinates(shared, z_G))
-        # A key for each silo: its draws are independent of those of other silos at the same
-        # globals.
+        # A key for each silo: its draws are independent
+        # of those of other silos at the same globals.
         key = jax.random.fold_in(key, silo)
         z_L = posterior.draw_locals(key, theta, private.guide, z_G, coords, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
@@ -365,8 +365,8 @@ class Result(FederatedRun[Fit]):
         def guide(*args: object, **kwargs: object) -> None:
             check(*args, **kwargs)
             key = numpyro.prng_key()
-            # Deterministic sites are computed by running the model, whose sites no outer handler
-            # may see.
+            # Deterministic sites are computed by running the
+            # model, whose sites no outer handler may see.
             with numpyro.handlers.block():
                 drawn = draw(key)
             for name, value in drawn.items():

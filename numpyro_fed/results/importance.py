@@ -1,8 +1,8 @@
 """The importance correction of a fit in one exchange, a certificate without pooled inference.
 
-1. The server draws globals from the guide, and some from wider distributions (the *proposal*). 2.
-Each silo estimates its log likelihood at each draw, with its own latents integrated out by weighted
-   draws. The sum over silos comes back.
+1. The server draws globals from the guide, and some from wider distributions (the *proposal*).
+2. Each silo estimates its log likelihood at each draw, with its own latents integrated out by
+   weighted draws. The sum over silos comes back.
 3. The weights of the draws are Pareto-smoothed. Without locals, heavy draws whose log density jumps
    between neighbouring numbers lose their weight (:func:`_rough_draws`), and step 3 is done again.
 """
@@ -188,8 +188,8 @@ def _corrected(
     weigh, sampler, proposed = _compiled(fit, draws, size, wider)
 
     def exchange(i: int) -> Weighed:
-        # The first exchange has the key itself, so that 4,000 draws are the same with and without
-        # more.
+        # The first exchange has the key itself, so that
+        # 4,000 draws are the same with and without more.
         key_exchange = jax.random.fold_in(key, i) if i else key
         found: Weighed = result._run_round_once(weigh, key_exchange, NO_WEIGHTS)[0]
         return found
@@ -198,8 +198,8 @@ def _corrected(
     z_G, log_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
     from_guide = np.tile(np.arange(size) < proposed.own, len(parts))
     tail_and_weights = weights_of(log_weights)
-    # With locals a silo's estimate is noisy itself, so that a jump between neighbours shows
-    # nothing.
+    # With locals a silo's estimate is noisy itself,
+    # so that a jump between neighbours shows nothing.
     for _ in range(0 if draws else MAX_CHECKS):
         if tail_and_weights[0] <= threshold(len(z_G)):
             break

@@ -67,8 +67,8 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
             at_draw = coords._replace(u=u)
             return bound.sample(jax.random.fold_in(key, i), theta, eta, z, at_draw, data)
 
-        # Batches of 64 draws bound the memory, whatever n is: rows x draws x inner draws stand at
-        # once.
+        # Batches of 64 draws bound the memory, whatever
+        # n is: rows x draws x inner draws stand at once.
         return jax.lax.map(draw_one, (jnp.arange(len(z_G)), z_G, coords.u), batch_size=64)
 
     @jax.jit

@@ -10,9 +10,9 @@ from jax import Array
 
 from numpyro_fed.model.sites import Site
 
-# Gaps between neighbouring numbers that an sd must have: with fewer, rounding makes a percent of it
-# or more. With it none of 500 models with offsets and scales up to 1e9 is wrong in silence
-# (docs/results/never_wrong.md).
+# Gaps between neighbouring numbers that an sd must have: with fewer, rounding
+# makes a percent of it or more. With it none of 500 models with offsets and
+# scales up to 1e9 is wrong in silence (docs/results/never_wrong.md).
 SPACINGS = 50.0
 # Effective draws below which an sd is not judged: it may be small by chance.
 FEW = 10.0

@@ -342,7 +342,7 @@ def bound_settled(losses: np.ndarray | Sequence[float]) -> bool:
     size = quarter // NUM_BATCHES
     last = np.asarray(losses, np.float64)[-2 * NUM_BATCHES * size :]
     previous, after = last.reshape(2, NUM_BATCHES, size).mean(2)
-    # At least 0.1 nat: a bound may be so quiet that three of its standard errors are next to
-    # nothing.
+    # At least 0.1 nat: a bound may be so quiet that
+    # three of its standard errors are next to nothing.
     error = np.sqrt((previous.var(ddof=1) + after.var(ddof=1)) / NUM_BATCHES)
     return bool(previous.mean() - after.mean() <= max(0.1, 3 * error))

@@ -158,8 +158,8 @@ def load_state(
             "wrote it. What was drawn from it can be read: nf.load(path), without a model."
         )
     stored = saved["others"][part] if part else saved
-    # The order of the silos first: otherwise swapped silos would be reported as other data or
-    # shapes.
+    # The order of the silos first: otherwise swapped
+    # silos would be reported as other data or shapes.
     if provenance is not None and record is not None:
         provenance.check_order(record)
     # Through JSON, which turns tuples into lists, as in the file.

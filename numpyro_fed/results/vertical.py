@@ -296,8 +296,8 @@ class VerticalResult(VerticalRun):
         z, log_qs, bs = zip(*drawn, strict=True)
         log_q = sum(log_qs[1:], log_qs[0])
         if v.rank:
-            # Shared noise makes parties dependent: their densities multiply up to this ratio
-            # (numpyro_fed.guides.coupling).
+            # Shared noise makes parties dependent: their densities
+            # multiply up to this ratio (numpyro_fed.guides.coupling).
             A = sum(p.guide["coupling"].T @ p.guide["coupling"] for _, p in parties)
             ratio = partial(coupling.log_ratio, server.guide["shared"], A=A)
             log_q += jax.vmap(ratio)(sum(bs[1:], bs[0]))

@@ -29,24 +29,24 @@ from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.run import FederatedRun
 from numpyro_fed.results.saving import SavedWords, save
 
-# Draws below which k-hat is not judged: its generalised Pareto is fitted to at most a fifth of
-# them.
+# Draws below which k-hat is not judged: its generalised
+# Pareto is fitted to at most a fifth of them.
 MIN_DRAWS = 100
 # Standard error, in sds, up to which means and sds count as known. The promise is a tenth of an sd,
 # which is more than three such errors. Half of it needs four times as many draws; twice would break
 # the promise one time in ten.
 MAX_ERROR = 0.03
-# The same for an sd whose terms have a heavy tail, whose estimated error comes out too small.
-# Without it three of 100 corrections of one random model were trusted and wrong, with it none
-# (docs/results/never_wrong.md).
+# The same for an sd whose terms have a heavy tail, whose estimated error
+# comes out too small. Without it three of 100 corrections of one random
+# model were trusted and wrong, with it none (docs/results/never_wrong.md).
 MAX_ERROR_OF_HEAVY = 0.02
 # Sds within which a mean is right, and share within which an sd is: the target of all benchmarks.
 TOLERANCE = 0.1
-# Shape of a Pareto tail below which its variance is finite, and so the standard error of an
-# average.
+# Shape of a Pareto tail below which its variance is
+# finite, and so the standard error of an average.
 FINITE_TAIL = 0.5
-# Share of effective draws above which only tails are unsure: nf.fit then tries more draws before a
-# better proposal.
+# Share of effective draws above which only tails are unsure:
+# nf.fit then tries more draws before a better proposal.
 MANY_SHARE = 0.3
 # Log weight, less the largest, below which a draw weighs nothing: e^-100 is 4e-44, which
 # changes no average.

@@ -149,8 +149,8 @@ def drive(
                 n = failure.round - int(state.round)
                 after, _, last = runtime.advance(key, state, batches, n, server_data, stop)
             requested, n = n, int(after.round) - int(state.round)
-            # A run of no rounds keeps the empty log all the same: it has the structure of the
-            # reports.
+            # A run of no rounds keeps the empty log all the
+            # same: it has the structure of the reports.
             if n or not logs:
                 logs.append(jax.tree.map(partial(_first, n), log))
             state, done = after, done + n

@@ -319,8 +319,8 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
 
 def _unknown_key() -> Array:
     """Return a key of 128 random bits from the operating system."""
-    # jax.random.key takes 32 bits of a seed, which could be tried one by one: fold in three more
-    # words.
+    # jax.random.key takes 32 bits of a seed, which could
+    # be tried one by one: fold in three more words.
     words = np.frombuffer(secrets.token_bytes(16), np.uint32)
     key = jax.random.key(words[0])
     for word in words[1:]:
