@@ -55,7 +55,8 @@ def jaxlib_version() -> tuple[int, ...]:
 
 def cores() -> int:
     """Return the number of cores that this process may use."""
-    # os.cpu_count counts the machine's cores, of which a container or taskset may leave fewer.
+    # os.cpu_count counts the machine's cores; a container or taskset may leave fewer to the
+    # process.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

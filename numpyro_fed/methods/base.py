@@ -116,7 +116,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             Rounds to run, or with ``stop`` or a ``callback`` the most. For SFVI a round is one step
             of the optimiser; for PVI it visits every participant once.
         silos : list of dict
-            What each silo holds: keyword arguments of the model, arrays or trees (dicts, lists,
+            The data of each silo: keyword arguments of the model, arrays or trees (dicts, lists,
             tuples) of them. Arrays may differ in size; those that differ beyond the first axis are
             compiled apart, and so are Python ints, bools, strings and None, which are static.
         init_state : State, optional
@@ -152,7 +152,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         NonFiniteError
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
         CallbackError
-            If the callback raised; the error's ``result`` is what it was shown.
+            If the callback raised; the error's ``result`` is the callback's argument.
         Interrupted
             By Ctrl-C in its rounds: a ``KeyboardInterrupt`` whose ``result`` is that of the rounds
             that were finished.
@@ -381,7 +381,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     def _compiled_for(self, silos: SilosInput, runtime: str) -> tuple[Fit, Silos]:
         """Return the compiled fit for these silos, that of an earlier run if there is one.
 
-        What depends on shapes is kept; what depends on values is asked of each run's own data.
+        Parts that depend on shapes are kept; verdicts on values are taken on each run's own data.
         """
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")

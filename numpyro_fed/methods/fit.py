@@ -142,7 +142,7 @@ def fit(
     ModelError, DataError
         For input that cannot work, and an improper posterior.
     NonFiniteError
-        Where neither method comes to a finite posterior.
+        If neither method comes to a finite posterior.
     Interrupted
         By Ctrl-C once something was computed: a ``KeyboardInterrupt`` whose ``result`` has the
         stages so far, and says that it was interrupted.

@@ -156,7 +156,7 @@ def load(
         The same path as was given to ``save``.
     model : callable, optional
     silos : list of dict, optional
-        With both the saved object itself comes back, for locals of a silo, corrections and
+        With both, ``load`` returns the saved object itself, for locals of a silo, corrections and
         ``run(..., init_state=)``. They must be the model and the data of the fit.
 
     Returns

@@ -137,8 +137,8 @@ class PVI(Method[PVIResult, Conjugate]):
         Laplace's approximation, and flat priors are allowed. Visits work in coordinates in which
         the posterior is standard. It needs at most 300 globals and ``deletion="own"``, and is not
         used where one pass in closed form is exact; otherwise it is as None. None: at the prior. A
-        result of another method on the same silos: at its posterior, of which every silo's factor
-        has an equal share.
+        result of another method on the same silos: at its posterior; every silo's factor is an
+        equal share of it.
     starts : int
         Searches for the mode, side by side in one program; the highest is where the run starts.
     start_scale : float or None
@@ -150,7 +150,7 @@ class PVI(Method[PVIResult, Conjugate]):
         ``loss(distribution, value)`` in place of minus the log density at each observed site, as in
         :mod:`numpyro_fed.losses` (:class:`FedGVI`).
     divergence, prior_divergence : callable
-        To the cavity and to the prior, as in :mod:`numpyro_fed.divergences`.
+        The divergences to the cavity and to the prior, as in :mod:`numpyro_fed.divergences`.
     deletion : {"own", "none", "average", "prior"}
         The part of the posterior that a silo takes out for its cavity: its own factor; nothing (as
         in streaming); an average factor (stochastic power EP); all factors (committee machine).

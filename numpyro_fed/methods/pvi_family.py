@@ -93,7 +93,7 @@ def BCM(model: Callable[..., Any], *, split: bool = False, **settings: Any) -> P
     split : bool
         Whether the prior is split over the silos.
     **settings
-        Of :class:`PVI`: ``local``, ``family``, ...
+        Settings of :class:`PVI`: ``local``, ``family``, ...
 
     References
     ----------
@@ -128,7 +128,7 @@ def VCL(model: Callable[..., Any], *, schedule: str | Spec = "sequential", **set
     schedule : "sequential" or schedules.Sequential
         A schedule that visits each silo once.
     **settings
-        Of :class:`PVI`: ``local``, ``family``, ...
+        Settings of :class:`PVI`: ``local``, ``family``, ...
 
     References
     ----------
@@ -163,7 +163,7 @@ def StreamingVB(
     model : callable
     schedule : str or one of numpyro_fed.schedules
     **settings
-        Of :class:`PVI`: ``local``, ``family``, ``damping``, ...
+        Settings of :class:`PVI`: ``local``, ``family``, ``damping``, ...
 
     References
     ----------
@@ -189,7 +189,7 @@ def PowerEP(model: Callable[..., Any], *, alpha: float | None = None, **settings
     alpha : float, optional
         In (0, 1]; 0.5 by default.
     **settings
-        Of :class:`PVI`; ``local=local.PowerEP(...)`` sets more than ``alpha``.
+        Settings of :class:`PVI`; ``local=local.PowerEP(...)`` sets more than ``alpha``.
 
     References
     ----------
@@ -216,7 +216,7 @@ def AlphaEP(model: Callable[..., Any], *, alpha: float | None = None, **settings
     alpha : float, optional
         In [0, 1), 0.5 by default; 0 is PVI.
     **settings
-        Of :class:`PVI`; ``local=local.Optax(alpha=..., ...)`` sets more than ``alpha``.
+        Settings of :class:`PVI`; ``local=local.Optax(alpha=..., ...)`` sets more than ``alpha``.
 
     References
     ----------
@@ -247,7 +247,7 @@ def StochasticPowerEP(
     alpha : float, optional
         In (0, 1]; 0.5 by default.
     **settings
-        Of :class:`PVI`: ``schedule``, ``local``, ...
+        Settings of :class:`PVI`: ``schedule``, ``local``, ...
 
     References
     ----------
@@ -302,11 +302,12 @@ def FedGVI(
         ``loss(distribution, value)`` at each observed site, one of :mod:`numpyro_fed.losses` or
         your own; by default minus the log density. Robust losses bound what one row can do.
     divergence, prior_divergence : callable, optional
-        To the cavity and to the prior; KL by default. One of :mod:`numpyro_fed.divergences` or your
+        The divergences to the cavity and to the prior: KL by default, one of
+        :mod:`numpyro_fed.divergences`, or your
         own ``(family, eta_q, eta_p) -> ()``. A silo's new coefficients are the gradient of its
         divergence with respect to the mean parameters, which for KL is ``eta_q - eta_cavity``.
     **settings
-        Of :class:`PVI`: ``schedule``, ``damping``, ``local``, ...
+        Settings of :class:`PVI`: ``schedule``, ``damping``, ``local``, ...
 
     References
     ----------

@@ -130,7 +130,7 @@ class SFVIAvg(GradientMethod):
     Notes
     -----
     A barycenter of full covariances takes what each silo sends; all other averages are sums over
-    silos, of which the server need not see the parts.
+    silos, whose parts the server need not see.
 
     References
     ----------

@@ -122,7 +122,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         NonFiniteError
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
         CallbackError
-            If the callback raised; the error's ``result`` is what it was shown.
+            If the callback raised; the error's ``result`` is the callback's argument.
         Interrupted
             By Ctrl-C, as in :meth:`SFVI.run`.
         """

@@ -203,19 +203,20 @@ class VFL(VerticalMethod[VerticalResult]):
         They cross before the first round, as often as ``VerticalResult.start`` says, and in each
         round.
 
-        A client's ``part`` has a number for each row: in the exact split its predictor, of which
-        many draws tell the client's columns up to what the predictor does with them (a linear
-        predictor of ``p`` columns in ``p`` rounds or so spans their column space, as
-        ``benchmarks/vertical_reveals.py`` measures). Summed over
-        clients it says as much of their sum alone, but with two clients each can take its own part
-        off. With ``rho`` every number is sent with noise of that standard deviation, anew each
-        round, so that the mean over ``T`` rounds is known up to ``rho / sqrt(T)`` and the spread of
+        A client's ``part`` has a number for each row. In the exact split it is the predictor, and
+        many draws of it reveal the client's columns up to what the predictor does with them: a
+        linear predictor of ``p`` columns spans their column space in about ``p`` rounds
+        (``benchmarks/vertical_reveals.py``). A sum over clients reveals as much about the sum of
+        predictors alone, but with two clients each can subtract its own part.
+
+        With ``rho`` every number is sent with noise of that standard deviation, drawn anew in each
+        round. The mean over ``T`` rounds is then known up to ``rho / sqrt(T)`` and the spread of
         the posterior: noise hides single draws, and not what many rounds have in common. Amortised
-        auxiliary variables follow the predictor from draw to draw, so that after a thousand rounds
-        or two they tell the columns as the exact split does, up to a linear map; mean-field ones
-        tell little but the mean predictor, and are to be chosen where columns are to be hidden.
-        Noise would hide nothing from a server that knows the key of the noise, which is why a
-        :class:`SiloNode` draws it from a key of its own.
+        auxiliary variables follow the predictor from draw to draw, so that after one or two
+        thousand rounds they reveal the columns as the exact split does, up to a linear map.
+        Mean-field ones reveal little but the mean predictor: choose them if columns are to be
+        hidden. Noise hides nothing from a server that knows its key, which is why a
+        :class:`SiloNode` draws it with a key that only the client knows.
 
         The server sends the gradient of the log likelihood for each row. It is not the response,
         but for many likelihoods reveals it: the sign of the gradient is a Bernoulli response.

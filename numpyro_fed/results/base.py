@@ -163,7 +163,7 @@ class Result(FederatedRun[Fit]):
     ended : {"rounds", "converged", "callback", "failure", "interrupted"}
         Why there are no more rounds.
     start : Mode, Carried or None
-        The mode at which the run began, or what it took over from another result.
+        The mode at which the run began, or the parts that it took over from another result.
     """
 
     _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)  # of a file

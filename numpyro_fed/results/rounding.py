@@ -28,7 +28,7 @@ class Rounding(NamedTuple):
     dtype : str
         The precision in which the draws and their densities were computed.
     mean, sd : (dim,) array
-        Of the draws, by coordinate; sds are infinite with too few effective draws to know them.
+        Moments of the draws, by coordinate; sds are infinite with too few effective draws.
     nats : float
         About how far rounding moves a log weight: the precision's machine epsilon times the
         largest log density, in size, of a draw that counts.

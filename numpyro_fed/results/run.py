@@ -210,7 +210,7 @@ class FederatedRun(ABC, Generic[Ready]):
     ended : {"rounds", "converged", "callback", "failure", "interrupted"}
         Why there are no more rounds.
     start : optional
-        Where the run began, if that was at a mode or at another result.
+        The start of the run, if that was a mode or another result.
     """
 
     losses: np.ndarray = field(repr=False)

@@ -228,7 +228,7 @@ class VerticalRun(FederatedRun[VerticalFit]):
         Raises
         ------
         NonFiniteError
-            Where a draw is NaN or infinite.
+            If a draw is NaN or infinite.
         """
         fit = self._fit
         positive_int("n", n)

@@ -107,7 +107,7 @@ class Weighted(ABC, Generic[Corrects]):
 
     @property
     def spreads_known(self) -> bool:
-        """Whether no sd rests on a few draws far out, of which a further sample might show more."""
+        """Whether no sd rests on a few draws far out, which another sample might show more of."""
         computed = self._moments
         return (
             computed.tail <= FINITE_TAIL
@@ -137,7 +137,7 @@ class Weighted(ABC, Generic[Corrects]):
     def precise(self) -> bool:
         """Whether the precision of the computation can hold the posterior.
 
-        Where an sd is less than fifty gaps between numbers at its mean, or the rounding of a log
+        If an sd is less than fifty gaps between numbers at its mean, or the rounding of a log
         density moves it by a tenth of a nat, draws and weights are made of rounding.
         """
         return self._rounding.fine

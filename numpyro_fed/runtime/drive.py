@@ -51,7 +51,7 @@ class Run(NamedTuple):
     losses : (rounds,) array
         Minus the bound in each of the rounds that led there.
     failure : Failure or None
-        What stopped the run, if a round was not ok.
+        The round that stopped the run, if one was not ok.
     log : Log or None
         The reports of these rounds, as NumPy arrays; None where they were not kept.
     ended : {"rounds", "converged", "callback", "failure", "interrupted"}
@@ -97,7 +97,7 @@ def drive(
     Parameters
     ----------
     runtime, key, state, batches, server_data
-        What is run, and from where.
+        The algorithm, its first state, and the data.
     num_rounds : int
     progress_bar : bool or Progress
     stop : bool

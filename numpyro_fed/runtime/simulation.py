@@ -188,7 +188,7 @@ class Rounds(NamedTuple, Generic[Index, Drawn]):
     Attributes
     ----------
     positions : batches -> pytree
-        Where silos stand in the buckets, computed once for all rounds.
+        The silos' positions in the buckets, computed once for all rounds.
     draw : (key, numbers, state, batches) -> pytree, leaves (rounds, ...)
         The noise of several rounds, and their participants where not all silos take part.
     run_round : (drawn, state, batches, positions, server_data) -> (State, Info, who, good, watched)

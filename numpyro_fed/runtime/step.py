@@ -167,7 +167,7 @@ def step(
     good : (k,) bool
         Which participants' replies were good in all exchanges, in the runtime's order.
     watched : pytree
-        What is watched of the silos' states after the last exchange.
+        The watched part of the silos' states after the last exchange.
     """
     ask = _LiveAsker(round_.exchanges, transport, noise, silos, who, server_data)
     server, info = round_.run(server, noise.server, ask)
