@@ -237,7 +237,7 @@ class _Fitting:
         self.budget_left, self.bar = budget, bar
         self.coupled = self.has_more_inner = False
         self.num_inner = self.num_inner_draws()
-        self.runtime = "quick" if self.num_numbers() <= SMALL_DATA else "simulation"
+        self.runtime = "quick" if self.data_size() <= SMALL_DATA else "simulation"
         self.stages: list[Stage] = []
         self.warned: list[str] = []
         self.known_warnings: set[str] = set()
@@ -332,7 +332,7 @@ class _Fitting:
         num_rows = max((sum(size[p] for size in sizes) for p in rows), default=0)
         return int(min(max(num_rows / ROWS_PER_DRAW, INNER_RANGE[0]), INNER_RANGE[1]))
 
-    def num_numbers(self) -> int:
+    def data_size(self) -> int:
         """Return the number of data of all silos, times the draws of each row's latents."""
         num_values = sum(a.size for s in self.silos for a in s.arrays.values())
         return num_values * (ROW_DRAWS if any(p.dim for p in self.fm.plates) else 1)

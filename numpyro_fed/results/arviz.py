@@ -44,7 +44,7 @@ def to_arviz(
     Raises
     ------
     MissingExtraError
-        Where ArviZ is not installed.
+        If ArviZ is not installed.
     """
     try:
         import arviz

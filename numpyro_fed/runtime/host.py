@@ -1,6 +1,6 @@
 """The host loop: a Python loop over rounds and silos, for debugging and as the reference.
 
-:func:`round_loop` and :func:`single_by` take any transport. Nodes in other processes use them, too
+:func:`round_loop` and :func:`single_with` take any transport. Nodes in other processes use them too
 (:mod:`numpyro_fed.runtime.node`).
 """
 
@@ -141,10 +141,10 @@ def round_loop(
 
 def single(round_: Round) -> Single:
     """Return a single round with all silos, one after the other."""
-    return single_by(compile_parts(round_), len, partial(_host_transport, watch=lambda state: ()))
+    return single_with(compile_parts(round_), len, partial(_host_transport, watch=lambda state: ()))
 
 
-def single_by(
+def single_with(
     round_: Round,
     num_silos: Callable[[Batches], int],
     transport_of: Callable[[Batches], Transport[Array, Stacks]],

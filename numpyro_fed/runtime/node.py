@@ -35,7 +35,7 @@ from numpyro_fed.errors import DataError, ModelError, ReplyError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.combine import combine, for_participants
-from numpyro_fed.runtime.host import compile_visit, round_loop, single_by
+from numpyro_fed.runtime.host import compile_visit, round_loop, single_with
 from numpyro_fed.runtime.messages import pack, read, unpack, write
 from numpyro_fed.runtime.noise import init_keys, silo_key, typed_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
@@ -421,7 +421,7 @@ def remote(
         return silos.transport
 
     def single(round_: Round) -> Single:
-        return single_by(silos.prepared(round_), num_silos, transport_of)
+        return single_with(silos.prepared(round_), num_silos, transport_of)
 
     # One round a call. The driver runs a chunk again after a failure, and silos in other processes
     # have moved on by then: their states cannot be taken back.
