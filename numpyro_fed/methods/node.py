@@ -165,4 +165,5 @@ def rows_of(facts: Facts) -> Weights:
     """
     sizes = dict(facts.sizes)
     rounded = [sizes[plate.name] for plate in facts.plates if not plate.outer]
+    # A number that is rounded up to n, a power of two, is above the half of n.
     return Weights(sum(n // 2 + 1 for n in rounded), sum(rounded))

@@ -88,6 +88,7 @@ class Random:
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: one over the number of participants."""
+        # As for all silos at once: k factors change together, none of them knowing of the others.
         return 1 / self.size
 
 

@@ -134,6 +134,7 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         make_runtime: MakeRuntime,
         progress_bar: bool,
     ) -> tuple[VerticalFit, State, VerticalStart | None]:
+        # No batches: the clients' data are in their processes.
         return fit, *begin(fit, key, (), partial(make_runtime, schedule=None, begin=SEARCH))
 
     def run(

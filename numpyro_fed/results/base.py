@@ -166,7 +166,9 @@ class Result(FederatedRun[Fit]):
         The mode at which the run began, or the parts that it took over from another result.
     """
 
-    _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)  # of a file
+    # Exchanges before the first round, by name, of a run that was loaded: its start is not in the
+    # file.
+    _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)
 
     ELSEWHERE = (
         "silo {} holds its own latents and parameters, and the server knows nothing of them. Ask "
@@ -219,6 +221,7 @@ class Result(FederatedRun[Fit]):
         """Return how often each exchange took place before the first round of this run."""
         if self._before is not None:
             return self._before
+        # The state counts all rounds: more of them than losses are those of the run before.
         goes_on = int(self.state.round) > len(self.losses)
         return {} if goes_on else self._fit.built.exchanged_before(self.start)
 

@@ -152,5 +152,7 @@ class Built(BuiltRun):
         times |= {self.start.begin.name: 1}
         if self.start.curvature_round is not None:
             times |= {self.start.curvature_round.name: int(checked)}
+        # A mode counts all exchanges: those of its search, the one that begins the run, and the
+        # check.
         num_search = start.num_exchanges - 1 - int(checked)
         return times | {x.name: num_search for x in self.start.search.round.exchanges}

@@ -118,6 +118,7 @@ class VerticalFit(CompiledMethod[VerticalBuilt]):
             def make() -> str:
                 return vertical_fingerprint(self.built.model, self.server_data, hosted.data)
 
+            # Half a second of tracing, needed once for a fit whose arguments keep their shapes.
             return self.cached("text", make)
 
         clients = {f"client {j}": data for j, data in enumerate(hosted.data)}

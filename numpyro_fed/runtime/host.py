@@ -97,6 +97,7 @@ def round_loop(
         loss, ok, good, rows = 0.0, True, np.ones(size, bool), []
         server, silos, transport = state.server, state.silos, transport_of(batches)
         for s, who in enumerate(np.asarray(plan[0])):
+            # Numbered as in the compiled loop, so that both draw the same noise.
             noise = _noise(round_, key, state.round * len(plan[0]) + s)
             server, silos, info, good[who], watched = step(
                 round_, transport, noise, server, silos, jnp.asarray(who, jnp.int32), server_data

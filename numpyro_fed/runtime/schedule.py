@@ -130,6 +130,7 @@ def given(num_silos: int, who: ArrayLike | Sequence[Sequence[int]]) -> Schedule[
         raise ValueError(
             f"who has a silo twice in round {repeated[0]}: {table[repeated[0]].tolist()}."
         )
+    # In SFVI each visit counts J / k times, whoever is visited: only equal counts are unbiased.
     counts = np.bincount(table.ravel(), minlength=num_silos)
     if counts.min() < counts.max():
         most, least = int(counts.argmax()), int(counts.argmin())
@@ -234,6 +235,7 @@ def _stateless(
     def visits(
         key: Array, round: Array, carry: tuple[()], change: Array
     ) -> tuple[Array, tuple[()]]:
+        # The key is the same in all rounds; the round's own comes from its number.
         return who(jax.random.fold_in(key, round), change).reshape(steps, size), carry
 
     return Schedule(steps, size, lambda key: (), visits, num_silos, ahead)
