@@ -2,7 +2,8 @@
 
 from numpyro_fed.threads import make_pool_large_enough
 
-make_pool_large_enough()  # before any import that has JAX make an array
+# Before the imports below: the first array that JAX makes fixes the size of its pool.
+make_pool_large_enough()
 
 from numpyro_fed import barycenters, divergences, expfam, guides, local, losses, testing
 from numpyro_fed.errors import (
@@ -127,5 +128,6 @@ __all__ = [
 ]
 
 
+# Completion in a notebook shows the public names alone, without modules and helpers.
 def __dir__() -> list[str]:
     return __all__

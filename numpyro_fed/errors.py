@@ -1,4 +1,7 @@
-"""The exceptions of the package: what was expected, what came, where, and what to do."""
+"""The exceptions of the package.
+
+Their messages say what was expected, what came, where (silo and site), and what to do.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +12,33 @@ import numpy as np
 
 
 class Savable(Protocol):
-    """A fit, whatever its method, that can be written to a file."""
+    """A fit of any method, which can be written to a file."""
 
     def save(self, path: str | Path) -> None: ...
 
 
 class ModelError(ValueError):
-    """The model text cannot be split into a global and a local part."""
+    """The error for a model that cannot be split into a global and a local part."""
 
 
 class CoupledRowsError(ModelError):
-    """Rows of a silo plate read each other's latents, where each is to be weighed on its own."""
+    """The error for rows that read latents of other rows, where each row is weighed by itself."""
 
 
 class DataError(ValueError):
-    """A silo holds what does not fit the model or the other silos."""
+    """The error for data that do not fit the model or the other silos."""
 
 
 class GuideError(ValueError):
-    """The guide does not fit the model, the method or the machine."""
+    """The error for a guide that does not fit the model, the method or the machine."""
 
 
 class SavedStateError(ValueError):
-    """A saved fit belongs to another model, another layout of silos or another version."""
+    """The error for a file of another model, other silos, other data or another version."""
 
 
 class MissingExtraError(ImportError):
-    """An optional dependency is not installed."""
+    """The error for an optional dependency that is not installed."""
 
     def __init__(self, package: str, extra: str):
         super().__init__(
@@ -45,18 +48,18 @@ class MissingExtraError(ImportError):
 
 
 class NonFiniteError(FloatingPointError):
-    """The bound turned NaN or infinite during a run.
+    """The error for a bound that turned NaN or infinite during a run.
 
     Attributes
     ----------
     result : Result
-        The fit at the last good round, so that nothing that was computed is lost; None where there
-        is none.
+        The fit at the last good round, so that nothing that was computed is lost; None if there was
+        no good round.
     round : int
         The round that failed, counted from the first round of the state.
     silos : tuple[int, ...]
-        The silos whose own contribution was not finite. Empty when the prior or the global
-        part of the guide, which live at the server, were at fault.
+        The silos whose contribution was not finite. It is empty if the server's part was at fault:
+        the prior, or the guide of the globals.
     """
 
     def __init__(self, message: str, *, result: Savable | None, round: int, silos: tuple[int, ...]):
@@ -66,16 +69,16 @@ class NonFiniteError(FloatingPointError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C has ended a run, and what was computed until then is here.
+    """The interrupt that ends a run by Ctrl-C, with what was computed until then.
 
-    A script stops as by any ``KeyboardInterrupt``, which this is one of. In an interactive session
-    the error is ``sys.last_value``.
+    It is a ``KeyboardInterrupt``, so that a script stops as usual. In an interactive session the
+    error is ``sys.last_value``.
 
     Attributes
     ----------
     result : Result, Corrected or Fitted
-        Of the rounds, draws or stages that were finished, with ``ended="interrupted"`` or a verdict
-        that says so: ``error.result.save(path)`` keeps it, and a run goes on by
+        The result of the rounds, draws or stages that were finished; its ``ended`` or its verdict
+        says that it was interrupted. ``error.result.save(path)`` keeps it, and a run goes on by
         ``run(..., init_state=error.result.state)``.
     """
 
@@ -85,14 +88,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 class ReplyError(DataError):
-    """A silo's reply is not one that was agreed: it is refused as it arrives.
+    """The error for a silo's reply that was not agreed, raised as the reply arrives.
 
     Attributes
     ----------
     silo : int
     exchange : str
     result : Result or None
-        The fit at the last good round; None where there is none yet.
+        The fit at the last good round; None if there is no good round yet.
     """
 
     def __init__(self, message: str, *, silo: int, exchange: str):
@@ -102,18 +105,18 @@ class ReplyError(DataError):
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a real number, and not a bool."""
+    """Return whether a value is a real number; a bool is none."""
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def positive_int(name: str, value: object) -> None:
-    """Refuse what is not a positive whole number."""
+    """Raise an error unless ``value`` is a positive int; ``name`` is that of the argument."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
 
 
 class CallbackError(Exception):
-    """A callback has raised an exception; ``result`` is what it was shown."""
+    """The error for a callback that raised; ``result`` is the argument of the callback."""
 
     def __init__(self, message: str, *, result: Savable | None):
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: arrays and a description in one npz, written atomically."""
+"""Files that are whole or absent: arrays and a description in one npz, written atomically."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ import numpy as np
 
 from numpyro_fed.errors import SavedStateError
 
-DESCRIPTION = "description.json"  # the member of an npz that says what its arrays are
-OLD = 3_600.0  # seconds, after which nobody is still writing a file
-DAMAGE = (  # what zipfile and NumPy raise for files that are not whole, or not what they say
+DESCRIPTION = "description.json"  # the member of an npz that describes its arrays
+# Seconds after which a temporary file counts as left behind by a process that was killed. A save
+# takes seconds; with less than its time a slow save of another process would lose its file.
+OLD = 3_600.0
+# The errors that zipfile and NumPy raise for files that are cut off, changed, or something else.
+DAMAGE = (
     OSError,
     ValueError,
     TypeError,
@@ -35,17 +38,17 @@ DAMAGE = (  # what zipfile and NumPy raise for files that are not whole, or not 
 
 
 def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file so that its name always stands for a whole one: the new one or the one before.
+    """Write a file so that at any time its name stands for a whole file, the new or the old one.
 
-    ``write`` is given a new file in the same folder, which takes the name once it is on the disk.
-    A process that is killed in between leaves that one behind, as ``.name.*.part``, which a save an
-    hour later takes away.
+    ``write`` gets a temporary file in the same folder, which takes the name once it is on the disk.
+    A process that is killed in between leaves the temporary file ``.name.*.part`` behind; a save an
+    hour later removes it.
 
     Parameters
     ----------
     file : str or Path
     write : callable
-        Given a binary stream to write to.
+        A function that is called with a binary stream to write to.
 
     Examples
     --------
@@ -55,11 +58,13 @@ def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> 
     >>> file.read_bytes()
     b'1 2 3'
     """
-    file = Path(os.path.realpath(file))  # where a link points to, which stays one
+    file = Path(os.path.realpath(file))  # os.replace would put a file in the place of a link
     part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
     try:
         with open(part, "x+b") as stream:
             write(stream)
+            # On the disk before it takes the name: otherwise
+            # a loss of power may leave an empty file.
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(part, file)
@@ -70,14 +75,16 @@ def write_atomically(file: str | Path, write: Callable[[IO[bytes]], object]) -> 
     if os.name == "posix":  # elsewhere a folder cannot be opened
         folder = os.open(file.parent, os.O_RDONLY)
         try:
-            with suppress(OSError):  # some network file systems know no such thing
-                os.fsync(folder)  # so that the new name, too, outlives a loss of power
+            # The new name must outlive a loss of power,
+            # too. Some network file systems cannot do it.
+            with suppress(OSError):
+                os.fsync(folder)
         finally:
             os.close(folder)
 
 
 def _sweep(file: Path) -> None:
-    """Remove what killed processes have left behind, but nothing that may still be written."""
+    """Remove temporary files that killed processes have left behind, if they are old enough."""
     for part in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
         with suppress(OSError):
             if time.time() - part.stat().st_mtime > OLD:
@@ -87,7 +94,7 @@ def _sweep(file: Path) -> None:
 def write_npz(
     path: str | Path, arrays: Mapping[str, np.ndarray], description: Mapping[str, Any]
 ) -> None:
-    """Write ``path.npz``: arrays by name, and a description as JSON; atomically, and no pickle."""
+    """Write ``path.npz`` atomically: arrays by name, and a description as JSON, without pickle."""
     text = json.dumps(description, indent=1, sort_keys=True) + "\n"
 
     def write(stream: IO[bytes]) -> None:
@@ -100,9 +107,9 @@ def write_npz(
 
 
 def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read the arrays and the description that :func:`write_npz` wrote, with dtypes as they are.
+    """Return the arrays and the description of a file of :func:`write_npz`, with their dtypes.
 
-    Of earlier releases also a description in a file of its own, ``path.json``.
+    A file of an early release has its description in a second file, ``path.json``.
 
     Raises
     ------
@@ -114,25 +121,26 @@ def read_npz(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         raise _missing(file)
     try:
         with np.load(file, allow_pickle=False) as members:
-            found = dict(members)
-        text = found.pop(DESCRIPTION, None)
+            arrays = dict(members)
+        text = arrays.pop(DESCRIPTION, None)
     except DAMAGE as error:
         raise _damaged(file, error) from error
     if text is None and not beside.exists():
         raise _missing(beside)
     try:
         description = json.loads(beside.read_text() if text is None else bytes(text))
-        return found, dict(description)
+        return arrays, dict(description)
     except (OSError, ValueError, TypeError) as error:
         raise _damaged(beside if text is None else file, error) from error
 
 
 def npz(path: str | Path) -> Path:
-    """The file of a path that was given to a ``save``."""
+    """Return the file name of a path that was given to a ``save``."""
     return _with(path, ".npz")
 
 
 def _with(path: str | Path, suffix: str) -> Path:
+    # with_suffix would cut a part of a name such as "fit.2026" off.
     path = Path(path)
     return path.with_name(path.name + suffix)
 

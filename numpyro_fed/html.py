@@ -1,4 +1,4 @@
-"""Results in notebooks: what they print, as HTML."""
+"""Text and tables of results as HTML, for notebooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 
 def words(text: str) -> str:
-    """Text as a paragraph of HTML; text of several lines as it stands.
+    """Return text as a paragraph of HTML; text of several lines keeps its lines.
 
     Examples
     --------
@@ -20,7 +20,7 @@ def words(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of HTML, from the names of its columns and the cells of its rows.
+    """Return a table of HTML from the names of its columns and the cells of its rows.
 
     Examples
     --------

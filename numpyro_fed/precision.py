@@ -1,4 +1,4 @@
-"""Double precision for a while, in a process of single precision."""
+"""Double precision for a part of a process that computes in single precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-Own = TypeVar("Own", bound="HasPrecision")
+Object = TypeVar("Object", bound="HasPrecision")
 Args = ParamSpec("Args")
 T = TypeVar("T")
 Leaf = TypeVar("Leaf")
@@ -21,13 +21,10 @@ Leaf = TypeVar("Leaf")
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """Enter ``jax.enable_x64(True)``, where texts may be traced that were in single precision.
-
-    Texts read NumPy arrays from outside (an index of groups, a basis). JAX takes such an array
-    for the copy that it made of it first, as long as that copy lives, whatever the precision is by
-    then: such a text could be traced in one precision only. From here on copies of each precision
-    are kept apart.
-    """
+    """Enter double precision, in which models may be traced that were traced in single before."""
+    # Models read NumPy arrays from outside (an index of groups, a basis). JAX keeps its first copy
+    # of such an array and uses it in every later trace, whatever the precision is by then: without
+    # the separate copies a model could be traced in one precision only.
     copies_by_precision()
     with jax.enable_x64(True):
         yield
@@ -35,7 +32,7 @@ def double_precision() -> Iterator[None]:
 
 @cache
 def copies_by_precision() -> bool:
-    """Have JAX tell its copies of NumPy arrays apart by precision; whether this version can."""
+    """Make JAX keep its copies of NumPy arrays by precision; return whether this version can."""
     try:
         from jax._src.dtypes import canonicalize_dtype, register_canonicalize_value_handler
         from jax._src.literals import TypedNdArray
@@ -44,15 +41,20 @@ def copies_by_precision() -> bool:
     copies: dict[tuple[int, np.dtype], tuple[Any, Any]] = {}
 
     def copy(a: np.ndarray) -> TypedNdArray:
-        """Return the copy that lives, which traces know by its identity, or a new one."""
+        """Return the copy of this precision if it is still alive, or a new one.
+
+        Traces know a copy by its identity, so that it must be the same object.
+        """
         dtype = canonicalize_dtype(a.dtype)
         key = id(a), dtype
-        of, found = copies.get(key, (_nothing, _nothing))
-        if of() is a and (known := found()) is not None:
-            return known
-        made = TypedNdArray(np.asarray(a, dtype))
-        copies[key] = weakref.ref(a), weakref.ref(made, lambda dead: forget(key, dead))
-        return made
+        array_of, copy_of = copies.get(key, (_nothing, _nothing))
+        if array_of() is a and (alive := copy_of()) is not None:
+            return alive
+        new_copy = TypedNdArray(np.asarray(a, dtype))
+        # Weak references: an entry disappears with its copy. The array is compared, too, since the
+        # id of one that died may belong to another by now.
+        copies[key] = weakref.ref(a), weakref.ref(new_copy, lambda dead: forget(key, dead))
+        return new_copy
 
     def forget(key: tuple[int, np.dtype], dead: object) -> None:
         if copies.get(key, (None, None))[1] is dead:
@@ -63,46 +65,46 @@ def copies_by_precision() -> bool:
 
 
 def _nothing() -> None:
-    """Return None, as a dead reference does."""
+    """Return None, as a dead weak reference does."""
 
 
 def is_double() -> bool:
-    """Return whether JAX computes in double precision here."""
+    """Return whether JAX computes in double precision at this point."""
     return bool(jnp.result_type(float) == np.float64)
 
 
 def precision(*, double: bool) -> AbstractContextManager[None]:
-    """Return the context of double precision, or of the process's own."""
+    """Return a context of double precision, or one that changes nothing."""
     return double_precision() if double and not is_double() else nullcontext()
 
 
-def in_this_precision(tree: T) -> T:
-    """Return the tree with its floating-point arrays in the precision that holds here."""
+def to_current_precision(tree: T) -> T:
+    """Return the tree with its floating-point arrays in the current precision."""
 
-    def rounded(leaf: Leaf) -> Leaf | Array:
+    def cast(leaf: Leaf) -> Leaf | Array:
         is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
         return jnp.asarray(leaf, jnp.result_type(float)) if is_float else leaf
 
-    return jax.tree.map(rounded, tree)
+    return jax.tree.map(cast, tree)
 
 
 class HasPrecision(Protocol):
-    """An object whose numbers were computed in one of two precisions."""
+    """An object whose numbers were computed in single or in double precision."""
 
     @property
     def double(self) -> bool:
         """Return whether that was double precision."""
 
 
-def in_own_precision(method: Callable[Concatenate[Own, Args], T]) -> Callable[..., T]:
-    """Make a method compute in the precision of its object, whatever the process's is.
+def in_precision_of_object(method: Callable[Concatenate[Object, Args], T]) -> Callable[..., T]:
+    """Return the method, computing in the precision of its object, whatever the process's is.
 
-    What an object of double precision returns to a process of single precision is NumPy arrays:
-    JAX would round its own to single precision in the next operation, without a word.
+    In a process of single precision an object of double precision returns NumPy arrays: JAX would
+    round its own arrays to single precision in the next operation, without a word.
     """
 
     @wraps(method)
-    def call(self: Own, *args: Args.args, **kwargs: Args.kwargs) -> T:
+    def call(self: Object, *args: Args.args, **kwargs: Args.kwargs) -> T:
         if not self.double or is_double():
             return method(self, *args, **kwargs)
         with double_precision():

@@ -1,4 +1,4 @@
-"""How programs are compiled that run once for a set of data."""
+"""Ways to compile programs that run once or a few times for a set of data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from numpyro_fed.precision import double_precision
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
-Numbers = int | tuple[int, ...] | None  # of the arguments that are no arrays
+StaticArgs = int | tuple[int, ...] | None  # positions of the arguments that are no arrays
+# XLA's options for programs that run once: compiled in a third of the time, and slower to run. The
+# CPU's fusion emitters have a compile time of their own. For the rounds of a run they do not pay:
+# without emitters rounds take 1.1 to 1.4 times as long (docs/results/compilation.md).
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -21,8 +24,13 @@ QUICK = {
 }
 
 
-def jit_once(f: Callable[Args, Result], static_argnums: Numbers = None) -> Callable[Args, Result]:
-    """Compile what runs once, as ``jax.jit`` does, in a third of the time; it is slower after."""
+def jit_once(
+    f: Callable[Args, Result], static_argnums: StaticArgs = None
+) -> Callable[Args, Result]:
+    """Return ``jax.jit(f)``, compiled in a third of the time and slower to run.
+
+    It is for functions that run once for a set of data.
+    """
 
     @cache
     def compiled() -> Callable[Args, Result]:
@@ -31,33 +39,36 @@ def jit_once(f: Callable[Args, Result], static_argnums: Numbers = None) -> Calla
     @wraps(f)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         leaves = jax.tree.leaves((args, kwargs))
-        within = any(isinstance(a, jax.core.Tracer) for a in leaves)
-        return f(*args, **kwargs) if within else compiled()(*args, **kwargs)  # whole programs only
+        traced = any(isinstance(a, jax.core.Tracer) for a in leaves)
+        # Compiler options hold for whole programs: within another trace the function is inlined.
+        return f(*args, **kwargs) if traced else compiled()(*args, **kwargs)
 
     return call
 
 
 def compiled_method(
-    jit: Callable[..., Callable[..., Any]] = jax.jit, static_argnums: Numbers = None
+    jit: Callable[..., Callable[..., Any]] = jax.jit, static_argnums: StaticArgs = None
 ) -> Callable[[Method], Method]:
-    """Return a decorator of methods that are compiled once for each object.
+    """Return a decorator that compiles a method once for each object.
 
     ``static_argnums`` counts the arguments after ``self``.
     """
 
     def decorate(method: Method) -> Method:
-        def of(instance: object) -> Callable[..., Any]:
+        # The program lives on its object. A jit of the function, with ``self`` as a static
+        # argument, would keep every object alive in its cache.
+        def compile_for(instance: object) -> Callable[..., Any]:
             return jit(wraps(method)(partial(method, instance)), static_argnums=static_argnums)
 
-        found = cached_property(of)
-        found.__doc__ = method.__doc__
-        return cast(Method, found)
+        cached = cached_property(compile_for)
+        cached.__doc__ = method.__doc__
+        return cast(Method, cached)
 
     return decorate
 
 
 def jit_double(f: Callable[..., Result]) -> Callable[..., Result]:
-    """Compile in double precision, as ``jax.jit`` does; programs are kept and traces are not."""
+    """Return ``f`` compiled in double precision; programs are kept by shapes, traces are not."""
     programs: dict[tuple[object, ...], Callable[..., Result]] = {}
 
     def call(*args: object) -> Result:
@@ -65,6 +76,8 @@ def jit_double(f: Callable[..., Result]) -> Callable[..., Result]:
             leaves, tree = jax.tree.flatten(args)
             shapes = tree, *(jax.typeof(a) for a in leaves)
             if shapes not in programs:
+                # A new lambda each time, so that JAX keeps no trace: a trace that lives keeps
+                # copies of the arrays that a model closes over, in its own precision.
                 lowered = jax.jit(lambda *a: f(*a)).lower(*args)
                 programs[shapes] = lowered.compile(quick_options())
             return programs[shapes](*args)
@@ -74,20 +87,21 @@ def jit_double(f: Callable[..., Result]) -> Callable[..., Result]:
 
 @cache
 def quick_options() -> dict[str, Any]:
-    """Return the options that make XLA compile soon, as far as the installed version has them."""
+    """Return those options of :data:`QUICK` that the installed XLA knows."""
     return known_options(QUICK)
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the compiler's options that the installed XLA knows: with others it does not compile.
+    """Return the compiler options that the installed XLA knows; with others it does not compile.
 
-    From version to version options come and go, where what they chose is the only way.
+    From version to version options disappear when their choice has become the only way.
     """
+    # An empty program is compiled to find out: XLA has no list of its options.
     try:
         jax.jit(lambda: 0, compiler_options=options).lower().compile()
     except jax.errors.JaxRuntimeError:
         if len(options) == 1:
             return {}
-        each = (known_options({name: value}) for name, value in options.items())
-        return {name: value for found in each for name, value in found.items()}
+        single = (known_options({name: value}) for name, value in options.items())
+        return {name: value for cached in single for name, value in cached.items()}
     return options

@@ -1,12 +1,13 @@
-"""The size of XLA's pool of threads on machines of few cores.
+"""The size of XLA's pool of threads on machines of few cores, which must not be too small.
 
-jaxlib 0.10.0 to 0.11.0 hands the parts of a stack of matrices (a batched Cholesky factor,
-triangular solve, QR, ...) to XLA's pool, and waits for them on a thread of that pool. As many such
-calls side by side as the pool has threads wait for ever: four have stopped a pool of four, eight
-one of two, forty one of eight; none has stopped one of 16. The package sends no stacks there
-(:mod:`numpyro_fed.linalg`), but a model's own text may, as by ``dist.MultivariateNormal`` in a
-plate. XLA makes as many threads as there are cores, or as ``PJRT_NPROC`` or ``NPROC`` says when
-JAX's backend is made, which is when the first array is.
+jaxlib 0.10.0 to 0.11.0 gives the parts of a stack of matrices (a batched Cholesky factor,
+triangular solve, QR, ...) to XLA's pool, and waits for them on a thread of that pool. If as many
+such calls run side by side as the pool has threads, all wait for ever. Four calls have stopped a
+pool of four threads, eight one of two, forty one of eight; none has stopped one of 16. The package
+sends no stacks there (:mod:`numpyro_fed.linalg`), but a user's model may, as by
+``dist.MultivariateNormal`` in a plate. XLA makes as many threads as there are cores, or as the
+variable ``PJRT_NPROC`` or ``NPROC`` says. It reads them when JAX makes its backend, which is when
+the first array is made.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import warnings
 import jaxlib.version
 
 AFFECTED = (0, 10, 0), (0, 11, 1)  # versions of jaxlib: from the first on, before the second
-POOL = 32  # threads, which no program is known to have stopped: most of them wait
+# Threads in the pool: twice the size that no program
+# has stopped. Most of them wait, which costs little.
+POOL = 32
 VARIABLES = ("PJRT_NPROC", "NPROC")
 
 
 def make_pool_large_enough() -> None:
-    """Have XLA make a pool of :data:`POOL` threads where it would make too few.
+    """Set the variable by which XLA makes a pool of :data:`POOL` threads, if it would make too few.
 
-    Nothing is done where a user has set ``PJRT_NPROC`` or ``NPROC``, where there are enough cores
-    or one only (a pool of one thread does such work itself), and with other versions of jaxlib.
-    Where JAX has its pool already there is a warning.
+    Nothing is done if the user has set ``PJRT_NPROC`` or ``NPROC``, with enough cores, with one
+    core (a pool of one thread does such work itself), or with other versions of jaxlib. If JAX has
+    made its pool already, there is a warning.
     """
     first, past = AFFECTED
     alone_or_enough = cores() == 1 or cores() >= POOL
@@ -46,21 +49,23 @@ def make_pool_large_enough() -> None:
 
 
 def jaxlib_version() -> tuple[int, ...]:
-    """The version of jaxlib that is installed, as numbers."""
+    """Return the version of the installed jaxlib, as numbers."""
     return tuple(jaxlib.version.__version_info__)
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
+    # os.cpu_count counts the machine's cores; a container or taskset may leave fewer to the
+    # process.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def backend_is_there() -> bool:
-    """Whether JAX has made a backend, after which the size of its pool is fixed.
+    """Return whether JAX has made a backend, after which the size of its pool is fixed.
 
-    JAX says so in a private module only; where that has moved the answer is no.
+    Only a private module of JAX knows; if it has moved, the answer is no.
     """
     try:
         from jax._src.xla_bridge import backends_are_initialized

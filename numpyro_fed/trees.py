@@ -1,4 +1,4 @@
-"""What any pytree of arrays can be asked."""
+"""Functions of any pytree of arrays."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ Tree = TypeVar("Tree")
 
 
 def all_finite(tree: object) -> Array:
-    """Return whether every number of a tree is finite."""
+    """Return whether every number of a tree is finite, () bool."""
     leaves = [jnp.isfinite(leaf).ravel() for leaf in jax.tree.leaves(tree)]
     return jnp.concatenate([jnp.ones(1, bool), *leaves]).all()
 
 
 def drop_weak_types(tree: Tree) -> Tree:
-    """Return the same numbers without weak types, as a loop's state or a program's input needs."""
+    """Return the same numbers without weak types.
+
+    A weak type in a loop's first state fails to match the last one; in an input it compiles anew.
+    """
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.asarray(a).dtype), tree)
 
 
-def where(which: Array, one: Tree, other: Tree) -> Tree:
-    """Return one of two trees, or of each entry one."""
-    return jax.tree.map(partial(jnp.where, which), one, other)
+def where(condition: Array, one: Tree, other: Tree) -> Tree:
+    """Return ``jnp.where(condition, one, other)`` for each pair of leaves of two trees."""
+    return jax.tree.map(partial(jnp.where, condition), one, other)
 
 
 def double(tree: Tree) -> Tree:
     """Return the same numbers in double precision, as NumPy arrays."""
 
-    def one(leaf: ArrayLike) -> np.ndarray:
+    def cast(leaf: ArrayLike) -> np.ndarray:
         a = np.asarray(leaf)
         return a.astype(np.float64) if a.dtype.kind == "f" else a
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(cast, tree)
 
 
 def fresh(a: np.ndarray) -> Array:
-    """Return a NumPy array in the current precision: of one that a live trace has closed over, JAX
-    would take that trace's.
-    """
+    """Return a copy of a NumPy array as a JAX array in the current precision."""
+    # Without the copy JAX reuses the constant of a live trace that has closed over this array, in
+    # the precision of that trace.
     return jnp.asarray(a.copy())

@@ -15,7 +15,7 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.proposals import _root as root
 from numpyro_fed.divergences import _squared_arsinh_of_root as squared_arsinh_of_root
-from numpyro_fed.methods.pvi import _for_the_prior as for_the_prior
+from numpyro_fed.methods.pvi import _prior_optimiser as for_the_prior
 from numpyro_fed.methods.vertical import begin
 from numpyro_fed.reference.nuts import _joint_density as joint_density
 from numpyro_fed.reference.nuts import _parameters as parameters
@@ -199,7 +199,7 @@ PLACES = {
     "pareto_k": "numpyro_fed.reference.compare._pareto_k",
     "batch_size": "numpyro_fed.results.importance._batch_size",
     "compiled_correction": "numpyro_fed.results.importance._compiled",
-    "factor_for_the_prior": "numpyro_fed.methods.pvi._for_the_prior",
+    "factor_for_the_prior": "numpyro_fed.methods.pvi._prior_optimiser",
     "rounds_of_a_log": "numpyro_fed.runtime.drive._first",
     "all_finite": "numpyro_fed.runtime.drive._all_finite",
 }

@@ -236,7 +236,7 @@ def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_stage_of_a_fit_is_kept_as_far_as_it_came(monkeypatch):
     def look(state):
-        if int(state.round) > drive_module.FIRST:  # the search has fewer rounds
+        if int(state.round) > drive_module.FIRST_CHUNK:  # the search has fewer rounds
             ctrl_c()
 
     at_checks(monkeypatch, look)
@@ -245,7 +245,7 @@ def test_a_stage_of_a_fit_is_kept_as_far_as_it_came(monkeypatch):
     (stage,) = caught.value.result.stages
     assert (stage.name, stage.words) == ("SFVI", "interrupted")
     assert stage.result.ended == "interrupted"
-    assert len(stage.result.losses) == drive_module.FIRST
+    assert len(stage.result.losses) == drive_module.FIRST_CHUNK
 
 
 by_param = models.level_and_scale(10)
@@ -256,7 +256,7 @@ def test_a_checked_fit_that_goes_on_is_not_trusted(monkeypatch):
     """Its correction is kept, with words that say why it does not count."""
     fitted = nf.fit(KEY, model, SILOS, **QUIET)
     assert fitted.trusted
-    monkeypatch.setattr(fit_module._Fitting, "confirmed", ctrl_c)
+    monkeypatch.setattr(fit_module._Fitting, "confirm", ctrl_c)
     with pytest.raises(nf.Interrupted) as caught:
         nf.fit(KEY, model, SILOS, **QUIET)
     found = caught.value.result
@@ -266,7 +266,7 @@ def test_a_checked_fit_that_goes_on_is_not_trusted(monkeypatch):
 
 
 def test_a_fit_without_any_stage_is_a_plain_one(monkeypatch):
-    monkeypatch.setattr(fit_module._Fitting, "ran", ctrl_c)
+    monkeypatch.setattr(fit_module._Fitting, "run_method", ctrl_c)
     with pytest.raises(KeyboardInterrupt) as caught:
         nf.fit(KEY, model, SILOS, **QUIET)
     assert not isinstance(caught.value, nf.Interrupted)

@@ -376,13 +376,13 @@ def test_under_other_versions_a_text_is_known_by_its_source(path):
 
 @pytest.mark.slow
 def test_fingerprints_are_the_same_in_every_process(fit):
-    here = fit.made().text()
+    here = fit.provenance().text()
     script = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from laid_open import laid_open
         from test_saving import method, silos
-        print(laid_open(method(), silos()).result().made().text())
+        print(laid_open(method(), silos()).result().provenance().text())
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],

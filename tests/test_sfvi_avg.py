@@ -47,7 +47,7 @@ def opened(method, silos):
     return (
         built,
         built.algorithm.round,
-        [method.hold(silo, plan, j) for j, silo in enumerate(silos)],
+        [method.read_silo(silo, plan, j) for j, silo in enumerate(silos)],
     )
 
 

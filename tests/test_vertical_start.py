@@ -130,7 +130,7 @@ def test_with_rho_nothing_is_sent_without_noise_unasked():
         (dict(start=None), []),
     ):
         built = laid_open_columns(nf.VFL(logistic, **settings), xs, y).built
-        assert [exchange.name for exchange in built.begins] == begins
+        assert [exchange.name for exchange in built.begin_rounds] == begins
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
     np.testing.assert_allclose(at_server, y.sum() / (len(y) + 0.49), rtol=1e-6)
     built = inside(result).built
     before = built.search.init_server(KEY)
-    down = replayed_part(built.begins[0], before, KEY, jnp.arange(1))
+    down = replayed_part(built.begin_rounds[0], before, KEY, jnp.arange(1))
     assert not down.told.slope.any()
     assert (down.told.curvature == 4.0).all()
 

@@ -1,4 +1,10 @@
-"""What all methods share: run, load, and the compiled fit for each layout of silos."""
+"""The base class of methods whose silos hold rows: run, load, and a compiled fit for each layout.
+
+In one process ``run`` goes through the three steps of :doc:`/how_it_works`: each silo's facts, one
+plan, and the algorithm built from model and plan. What depends on shapes alone is kept for later
+runs. What depends on values (are rows independent, is the likelihood conjugate) is asked of each
+run's own data.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +36,10 @@ from numpyro_fed.errors import (
     ModelError,
     SavedStateError,
 )
-from numpyro_fed.methods.carrying import carried
+from numpyro_fed.methods.carrying import carry_over
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
 from numpyro_fed.methods.federated import RUNTIMES, SEARCHES, FederatedMethod, RunOptions
-from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, why_coupled
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, coupling_reason
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, SilosInput, signature
@@ -47,32 +53,35 @@ from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct, weighing
 from numpyro_fed.results.run import Silos
-from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.stack import ServerData, State, on_device
 
-WIDE_UP_TO = 10_000  # by L-BFGS
-SEARCHED = "mode", "wide"  # kinds of start
+# Globals and shared parameters, up to which a mode is searched for by L-BFGS. It trades hundreds of
+# exchanges of so many numbers against a start far from the posterior.
+WIDE_UP_TO = 10_000
+SEARCHED = "mode", "wide"  # the kinds of start that search for a mode
 
 
 Found = TypeVar("Found", bound=Result)
-Shaped = TypeVar("Shaped")
+Prepared = TypeVar("Prepared")
 Used = TypeVar("Used")
 
 
 @dataclass(frozen=True)
-class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
-    """A federated method: settings in a frozen dataclass, ``run`` and ``load`` from here.
+class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
+    """A federated method for silos that hold rows, with its settings in a frozen dataclass.
 
-    A subclass has further settings, and says how its fit is built. ``Shaped`` is what it keeps
-    with a layout of silos.
+    A subclass has further settings and builds the algorithm (:meth:`settings_for`,
+    :meth:`assemble`). ``Prepared`` is the type of what :meth:`prepare` returns, kept with each
+    layout of silos.
     """
 
     model: Callable[..., Any]
-    _layouts: dict[Hashable, tuple[Layout, Plan, Shaped]] = field(
+    _layouts: dict[Hashable, tuple[Layout, Plan, Prepared]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _texts: dict[Hashable, FederatedModel] = field(
+    _split_texts: dict[Hashable, FederatedModel] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -107,7 +116,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
             Rounds to run, or with ``stop`` or a ``callback`` the most. For SFVI a round is one step
             of the optimiser; for PVI it visits every participant once.
         silos : list of dict
-            What each silo holds: keyword arguments of the model, arrays or trees (dicts, lists,
+            The data of each silo: keyword arguments of the model, arrays or trees (dicts, lists,
             tuples) of them. Arrays may differ in size; those that differ beyond the first axis are
             compiled apart, and so are Python ints, bools, strings and None, which are static.
         init_state : State, optional
@@ -120,7 +129,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
             less than half of the time and runs slower, for small data; or a plain loop over silos
             for debugging. The numbers are the same up to rounding.
         server_data : pytree, optional
-            What the server itself holds, for algorithms that use it; it is never saved.
+            Data of the server, for algorithms that use it; they are never saved.
         stop : {None, "converged"}
             ``"converged"`` ends the run where it has come to rest: for SFVI when neither bound nor
             posterior differ between windows of rounds by more than their noise, for PVI when a
@@ -143,43 +152,44 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         NonFiniteError
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
         CallbackError
-            If the callback raised; the error's ``result`` is what it was shown.
+            If the callback raised; the error's ``result`` is the callback's argument.
         Interrupted
             By Ctrl-C in its rounds: a ``KeyboardInterrupt`` whose ``result`` is that of the rounds
             that were finished.
         """
-        key = one_key(key)
-        course = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
-        fit, held = self._compiled_for(silos, runtime)
+        key = typed_key(key)
+        options = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
+        fit, hosted = self._compiled_for(silos, runtime)
         try:
-            earlier = getattr(self, "start", None)
+            start_result = getattr(self, "start", None)
             start: object
-            if init_state is None and isinstance(earlier, Result):
-                state, start = carried(fit, key, held, earlier)
+            if init_state is None and isinstance(start_result, Result):
+                state, start = carry_over(fit, key, hosted, start_result)
             elif init_state is None:
                 search = SEARCHES[runtime]
-                state, start = begin(fit, key, held.batches, search, held.buckets, progress_bar)
+                state, start = begin(fit, key, hosted.batches, search, hosted.buckets, progress_bar)
             else:
                 fit, state = _with_or_without_start(
-                    fit, runtime, lambda fit: (fit, fit.check_state(init_state, held))
+                    fit, runtime, lambda fit: (fit, fit.check_state(init_state, hosted))
                 )
                 start = None
+        # No mode is no error: the run starts as with start=None, and says so.
         except NoStartError as error:
             warnings.warn(error.warning, stacklevel=2)
             fit = _without_start(fit, runtime) or fit
-            state, start = begin(fit, key, held.batches, SEARCHES[runtime])
+            state, start = begin(fit, key, hosted.batches, SEARCHES[runtime])
         self._check_rounds(state, num_rounds)
 
-        return self._driven(fit, held, key, state, start, course)
+        return self._run_rounds(fit, hosted, key, state, start, options)
 
     @cached_property
-    def _from_zero(self) -> Method[Found, Shaped]:
-        """Return the same method without a start at the mode."""
+    def _without_mode(self) -> Method[Found, Prepared]:
+        """Return the same method with ``start=None``."""
         settings: dict[str, Any] = {"start": None}
         return replace(self, **settings)
 
     def cost(self, silos: Sequence[Mapping[str, Any]]) -> Cost:
-        """Return what a run with these silos will cost, without running it.
+        """Return the cost of a run with these silos, without running it.
 
         Parameters
         ----------
@@ -216,8 +226,10 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         *,
         runtime: str = "simulation",
     ) -> Found:
-        """Rebuild a fit from what :meth:`Result.save` wrote; or from the file of a correction the
-        fit that was corrected. See also :func:`numpyro_fed.load`.
+        """Return a fit from a file that :meth:`Result.save` wrote.
+
+        From the file of a correction it is the fit that was corrected. See also
+        :func:`numpyro_fed.load`.
 
         Parameters
         ----------
@@ -237,56 +249,56 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         return self.load_part(path, silos, runtime, "")
 
     def load_part(self, path: str | Path, silos: SilosInput, runtime: str, part: str) -> Found:
-        """Return one of the runs of a file, by its name there."""
-        fit, held = self._compiled_for(silos, runtime)
-        result, said = _with_or_without_start(
-            fit, runtime, lambda fit: self._loaded(path, fit, held, part)
+        """Return the run ``part`` of a file; ``""`` is the main one."""
+        fit, hosted = self._compiled_for(silos, runtime)
+        result, description = _with_or_without_start(
+            fit, runtime, lambda fit: self._load_run(path, fit, hosted, part)
         )
-        return replace(result, _before=said.get("before"))
+        return replace(result, _before=description.get("before"))
 
     def _check_rounds(self, state: State, num_rounds: int) -> None:
-        """Refuse a number of rounds that the method cannot run."""
+        """Raise an error for a number of rounds that the method cannot run."""
 
     def _text(self) -> Callable[..., Any]:
-        """Return the model's text as it is run."""
+        """Return the model in the form in which it is run."""
         return self.model
 
     @abstractmethod
-    def prepare(self, fm: FederatedModel) -> Shaped:
-        """Return what else depends on the shapes alone: kept with the layout, for these."""
+    def prepare(self, fm: FederatedModel) -> Prepared:
+        """Return further parts that depend on shapes alone; they are kept with the layout."""
 
     def value_checks(
-        self, layout: Layout, shaped: Shaped, stacks: Sequence[SiloData]
+        self, layout: Layout, prepared: Prepared, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
-        """Return what the silos' values decide about the fit, by functions compiled once."""
+        """Return the verdicts about the fit that depend on the silos' values, by name."""
         return ()
 
     @abstractmethod
     def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
-        """Return the method's settings with nothing left open; JSON."""
+        """Return the method's settings with all defaults resolved, as JSON."""
 
     @abstractmethod
-    def assemble(self, fm: FederatedModel, plan: Plan, shaped: Shaped) -> Built:
-        """Return what the method makes of a split text and a plan."""
+    def assemble(self, fm: FederatedModel, plan: Plan, prepared: Prepared) -> Built:
+        """Return the algorithm and the guide, from a split model and a plan."""
 
-    def _built(self, fm: FederatedModel, plan: Plan, shaped: Shaped) -> Built:
-        """Return what the method makes of a split text and a plan, with or without a start."""
-        built = self.assemble(fm, plan, shaped)
+    def _build_checked(self, fm: FederatedModel, plan: Plan, prepared: Prepared) -> Built:
+        """Return :meth:`assemble`'s, with a way to build the same for a run without a start."""
+        built = self.assemble(fm, plan, prepared)
         if built.start is None:
             return built
 
         @cache
         def without_start() -> tuple[Plan, Built]:
-            other = self._from_zero
-            agreed = other._planned(fm, plan)
-            return agreed, other.assemble(fm, agreed, shaped)
+            other = self._without_mode
+            agreed = other._resolve_plan(fm, plan)
+            return agreed, other.assemble(fm, agreed, prepared)
 
         return replace(built, without_start=without_start)
 
     def describe(self, silo: Mapping[str, Any], row_ids: ArrayLike | None = None) -> Facts:
-        """Return what a silo says of itself for this method, from its own data alone.
+        """Return the facts of a silo for this method, from its own data alone.
 
-        See :class:`numpyro_fed.Facts` for what they reveal.
+        :class:`numpyro_fed.Facts` lists what they reveal.
         """
         if row_ids is not None:
             raise DataError(
@@ -302,90 +314,101 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
         return replace(facts, verdicts=self.value_checks(layout, self.prepare(fm), [stack]))
 
     def agree(self, facts: Sequence[Facts]) -> Plan:
-        """Return the plan of all silos that have described themselves.
+        """Return the plan that the facts of all silos agree on.
 
         Raises
         ------
         ModelError
             Naming the silo that does not fit together with the others.
         """
-        plan = self._agreed(facts)
-        return self._planned(self._split(plan), plan)
+        plan = self._agree_checked(facts)
+        return self._resolve_plan(self._split(plan), plan)
 
     def read_plan(self, text: str) -> Plan:
         """Return a plan from JSON."""
         return Plan.from_json(text)
 
-    def hold(self, silo: Mapping[str, Any], plan: Plan | None = None, number: int = 0) -> SiloData:
-        """Return what a silo holds, checked."""
+    def read_silo(
+        self, silo: Mapping[str, Any], plan: Plan | None = None, number: int = 0
+    ) -> SiloData:
+        """Return a silo's data, checked."""
         return silo_data.read([silo], self.model)[0]
 
     def build(self, plan: Plan) -> Built:
-        """Return the algorithm, from text and plan: the same at the server and at every silo."""
+        """Return the algorithm from model and plan, the same at the server and at every silo."""
         fm = self._split(plan)
-        return self._built(fm, plan, self.prepare(fm))
+        return self._build_checked(fm, plan, self.prepare(fm))
 
     def _split(self, plan: Plan) -> FederatedModel:
-        """Return the text, split for the shapes that a plan tells; once for each."""
+        """Return the model, split for the shapes of a plan; it is split once for each."""
+        # The precision is a part of the key: constants of
+        # a traced model have the dtype of their trace.
         key = str(jnp.result_type(float)), plan.facts
-        if key not in self._texts:
-            self._texts[key] = split(self._text(), [plan.template()])
-        return self._texts[key]
+        if key not in self._split_texts:
+            self._split_texts[key] = split(self._text(), [plan.template()])
+        return self._split_texts[key]
 
     def round_of(self, built: Built, name: str) -> Round:
-        """Return the round that has this exchange: of a run, the evaluation, the correction."""
+        """Return the round that declares an exchange: of a run, an evaluation or a correction."""
         if "importance" in settings_in(name):
             return weighing(built, name)[0]
         return built.round_of(name)
 
-    def admit(self, built: Built, name: str, number: int, data: SiloData) -> None:
-        """Refuse an exchange that treats rows one by one where a silo's rows are coupled."""
+    def check_exchange(self, built: Built, name: str, number: int, data: SiloData) -> None:
+        """Raise an error for an exchange that needs independent rows if a silo's are coupled."""
         draws = settings_in(name).get("inner_draws", built.draws)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
-        alone, asks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
-        check_rows_apart(built.model, asks, draws, alone)
-        searches = name in {x.name for r in built.searching for x in r.exchanges}
-        if searches and (coupled := why_coupled(built.model, asks, alone)) is not None:
+        bucket_of_one, checks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
+        check_rows_apart(built.model, checks, draws, bucket_of_one)
+        searches = name in {x.name for r in built.search_rounds for x in r.exchanges}
+        if (
+            searches
+            and (coupled := coupling_reason(built.model, checks, bucket_of_one)) is not None
+        ):
             raise ModelError(f"{coupled}. Use start=None.")
 
-    def _agreed(self, facts: Sequence[Facts]) -> Plan:
+    def _agree_checked(self, facts: Sequence[Facts]) -> Plan:
         plan = agree(facts)
         self._check_facts(facts)
         return plan
 
     def _check_facts(self, facts: Sequence[Facts]) -> None:
-        """Refuse silos that fit together, but not under this method."""
+        """Raise an error for silos that agree with each other, but not with this method."""
 
-    def _planned(self, fm: FederatedModel, plan: Plan) -> Plan:
+    def _resolve_plan(self, fm: FederatedModel, plan: Plan) -> Plan:
         return replace(plan, settings=json.dumps(self.settings_for(fm, plan), sort_keys=True))
 
     def _compiled_for(self, silos: SilosInput, runtime: str) -> tuple[Fit, Silos]:
-        """Return the compiled fit for these silos, from an earlier run where there was one.
+        """Return the compiled fit for these silos, that of an earlier run if there is one.
 
-        What depends on shapes is kept; what depends on values is asked of each run's own.
+        Parts that depend on shapes are kept; verdicts on values are taken on each run's own data.
         """
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         read = silo_data.read(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
-        known_layout = self._layouts.get(shapes)
-        layout = layout_of(self._text(), read) if known_layout is None else known_layout[0]
-        buckets = layout.arrange(read)  # refuses, before anything else is compiled
-        if known_layout is None:
+        cached_layout = self._layouts.get(shapes)
+        layout = layout_of(self._text(), read) if cached_layout is None else cached_layout[0]
+        # Refuses data that do not fit, before anything that takes long is compiled.
+        buckets = layout.arrange(read)
+        if cached_layout is None:
             facts = [
                 facts_of(layout.model, data, size)
                 for data, size in zip(read, layout.sizes, strict=True)
             ]
-            self._layouts[shapes] = layout, self._agreed(facts), self.prepare(layout.model)
-        layout, agreed, shaped = self._layouts[shapes]
-        verdicts = self.value_checks(layout, shaped, [b.data for b in buckets])
+            self._layouts[shapes] = layout, self._agree_checked(facts), self.prepare(layout.model)
+        layout, agreed, prepared = self._layouts[shapes]
+        # Another verdict on new values makes another plan, and so another fit for the same shapes.
+        verdicts = self.value_checks(layout, prepared, [b.data for b in buckets])
         plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
-        known = (runtime, shapes, padded(buckets), plan)
-        if known not in self._fits:
-            plan = self._planned(layout.model, plan)
-            built = self._built(layout.model, plan, shaped)
+        # Padding is a part of the key: whether rows may
+        # be padded is a verdict on this run's values.
+        cache_key = (runtime, shapes, padded(buckets), plan)
+        if cache_key not in self._fits:
+            plan = self._resolve_plan(layout.model, plan)
+            built = self._build_checked(layout.model, plan, prepared)
             check_memory(built.algorithm, buckets)
-            self._fits[known] = Fit(
+            self._fits[cache_key] = Fit(
                 plan=plan,
                 certify=importance_correct,
                 built=built,
@@ -394,21 +417,23 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Shaped]):
                 checks=layout.checks,
                 recipe=recipe(self, runtime),
             )
-        fit = self._fits[known]
+        fit = self._fits[cache_key]
         check_rows_apart(fit.model, layout.checks, fit.draws, buckets)
+        # The host loop visits silos one by one, at their own sizes.
         if runtime == "host":
             buckets = one_by_one(read, layout.sizes)
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
 
 
 def _without_start(fit: Fit, runtime: str) -> Fit | None:
-    """Return the fit of runs in this process for which no mode was found to begin at."""
+    """Return the fit, in this process, of runs that found no mode to begin at."""
     return fit.without_start(RUNTIMES[runtime])
 
 
 def _with_or_without_start(fit: Fit, runtime: str, use: Callable[[Fit], Used]) -> Used:
-    """Return what comes of a state or a file that was made with a start at the mode, or without
-    one, where a search had found none.
+    """Return ``use(fit)``, or if its state does not fit, ``use`` of the fit without a start.
+
+    A state or a file may come from a run whose search had found no mode.
     """
     try:
         return use(fit)
@@ -418,38 +443,40 @@ def _with_or_without_start(fit: Fit, runtime: str, use: Callable[[Fit], Used]) -
             raise
         try:
             return use(other)
+        # The first error is about the method with its settings, which the user knows.
         except SavedStateError:
             raise error from None
 
 
 def check_start(start: object) -> None:
-    """Refuse what is no place to begin at."""
+    """Raise an error unless ``start`` is ``"mode"``, None or a result."""
     if start not in ("mode", None) and not isinstance(start, Result):
         raise ValueError(f"start={start!r:.200}: expected 'mode', None or a result.")
 
 
 def is_wide(kind: str | None, fm: FederatedModel) -> bool:
-    """Whether globals are too many for a matrix of them."""
+    """Return whether there are too many globals for a matrix of them."""
     return kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO)
 
 
-def start_of(asked: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
-    """Return where a run begins: at the mode, if what is searched over is there and not too much.
+def start_of(start: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
+    """Return the kind of a run's start: ``"mode"``, ``"wide"``, ``"result"`` or None.
 
-    ``"wide"`` is a search by L-BFGS, for those who can begin there; ``"result"`` no search at all.
+    ``"mode"`` is a search by Newton's method, ``"wide"`` one by L-BFGS for methods that allow it,
+    and ``"result"`` begins at another result. It is None with too many coordinates to search over.
     """
-    if isinstance(asked, Result):
+    if isinstance(start, Result):
         return "result"
-    number = flat_size(fm)
-    if asked is None or not number:
+    num_coordinates = flat_size(fm)
+    if start is None or not num_coordinates:
         return None
-    if number <= SEARCHED_UP_TO:
-        return asked
-    return "wide" if wide and number <= WIDE_UP_TO else None
+    if num_coordinates <= SEARCHED_UP_TO:
+        return start
+    return "wide" if wide and num_coordinates <= WIDE_UP_TO else None
 
 
 def check_memory(algorithm: FederatedAlgorithm[Any, Any], buckets: Sequence[Bucket]) -> None:
-    """Refuse what cannot fit: the state, a copy of it, and a gradient."""
+    """Raise an error if the state, a copy of it and a gradient exceed the machine's memory."""
     needed = COPIES * sum(state_sizes(algorithm, buckets))
     available = _memory()
     if needed > available:
@@ -463,6 +490,7 @@ def check_memory(algorithm: FederatedAlgorithm[Any, Any], buckets: Sequence[Buck
 
 def _memory() -> float:
     stats = jax.local_devices()[0].memory_stats()
+    # An accelerator's own memory; a CPU reports no limit, and there the machine's memory counts.
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

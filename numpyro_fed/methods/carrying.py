@@ -1,4 +1,4 @@
-"""From the result of one method to the first state of another."""
+"""The start of a run at the result of another method (``start=result``)."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ from numpyro_fed.errors import DataError, GuideError
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import FULL_UP_TO, Guide
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.precision import in_this_precision
+from numpyro_fed.precision import to_current_precision
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.stack import State, init_schedule
 from numpyro_fed.trees import drop_weak_types
 
-DRAWS = 20_000  # of a guide whose covariance is not written down
+# Draws for the covariance of a guide that has no closed form: sds to half a percent. More cost
+# memory, draws x dimension.
+DRAWS = 20_000
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A record of what a run took over from an earlier result.
+    """The parts that a run took over from an earlier result.
 
     Attributes
     ----------
     method : str
-        Whose result it was.
+        The method of the earlier result.
     parameters : tuple of str
-        Shared and private parameters, by name.
+        The names of shared and private parameters.
     globals : str
-        What of the posterior of the globals: its mean, with its covariance or standard deviations.
+        The moments of the globals: their mean, with a covariance or standard deviations.
     guides : tuple of str
-        The silo plates whose guides each silo goes on with.
+        The silo plates whose guides each silo takes over.
     """
 
     method: str
@@ -49,7 +51,7 @@ class Carried:
     guides: tuple[str, ...]
 
     def report(self) -> str:
-        """Return it in words."""
+        """Return the record as a sentence."""
         parts = [self.globals]
         if self.parameters:
             parts.append(f"the parameters {', '.join(self.parameters)}")
@@ -58,8 +60,8 @@ class Carried:
         return f"From a result of {self.method}: {'; '.join(parts)}."
 
 
-def carried(fit: Fit, key: Array, held: Silos, result: Result) -> tuple[State, Carried]:
-    """Return the first state of a run that goes on from another's result, and what that took.
+def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[State, Carried]:
+    """Return the first state of a run that begins at a result, and a record of what it took over.
 
     Raises
     ------
@@ -72,97 +74,106 @@ def carried(fit: Fit, key: Array, held: Silos, result: Result) -> tuple[State, C
     if carry is None:
         raise GuideError("this method cannot begin at another one's result. Use start='mode'.")
     _check_same(fit, result)
-    begun, how = _begun(result)
-    begun = in_this_precision(begun)
+    start_point, what_is_known = _globals_as_normal(result)
+    start_point = to_current_precision(start_point)
     key_server, key_silos = jax.random.split(key)
-    shared, without = in_this_precision(result.shared), _without_frame(result._fit.guide)
-    own = (in_this_precision(result.private(j)) for j in range(result.num_silos))
-    privates = [without(shared, private) for private in own]
+    shared, without = to_current_precision(result.shared), _without_frame(result._fit.guide)
+    silo_guides = (to_current_precision(result.private(j)) for j in range(result.num_silos))
+    privates = [without(shared, private) for private in silo_guides]
     silos = []
-    for bucket, batch in zip(held.buckets, held.batches, strict=True):
-        own = jax.tree.map(lambda *a: jnp.stack(a), *(privates[j] for j in bucket.silos))
-        _check_guides(fit, own, jax.tree.map(lambda a: a[0], batch.data))
+    for bucket, batch in zip(hosted.buckets, hosted.batches, strict=True):
+        silo_guides = jax.tree.map(lambda *a: jnp.stack(a), *(privates[j] for j in bucket.silos))
+        _check_guides(fit, silo_guides, jax.tree.map(lambda a: a[0], batch.data))
+        # By bucket, as a run keeps the states; ``privates`` are by number.
         silos.append(
-            jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(key_silos, own, begun, batch.data)
+            jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(
+                key_silos, silo_guides, start_point, batch.data
+            )
         )
-    server = carry.server(key_server, begun)
+    server = carry.server(key_server, start_point)
     round_, schedule = jnp.zeros((), jnp.int32), fit.built.schedule
     state = State(round_, server, tuple(silos), init_schedule(schedule, key, fit.plan.num_silos))
-    said = Carried(
+    taken = Carried(
         result.plan.chosen["method"],
-        tuple(sorted({*begun.theta, *privates[0].theta})),
-        how,
+        tuple(sorted({*start_point.theta, *privates[0].theta})),
+        what_is_known,
         tuple(privates[0].guide),
     )
-    return drop_weak_types(state), said
+    return drop_weak_types(state), taken
 
 
-def _begun(result: Result) -> tuple[StartPoint, str]:
-    """Return the normal distribution of a result's globals, and what of it is known."""
+def _globals_as_normal(result: Result) -> tuple[StartPoint, str]:
+    """Return the globals of a result as a normal distribution, and its moments in words."""
     theta, eta, frame = result.shared
     guide, dim = result._fit.guide.globals, result.num_globals
-    wide = dim > FULL_UP_TO
-    known = guide.in_z(frame, eta)
-    names = set(known) if isinstance(known, dict) else set()
+    is_wide = dim > FULL_UP_TO
+    params = guide.in_z(frame, eta)
+    names = set(params) if isinstance(params, dict) else set()
+    # A diagonal or a full Gaussian has its moments in closed form; others are estimated by draws.
     diagonal = names == {"loc", "log_scale"}
-    if diagonal or (names == {"loc", "log_scale", "below"} and not wide):
-        centre, root = known["loc"], Gaussian.from_params(known).root
+    if diagonal or (names == {"loc", "log_scale", "below"} and not is_wide):
+        centre, root = params["loc"], Gaussian.from_params(params).root
     else:
-        z, _ = result.draw_globals(jax.random.key(0), DRAWS if not wide else DRAWS // 10)
+        z, _ = result.draw_globals(jax.random.key(0), DRAWS if not is_wide else DRAWS // 10)
         centre, root = z.mean(0), z.std(0)
-        if not wide:
+        if not is_wide:
             root = linalg.cholesky(jnp.cov(z.T).reshape(dim, dim))
     spread = "covariance" if root.ndim == 2 else "standard deviations"
-    if root.ndim == 1 and not wide:
+    if root.ndim == 1 and not is_wide:
         root = jnp.diag(root)
     unit = jax.tree.map(jnp.ones_like, theta)
     return StartPoint(theta, unit, centre, root), f"the mean and {spread} of the globals"
 
 
 def _without_frame(guide: Guide) -> Callable[[Shared, Private], CarriedSilo]:
-    """Return what turns a silo's own guides into such that measure the globals as they are."""
+    """Return a function that rewrites a silo's guides for globals in their own units.
+
+    The guides of a run measure the globals in its frame, and another run has another frame.
+    """
 
     @jax.jit
     def without(shared: Shared, private: Private) -> CarriedSilo:
         frame = shared.frame
-        in_frame = partial(guide.globals.coordinates, frame)
-        own = guide.composed_with(in_frame, private.guide, jnp.zeros_like(frame.loc))
-        coordinates = guide.globals.centred_coordinates(frame, shared.guide, frame.loc[None])
-        centre = guide.globals.place(frame, private.recentred(coordinates).centre)
-        return CarriedSilo(private.theta, own, centre)
+        coordinates = partial(guide.globals.coordinates, frame)
+        silo_guides = guide.composed_with(coordinates, private.guide, jnp.zeros_like(frame.loc))
+        coords = guide.globals.centred_coordinates(frame, shared.guide, frame.loc[None])
+        centre = guide.globals.place(frame, private.recentred(coords).centre)
+        return CarriedSilo(private.theta, silo_guides, centre)
 
     return without
 
 
 def _check_same(fit: Fit, result: Result) -> None:
-    here, there = fit.plan.facts, result.plan.facts
-    for what, mine, theirs in (
+    """Raise an error for a result of other silos, sites or plates."""
+    facts, their_facts = fit.plan.facts, result.plan.facts
+    for name, ours, theirs in (
         ("numbers of silos", fit.plan.num_silos, result.num_silos),
-        ("sites", here.sites, there.sites),
-        ("silo plates", here.plates, there.plates),
+        ("sites", facts.sites, their_facts.sites),
+        ("silo plates", facts.plates, their_facts.plates),
         ("numbers of rows", list(fit.sizes), result.sizes),
     ):
-        if mine != theirs:
+        if ours != theirs:
             raise DataError(
-                f"start= is the result of a run with other {what}: {_shown(theirs)} there, "
-                f"{_shown(mine)} here. Begin at a result of the same model on the same silos."
+                f"start= is the result of a run with other {name}: {_abbreviated(theirs)} there, "
+                f"{_abbreviated(ours)} here. Begin at a result of the same model on the same silos."
             )
 
 
-def _check_guides(fit: Fit, own: CarriedSilo, data: SiloData) -> None:
-    """Refuse silos' guides that have other parts, or other shapes, than here."""
+def _check_guides(fit: Fit, silo_guides: CarriedSilo, data: SiloData) -> None:
+    """Raise an error for silos' guides with other parts or shapes than the method's."""
     like = jax.eval_shape(fit.guide.init_local, jax.random.key(0), data)
-    mine, theirs = (
+    ours, theirs = (
         {p: {k: np.shape(a)[cut:] for k, a in eta.items()} for p, eta in guides.items()}
-        for guides, cut in ((like, 0), (own.guide, 1))
+        for guides, cut in ((like, 0), (silo_guides.guide, 1))
     )
-    if mine != theirs:
+    if ours != theirs:
         raise GuideError(
-            f"the silos' guides of the result that is begun at are {_shown(theirs)}, and here they "
-            f"are {_shown(mine)}. Give both methods the same guide=."
+            "the silos' guides of the result that is begun at are "
+            f"{_abbreviated(theirs)}, and here they are {_abbreviated(ours)}. "
+            "Give both methods the same guide=."
         )
 
 
-def _shown(value: object) -> str:
+def _abbreviated(value: object) -> str:
     words = str(value)
     return words if len(words) <= 300 else f"{words[:300]}..."

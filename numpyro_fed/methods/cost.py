@@ -1,4 +1,4 @@
-"""What a run will cost, before it: sizes, parameters, memory, messages."""
+"""The cost of a run before it is made: sizes, parameters, memory, messages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from numpyro_fed.results.base import Fit
 from numpyro_fed.results.communication import Communication, communication, size_in_words
 from numpyro_fed.results.run import Silos
 
-COPIES = 3  # of the state: itself, one more and a gradient
+# Copies of the state in memory at once: the old one, the new one and a gradient.
+COPIES = 3
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A record of what a run will cost; prints as text.
+    """The cost of a run; prints as text.
 
     Attributes
     ----------
@@ -40,7 +41,8 @@ class Cost:
     memory : int
         Bytes that a run in one process needs, about.
     communication : Communication
-        Of one round, without the search for a start. Its ``messages`` says what leaves a silo.
+        The bytes of one round, without the search for a start. Its ``messages`` list all arrays
+        that leave a silo.
     """
 
     sizes: tuple[Sizes, ...] = field(repr=False)
@@ -54,7 +56,7 @@ class Cost:
     communication: Communication = field(repr=False)
 
     def _summary(self) -> str:
-        """Return all but the messages, in words."""
+        """Return all but the messages, as text."""
         plates = ", ".join(
             f"{_range([size[p] for size in self.sizes])} rows of '{p}'" for p in self.sizes[0]
         )
@@ -78,23 +80,24 @@ class Cost:
         return html.words(self._summary()) + self.communication.messages._repr_html_()
 
 
-def cost_of(fit: Fit, held: Silos) -> Cost:
-    """Return what a run of a fit that is ready will cost."""
+def cost_of(fit: Fit, hosted: Silos) -> Cost:
+    """Return the cost of a run of a compiled fit."""
     model, built = fit.model, fit.built
-    server, silos = state_sizes(built.algorithm, held.buckets)
-    data = sum(np.asarray(a).nbytes for b in held.buckets for a in jax.tree.leaves(b.data))
+    server, silos = state_sizes(built.algorithm, hosted.buckets)
+    data = sum(np.asarray(a).nbytes for b in hosted.buckets for a in jax.tree.leaves(b.data))
     before = built.exchanged_before(None)
-    found = communication(built, held.data[0], len(held.data), 1, before)
+    messages = communication(built, hosted.data[0], len(hosted.data), 1, before)
     theta = jax.eval_shape(model.init_theta, jax.random.key(0))
-    has_own = any(model.named("param", p.name) for p in model.plates)
+    has_private = any(model.named("param", p.name) for p in model.plates)
 
-    def latents_and_parameters(own: SiloData, size: Mapping[str, int]) -> int:
+    def latents_and_parameters(data_of_silo: SiloData, size: Mapping[str, int]) -> int:
         latents = sum(size[p.name] * p.dim for p in model.plates)
-        if not has_own:
+        # Only private parameters need a trace of the model for each silo.
+        if not has_private:
             return latents
-        return latents + _count(jax.eval_shape(model.init_private, jax.random.key(0), own))
+        return latents + _count(jax.eval_shape(model.init_private, jax.random.key(0), data_of_silo))
 
-    local = map(latents_and_parameters, held.data, fit.sizes)
+    local = map(latents_and_parameters, hosted.data, fit.sizes)
     return Cost(
         fit.sizes,
         model.dim,
@@ -104,7 +107,7 @@ def cost_of(fit: Fit, held: Silos) -> Cost:
         silos,
         data,
         COPIES * (server + silos) + data,
-        found,
+        messages,
     )
 
 

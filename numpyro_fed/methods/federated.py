@@ -1,4 +1,4 @@
-"""What methods for rows and for columns share: rounds that are run, results, saved fits."""
+"""The base class of all methods, for rows and for columns: it runs rounds and loads fits."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ RUNTIMES: dict[str, Callable[..., Runtime]] = {
     "quick": QUICK,
     "host": host,
 }
+# A search for the mode has some 15 rounds, which
+# take less time than optimising their program would.
 SEARCHES: dict[str, Callable[..., Runtime]] = {**RUNTIMES, "simulation": QUICK}
 
 Outcome = TypeVar("Outcome", bound=FederatedRun[Any])
@@ -33,9 +35,9 @@ Outcome = TypeVar("Outcome", bound=FederatedRun[Any])
 
 @dataclass(frozen=True)
 class RunOptions(Generic[Outcome]):
-    """How a run goes on from its first state: for how long, and who looks at it.
+    """The options of a run from its first state on.
 
-    The fields are what :meth:`SFVI.run` documents under these names.
+    :meth:`SFVI.run` documents the fields under these names.
     """
 
     num_rounds: int
@@ -53,73 +55,73 @@ class RunOptions(Generic[Outcome]):
 
 
 class FederatedMethod(ABC, Generic[Ready, Outcome]):
-    """A federated method whose silos may hold rows or columns."""
+    """A federated method, whose silos may hold rows or columns."""
 
     @property
     @abstractmethod
     def hides_by_noise(self) -> bool:
-        """Whether silos add noise to what they send, of a key that they keep to themselves."""
+        """Whether silos hide what they send by noise, drawn with a key that only they know."""
 
     @abstractmethod
     def result_of(
-        self, run: Run, fit: Ready, held: Silos | None, *, quiet: bool = False
+        self, run: Run, fit: Ready, hosted: Silos | None, *, quiet: bool = False
     ) -> Outcome:
-        """Return the result of a run; ``run.log`` is None for what was loaded.
+        """Return the result of a run; ``run.log`` is None for a loaded one.
 
-        ``quiet`` is about one that goes on.
+        With ``quiet`` there are no warnings, as for a callback in the middle of a run.
         """
 
-    def unhides(self, name: str) -> bool:
-        """Return whether an exchange sends without noise what noise hides elsewhere."""
+    def sends_unhidden(self, name: str) -> bool:
+        """Return whether an exchange sends, without noise, numbers that noise hides in a run."""
         return False
 
     def finished(
-        self, run: Run, fit: Ready, held: Silos | None, start: object, *, quiet: bool = False
+        self, run: Run, fit: Ready, hosted: Silos | None, start: object, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run that began at ``start``."""
-        result = self.result_of(run, fit, held, quiet=quiet)
+        result = self.result_of(run, fit, hosted, quiet=quiet)
         return replace(result, start=start, ended=run.ended)
 
-    def _loaded(
-        self, path: str | Path, fit: Ready, held: Silos, part: str = ""
+    def _load_run(
+        self, path: str | Path, fit: Ready, hosted: Silos, part: str = ""
     ) -> tuple[Outcome, dict[str, Any]]:
-        """Return one of the runs of a file, by its name there, and what else is said of it."""
-        like, made = fit.initial_state(held), fit.made(held)
-        losses, state, said = load_state(path, fit.description(), like, made, part)
-        return self.result_of(Run(state, losses, None, None), fit, held), said
+        """Return the run ``part`` of a file as a result, and its description in the file."""
+        like, made = fit.initial_state(hosted), fit.provenance(hosted)
+        losses, state, description = load_state(path, fit.description(), like, made, part)
+        return self.result_of(Run(state, losses, None, None), fit, hosted), description
 
-    def _driven(
+    def _run_rounds(
         self,
         fit: Ready,
-        held: Silos | None,
+        hosted: Silos | None,
         key: Array,
         state: State,
         start: object,
-        course: RunOptions[Outcome],
+        options: RunOptions[Outcome],
     ) -> Outcome:
-        """Run rounds and return their result, or raise with it."""
-        callback = course.callback
+        """Run rounds and return their result, or raise an error that carries it."""
+        callback = options.callback
 
-        def look(run: Run) -> bool:
-            return _called(callback, self.finished(run, fit, held, start, quiet=True))
+        def call(run: Run) -> bool:
+            return _callback_ends(callback, self.finished(run, fit, hosted, start, quiet=True))
 
         run = drive(
             fit.runtime,
             key,
             state,
-            () if held is None else held.batches,
-            course.num_rounds,
-            course.progress_bar,
-            course.server_data,
-            stop=course.stop is not None,
-            watcher=None if callback is None else Watcher(look, course.every),
+            () if hosted is None else hosted.batches,
+            options.num_rounds,
+            options.progress_bar,
+            options.server_data,
+            stop=options.stop is not None,
+            watcher=None if callback is None else Watcher(call, options.every),
             keep=True,
         )
         quiet = run.ended == "interrupted"
-        return _unless_failed(self.finished(run, fit, held, start, quiet=quiet), run)
+        return _result_or_error(self.finished(run, fit, hosted, start, quiet=quiet), run)
 
 
-def _unless_failed(result: Outcome, run: Run) -> Outcome:
+def _result_or_error(result: Outcome, run: Run) -> Outcome:
     """Return the result, or raise an error that carries it."""
     if run.ended == "interrupted":
         rounds = int(run.state.round)
@@ -131,13 +133,15 @@ def _unless_failed(result: Outcome, run: Run) -> Outcome:
         )
     if run.failure is None:
         return result
+    # A refused reply has an error of its own, raised
+    # where the reply arrived; it gets the result here.
     if run.refused is not None:
         run.refused.result = result
         raise run.refused
-    raise _non_finite(result, run.failure)
+    raise _non_finite_error(result, run.failure)
 
 
-def _non_finite(result: FederatedRun[Any], failure: Failure) -> NonFiniteError:
+def _non_finite_error(result: FederatedRun[Any], failure: Failure) -> NonFiniteError:
     where = f"at silo {', '.join(map(str, failure.silos))}" if failure.silos else "at the server"
     return NonFiniteError(
         f"the bound turned NaN or infinite in round {failure.round}, {where}. The last good state "
@@ -150,8 +154,9 @@ def _non_finite(result: FederatedRun[Any], failure: Failure) -> NonFiniteError:
     )
 
 
-def _called(callback: Callable[[Outcome], object] | None, result: Outcome) -> bool:
-    """Return what a callback says: whether the run should end."""
+def _callback_ends(callback: Callable[[Outcome], object] | None, result: Outcome) -> bool:
+    """Return whether a callback ends the run; raise ``CallbackError`` if it raised an error."""
+    # Not BaseException: Ctrl-C in a callback ends the run like Ctrl-C elsewhere.
     try:
         return bool(callback and callback(result))
     except Exception as error:

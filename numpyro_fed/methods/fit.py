@@ -1,4 +1,13 @@
-"""One call: from a model and what silos hold to a posterior, with a verdict in words."""
+"""``nf.fit``: one call from a model and silos to a posterior, with a verdict in words.
+
+The steps (:meth:`_Fitting.run`):
+
+1. PVI from the best of several modes, or SFVI where PVI does not suit the model.
+2. The importance correction, and while it is not good enough what may improve it: more draws of
+   rows' latents, more draws, a proposal matched to the weighted draws (:meth:`_Fitting.improve`).
+3. More rounds of PVI, then SFVI, each with step 2, as long as the budget lasts.
+4. If several corrections were tried, the best is judged once more by new draws.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +30,7 @@ from numpyro_fed.errors import (
     positive_int,
 )
 from numpyro_fed.methods.fitted import Fitted, Stage
-from numpyro_fed.methods.mode import APART, SEARCHED_UP_TO, LocalMode, distance
+from numpyro_fed.methods.mode import MODES_APART, SEARCHED_UP_TO, LocalMode, distance
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model import data as silo_data
@@ -35,24 +44,49 @@ from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import AT_ONCE, Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
-from numpyro_fed.results.weighted import ERROR
-from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.results.weighted import MAX_ERROR
+from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import StageBar
 from numpyro_fed.runtime.stack import State
 
-STARTS = 4  # searches for the mode, side by side
-ROUNDS, STEPS = 10, 3_000  # of PVI, of SFVI, at most
-ENOUGH_FOR_SFVI = 100  # messages
-INNER, ROWS_EACH = (20, 200), 4  # draws of a row's latents in the correction: one for each few rows
-DRAWS = 64_000  # of the globals in the correction, at most
-AGAIN = 3  # times that a proposal is matched to the weighted draws
-ROWS, OUTER = 20, 5  # draws of each row's latents in the bound; of outer plates' above such rows
-SMALL = 20_000  # numbers: less time goes into steps over them than into the program for these
-KEPT = 8  # methods, each for a model and its draws, whose programs are kept for the next call
-KNOWN = 3  # effective draws for each global, from which on their covariance is worth something
-RARE = 0.02  # of the mass: a mode with less may be missed
+# Searches for the mode, side by side: the first from zero, the others from the prior. More find
+# more modes and take longer, in proportion.
+NUM_STARTS = 4
+# Rounds at most; runs end sooner if they come to rest. From the mode PVI was right after
+# two or three rounds, SFVI after a thousand (docs/results/six_cities.md, raw_data.md).
+MAX_PVI_ROUNDS, MAX_SFVI_ROUNDS = 10, 3_000
+# Messages that must be left for a try of SFVI: with fewer rounds its bound has not settled, and
+# nothing can be said.
+MIN_BUDGET_FOR_SFVI = 100
+# Draws of a row's latents in the correction: one for each few rows. The errors of the rows'
+# estimates add up, so that for a given noise of the weights draws must grow with the rows.
+INNER_RANGE, ROWS_PER_DRAW = (20, 200), 4
+# Draws of the globals in a correction, at most: sixteen exchanges.
+MAX_DRAWS = 64_000
+# Times that a proposal is matched to the weighted draws. Matching took
+# k-hat from 0.95 to 0.48 and from 0.66 to 0.30 (docs/results/raw_data.md);
+# a posterior that three do not fit is not like a Gaussian.
+MAX_MATCHES = 3
+# Draws of each row's latents in the bound, and of latents of outer plates. Twenty bring the six
+# cities to 0.053 sd of NUTS. Draws at an outer plate multiply those of the rows below, and did not
+# pay on three levels (docs/results/importance.md).
+ROW_DRAWS, OUTER_DRAWS = 20, 5
+# Numbers in all data up to which programs are compiled with few optimisations: steps over them take
+# less time than optimising would. A regression with 270 rows took 38 s instead of 73, the six
+# cities, which are above, would take 92 instead of 75 (docs/results/compilation.md).
+SMALL_DATA = 20_000
+# Methods whose compiled programs are kept for the next call, each for a model and its draws. More
+# keep more programs in memory.
+MAX_CACHED_METHODS = 8
+# Effective draws for each global, from which on their covariance is a proposal. With one a
+# covariance is singular.
+MIN_DRAWS_PER_GLOBAL = 3
+# Share of the mass below which a missed mode is not reported. It trades silence about a small mode
+# against false alarms, since shares by Laplace's evidence are approximate.
+MIN_MASS = 0.02
 PRECISIONS = ("double", "single")
-TAILS = 4  # times as many draws where tails decide
+# Times as many draws where tails decide, which halves the errors.
+TAIL_FACTOR = 4
 
 
 def fit(
@@ -66,12 +100,12 @@ def fit(
 ) -> Fitted:
     r"""Fit a model over silos, check the posterior, and say whether it can be trusted.
 
-    A second call with the same model and silos of the same shapes compiles nothing. Nothing has to
-    be scaled, tuned or counted: searches for the mode from several places, :class:`PVI` from the
-    best of them (:class:`SFVI` where the globals are too many or have no family), the importance
-    correction, and where its verdict is not good what may help: more draws of the rows' latents, a
-    proposal matched to the weighted draws, more draws, more rounds, SFVI. What was chosen among
-    several corrections is judged by draws of its own.
+    Nothing has to be scaled or tuned. The call searches for the mode from several places, runs
+    :class:`PVI` from the best of them (:class:`SFVI` if there are too many globals, or globals
+    without a family), and makes the importance correction. If the verdict is not good, it tries
+    more draws of the rows' latents, a proposal matched to the weighted draws, more draws, more
+    rounds, and SFVI. The best of several corrections is judged by new draws. A second call with the
+    same model and silos of the same shapes compiles nothing.
 
     The draws are weighed by the joint density of all silos, so that under the conditions that the
     verdict states they are from :math:`p(z_G \mid y)` itself:
@@ -85,16 +119,16 @@ def fit(
     model : callable
         A NumPyro model with :class:`~numpyro_fed.silo_plate`.
     silos : list of dict
-        What each silo holds, as for :meth:`SFVI.run`.
+        The data of each silo, as for :meth:`SFVI.run`.
     budget : int
-        Messages that each silo sends, at most, about; a search, one round and one correction are
-        made in any case.
+        The number of messages that each silo sends, at most, about; a search, one round and one
+        correction are made in any case.
     precision : {"double", "single"}
-        Of all that is computed, whatever the process's default is. Raw data need double: an
-        outcome of 10^8 with an sd of 1 is all rounding in single precision. That takes half of the
-        memory, and much less time on accelerators that are slow in double precision; the verdict
-        says where it does not hold a posterior. Draws of a fit in double precision are NumPy
-        arrays where JAX's own would be rounded.
+        The precision of the whole computation, whatever the process's default is. Raw data need
+        double: an outcome of 10^8 with an sd of 1 is all rounding in single precision. Single takes
+        half of the memory, and much less time on accelerators that are slow in double precision;
+        the verdict says so if it cannot hold the posterior. Draws of a fit in double precision are
+        NumPy arrays where JAX's own would be rounded.
     progress_bar : bool
 
     Returns
@@ -108,7 +142,7 @@ def fit(
     ModelError, DataError
         For input that cannot work, and an improper posterior.
     NonFiniteError
-        Where neither method comes to a finite posterior.
+        If neither method comes to a finite posterior.
     Interrupted
         By Ctrl-C once something was computed: a ``KeyboardInterrupt`` whose ``result`` has the
         stages so far, and says that it was interrupted.
@@ -137,100 +171,112 @@ def fit(
     positive_int("budget", budget)
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected one of {list(PRECISIONS)}.")
-    with precision_as(double=precision == "double"), _ONE, StageBar(progress_bar) as bar:
+    with precision_as(double=precision == "double"), _LOCK, StageBar(progress_bar) as bar:
         read = silo_data.read(silos, model)
         fm = layout_of(model, read).model
-        methods = _Methods(model, fingerprint(fm, read))
-        fitting = _Fitting(one_key(key), read, fm, methods, budget, bar)
+        methods = _MethodCache(model, fingerprint(fm, read))
+        fitting = _Fitting(typed_key(key), read, fm, methods, budget, bar)
         try:
             return fitting.run()
         except KeyboardInterrupt as error:
-            partly = fitting.interrupted(error)
-            if partly is error:
+            partial = fitting.interrupted(error)
+            if partial is error:
                 raise
-            raise partly from error
+            raise partial from error
 
 
-_kept: dict[Any, PVI | SFVI] = {}
-_ONE = threading.RLock()  # a thread at a time: warnings that a fit repeats are caught for all
+_method_cache: dict[Any, PVI | SFVI] = {}
+# One thread at a time: warnings.catch_warnings, by which a fit collects what its stages warn of,
+# acts on all threads of a process.
+_LOCK = threading.RLock()
 
 
-class _Methods(NamedTuple):
-    """Methods for a model that says what it said in an earlier call, with all that was compiled."""
+class _MethodCache(NamedTuple):
+    """The methods of earlier calls with the same model, with all that was compiled for them.
+
+    ``fingerprint`` is that of the model's programs: a variable that the model reads from outside
+    may have changed between two calls.
+    """
 
     model: Callable[..., Any]
-    said: str
+    fingerprint: str
 
     def get(self, kind: type[PVI] | type[SFVI], draws: tuple[tuple[str, int], ...]) -> Any:
-        """Return the same object as in the call before, if there was one."""
-        who: Any = self.model
+        """Return the method object of an earlier call, or a new one."""
+        model_key: Any = self.model
         try:
-            hash(who)
+            hash(model_key)
         except TypeError:
-            who = id(who)  # kept alive by the method that is kept
-        key = (kind, who, self.said, draws)
-        method = _kept.pop(key, None)
+            # An id is safe: the cached method keeps the
+            # model alive, so that no other object gets it.
+            model_key = id(model_key)
+        key = (kind, model_key, self.fingerprint, draws)
+        method = _method_cache.pop(key, None)
         if method is None:
-            while len(_kept) >= KEPT:
-                _kept.pop(next(iter(_kept)))
+            while len(_method_cache) >= MAX_CACHED_METHODS:
+                _method_cache.pop(next(iter(_method_cache)))
             objective = LocallyEnhanced(draws=dict(draws)) if draws else ELBO()
-            method = kind(self.model, objective=objective, starts=STARTS)
-        _kept[key] = method  # the last used stands last
+            method = kind(self.model, objective=objective, starts=NUM_STARTS)
+        _method_cache[key] = method  # put back at the end: the least recently used is dropped first
         return method
 
 
 class _Fitting:
-    """The steps of one call, and what they have led to."""
+    """One call of ``fit``: its steps, and their results so far."""
 
     def __init__(
         self,
         key: Array,
         silos: ReadSilos,
         fm: FederatedModel,
-        methods: _Methods,
+        methods: _MethodCache,
         budget: int,
         bar: StageBar,
     ):
         self.key, self.silos, self.fm, self.methods = key, silos, fm, methods
-        self.left, self.bar = budget, bar
-        self.coupled = self.many = False
-        self.inner = self.draws_of_rows()
-        self.runtime = "quick" if self.numbers() <= SMALL else "simulation"
+        self.budget_left, self.bar = budget, bar
+        self.coupled = self.has_more_inner = False
+        self.num_inner = self.num_inner_draws()
+        self.runtime = "quick" if self.data_size() <= SMALL_DATA else "simulation"
         self.stages: list[Stage] = []
         self.warned: list[str] = []
-        self.said: set[str] = set()
+        self.known_warnings: set[str] = set()
         self.spent = 0
-        self.doing = ""
+        self.stage_name = ""
 
     def run(self) -> Fitted:
-        """Fit, correct, and go on while that may help and the budget lasts."""
-        by_pvi = self.by_pvi() if self.suits_pvi() else None
-        result = self.by_sfvi() if by_pvi is None else by_pvi
-        best = self.improved(self.corrected(result))
-        if isinstance(result, PVIResult) and _wants_more(best) and self.left > 0:
+        """Return the result of all steps; they go on while more may help and the budget lasts."""
+        by_pvi = self.run_pvi() if self.suits_pvi() else None
+        result = self.run_sfvi() if by_pvi is None else by_pvi
+        best = self.improve(self.correct(result))
+        if isinstance(result, PVIResult) and _wants_more(best) and self.budget_left > 0:
             goes_on = result.ended == "rounds" and result.start is not None
-            more = self.by_pvi(result) if goes_on else None
-            if more is not None:
-                best = self.better(best, self.improved(self.corrected(more)))
-        if isinstance(result, PVIResult) and _wants_more(best) and self.left > ENOUGH_FOR_SFVI:
+            continued = self.run_pvi(result) if goes_on else None
+            if continued is not None:
+                best = self.better(best, self.improve(self.correct(continued)))
+        if (
+            isinstance(result, PVIResult)
+            and _wants_more(best)
+            and self.budget_left > MIN_BUDGET_FOR_SFVI
+        ):
             try:
-                other = self.by_sfvi()
+                second = self.run_sfvi()
             except NonFiniteError as error:
                 self.spend(_sent_before(error))
-                self.tell("SFVI", f"not possible ({error})", None)
+                self.record("SFVI", f"not possible ({error})", None)
             else:
-                again = self.improved(self.corrected(other))
-                best = self.better(best, again)
-                result = other if again is not None and best is again else result
-        best = self.confirmed(best)
+                new = self.improve(self.correct(second))
+                best = self.better(best, new)
+                result = second if new is not None and best is new else result
+        best = self.confirm(best)
         reached = result if best is None or not best.reliable else best
-        return Fitted(reached, best, tuple(self.stages), self.spent, self.missed(best))
+        return Fitted(reached, best, tuple(self.stages), self.spent, self.missed_modes(best))
 
     def interrupted(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
-        """Return an error that carries what was reached; the same one if that is nothing."""
-        partly = getattr(error, "result", None)
-        if partly is not None:
-            self.tell(self.doing, "interrupted", partly)
+        """Return ``Interrupted`` with the results so far, or ``error`` itself if there are none."""
+        partial = getattr(error, "result", None)
+        if partial is not None:
+            self.record(self.stage_name, "interrupted", partial)
         if not self.results():
             return error
         best: Corrected | None = None
@@ -238,30 +284,32 @@ class _Fitting:
             if isinstance(stage.result, Corrected):
                 best = self.better(best, stage.result)
         reached = self.results()[-1] if best is None or not best.reliable else best
-        found = Fitted(reached, best, tuple(self.stages), self.spent, interrupted=True)
+        fitted = Fitted(reached, best, tuple(self.stages), self.spent, interrupted=True)
         return Interrupted(
             "interrupted; what the stages so far have reached is in the error's .result: "
             "error.result.save(path) keeps it. The .result of a stage is a fit, whose .state is an "
             "init_state to go on from.",
-            result=found,
+            result=fitted,
         )
 
     def suits_pvi(self) -> bool:
-        """Whether there are globals, and not too many for a full covariance."""
+        """Return whether PVI suits: globals, few enough for a full covariance; no parameters."""
         return 0 < self.fm.dim <= SEARCHED_UP_TO and not self.fm.named("param")
 
     def method(self, kind: type[PVI] | type[SFVI]) -> Any:
-        """Return a method, under the locally enhanced bound where silos have latents."""
+        """Return a method, with the locally enhanced bound if silos have latents."""
         plates = [p for p in self.fm.plates if p.dim and not self.coupled]
         below = any(not p.outer for p in plates)
-        outer = OUTER if below else ROWS
-        return self.methods.get(kind, tuple((p.name, outer if p.outer else ROWS) for p in plates))
+        outer = OUTER_DRAWS if below else ROW_DRAWS
+        return self.methods.get(
+            kind, tuple((p.name, outer if p.outer else ROW_DRAWS) for p in plates)
+        )
 
-    def ran(
+    def run_method(
         self, kind: type[PVI] | type[SFVI], name: str, rounds: int, before: State | None = None
     ) -> Result:
-        """Return the result of a run, under the plain bound where rows read others' latents."""
-        rounds = min(rounds, max(self.left, 1))
+        """Return the result of a run; with the plain bound if rows read latents of other rows."""
+        rounds = min(rounds, max(self.budget_left, 1))
         settings = dict(stop="converged", progress_bar=self.bar, runtime=self.runtime)
         settings["init_state"] = before
         key = self.new_key()
@@ -269,109 +317,119 @@ class _Fitting:
             try:
                 return self.method(kind).run(key, rounds, self.silos, **settings)
             except CoupledRowsError:
-                self.coupled, self.inner = True, 1
+                self.coupled, self.num_inner = True, 1
                 return self.method(kind).run(key, rounds, self.silos, **settings)
 
     def new_key(self) -> Array:
-        """Return a new key, one for each step."""
+        """Return a new key, for one step."""
         self.key, key = jax.random.split(self.key)
         return key
 
-    def draws_of_rows(self) -> int:
-        """Return how many draws of each row's latents a correction takes, as noise adds up."""
+    def num_inner_draws(self) -> int:
+        """Return the number of draws of each row's latents in a correction."""
         rows = [p.name for p in self.fm.plates if p.dim and not p.outer]
         sizes = [self.fm.sizes(silo) for silo in self.silos]
-        most = max((sum(size[p] for size in sizes) for p in rows), default=0)
-        return int(min(max(most / ROWS_EACH, INNER[0]), INNER[1]))
+        num_rows = max((sum(size[p] for size in sizes) for p in rows), default=0)
+        return int(min(max(num_rows / ROWS_PER_DRAW, INNER_RANGE[0]), INNER_RANGE[1]))
 
-    def numbers(self) -> int:
-        """Return how many numbers all silos hold, as often as a step looks at them."""
-        held = sum(a.size for s in self.silos for a in s.arrays.values())
-        return held * (ROWS if any(p.dim for p in self.fm.plates) else 1)
+    def data_size(self) -> int:
+        """Return the number of data of all silos, times the draws of each row's latents."""
+        num_values = sum(a.size for s in self.silos for a in s.arrays.values())
+        return num_values * (ROW_DRAWS if any(p.dim for p in self.fm.plates) else 1)
 
-    def by_pvi(self, before: Result | None = None) -> Result | None:
-        """Return the result of PVI, or of more rounds; None where it cannot be had."""
+    def run_pvi(self, before: Result | None = None) -> Result | None:
+        """Return the result of PVI, or of more rounds after ``before``; None if it fails."""
         name = "PVI" if before is None else "more rounds of PVI"
         try:
-            result = self.ran(PVI, name, ROUNDS, None if before is None else before.state)
+            result = self.run_method(
+                PVI, name, MAX_PVI_ROUNDS, None if before is None else before.state
+            )
         except (GuideError, NonFiniteError) as error:
             self.spend(_sent_before(error))
-            self.tell(name, f"not possible ({error})", None)
+            self.record(name, f"not possible ({error})", None)
             return None
         self.spend(len(result.losses) + _opening(result))
         at_rest = "come to rest" if result.settled else "not come to rest"
-        self.tell(name, f"{len(result.losses)} rounds, {at_rest}", result)
+        self.record(name, f"{len(result.losses)} rounds, {at_rest}", result)
         return result
 
-    def by_sfvi(self) -> Result:
-        """Return the result of SFVI, which can always be had."""
-        result = self.ran(SFVI, "SFVI", STEPS)
+    def run_sfvi(self) -> Result:
+        """Return the result of SFVI, which suits every model."""
+        result = self.run_method(SFVI, "SFVI", MAX_SFVI_ROUNDS)
         self.spend(len(result.losses) + _opening(result))
-        self.tell("SFVI", f"{len(result.losses)} rounds", result)
+        self.record("SFVI", f"{len(result.losses)} rounds", result)
         return result
 
-    def corrected(
+    def correct(
         self, result: Result, name: str = "correction", draws: int = AT_ONCE
     ) -> Corrected | None:
-        """Return the importance correction, or None where there is none."""
+        """Return the importance correction of a result; None if it fails."""
         try:
             with self.stage(name):
-                found = importance_correct(self.new_key(), result, draws, self.inner)
+                correction = importance_correct(self.new_key(), result, draws, self.num_inner)
         except (ValueError, NonFiniteError) as error:
-            asked = isinstance(
-                error, NonFiniteError
-            )  # the others are found before anything is sent
-            self.spend(math.ceil(draws / AT_ONCE) if asked else 0)
-            self.tell(name, f"not possible ({error})", None)
+            sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
+            self.spend(math.ceil(draws / AT_ONCE) if sent else 0)
+            self.record(name, f"not possible ({error})", None)
             return None
         self.spend(math.ceil(draws / AT_ONCE))
-        share = f"{found.ess:,.0f} of {len(found.weights):,} draws count"
-        short = "" if found.trusted else f", not enough: {found.doubt}"
-        self.tell(name, f"k-hat {found.pareto_k:.2f}, {share}{short}", found)
-        return found
+        share = f"{correction.ess:,.0f} of {len(correction.weights):,} draws count"
+        short = "" if correction.trusted else f", not enough: {correction.doubt}"
+        self.record(name, f"k-hat {correction.pareto_k:.2f}, {share}{short}", correction)
+        return correction
 
-    def improved(self, found: Corrected | None) -> Corrected | None:
-        """Return the best that more draws make of a correction that is not good enough."""
-        best = found
+    def improve(self, correction: Corrected | None) -> Corrected | None:
+        """Return the best correction that more draws and better proposals lead to."""
+        best = correction
         if best is None or best.trusted or not best.precise:
             return best
-        rows = any(p.dim for p in self.fm.plates) and not (self.coupled or self.many)
-        if not best.reliable and rows and self.left > 0:
-            self.many, self.inner = True, 4 * self.inner
-            again = self.corrected(best.result, "more draws of the rows' latents")
-            best = self.better(best, again) or best
-        if not best.reliable and best.many_count and self.left > 0:
-            again = self.corrected(best.result, "more draws", TAILS * AT_ONCE)
-            best = self.better(best, again) or best
-        for _ in range(AGAIN):
-            if best.trusted or self.left <= 0:
+        rows = any(p.dim for p in self.fm.plates) and not (self.coupled or self.has_more_inner)
+        if not best.reliable and rows and self.budget_left > 0:
+            self.has_more_inner, self.num_inner = True, 4 * self.num_inner
+            new = self.correct(best.result, "more draws of the rows' latents")
+            best = self.better(best, new) or best
+        if not best.reliable and best.many_count and self.budget_left > 0:
+            new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
+            best = self.better(best, new) or best
+        # A matched proposal lies closer to the posterior,
+        # and its own correction gives the next match.
+        for _ in range(MAX_MATCHES):
+            if best.trusted or self.budget_left <= 0:
                 break
             if best.reliable and best.many_count:
                 break
-            proposal = rematched(best) if best.ess > KNOWN * self.fm.dim else None
+            proposal = rematched(best) if best.ess > MIN_DRAWS_PER_GLOBAL * self.fm.dim else None
             if proposal is None:
                 break
             name = "matched to the weighted draws"
-            again = self.corrected(proposal, name, 2 * AT_ONCE)
-            best = self.better(best, again) or best
+            new = self.correct(proposal, name, 2 * AT_ONCE)
+            best = self.better(best, new) or best
         if best.reliable and not best.trusted and math.isfinite(best.monte_carlo_error):
-            more = 1.3 * (best.monte_carlo_error / ERROR) ** 2
-            needed = len(best.weights) * (more if best.spreads_known else max(more, TAILS))
-            draws = min(DRAWS, math.ceil(needed / AT_ONCE) * AT_ONCE, self.left * AT_ONCE)
+            # Errors fall as the root of the number of draws. The 1.3 allows for the error of the
+            # estimated error, so that one more correction is enough as a rule.
+            factor = 1.3 * (best.monte_carlo_error / MAX_ERROR) ** 2
+            needed = len(best.weights) * (
+                factor if best.spreads_known else max(factor, TAIL_FACTOR)
+            )
+            draws = min(
+                MAX_DRAWS, math.ceil(needed / AT_ONCE) * AT_ONCE, self.budget_left * AT_ONCE
+            )
             if draws > len(best.weights):
-                best = self.better(best, self.corrected(best.result, "more draws", draws))
+                best = self.better(best, self.correct(best.result, "more draws", draws))
         return best
 
-    def confirmed(self, best: Corrected | None) -> Corrected | None:
-        """Return the best of several corrections, judged by draws by which it was not chosen."""
+    def confirm(self, best: Corrected | None) -> Corrected | None:
+        """Return the best of several corrections, judged by draws that did not choose it."""
+        # The best of several k-hats is too good by selection: on one model it was 0.43, and 0.72 on
+        # new draws (docs/results/raw_data.md).
         tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
-        if best is None or not best.trusted or tried <= 2 or self.left <= 0:
+        if best is None or not best.trusted or tried <= 2 or self.budget_left <= 0:
             return best
-        again = self.corrected(best.result, "judged by new draws", len(best.weights))
-        return again if again is not None else best
+        new = self.correct(best.result, "judged by new draws", len(best.weights))
+        return new if new is not None else best
 
-    def missed(self, best: Corrected | None) -> tuple[LocalMode, ...]:
-        """Return other modes of about as much mass that the draws do not reach."""
+    def missed_modes(self, best: Corrected | None) -> tuple[LocalMode, ...]:
+        """Return other modes with a share of the mass that the weighted draws do not reach."""
         start = next((r.start for r in self.results() if r.start is not None), None)
         if best is None or start is None or start.log_evidence is None:
             return ()
@@ -379,27 +437,31 @@ class _Fitting:
         if not np.isfinite(evidence.max()):
             return ()
         share = np.exp(evidence - np.logaddexp.reduce(evidence))[1:]
+        # A draw belongs to a mode within three sds and
+        # the length of a normal vector, sqrt(dim), of it.
         z, w = np.asarray(best._z_G, float), best.weights
-        near = [w @ (distance(p, z) <= APART + math.sqrt(self.fm.dim)) for p in start.others]
+        reached_share = [
+            w @ (distance(p, z) <= MODES_APART + math.sqrt(self.fm.dim)) for p in start.others
+        ]
         return tuple(
             p
-            for p, expected, there in zip(start.others, share, near, strict=True)
-            if expected > RARE and there < expected / 3
+            for p, expected, reached_mass in zip(start.others, share, reached_share, strict=True)
+            if expected > MIN_MASS and reached_mass < expected / 3
         )
 
     def results(self) -> list[Result]:
-        """Return the fits so far."""
+        """Return the fits of all stages so far."""
         return [stage.result for stage in self.stages if isinstance(stage.result, Result)]
 
-    def better(self, one: Corrected | None, other: Corrected | None) -> Corrected | None:
-        """Return the one that can be trusted more."""
-        known = [c for c in (one, other) if c is not None]
-        return max(known, key=_rank, default=None)
+    def better(self, first: Corrected | None, second: Corrected | None) -> Corrected | None:
+        """Return the correction that is more trustworthy, if there is one."""
+        candidates = [c for c in (first, second) if c is not None]
+        return max(candidates, key=_rank, default=None)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show it; what it warns of is for the verdict to say, each once."""
-        self.doing = name
+        """Enter a stage: show its name, and collect its warnings for the verdict, each once."""
+        self.stage_name = name
         self.bar.stage(name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -407,34 +469,36 @@ class _Fitting:
         self.warned = []
         for w in caught:
             text = str(w.message).removesuffix(".")
+            # Deprecations and the like are not about the fit: they are passed on.
             if not issubclass(w.category, UserWarning):
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
-            elif text not in self.said:
-                self.said.add(text)
+            elif text not in self.known_warnings:
+                self.known_warnings.add(text)
                 self.warned.append(text)
 
-    def tell(self, name: str, words: str, result: Result | Corrected | None) -> None:
-        """Note what came of a step."""
+    def record(self, name: str, words: str, result: Result | Corrected | None) -> None:
+        """Add a stage with its outcome in words and its warnings."""
         self.stages.append(Stage(name, " ".join([words, *map("({})".format, self.warned)]), result))
         self.warned = []
 
     def spend(self, exchanges: int) -> None:
-        self.left -= exchanges
+        """Subtract exchanges from the budget, and show how many there were."""
+        self.budget_left -= exchanges
         self.spent += exchanges
         self.bar.account(self.spent)
 
 
-def _wants_more(found: Corrected | None) -> bool:
-    """Whether more work may help: not where precision does not hold the posterior."""
-    return found is None or not (found.trusted or not found.precise)
+def _wants_more(correction: Corrected | None) -> bool:
+    """Return whether more work may help: not if the precision cannot hold the posterior."""
+    return correction is None or not (correction.trusted or not correction.precise)
 
 
-def _rank(found: Corrected) -> tuple[bool, bool, float]:
-    return found.trusted, found.reliable, -found.monte_carlo_error
+def _rank(correction: Corrected) -> tuple[bool, bool, float]:
+    return correction.trusted, correction.reliable, -correction.monte_carlo_error
 
 
 def _sent_before(error: Exception) -> int:
-    """Return how many messages each silo had sent when a run ended by an error."""
+    """Return the number of messages that each silo had sent when a run ended by an error."""
     if not isinstance(error, NonFiniteError):
         return 0
     if not isinstance(error.result, Result):  # in the search: its exchanges

@@ -1,4 +1,4 @@
-"""The result of one call: the posterior, and a verdict in words."""
+"""The result of ``nf.fit``: the posterior, and a verdict in words."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected
 from numpyro_fed.results.saving import SavedWords, save
 
-KEPT_DRAWS = 4_000  # of a fit that has no reliable correction, in a file
+# Draws of a fit without a reliable correction that a file keeps, as many as a correction has: the
+# sd of a mean is then 1.6 % of an sd.
+KEPT_DRAWS = 4_000
 
 
 class Stage(NamedTuple):
-    """A step that was taken: its name, what came of it in words, and its result."""
+    """A step of a call: its name, its outcome in words, and its result."""
 
     name: str
     words: str
@@ -44,14 +46,14 @@ class Fitted:
     corrected : Corrected or None
         The correction by which the fit is judged, if there is one.
     stages : tuple of Stage
-        All steps that were taken, with their results.
+        All steps with their results.
     num_exchanges : int
-        Messages that each silo sent, about.
+        The number of messages that each silo sent, about.
     missed : tuple of LocalMode
-        Other modes that the search has found, of about as much mass as the one at which the
-        posterior was sought, and that its draws do not reach.
+        Other modes that the search has found, with a share of the mass, which the draws do not
+        reach.
     interrupted : bool
-        Whether Ctrl-C has ended it, with what was reached by then.
+        Whether Ctrl-C has ended the call; then this holds what was reached by then.
     """
 
     best: Corrected | Result
@@ -63,69 +65,72 @@ class Fitted:
 
     @property
     def mode(self) -> Mode | None:
-        """Return the mode at which the first fit began, if it did at one."""
+        """Return the mode at which the first fit began, if it began at one."""
         fits = (s.result for s in self.stages if isinstance(s.result, Result))
         return next((fit.start for fit in fits if fit.start is not None), None)
 
     @property
     def trusted(self) -> bool:
         """Whether means and sds of the globals are right to a tenth of a posterior sd."""
-        found = self.corrected
-        return found is not None and found.trusted and not (self.missed or self.interrupted)
+        correction = self.corrected
+        return (
+            correction is not None and correction.trusted and not (self.missed or self.interrupted)
+        )
 
     @property
     def log_evidence(self) -> float | None:
-        """Estimate of ``log p(y)``; None where no correction gives one."""
+        """The estimate of ``log p(y)``; None if no correction gives one."""
         return None if self.corrected is None else self.corrected.log_evidence
 
     @property
     def verdict(self) -> str:
-        """Say whether to trust the posterior, what error is left, what was done."""
+        """Return in words whether to trust the posterior, what error is left, and what was done."""
         return f"{self._judgement()} {self._account()}"
 
     def _judgement(self) -> str:
-        found = self.corrected
-        if found is None:
+        correction = self.corrected
+        if correction is None:
             why = "the fit was interrupted" if self.interrupted else "it could not be checked"
             return (
                 f"Do not trust this posterior: {why}. What follows says more; "
                 "NUTS on pooled data (run_nuts), where that is allowed, would show it."
             )
-        known = (
-            f"{found.ess:,.0f} effective draws, Pareto k-hat {found.pareto_k:.2f}, Monte Carlo "
-            f"error of means and sds at most {found.monte_carlo_error:.2g} sd"
+        figures = (
+            f"{correction.ess:,.0f} effective draws, Pareto k-hat {correction.pareto_k:.2f}, "
+            f"Monte Carlo error of means and sds at most {correction.monte_carlo_error:.2g} sd"
         )
         if self.interrupted:
             return (
                 "Do not trust this posterior: the fit was interrupted before its check was done "
-                f"({known})."
+                f"({figures})."
             )
         if self.missed:
             return (
                 "Do not trust this posterior: it is that around one of "
                 f"{1 + len(self.missed)} modes"
-                f" that the search has found, and others hold about as much of the mass ({known}). "
-                "A prior or a constraint that tells them apart (a sign, an order) leaves one; "
-                ".missed has the others."
+                " that the search has found, and others hold about as much of the mass "
+                f"({figures}). A prior or a constraint that tells them apart (a sign, an order) "
+                "leaves one; .missed has the others."
             )
         if self.trusted:
-            return f"The posterior of the globals can be trusted ({known})."
-        if not found.precise:
-            return f"Do not trust this posterior: {found.doubt} ({known}). {found._rounding.remedy}"
-        if found.reliable:
-            part = "details" if found.spreads_known else "spreads"
+            return f"The posterior of the globals can be trusted ({figures})."
+        if not correction.precise:
+            remedy = correction._rounding.remedy
+            return f"Do not trust this posterior: {correction.doubt} ({figures}). {remedy}"
+        if correction.reliable:
+            part = "details" if correction.spreads_known else "spreads"
             return (
-                f"Do not rely on the posterior's {part}: {found.doubt} ({known}). Try "
+                f"Do not rely on the posterior's {part}: {correction.doubt} ({figures}). Try "
                 "importance_correct(key, fitted.corrected.result, num_draws=100_000), or a larger "
                 "budget."
             )
-        if found.many_count:
+        if correction.many_count:
             return (
-                f"Do not rely on the posterior's details: {found.doubt} ({known}). Try "
+                f"Do not rely on the posterior's details: {correction.doubt} ({figures}). Try "
                 "importance_correct(key, fitted.corrected.result, num_draws=100_000)."
             )
         return (
-            f"Do not trust this posterior: {found.doubt} ({known}). Try effects as "
+            f"Do not trust this posterior: {correction.doubt} ({figures}). Try effects as "
             "scale times a standard normal or the other way round, a prior that holds what the "
             "data leave open, a larger budget, or NUTS on pooled data where that is allowed."
         )
@@ -141,47 +146,50 @@ class Fitted:
     def to_arviz(
         self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
     ) -> Any:
-        """Posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
+        """Return posterior draws as an ArviZ object.
 
-        Of weighted draws there are at most as many as these are worth, so that ``arviz.ess`` is
-        about true. The group ``posterior`` has the attributes ``verdict``, and ``ess`` and
-        ``pareto_k`` of the correction. Needs the extra ``examples``.
+        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1. There are at most as many
+        draws as the weighted draws are worth, so that ``arviz.ess`` is about true. The group
+        ``posterior`` has the attributes ``verdict``, and ``ess`` and ``pareto_k`` of the
+        correction. Needs the extra ``examples``.
         """
+        # Draws of a fit without a reliable correction are independent, and worth their number.
         sample = partial(self.sample_posterior, silo=silo)
-        known = {} if self.corrected is None else self.corrected._attributes
+        of_correction = {} if self.corrected is None else self.corrected._attributes
         worth = self.best.ess if isinstance(self.best, Corrected) else math.inf
-        attributes = {**known, "verdict": self.verdict}
+        attributes = {**of_correction, "verdict": self.verdict}
         return to_arviz(sample, key, num_samples, worth=worth, attributes=attributes)
 
     def save(self, path: str | Path) -> None:
         """Write draws, weights, the verdict and the fit behind it to ``path.npz``.
 
-        No data and no pickle; the file is whole or not there. :func:`numpyro_fed.load` reads it,
-        without the model and the data to draw from the posterior, and with them to go on. Of the
-        ``stages`` it keeps names and words, and the fits that ``best`` and ``corrected`` rest on.
+        The file has no data and no pickle, and is whole or not there. :func:`numpyro_fed.load`
+        reads it: without model and data to draw from the posterior, with them to go on. It keeps
+        the names and words of the ``stages``, and the fits that ``best`` and ``corrected`` rest on.
 
         Parameters
         ----------
         path : str or Path
             The name of the file without ``.npz``.
         """
-        found, best = self.corrected, self.best
+        correction, best = self.corrected, self.best
         checked: Result = best if isinstance(best, Result) else best.result
-        told, others = SavedWords("", {}), {}
-        if found is not None:
-            told, checked = found.told(), found.result
+        saved, others = SavedWords("", {}), {}
+        if correction is not None:
+            saved, checked = correction.saved_words(), correction.result
         if isinstance(best, Result):
-            told = replace(told, draws=best.sample_posterior(jax.random.key(0), KEPT_DRAWS))
-            told = replace(told, weights=None)
+            saved = replace(saved, draws=best.sample_posterior(jax.random.key(0), KEPT_DRAWS))
+            saved = replace(saved, weights=None)
+            # The correction rests on another fit than the best one: the file keeps both.
             others = {} if best is checked else {"best": best.saved_run()}
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         words = {
-            **told.words,
+            **saved.words,
             "verdict": self.verdict,
-            "report": told.words.get("verdict", self.verdict),
+            "report": saved.words.get("verdict", self.verdict),
             "trusted": self.trusted,
             "stages": [[stage.name, stage.words] for stage in self.stages],
-            "is_best": found is not None and best is found,
+            "is_best": correction is not None and best is correction,
             "fields": {k: v for k, v in plain.items() if isinstance(v, bool | int | float | str)},
         }
         missed = {
@@ -189,9 +197,9 @@ class Fitted:
             for i, peak in enumerate(self.missed)
             for name, value in peak._asdict().items()
         }
-        arrays = {**told.arrays, **missed}
-        told = replace(told, kind=type(self).__name__, words=words, arrays=arrays)
-        save(path, told, checked.saved_run(), checked.made(), others)
+        arrays = {**saved.arrays, **missed}
+        saved = replace(saved, kind=type(self).__name__, words=words, arrays=arrays)
+        save(path, saved, checked.saved_run(), checked.provenance(), others)
 
     def __str__(self) -> str:
         return self.verdict

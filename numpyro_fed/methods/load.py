@@ -1,4 +1,4 @@
-"""What was saved, read back: without model and data what can be read off, with them the fit."""
+"""``nf.load``: saved draws and verdicts without the model, or the whole fit with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import ReadSilos
-from numpyro_fed.precision import in_own_precision, precision
+from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected
@@ -33,35 +33,34 @@ from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.results.weighted import systematic
 
 METHODS: dict[str, type[Method[Any, Any]]] = {kind.__name__: kind for kind in (PVI, SFVI, SFVIAvg)}
-EARLIER = "Saved by an earlier release, which kept no verdict."
+NO_VERDICT = "Saved by an earlier release, which kept no verdict."
 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A saved fit as it can be read without the model and the data.
+    """The part of a saved fit that can be read without the model and the data.
 
     Attributes
     ----------
     kind : str
         The class that was saved: ``"Fitted"``, ``"Corrected"``, ``"PVIResult"``, ...
     verdict : str
-        What it said of itself.
+        The verdict of the fit.
     trusted : bool or None
-        Whether means and sds of the globals are right to a tenth of an sd; None where that was not
-        asked, as of a run without its correction.
+        Whether means and sds of the globals are right to a tenth of an sd; None if nothing has
+        checked it, as for a run without its correction.
     draws : dict of str to array
-        Draws of the globals, ``(n, *shape)``, on their own supports, with the dtypes of the file,
-        to be weighted by ``weights``. Of a run those that were asked for:
-        ``result.save(path, draws=n)``.
+        Draws of the globals, ``(n, *shape)``, on their supports, with the dtypes of the file,
+        to be weighted by ``weights``. For a run they are those of ``result.save(path, draws=n)``.
     weights : (n,) array
     log_evidence, ess, pareto_k : float or None
-        As of :class:`Corrected`; None where there was no correction.
+        Those of :class:`Corrected`; None without a correction.
     stages : tuple of Stage
         Names and words of the steps of :func:`numpyro_fed.fit`.
     losses : (rounds,) array
-        Of the run behind it.
+        The losses of the run.
     settings : dict
-        How that was made, in words.
+        The settings of the run, in words.
     report : str
         The verdict of the correction alone, where there is one.
     double : bool
@@ -84,31 +83,33 @@ class Saved:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], saved: Mapping[str, Any]) -> Saved:
-        """Return what the arrays and the description of a file say."""
+        """Return the saved fit from the arrays and the description of a file."""
         words = saved.get("words", {})
         sites = (name for name in arrays if name.startswith(DRAWS))
         return cls(
             kind=saved.get("kind", "Result"),
-            verdict=words.get("verdict", EARLIER),
+            verdict=words.get("verdict", NO_VERDICT),
             trusted=words.get("trusted"),
             draws={name.removeprefix(DRAWS): arrays[name] for name in sites},
             weights=arrays.get(WEIGHTS, np.zeros(0)),
             log_evidence=words.get("log_evidence"),
             ess=words.get("ess"),
             pareto_k=words.get("pareto_k"),
-            stages=tuple(Stage(name, said, None) for name, said in words.get("stages", ())),
+            stages=tuple(
+                Stage(name, described, None) for name, described in words.get("stages", ())
+            ),
             losses=arrays["losses"],
             settings=dict(saved["settings"]),
-            report=words.get("report", words.get("verdict", EARLIER)),
+            report=words.get("report", words.get("verdict", NO_VERDICT)),
             double=_is_double(arrays),
         )
 
-    @in_own_precision
+    @in_precision_of_object
     def sample_posterior(self, key: Array, n: int) -> dict[str, np.ndarray]:
-        """Draw globals, resampled from the draws of the file by their weights.
+        """Return draws of the globals, resampled from the draws of the file by their weights.
 
-        Of a fit that has a reliable correction these are its own draws for the same key. Of
-        another one there are only as many different ones as the file holds.
+        With a reliable correction these are the draws that the fit itself makes with the same key.
+        Otherwise there are only as many different draws as the file has.
 
         Parameters
         ----------
@@ -122,12 +123,13 @@ class Saved:
                 f"no draws were saved with this {self.kind}: save it by save(path, draws=4_000), "
                 "or load it with its model and silos."
             )
+        # The same fold as in Corrected.sample_posterior, so that the same key gives the same draws.
         key = jax.random.fold_in(key, 0)
         chosen = np.asarray(systematic(key, jnp.asarray(self.weights), n))
         return {site: values[chosen] for site, values in self.draws.items()}
 
     def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
-        """Posterior draws for ArviZ, as of the fit that was saved: see :meth:`Fitted.to_arviz`."""
+        """Return posterior draws as an ArviZ object, like :meth:`Fitted.to_arviz` of the fit."""
         attributes: dict[str, float | str] = {"verdict": self.verdict}
         if self.ess is not None and self.pareto_k is not None:
             attributes |= {"ess": self.ess, "pareto_k": self.pareto_k}
@@ -146,7 +148,7 @@ def load(
     model: Callable[..., Any] | None = None,
     silos: Sequence[Mapping[str, Any]] | None = None,
 ) -> Any:
-    """Read what ``save`` of a :class:`Fitted`, a :class:`Corrected` or a result wrote.
+    """Return a fit that ``save`` of a :class:`Fitted`, :class:`Corrected` or result wrote.
 
     Parameters
     ----------
@@ -154,14 +156,15 @@ def load(
         The same path as was given to ``save``.
     model : callable, optional
     silos : list of dict, optional
-        With both of them comes back what was saved, to go on with: locals of a silo, corrections,
-        ``run(..., init_state=)``. Refused unless they are the model and the data of the fit.
+        With both, ``load`` returns the saved object itself, for locals of a silo, corrections and
+        ``run(..., init_state=)``. They must be the model and the data of the fit.
 
     Returns
     -------
     Saved, or Fitted, Corrected, Result
-        Without model and silos draws of the globals, weights and verdict. Of a :class:`Fitted` the
-        ``stages`` have names and words, and the results that ``best`` and ``corrected`` rest on.
+        Without model and silos: draws of the globals, weights and verdict. A :class:`Fitted` has
+        the names and words of its ``stages``, and the results that ``best`` and ``corrected`` rest
+        on.
 
     Raises
     ------
@@ -192,8 +195,9 @@ def load(
     if model is None and silos is None:
         return Saved.of(arrays, saved)
     if model is None or silos is None:
-        lacking = "model" if model is None else "silos"
-        raise TypeError(f"give model and silos, or neither of them: {lacking}= is missing.")
+        missing = "model" if model is None else "silos"
+        raise TypeError(f"give model and silos, or neither of them: {missing}= is missing.")
+    # In the precision of the fit: its state would not fit a program of another one.
     with precision(double=_is_double(arrays)):
         runs = _Runs(path, saved, model, silo_data.read(silos, model))
         run = runs.get("")
@@ -214,17 +218,18 @@ def _fitted(
     corrected: Corrected | None,
     others: Mapping[str, Result],
 ) -> Fitted:
-    """The fit by :func:`numpyro_fed.fit`, from its parts."""
+    """Return the :class:`Fitted` from the parts in a file."""
     best = corrected if corrected is not None and words["is_best"] else others.get("best", run)
+    # Names are "missed/<number>/<field>", as Fitted.save writes them.
     numbers = sorted({int(name.split("/")[1]) for name in arrays if name.startswith("missed/")})
     peaks: list[Any] = [[arrays[f"missed/{i}/{k}"] for k in LocalMode._fields] for i in numbers]
     missed = tuple(LocalMode(z_G, curvature, float(evidence)) for z_G, curvature, evidence in peaks)
-    stages = tuple(Stage(name, said, None) for name, said in words["stages"])
+    stages = tuple(Stage(name, described, None) for name, described in words["stages"])
     return Fitted(best, corrected, stages, missed=missed, **words["fields"])
 
 
 class _Runs:
-    """The runs of a file, by the methods that made them."""
+    """The runs of a file, with the methods that made them."""
 
     def __init__(
         self,
@@ -237,14 +242,18 @@ class _Runs:
         self._methods: dict[str, Method[Any, Any]] = {}
 
     def get(self, part: str) -> Result:
-        """A run by its name in the file."""
-        said = self._saved["others"][part] if part else self._saved
-        method = self._method(said)
-        return method.load_part(self._path, self._silos, said["recipe"]["runtime"], part)
+        """Return a run by its name in the file."""
+        described = self._saved["others"][part] if part else self._saved
+        method = self._method(described)
+        return method.load_part(self._path, self._silos, described["recipe"]["runtime"], part)
 
-    def _method(self, said: Mapping[str, Any]) -> Method[Any, Any]:
-        """The method of a run; one for all runs of one method, which compiles once."""
-        recipe, name, file = said.get("recipe"), said["settings"]["method"], npz(self._path)
+    def _method(self, described: Mapping[str, Any]) -> Method[Any, Any]:
+        """Return the method of a run; runs with equal settings share one, which compiles once."""
+        recipe, name, file = (
+            described.get("recipe"),
+            described["settings"]["method"],
+            npz(self._path),
+        )
         if recipe is None or recipe["method"] not in METHODS:
             raise SavedStateError(
                 f"{file} holds a fit by {name} that nf.load reads without model and silos only: "
@@ -256,13 +265,13 @@ class _Runs:
                 f"{file} holds a fit by {name} with {settings} of its own, which no file can "
                 f"hold: build the method as it was and use {name}(model, ...).load(path, silos)."
             )
-        known = json.dumps(recipe, sort_keys=True)
-        if known not in self._methods:
+        cache_key = json.dumps(recipe, sort_keys=True)
+        if cache_key not in self._methods:
             kind = METHODS[recipe["method"]]
-            self._methods[known] = rebuilt(kind, self._model, recipe["settings"])
-        return self._methods[known]
+            self._methods[cache_key] = rebuilt(kind, self._model, recipe["settings"])
+        return self._methods[cache_key]
 
 
 def _is_double(arrays: Mapping[str, np.ndarray]) -> bool:
-    """Whether a saved state is in double precision."""
+    """Return whether a saved state is in double precision."""
     return any(a.dtype == np.float64 and name.startswith("state") for name, a in arrays.items())

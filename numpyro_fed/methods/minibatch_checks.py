@@ -1,4 +1,4 @@
-"""Minibatches as a setting of methods: what can be cut, and what is refused."""
+"""Checks of the setting ``batch_size``: which plates can be cut, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpyro_fed.model.minibatch import WHOLE, Minibatches
 
 
 def check_batch_size(size: int | None) -> None:
-    """Refuse what is no number of rows."""
+    """Raise an error unless ``size`` is a positive int or None."""
     if size is not None:
         positive_int("batch_size", size)
 
@@ -21,12 +21,12 @@ def check_batch_size(size: int | None) -> None:
 def minibatches_of(
     fm: FederatedModel, plates_of: Mapping[str, tuple[str, ...]], size: int | None
 ) -> Minibatches | None:
-    """Return which rows are drawn, where any are."""
+    """Return the rule by which rows are drawn, or None without minibatches."""
     return None if size is None else Minibatches.of(fm, plates_of, size)
 
 
 def check_guide(guide: Guide, draws: Mapping[str, int], minibatches: Minibatches | None) -> None:
-    """Refuse guides and bounds that have no part for some of the rows.
+    """Raise an error for guides and bounds that cannot be cut into minibatches.
 
     Raises
     ------
@@ -40,25 +40,26 @@ def check_guide(guide: Guide, draws: Mapping[str, int], minibatches: Minibatches
             f"{words} locals='joint' for silo_plate '{joint[0]}': one covariance over all rows has "
             f"no part for a minibatch. Use locals='full' or 'diagonal'. {WHOLE}"
         )
-    if weighed := [p for p in guide.outer if draws[p] > 1]:
+    if weighted := [p for p in guide.outer if draws[p] > 1]:
         raise GuideError(
-            f"{words} {draws[weighed[0]]} draws at silo_plate '{weighed[0]}', above the rows of "
+            f"{words} {draws[weighted[0]]} draws at silo_plate '{weighted[0]}', above the rows of "
             "others: a silo is weighed as a whole there, of which some rows say nothing without "
             f"bias. Use one draw there. {WHOLE}"
         )
 
 
-def check_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData]) -> None:
-    """Refuse minibatches of rows that do not stand alone.
+def check_rows_alone(layout: Layout, size: int | None, stacks: Sequence[SiloData]) -> None:
+    """Raise an error if a row's log density changes when other rows are left out.
 
     Raises
     ------
     GuideError
     """
-    found = minibatches_of(layout.model, layout.lengths, size)
-    for rows in found.cut if found else ():
+    minibatches = minibatches_of(layout.model, layout.lengths, size)
+    for rows in minibatches.cut if minibatches else ():
         try:
             alone = all(bool(layout.checks.minibatch(*rows, stack)) for stack in stacks)
+        # A model may fail on fewer rows than it has lengths for, which is an answer, too.
         except (TypeError, ValueError, IndexError):
             alone = False
         if not alone:

@@ -1,4 +1,14 @@
-"""The mode of the posterior, found over silos."""
+"""The search for the mode of the posterior over silos: ``find_mode``, and the start of runs.
+
+The search itself is an algorithm like others (:mod:`numpyro_fed.algorithms.mode`, and ``mode_wide``
+for many globals). Here it is driven, its result is judged, and a run is begun from it:
+
+1. Search, from one or several places side by side.
+2. Check that the curvature at the best place is that of the posterior (:func:`_curvature_usable`).
+3. ``find_mode``, and runs with flat priors, check by one exchange more that the density falls in
+   all directions (:func:`_flat_directions`).
+4. A run takes its first states from the mode by one round (``Start.begin``).
+"""
 
 from __future__ import annotations
 
@@ -42,14 +52,27 @@ from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batches, Runtime, State, init_schedule, on_device
 from numpyro_fed.trees import drop_weak_types
 
-MOST = {"mode": 100, "wide": 300}  # places that a start tries
-SEARCHED_UP_TO = 300  # shared parameters and globals, by Newton's method
-SEARCH = "search"  # under which a fit keeps its runtime
-OPENING, SEARCHING = 2**31 - 2, 2**31 - 1  # in the place of a round's number, in keys
-APART = 3.0  # standard deviations, from which on two modes are two
-UNFELT = 1e-5  # of a coordinate's curvature: a share of the silos that is none
-ALMOST = 0.5  # nats for each coordinate, about which a place may be off a mode
-FALL = 0.1  # nats: a normal density has fallen by 4.5 there
+# Places that a start tries before a run begins without a mode. Newton's method took 9 to 17 on
+# fourteen posteriors (docs/results/raw_data.md), L-BFGS takes hundreds.
+MAX_PLACES = {"mode": 100, "wide": 300}
+# Shared parameters and globals, up to which silos send Hessians, of 300 x 300 numbers at most. The
+# same limit holds for full covariances of the globals.
+SEARCHED_UP_TO = 300
+SEARCH = "search"  # the name under which a fit keeps the runtime of its search
+# They take the place of a round's number in keys, where no run comes to.
+OPENING, SEARCHING = 2**31 - 2, 2**31 - 1
+# Standard deviations from which on two modes count
+# as two: their normal approximations hardly overlap.
+MODES_APART = 3.0
+# Share of the silos in a coordinate's curvature that counts as none. A likelihood with a kink
+# (Laplace) has none but by rounding; then the prior alone would say how far the posterior reaches.
+NO_SHARE = 1e-5
+# Nats for each coordinate that another Newton step may promise. A place half a nat off is one sd
+# off, from where a run finds its way; farther off the curvature may be that of another region.
+MAX_GAIN = 0.5
+# Nats by which a density must have fallen three sds from the mode, where a normal density has
+# fallen by 4.5. A heavy tail falls by less than normal; an open direction does not fall at all.
+MIN_FALL = 0.1
 
 
 MANY_EFFECTS = (
@@ -59,16 +82,16 @@ MANY_EFFECTS = (
 
 
 class NoStartError(Exception):
-    """Why a run cannot start at the mode."""
+    """The reason why a run cannot start at the mode."""
 
     @property
     def warning(self) -> str:
-        """Return it in words, for who asked for the run."""
+        """Return the reason as a warning to the user."""
         return f"{self}: the run starts at zero in unconstrained space, as start=None does."
 
 
 class LocalMode(NamedTuple):
-    """One of several modes: where, with the negative Hessian there, and Laplace's evidence."""
+    """One of several modes: its place, the negative Hessian there, and Laplace's evidence."""
 
     z_G: np.ndarray
     curvature: np.ndarray
@@ -79,20 +102,20 @@ class LocalMode(NamedTuple):
 class Mode:
     r"""The highest point of the posterior density that was found, unconstrained.
 
-    The density is that of the globals whose prior depends on no other; effects whose prior does (as
-    ``b ~ Normal(mu, tau)`` outside of silo plates) are at their own mode given those, and
-    integrated out by Laplace's method: of an effect and its scale together there may be no mode.
+    The density is that of the globals whose prior depends on no other global. Effects, whose prior
+    does (``b ~ Normal(mu, tau)`` outside of silo plates), are integrated out by Laplace's method
+    and stand at their own mode given the others: an effect and its scale together may have no mode.
 
     Attributes
     ----------
     sites : dict
-        Global latents and deterministic sites there, on their own supports.
+        Global latents and deterministic sites at the mode, on their supports.
     theta : dict
-        Shared parameters there.
+        Shared parameters at the mode.
     z_G : (dim,) array
         The globals, unconstrained; the mode is that of their density in this space.
     curvature : (n, n) or (n,) array
-        The negative Hessian of the log density there, of shared parameters and then ``z_G``; its
+        The negative Hessian of the log density, for shared parameters and then ``z_G``; its
         diagonal alone above 300 of them.
     log_evidence : float or None
         Laplace's approximation, :math:`\ell(\hat z) + \tfrac d2 \log 2\pi - \tfrac12 \log\det A`,
@@ -106,7 +129,7 @@ class Mode:
     values : (starts,) array
         The log density at the best place of each start.
     names : tuple of str
-        Of the ``n`` coordinates, such as ``"beta[1]"``.
+        The names of the ``n`` coordinates, such as ``"beta[1]"``.
     flat : tuple of str
         Directions in which the density does not fall: where there is no curvature, or where the
         density has hardly fallen three standard deviations away. Combinations of coordinates, such
@@ -130,7 +153,7 @@ class Mode:
 
     @cached_property
     def covariance(self) -> np.ndarray:
-        """The inverse of ``curvature``, (n, n), or (n,) where that is a diagonal."""
+        """Return the inverse of ``curvature``, (n, n), or (n,) for a diagonal."""
         return 1 / self.curvature if self.curvature.ndim == 1 else np.linalg.inv(self.curvature)
 
 
@@ -145,15 +168,16 @@ def find_mode(
 ) -> Mode:
     r"""Find the mode of the globals' posterior density, each silo's own latents integrated out.
 
-    By a damped Newton method: each silo sends its log likelihood with gradient and Hessian, its
-    latents integrated by Laplace's method, and the server adds them up. Nothing has to be scaled.
-    Above 300 shared parameters and globals silos send gradients, and the server takes steps of
-    L-BFGS in coordinates that the Hessian's diagonal scales, which takes hundreds of exchanges.
+    The method is a damped Newton method: each silo sends its log likelihood with gradient and
+    Hessian, its latents integrated by Laplace's method, and the server adds them up. Nothing has to
+    be scaled. Above 300 shared parameters and globals silos send gradients, and the server takes
+    steps of L-BFGS in coordinates that the Hessian's diagonal scales, which takes hundreds of
+    exchanges.
 
     Parameters
     ----------
     key : jax.Array
-        For the places where further starts begin.
+        The key of the places where further starts begin.
     model, silos
         As for :class:`numpyro_fed.SFVI`.
     starts : int
@@ -190,8 +214,8 @@ def find_mode(
     positive_int("max_exchanges", max_exchanges)
     layout, buckets = lay_out(model, silo_data.read(silos, model))
     fm, batches = layout.model, on_device(buckets)
-    _check(fm)
-    if (coupled := why_coupled(fm, layout.checks, buckets)) is not None:
+    _check_searchable(fm)
+    if (coupled := coupling_reason(fm, layout.checks, buckets)) is not None:
         raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
     wide = flat_size(fm) > SEARCHED_UP_TO
     effects = effects_of(fm)
@@ -204,14 +228,14 @@ def find_mode(
     run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True, search=True)
     search = jax.tree.map(np.asarray, run.state.server)
     if not search.known.any():
-        raise _not_found(int(run.state.round), starts, run.unusable)
+        raise _not_found_error(int(run.state.round), starts, run.unusable)
     shape, exchanges = None, int(run.state.round)
     if not wide:
-        looked = runtime.single(curvature_check(fm, effects))
-        shape, *_ = looked(key, run.state.server, run.state.silos, batches)
+        check = runtime.single(curvature_check(fm, effects))
+        shape, *_ = check(key, run.state.server, run.state.silos, batches)
         shape, exchanges = jax.tree.map(np.asarray, shape), exchanges + 1
-    found = _mode(fm, search, shape, exchanges, effects)
-    _warn(found)
+    found = _mode_of_search(fm, search, shape, exchanges, effects)
+    _warn_if_doubtful(found)
     return found
 
 
@@ -225,63 +249,68 @@ def begin(
 ) -> tuple[State, Mode | None]:
     """Return the first state of a run that starts at the mode, and the mode.
 
+    ``runtime_of`` makes the runtime of the search. Without a start both are those of the
+    algorithm's own first state: no mode is searched for.
+
     Raises
     ------
     NoStartError
-        Where nothing is finite, no curvature tells how far the posterior reaches, or rows read each
-        other's latents.
+        If nothing is finite, if no curvature shows how far the posterior reaches, or if rows read
+        each other's latents.
     ModelError
         Naming the directions in which the posterior is improper, where a prior is flat.
     """
     fm, start = fit.model, fit.built.start
     if start is None:
-        return opened(fit, key, fit.runtime.init(key, batches), batches), None
-    if (coupled := why_coupled(fm, fit.checks, buckets)) is not None:
+        return after_opening(fit, key, fit.runtime.init(key, batches), batches), None
+    if (coupled := coupling_reason(fm, fit.checks, buckets)) is not None:
         raise NoStartError(coupled)
-    if start.around is None and len(start.effects):
+    if start.curvature_round is None and len(start.effects):
         raise NoStartError(MANY_EFFECTS)
     search = start.search
     runtime = fit.cached(SEARCH, lambda: runtime_of(search))
     key_search, key_begin = jax.random.split(jax.random.fold_in(key, SEARCHING))
     state = runtime.init(key_search, batches)
-    most = max(MOST.values()) + 2
+    # Above the places that a search tries, so that it ends by itself.
+    most = max(MAX_PLACES.values()) + 2
     run = drive(runtime, key_search, state, batches, most, progress_bar, stop=True, search=True)
     unusable = run.unusable
     if run.refused is not None:
         raise run.refused
-    found_at, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
-    if found_at.known.any() and not _usable(fm, found_at):
+    search_end, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
+    if search_end.known.any() and not _curvature_usable(fm, search_end):
         raise NoStartError(
             "no mode to start from was found at which curvature tells how far the posterior "
             "reaches, as where a likelihood has a kink (Laplace)"
         )
-    if found_at.known.any():
-        found = _mode(fm, found_at, None, exchanges, start.effects)
-        if fm.improper and start.around is not None and found.converged:
-            looked = fit.quick_round(start.around, runtime)
-            shape, *_ = looked(key_begin, run.state.server, run.state.silos, batches)
+    if search_end.known.any():
+        found = _mode_of_search(fm, search_end, None, exchanges, start.effects)
+        if fm.improper and start.curvature_round is not None and found.converged:
+            check = fit.quick_round(start.curvature_round, runtime)
+            shape, *_ = check(key_begin, run.state.server, run.state.silos, batches)
             shape = jax.tree.map(np.asarray, shape)
-            found = _mode(fm, found_at, shape, exchanges + 1, start.effects)
+            found = _mode_of_search(fm, search_end, shape, exchanges + 1, start.effects)
             if found.flat:
-                raise _improper(fm, found.flat)
-        begun = fit.quick_round(start.begin, runtime)
-        server, silos, info, good = begun(key_begin, run.state.server, run.state.silos, batches)
+                raise _improper_error(fm, found.flat)
+        begin_run = fit.quick_round(start.begin, runtime)
+        server, silos, info, good = begin_run(key_begin, run.state.server, run.state.silos, batches)
         unusable = failed_silos(good, (), ())
         if info.ok:
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
             zero = jnp.zeros((), jnp.int32)
             state = drop_weak_types(State(zero, server, silos, carry))
-            return opened(fit, key, state, batches), found
+            return after_opening(fit, key, state, batches), found
     if fm.improper:
-        raise _not_found(exchanges, 1, unusable)
+        raise _not_found_error(exchanges, 1, unusable)
     raise NoStartError(
         "no mode to start from was found where log density, gradient and Hessian are finite"
-        f"{_which(unusable)}. Double precision (jax.config.update('jax_enable_x64', True)) may help"
+        f"{_at_silos(unusable)}. Double precision (jax.config.update('jax_enable_x64', True)) may "
+        "help"
     )
 
 
-def opened(fit: Fit, key: Array, state: State, batches: Batches) -> State:
-    """Return the state after the rounds with which the algorithm itself opens."""
+def after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State:
+    """Return the state after the opening rounds of the algorithm."""
     key = jax.random.fold_in(key, OPENING)
     for round_ in fit.built.algorithm.opening:
         once = fit.quick_round(round_)
@@ -290,7 +319,7 @@ def opened(fit: Fit, key: Array, state: State, batches: Batches) -> State:
             bad = failed_silos(good, (), ())
             raise NonFiniteError(
                 f"what silos say before the first round (exchange '{round_.name}') is not finite"
-                f"{_which(bad)}. Look at the data there.",
+                f"{_at_silos(bad)}. Look at the data there.",
                 result=None,
                 round=0,
                 silos=bad,
@@ -299,11 +328,12 @@ def opened(fit: Fit, key: Array, state: State, batches: Batches) -> State:
     return state
 
 
-def _usable(fm: FederatedModel, search: Search | WideState) -> bool:
-    """Whether the curvature at the best place is that of the posterior around there.
+def _curvature_usable(fm: FederatedModel, search: Search | WideState) -> bool:
+    """Return whether the curvature at the best place is that of the posterior.
 
-    Where the search has not come to rest, the silos must have their share in it: of a likelihood
-    with a kink only the prior curves.
+    If the search has not come to rest, silos must have a share in the curvature of each coordinate:
+    of a likelihood with a kink only the prior has curvature. And another Newton step must promise
+    little.
     """
     i = int(best_start(search))
     x, value, g, A = (np.asarray(a[i], float) for a in search.best)
@@ -315,36 +345,38 @@ def _usable(fm: FederatedModel, search: Search | WideState) -> bool:
     unravel = unraveller(fm)
     of_prior = jit_once(jax.hessian(lambda x: fm.smoothed.log_prior(*unravel(x))))(search.best.x[i])
     of_silos = np.diagonal(A) + np.diagonal(np.asarray(of_prior, float))
-    if (np.abs(of_silos) <= UNFELT * diagonal).any():
+    if (np.abs(of_silos) <= NO_SHARE * diagonal).any():
         return False
+    # In units of each coordinate's own curvature, so
+    # that eigenvalues can be compared with rounding.
     eps = ROUNDING_UNITS * np.finfo(search.best.x.dtype).eps
     unit = np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
     values, V = np.linalg.eigh(A / unit / unit[:, None])
     if values.min() <= eps * len(x):
         return False
     gain = 0.5 * ((V.T @ (g / unit)) ** 2 / values).sum()
-    return bool(gain <= max(ALMOST * len(x), 10 * eps * abs(value)))
+    return bool(gain <= max(MAX_GAIN * len(x), 10 * eps * abs(value)))
 
 
-def _improper(fm: FederatedModel, open: Sequence[str]) -> ModelError:
+def _improper_error(fm: FederatedModel, directions: Sequence[str]) -> ModelError:
     return ModelError(
-        f"the posterior is improper: it does not fall along {' and '.join(open)} (unconstrained, "
-        f"each in units of its own curvature), where the prior of '{fm.improper[0]}' is flat. "
-        "Give it "
-        "a proper prior, or leave out a column that others add up to. Where columns are merely "
-        "alike, double precision (jax.config.update('jax_enable_x64', True)) tells them apart."
+        f"the posterior is improper: it does not fall along {' and '.join(directions)} "
+        f"(unconstrained, each in units of its own curvature), where the prior of "
+        f"'{fm.improper[0]}' is flat. Give it a proper prior, or leave out a column that others "
+        "add up to. Where columns are merely alike, double precision "
+        "(jax.config.update('jax_enable_x64', True)) tells them apart."
     )
 
 
-def _which(silos: tuple[int, ...]) -> str:
-    """Return whose numbers those are that are not finite, if that is known."""
+def _at_silos(silos: tuple[int, ...]) -> str:
+    """Return in words which silos' numbers were not finite, if that is known."""
     return f" (those of silo {', '.join(map(str, silos))} were not)" if silos else ""
 
 
-def _not_found(exchanges: int, starts: int, silos: tuple[int, ...]) -> NonFiniteError:
+def _not_found_error(exchanges: int, starts: int, silos: tuple[int, ...]) -> NonFiniteError:
     return NonFiniteError(
         "no place was found at which the log density, its gradient and its Hessian are finite"
-        f"{_which(silos)}, from {starts} starts in {exchanges} exchanges. In double precision "
+        f"{_at_silos(silos)}, from {starts} starts in {exchanges} exchanges. In double precision "
         "(jax.config.update('jax_enable_x64', True)) they may be, or from more starts "
         "(starts=8); or look at the data and the supports of the sites.",
         result=None,
@@ -353,7 +385,8 @@ def _not_found(exchanges: int, starts: int, silos: tuple[int, ...]) -> NonFinite
     )
 
 
-def _check(fm: FederatedModel) -> None:
+def _check_searchable(fm: FederatedModel) -> None:
+    """Raise an error for private parameters, and for a model with nothing to search over."""
     if private := [s.name for s in fm.sites if s.kind == "param" and s.plate is not None]:
         raise ModelError(
             f"the parameter '{private[0]}' is inside a silo_plate: it has no mode that silos "
@@ -366,43 +399,55 @@ def _check(fm: FederatedModel) -> None:
         )
 
 
-def _open(shape: Shape, falls: np.ndarray, least: float, names: Sequence[str]) -> tuple[str, ...]:
-    """The directions in which a density is open that falls so much at the places (12 n,).
+def _flat_directions(
+    shape: Shape, drops: np.ndarray, min_drop: float, names: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the directions in which the density does not fall, as combinations of ``names``.
 
-    Where it is NaN, it is looked at nearer. What falls farther out alone is not open: where the
-    curvature is below what this precision can tell, the look is not far enough.
+    ``drops`` are the falls of the log density at 30, 3 and 1 sds on both sides of each axis of the
+    curvature.
     """
-    farther, far, near = falls.reshape(len(CHECK_DISTANCES), 2, -1)
-    hardly = np.where(
+    farther, far, near = drops.reshape(len(CHECK_DISTANCES), 2, -1)
+    # Where the density is not finite at three sds, the
+    # fall at one sd decides: of a parabola, a ninth.
+    flat = np.where(
         np.isnan(far),
-        ~(near >= least * (CHECK_DISTANCES[2] / CHECK_DISTANCES[1]) ** 2),
-        far < least,
+        ~(near >= min_drop * (CHECK_DISTANCES[2] / CHECK_DISTANCES[1]) ** 2),
+        far < min_drop,
     )
-    hardly &= ~((farther >= least) & (shape.values <= shape.threshold))
-    found = []
+    # Where the curvature is below what this precision can tell, three of its sds are not far
+    # enough, and a direction that falls at 30 is not open.
+    flat &= ~((farther >= min_drop) & (shape.values <= shape.threshold))
+    directions = []
     for k, axis in enumerate(shape.axes.T):
-        if hardly[:, k].any():
-            signed = -axis if hardly[1, k] and not hardly[0, k] else axis
+        if flat[:, k].any():
+            signed = -axis if flat[1, k] and not flat[0, k] else axis
             parts = zip(signed, names, strict=True)
-            found.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
-    return tuple(found)
+            directions.append(" ".join(f"{w:+.2f} {name}" for w, name in parts if abs(w) > 0.2))
+    return tuple(directions)
 
 
-def _mode(
+def _mode_of_search(
     fm: FederatedModel,
     search: Search | WideState,
     shape: Shape | None,
     num_exchanges: int,
     effects: np.ndarray,
 ) -> Mode:
-    """``shape`` is None where nobody has looked around."""
-    i, names = int(best_start(search)), _names(fm)
+    """Return the mode at the end of a search.
+
+    ``shape`` is the result of the check of the curvature, or None if there was none.
+    """
+    i, names = int(best_start(search)), _coordinate_names(fm)
     theta, z_G = unraveller(fm)(search.best.x[i])
     curvature = np.asarray(search.best.curvature[i], float)
     value, flat = float(search.best.value[i]), tuple[str, ...]()
     if shape is not None:
+        # A fall within rounding of the density itself is no fall.
         rounding = ROUNDING_UNITS * np.finfo(search.best.x.dtype).eps * abs(value)
-        flat = _open(shape, value - np.asarray(shape.densities), max(FALL, rounding), names)
+        flat = _flat_directions(
+            shape, value - np.asarray(shape.densities), max(MIN_FALL, rounding), names
+        )
     evidence = None if flat else _log_evidence(fm, value, curvature, effects)
     sites = jax.tree.map(np.asarray, fm.constrain_global(theta, z_G))
     return Mode(
@@ -416,90 +461,95 @@ def _mode(
         values=np.where(search.known, search.best.value, -np.inf),
         names=names,
         flat=flat,
-        others=_others(fm, search, i, effects),
+        others=_other_modes(fm, search, i, effects),
     )
 
 
-def _others(
+def _other_modes(
     fm: FederatedModel, search: Search | WideState, best: int, effects: np.ndarray
 ) -> tuple[LocalMode, ...]:
-    """Modes of other starts than the best, each once, the most evident first."""
-    own = search.best.x.shape[1] - fm.dim
+    """Return the modes of other starts than the best one, each once, in order of their evidence."""
+    num_theta = search.best.x.shape[1] - fm.dim
 
-    def peak(i: int) -> LocalMode | None:
+    def mode_at(i: int) -> LocalMode | None:
         curvature = np.asarray(search.best.curvature[i], float)
         value = float(search.best.value[i])
         evidence = _log_evidence(fm, value, curvature, effects)
         if evidence is None:
             return None
-        return LocalMode(np.asarray(search.best.x[i][own:]), curvature[own:, own:], evidence)
+        return LocalMode(
+            np.asarray(search.best.x[i][num_theta:]), curvature[num_theta:, num_theta:], evidence
+        )
 
     at_rest = np.flatnonzero(search.known & search.rests)
-    peaks = [p for i in (best, *at_rest) if (p := peak(int(i))) is not None]
-    apart = peaks[:1]
-    for p in sorted(peaks[1:], key=lambda p: -p.log_evidence):
-        if all(distance(q, p.z_G[None])[0] > APART for q in apart):
-            apart.append(p)
-    return tuple(apart[1:])
+    modes = [p for i in (best, *at_rest) if (p := mode_at(int(i))) is not None]
+    distinct = modes[:1]
+    for p in sorted(modes[1:], key=lambda p: -p.log_evidence):
+        if all(distance(q, p.z_G[None])[0] > MODES_APART for q in distinct):
+            distinct.append(p)
+    return tuple(distinct[1:])
 
 
-def distance(peak: LocalMode, z_G: np.ndarray) -> np.ndarray:
-    """How far draws (n, dim) are from a peak, in its standard deviations."""
-    away = np.asarray(z_G, float) - peak.z_G
-    return np.sqrt(np.maximum(np.einsum("ni,ij,nj->n", away, peak.curvature, away), 0.0))
+def distance(mode: LocalMode, z_G: np.ndarray) -> np.ndarray:
+    """Return the distances (n,) of draws (n, dim) from a mode, in its standard deviations."""
+    away = np.asarray(z_G, float) - mode.z_G
+    return np.sqrt(np.maximum(np.einsum("ni,ij,nj->n", away, mode.curvature, away), 0.0))
 
 
 def _log_evidence(
     fm: FederatedModel, value: float, curvature: np.ndarray, effects: np.ndarray
 ) -> float | None:
-    """Return Laplace's evidence over the globals with density ``value``; None for a diagonal."""
+    """Return Laplace's evidence at a mode with log density ``value``; None for a diagonal.
+
+    Effects are integrated out of ``value`` already: their share of the determinant is taken out.
+    """
     if curvature.ndim == 1:
         return None
-    own = len(curvature) - fm.dim
+    num_theta = len(curvature) - fm.dim
     number = fm.dim - len(effects)
-    log_det = np.linalg.slogdet(curvature[own:, own:])[1]
+    log_det = np.linalg.slogdet(curvature[num_theta:, num_theta:])[1]
     log_det -= np.linalg.slogdet(curvature[np.ix_(effects, effects)])[1]
     return float(value + 0.5 * (number * np.log(2 * np.pi) - log_det))
 
 
-def start_at(
+def start_rounds(
     kind: str, fm: FederatedModel, starts: int, init_loc_fn: Callable[..., Any] | None, begin: Round
 ) -> Start:
-    """Return how a run starts that begins at the mode by a round."""
+    """Return the rounds of a start at the mode, with ``begin`` as the last one."""
     if kind == "wide":
-        search = wide_mode(fm, starts, init_loc_fn, max_places=MOST[kind])
+        search = wide_mode(fm, starts, init_loc_fn, max_places=MAX_PLACES[kind])
         return Start(search, None, begin, effects_of(fm))
     effects = effects_of(fm)
-    search = mode(fm, starts, init_loc_fn, effects=effects, max_places=MOST[kind])
+    search = mode(fm, starts, init_loc_fn, effects=effects, max_places=MAX_PLACES[kind])
     return Start(search, curvature_check(fm, effects), begin, effects)
 
 
-def why_coupled(
-    fm: FederatedModel, asks: RowChecks | None, buckets: Sequence[Bucket]
+def coupling_reason(
+    fm: FederatedModel, checks: RowChecks | None, buckets: Sequence[Bucket]
 ) -> str | None:
-    """Say why Laplace's method cannot be used row by row, if it cannot."""
-    found = None if asks is None else coupled_rows(asks, buckets)
-    if found is None:
+    """Return in words why Laplace's method cannot be used row by row; None if it can."""
+    rows = None if checks is None else coupled_rows(checks, buckets)
+    if rows is None:
         return None
     return (
-        f"{found.words()} reads latents of other rows, so that the silo's latents cannot be "
+        f"{rows.words()} reads latents of other rows, so that the silo's latents cannot be "
         "integrated row by row in a search for the mode"
     )
 
 
-def _names(fm: FederatedModel) -> tuple[str, ...]:
-    """Return names of the coordinates of the search: shared parameters, then globals."""
+def _coordinate_names(fm: FederatedModel) -> tuple[str, ...]:
+    """Return the names of the search's coordinates: shared parameters, then globals."""
 
-    def each(name: str, shape: tuple[int, ...]) -> list[str]:
-        places = np.ndindex(shape)
-        return [name + (f"[{', '.join(map(str, place))}]" if place else "") for place in places]
+    def names_of(name: str, shape: tuple[int, ...]) -> list[str]:
+        indices = np.ndindex(shape)
+        return [name + (f"[{', '.join(map(str, place))}]" if place else "") for place in indices]
 
     theta = jax.eval_shape(fm.init_theta, jax.random.key(0))
-    params = [n for name in sorted(theta) for n in each(name, theta[name].shape)]
-    return (*params, *(n for site in fm.named("latent") for n in each(site.name, site.shape)))
+    params = [n for name in sorted(theta) for n in names_of(name, theta[name].shape)]
+    return (*params, *(n for site in fm.named("latent") for n in names_of(site.name, site.shape)))
 
 
-def _warn(found: Mode) -> None:
+def _warn_if_doubtful(found: Mode) -> None:
     if found.flat:
         warnings.warn(
             f"the log density does not fall along {' and '.join(found.flat)} (unconstrained, each "

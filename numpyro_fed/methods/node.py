@@ -1,4 +1,4 @@
-"""The server's counterpart to silos in processes of their own."""
+"""The server for silos in processes of their own."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from numpyro_fed.results.run import BuiltRun, Ready
 from numpyro_fed.runtime.node import (
     SEARCH,
     WITHOUT_START,
-    Agreed,
     Channel,
+    PlanLike,
     Send,
     Weights,
     remote,
 )
-from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
 
-Reach = Callable[..., Runtime]  # of an algorithm, its schedule, and how a run begins
+MakeRuntime = Callable[..., Runtime]  # (algorithm, schedule, begin) -> Runtime
 
 
 class PartyServer(ABC, Generic[Ready, Outcome]):
-    """A server whose silos or clients live in processes of their own."""
+    """A server whose silos or clients are in processes of their own."""
 
     _method: FederatedMethod[Ready, Outcome]
     _built: BuiltRun
 
     @property
     @abstractmethod
-    def _agreed(self) -> Agreed:
-        """Return how many parties there are, and shapes of what the first of them holds."""
+    def _parties(self) -> PlanLike:
+        """Return the number of parties, with the shapes of the first one's data."""
 
     @abstractmethod
     def _fit(self, runtime: Runtime) -> Ready:
-        """Return what was built, with a runtime that reaches the parties."""
+        """Return the compiled fit, with a runtime that reaches the parties."""
 
     @abstractmethod
     def _begin(
         self,
         fit: Ready,
         key: Array,
-        reach: Reach,
+        make_runtime: MakeRuntime,
         progress_bar: bool,
     ) -> tuple[Ready, State, object]:
-        """Return the fit that is run, its first state, and where that is.
+        """Return the fit that is run, its first state, and the mode at which it begins.
 
-        ``reach`` makes runtimes that reach the parties.
+        ``make_runtime`` makes runtimes that reach the parties.
         """
 
-    def _begun(
+    def _start_run(
         self,
         key: Array,
         send: Send,
@@ -71,25 +71,25 @@ class PartyServer(ABC, Generic[Ready, Outcome]):
         weights: Sequence[Weights] | None = None,
         schedule: Schedule[Any] | None = None,
     ) -> tuple[Ready, None, Array, State, object]:
-        """Return a fit that reaches the parties, what of them is here, a key, and the start."""
-        key, agreed = one_key(key), self._agreed
-        line = Channel(send, agreed.num_silos, weights)
-        reach: Reach = partial(remote, plan=agreed, line=line)
-        fit = self._fit(reach(self._built.algorithm, schedule))
-        fit, state, start = self._begin(fit, key, reach, progress_bar)
+        """Return the arguments of ``_run_rounds``: fit, no data, key, first state and start."""
+        key, agreed = typed_key(key), self._parties
+        channel = Channel(send, agreed.num_silos, weights)
+        make_runtime: MakeRuntime = partial(remote, plan=agreed, channel=channel)
+        fit = self._fit(make_runtime(self._built.algorithm, schedule))
+        fit, state, start = self._begin(fit, key, make_runtime, progress_bar)
         return fit, None, key, state, start
 
 
 class ServerNode(PartyServer[Fit, Result]):
-    """A server whose silos live in processes of their own (:class:`numpyro_fed.SiloNode`).
+    """A server whose silos are in processes of their own (:class:`numpyro_fed.SiloNode`).
 
-    It knows the silos' facts and what they send, and nothing else.
+    It knows the silos' facts and their messages, and nothing else.
 
     Parameters
     ----------
     method : SFVI, PVI, ...
     facts : sequence of str
-        What each silo says of itself, JSON.
+        The facts of each silo, JSON.
 
     Attributes
     ----------
@@ -109,14 +109,14 @@ class ServerNode(PartyServer[Fit, Result]):
                 "nodes begin at the mode (start='mode'), or at none."
             )
         self._method: Method[Any, Any] = method
-        told = [Facts.from_json(f) for f in facts]
-        self._plan = method.agree(told)
-        self._rows = [rows_of(f) for f in told]
+        all_facts = [Facts.from_json(f) for f in facts]
+        self._plan = method.agree(all_facts)
+        self._rows = [rows_of(f) for f in all_facts]
         self._built: Built = method.build(self._plan)
         self.plan = self._plan.to_json()
 
     @property
-    def _agreed(self) -> Plan:
+    def _parties(self) -> Plan:
         return self._plan
 
     def _fit(self, runtime: Runtime) -> Fit:
@@ -126,15 +126,15 @@ class ServerNode(PartyServer[Fit, Result]):
         self,
         fit: Fit,
         key: Array,
-        reach: Reach,
+        make_runtime: MakeRuntime,
         progress_bar: bool,
     ) -> tuple[Fit, State, Mode | None]:
-        search = partial(reach, schedule=None, begin=SEARCH)
+        search = partial(make_runtime, schedule=None, begin=SEARCH)
         try:
             return fit, *begin(fit, key, (), search, progress_bar=progress_bar)
         except NoStartError as error:
             warnings.warn(error.warning, stacklevel=4)
-            fit = fit.without_start(partial(reach, begin=WITHOUT_START)) or fit
+            fit = fit.without_start(partial(make_runtime, begin=WITHOUT_START)) or fit
             return fit, *begin(fit, key, (), search)
 
     def run(
@@ -153,15 +153,17 @@ class ServerNode(PartyServer[Fit, Result]):
         :func:`numpyro_fed.importance_correct` (which asks the silos once more). A silo's latents
         stay there.
         """
-        course: RunOptions[Result] = RunOptions(num_rounds, server_data, progress_bar, stop)
-        begun = self._begun(key, send, progress_bar, self._rows, self._built.schedule)
-        return self._method._driven(*begun, course)
+        options: RunOptions[Result] = RunOptions(num_rounds, server_data, progress_bar, stop)
+        started = self._start_run(key, send, progress_bar, self._rows, self._built.schedule)
+        return self._method._run_rounds(*started, options)
 
 
 def rows_of(facts: Facts) -> Weights:
-    """Return what a silo's number of rows may be, by its facts: each plate's up to a power
-    of two, and above the half of it.
+    """Return the range in which a silo's number of rows is, by its facts.
+
+    Facts have the number of each plate's rows rounded up to a power of two.
     """
     sizes = dict(facts.sizes)
-    most = [sizes[plate.name] for plate in facts.plates if not plate.outer]
-    return Weights(sum(n // 2 + 1 for n in most), sum(most))
+    rounded = [sizes[plate.name] for plate in facts.plates if not plate.outer]
+    # A number that is rounded up to n, a power of two, is above the half of n.
+    return Weights(sum(n // 2 + 1 for n in rounded), sum(rounded))

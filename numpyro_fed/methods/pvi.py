@@ -1,4 +1,4 @@
-"""Partitioned variational inference: the front door."""
+"""Partitioned variational inference: the method ``PVI``, its settings and its start."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.base import Method, check_start, start_of
-from numpyro_fed.methods.minibatch_checks import check_alone, check_guide, minibatches_of
-from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_at
+from numpyro_fed.methods.minibatch_checks import check_guide, check_rows_alone, minibatches_of
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
@@ -59,6 +59,7 @@ from numpyro_fed.runtime.stack import State
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
 Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]
 DELETIONS = ("own", "none", "average", "prior")
+# Settings that stand in the plan: silos and saved states must agree on them.
 SAVED = (
     "schedule",
     "damping",
@@ -84,15 +85,15 @@ class PVI(Method[PVIResult, Conjugate]):
     r"""Partitioned variational inference, with or without local latents.
 
     The posterior of the globals is the prior times one factor for each silo, all in one
-    exponential family. A silo that is visited takes its factor out, maximises its local free energy
+    exponential family. A visited silo takes its factor out, maximises its local free energy
 
     .. math::
         \mathcal{F}_m(q) = \mathbb{E}_q[\log p(y_m \mid z_G)]
         - \mathrm{KL}\big(q \,\|\, q_{\setminus m}\big), \qquad
         q_{\setminus m} \propto q / t_m,
 
-    on its own data, its local latents inside, and answers with the change of its factor's natural
-    parameters. A few rounds are enough, where :class:`SFVI` takes thousands.
+    on its own data, with its local latents inside, and replies with the change of its factor's
+    natural parameters. A few rounds are enough, where :class:`SFVI` takes thousands.
 
     Hyperparameters with a prior are globals like any other and have factors of their own (equations
     7 and 8 of the paper).
@@ -115,10 +116,10 @@ class PVI(Method[PVIResult, Conjugate]):
         Covariance of the Gaussian over the global sites that take one; full up to 300 dimensions.
         Other sites get the family of their prior. A dict names families by site.
     prior : {"auto", "exact", "factor"}
-        What to do with a prior outside of the family, such as a HalfNormal, or a site whose scale
+        How to treat a prior outside of the family, such as a HalfNormal, or a site whose scale
         is another site: ``"factor"`` approximates it by one more factor, which the server keeps and
         renews at each of its updates as a silo does; ``"exact"`` refuses it by name. ``"auto"`` is
-        the first, but where ``deletion`` takes all factors out at once.
+        ``"factor"``, unless ``deletion`` takes all factors out at once.
     local : one of numpyro_fed.local, optional
         The local optimiser. By default the closed form where the model is conjugate, and
         ``local.Optax()`` elsewhere.
@@ -131,12 +132,13 @@ class PVI(Method[PVIResult, Conjugate]):
         at each update of the server (Appendices A and C); by default Adam at 0.02. They need many
         more rounds than latents do.
     start : {"mode", None} or Result
-        ``"mode"``: some 15 exchanges find the mode of the globals' posterior, and a silo's factor
+        ``"mode"``: some 15 exchanges find the mode of the globals' posterior. A silo's factor
         begins as the parabola of its own likelihood there, so that the posterior begins as
         Laplace's approximation, and flat priors are allowed. Visits work in coordinates in which
-        the posterior is standard. Up to 300 globals, for ``deletion="own"``, and not where one pass
-        in closed form is exact; else as None: at the prior. A result of another method on the same
-        silos: where that has come to, every silo with an equal share of it.
+        the posterior is standard. It needs at most 300 globals and ``deletion="own"``, and is not
+        used where one pass in closed form is exact; otherwise it is as None. None: at the prior. A
+        result of another method on the same silos: at its posterior; every silo's factor is an
+        equal share of it.
     starts : int
         Searches for the mode, side by side in one program; the highest is where the run starts.
     start_scale : float or None
@@ -148,14 +150,14 @@ class PVI(Method[PVIResult, Conjugate]):
         ``loss(distribution, value)`` in place of minus the log density at each observed site, as in
         :mod:`numpyro_fed.losses` (:class:`FedGVI`).
     divergence, prior_divergence : callable
-        To the cavity and to the prior, as in :mod:`numpyro_fed.divergences`.
+        The divergences to the cavity and to the prior, as in :mod:`numpyro_fed.divergences`.
     deletion : {"own", "none", "average", "prior"}
-        What a silo takes out of the posterior to make its cavity: its own factor; nothing (as in
-        streaming); an average factor (stochastic power EP); all factors (committee machine).
+        The part of the posterior that a silo takes out for its cavity: its own factor; nothing (as
+        in streaming); an average factor (stochastic power EP); all factors (committee machine).
     prior_share : {"whole", "split"}
         Whether a silo's cavity holds all of the prior, or its share of it.
     max_rounds : int, optional
-        Refuse to run for more: a method that makes one pass has nothing to gain from a second.
+        Rounds that a run refuses to exceed: a method of one pass would count the data again.
 
     References
     ----------
@@ -240,27 +242,29 @@ class PVI(Method[PVIResult, Conjugate]):
         return self.model if self.loss is None else generalised(self.model, self.loss)
 
     def prepare(self, fm: FederatedModel) -> Conjugate:
-        """Return the family of the globals, and a test whether the likelihood is conjugate."""
+        """Return the family of the globals, and a check whether the likelihood is conjugate."""
         chosen = globals_of(fm, self.family, self._prior)
         return chosen, conjugacy(fm, chosen)
 
     @property
     def _prior(self) -> str:
-        """A factor for what is outside of the family, unless all factors are taken out at once."""
+        """The resolved ``prior``: a factor, unless ``deletion`` takes all factors out at once."""
         if self.prior != "auto":
             return self.prior
         return "factor" if self.deletion in ("own", "none") else "exact"
 
     def _start(self, fm: FederatedModel, plan: Plan) -> str | None:
-        """Return where to start: at the mode, if silos keep a factor and one visit is not exact."""
+        """Return the kind of start: the mode, if silos keep a factor and one visit is not exact."""
         if isinstance(self.start, Result):
             self._check_carried(fm)
             return "result"
+        # One visit in closed form is exact from anywhere,
+        # unless there is no proper prior to begin at.
         needed = self.deletion == "own" and (fm.improper or not self._local(plan).closed_form)
         return start_of(self.start, fm) if needed else None
 
     def _check_carried(self, fm: FederatedModel) -> None:
-        """Refuse to begin at a result where factors cannot be read off that."""
+        """Raise an error if factors cannot be derived from the result at which a run begins."""
         if self.deletion != "own" or not isinstance(self.prior_divergence, KL):
             raise ValueError("start=result needs deletion='own' and prior_divergence=KL().")
         if fm.dim > SEARCHED_UP_TO:
@@ -270,12 +274,12 @@ class PVI(Method[PVIResult, Conjugate]):
             )
 
     def value_checks(
-        self, layout: Layout, shaped: Conjugate, stacks: Sequence[SiloData]
+        self, layout: Layout, prepared: Conjugate, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
-        """Return whether the likelihood is conjugate; refuse minibatches that rows do not allow."""
-        _, is_conjugate = shaped
+        """Return the verdict whether the likelihood is conjugate; refuse unsuitable minibatches."""
+        _, is_conjugate = prepared
         if self.local is not None:
-            check_alone(layout, self.local.batch_size, stacks)
+            check_rows_alone(layout, self.local.batch_size, stacks)
         return (("conjugate", is_conjugate(stacks)),)
 
     def _local(self, plan: Plan) -> Local:
@@ -292,20 +296,21 @@ class PVI(Method[PVIResult, Conjugate]):
         auto, damping = self._damping == "auto", self._damping
         return {
             "method": "PVI",
-            **{name: _described(getattr(self, name)) for name in SAVED},
-            "local": _described(self._local(plan)),
+            **{name: _in_words(getattr(self, name)) for name in SAVED},
+            "local": _in_words(self._local(plan)),
             "start": self._start(fm, plan),
             "starts": self.starts,
-            "objective": _described(self.objective),
+            "objective": _in_words(self.objective),
             "guide": resolve(self.guide, fm, dict(plan.largest), dict(plan.total)),
             "conjugate": plan.facts.verdict("conjugate"),
             "damping": spec.damping(plan.num_silos) if auto else float(damping),
             "adaptive": auto or isinstance(self.damping, Adaptive),
         }
 
-    def assemble(self, fm: FederatedModel, plan: Plan, shaped: Conjugate) -> Built:
-        (chosen, _), resolved = shaped, plan.chosen
+    def assemble(self, fm: FederatedModel, plan: Plan, prepared: Conjugate) -> Built:
+        (chosen, _), resolved = prepared, plan.chosen
         guide = build_resolved(self.guide, GuideConfig.of(resolved["guide"]), fm)
+        # The factors' family takes the place of the guide's own part for the globals.
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         draws = draws_by_plate(self.objective, guide)
         bound = SiloBound(fm, guide, draws)
@@ -318,12 +323,14 @@ class PVI(Method[PVIResult, Conjugate]):
             guide=guide,
             bound=bound,
             plain_bound=replace(bound, plain=True),
-            local=_suited(local, closed, self.divergence),
-            prior_local=_for_the_prior(chosen.family),
+            local=_check_local(local, closed, self.divergence),
+            prior_local=_prior_optimiser(chosen.family),
             conjugate=closed,
+            # Parameters take one step at each update of the server, in units that nobody knows:
+            # larger steps overshoot where free energies are noisy, smaller ones need more rounds.
             optim=self.theta_optim or optax.adam(0.02),
             minibatches=minibatches,
-            divergence=_to_cavity(self.divergence, chosen),
+            divergence=_cavity_divergence(self.divergence, chosen),
             aggregate=aggregate(chosen.family, self.prior_divergence),
         )
         spec, num_silos = named(self.schedule), plan.num_silos
@@ -345,7 +352,7 @@ class PVI(Method[PVIResult, Conjugate]):
             from_mode=resolved["start"] is not None,
         )
         if fm.improper and not settings.from_mode:
-            raise _flat(fm)
+            raise _flat_prior_error(fm)
         server, silo = Server(parts, settings), Silo(parts, settings)
         factors = Factors(
             chosen,
@@ -360,7 +367,7 @@ class PVI(Method[PVIResult, Conjugate]):
             algorithm = algorithm._replace(carry=pvi_carry(server, silo))
         if resolved["start"] == "mode":
             begin = pvi_from_mode(server, silo)
-            start = start_at("mode", fm, self.starts, init_loc_fn_of(self.guide), begin)
+            start = start_rounds("mode", fm, self.starts, init_loc_fn_of(self.guide), begin)
         return Built(
             model=fm,
             guide=guide,
@@ -372,16 +379,23 @@ class PVI(Method[PVIResult, Conjugate]):
         )
 
     def _exact(self, fm: FederatedModel, chosen: Globals, local: Local) -> bool:
-        """Whether a silo's factor depends on nothing but its own data."""
-        inside = chosen.prior_outside is None and not fm.named("param") and self.deletion == "own"
-        return inside and isinstance(local, ClosedForm) and isinstance(self.prior_divergence, KL)
+        """Return whether a silo's factor depends on its own data alone: one visit is exact."""
+        prior_in_family = (
+            chosen.prior_outside is None and not fm.named("param") and self.deletion == "own"
+        )
+        return (
+            prior_in_family
+            and isinstance(local, ClosedForm)
+            and isinstance(self.prior_divergence, KL)
+        )
 
     def result_of(
-        self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False
+        self, run: Run, fit: Fit, hosted: Silos | None, *, quiet: bool = False
     ) -> PVIResult:
         if run.log is None:
-            return PVIResult(run.losses, run.state, fit, held)
+            return PVIResult(run.losses, run.state, fit, hosted)
         rounds, visits = len(run.losses), np.asarray(run.log.visits)
+        # Without a schedule nobody is drawn, and the log has no visits: all silos, in order.
         if not visits.size:
             num_silos = fit.plan.num_silos
             visits = np.broadcast_to(np.arange(num_silos), (rounds, 1, num_silos))
@@ -390,7 +404,7 @@ class PVI(Method[PVIResult, Conjugate]):
             run.losses,
             run.state,
             fit,
-            held,
+            hosted,
             visits=visits,
             damping=np.asarray(run.log.reports.damping),
             status=status,
@@ -398,6 +412,7 @@ class PVI(Method[PVIResult, Conjugate]):
         )
         if quiet:
             return result
+        # Such a run would return the prior as if it were a posterior.
         if run.failure is None and result.nothing_accepted:
             raise NonFiniteError(
                 f"no update of the {rounds} rounds could be taken, and what the silos know counts "
@@ -412,7 +427,7 @@ class PVI(Method[PVIResult, Conjugate]):
         return result
 
 
-def _flat(fm: FederatedModel) -> ModelError:
+def _flat_prior_error(fm: FederatedModel) -> ModelError:
     return ModelError(
         f"the prior of the global site '{fm.improper[0]}' is flat (ImproperUniform, or masked), "
         "and so improper: without a start at the mode there is no posterior before the first "
@@ -421,25 +436,27 @@ def _flat(fm: FederatedModel) -> ModelError:
     )
 
 
-def _for_the_prior(family: Family[Any]) -> FixedPoint:
-    """The server's optimiser, with enough draws for a full covariance of all globals."""
+def _prior_optimiser(family: Family[Any]) -> FixedPoint:
+    """Return the server's optimiser of the prior's factor, with enough draws for the family."""
     z = jax.ShapeDtypeStruct((family.dim,), np.float32)
     statistics = jax.eval_shape(family.statistics, z)
-    each = sum(a.size for a in jax.tree.leaves(statistics)) // family.dim
-    return FixedPoint(num_particles=max(64, 4 * each))
+    numbers = sum(a.size for a in jax.tree.leaves(statistics)) // family.dim
+    # Four draws for each statistic of a coordinate: with a full covariance of d globals that is
+    # about 4 d, and with fewer than d draws a covariance is singular.
+    return FixedPoint(num_particles=max(64, 4 * numbers))
 
 
-def _described(value: object) -> str:
-    """Return a setting in words that are the same in the next process."""
+def _in_words(value: object) -> str:
+    """Return a setting as text that is the same in every process, without addresses."""
     if is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: getattr(value, f.name) for f in fields(value)}
-        told = [f"{name}={_described(part)}" for name, part in parts.items() if name != "optim"]
-        return f"{type(value).__name__}({', '.join(told)})"
+        words = [f"{name}={_in_words(part)}" for name, part in parts.items() if name != "optim"]
+        return f"{type(value).__name__}({', '.join(words)})"
     return getattr(value, "__qualname__", None) or repr(value)
 
 
-def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:
-    """Refuse a local optimiser that cannot do what is asked."""
+def _check_local(local: Local, closed: bool, divergence: Divergence) -> Local:
+    """Return the local optimiser; refuse one that does not suit the model or the divergence."""
     kind = type(local).__name__
     if local.closed_form and not closed:
         raise GuideError(
@@ -454,8 +471,10 @@ def _suited(local: Local, closed: bool, divergence: Divergence) -> Local:
     return local
 
 
-def _to_cavity(divergence: Divergence, chosen: Globals) -> Callable[[Any, Any], Array] | None:
-    """The divergence to the cavity; None for KL, which has its own short cuts."""
+def _cavity_divergence(
+    divergence: Divergence, chosen: Globals
+) -> Callable[[Any, Any], Array] | None:
+    """Return the divergence to the cavity; None for KL, which has closed forms of its own."""
     if isinstance(divergence, KL):
         return None
     if hasattr(divergence, "check"):

@@ -1,6 +1,6 @@
-"""The family of PVI: other methods as settings of the same code, under their own names.
+"""The family of PVI: other methods as settings of :class:`PVI`, under their own names.
 
-Ashman et al. 2022, arXiv 2202.12275, section 4, shows how these relate.
+Ashman et al. 2022, arXiv 2202.12275, section 4, shows how they are related.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def GlobalVI(
     batch_size: int | None = None,
     **settings: Any,
 ) -> PVI:
-    r"""Global variational inference: PVI whose silos take one gradient step, all at once.
+    r"""Return global variational inference: PVI whose silos take one gradient step, all at once.
 
-    A natural-gradient step at every silo makes one of the global free energy (Property 3.2),
+    A natural-gradient step at every silo is one on the global free energy (Property 3.2),
 
     .. math::
         \eta \leftarrow (1 - \rho)\,\eta + \rho\,\Big(\eta_0
         + \sum_m \nabla_\mu \mathbb{E}_q[\log p(y_m \mid z_G)]\Big),
 
-    and a plain gradient step in natural parameters one of gradient ascent (Property 3.1).
-    Either needs many rounds; that is what PVI's local work saves.
+    and a plain gradient step in natural parameters is one of gradient ascent (Property 3.1).
+    Both need many rounds, which PVI's local work saves.
 
     Parameters
     ----------
@@ -44,14 +44,14 @@ def GlobalVI(
     rate : float
         The step.
     gradient : {"natural", "plain"}
-        Plain steps are those of the paper's property; they are badly scaled, and of use to those
-        who study it.
+        Plain steps are those of Property 3.1. They are badly scaled, and useful for the study of
+        it.
     num_particles, batch_size
         Draws of the globals, and rows of each silo, in each step.
     **settings
-        Of :class:`PVI`: ``family``, ``guide``, ``objective``, ... Here ``evidence_draws`` is 1,
-        since a round is short, and ``damping`` is ``schedules.Adaptive(1.0)``: noisy gradients at
-        many silos may add up to an improper step, which is then halved.
+        Settings of :class:`PVI`: ``family``, ``guide``, ``objective``, ... Here ``evidence_draws``
+        is 1, since a round is short, and ``damping`` is ``schedules.Adaptive(1.0)``: noisy
+        gradients at many silos may add up to an improper step, which is then halved.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def GlobalVI(
 
 
 def BCM(model: Callable[..., Any], *, split: bool = False, **settings: Any) -> PVI:
-    r"""The Bayesian committee machine: every silo infers alone, and the results are multiplied.
+    r"""Return the Bayesian committee machine: silos infer alone, and results are multiplied.
 
     .. math::
         q \propto p(z_G)^{1 - M} \prod_m q_m \quad\text{(same)}, \qquad
@@ -93,7 +93,7 @@ def BCM(model: Callable[..., Any], *, split: bool = False, **settings: Any) -> P
     split : bool
         Whether the prior is split over the silos.
     **settings
-        Of :class:`PVI`: ``local``, ``family``, ...
+        Settings of :class:`PVI`: ``local``, ``family``, ...
 
     References
     ----------
@@ -118,7 +118,7 @@ def BCM(model: Callable[..., Any], *, split: bool = False, **settings: Any) -> P
 
 
 def VCL(model: Callable[..., Any], *, schedule: str | Spec = "sequential", **settings: Any) -> PVI:
-    """Variational continual learning: one pass, each silo's prior the posterior before it.
+    """Return variational continual learning: one pass, each silo's prior the posterior before it.
 
     No silo keeps a factor, so that no silo can be visited again.
 
@@ -126,9 +126,9 @@ def VCL(model: Callable[..., Any], *, schedule: str | Spec = "sequential", **set
     ----------
     model : callable
     schedule : "sequential" or schedules.Sequential
-        Which comes to each silo once.
+        A schedule that visits each silo once.
     **settings
-        Of :class:`PVI`: ``local``, ``family``, ...
+        Settings of :class:`PVI`: ``local``, ``family``, ...
 
     References
     ----------
@@ -153,7 +153,7 @@ def VCL(model: Callable[..., Any], *, schedule: str | Spec = "sequential", **set
 def StreamingVB(
     model: Callable[..., Any], *, schedule: str | Spec = "sequential", **settings: Any
 ) -> PVI:
-    """Streaming variational Bayes: nothing is taken out of the posterior before a visit.
+    """Return streaming variational Bayes: nothing is taken out of the posterior before a visit.
 
     The first pass is :func:`VCL`'s; every further pass counts the data once more, so that the
     posterior ends too narrow. It is here to compare with.
@@ -163,7 +163,7 @@ def StreamingVB(
     model : callable
     schedule : str or one of numpyro_fed.schedules
     **settings
-        Of :class:`PVI`: ``local``, ``family``, ``damping``, ...
+        Settings of :class:`PVI`: ``local``, ``family``, ``damping``, ...
 
     References
     ----------
@@ -179,7 +179,7 @@ def StreamingVB(
 
 
 def PowerEP(model: Callable[..., Any], *, alpha: float | None = None, **settings: Any) -> PVI:
-    """Power expectation propagation (Algorithm 2): moments of the tilted distribution, matched.
+    """Return power expectation propagation (Algorithm 2): moments of the tilted distribution match.
 
     Its limit for ``alpha`` to 0 is PVI; ``alpha`` 1 is expectation propagation.
 
@@ -189,7 +189,7 @@ def PowerEP(model: Callable[..., Any], *, alpha: float | None = None, **settings
     alpha : float, optional
         In (0, 1]; 0.5 by default.
     **settings
-        Of :class:`PVI`; ``local=local.PowerEP(...)`` sets more than ``alpha``.
+        Settings of :class:`PVI`; ``local=local.PowerEP(...)`` sets more than ``alpha``.
 
     References
     ----------
@@ -206,7 +206,7 @@ def PowerEP(model: Callable[..., Any], *, alpha: float | None = None, **settings
 
 
 def AlphaEP(model: Callable[..., Any], *, alpha: float | None = None, **settings: Any) -> PVI:
-    """EP by alpha-divergences (Algorithm 3): ``q`` as close as can be to the tilted distribution.
+    """Return EP by alpha-divergences (Algorithm 3): ``q`` closest to the tilted distribution.
 
     Unlike :func:`PowerEP` it minimises the divergence itself, by stochastic gradients.
 
@@ -216,7 +216,7 @@ def AlphaEP(model: Callable[..., Any], *, alpha: float | None = None, **settings
     alpha : float, optional
         In [0, 1), 0.5 by default; 0 is PVI.
     **settings
-        Of :class:`PVI`; ``local=local.Optax(alpha=..., ...)`` sets more than ``alpha``.
+        Settings of :class:`PVI`; ``local=local.Optax(alpha=..., ...)`` sets more than ``alpha``.
 
     References
     ----------
@@ -228,13 +228,15 @@ def AlphaEP(model: Callable[..., Any], *, alpha: float | None = None, **settings
     >>> nf.AlphaEP(lambda y: None, alpha=0.2).local.alpha
     0.2
     """
+    # Thirty-two draws: the alpha-divergence is a log of
+    # an average over draws, biased with few of them.
     return PVI(model, **_with_alpha(alpha, partial(local.Optax, num_particles=32), settings))
 
 
 def StochasticPowerEP(
     model: Callable[..., Any], *, alpha: float | None = None, **settings: Any
 ) -> PVI:
-    """Stochastic power EP (Algorithm 4): all silos share one average factor, and keep none.
+    """Return stochastic power EP (Algorithm 4): all silos share one average factor.
 
     With one natural-gradient step and ``alpha`` to 0 it is global variational inference on
     minibatches, one silo at a time (Proposition 4.1).
@@ -245,7 +247,7 @@ def StochasticPowerEP(
     alpha : float, optional
         In (0, 1]; 0.5 by default.
     **settings
-        Of :class:`PVI`: ``schedule``, ``local``, ...
+        Settings of :class:`PVI`: ``schedule``, ``local``, ...
 
     References
     ----------
@@ -264,7 +266,7 @@ def StochasticPowerEP(
 def _with_alpha(
     alpha: float | None, optimiser: Callable[..., Local], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """The settings with a local optimiser of this alpha, unless they bring one."""
+    """Return the settings with a local optimiser of this alpha, unless they have one."""
     if "local" not in settings:
         return {"local": optimiser(alpha=0.5 if alpha is None else alpha), **settings}
     if alpha is not None:
@@ -280,7 +282,7 @@ def FedGVI(
     prior_divergence: Divergence | None = None,
     **settings: Any,
 ) -> PVI:
-    r"""Federated generalised variational inference: any loss, any divergences.
+    r"""Return federated generalised variational inference: any loss, any divergences.
 
     Each silo minimises, and the server aggregates under a divergence to the prior,
 
@@ -300,11 +302,12 @@ def FedGVI(
         ``loss(distribution, value)`` at each observed site, one of :mod:`numpyro_fed.losses` or
         your own; by default minus the log density. Robust losses bound what one row can do.
     divergence, prior_divergence : callable, optional
-        To the cavity and to the prior; KL by default. One of :mod:`numpyro_fed.divergences` or your
+        The divergences to the cavity and to the prior: KL by default, one of
+        :mod:`numpyro_fed.divergences`, or your
         own ``(family, eta_q, eta_p) -> ()``. A silo's new coefficients are the gradient of its
         divergence with respect to the mean parameters, which for KL is ``eta_q - eta_cavity``.
     **settings
-        Of :class:`PVI`: ``schedule``, ``damping``, ``local``, ...
+        Settings of :class:`PVI`: ``schedule``, ``damping``, ``local``, ...
 
     References
     ----------

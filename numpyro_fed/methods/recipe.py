@@ -1,4 +1,4 @@
-"""A method's settings as JSON, and back, so that a saved fit can be had again from its model."""
+"""A method's settings as JSON, and back, so that a saved fit can be rebuilt from its model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def _is_public(kind: type, module: ModuleType) -> bool:
     return kind.__module__.startswith(module.__name__) and not kind.__name__.startswith("_")
 
 
-# Settings that are objects. A file names one of these, and nothing else is ever called.
+# The classes of settings that are objects. A file may name one of these; nothing else in a file is
+# ever called, so that a file from a stranger runs no code.
 PARTS = {
     f"{module.__name__.rpartition('.')[2]}.{kind.__name__}": kind
     for module in (divergences, guides, local, losses, objectives, schedules)
@@ -29,7 +30,7 @@ PLAIN = bool, int, float, str, type(None)
 
 
 class HasSettings(Protocol):
-    """A method: a dataclass of settings, with a model's text among them."""
+    """A method: a dataclass of settings, one of which is the model."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -38,11 +39,11 @@ class HasSettings(Protocol):
 
 
 class LostError(TypeError):
-    """A setting that JSON cannot hold."""
+    """The error for a setting that JSON cannot hold."""
 
 
 def recipe(method: HasSettings, runtime: str) -> MethodSpec:
-    """Return how to have a method again, from its class and the model."""
+    """Return the record from which a method can be rebuilt, given its model."""
     settings, lost = {}, []
     for f in fields(method):
         value = getattr(method, f.name)
@@ -59,7 +60,7 @@ def recipe(method: HasSettings, runtime: str) -> MethodSpec:
 def rebuilt(
     kind: Callable[..., Any], model: Callable[..., Any], settings: Mapping[str, Any]
 ) -> Any:
-    """Return the method, from the settings of its recipe."""
+    """Return the method of a recipe's settings."""
     return kind(model, **{name: decoded(value) for name, value in settings.items()})
 
 
@@ -76,6 +77,7 @@ def encoded(value: object) -> Any:
         return value
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         return {"of": "dict", "items": {name: encoded(v) for name, v in value.items()}}
+    # Exact types: a subclass, such as a NamedTuple, would come back as another type.
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return {"of": type(value).__name__, "items": [encoded(v) for v in value]}
     if is_dataclass(value) and not isinstance(value, type) and type(value) in NAMES:
@@ -84,11 +86,11 @@ def encoded(value: object) -> Any:
     raise LostError(f"{type(value).__name__} cannot be written down.")
 
 
-def decoded(found: object) -> Any:
-    """Return the setting that :func:`encoded` wrote down."""
-    if not isinstance(found, dict):
-        return found
-    kind, items = found["of"], found["items"]
+def decoded(stored: object) -> Any:
+    """Return a setting from the JSON of :func:`encoded`."""
+    if not isinstance(stored, dict):
+        return stored
+    kind, items = stored["of"], stored["items"]
     if kind in ("list", "tuple"):
         return (list if kind == "list" else tuple)(map(decoded, items))
     parts = {name: decoded(value) for name, value in items.items()}

@@ -1,4 +1,4 @@
-"""Who takes part in a round: settings of the methods that visit silos."""
+"""Settings for schedules: who takes part in a round, and in which order."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Sequential:
     Parameters
     ----------
     order : {"fixed", "random", "largest_change"} or sequence of int
-        The silos as they are numbered; in a new random order in each round; those whose last
-        visit changed the posterior most come first; or an order that names every silo.
+        ``"fixed"``: by number. ``"random"``: a new random order in each round.
+        ``"largest_change"``: those first whose last visit changed the posterior most. Or an order
+        that names every silo.
 
     Examples
     --------
@@ -38,11 +39,11 @@ class Sequential:
     order: str | Sequence[int] = "fixed"
 
     def build(self, num_silos: int) -> Schedule[tuple[()]]:
-        """The schedule for so many silos."""
+        """Return the schedule for ``num_silos`` silos."""
         return schedule.in_turn(num_silos, self.order)
 
     def damping(self, num_silos: int) -> float:
-        """A safe damping: none."""
+        """Return a safe damping: 1, which is none."""
         return 1.0
 
 
@@ -58,10 +59,10 @@ class Synchronous:
     """
 
     def build(self, num_silos: int) -> None:
-        """Return None: everyone takes part in every round."""
+        """Return None: all silos take part in every round."""
 
     def damping(self, num_silos: int) -> float:
-        """A safe damping: one over the number of silos (Ashman et al. 2022, section 3.3)."""
+        """Return a safe damping: one over the number of silos (Ashman et al. 2022, section 3.3)."""
         return 1 / num_silos
 
 
@@ -82,17 +83,18 @@ class Random:
         positive_int("size", self.size)
 
     def build(self, num_silos: int) -> Schedule[tuple[()]]:
-        """The schedule for so many silos."""
+        """Return the schedule for ``num_silos`` silos."""
         return schedule.at_random(num_silos, self.size)
 
     def damping(self, num_silos: int) -> float:
-        """A safe damping: one over the number of participants."""
+        """Return a safe damping: one over the number of participants."""
+        # As for all silos at once: k factors change together, none of them knowing of the others.
         return 1 / self.size
 
 
 @dataclass(frozen=True)
 class Given:
-    """Who takes part in each round, row by row, and from the beginning again after the last.
+    """A table with the participants of each round, which begins again after its last row.
 
     Parameters
     ----------
@@ -110,25 +112,25 @@ class Given:
     who: Sequence[Sequence[int]]
 
     def build(self, num_silos: int) -> Schedule[tuple[()]]:
-        """The schedule for so many silos."""
+        """Return the schedule for ``num_silos`` silos."""
         return schedule.given(num_silos, self.who)
 
     def damping(self, num_silos: int) -> float:
-        """A safe damping: one over the number of participants."""
+        """Return a safe damping: one over the number of participants."""
         return 1 / len(self.who[0])
 
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Each silo at its own speed, from the posterior that it was sent when it last replied.
+    """Each silo works at its own speed, from the posterior that it received after its last reply.
 
-    A round is as many replies as there are silos. The order of events is drawn before the data are
-    looked at, and stands in the result.
+    A round has as many replies as there are silos. The order of replies is a function of the run's
+    key and not of the data; the result has it.
 
     Parameters
     ----------
     seconds : sequence of float or callable, optional
-        Mean duration of each silo's work, exponentially distributed; all alike by default. Or
+        The mean duration of each silo's work, exponentially distributed; all alike by default. Or
         ``(key, silo) -> seconds``, which draws the duration of one piece of work.
 
     Examples
@@ -141,23 +143,23 @@ class Asynchronous:
     seconds: Sequence[float] | Callable[[Array, Array], Array] | None = None
 
     def build(self, num_silos: int) -> Schedule[schedule.Clock]:
-        """The schedule for so many silos."""
+        """Return the schedule for ``num_silos`` silos."""
         seconds = [1.0] * num_silos if self.seconds is None else self.seconds
         return schedule.asynchronous(num_silos, seconds)
 
     def damping(self, num_silos: int) -> float:
-        """A safe damping: one over the number of silos, since all are at work at once."""
+        """Return a safe damping: one over the number of silos, since all work at once."""
         return 1 / num_silos
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """A damping that is halved for an update that would be improper, and doubled again afterwards.
+    """A damping that is halved for an improper update, and doubled again afterwards.
 
     Parameters
     ----------
     damping : float
-        Where it starts, and never exceeds, in (0, 1].
+        The first damping, which is also the largest, in (0, 1].
 
     Examples
     --------
@@ -182,7 +184,7 @@ NAMES: dict[str, Spec] = {
 
 
 def named(spec: str | Spec) -> Spec:
-    """A schedule's settings, from its name where it is one."""
+    """Return the settings of a schedule, from its name or as they are."""
     if isinstance(spec, str) and spec in NAMES:
         return NAMES[spec]
     if isinstance(spec, Spec):
@@ -194,11 +196,11 @@ def named(spec: str | Spec) -> Spec:
 
 
 def in_step(spec: str | Spec) -> Sequential | Synchronous | Random | Given:
-    """The same for methods whose silos answer at the step at which they are asked."""
-    found = named(spec)
-    if isinstance(found, Asynchronous):
+    """Return the same for methods by gradients; they refuse asynchronous schedules."""
+    chosen = named(spec)
+    if isinstance(chosen, Asynchronous):
         raise ValueError(
             "schedule='asynchronous': gradients must be of where the step is taken. Use "
             "schedules.Random(size), or PVI, whose silos may answer late."
         )
-    return found
+    return chosen

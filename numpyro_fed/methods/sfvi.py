@@ -1,4 +1,4 @@
-"""Structured federated variational inference: the front door."""
+"""Structured federated variational inference: the method ``SFVI``, and its base class."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from numpyro_fed.guides.structured import (
 )
 from numpyro_fed.methods.base import SEARCHED, Method, check_start, is_wide, start_of
 from numpyro_fed.methods.minibatch_checks import (
-    check_alone,
     check_batch_size,
     check_guide,
+    check_rows_alone,
     minibatches_of,
 )
-from numpyro_fed.methods.mode import start_at
+from numpyro_fed.methods.mode import start_rounds
 from numpyro_fed.methods.schedules import Spec, in_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
@@ -45,17 +45,22 @@ from numpyro_fed.results.built import Built
 from numpyro_fed.results.run import Silos
 from numpyro_fed.runtime.drive import Run
 
-STEP, SETTLES, DECAY = 0.03, 100, 0.7  # of Adam: its first step, and how that becomes smaller
-ENOUGH = 200  # rounds, to tell whether a bound has settled
+# Adam's step is STEP * (1 + round / SETTLES) ** -DECAY, in coordinates in which the posterior is
+# about standard: the first steps are three hundredths of a standard deviation. With a power between
+# 1/2 and 1 steps add up to any distance and their noise averages out (Robbins and Monro 1951).
+STEP, SETTLES, DECAY = 0.03, 100, 0.7
+# Rounds from which on a run warns of a bound that has
+# not settled: of fewer the quarters are too noisy.
+MIN_ROUNDS = 200
 
 
 def default_optimiser() -> optax.GradientTransformation:
-    """Adam for coordinates in which the posterior is about standard, with steps that decay."""
+    """Return Adam with decaying steps, for coordinates in which the posterior is about standard."""
     return optax.adam(lambda count: STEP * (1 + count / SETTLES) ** -DECAY)
 
 
 def check_optimiser(optim: object) -> None:
-    """Refuse what is none of Optax's, or needs more than a gradient; None is fine."""
+    """Raise an error unless ``optim`` is None or an Optax optimiser that needs gradients alone."""
     if optim is None:
         return
     if not isinstance(optim, optax.GradientTransformation):
@@ -64,6 +69,8 @@ def check_optimiser(optim: object) -> None:
             f"{type(optim).__module__}.{type(optim).__name__}. Of optax.MultiSteps "
             "pass its .gradient_transformation()."
         )
+    # A trial on shapes: optimisers that need the loss
+    # or a line search fail here, not in a long trace.
     try:
         jax.eval_shape(lambda x: optim.update(x, optim.init(x), x), jnp.zeros(2))
     except Exception as error:
@@ -74,10 +81,10 @@ def check_optimiser(optim: object) -> None:
 
 
 class GradientParts(Protocol):
-    """The parts of an algorithm by stochastic gradients."""
+    """The parts of an algorithm that takes stochastic gradient steps."""
 
     def begin(self) -> Round:
-        """Return the round that leads from the states of a search to those of a run."""
+        """Return the round that leads from the states of a search to the first states of a run."""
 
     def algorithm(self) -> FederatedAlgorithm[Any, Any]:
         """Return the algorithm that is run."""
@@ -85,7 +92,7 @@ class GradientParts(Protocol):
 
 @dataclass(frozen=True)
 class GradientMethod(Method[Result, None]):
-    """A method by stochastic gradients, of which a run may end before the bound has settled."""
+    """A method by stochastic gradients; a run warns if its bound has not settled."""
 
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     guide: Structured | Amortised | AutoGuide | None = field(default=None, kw_only=True)
@@ -106,13 +113,13 @@ class GradientMethod(Method[Result, None]):
     def _parts(
         self, fm: FederatedModel, plan: Plan, bound: SiloBound, minibatches: Minibatches | None
     ) -> GradientParts:
-        """Return the parts of the method's algorithm for a bound, whose guide is built."""
+        """Return the parts of the method's algorithm, for a bound with a guide that is built."""
 
     def _spec(self, fm: FederatedModel) -> Structured | Amortised | AutoGuide | None:
-        """Return the guide that is asked for, to be resolved by the model's sizes."""
+        """Return the guide of the settings, to be resolved by the model's sizes."""
         return self.guide
 
-    def assemble(self, fm: FederatedModel, plan: Plan, shaped: None) -> Built:
+    def assemble(self, fm: FederatedModel, plan: Plan, prepared: None) -> Built:
         chosen, spec = plan.chosen, self._spec(fm)
         guide = build_resolved(spec, GuideConfig.of(chosen["guide"]), fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
@@ -122,7 +129,7 @@ class GradientMethod(Method[Result, None]):
         check_guide(guide, draws, minibatches)
         parts, start = self._parts(fm, plan, bound, minibatches), None
         if (kind := chosen["start"]) in SEARCHED:
-            start = start_at(kind, fm, self.starts, init_loc_fn_of(spec), parts.begin())
+            start = start_rounds(kind, fm, self.starts, init_loc_fn_of(spec), parts.begin())
         return Built(
             model=fm,
             guide=guide,
@@ -136,22 +143,22 @@ class GradientMethod(Method[Result, None]):
         return None
 
     def value_checks(
-        self, layout: Layout, shaped: None, stacks: Sequence[SiloData]
+        self, layout: Layout, prepared: None, stacks: Sequence[SiloData]
     ) -> tuple[tuple[str, bool], ...]:
-        """Refuse minibatches of rows that do not stand alone; return no verdict."""
-        check_alone(layout, self.batch_size, stacks)
+        """Return no verdicts; refuse minibatches of rows that depend on other rows."""
+        check_rows_alone(layout, self.batch_size, stacks)
         return ()
 
-    def result_of(self, run: Run, fit: Fit, held: Silos | None, *, quiet: bool = False) -> Result:
-        result = Result(run.losses, run.state, fit, held)
+    def result_of(self, run: Run, fit: Fit, hosted: Silos | None, *, quiet: bool = False) -> Result:
+        result = Result(run.losses, run.state, fit, hosted)
         if quiet or run.ended == "converged":
             return result
-        if len(run.losses) >= ENOUGH and run.log is not None and not result.settled:
+        if len(run.losses) >= MIN_ROUNDS and run.log is not None and not result.settled:
             warnings.warn(
                 f"the bound was still rising at the end of these {len(run.losses)} rounds: run for "
                 "more of them (init_state=result.state goes on), or take larger steps. "
                 "result.report() says how far the fit can be trusted.",
-                stacklevel=5,
+                stacklevel=5,  # the line of the user that called run
             )
         return result
 
@@ -166,7 +173,7 @@ class SFVI(GradientMethod):
         \mathcal{L} = \mathbb{E}_q\Big[\log p(z_G) - \log q(z_G)
         + \sum_j \mathcal{L}_j(z_G)\Big],
 
-    where only the gradient of the silo's own term :math:`\mathcal{L}_j` leaves it. On any partition
+    and only the gradient of a silo's own term :math:`\mathcal{L}_j` leaves it. On any partition
     of the same rows, and with the same noise, the iterates are those of pooled inference.
 
     Parameters
@@ -174,7 +181,7 @@ class SFVI(GradientMethod):
     model : callable
         A NumPyro model with :class:`~numpyro_fed.silo_plate`.
     optim : optax.GradientTransformation, optional
-        Used by the server for the globals and by each silo for its own parameters, every one
+        The optimiser of the server for the globals, and of each silo for its own parameters, each
         with its own state. By default Adam, whose step decays from 0.03 after the first hundred
         rounds or so. A run that starts at the mode takes steps in coordinates in which the
         posterior is about standard: choose them for that, whatever the units of the data.
@@ -190,21 +197,21 @@ class SFVI(GradientMethod):
         ``"mode"``: some 15 exchanges find the mode of the globals' posterior and its curvature
         (:func:`numpyro_fed.find_mode`), and the guides begin there, the silos' own at the modes of
         their latents given the globals, with curvature and derivatives. Above 300 globals and
-        shared parameters it takes some hundred exchanges, and of the curvature the diagonal; above
+        shared parameters it takes some hundred exchanges and uses the curvature's diagonal; above
         10,000 it is as None. None: at zero in unconstrained space. A result of another method on
-        the same silos, of :class:`SFVIAvg` say: where that has come to; what was taken over stands
-        in ``result.start.report()``.
+        the same silos, such as :class:`SFVIAvg`: at its posterior; ``result.start.report()`` lists
+        what was taken over.
     starts : int
         Searches for the mode, side by side in one program; the highest is where the run starts.
     schedule : {"synchronous", "sequential"} or one of numpyro_fed.schedules
-        Who takes part in a step: by default all silos. Of ``schedules.Random(k)`` and
-        ``schedules.Given(who)``, what the participants answer counts for all silos, J / k times,
-        so that steps are unbiased; a silo's own parameters and the count of its optimiser stay as
-        they are while it does not take part. A sequential round has a step for each silo.
+        Who takes part in a step: by default all silos. Under ``schedules.Random(k)`` and
+        ``schedules.Given(who)`` the participants' replies count J / k times, for all silos, so that
+        steps are unbiased; a silo's own parameters and the count of its optimiser stay as they are
+        while it does not take part. A sequential round has a step for each silo.
     batch_size : int, optional
-        Rows that a silo draws for each step, with replacement, of each silo plate with nothing
-        below it; they count n / B times. A silo with no more rows takes all of them. The search
-        for the mode reads all rows in any case.
+        The number of rows that a silo draws for each step, with replacement, from each silo plate
+        with nothing below it; they count n / B times. A silo with no more rows takes all of them.
+        The search for the mode reads all rows in any case.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""SFVI-Avg: steps at the silos, then an average of their guides. The front door."""
+"""SFVI-Avg: the method ``SFVIAvg``, steps at the silos and then an average of their guides."""
 
 from __future__ import annotations
 
@@ -29,33 +29,43 @@ from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.objectives import SiloBound
 
-CENTRE, REST, STEP = 0.2, 0.01, 0.02  # of Adam: its first steps in a round
-LAST, MEMORY = 1e-4, 0.9  # the last one, and how second moments are averaged
+# Adam's first steps in a round, for the centre of the globals, the rest of the guides, and other
+# parameters. A step of 0.02 for all left unlike silos 4 to 8 sds off, and one of 0.05 made sds half
+# as wide as they are, by noise (docs/results/six_cities.md).
+CENTRE_STEP, REST_STEP, STEP = 0.2, 0.01, 0.02
+# The last step in a round, so small that its noise is none; and Adam's
+# decay of second moments, a memory of ten steps: Optax's 0.999 would
+# remember the large gradients of the way there through the whole round.
+LAST_STEP, SECOND_MOMENT = 1e-4, 0.9
 AGGREGATES = ("wasserstein", "reverse_kl", "forward_kl", "product", "average")
 
 
 def default_optimiser(local_steps: int, whitened: bool) -> optax.GradientTransformation:
-    """Adam whose steps become smaller within each round, and begin anew in the next: a silo goes
-    from what all have in common to where its own rows lead.
+    """Return Adam whose steps become smaller within each round and begin anew in the next.
 
-    That may be many standard deviations away. In ``whitened`` coordinates, in which the posterior
-    is about standard, the centre of the globals therefore takes the largest steps, and the rest of
-    the guides the smallest: noise makes standard deviations too narrow. Second moments are of the
-    last ten or so: those of the way there would keep what comes after from convergence.
+    In a round a silo goes from the average of all to its own posterior, which may be many standard
+    deviations away. In ``whitened`` coordinates, in which the posterior is about standard, the
+    centre of the globals therefore takes the largest steps. The rest of the guides takes the
+    smallest: noise makes standard deviations too narrow.
     """
 
-    def falling(first: float) -> optax.GradientTransformation:
-        course = optax.cosine_decay_schedule(first, local_steps, LAST / first)
-        return optax.adam(lambda count: course(count % local_steps), b2=MEMORY)
+    def adam_within_round(first: float) -> optax.GradientTransformation:
+        schedule_of_steps = optax.cosine_decay_schedule(first, local_steps, LAST_STEP / first)
+        return optax.adam(lambda count: schedule_of_steps(count % local_steps), b2=SECOND_MOMENT)
 
+    # In the units of the data nobody knows which leaves are far from their end: one step for all.
     if not whitened:
-        return falling(STEP)
-    kinds = {"centre": falling(CENTRE), "rest": falling(REST), "other": falling(STEP)}
-    return optax.multi_transform(kinds, partial(jax.tree_util.tree_map_with_path, _kind))
+        return adam_within_round(STEP)
+    kinds = {
+        "centre": adam_within_round(CENTRE_STEP),
+        "rest": adam_within_round(REST_STEP),
+        "other": adam_within_round(STEP),
+    }
+    return optax.multi_transform(kinds, partial(jax.tree_util.tree_map_with_path, _step_size_of))
 
 
-def _kind(path: tuple[Any, ...], _: object) -> str:
-    """Return which steps a leaf of shared parameters, or of a silo's own, takes."""
+def _step_size_of(path: tuple[Any, ...], _: object) -> str:
+    """Return the kind of steps that a leaf of the parameters takes."""
     first, last = path[0].name, getattr(path[-1], "key", None)
     if first != "guide":
         return "other"
@@ -71,12 +81,11 @@ class SFVIAvg(GradientMethod):
     .. math::
         \mathbb{E}_q\Big[\log p(z_G) - \log q(z_G) + \frac{N}{N_j} \mathcal{L}_j(z_G)\Big],
 
-    the bound as it would be if all N rows were like its own, and the server puts an average in the
-    place of what they have come to: shared parameters are averaged, the Gaussians of the globals
-    replaced by their Wasserstein barycenter. Rows must be exchangeable over silos. Where silos are
-    unlike, or ``local_steps`` so few that they do not come to their own posteriors, what it comes
-    to is not the posterior, however long it runs; ``result.report()`` says so. Take more steps, or
-    SFVI or PVI, which may go on from its result.
+    the bound as it would be if all N rows were like its own. Then the server averages: shared
+    parameters by their mean, the Gaussians of the globals by their Wasserstein barycenter. Rows
+    must be exchangeable over silos. With silos that are unlike, or so few ``local_steps`` that
+    silos do not reach their own posteriors, the limit is not the posterior, however long the run
+    is; ``result.report()`` says so. Take more steps, or SFVI or PVI, which may start at its result.
 
     Parameters
     ----------
@@ -85,29 +94,30 @@ class SFVIAvg(GradientMethod):
     local_steps : int
         Steps at each silo in a round.
     aggregate : {"wasserstein", "reverse_kl", "forward_kl", "product", "average"}
-        What is put in the place of the silos' Gaussians: see :mod:`numpyro_fed.barycenters`.
+        The average of the silos' Gaussians: see :mod:`numpyro_fed.barycenters`.
         ``"reverse_kl"`` multiplies them, each to the power of its weight, and is the posterior
-        itself for a conjugate model if silos come to theirs; ``"forward_kl"`` covers them;
+        itself for a conjugate model if silos reach theirs; ``"forward_kl"`` covers them;
         ``"average"`` is of parameters as they stand, which depends on how the family is written
         down. ``"product"`` leaves out N / N_j, gives each silo its share 1 / J of the prior, and
         multiplies (consensus Monte Carlo's rule).
     weights : {"rows", "even"}
-        Of the silos in averages, with N / N_j or J as their factors. ``"rows"`` takes one more
-        exchange before the first round, in which numbers of rows are added up. In the rounds, a
-        full Wasserstein barycenter takes each silo's number by itself (its weight), the others
-        sums: where that must not be told, use ``"even"``, or another average.
+        The weights of silos in averages, with N / N_j or J as the factors of their bounds.
+        ``"rows"`` takes one more exchange before the first round, in which numbers of rows are
+        added up. In the rounds a full Wasserstein barycenter needs each silo's number (its weight),
+        the other averages only sums: if that number must not leave a silo, use ``"even"`` or
+        another average.
     optim : optax.GradientTransformation, optional
         By default Adam, whose step falls to 1e-4 within each round: from 0.2 for the centre of the
         globals, 0.01 for the rest of all guides, 0.02 for other parameters, in coordinates in which
         the posterior is about standard. Without a start at the mode from 0.02 for all. Its state
         stays at each silo from round to round.
     guide : Structured, optional
-        Of the globals a full covariance up to 300 of them and a diagonal one above, when left out;
-        a low rank becomes a full one. Of others no barycenter is known.
+        By default the globals have a full covariance up to 300 of them and a diagonal one above. A
+        low rank becomes a full covariance; for other families no barycenter is known.
     objective, num_particles, start, starts, schedule, batch_size
-        As for :class:`SFVI`, but for schedules with one silo at a time. What silos answer is
-        averaged over those that take part, so that the result is of the last of them. A run that
-        starts at the mode averages in coordinates in which the posterior is about standard.
+        As for :class:`SFVI`, except schedules with one silo at a time. Replies are averaged over
+        the participants, so that the result is that of the last ones. A run that starts at the mode
+        averages in coordinates in which the posterior is about standard.
 
     Raises
     ------
@@ -120,7 +130,7 @@ class SFVIAvg(GradientMethod):
     Notes
     -----
     A barycenter of full covariances takes what each silo sends; all other averages are sums over
-    silos, of which the server need not see the parts.
+    silos, whose parts the server need not see.
 
     References
     ----------
@@ -157,12 +167,12 @@ class SFVIAvg(GradientMethod):
         if self.weights not in ("rows", "even"):
             raise ValueError(f"weights={self.weights!r}: expected 'rows' or 'even'.")
         if self.start not in ("mode", None):
-            found = repr(self.start) if isinstance(self.start, str) else type(self.start).__name__
+            given = repr(self.start) if isinstance(self.start, str) else type(self.start).__name__
             raise ValueError(
-                f"start={found}: expected 'mode' or None. SFVI and PVI begin at results of others."
+                f"start={given}: expected 'mode' or None. SFVI and PVI begin at results of others."
             )
         schedule = in_step(self.schedule)
-        if isinstance(schedule, Sequential) or _of_one(schedule):
+        if isinstance(schedule, Sequential) or _has_one_participant(schedule):
             raise ValueError(
                 f"schedule={self.schedule!r:.80}: an average of one silo is what that silo has "
                 "come to, as if all rows were like its own. Let two or more take part in a round, "
@@ -171,11 +181,13 @@ class SFVIAvg(GradientMethod):
 
     def _check_facts(self, facts: Sequence[Facts]) -> None:
         first = dict(facts[0].static)
+        # A static argument that differs is allowed only as a number of rows: anything else may
+        # change the likelihood, and each silo's rows are weighed as if all N rows were like them.
         for j, other in enumerate(facts):
             for name, value in other.static:
                 if name not in first or value == first[name]:
                     continue
-                if not (_counts_rows(value, other) and _counts_rows(first[name], facts[0])):
+                if not (_may_count_rows(value, other) and _may_count_rows(first[name], facts[0])):
                     raise ModelError(
                         f"'{name}' is {value!r} at silo {j} and {first[name]!r} at silo 0, so that "
                         "their rows may have other likelihoods: SFVIAvg weighs each silo's rows as "
@@ -207,7 +219,7 @@ class SFVIAvg(GradientMethod):
         }
 
     def _spec(self, fm: FederatedModel) -> Structured:
-        """Return the guide with a family of the globals that has a barycenter."""
+        """Return the guide, with a family of the globals whose barycenter is known."""
         spec = Structured() if self.guide is None else self.guide
         if isinstance(spec, Amortised):
             spec = Structured(locals=spec)
@@ -246,15 +258,15 @@ class SFVIAvg(GradientMethod):
         )
 
 
-def _of_one(schedule: Spec) -> bool:
-    """Whether a round has a single participant."""
+def _has_one_participant(schedule: Spec) -> bool:
+    """Return whether a round has a single participant."""
     if isinstance(schedule, Given):
         return np.shape(schedule.who)[-1:] == (1,)
     return isinstance(schedule, Random) and schedule.size == 1
 
 
-def _counts_rows(value: object, facts: Facts) -> bool:
-    """Whether a static argument may be a number of the silo's rows, as far as facts tell it."""
+def _may_count_rows(value: object, facts: Facts) -> bool:
+    """Return whether a static argument may be a number of the silo's rows, by its facts."""
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         return False
     return size_class(value) in dict(facts.sizes).values()

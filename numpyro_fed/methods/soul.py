@@ -1,4 +1,4 @@
-"""SOUL for vertical models: the front door."""
+"""SOUL for vertical models: the method ``SOUL`` and its settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from numpyro_fed.runtime.drive import Run
 
 @dataclass(frozen=True)
 class SOUL(VerticalMethod[SOULResult]):
-    r"""Langevin draws of clients' latents, with auxiliary variables at their mode.
+    r"""Langevin draws of clients' latents, with auxiliary variables at their mode (SOUL).
 
     .. math::
         \hat z = \arg\max_z \log p(y, z), \qquad
@@ -35,9 +35,9 @@ class SOUL(VerticalMethod[SOULResult]):
     ``z`` is fixed, posteriors are narrower than those of the model: given ``z``, a linear predictor
     with ``n`` rows has a variance of the order of :math:`\rho^2 / n`, whatever the response says.
 
-    What a client sends, its mode :math:`\hat z_j`, has no noise added to it: it is the predictor
-    at the client's draws, moved by up to some :math:`\rho` towards the response, and drawn with a
-    key of the client's own. Do not count on ``rho`` to hide a predictor here.
+    A client sends its mode :math:`\hat z_j` without added noise: it is the predictor at the
+    client's draws, moved by up to some :math:`\rho` towards the response. The draws are made with a
+    key that only the client knows. Do not count on ``rho`` to hide a predictor here.
 
     Parameters
     ----------
@@ -49,21 +49,21 @@ class SOUL(VerticalMethod[SOULResult]):
     share_response : bool
         Whether clients know the response and what else the server holds.
     optim : optax.GradientTransformation, optional
-        Of auxiliary variables, in units of ``rho``, and of the server. By default Adam whose step
-        decays from 0.03.
+        The optimiser of auxiliary variables, in units of ``rho``, and of the server. By default
+        Adam whose step decays from 0.03.
     num_steps : int
         Langevin steps of each client in a round.
     step_size : float
-        Of a Langevin step, in coordinates in which a client's curvature under ``rho`` is one: they
-        make variances too large by half of it.
+        The size of a Langevin step, in coordinates in which a client's curvature under ``rho`` is
+        one. Variances come out too large by half of it.
     num_kept : int
-        Draws that a client keeps, one of each round, the last ones.
+        The number of draws that a client keeps, the last ones, one of each round.
 
     References
     ----------
     Hassan, Sutton, Mira, Mengersen (2024), arXiv 2405.04043, Appendix A; De Bortoli, Durmus,
-    Pereyra, Vidal (2021), Statistics and Computing 31. Sums of what clients know are sent in the
-    place of each one's.
+    Pereyra, Vidal (2021), Statistics and Computing 31. Unlike there, the server sees sums over
+    clients instead of each client's part.
 
     Examples
     --------
@@ -108,7 +108,7 @@ class SOUL(VerticalMethod[SOULResult]):
 
     @property
     def hides_by_noise(self) -> bool:
-        """Return True: clients add noise to what they send, of a key of their own."""
+        """Return True: clients draw noise with a key that only they know."""
         return True
 
     def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
@@ -138,6 +138,6 @@ class SOUL(VerticalMethod[SOULResult]):
         return {name: getattr(self, name) for name in names}
 
     def result_of(
-        self, run: Run, fit: VerticalFit, held: Silos | None, *, quiet: bool = False
+        self, run: Run, fit: VerticalFit, hosted: Silos | None, *, quiet: bool = False
     ) -> SOULResult:
-        return SOULResult(run.losses, run.state, fit, held)
+        return SOULResult(run.losses, run.state, fit, hosted)

@@ -1,4 +1,9 @@
-"""What the methods for vertical models have in common: who holds what, runs, saved fits."""
+"""The base class of methods for vertical models, and the start of their runs at a mode.
+
+The search goes in cycles (:func:`_search_mode`): rounds of conjugate gradients, preconditioned by
+each party's own Newton step, then exchanges that estimate the curvature of all parties together,
+from which a Newton step leads on.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +39,20 @@ from numpyro_fed.results.run import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalStart
 from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.drive import drive
-from numpyro_fed.runtime.noise import one_key
+from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, on_device
 from numpyro_fed.trees import drop_weak_types
 
-MOST = 60  # rounds of the search
-CYCLES = 5  # of the search, each but the first from a Newton step of all parties
-CLOSE = 1e-3  # nats that such a step promises, where the search is at its end
-OPENING = 2**31 - 1  # folded into the key of a run, for what comes before its rounds
+# Rounds of a cycle of the search, at most. A search takes some 10 to 60 exchanges as a rule; a run
+# begins where the rounds end, so that fewer would only begin it farther off.
+MAX_SEARCH_ROUNDS = 60
+# Cycles of the search: each but the first begins with a Newton step of all parties together.
+MAX_CYCLES = 5
+# Nats that a further Newton step may promise at the end of the search: it would move the mode by
+# less than a twentieth of an sd.
+MIN_GAIN = 1e-3
+# Folded into the key of a run for what comes before its rounds, whose numbers never come to it.
+OPENING = 2**31 - 1
 NEEDS_RESPONSE = (
     "under the power likelihood every client evaluates the likelihood itself, for which it must "
     "know the response: say share_response=True, or use the augmented model."
@@ -50,14 +61,14 @@ NEEDS_RESPONSE = (
 
 @dataclass(frozen=True)
 class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
-    """A model whose clients hold some columns of every row, and how to fit it.
+    """A method for models whose clients hold some columns of every row.
 
     Parameters
     ----------
     model : callable
         A NumPyro model with one :func:`~numpyro_fed.client_sum`.
     share_response : bool
-        Whether clients know the response and what else the server holds.
+        Whether clients know the response and the rest of the server's data.
     """
 
     model: Callable[..., Any]
@@ -68,11 +79,11 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
 
     @abstractmethod
     def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
-        """Return the algorithm for a text that is split over clients."""
+        """Return the algorithm for a model that is split over clients."""
 
     @abstractmethod
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
-        """Return what a saved state must agree with, besides sites and rows."""
+        """Return the settings that a saved state must agree with."""
 
     def run(
         self,
@@ -97,10 +108,10 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         num_rounds : int
             Steps of the optimiser.
         *args, **kwargs
-            Of the model: clients' columns, the response, whatever it takes.
+            The arguments of the model: clients' columns, the response, and others.
         row_ids : sequence of arrays of int or str, optional
-            What each client, and last the server if it has ids, calls its rows: refused unless all
-            have the same rows in the same order.
+            The ids of each client's rows, and last those of the server if it has ids. All must have
+            the same rows in the same order.
         init_state, progress_bar, runtime, stop, callback, every
             As for :meth:`SFVI.run`.
 
@@ -111,44 +122,46 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         NonFiniteError
             If the bound turns NaN or infinite; the error's ``result`` is the last good state.
         CallbackError
-            If the callback raised; the error's ``result`` is what it was shown.
+            If the callback raised; the error's ``result`` is the callback's argument.
         Interrupted
             By Ctrl-C, as in :meth:`SFVI.run`.
         """
-        key = one_key(key)
-        course = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
-        fit, held = self._compiled_for(args, kwargs, runtime)
+        key = typed_key(key)
+        options = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
+        fit, hosted = self._compiled_for(args, kwargs, runtime)
         if row_ids is not None:
             model = fit.built.model
             check_same_ids(row_ids, model.rows, len(model.clients))
         if progress_bar:
-            tqdm.write(str(fit.messages(held)))
+            tqdm.write(str(fit.messages(hosted)))
         if init_state is None:
-            state, start = begin(fit, key, held.batches, SEARCHES[runtime])
+            state, start = begin(fit, key, hosted.batches, SEARCHES[runtime])
         else:
-            state, start = fit.check_state(init_state, held), None
-        course = replace(course, server_data=fit.server_data)
-        return self._driven(fit, held, key, state, start, course)
+            state, start = fit.check_state(init_state, hosted), None
+        options = replace(options, server_data=fit.server_data)
+        return self._run_rounds(fit, hosted, key, state, start, options)
 
     def messages(self, *args: object, **kwargs: object) -> Crossings:
-        """Return what each party sees: all arrays that cross, with their shapes, before the
-        first round (as often as ``VerticalResult.start`` says) and in each round.
+        """Return all arrays that cross between server and clients, with their shapes.
+
+        They cross before the first round, as often as ``VerticalResult.start`` says, and in each
+        round.
         """
-        fit, held = self._compiled_for(args, kwargs, "simulation")
-        return fit.messages(held)
+        fit, hosted = self._compiled_for(args, kwargs, "simulation")
+        return fit.messages(hosted)
 
     def load(
         self, path: str | Path, *args: object, runtime: str = "simulation", **kwargs: object
     ) -> Outcome:
-        """Rebuild a fit from what :meth:`VerticalResult.save` wrote, and the model's arguments.
+        """Return a fit from a file of :meth:`VerticalResult.save` and the model's arguments.
 
         Raises
         ------
         SavedStateError
             If the file is damaged, or belongs to another model, guide or version, or other data.
         """
-        fit, held = self._compiled_for(args, kwargs, runtime)
-        return self._loaded(path, fit, held)[0]
+        fit, hosted = self._compiled_for(args, kwargs, runtime)
+        return self._load_run(path, fit, hosted)[0]
 
     def _compiled_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], runtime: str
@@ -156,28 +169,27 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
         roles = split_vertical(self.model, args, kwargs, share_response=self.share_response)
-        held = _held(roles, runtime)
+        hosted = _hosted_clients(roles, runtime)
         precision = str(jnp.result_type(float))
-        known = (runtime, precision, roles.arguments, *map(signature, roles.clients))
-        if known not in self._fits:
+        cache_key = (runtime, precision, roles.arguments, *map(signature, roles.clients))
+        if cache_key not in self._fits:
             built = self.assemble(roles)
-            self._fits[known] = VerticalFit(
+            self._fits[cache_key] = VerticalFit(
                 built=built,
                 runtime=RUNTIMES[runtime](built.algorithm, None),
-                said=self._description(built),
+                saved_description=self._description(built),
                 server_data=roles.server,
                 supports=Supports.of_server(roles.model),
                 source=source_hash(self.model),
             )
-        fit = self._fits[known]
+        fit = self._fits[cache_key]
+        # At every run, since the response's values may be other ones than at the first.
         fit.supports.check(alone(roles.server))
-        return replace(fit, server_data=roles.server), held
+        return replace(fit, server_data=roles.server), hosted
 
     def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Shapes:
-        """Return what a client says of its columns: shapes, dtypes and plain values, and by which
-        digest its rows' ids are known.
-        """
-        shapes = Shapes.of(self.hold(silo))
+        """Return the facts of a client's columns: shapes, dtypes, plain values, digest of ids."""
+        shapes = Shapes.of(self.read_silo(silo))
         if row_ids is None:
             return shapes
         rows = rows_of(silo) or np.shape(row_ids)[0]
@@ -187,7 +199,9 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Return a plan from JSON."""
         return VerticalPlan.from_json(text)
 
-    def hold(self, silo: object, plan: VerticalPlan | None = None, number: int = 0) -> SiloData:
+    def read_silo(
+        self, silo: object, plan: VerticalPlan | None = None, number: int = 0
+    ) -> SiloData:
         """Return a client's columns, checked; with the plan, as the algorithm takes them."""
         if plan is None:
             return read_one("a client", {"columns": silo})
@@ -203,17 +217,17 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         return data
 
     def build(self, plan: VerticalPlan) -> VerticalBuilt:
-        """Return the algorithm, from text and plan: the same at every party."""
+        """Return the algorithm from model and plan, the same at every party."""
         return self.assemble(self._roles(plan))
 
     def round_of(self, built: VerticalBuilt, name: str) -> Round:
-        """Return the round that has this exchange: of a run, or in which all parties draw."""
-        if "sample" in (asked := settings_in(name)):
-            return built.sampling(asked["sample"])
+        """Return the round that declares an exchange: of a run, or the one in which all draw."""
+        if "sample" in (settings := settings_in(name)):
+            return built.sampling(settings["sample"])
         return built.round_of(name)
 
-    def admit(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
-        """Refuse nothing: any exchange suits any client."""
+    def check_exchange(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
+        """Do nothing: any exchange suits any client."""
         return
 
     def _roles(self, plan: VerticalPlan) -> VerticalSplit:
@@ -237,7 +251,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         }
 
 
-def _held(roles: VerticalSplit, runtime: str) -> Silos:
+def _hosted_clients(roles: VerticalSplit, runtime: str) -> Silos:
     sizes: list[dict[str, int]] = [{} for _ in roles.clients]
     if runtime == "host":
         buckets = one_by_one(roles.clients, sizes)
@@ -247,7 +261,7 @@ def _held(roles: VerticalSplit, runtime: str) -> Silos:
 
 
 def check_power(model: VerticalModel) -> None:
-    """Refuse latents whose distribution depends on the sum."""
+    """Raise an error for latents whose distribution depends on the sum of predictors."""
     for name in model.below:
         raise ModelError(LATENT_OF_SUM.format(name))
 
@@ -258,25 +272,27 @@ def begin(
     batches: Batches,
     runtime_of: Callable[[FederatedAlgorithm[Any, Any]], Runtime],
 ) -> tuple[State, VerticalStart | None]:
-    """Return the first state of a run, and the mode if it is there."""
+    """Return the first state of a run, and the mode if the run starts at one."""
     built = fit.built
     if built.search is None:
         return fit.runtime.init(key, batches), None
     search = built.search
     runtime = fit.cached(SEARCH, lambda: runtime_of(search))
-    *spreads, beginning = (fit.quick_round(x, runtime) for x in built.begins)
-    mine = jax.random.fold_in(key, OPENING)
-    found: State | None = runtime.init(mine, batches)
+    *spread_rounds, begin_round = (fit.quick_round(x, runtime) for x in built.begin_rounds)
+    key_search = jax.random.fold_in(key, OPENING)
+    search_state: State | None = runtime.init(key_search, batches)
     exchanges = 0
-    if found is not None and spreads:
-        found, exchanges = _searched(fit, mine, found, batches, runtime, spreads[0])
-    if found is not None:
-        server, silos, info, _ = beginning(
-            mine, found.server, found.silos, batches, fit.server_data
+    if search_state is not None and spread_rounds:
+        search_state, exchanges = _search_mode(
+            fit, key_search, search_state, batches, runtime, spread_rounds[0]
+        )
+    if search_state is not None:
+        server, silos, info, _ = begin_round(
+            key_search, search_state.server, search_state.silos, batches, fit.server_data
         )
         if info.ok:
             state = drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos))
-            start = VerticalStart(-float(info.loss), exchanges + 1) if spreads else None
+            start = VerticalStart(-float(info.loss), exchanges + 1) if spread_rounds else None
             return state, start
     warnings.warn(
         "no start was found where the log density and its derivatives are finite: the run starts "
@@ -286,30 +302,37 @@ def begin(
     return fit.runtime.init(key, batches), None
 
 
-def _searched(
+def _search_mode(
     fit: VerticalFit,
     key: Array,
     state: State,
     batches: Batches,
     runtime: Runtime,
-    spread: Single,
+    spread_round: Single,
 ) -> tuple[State | None, int]:
-    """Return the search at the mode, None if it fails, and how many exchanges it took."""
-    asked = 0
-    for cycle in range(CYCLES):
-        run = drive(runtime, key, state, batches, MOST, False, fit.server_data, stop=True)
+    """Return the state of the search at the mode, or None if it fails, and its exchanges."""
+    num_spreads = 0
+    for cycle in range(MAX_CYCLES):
+        run = drive(
+            runtime, key, state, batches, MAX_SEARCH_ROUNDS, False, fit.server_data, stop=True
+        )
         if run.refused is not None:
             raise run.refused
         if run.failure is not None:
             return None, 0
         state = run.state
+        # The first estimate of the curvature begins at nothing and takes several exchanges; later
+        # ones begin at the last one.
         for _ in range(1 if cycle else num_looks(fit.vertical)):
-            server, silos, info, _ = spread(
+            server, silos, info, _ = spread_round(
                 key, state.server, state.silos, batches, fit.server_data
             )
             if not info.ok:
                 return None, 0
-            state, asked = state._replace(server=server, silos=silos), asked + 1
-        if state.server.spread.ritz.gain <= CLOSE:
+            state, num_spreads = state._replace(server=server, silos=silos), num_spreads + 1
+        # Steps that each party preconditions by itself are slow along ridges on which parties
+        # compensate for each other. The Newton step of all parties shows how far the mode still is.
+        if state.server.spread.ritz.gain <= MIN_GAIN:
             break
-    return state, 2 * int(state.round) + asked
+    # A round of the search has two exchanges.
+    return state, 2 * int(state.round) + num_spreads

@@ -1,4 +1,4 @@
-"""Vertical federated learning: the front door."""
+"""Vertical federated learning: the method ``VFL``, its settings and its start."""
 
 from __future__ import annotations
 
@@ -46,9 +46,14 @@ from numpyro_fed.results.vertical import (
 from numpyro_fed.runtime.crossing import Crossings
 from numpyro_fed.runtime.drive import Run
 
-MEAN_FIELD_UP_TO = 10_000  # rows
-JACOBIAN = 2**26  # numbers, at most, in that of a client's predictor
-RANK = 32  # of the noise that parties share, by default, at most
+# Rows up to which each auxiliary variable has a normal of its own by default. Above, an amortised
+# guide has fewer parameters, but its messages tell more of the columns (docs/results/vertical.md).
+MEAN_FIELD_UP_TO = 10_000
+# Numbers in the Jacobian of a client's predictor, at most: 256 MB in single precision.
+MAX_JACOBIAN = 2**26
+# Rank of the noise that parties share by default, at most. Each direction is one more column in all
+# parties' messages and guides; with fewer the parties' dependence is cut off.
+MAX_RANK = 32
 
 
 @dataclass(frozen=True)
@@ -56,15 +61,15 @@ class VFL(VerticalMethod[VerticalResult]):
     r"""Structured federated variational inference for vertical models.
 
     Each client holds some columns of every row and the parameters that belong to them; the server
-    holds the response and what is outside of the :func:`~numpyro_fed.client_sum`. Three models of
-    one text:
+    holds the response and all that is outside of the :func:`~numpyro_fed.client_sum`. One model
+    text has three versions:
 
     - ``rho=None``, the exact split: clients send their predictors :math:`g_j`, summed up, and the
       server returns the gradient of the log likelihood with respect to the sum. The posterior is
       that of the model as it is written.
     - ``rho``, the augmented model: clients send :math:`z_j \sim N(g_j, \rho^2)` in the place of
       :math:`g_j`; the posterior is that of :func:`~numpyro_fed.handlers.augment`.
-    - ``rho`` and ``likelihood="power"``: that of
+    - ``rho`` and ``likelihood="power"``: the posterior is that of
       :func:`~numpyro_fed.handlers.power_likelihood`; clients must know the response.
 
     Parameters
@@ -75,44 +80,45 @@ class VFL(VerticalMethod[VerticalResult]):
         Standard deviation of the auxiliary variables, in the units of the predictor.
     likelihood : {"augmented", "power"}
     optim : optax.GradientTransformation, optional
-        Of every party, each with its own state. By default Adam whose step decays from 0.03. A run
+        The optimiser of every party, each with its own state. By default Adam whose step decays
+        from 0.03. A run
         that starts at the mode takes steps in coordinates in which each party's posterior is about
         standard: choose them for that, whatever the units of the columns.
     guide, server_guide : Structured or AutoGuide, optional
-        Of each client's latents, and of the server's: the part that concerns globals.
+        The guides of each client's latents and of the server's; only their part for globals is
+        used.
     auxiliary : {"auto", "mean_field", "amortised"} or Amortised
-        Guide of the auxiliary variables: one normal for each, or a small function of the predictor,
+        The guide of the auxiliary variables: one normal for each, or a function of the predictor
         whose size does not grow with rows. ``"auto"`` is amortised with minibatches and above
         10,000 rows.
     share_response : bool
-        Whether clients know the response and what else the server holds.
+        Whether clients know the response and the rest of the server's data.
     num_particles : int
         Draws in each round.
     batch_size : int, optional
-        Rows in a round, drawn anew each time, the same at every party; all of them by default.
+        Rows in a round, drawn anew each time, the same at every party; all rows by default.
     local_steps : int
-        Steps of each client in a round, all but the first with its auxiliary variables where they
-        are (section 5.3): for the augmented model with a mean-field guide of these, whose optimum
-        stays where it is.
+        Steps of each client in a round. All but the first keep the auxiliary variables fixed
+        (section 5.3), which leaves the optimum as it is for the augmented model with a mean-field
+        guide of these variables; elsewhere one step is allowed.
     start : {"auto", "mode", "own", None}
         ``"mode"``: some 10 to 60 exchanges, more where it is hard, find the mode of all parties'
         latents, in which clients send predictors and the server slopes and curvatures of the
         likelihood; each party's guide begins there with its own curvature. Latents on which the
         priors of others depend, such as a scale, are held at the median of their prior, and begin
-        there, in unconstrained space as wide as it, one at most. Not where there is a
-        ``numpyro.param``, above 300 latents of a party, or where its Jacobian would have more than
-        67 million numbers.
-        ``"own"``, with ``rho``: the server begins at the mode that its latents have where the sum
-        is zero, clients begin at zero in unconstrained space, each with the curvature that it knows
-        by itself, from ``rho`` and its columns; nothing is sent for it. ``None``: at zero.
-        ``"auto"`` is ``"mode"`` for the exact split, and ``"own"`` with ``rho``, since the search
-        sends predictors without noise.
+        there, in unconstrained space with the prior's sd, one at most. It is not possible with a
+        ``numpyro.param``, above 300 latents of a party, or if a predictor's Jacobian would have
+        more than 67 million numbers. ``"own"``, with ``rho``: the server begins at the mode of its
+        latents for a sum of zero. Clients begin at zero in unconstrained space, each with the
+        curvature that follows from ``rho`` and its own columns; nothing is sent for it. ``None``:
+        at zero. ``"auto"`` is ``"mode"`` for the exact split, and ``"own"`` with ``rho``, since the
+        search sends predictors without noise.
     rank : int or "auto"
-        How much noise all parties share, so that their posteriors depend on each other:
-        ``numpyro_fed.guides.coupling``. 0 for parties that are independent under the guide. A
-        run from the mode begins with the ``rank`` directions of all latents in which parties make
-        up for each other most. ``"auto"`` is up to 32 for the exact split from the mode, and else
-        0: under a mean-field guide of auxiliary variables parties are independent given these.
+        The rank of the noise that all parties share, which makes their posteriors dependent:
+        ``numpyro_fed.guides.coupling``. With 0 parties are independent under the guide. A run from
+        the mode begins with the ``rank`` directions of all latents in which parties compensate for
+        each other most. ``"auto"`` is up to 32 for the exact split from the mode, and 0 elsewhere:
+        under a mean-field guide of auxiliary variables parties are independent given these.
 
     References
     ----------
@@ -192,25 +198,28 @@ class VFL(VerticalMethod[VerticalResult]):
             raise ValueError(NEEDS_RESPONSE)
 
     def messages(self, *args: object, **kwargs: object) -> Crossings:
-        """Return what each party sees: all arrays that cross, with their shapes, before the
-        first round (as often as ``VerticalResult.start`` says) and in each round.
+        """Return all arrays that cross between server and clients, with their shapes.
 
-        A client's ``part`` has a number for each row: in the exact split its predictor, of which
-        many draws tell the client's columns up to what the predictor does with them (a linear
-        predictor of ``p`` columns in ``p`` rounds or so spans their column space, as
-        ``benchmarks/vertical_reveals.py`` measures). Summed over
-        clients it says as much of their sum alone, but with two clients each can take its own part
-        off. With ``rho`` every number is sent with noise of that standard deviation, anew each
-        round, so that the mean over ``T`` rounds is known up to ``rho / sqrt(T)`` and the spread of
+        They cross before the first round, as often as ``VerticalResult.start`` says, and in each
+        round.
+
+        A client's ``part`` has a number for each row. In the exact split it is the predictor, and
+        many draws of it reveal the client's columns up to what the predictor does with them: a
+        linear predictor of ``p`` columns spans their column space in about ``p`` rounds
+        (``benchmarks/vertical_reveals.py``). A sum over clients reveals as much about the sum of
+        predictors alone, but with two clients each can subtract its own part.
+
+        With ``rho`` every number is sent with noise of that standard deviation, drawn anew in each
+        round. The mean over ``T`` rounds is then known up to ``rho / sqrt(T)`` and the spread of
         the posterior: noise hides single draws, and not what many rounds have in common. Amortised
-        auxiliary variables follow the predictor from draw to draw, so that after a thousand rounds
-        or two they tell the columns as the exact split does, up to a linear map; mean-field ones
-        tell little but the mean predictor, and are to be chosen where columns are to be hidden.
-        Noise would hide nothing from a server that knows the key of the noise, which is why a
-        :class:`SiloNode` draws it from a key of its own.
+        auxiliary variables follow the predictor from draw to draw, so that after one or two
+        thousand rounds they reveal the columns as the exact split does, up to a linear map.
+        Mean-field ones reveal little but the mean predictor: choose them if columns are to be
+        hidden. Noise hides nothing from a server that knows its key, which is why a
+        :class:`SiloNode` draws it with a key that only the client knows.
 
-        Down comes the gradient of the log likelihood for each row. It is not the response, but for
-        many likelihoods tells it: of a Bernoulli response its sign does.
+        The server sends the gradient of the log likelihood for each row. It is not the response,
+        but for many likelihoods reveals it: the sign of the gradient is a Bernoulli response.
 
         Examples
         --------
@@ -240,7 +249,7 @@ class VFL(VerticalMethod[VerticalResult]):
 
     @property
     def hides_by_noise(self) -> bool:
-        """Whether clients add noise to what they send, of a key that they keep to themselves."""
+        """Whether clients add noise to what they send, with a key that only they know."""
         return self.rho is not None
 
     def assemble(self, roles: VerticalSplit) -> VerticalBuilt:
@@ -250,25 +259,27 @@ class VFL(VerticalMethod[VerticalResult]):
         if self.batch_size is not None:
             check_batches(roles, self.batch_size)
         pairs = zip(model.clients, clients, strict=True)
-        unlike = {signature(data): (half, data) for half, data in pairs}
+        # Clients of equal shapes share one program, and one guide up to its parameters.
+        distinct = {signature(data): (half, data) for half, data in pairs}
         kinds = {
             known: ClientType(
                 half, resolve(self.guide, half, {}, {}), hyperparameter_mask(half, data)
             )
-            for known, (half, data) in unlike.items()
+            for known, (half, data) in distinct.items()
         }
         spec = self._auxiliary(model.rows)
+        # The response's numbers for each row, which clients give to their guides if they know it.
         known = sum(
             int(roles.server.arrays[n].size / model.rows) if self.share_response else 0
             for n in model.response
         )
         start = self._start(roles)
         at_zero = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
-        above_at_server = hyperparameter_mask(model.server, at_zero)
+        hyperparameters = hyperparameter_mask(model.server, at_zero)
         vertical = Vertical(
             model=model,
             server=ClientType(
-                model.server, resolve(self.server_guide, model.server, {}, {}), above_at_server
+                model.server, resolve(self.server_guide, model.server, {}, {}), hyperparameters
             ),
             kinds=kinds,
             spec=self.guide,
@@ -284,22 +295,22 @@ class VFL(VerticalMethod[VerticalResult]):
             power=self.likelihood == "power",
         )
         rank = self._rank(vertical, start)
-        most = max(JACOBIAN // math.prod(model.shape), 1)
-        width = width_of(vertical.dim, max(rank, RANK), most) if start == "mode" else 0
+        max_width = max(MAX_JACOBIAN // math.prod(model.shape), 1)
+        width = width_of(vertical.dim, max(rank, MAX_RANK), max_width) if start == "mode" else 0
         vertical = replace(vertical, rank=min(rank, width) if width else rank, width=width)
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), roles.server)
         if self.likelihood == "power":
             algorithm = Power(vertical, len(clients), like, self.local_steps).algorithm()
         else:
             algorithm = Augmented(vertical, like, self.local_steps).algorithm()
-        looks = (spread(vertical),) if start == "mode" else ()
+        spread_rounds = (spread(vertical),) if start == "mode" else ()
         return VerticalBuilt(
             vertical=vertical,
             algorithm=algorithm,
             sampling=partial(sample, vertical),
             static=roles.arguments[:1],
             search=None if start is None else VerticalSearch(vertical, like).algorithm(),
-            begins=() if start is None else (*looks, Beginning(vertical).as_round()),
+            begin_rounds=() if start is None else (*spread_rounds, Beginning(vertical).as_round()),
         )
 
     def _settings(self, built: VerticalBuilt) -> dict[str, Any]:
@@ -318,68 +329,69 @@ class VFL(VerticalMethod[VerticalResult]):
         }
 
     def result_of(
-        self, run: Run, fit: VerticalFit, held: Silos | None, *, quiet: bool = False
+        self, run: Run, fit: VerticalFit, hosted: Silos | None, *, quiet: bool = False
     ) -> VerticalResult:
-        return VerticalResult(run.losses, run.state, fit, held)
+        return VerticalResult(run.losses, run.state, fit, hosted)
 
     def round_of(self, built: VerticalBuilt, name: str) -> Round:
-        """Return the round that has this exchange: of a run, or the importance correction."""
-        if "weigh" in (asked := settings_in(name)):
-            return Weighing(built.vertical, asked["weigh"], asked["at_once"]).as_round()
+        """Return the round that declares an exchange: of a run, or the importance correction."""
+        if "weigh" in (settings := settings_in(name)):
+            return Weighing(built.vertical, settings["weigh"], settings["at_once"]).as_round()
         return super().round_of(built, name)
 
-    def unhides(self, name: str) -> bool:
-        """Whether an exchange sends without noise what noise hides elsewhere: the correction does,
-        with ``rho``.
-        """
+    def sends_unhidden(self, name: str) -> bool:
+        """Return whether an exchange is the correction, which sends predictors without noise."""
         return self.hides_by_noise and "weigh" in settings_in(name)
 
     def _rank(self, v: Vertical, start: str | None) -> int:
-        """Return the rank of the noise that all parties share."""
+        """Return the resolved rank of the noise that all parties share."""
         guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
+        # With latents at one party alone there is nothing to share.
         halves = (v.model.server, *v.model.clients)
-        several = sum(half.dim > 0 for half in halves) > 1
+        has_several = sum(half.dim > 0 for half in halves) > 1
         if self.rank == "auto":
-            able = several and all(guide.has_standard_noise for guide in guides)
-            return min(v.dim - 1, RANK) if able and start == "mode" and v.rho is None else 0
+            can_share = has_several and all(guide.has_standard_noise for guide in guides)
+            return (
+                min(v.dim - 1, MAX_RANK) if can_share and start == "mode" and v.rho is None else 0
+            )
         if self.rank and not all(guide.has_standard_noise for guide in guides):
             raise GuideError(
                 f"rank={self.rank}: noise can be shared by guides that draw each latent from one "
                 "standard normal, the structured guide's diagonal, full and skewed covariances. "
                 "Use one of these for all parties, or rank=0."
             )
-        return min(int(self.rank), v.dim - 1) if several else 0
+        return min(int(self.rank), v.dim - 1) if has_several else 0
 
     def _start(self, roles: VerticalSplit) -> str | None:
-        """Return where runs begin, of the places that are possible."""
-        wanted = self.start
-        if wanted == "auto":
-            wanted = "mode" if self.rho is None else "own"
-        if wanted == "mode" and not _has_mode(roles):
-            wanted = None if self.rho is None else "own"
-        found = wanted if wanted is None or _has_curvature(roles.model) else None
-        if self.start in ("mode", "own") and found != self.start:
+        """Return the resolved ``start``: the first one that is possible for the model."""
+        kind = self.start
+        if kind == "auto":
+            kind = "mode" if self.rho is None else "own"
+        if kind == "mode" and not _has_mode(roles):
+            kind = None if self.rho is None else "own"
+        start = kind if kind is None or _has_curvature(roles.model) else None
+        if self.start in ("mode", "own") and start != self.start:
             warnings.warn(
                 f"start={self.start!r} is not possible for this model (see numpyro_fed.VFL): the "
-                f"run begins as with start={found!r}.",
+                f"run begins as with start={start!r}.",
                 stacklevel=5,
             )
-        return found
+        return start
 
     def _auxiliary(self, rows: int) -> str | Amortised:
         if self.auxiliary != "auto":
             return self.auxiliary
-        many = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
-        return "amortised" if many and self.local_steps == 1 else "mean_field"
+        many_rows = self.batch_size is not None or rows > MEAN_FIELD_UP_TO
+        return "amortised" if many_rows and self.local_steps == 1 else "mean_field"
 
 
 def _has_curvature(model: VerticalModel) -> bool:
-    """Whether there are latents, and not too many for the curvature of a party."""
+    """Return whether each party's curvature can be computed: some latents, and not too many."""
     largest = max(half.dim for half in (model.server, *model.clients))
-    return 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= JACOBIAN
+    return 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= MAX_JACOBIAN
 
 
 def _has_mode(roles: VerticalSplit) -> bool:
-    """Whether a mode can be looked for."""
+    """Return whether a search for the mode is possible: no parameters without a prior."""
     halves = roles.model.server, *roles.model.clients
     return not any(half.named("param") for half in halves)

@@ -1,4 +1,4 @@
-"""The server of a vertical model whose clients are processes of their own."""
+"""The server of a vertical model whose clients are in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.methods.federated import RunOptions
-from numpyro_fed.methods.node import PartyServer, Reach
+from numpyro_fed.methods.node import MakeRuntime, PartyServer
 from numpyro_fed.methods.vertical import VerticalMethod, begin
 from numpyro_fed.model.data import read_one
 from numpyro_fed.model.observed import Supports, alone
@@ -27,21 +27,21 @@ from numpyro_fed.runtime.stack import Runtime, State
 
 
 class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
-    """A server of a vertical model whose clients live in processes of their own
-    (:class:`numpyro_fed.SiloNode`, given a client's columns).
+    """A server of a vertical model whose clients are in processes of their own.
 
-    It knows the shapes of the clients' columns and what they send, and nothing else.
+    Each client is a :class:`numpyro_fed.SiloNode` with the client's columns. The server knows the
+    shapes of the columns and the clients' messages, and nothing else.
 
     Parameters
     ----------
     method : VFL, SOUL
     facts : sequence of str
-        What each client says of itself, JSON.
+        The facts of each client, JSON.
     arguments : callable
         ``arguments(columns)`` returns the model's arguments by name, ``columns`` (a list, one for
-        each client) among what the server holds. It is given zeros.
+        each client) among the server's data. It is called with zeros.
     row_ids : array of int or str, optional
-        Of the server's rows, compared with those of clients that have ids.
+        The ids of the server's rows, compared with those of clients that have ids.
 
     Attributes
     ----------
@@ -85,28 +85,29 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
     ):
         clients = tuple(Shapes.from_json(text) for text in facts)
         digests = {f"client {j}": client.ids for j, client in enumerate(clients)}
-        clients = tuple(replace(client, ids="") for client in clients)  # no business of the others
+        # The plan goes to all clients, whom the digests of others do not concern.
+        clients = tuple(replace(client, ids="") for client in clients)
         zeros = [client.zeros()["columns"] for client in clients]
-        _check_handed_on(method.model, arguments, zeros)
-        held = dict(arguments(zeros))
-        text = Text.of(method.model, (), held)
+        _check_columns_unchanged(method.model, arguments, zeros)
+        server_data = dict(arguments(zeros))
+        text = Text.of(method.model, (), server_data)
         roles = split(text, share_response=method.share_response)
         self._supports = Supports.of_server(roles.model)
         self._supports.check(alone(roles.server))
-        told = shared_text(roles.server.arrays) if method.share_response else ""
+        shared = shared_text(roles.server.arrays) if method.share_response else ""
         if row_ids is not None:
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))
         check_same_digests(digests)
-        self._plan = VerticalPlan(Shapes.of(read_one("the server", held)), clients, told)
+        self._plan = VerticalPlan(Shapes.of(read_one("the server", server_data)), clients, shared)
         self._method: VerticalMethod[Any] = method
-        self._held, self._template = roles.server, roles.clients[0]
+        self._server_data, self._template = roles.server, roles.clients[0]
         self._built: VerticalBuilt = method.assemble(roles)
         self._description = method._description(self._built)
         self.plan = self._plan.to_json()
 
     @property
     def num_silos(self) -> int:
-        """Return how many clients there are."""
+        """Return the number of clients."""
         return self._plan.num_silos
 
     def template(self) -> Any:
@@ -114,15 +115,15 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         return jax.tree.map(np.zeros_like, self._template)
 
     @property
-    def _agreed(self) -> VerticalServerNode:
+    def _parties(self) -> VerticalServerNode:
         return self
 
     def _fit(self, runtime: Runtime) -> VerticalFit:
         return VerticalFit(
             built=self._built,
             runtime=runtime,
-            said=self._description,
-            server_data=self._held,
+            saved_description=self._description,
+            server_data=self._server_data,
             supports=self._supports,
         )
 
@@ -130,10 +131,11 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         self,
         fit: VerticalFit,
         key: Array,
-        reach: Reach,
+        make_runtime: MakeRuntime,
         progress_bar: bool,
     ) -> tuple[VerticalFit, State, VerticalStart | None]:
-        return fit, *begin(fit, key, (), partial(reach, schedule=None, begin=SEARCH))
+        # No batches: the clients' data are in their processes.
+        return fit, *begin(fit, key, (), partial(make_runtime, schedule=None, begin=SEARCH))
 
     def run(
         self,
@@ -146,29 +148,35 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
     ) -> VerticalRun:
         """Run rounds; ``send(client, message) -> reply`` carries bytes.
 
-        The result is what the server knows: the posterior of its own latents, losses, and
-        :func:`numpyro_fed.importance_correct` (which asks the clients once more).
+        The result has what the server knows: the posterior of its own latents, losses, and
+        :func:`numpyro_fed.importance_correct`, which asks the clients once more.
         """
-        course: RunOptions[VerticalRun] = RunOptions(num_rounds, self._held, progress_bar, stop)
-        return self._method._driven(*self._begun(key, send, progress_bar), course)
+        options: RunOptions[VerticalRun] = RunOptions(
+            num_rounds, self._server_data, progress_bar, stop
+        )
+        return self._method._run_rounds(*self._start_run(key, send, progress_bar), options)
 
 
-def _check_handed_on(
+def _check_columns_unchanged(
     model: Callable[..., Any],
     arguments: Callable[[list[Any]], Mapping[str, Any]],
     columns: list[Any],
 ) -> None:
-    """Refuse a text that computes what a predictor is given: a client hands over what it holds."""
+    """Raise an error for a model that changes columns before it hands them to a predictor.
 
-    def numbered(a: object) -> object:
+    Only the predictor is run at a client, on the columns as the client holds them.
+    """
+
+    def with_numbers(a: object) -> object:
         return np.arange(1, a.size + 1).reshape(a.shape).astype(a.dtype) if _is_array(a) else a
 
-    given = jax.tree.map(numbered, columns)
-    text = Text.of(model, (), dict(arguments(given)))
-    reached = text.columns(text.data.arrays, jax.random.key(0)).columns
-    for j, (own, found) in enumerate(zip(given, reached, strict=True)):
-        pairs = (list(filter(_is_array, jax.tree.leaves(tree))) for tree in (own, found))
-        forms: list[Any] = [jax.tree.structure(tree) for tree in (own, found)]
+    # Numbers that are all different: a permutation or a product would show.
+    numbered = jax.tree.map(with_numbers, columns)
+    text = Text.of(model, (), dict(arguments(numbered)))
+    received = text.columns(text.data.arrays, jax.random.key(0)).columns
+    for j, (sent, arrived) in enumerate(zip(numbered, received, strict=True)):
+        pairs = (list(filter(_is_array, jax.tree.leaves(tree))) for tree in (sent, arrived))
+        forms: list[Any] = [jax.tree.structure(tree) for tree in (sent, arrived)]
         if forms[0] != forms[1] or not all(map(np.array_equal, *pairs)):
             raise ModelError(
                 f"the model gives the predictor of client {j} something else than the columns that "

@@ -1,4 +1,4 @@
-"""Posterior draws as ArviZ holds them, for its versions before 1 and since."""
+"""Posterior draws as ArviZ objects, for its versions before 1 and since."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def to_arviz(
     worth: float = math.inf,
     attributes: Mapping[str, float | str] | None = None,
 ) -> Any:
-    """Draws as ArviZ's ``DataTree``, or its ``InferenceData`` before ArviZ 1, with one chain.
+    """Return draws as ArviZ's ``DataTree``, or its ``InferenceData`` before ArviZ 1, in one chain.
 
-    Draws that are resampled by weights repeat, and ArviZ takes a draw that repeats for as many: of
-    a thousand that stand for sixty it would report an effective size of a thousand. So there are
-    at most as many as the weighted draws are worth: what ``arviz.ess`` and ``arviz.summary`` say of
-    them is about true.
+    Draws that are resampled by weights repeat, and ArviZ counts a repeated draw as several: for a
+    thousand draws that are worth sixty it would report an effective size of a thousand. So there
+    are at most as many draws as the weighted ones are worth, and ``arviz.ess`` and
+    ``arviz.summary`` are about true.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def to_arviz(
     key : jax.Array or None
         None for ``jax.random.key(0)``.
     num_samples : int
-        How many draws, at most.
+        The number of draws, at most.
     worth : float
         The effective number of weighted draws, where ``sample`` resamples these.
     attributes : mapping, optional
@@ -44,7 +44,7 @@ def to_arviz(
     Raises
     ------
     MissingExtraError
-        Where ArviZ is not installed.
+        If ArviZ is not installed.
     """
     try:
         import arviz
@@ -53,6 +53,7 @@ def to_arviz(
     n = max(1, int(min(num_samples, worth)))
     draws = sample(jax.random.key(0) if key is None else key, n)
     posterior = {name: np.asarray(value)[None] for name, value in draws.items()}
+    # ArviZ 1 takes a dict of groups, and keyword arguments no longer.
     if arviz.__version__.startswith("0."):
         data = arviz.from_dict(posterior=posterior)
     else:

@@ -22,7 +22,7 @@ from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.indices import new_data_check
 from numpyro_fed.model.row_checks import RowChecks
-from numpyro_fed.precision import in_own_precision, is_double, precision
+from numpyro_fed.precision import in_precision_of_object, is_double, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.built import Built, Factors
 from numpyro_fed.results.communication import Communication, communication
@@ -35,14 +35,14 @@ from numpyro_fed.runtime.stack import Runtime
 
 
 class MethodSpec(NamedTuple):
-    """A record of how the method of a fit can be had again, from its class and the model.
+    """A record from which the method of a fit can be rebuilt, given the model.
 
     Attributes
     ----------
     method : str
-        Its class.
+        The name of its class.
     settings : dict
-        Those that are not the default, JSON.
+        The settings that are not the default, as JSON.
     lost : tuple of str
         Settings that JSON cannot hold: an optimiser, a function.
     runtime : str
@@ -57,7 +57,7 @@ class MethodSpec(NamedTuple):
     source: str
 
     def description(self) -> dict[str, Any]:
-        """Return it as a file keeps it."""
+        """Return the record in the form in which a file keeps it."""
         return {name: value for name, value in self._asdict().items() if name != "source"}
 
 
@@ -65,9 +65,19 @@ class MethodSpec(NamedTuple):
 class Fit(CompiledMethod[Built]):
     """A method that was built for silos that hold rows.
 
-    ``certify`` is the importance correction of a result, ``(key, result) -> Corrected``; ``double``
-    says whether it computes in double precision. Of silos in other processes it knows neither the
-    sizes nor how to ask about their values, and has no recipe.
+    Attributes
+    ----------
+    plan : Plan
+    certify : (key, result) -> Corrected
+        The importance correction of a result.
+    double : bool
+        Whether it computes in double precision.
+    sizes : tuple of dict
+        Rows of each silo plate at each silo; empty for silos in other processes.
+    checks : RowChecks or None
+        Checks on the values of the data; None for silos in other processes.
+    recipe : MethodSpec or None
+        How to rebuild the method from a file; None for silos in other processes.
     """
 
     plan: Plan
@@ -85,9 +95,9 @@ class Fit(CompiledMethod[Built]):
     def without_start(
         self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
     ) -> Fit | None:
-        """Return the fit of runs that found no mode to begin at; None where none is sought.
+        """Return the fit of runs that found no mode to begin at; None if no mode is searched for.
 
-        It is built where it is first asked for, with a runtime by ``runtime_of``.
+        It is built at its first use, with the runtime that ``runtime_of`` makes.
         """
         if (build := self.built.without_start) is None:
             return None
@@ -101,7 +111,7 @@ class Fit(CompiledMethod[Built]):
 
     @property
     def model(self) -> FederatedModel:
-        """Return the text, split over server and silos."""
+        """Return the model, split over server and silos."""
         return self.built.model
 
     @property
@@ -116,11 +126,11 @@ class Fit(CompiledMethod[Built]):
 
     @property
     def factors(self) -> Factors | None:
-        """Return all that a fit by factors knows besides."""
+        """Return the parts that PVI alone has: families, settings, an evaluation; else None."""
         return self.built.factors
 
     def description(self) -> dict[str, Any]:
-        """Return what a saved state must agree with."""
+        """Return the settings, sites and sizes that a saved state must agree with."""
         return {
             "settings": {**self.plan.chosen, "draws": self.draws},
             "sites": {
@@ -129,15 +139,15 @@ class Fit(CompiledMethod[Built]):
             "sizes": list(self.sizes),
         }
 
-    def made(self, held: Silos) -> Provenance:
-        """Return by what model and data are recognised in a file."""
+    def provenance(self, hosted: Silos) -> Provenance:
+        """Return the fingerprints by which a file recognises model and data."""
 
         def text() -> str:
             with precision(double=self.double):
-                return self.cached("text", lambda: fingerprint(self.model, held.data))
+                return self.cached("text", lambda: fingerprint(self.model, hosted.data))
 
         source = "" if self.recipe is None else self.recipe.source
-        return Provenance(text, source, {f"silo {j}": data for j, data in enumerate(held.data)})
+        return Provenance(text, source, {f"silo {j}": data for j, data in enumerate(hosted.data)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,10 +163,12 @@ class Result(FederatedRun[Fit]):
     ended : {"rounds", "converged", "callback", "failure", "interrupted"}
         Why there are no more rounds.
     start : Mode, Carried or None
-        The mode at which the run began, or what it took over from another result.
+        The mode at which the run began, or the parts that it took over from another result.
     """
 
-    _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)  # of a file
+    # Exchanges before the first round, by name, of a run that was loaded: its start is not in the
+    # file.
+    _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)
 
     ELSEWHERE = (
         "silo {} holds its own latents and parameters, and the server knows nothing of them. Ask "
@@ -170,7 +182,7 @@ class Result(FederatedRun[Fit]):
 
     @property
     def num_silos(self) -> int:
-        """Return how many silos took part."""
+        """Return the number of silos."""
         return self._fit.plan.num_silos
 
     @property
@@ -185,20 +197,20 @@ class Result(FederatedRun[Fit]):
 
     @property
     def sizes(self) -> list[Sizes]:
-        """Return the rows of each silo plate at each silo, of a run in one process."""
+        """Return the rows of each plate at each silo; empty for silos in other processes."""
         return list(self._fit.sizes)
 
     @property
     def plan(self) -> Plan:
-        """Return the plan from which server and silos have built."""
+        """Return the plan from which server and silos built the algorithm."""
         return self._fit.plan
 
     @property
-    @in_own_precision
+    @in_precision_of_object
     def communication(self) -> Communication:
-        """Return what this run has cost in bytes down to the silos and up; prints as a table.
+        """Return the bytes that this run has sent down to the silos and up; prints as a table.
 
-        Of a run that goes on from another's state, what it has cost itself.
+        A run that goes on from another's state counts its own rounds alone.
         """
         data = self.plan.template() if self._silos is None else self._silos.data[0]
         rounds, number, before = len(self.losses), self.num_silos, self._exchanged_before
@@ -209,15 +221,16 @@ class Result(FederatedRun[Fit]):
         """Return how often each exchange took place before the first round of this run."""
         if self._before is not None:
             return self._before
+        # The state counts all rounds: more of them than losses are those of the run before.
         goes_on = int(self.state.round) > len(self.losses)
         return {} if goes_on else self._fit.built.exchanged_before(self.start)
 
     @cached_property
-    @in_own_precision
+    @in_precision_of_object
     def certificate(self) -> Any:
         """Return the fit's importance correction with default settings, computed once.
 
-        A :class:`numpyro_fed.Corrected`, or in words why there is none.
+        It is a :class:`numpyro_fed.Corrected`, or the reason, in words, why there is none.
         """
         try:
             return self._fit.certify(jax.random.key(0), self)
@@ -228,42 +241,44 @@ class Result(FederatedRun[Fit]):
     def trusted(self) -> bool:
         """Whether means and sds of the globals are right to a tenth of an sd.
 
-        Judged by the importance correction, with no pooled data: its weights have no heavy tail,
-        and its means and sds are those of the fit (:attr:`Corrected.fit_trusted`).
+        The importance correction judges, without pooled data: its weights have no heavy tail,
+        and its means and sds agree with those of the fit (:attr:`Corrected.fit_trusted`).
         """
         return not isinstance(self.certificate, str) and self.certificate.fit_trusted
 
     def report(self, *, certificate: bool = True) -> str:
-        """Say in words how the run ended and whether the fit can be trusted.
+        """Return in words how the run ended and whether the fit can be trusted.
 
-        Without the ``certificate``, which takes an exchange, only how the run ended.
+        With ``certificate=False``, which saves an exchange, it is only how the run ended.
         """
         if not certificate:
-            return self._course()
-        found = self.certificate
-        words = f"No certificate: {found}" if isinstance(found, str) else found.report()
-        return f"{self._course()}\n{words}"
+            return self._run_summary()
+        correction = self.certificate
+        words = (
+            f"No certificate: {correction}" if isinstance(correction, str) else correction.report()
+        )
+        return f"{self._run_summary()}\n{words}"
 
     @property
-    @in_own_precision
+    @in_precision_of_object
     def params(self) -> dict[str, Any]:
-        """Shared parameters on their own supports, by name; the globals' guide as ``"guide"``."""
+        """Return shared parameters on their supports, and the globals' guide as ``"guide"``."""
         shared = self.shared
         guide = self._fit.guide.globals.in_z(shared.frame, shared.guide)
         return {**self._fit.model.constrain_theta(shared.theta), "guide": guide}
 
-    @in_own_precision
+    @in_precision_of_object
     def silo_params(self, silo: int) -> dict[str, Any]:
-        """Silo ``j``'s private parameters on their own supports, and its guide as ``"guide"``."""
+        """Return a silo's private parameters on their supports, and its guide as ``"guide"``."""
         private = self._fit.model.constrain_theta(self.private_parameters(silo))
         return {**private, "guide": self.private(silo).guide}
 
-    @in_own_precision
+    @in_precision_of_object
     def private_parameters(self, silo: int) -> dict[str, Any]:
-        """Silo ``j``'s private parameters, unconstrained."""
-        return self._real_private(silo, self.private(silo).theta)
+        """Return a silo's private parameters, unconstrained."""
+        return self._unpadded_private(silo, self.private(silo).theta)
 
-    @in_own_precision
+    @in_precision_of_object
     def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
         """Draw from the fitted posterior.
 
@@ -284,49 +299,51 @@ class Result(FederatedRun[Fit]):
         z_G, _ = self.draw_globals(key, n)
         return self.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._fit.posterior)
 
-    @in_own_precision
+    @in_precision_of_object
     def sites_at(
         self, key: Array, z_G: Array, silo: int | None, posterior: Posterior
     ) -> dict[str, Array]:
-        """Sites at given draws of the globals (n, dim); a silo's locals are drawn given these."""
+        """Return all sites at draws of the globals (n, dim), a silo's locals drawn given them."""
         sites = posterior.constrain_globals(self.shared.theta, z_G)
         if silo is None:
             return sites
         return sites | self._sample_locals(key, z_G, silo, posterior)
 
-    @in_own_precision
+    @in_precision_of_object
     def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
-        """Unconstrained draws ``z_G`` (n, dim) and their log densities (n,) under the guide."""
+        """Return unconstrained draws (n, dim) of the globals, and the guide's log density (n,)."""
         return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), self.shared, n)
 
     def _sample_locals(
         self, key: Array, z_G: Array, silo: int, posterior: Posterior
     ) -> dict[str, Array]:
-        held = self._held(silo)
+        hosted = self._hosted(silo)
         shared, private = self.shared, self.private(silo)
-        padded = held.at(silo, [batch.data for batch in held.batches])
+        padded = hosted.at(silo, [batch.data for batch in hosted.batches])
         theta = {**shared.theta, **private.theta}
-        seen = private.recentred(posterior.coordinates(shared, z_G))
+        coords = private.recentred(posterior.coordinates(shared, z_G))
+        # A key for each silo: its draws are independent
+        # of those of other silos at the same globals.
         key = jax.random.fold_in(key, silo)
-        z_L = posterior.draw_locals(key, theta, private.guide, z_G, seen, padded)
+        z_L = posterior.draw_locals(key, theta, private.guide, z_G, coords, padded)
         z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
-        theta = {**shared.theta, **self._real_private(silo, private.theta)}
-        data = held.data[silo]
+        theta = {**shared.theta, **self._unpadded_private(silo, private.theta)}
+        data = hosted.data[silo]
         return posterior.constrain_locals(theta, z_G, z_L, data)
 
     def private(self, silo: int) -> Private:
-        """Return what never leaves of a silo's state, padded rows included."""
+        """Return the part of a silo's state that never leaves it, padded rows included."""
         return self._fit.algorithm.private(self._silo_state(silo))
 
-    def _real_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
-        """Return private parameters without what belongs to padded rows."""
-        key, data = jax.random.key(0), self._held(silo).data[silo]
+    def _unpadded_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
+        """Return private parameters without the entries of padded rows."""
+        key, data = jax.random.key(0), self._hosted(silo).data[silo]
         shapes = jax.eval_shape(self._fit.model.init_private, key, data)
         return jax.tree.map(lambda a, s: a[tuple(map(slice, s.shape))], private, shapes)
 
     @property
     def guide(self) -> Callable[..., None]:
-        """The globals' posterior as a NumPyro guide, for ``numpyro.infer.Predictive``.
+        """Return the globals' posterior as a NumPyro guide, for ``numpyro.infer.Predictive``.
 
         ``Predictive(model, guide=result.guide, params=result.params, num_samples=100)`` draws the
         globals from it, and whatever is local (to new rows, say) from the model.
@@ -334,7 +351,7 @@ class Result(FederatedRun[Fit]):
         return self._as_guide(lambda key: self.sample_posterior(key, 1), None)
 
     def guide_at(self, silo: int) -> Callable[..., None]:
-        """The posterior of the globals and of one silo's locals as a NumPyro guide."""
+        """Return the posterior of the globals and one silo's locals as a NumPyro guide."""
         return self._as_guide(lambda key: self.sample_posterior(key, 1, silo=silo), silo)
 
     def _as_guide(
@@ -351,7 +368,9 @@ class Result(FederatedRun[Fit]):
         def guide(*args: object, **kwargs: object) -> None:
             check(*args, **kwargs)
             key = numpyro.prng_key()
-            with numpyro.handlers.block():  # drawing runs the model's text, which nobody is to see
+            # Deterministic sites are computed by running the
+            # model, whose sites no outer handler may see.
+            with numpyro.handlers.block():
                 drawn = draw(key)
             for name, value in drawn.items():
                 if name in latents:
@@ -370,7 +389,7 @@ class Result(FederatedRun[Fit]):
         return to_arviz(partial(self.sample_posterior, silo=silo), key, num_samples)
 
     def saved_run(self) -> SavedRun:
-        """Return the run as it goes into a file."""
+        """Return the run in the form in which a file keeps it."""
         recipe = self._fit.recipe
         description = {
             **self._fit.description(),

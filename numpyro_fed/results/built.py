@@ -1,4 +1,4 @@
-"""What a method makes of a text whose silos hold rows: pure functions, and what crosses in them."""
+"""The pure functions that a method builds for silos with rows, and the rounds that begin a run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,19 @@ from numpyro_fed.runtime.schedule import Schedule
 
 
 class Factors(NamedTuple):
-    """All that a fit by factors knows besides: their family, its settings, one more evaluation.
+    """The parts that PVI and its family have besides those of all methods.
 
-    ``loss`` and ``divergence`` say whether it is under a loss in the place of the log density, and
-    under a divergence other than KL.
+    Attributes
+    ----------
+    globals : Globals
+        The exponential family of the globals.
+    settings : Settings
+    conjugate : bool
+        Whether the likelihood is conjugate to the family.
+    loss, divergence : bool
+        Whether a loss stands in the place of the log density, and whether a divergence is not KL.
+    evaluation : Round
+        The round that evaluates the expected log likelihood at the posterior.
     """
 
     globals: Globals
@@ -42,23 +51,24 @@ class Start(NamedTuple):
     ----------
     search : FederatedAlgorithm
         For the mode.
-    around : Round or None
-        A look around, where a prior is flat; None where globals are too many for it.
+    curvature_round : Round or None
+        Checks that the density falls in all directions from the mode, which a run does where a
+        prior is flat; None where there are too many globals for it.
     begin : Round
-        From the search's states to the first ones.
+        Leads from the states of the search to the first states of the run.
     effects : (c,) int array
         Coordinates that the search integrates out.
     """
 
     search: FederatedAlgorithm[Any, Any]
-    around: Round | None
+    curvature_round: Round | None
     begin: Round
     effects: np.ndarray
 
 
 @runtime_checkable
 class Searched(Protocol):
-    """A mode that a search has found."""
+    """The mode at which a search ended."""
 
     num_exchanges: int
     converged: bool
@@ -66,7 +76,7 @@ class Searched(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Built(BuiltRun):
-    """All that a method makes of a text whose silos hold rows.
+    """All that a method builds from a model whose silos hold rows.
 
     Attributes
     ----------
@@ -90,54 +100,59 @@ class Built(BuiltRun):
 
     @cached_property
     def bound(self) -> SiloBound:
-        """Return a silo's term of the bound."""
+        """Return the function of a silo's term of the bound."""
         return SiloBound(self.model, self.guide, self.draws)
 
     @property
-    def first(self) -> FederatedAlgorithm[Any, Any]:
-        """Return the algorithm whose states come first."""
+    def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
+        """Return the algorithm whose states a run begins with."""
         return self.algorithm if self.start is None else self.start.search
 
     @property
-    def searching(self) -> tuple[Round, ...]:
-        """Return the rounds that find where to start."""
+    def search_rounds(self) -> tuple[Round, ...]:
+        """Return the rounds of the search for a start."""
         if self.start is None:
             return ()
-        looks = () if self.start.around is None else (self.start.around,)
-        return (self.start.search.round, *looks, self.start.begin)
+        checks = () if self.start.curvature_round is None else (self.start.curvature_round,)
+        return (self.start.search.round, *checks, self.start.begin)
 
     @property
-    def further(self) -> tuple[Round, ...]:
-        """Return the evaluation of a fit by factors."""
+    def later_rounds(self) -> tuple[Round, ...]:
+        """Return the evaluation of PVI, or no round."""
         return () if self.factors is None else (self.factors.evaluation,)
 
     def visits(self, num_silos: int) -> int:
-        """Return how many visits all silos together receive in a round."""
+        """Return the number of visits in a round, over all silos."""
         return num_silos if self.schedule is None else self.schedule.steps * self.schedule.size
 
     @property
-    def around(self) -> Round | None:
-        """Return the look around that follows a search, where a prior is flat."""
-        return self.start.around if self.start is not None and self.model.improper else None
+    def curvature_round(self) -> Round | None:
+        """Return the check of the curvature that follows a search, if a prior is flat."""
+        return (
+            self.start.curvature_round if self.start is not None and self.model.improper else None
+        )
 
     @property
-    def paths(self) -> tuple[tuple[Round, ...], ...]:
-        """Return the rounds before the first one; by itself the look around, if there is one."""
+    def start_paths(self) -> tuple[tuple[Round, ...], ...]:
+        """Return the rounds before the first one; the check of the curvature is its own path."""
         if self.start is None:
             return (self.opening,)
         path = (self.start.search.round, self.start.begin, *self.algorithm.opening)
-        return (path,) if self.around is None else (path, (self.around,))
+        return (path,) if self.curvature_round is None else (path, (self.curvature_round,))
 
     def exchanged_before(self, start: object) -> dict[str, int]:
-        """Return how often each exchange took place before the first round of a run that began at
-        ``start``, and not at the state of another run.
+        """Return how often each exchange took place before the first round, by name.
+
+        ``start`` is where the run began; it did not go on from the state of another run.
         """
         times = {round_.name: 1 for round_ in self.algorithm.opening}
         if self.start is None or not isinstance(start, Searched):
-            return {x.name: 0 for x in self.searching} | times
-        looked = self.around is not None and start.converged
+            return {x.name: 0 for x in self.search_rounds} | times
+        checked = self.curvature_round is not None and start.converged
         times |= {self.start.begin.name: 1}
-        if self.start.around is not None:
-            times |= {self.start.around.name: int(looked)}
-        number = start.num_exchanges - 1 - int(looked)
-        return times | {x.name: number for x in self.start.search.round.exchanges}
+        if self.start.curvature_round is not None:
+            times |= {self.start.curvature_round.name: int(checked)}
+        # A mode counts all exchanges: those of its search, the one that begins the run, and the
+        # check.
+        num_search = start.num_exchanges - 1 - int(checked)
+        return times | {x.name: num_search for x in self.start.search.round.exchanges}

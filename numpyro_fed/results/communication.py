@@ -1,4 +1,4 @@
-"""What a run costs in bytes, read off the types of its messages."""
+"""The bytes that a run sends, read off the types of its messages."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 class Communication(NamedTuple):
     """Bytes that cross between the server and silos; prints as a table.
 
-    Numbers are of the arrays in messages, not of what a network puts around them.
+    The arrays in messages are counted, not what a network puts around them.
 
     Attributes
     ----------
     messages : Crossings
-        Each array: what it is, where it goes, its shape.
+        Each array with its name, direction and shape.
     visits : int
-        Of silos in a round, all together.
+        Visits in a round, over all silos.
     num_silos, rounds : int
     start_exchanges : int
-        Before the first round, with each silo.
+        Exchanges with each silo before the first round.
     start : (int, int)
         Bytes down to one silo and up from it before the first round, all exchanges together.
     """
@@ -40,7 +40,7 @@ class Communication(NamedTuple):
 
     @property
     def visit(self) -> tuple[int, int]:
-        """Return the bytes down and up of a silo that takes part once."""
+        """Return the bytes down to a silo and up from it when it takes part once."""
         return self.messages.nbytes("round", up=False), self.messages.nbytes("round", up=True)
 
     @property
@@ -54,11 +54,11 @@ class Communication(NamedTuple):
         return down, up
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """Return the table: names of columns, and rows."""
-        each = "" if self.visits == self.num_silos else f", {self.visits} in a round"
+        """Return the names of the columns, then the rows."""
+        participants = "" if self.visits == self.num_silos else f", {self.visits} in a round"
         rows = (
             (f"before the first round, a silo ({self.start_exchanges} exchanges)", *self.start),
-            (f"a round, a silo that takes part{each}", *self.visit),
+            (f"a round, a silo that takes part{participants}", *self.visit),
             (f"this run ({self.rounds} rounds, {self.num_silos} silos)", *self.total),
         )
         return [("", "down", "up"), *((name, *map(size_in_words, n)) for name, *n in rows)]
@@ -76,22 +76,22 @@ class Communication(NamedTuple):
 def communication(
     built: Built, data: SiloData, num_silos: int, rounds: int, before: Mapping[str, int]
 ) -> Communication:
-    """Return what so many rounds of what a method has built cost.
+    """Return the bytes of a run of ``rounds`` rounds.
 
-    ``before`` is how often each exchange took place before them: :meth:`Built.exchanged_before`.
+    ``before`` counts the exchanges before the first round by name: :meth:`Built.exchanged_before`.
     """
-    found = built.messages(data)
-    exchanged = [row for row in found.rows if row.when == "start"]
+    messages = built.messages(data)
+    start_rows = [row for row in messages.rows if row.when == "start"]
     down, up = (
-        sum(before.get(row.exchange, 0) * row.nbytes for row in exchanged if row.up is way)
+        sum(before.get(row.exchange, 0) * row.nbytes for row in start_rows if row.up is way)
         for way in (False, True)
     )
     visits, exchanges = built.visits(num_silos), sum(before.values())
-    return Communication(found, visits, num_silos, rounds, exchanges, (down, up))
+    return Communication(messages, visits, num_silos, rounds, exchanges, (down, up))
 
 
 def size_in_words(number: float) -> str:
-    """Return bytes in units of which there are fewer than a thousand."""
+    """Return a number of bytes in words, in the unit that leaves fewer than a thousand."""
     value, unit = float(number), 0
     while value >= 1_000 and unit < len(UNITS) - 1:
         value, unit = value / 1_000, unit + 1

@@ -1,4 +1,11 @@
-"""A certificate without pooled inference: importance-correct a federated fit in one exchange."""
+"""The importance correction of a fit in one exchange, a certificate without pooled inference.
+
+1. The server draws globals from the guide, and some from wider distributions (the *proposal*).
+2. Each silo estimates its log likelihood at each draw, with its own latents integrated out by
+   weighted draws. The sum over silos comes back.
+3. The weights of the draws are Pareto-smoothed. Without locals, heavy draws whose log density jumps
+   between neighbouring numbers lose their weight (:func:`_rough_draws`), and step 3 is done again.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,7 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.row_checks import check_rows_apart
 from numpyro_fed.model.sites import Site
 from numpyro_fed.objectives import LocallyEnhanced, SiloBound, draws_by_plate
-from numpyro_fed.precision import in_own_precision, precision
+from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
@@ -36,22 +43,32 @@ from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_
 from numpyro_fed.results.weighted import (
     NO_WEIGHTS,
     Weighted,
-    judged,
+    quality_fields,
+    replace_weightless,
     systematic,
     threshold,
     unless_interrupted,
     until_interrupted,
     weights_of,
-    without_the_weightless,
 )
 from numpyro_fed.runtime.stack import Single
 
-AT_ONCE = 4_000  # draws in an exchange
-PART = "correction/"  # under which its arrays stand in a file
-LITTLE = 2e7  # terms of rows: computed sooner than a program for them is optimised
-LOOKS = 3  # times that heavy draws are held against their neighbours
-NEXT_TO, GAPS = 1e-4, 8  # sds, and gaps between numbers: how far the neighbours of a draw are
-JUMP = 3.0  # nats: a density with that second difference over such a step is no density
+# Draws in an exchange: a compiled program serves any number of draws in multiples of it, and a
+# reply stays at 32 kB in double precision. More would need more memory at a silo.
+AT_ONCE = 4_000
+PREFIX = "correction/"  # of the names of its arrays in a file
+# Terms (draws x rows x inner draws) up to which the program is compiled with few optimisations:
+# running it takes less time than optimising it would. Half or twice of it only moves that point.
+FEW_TERMS = 2e7
+# Times that heavy draws are compared with their neighbours: each costs an exchange, and shows the
+# draws that become the heaviest after the last ones have lost their weight.
+MAX_CHECKS = 3
+# Distance of a draw's neighbours, in sds and in gaps between numbers, the larger one. It must be
+# far above rounding of the coordinate, and so short that no true density curves over it.
+NEXT_TO, GAPS = 1e-4, 8
+# Nats: a second difference over such a step that shows rounding. A normal density has one of 1e-8
+# for each coordinate.
+JUMP = 3.0
 
 
 @overload
@@ -161,7 +178,7 @@ def importance_correct(
 def _corrected(
     key: Array, result: Result, num_draws: int, inner_draws: int | Mapping[str, int], wider: float
 ) -> Corrected:
-    """Weigh draws of a fit's globals, in the precision of the fit."""
+    """Return the correction of a fit, computed in the precision of the fit."""
     fit, silos = result._fit, result._silos
     _check_weighable(fit)
     draws = _inner_draws(fit.guide, inner_draws)
@@ -171,23 +188,27 @@ def _corrected(
     weigh, sampler, proposed = _compiled(fit, draws, size, wider)
 
     def exchange(i: int) -> WeightedDraws:
-        mine = jax.random.fold_in(key, i) if i else key
-        found: WeightedDraws = result._asked(weigh, mine, NO_WEIGHTS)[0]
+        # The first exchange has the key itself, so that
+        # 4,000 draws are the same with and without more.
+        key_exchange = jax.random.fold_in(key, i) if i else key
+        found: WeightedDraws = result._run_round_once(weigh, key_exchange, NO_WEIGHTS)[0]
         return found
 
     parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
     z_G, log_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
-    own = np.tile(np.arange(size) < proposed.own, len(parts))
-    known = weights_of(log_weights)
-    for _ in range(0 if draws else LOOKS):
-        if known[0] <= threshold(len(z_G)):
+    from_guide = np.tile(np.arange(size) < proposed.own, len(parts))
+    tail_and_weights = weights_of(log_weights)
+    # With locals a silo's estimate is noisy itself,
+    # so that a jump between neighbours shows nothing.
+    for _ in range(0 if draws else MAX_CHECKS):
+        if tail_and_weights[0] <= threshold(len(z_G)):
             break
-        unsmooth = _unsmooth(result, weigh, key, z_G, np.asarray(log_weights), own)
-        if not unsmooth.size:
+        rough = _rough_draws(result, weigh, key, z_G, np.asarray(log_weights), from_guide)
+        if not rough.size:
             break
-        log_weights = log_weights.at[unsmooth].set(-jnp.inf)
-        known = weights_of(log_weights)
-    z_G = without_the_weightless(z_G, known[1])
+        log_weights = log_weights.at[rough].set(-jnp.inf)
+        tail_and_weights = weights_of(log_weights)
+    z_G = replace_weightless(z_G, tail_and_weights[1])
     log_evidence = float(jax.nn.logsumexp(log_weights) - np.log(len(z_G)))
     corrected = Corrected(
         log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
@@ -196,15 +217,20 @@ def _corrected(
         _z_G=z_G,
         _posterior=sampler,
         _inner_draws=draws,
-        **judged(np.asarray(z_G), own, log_weights, known),
+        **quality_fields(np.asarray(z_G), from_guide, log_weights, tail_and_weights),
     )
     return unless_interrupted(corrected, interrupted, num_draws)
 
 
-def _unsmooth(
-    result: Result, weigh: Single, key: Array, z_G: Array, log_weights: np.ndarray, own: np.ndarray
+def _rough_draws(
+    result: Result,
+    weigh: Single,
+    key: Array,
+    z_G: Array,
+    log_weights: np.ndarray,
+    from_guide: np.ndarray,
 ) -> np.ndarray:
-    """Return which of the heaviest draws owe their weight to the cancellation of large numbers.
+    """Return the indices of heavy draws whose weight comes from the cancellation of large numbers.
 
     A log density that rises by cancellation, as far out where the gamma functions of a Beta
     distribution are subtracted, jumps from one number to the next. So each of these draws is
@@ -213,14 +239,17 @@ def _unsmooth(
     """
     z = np.asarray(z_G, np.float64)
     size = min(len(z), AT_ONCE)
+    # A third of an exchange, since each heavy draw takes three places of it.
     heavy = np.argsort(-log_weights)[: size // 3]
     gap = np.spacing(np.abs(np.asarray(z_G))[heavy]).astype(np.float64)
+    # Neighbours lie along a random diagonal: one step moves all coordinates at once.
     signs = np.where(np.random.default_rng(0).random(z.shape[1]) < 0.5, -1, 1)
-    step = signs * np.maximum(NEXT_TO * z[own].std(0), GAPS * gap)
+    step = signs * np.maximum(NEXT_TO * z[from_guide].std(0), GAPS * gap)
     three = [z[heavy] - step, z[heavy], z[heavy] + step]
-    spare = np.broadcast_to(z[own].mean(0), (size - 3 * len(heavy), z.shape[1]))
-    places = jnp.asarray(np.concatenate([*three, spare]), z_G.dtype)
-    weighed: WeightedDraws = result._asked(weigh, key, NO_WEIGHTS, places)[0]
+    # The exchange is compiled for a fixed number of draws; the mean fills the places that are left.
+    spare = np.broadcast_to(z[from_guide].mean(0), (size - 3 * len(heavy), z.shape[1]))
+    points = jnp.asarray(np.concatenate([*three, spare]), z_G.dtype)
+    weighed: WeightedDraws = result._run_round_once(weigh, key, NO_WEIGHTS, points)[0]
     density = np.asarray(weighed.log_weights, np.float64)
     below, at, above = density[: 3 * len(heavy)].reshape(3, -1)
     smooth = np.abs(above - 2 * at + below) <= JUMP
@@ -228,6 +257,7 @@ def _unsmooth(
 
 
 def _check_weighable(fit: Fit) -> None:
+    """Raise an error for a fit whose posterior is not proportional to a joint density."""
     if fit.factors is not None and fit.factors.divergence:
         raise ValueError(
             "this fit's divergence is not KL, so that its posterior is no prior times likelihood: "
@@ -268,54 +298,54 @@ class Corrected(Weighted[Result]):
         return self.result.double
 
     @cached_property
-    @in_own_precision
+    @in_precision_of_object
     def draws(self) -> dict[str, Array]:
         """Return draws of the globals on their own supports, to be weighted by ``weights``."""
         theta = self.result.shared.theta
         return self._posterior.constrain_globals(theta, self._z_G)
 
-    def told(self) -> SavedWords:
-        """Return the correction as it goes into a file, with what :meth:`from_file` needs."""
-        told = super().told()
+    def saved_words(self) -> SavedWords:
+        """Return the form in which a file keeps the correction, for :meth:`from_file` to read."""
+        saved = super().saved_words()
         key = random.key_data(self._key)
         found = dict(self._moments._asdict(), z_G=self._z_G, weights=self.weights, key=key)
-        arrays = {f"{PART}{name}": np.asarray(value) for name, value in found.items()}
+        arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in found.items()}
         more = {
             "inner_draws": dict(self._inner_draws),
             "keys": str(random.key_impl(self._key)),
             "rounding": {"dtype": self._rounding.dtype, "nats": self._rounding.nats},
         }
-        return replace(told, words={**told.words, **more}, arrays=arrays)
+        return replace(saved, words={**saved.words, **more}, arrays=arrays)
 
     @classmethod
     def from_file(
         cls, result: Result, arrays: Mapping[str, np.ndarray], words: Mapping[str, Any]
     ) -> Corrected:
-        """Return the correction of a fit, from what :meth:`told` put into a file."""
+        """Return the correction of a fit from the arrays of :meth:`saved_words` in a file."""
         fit, draws = result._fit, dict(words["inner_draws"])
-        own = {k.removeprefix(PART): a for k, a in arrays.items() if k.startswith(PART)}
-        found: dict[str, Any] = {name: own[name] for name in Moments._fields}
-        known = Moments(**{**found, "tail": float(found["tail"])})
+        stored = {k.removeprefix(PREFIX): a for k, a in arrays.items() if k.startswith(PREFIX)}
+        fields: dict[str, Any] = {name: stored[name] for name in Moments._fields}
+        saved_moments = Moments(**{**fields, "tail": float(fields["tail"])})
         return cls(
             log_evidence=words["log_evidence"],
             ess=words["ess"],
             pareto_k=words["pareto_k"],
-            weights=own["weights"],
+            weights=stored["weights"],
             result=result,
-            _key=random.wrap_key_data(jnp.asarray(own["key"]), impl=words["keys"]),
-            _moments=known,
-            _rounding=Rounding(mean=known.mean, sd=known.sd, **words["rounding"]),
-            _z_G=jnp.asarray(own["z_G"]),
+            _key=random.wrap_key_data(jnp.asarray(stored["key"]), impl=words["keys"]),
+            _moments=saved_moments,
+            _rounding=Rounding(mean=saved_moments.mean, sd=saved_moments.sd, **words["rounding"]),
+            _z_G=jnp.asarray(stored["z_G"]),
             _posterior=posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws)),
             _inner_draws=draws,
         )
 
     @cached_property
     def samples(self) -> dict[str, Array]:
-        """Return as many draws of the globals, resampled by their weights."""
+        """Return draws of the globals, resampled by their weights, as many as were weighed."""
         return self.sample_posterior(self._key, len(self.weights))
 
-    @in_own_precision
+    @in_precision_of_object
     def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
         """Draw from the corrected posterior; with ``silo``, also that silo's locals.
 
@@ -328,18 +358,22 @@ class Corrected(Weighted[Result]):
     def to_arviz(
         self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
     ) -> Any:
-        """Return corrected draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
+        """Return corrected draws as an ArviZ object.
 
-        At most as many as the weighted draws are worth, so that ``arviz.ess`` is about true. The
-        group ``posterior`` has the attributes ``ess``, ``pareto_k`` and ``verdict``. Needs the
-        extra ``examples``.
+        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1. There are at most as many
+        draws as the weighted draws are worth, so that ``arviz.ess`` is about true. The group
+        ``posterior`` has the attributes ``ess``, ``pareto_k`` and ``verdict``. Needs the extra
+        ``examples``.
         """
         sample = partial(self.sample_posterior, silo=silo)
         return to_arviz(sample, key, num_samples, worth=self.ess, attributes=self._attributes)
 
 
 def weighing(built: Built, name: str) -> tuple[Round, Proposal[Any]]:
-    """Return the round, from the name that says all of its settings, and its proposal."""
+    """Return the round of a correction and its proposal, from a name that holds all settings.
+
+    The name is JSON. So a silo in another process can build the round from the name alone.
+    """
     settings = json.loads(name)
     draws, num_draws = settings["inner_draws"], settings["num_draws"]
     fm, guide = built.model, built.guide
@@ -352,7 +386,7 @@ def weighing(built: Built, name: str) -> tuple[Round, Proposal[Any]]:
 def _compiled(
     fit: Fit, draws: dict[str, int], num_draws: int, wider: float
 ) -> tuple[Single, Posterior, Proposal[Any]]:
-    """Return the exchange and the sampling functions for these draws, compiled once a fit."""
+    """Return the compiled exchange, the sampling functions and the proposal, once for each fit."""
     settings = dict(
         importance=True,
         inner_draws=draws,
@@ -366,8 +400,8 @@ def _compiled(
         round_, proposed = weighing(fit.built, name)
         sampler = posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws))
         rows = sum(n for _, n in fit.plan.total)
-        little = num_draws * rows * math.prod(draws.values()) <= LITTLE
-        compiled = fit.runtime.once(round_) if little else fit.runtime.single(round_)
+        little = num_draws * rows * math.prod(draws.values()) <= FEW_TERMS
+        compiled = fit.runtime.quick(round_) if little else fit.runtime.single(round_)
         return compiled, sampler, proposed
 
     return fit.cached(name, make)
@@ -376,16 +410,19 @@ def _compiled(
 def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:
     if isinstance(inner_draws, Mapping) or not guide.outer:
         return draws_by_plate(LocallyEnhanced(inner_draws), guide)
+    # Draws of the rows are nested in those of the outer plates: n and its root, rounded up, instead
+    # of n and n, which would be n^2.
     below = math.isqrt(max(inner_draws - 1, 0)) + 1
     split = {p: inner_draws if p in guide.outer else below for p in guide.locals}
     return draws_by_plate(LocallyEnhanced(split), guide)
 
 
 def _batch_size(fit: Fit, draws: Mapping[str, int], num_draws: int) -> int:
-    """Return how many draws of the globals to take at a time, for about 16 MB a site."""
+    """Return how many draws of the globals a silo takes at a time."""
     rows = sum(n for _, n in fit.plan.total)
     inner = math.prod(
         max([k for p, k in draws.items() if (p in fit.guide.outer) == outer] or [1])
         for outer in (True, False)
     )
+    # 2**22 numbers are 16 MB in single precision, for each site of the rows.
     return max(1, min(num_draws, 2**22 // max(rows * inner, 1)))

@@ -1,4 +1,4 @@
-"""Draws from a fitted guide: the globals without any data, a silo's locals at the silo."""
+"""Sampling functions of a fitted guide: globals need no data, locals are drawn at their silo."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from numpyro_fed.objectives import SiloBound
 
 
 class Posterior(NamedTuple):
-    """Compiled sampling functions. Draws run along the leading axis.
+    """The compiled sampling functions of a fit; draws run along the leading axis.
 
     Attributes
     ----------
     draw_globals : (key, Shared, n) -> (z_G, log_q)
-        (n, dim) and (n,), from what the server says of its state.
+        Draws (n, dim) and their log densities (n,), from the shared part of the server's state.
     coordinates : (Shared, z_G) -> Coordinates
-        Of each draw (n, dim), with one centre.
+        The coordinates of draws (n, dim) in the frame of the run, with one centre.
     constrain_globals : (theta, z_G) -> {site: value}
-    draw_locals : (key, theta, eta, z_G, seen, data) -> z_L
+    draw_locals : (key, theta, eta, z_G, coords, data) -> z_L
         One draw of a silo's locals, {plate: (n, rows, dim)}, for each draw of the globals.
     constrain_locals : (theta, z_G, z_L, data) -> {site: value}
     """
@@ -43,7 +43,7 @@ class Posterior(NamedTuple):
 
 
 def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
-    """Build the sampling functions of a fit."""
+    """Return the sampling functions of a fit."""
 
     @partial(jax.jit, static_argnums=2)
     def draw_globals(key: Array, shared: Shared, n: int) -> tuple[Array, Array]:
@@ -60,14 +60,16 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
 
     @jax.jit
     def draw_locals(
-        key: Array, theta: Theta, eta: GuideParams, z_G: Array, seen: Coordinates, data: SiloData
+        key: Array, theta: Theta, eta: GuideParams, z_G: Array, coords: Coordinates, data: SiloData
     ) -> Rows:
-        def one(draw: tuple[Array, Array, Array]) -> Rows:
+        def draw_one(draw: tuple[Array, Array, Array]) -> Rows:
             i, z, u = draw
-            here = seen._replace(u=u)
-            return bound.sample(jax.random.fold_in(key, i), theta, eta, z, here, data)
+            at_draw = coords._replace(u=u)
+            return bound.sample(jax.random.fold_in(key, i), theta, eta, z, at_draw, data)
 
-        return jax.lax.map(one, (jnp.arange(len(z_G)), z_G, seen.u), batch_size=64)
+        # Batches of 64 draws bound the memory, whatever
+        # n is: rows x draws x inner draws stand at once.
+        return jax.lax.map(draw_one, (jnp.arange(len(z_G)), z_G, coords.u), batch_size=64)
 
     @jax.jit
     def constrain_locals(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
@@ -77,7 +79,7 @@ def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
 
 
 def real_rows(z_L: Rows, size: Sizes, n: int) -> Rows:
-    """Drop padded rows from ``n`` draws (n, rows, dim); plates without latents have dim 0."""
+    """Return ``n`` draws (n, rows, dim) without padded rows; plates without latents have dim 0."""
     return {
         p: z_L[p][:, :rows] if p in z_L else jnp.zeros((n, rows, 0)) for p, rows in size.items()
     }

@@ -16,7 +16,7 @@ import numpyro.distributions as dist
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import Status
 from numpyro_fed.expfam.gaussian import rounding
-from numpyro_fed.precision import in_own_precision
+from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.built import Factors
 
@@ -28,8 +28,8 @@ class PVIResult(Result):
     Attributes
     ----------
     losses : array (rounds,)
-        Minus the free energy: each silo's term at the posterior that it received, so that round
-        ``i`` shows where round ``i - 1`` led (:attr:`log_evidence` puts that right).
+        Minus the free energy. Each silo's term is at the posterior that it received, so that round
+        ``i`` shows where round ``i - 1`` led; :attr:`log_evidence` shifts them.
     state : State
         Everything that a run needs to go on: ``run(..., init_state=result.state)``.
     visits : array (rounds, steps, participants)
@@ -51,32 +51,32 @@ class PVIResult(Result):
     def _factors(self) -> Factors:
         return cast(Factors, self._fit.factors)
 
-    @in_own_precision
+    @in_precision_of_object
     def posterior(self) -> dict[str, dist.Distribution]:
-        """Each global site's marginal, as a NumPyro distribution on its own support."""
+        """Return each global site's marginal, as a NumPyro distribution on its support."""
         return self._factors.globals.marginals(self.state.server.params.guide)
 
-    @in_own_precision
+    @in_precision_of_object
     def natural_parameters(self) -> Any:
-        """Natural parameters of the posterior: the prior's, and all factors."""
+        """Return the natural parameters of the posterior: those of the prior plus all factors."""
         return self.state.server.params.guide
 
-    @in_own_precision
+    @in_precision_of_object
     def factor(self, silo: int) -> Any:
-        """Natural parameters of a silo's factor; these sum to what the silos add to the prior.
+        """Return the natural parameters of a silo's factor; prior and factors sum to the posterior.
 
-        Known to the silo alone, or to a simulation.
+        They are known to the silo alone, or to a run in one process.
         """
         state = self._silo_state(silo)
         return state.effective_factor(self.state.server.taken[silo])
 
     @property
     def communications(self) -> int:
-        """Replies that silos have sent in this run."""
+        """The number of replies that silos have sent in this run."""
         return int(self.visits.size)
 
     @cached_property
-    @in_own_precision
+    @in_precision_of_object
     def log_evidence(self) -> np.ndarray:
         r"""Estimates of ``log p(y)`` (rounds,), one for the posterior after each round.
 
@@ -103,7 +103,7 @@ class PVIResult(Result):
                 "maximised is in .losses, with its sign turned."
             )
         evaluate = self._fit.compiled_round(self._factors.evaluation)
-        _, _, info = self._asked(
+        _, _, info = self._run_round_once(
             evaluate,
             jax.random.key(0),
             "the expected log likelihood at the posterior is not finite at some silo. Look at "
@@ -117,7 +117,7 @@ class PVIResult(Result):
 
     @property
     def rejections(self) -> dict[str, int]:
-        """How many updates and visits of this run went wrong, by what happened."""
+        """The number of updates and visits of this run that went wrong, by what happened."""
         counts = Counter(Status(s).name.lower() for s in self.status.ravel())
         counts.pop("converged", None)
         if not self.own.all():
@@ -134,20 +134,20 @@ class PVIResult(Result):
         if self._factors.settings.from_mode:  # factors begin as parabolas
             return int(self.state.round) == len(self.losses)
         factors = (self.state.server.total, self.state.server.server_factor)
-        theirs = jax.tree.map(lambda a, b: np.any(np.asarray(a) != np.asarray(b)), *factors)
-        return not any(jax.tree.leaves(theirs))
+        changed = jax.tree.map(lambda a, b: np.any(np.asarray(a) != np.asarray(b)), *factors)
+        return not any(jax.tree.leaves(changed))
 
-    def _of_silos(self, name: str) -> np.ndarray:
-        """One number of each silo's state, in the order of the silos."""
+    def _silo_numbers(self, name: str) -> np.ndarray:
+        """Return the field ``name`` of each silo's state (num_silos,)."""
         found = np.zeros(self.num_silos, int)
         if self._silos is None:
-            return self._as_seen_by_the_server(name)
+            return self._numbers_from_messages(name)
         for batch, silos in zip(self._silos.batches, self.state.silos, strict=True):
             found[np.asarray(batch.silos)] = np.asarray(getattr(silos, name))
         return found
 
-    def _as_seen_by_the_server(self, name: str) -> np.ndarray:
-        """The same for silos in other processes, from this run's messages."""
+    def _numbers_from_messages(self, name: str) -> np.ndarray:
+        """Return the same for silos in other processes, from this run's messages."""
         found = np.zeros(self.num_silos, int)
         for who, status in zip(self.visits.ravel(), self.status.ravel(), strict=True):
             found[who] = status if name == "status" else found[who] + 1
@@ -155,58 +155,65 @@ class PVIResult(Result):
 
     @property
     def never_visited(self) -> list[int]:
-        """Silos that have not replied yet, so that their data count for nothing."""
-        return np.flatnonzero(self._of_silos("visits") == 0).tolist()
+        """The silos that have not replied yet, so that their data count for nothing."""
+        return np.flatnonzero(self._silo_numbers("visits") == 0).tolist()
 
     @property
     def remaining(self) -> float:
-        """How far the posterior is from where rounds like the last one would lead, about.
+        """The estimated distance from the posterior to the fixed point of the rounds.
 
-        In standard deviations, of the mean or the log standard deviation of the global that has
-        furthest to go: what the last round moved it, over the share of the way that its damping
-        and its visits went. Zero where the factors depend on the silos' own data alone and were
-        taken in full, and where there is one silo; infinite where that cannot be known.
+        It is in standard deviations, for the mean or the log standard deviation of the global that
+        has furthest to go: the movement of the last round, divided by the share of the whole way
+        that its damping and its visits took. It is zero where factors depend on the silos' own data
+        alone and were taken in full, and with one silo; infinite where it cannot be known.
         """
         server, settings = self.state.server, self._factors.settings
         taken = np.asarray(server.taken)
-        used = taken[taken > 0].min(initial=1.0)
+        damping_used = taken[taken > 0].min(initial=1.0)
         moved = float(server.progress.moved)
         if settings.deletion in ("none", "prior"):
             return 0.0
         if settings.exact:
-            return moved * (1 - used) / used
-        if settings.num_silos == 1 and used == 1 and settings.share == 1 and not self._own:
+            return moved * (1 - damping_used) / damping_used
+        if (
+            settings.num_silos == 1
+            and damping_used == 1
+            and settings.share == 1
+            and not self._server_learns
+        ):
             return 0.0
-        pace = used * settings.share * settings.visits / settings.num_silos
+        # The share of the whole way that a round goes: its damping, times the share that a visit of
+        # few steps goes, times the share of silos that are visited.
+        pace = damping_used * settings.share * settings.visits / settings.num_silos
         return moved / pace if pace > 0 else np.inf
 
     @property
-    def _own(self) -> bool:
-        """Whether the server has a factor of its own, or learns parameters."""
+    def _server_learns(self) -> bool:
+        """Whether the server has a factor for the prior, or learns parameters."""
         return self._factors.globals.prior_outside is not None or bool(self.shared.theta)
 
     @property
     def doubts(self) -> list[str]:
-        """Why the posterior is not at rest yet, in words; empty for a good run.
+        """The reasons, in words, why the posterior is not at rest yet; empty for a good run.
 
-        About what the last visit of each silo and the last round say, not about earlier ones.
+        They are about the last visit of each silo and the last round, not about earlier ones.
         """
         server = self.state.server
-        seen, status = self._of_silos("visits") > 0, self._of_silos("status")
+        visited, status = self._silo_numbers("visits") > 0, self._silo_numbers("status")
         found = []
-        if never := self.never_visited:
-            found.append(f"{_silos(never)} never visited")
+        if unvisited := self.never_visited:
+            found.append(f"{_silos(unvisited)} never visited")
         for value, words in _LAST.items():
-            if len(which := np.flatnonzero(seen & (status == value))):
-                found.append(f"{words} at {_silos(which)}")
-        refused = seen & (status < Status.NON_FINITE) & (np.asarray(server.taken) == 0)
+            if len(silos := np.flatnonzero(visited & (status == value))):
+                found.append(f"{words} at {_silos(silos)}")
+        refused = visited & (status < Status.NON_FINITE) & (np.asarray(server.taken) == 0)
         if refused.any():
             found.append(f"the last update of {_silos(np.flatnonzero(refused))} was rejected")
         if not bool(server.progress.own):
             found.append("the server's own factor, for the prior, had not converged")
-        if seen.any() and self.remaining > STILL:
-            found.append(self._motion())
-        if self._rounding > ROUNDED:
+        if visited.any() and self.remaining > MAX_REMAINING:
+            found.append(self._movement())
+        if self._rounding > MAX_ROUNDING:
             found.append(
                 f"in {self._dtype} rounding alone moves the posterior by about "
                 f"{self._rounding:.2g} standard deviations: centre and scale covariates and "
@@ -216,25 +223,28 @@ class PVIResult(Result):
 
     @property
     def trusted(self) -> bool:
-        """Whether the certificate trusts it, and rounding moves nothing by a tenth of an sd.
+        """Whether the certificate trusts the fit, and rounding moves nothing by a tenth of an sd.
 
-        The certificate is computed in the same precision, and may not show that.
+        The certificate is computed in the same precision, and may not show rounding.
         """
-        return self._rounding <= ROUNDED and super().trusted
+        return self._rounding <= MAX_ROUNDING and super().trusted
 
     @property
     def _dtype(self) -> str:
         return str(jax.tree.leaves(self.natural_parameters())[0].dtype)
 
     @cached_property
-    @in_own_precision
+    @in_precision_of_object
     def _rounding(self) -> float:
-        """About how many standard deviations single precision has lost, in sums over rows too."""
+        """The error of rounding in the posterior, in standard deviations, about."""
         eta, rows = self.natural_parameters(), max(n for _, n in self._fit.plan.largest)
-        lost = max(5.0, 0.3 * math.sqrt(rows))  # measured; in units of one rounding
+        # In units of one rounding, measured on conjugate regressions. Errors of a sum over rows
+        # grow like the square root of their number; without that term the loss on 20,000 raw rows
+        # was said to be fifteen times smaller than it is.
+        lost = max(5.0, 0.3 * math.sqrt(rows))
         return lost * rounding(eta[GAUSSIAN]) if GAUSSIAN in eta else 0.0
 
-    def _motion(self) -> str:
+    def _movement(self) -> str:
         if not np.isfinite(self.remaining):
             return "visits of one step do not tell whether the posterior has come to rest"
         moved = float(self.state.server.progress.moved)
@@ -244,25 +254,26 @@ class PVIResult(Result):
         )
 
     def warning(self) -> str:
-        """Return what to warn of after a run; empty where nothing is wrong that did not mend."""
-        wrong = {what.replace("_", " "): n for what, n in self.rejections.items() if n}
+        """Return the warning after a run; empty if all that went wrong mended itself."""
+        # Visits that did not converge are no reason to warn if the posterior has come to rest.
+        wrong = {name.replace("_", " "): n for name, n in self.rejections.items() if n}
         if not self.doubts and set(wrong) <= {"not converged", "server not converged"}:
             return ""
-        said = [f"{n} {what}" for what, n in wrong.items()]
-        said += [f"not at rest yet: {'; '.join(self.doubts)}"] if self.doubts else []
-        return f"{', '.join(said)}: see result.report()."
+        parts = [f"{n} {name}" for name, n in wrong.items()]
+        parts += [f"not at rest yet: {'; '.join(self.doubts)}"] if self.doubts else []
+        return f"{', '.join(parts)}: see result.report()."
 
     @property
     def settled(self) -> bool:
         """Whether the run has come to rest.
 
-        All silos were visited, their last visits converged and were taken, the server's own factor
-        converged, and the last round moved nothing.
+        That is: all silos were visited, their last visits converged and were taken, the server's
+        own factor converged, and the last round moved nothing.
         """
         return not self.doubts
 
-    def _course(self) -> str:
-        """Say what was taken and what was not, silo by silo and round by round."""
+    def _run_summary(self) -> str:
+        """Return in words which updates were taken and which not, by silo and round."""
         rounds = len(self.damping)
         if not rounds:
             return "Loaded: what its rounds reported is not kept."
@@ -282,10 +293,10 @@ class PVIResult(Result):
             for j in np.unique(self.visits[self.status == status]):
                 at = np.argwhere((self.visits == j) & (self.status == status))[:, 0] + first
                 rounds_ = ", ".join(map(str, at[:5])) + (", ..." if len(at) > 5 else "")
-                last = self._of_silos("status")[j] == status
+                last = self._silo_numbers("status")[j] == status
                 when = "" if last else ", but not in the last"
-                said = f"silo {j}: {_WORDS[status]} in {len(at)} visits{when}, rounds {rounds_}."
-                lines.append(said)
+                line = f"silo {j}: {_WORDS[status]} in {len(at)} visits{when}, rounds {rounds_}."
+                lines.append(line)
         if not self.own.all():
             lines.append(
                 f"server: its own factor, for the prior, had not converged in {(~self.own).sum()} "
@@ -303,8 +314,11 @@ def _silos(numbers: Sequence[int] | np.ndarray) -> str:
     return f"silo {shown}" if len(numbers) == 1 else f"silos {shown}"
 
 
-ROUNDED = 0.1  # standard deviations that rounding moves the posterior
-STILL = 0.2  # standard deviations that are left to go at a fixed point, for its noise
+# Standard deviations by which rounding may move the posterior: the tolerance of all verdicts.
+MAX_ROUNDING = 0.1
+# Standard deviations that may be left to go. Visits by gradients are noisy: at the fixed point a
+# round still moves the posterior, and dividing by the share of the way magnifies that.
+MAX_REMAINING = 0.2
 
 _LAST = {
     Status.NOT_CONVERGED: "the last visit had not converged",

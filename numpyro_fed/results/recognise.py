@@ -1,4 +1,8 @@
-"""Whether a saved fit is given the model and the data that it was made with."""
+"""Provenance: whether a saved fit is loaded with the model and the data that made it.
+
+A file keeps a fingerprint of the model as programs, a hash of its source, and a keyed digest of
+each array. Programs differ between versions of JAX and NumPyro; there the source alone decides.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import numpy as np
 from numpyro_fed.errors import SavedStateError
 from numpyro_fed.model.data import SiloData, written
 
-PACKAGES = "jax", "numpyro"  # which decide how a text is written down as programs
+PACKAGES = "jax", "numpyro"  # their versions decide what a model's programs look like
 
 
 @dataclass(frozen=True)
@@ -25,22 +29,23 @@ class Provenance:
     Attributes
     ----------
     text : callable
-        Returns a fingerprint of the text as programs, of which that takes half a second.
+        Returns a fingerprint of the model's programs. It is a function, since that takes half a
+        second.
     source : str
-        A hash of the text's source; empty where that is not known.
-    held : dict of str to SiloData
-        By ``"silo 0"``, ``"silo 1"``, ..., as it was read.
+        A hash of the model's source; empty where the source is not known.
+    parties : dict of str to SiloData
+        The data of each party as read, by ``"silo 0"``, ``"silo 1"``, ...
     """
 
     text: Callable[[], str]
     source: str
-    held: Mapping[str, SiloData]
+    parties: Mapping[str, SiloData]
 
     def record(self) -> dict[str, Any]:
-        """Return what a file keeps: fingerprints, and a digest of each array.
+        """Return the entries of a file: fingerprints, and a digest of each array.
 
-        Digests are keyed by random bytes of the file's own, so that those of two files cannot be
-        compared. Whoever has the file and guesses a whole array can find out that it is that.
+        Digests are keyed by random bytes of each file, so that those of two files cannot be
+        compared. Who has the file and guesses a whole array can check the guess.
         """
         salt = secrets.token_bytes(32)
         return {
@@ -48,39 +53,39 @@ class Provenance:
             "source": self.source,
             "versions": {name: version(name) for name in PACKAGES},
             "salt": salt.hex(),
-            "digests": _digests(self.held, salt),
+            "digests": _digests(self.parties, salt),
         }
 
     def check_order(self, record: Mapping[str, Any]) -> None:
-        """Refuse parties that are those of the fit, but in another order."""
-        there, here = record["digests"], self._digests(record)
-        if set(there) != set(here) or there == here:
+        """Raise an error if the parties are those of the fit in another order."""
+        saved, present = record["digests"], self._digests(record)
+        if set(saved) != set(present) or saved == present:
             return
-        known = [sorted(map(_joined, found.values())) for found in (there, here)]
-        if known[0] != known[1]:
+        sorted_digests = [sorted(map(_joined, digests.values())) for digests in (saved, present)]
+        if sorted_digests[0] != sorted_digests[1]:
             return
-        owner = {_joined(found): name for name, found in there.items()}
-        moved = {name: owner[_joined(found)] for name, found in here.items()}
-        moved = {name: was for name, was in moved.items() if there[name] != here[name]}
+        owner = {_joined(digests): name for name, digests in saved.items()}
+        moved = {name: owner[_joined(digests)] for name, digests in present.items()}
+        moved = {name: was for name, was in moved.items() if saved[name] != present[name]}
         if len(moved) == 2:
             kind, first = next(iter(moved)).rsplit(" ", 1)
             second = list(moved)[1].rsplit(" ", 1)[-1]
-            said = f"{kind}s {first} and {second} are swapped"
+            message = f"{kind}s {first} and {second} are swapped"
         else:
             pairs = (f"{name} holds what {was} held" for name, was in moved.items())
-            said = f"they are in another order: {', '.join(pairs)}"
-        raise SavedStateError(f"{said}. Pass them in the order in which the fit was made.")
+            message = f"they are in another order: {', '.join(pairs)}"
+        raise SavedStateError(f"{message}. Pass them in the order in which the fit was made.")
 
     def check(self, record: Mapping[str, Any]) -> None:
-        """Refuse other data, by party and array, and another text.
+        """Raise an error for other data, by party and array, and for another model.
 
-        Where versions of JAX or NumPyro are others, a text is known by its source alone: warn if
-        that is another one, too.
+        With other versions of JAX or NumPyro a model is recognised by its source alone; if that
+        differs, too, there is a warning.
         """
-        here = self._digests(record)
-        for name, there in record["digests"].items():
-            found = here.get(name, {})
-            if differ := [k for k in sorted({*there, *found}) if there.get(k) != found.get(k)]:
+        present = self._digests(record)
+        for name, saved in record["digests"].items():
+            digests = present.get(name, {})
+            if differ := [k for k in sorted({*saved, *digests}) if saved.get(k) != digests.get(k)]:
                 raise SavedStateError(
                     f"{name}, {', '.join(map(repr, differ))}: not the data that the fit was made "
                     "with. Pass these (the same rows in the same order), or run the fit again on "
@@ -104,24 +109,25 @@ class Provenance:
             )
 
     def _digests(self, record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        return _digests(self.held, bytes.fromhex(record["salt"]))
+        return _digests(self.parties, bytes.fromhex(record["salt"]))
 
 
-def _digests(held: Mapping[str, SiloData], salt: bytes) -> dict[str, dict[str, str]]:
-    """A digest of each array and plain value of each party, as the fit reads them."""
+def _digests(parties: Mapping[str, SiloData], salt: bytes) -> dict[str, dict[str, str]]:
+    """Return a digest of each array and plain value of each party."""
     return {
         owner: {name: _digest(value, salt) for name, value in data.leaves.items()}
-        for owner, data in held.items()
+        for owner, data in parties.items()
     }
 
 
 def _digest(value: np.ndarray | bool | int | str | None, salt: bytes) -> str:
-    seen = written(value) if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
-    return hashlib.blake2b(seen, key=salt, digest_size=8).hexdigest()
+    raw = written(value) if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
+    # Eight bytes: two arrays of one fit collide by chance once in 10^19, and a file stays small.
+    return hashlib.blake2b(raw, key=salt, digest_size=8).hexdigest()
 
 
-def _joined(found: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={digest}" for name, digest in sorted(found.items()))
+def _joined(digests: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={digest}" for name, digest in sorted(digests.items()))
 
 
 def _words(versions: Mapping[str, str]) -> str:

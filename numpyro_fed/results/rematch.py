@@ -1,4 +1,4 @@
-"""A fit's Gaussian matched to weighted draws, as a better proposal for the next ones."""
+"""A better proposal for the correction: the guide's Gaussian, matched to weighted draws."""
 
 from __future__ import annotations
 
@@ -12,26 +12,32 @@ from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected
 
-WIDER = 1.1  # than the draws: an importance proposal should not be narrower than its target
+# The proposal's sds, in sds of the weighted draws. A proposal that is narrower than its target has
+# weights with a heavy tail; one that is wider costs effective draws, in each dimension.
+WIDER = 1.1
 
 
-def rematched(found: Corrected) -> Result | None:
-    """The corrected fit with mean and covariance of the weighted draws in the globals' guide.
+def rematched(corrected: Corrected) -> Result | None:
+    """Return the corrected fit with the weighted draws' mean and covariance in its guide.
 
-    For a fit by factors whose globals are one Gaussian; None for others. Silos' states stay.
+    It is None unless the fit is by PVI and its globals are one full Gaussian. Silos' states stay.
     """
-    result = found.result
+    result = corrected.result
     factors, eta = result._fit.factors, result.shared.guide
     if factors is None or set(eta) != {GAUSSIAN} or eta[GAUSSIAN]["second"].ndim != 2:
         return None
-    z, w = np.asarray(found._z_G, np.float64), found.weights
+    z, w = np.asarray(corrected._z_G, np.float64), corrected.weights
     mean = w @ z
     covariance = WIDER**2 * (z - mean).T @ ((z - mean) * w[:, None])
     scale = np.sqrt(np.diagonal(covariance))
     if not (scale > 0).all() or not np.isfinite(scale).all():
         return None
-    few = min(1.0, len(mean) / found.ess)  # of a few draws the covariance is shrunk to its diagonal
-    correlation = (1 - few) * covariance / np.outer(scale, scale) + few * np.eye(len(mean))
+    # A covariance from as many effective draws as dimensions is nearly singular: correlations are
+    # shrunk to zero by dimensions over effective draws.
+    shrinkage = min(1.0, len(mean) / corrected.ess)
+    correlation = (1 - shrinkage) * covariance / np.outer(scale, scale) + shrinkage * np.eye(
+        len(mean)
+    )
     precision = np.linalg.inv(correlation) / np.outer(scale, scale)
     dtype = eta[GAUSSIAN]["first"].dtype
     matched = {GAUSSIAN: {"first": precision @ mean, "second": -0.5 * precision}}

@@ -1,4 +1,4 @@
-"""Whether a posterior can be told from the rounding of the numbers that carry it."""
+"""Whether the precision of the numbers can hold a posterior."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from jax import Array
 
 from numpyro_fed.model.sites import Site
 
-SPACINGS = 50.0  # an sd of fewer gaps between numbers is made of rounding to a percent or more
-FEW = 10.0  # effective draws: the sd of fewer says nothing of rounding
-NATS = 0.1  # by which rounding may move a log weight: an sd then stays right to a percent
+# Gaps between neighbouring numbers that an sd must have: with fewer, rounding
+# makes a percent of it or more. With it none of 500 models with offsets and
+# scales up to 1e9 is wrong in silence (docs/results/never_wrong.md).
+SPACINGS = 50.0
+# Effective draws below which an sd is not judged: it may be small by chance.
+FEW = 10.0
+# Nats by which rounding may move a log weight, so that an sd stays right to a percent.
+NATS = 0.1
 
 
 class Rounding(NamedTuple):
-    """A record of what the rounding of one precision leaves of weighted draws.
+    """The size of rounding errors in weighted draws.
 
     Attributes
     ----------
     dtype : str
-        Of the numbers in which the draws and their densities were computed.
+        The precision in which the draws and their densities were computed.
     mean, sd : (dim,) array
-        Of the draws, by coordinate; sds are infinite where too few draws count to tell them.
+        Moments of the draws, by coordinate; sds are infinite with too few effective draws.
     nats : float
         About how far rounding moves a log weight: the precision's machine epsilon times the
         largest log density, in size, of a draw that counts.
@@ -43,7 +48,7 @@ class Rounding(NamedTuple):
         mean: np.ndarray,
         sd: np.ndarray,
     ) -> Rounding:
-        """Judge draws ``z`` (n, dim) by their weights, and by their mean and sd (dim,)."""
+        """Return the rounding of draws ``z`` (n, dim), from their weights, mean and sd (dim,)."""
         dtype = np.dtype(z.dtype)
         known = 1 / (weights**2).sum() >= FEW
         sd = sd if known else np.full_like(sd, np.inf)
@@ -58,16 +63,16 @@ class Rounding(NamedTuple):
 
     @property
     def lost(self) -> np.ndarray:
-        """Whether each coordinate's sd (dim,) is too few gaps to be told from rounding."""
+        """Whether each coordinate's sd (dim,) is too few gaps wide."""
         return ~(self.sd >= SPACINGS * self.gap)
 
     @property
     def fine(self) -> bool:
-        """Whether rounding changes next to nothing."""
+        """Whether rounding changes neither draws nor weights by more than a percent of an sd."""
         return not self.lost.any() and self.nats <= NATS
 
     def words(self, sites: Sequence[Site]) -> str:
-        """Say what rounding spoils; ``sites`` are the latents by their coordinates."""
+        """Return in words what rounding spoils; ``sites`` name the coordinates."""
         name = {"float32": "single", "float64": "double"}.get(self.dtype, self.dtype)
         if self.lost.any():
             place = int(np.argmin(self.sd / self.gap))
@@ -82,7 +87,7 @@ class Rounding(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Say what to do about it, as a sentence."""
+        """Return the remedy, as a sentence."""
         double = (
             "Compute in double precision (numpyro_fed.fit does by default, for the rest "
             "jax.config.update('jax_enable_x64', True)), or subtract"

@@ -1,4 +1,8 @@
-"""What all methods build, run and return, whether silos hold rows or columns."""
+"""Base classes of what methods build, compile and return, for silos with rows or columns.
+
+:class:`BuiltRun` has the pure functions of a method, :class:`CompiledMethod` adds a runtime, and
+:class:`FederatedRun` is the result of a run.
+"""
 
 from __future__ import annotations
 
@@ -30,39 +34,40 @@ from numpyro_fed.runtime.drive import failed_silos
 from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
 from numpyro_fed.trees import Tree
 
-BATCHES = 5  # of rounds, whose means show how noisy a bound is
+# Batches of rounds in each quarter of a run, whose means show how noisy the bound is. Rounds are
+# correlated, so that single losses would show too little noise; fewer batches estimate it badly.
+NUM_BATCHES = 5
 
 
 class Silos(NamedTuple):
-    """The data that silos hold: as read, in buckets, and on the device."""
+    """The data of silos in this process: as read, in buckets, and on the device."""
 
     data: tuple[SiloData, ...]
     buckets: tuple[Bucket, ...]
     batches: Batches
 
     def place(self, silo: int) -> tuple[int, int]:
-        """Return the bucket that holds a silo, and its place there."""
+        """Return the number of a silo's bucket and the silo's row in it."""
         for b, bucket in enumerate(self.buckets):
             if silo in bucket.silos:
                 return b, bucket.silos.index(silo)
         raise IndexError(f"there is no silo {silo}: they are numbered 0 to {len(self.data) - 1}.")
 
     def at(self, silo: int, stacks: Sequence[Tree]) -> Tree:
-        """Return what belongs to a silo, of what is stacked in buckets."""
+        """Return a silo's part of trees that are stacked by bucket."""
         b, i = self.place(silo)
         return jax.tree.map(lambda a: a[i], stacks[b])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BuiltRun(ABC):
-    """All that a method makes of a text and a plan: pure functions, and nobody's data.
+    """All that a method builds from a model and a plan: pure functions, without data.
 
     Attributes
     ----------
     algorithm : FederatedAlgorithm
     without_start : () -> (plan, BuiltRun)
-        Builds the same for a run that does not begin at a mode, where a search has found none;
-        None where no search is made.
+        Builds the same for a run whose search has found no mode; None if there is no search.
     """
 
     algorithm: FederatedAlgorithm[Any, Any]
@@ -70,59 +75,59 @@ class BuiltRun(ABC):
 
     @property
     @abstractmethod
-    def first(self) -> FederatedAlgorithm[Any, Any]:
-        """Return the algorithm whose states come first: a search's, or the run's own."""
+    def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
+        """Return the algorithm whose states a run begins with: that of a search, or of the run."""
 
     @property
     @abstractmethod
-    def searching(self) -> tuple[Round, ...]:
-        """Return the rounds that find where to start."""
+    def search_rounds(self) -> tuple[Round, ...]:
+        """Return the rounds of the search for a start."""
 
     @property
     def opening(self) -> tuple[Round, ...]:
         """Return the rounds before the algorithm's own first one."""
-        return (*self.searching, *self.algorithm.opening)
+        return (*self.search_rounds, *self.algorithm.opening)
 
     @property
-    def further(self) -> tuple[Round, ...]:
-        """Return the rounds that are asked for after a run."""
+    def later_rounds(self) -> tuple[Round, ...]:
+        """Return the rounds that may follow a run, such as an evaluation."""
         return ()
 
     @property
-    def paths(self) -> tuple[tuple[Round, ...], ...]:
-        """Return the rounds before the algorithm's own first one, as they may follow each other."""
+    def start_paths(self) -> tuple[tuple[Round, ...], ...]:
+        """Return the sequences of rounds that may come before the algorithm's first one."""
         return (self.opening,)
 
     def messages(
         self, data: SiloData, server_data: ServerData = None, *, silo: str = "silo"
     ) -> Crossings:
-        """Return all that crosses between the server and a silo, one exchange of each kind."""
-        starts = [("start", self.first, path) for path in self.paths]
-        each = [*starts, ("round", self.algorithm, (self.algorithm.round,))]
-        found = [crossings(*one, data, server_data, silo=silo) for one in each]
-        return found[0]._replace(rows=tuple(row for part in found for row in part.rows))
+        """Return all arrays that cross between the server and a silo, each exchange once."""
+        starts = [("start", self.first_algorithm, path) for path in self.start_paths]
+        runs = [*starts, ("round", self.algorithm, (self.algorithm.round,))]
+        tables = [crossings(*one, data, server_data, silo=silo) for one in runs]
+        return tables[0]._replace(rows=tuple(row for part in tables for row in part.rows))
 
     def sender(self, round_: Round) -> FederatedAlgorithm[Any, Any]:
-        """Return the algorithm from whose states a round starts."""
-        searches = round_.name in {x.name for x in self.searching}
-        return self.first if searches else self.algorithm
+        """Return the algorithm to whose states a round belongs."""
+        searches = round_.name in {x.name for x in self.search_rounds}
+        return self.first_algorithm if searches else self.algorithm
 
     def round_of(self, name: str) -> Round:
-        """Return the round that has this exchange.
+        """Return the round that declares the exchange ``name``.
 
         Raises
         ------
         ModelError
-            Where none has.
+            If no round does.
         """
-        for round_ in (*self.opening, self.algorithm.round, *self.further):
+        for round_ in (*self.opening, self.algorithm.round, *self.later_rounds):
             if name in {x.name for x in round_.exchanges}:
                 return round_
         raise unknown_exchange(name)
 
 
 Built = TypeVar("Built", bound=BuiltRun)
-Kept = TypeVar("Kept")
+Cached = TypeVar("Cached")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -134,7 +139,7 @@ class CompiledMethod(ABC, Generic[Built]):
     built : BuiltRun
     runtime : Runtime
     compiled : dict
-        What was compiled besides, by what it is for.
+        Further compiled functions, by a name for what they do.
     """
 
     built: Built
@@ -147,36 +152,36 @@ class CompiledMethod(ABC, Generic[Built]):
         return self.built.algorithm
 
     @abstractmethod
-    def made(self, held: Silos) -> Provenance:
-        """Return by what model and data are recognised in a file."""
+    def provenance(self, hosted: Silos) -> Provenance:
+        """Return the fingerprints by which a file recognises model and data."""
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """Return what a saved state must agree with."""
+        """Return the settings and sites that a saved state must agree with."""
 
     def compiled_round(self, round_: Round) -> Single:
         """Return a single round, compiled once for each name."""
         return self.cached(("single", round_.name), lambda: self.runtime.single(round_))
 
     def quick_round(self, round_: Round, runtime: Runtime | None = None) -> Single:
-        """Return a single round that is little work, compiled once for each name.
+        """Return a single round for little work, compiled quickly and once for each name.
 
-        By another ``runtime`` than that of the run where one is given, as a search's.
+        ``runtime`` is another one than the run's, such as that of the search.
         """
-        return self.cached(round_.name, lambda: (runtime or self.runtime).once(round_))
+        return self.cached(round_.name, lambda: (runtime or self.runtime).quick(round_))
 
-    def cached(self, name: Hashable, make: Callable[[], Kept]) -> Kept:
-        """Return what was made under a name, made where it is asked for first."""
+    def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
+        """Return the object of this name, made at its first use."""
         if name not in self.compiled:
             self.compiled[name] = make()
         return self.compiled[name]
 
     def initial_state(self, silos: Silos) -> State:
-        """Return a first state, for its structure."""
+        """Return some first state, whose structure and shapes all states have."""
         return self.runtime.init(jax.random.key(0), silos.batches)
 
     def check_state(self, state: object, silos: Silos) -> State:
-        """Return ``state`` itself, if it is one of this fit."""
+        """Return ``state`` itself; raise an error if it does not fit the method and silos."""
         expected = jax.eval_shape(self.runtime.init, jax.random.key(0), silos.batches)
         if not isinstance(state, State):
             raise TypeError(f"init_state must be a result's .state, got {type(state).__name__}.")
@@ -205,7 +210,7 @@ class FederatedRun(ABC, Generic[Ready]):
     ended : {"rounds", "converged", "callback", "failure", "interrupted"}
         Why there are no more rounds.
     start : optional
-        Where the run began, if that was at a mode or at another result.
+        The start of the run, if that was a mode or another result.
     """
 
     losses: np.ndarray = field(repr=False)
@@ -221,7 +226,7 @@ class FederatedRun(ABC, Generic[Ready]):
     @property
     @abstractmethod
     def num_parties(self) -> int:
-        """Return how many silos or clients took part."""
+        """Return the number of silos or clients."""
 
     @abstractmethod
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
@@ -229,41 +234,44 @@ class FederatedRun(ABC, Generic[Ready]):
 
     @property
     def shared(self) -> Shared:
-        """Return shared parameters, unconstrained, and the globals' guide, known to all."""
+        """Return the part of the server's state that all parties may know.
+
+        It holds shared parameters, unconstrained, and the guide of the globals.
+        """
         return self._fit.algorithm.shared(self.state.server)
 
-    def _held(self, silo: int) -> Silos:
-        """Return what silos hold, if it is in this process."""
+    def _hosted(self, silo: int) -> Silos:
+        """Return the silos' data; raise an error if silos are in other processes."""
         if self._silos is None:
             raise DataError(self.ELSEWHERE.format(silo))
         return self._silos
 
     def _silo_state(self, silo: int) -> Any:
         """Return a silo's state."""
-        return self._held(silo).at(silo, self.state.silos)
+        return self._hosted(silo).at(silo, self.state.silos)
 
     @property
     def _batches(self) -> Batches:
-        """Return what silos of this process hold, for a round that they are asked in."""
+        """Return the batches of silos of this process; empty for silos in other processes."""
         return () if self._silos is None else self._silos.batches
 
-    def _asked(
-        self, round_: Single, key: Array, words: str, given: ServerData = None
+    def _run_round_once(
+        self, round_: Single, key: Array, message: str, server_data: ServerData = None
     ) -> tuple[Any, Stacks, Info]:
-        """Return the states of server and silos after one more round, and what it reports.
+        """Run one more round, and return the states of server and silos and the report.
 
         Raises
         ------
         NonFiniteError
-            In these ``words``, with who is at fault in the place of ``{}``.
+            With the text ``message``, in which ``{}`` stands for the party at fault.
         """
         state, batches = self.state, self._batches
-        server, silos, info, good = round_(key, state.server, state.silos, batches, given)
+        server, silos, info, good = round_(key, state.server, state.silos, batches, server_data)
         if not bool(info.ok):
             bad = failed_silos(good, silos, batches)
             where = f"{self.PARTY} {', '.join(map(str, bad))}" if bad else "the server"
             number = int(state.round)
-            raise NonFiniteError(words.format(where), result=self, round=number, silos=bad)
+            raise NonFiniteError(message.format(where), result=self, round=number, silos=bad)
         return server, silos, info
 
     @property
@@ -276,15 +284,16 @@ class FederatedRun(ABC, Generic[Ready]):
         """
         return bound_settled(self.losses)
 
-    def _course(self) -> str:
+    def _run_summary(self) -> str:
         if self.ended == "converged":
             return f"{len(self.losses)} rounds; the run had come to rest."
         end = "had settled" if self.settled else "was still rising, or they are too few to tell"
         return f"{len(self.losses)} rounds; the bound {end}."
 
     def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
-        """Return posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
+        """Return posterior draws as an ArviZ object.
 
+        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1.
         Needs the extra ``examples``.
         """
         return to_arviz(self.sample_posterior, key, num_samples)
@@ -303,32 +312,37 @@ class FederatedRun(ABC, Generic[Ready]):
         path : str or Path
             The name of the file without ``.npz``.
         draws : int
-            Draws of what all may know that go into the file, for those who have neither the model
-            nor the data.
+            The number of draws of the globals that go into the file, for readers who have neither
+            the model nor the data.
         """
-        words = {"ended": self.ended, "verdict": self._course(), "trusted": None}
+        words = {"ended": self.ended, "verdict": self._run_summary(), "trusted": None}
         drawn = self.sample_posterior(jax.random.key(0), draws) if draws else {}
-        save(path, SavedWords(type(self).__name__, words, drawn), self.saved_run(), self.made())
+        save(
+            path, SavedWords(type(self).__name__, words, drawn), self.saved_run(), self.provenance()
+        )
 
     def saved_run(self) -> SavedRun:
-        """Return the run as it goes into a file."""
+        """Return the run in the form in which a file keeps it."""
         return SavedRun(self._fit.description(), self.losses, self.state)
 
-    def made(self) -> Provenance | None:
-        """Return by what model and data are recognised; None where silos are elsewhere."""
-        return None if self._silos is None else self._fit.made(self._silos)
+    def provenance(self) -> Provenance | None:
+        """Return the fingerprints of model and data; None if silos are in other processes."""
+        return None if self._silos is None else self._fit.provenance(self._silos)
 
 
 def bound_settled(losses: np.ndarray | Sequence[float]) -> bool:
-    """Return whether the last quarter of a course gains nothing on the quarter before.
+    """Return whether the losses (rounds,) of a run had stopped falling.
 
-    See :attr:`FederatedRun.settled`.
+    The last quarter is compared with the quarter before: :attr:`FederatedRun.settled`.
     """
     quarter = len(losses) // 4
-    if quarter < 2 * BATCHES:
+    # A batch has at least two rounds, so that 40 rounds are the fewest that can be judged.
+    if quarter < 2 * NUM_BATCHES:
         return False
-    size = quarter // BATCHES
-    last = np.asarray(losses, np.float64)[-2 * BATCHES * size :]
-    before, after = last.reshape(2, BATCHES, size).mean(2)
-    error = np.sqrt((before.var(ddof=1) + after.var(ddof=1)) / BATCHES)
-    return bool(before.mean() - after.mean() <= max(0.1, 3 * error))
+    size = quarter // NUM_BATCHES
+    last = np.asarray(losses, np.float64)[-2 * NUM_BATCHES * size :]
+    previous, after = last.reshape(2, NUM_BATCHES, size).mean(2)
+    # At least 0.1 nat: a bound may be so quiet that
+    # three of its standard errors are next to nothing.
+    error = np.sqrt((previous.var(ddof=1) + after.var(ddof=1)) / NUM_BATCHES)
+    return bool(previous.mean() - after.mean() <= max(0.1, 3 * error))

@@ -1,4 +1,9 @@
-"""Fits as one npz with a description in JSON: numbers and names, no pickle."""
+"""Saved fits: one ``npz`` of arrays, with a description in JSON, without pickle.
+
+The arrays are the leaves of the run's state by their paths, the losses, and whatever can be used
+without the model: draws and weights. The description holds what a loaded state must agree with
+(settings, sites, sizes), verdicts in words, and fingerprints of model and data.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +23,37 @@ from numpyro_fed.files import npz, read_npz, write_npz
 from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.trees import Tree
 
+# The version of the form of a state: higher where a state's leaves change.
 VERSION = 4
-# Of version 1 a description in a file of its own, without fingerprints. States of a version before
-# this one are of another form; what can be used without the model is the same in all.
-READ = 1, 2, 3, 4
+# Versions whose draws, weights and verdict can be read; these stand in the same places in all. A
+# file of version 1 has its description beside it and no fingerprints. A run goes on from states of
+# this version alone.
+READABLE = 1, 2, 3, 4
 DRAWS, WEIGHTS = "draws/", "weights"  # names of arrays that can be used without the model
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """One run as it goes into a file: what it must agree with, its losses and its state."""
+    """One run in the form in which a file keeps it.
+
+    ``description`` is what a fit must agree with in order to load the run.
+    """
 
     description: Mapping[str, Any]
     losses: Any
     state: Any
 
     def arrays(self, part: str = "") -> dict[str, np.ndarray]:
-        """Return its arrays by name, those of a second run of a file under its name."""
-        named = {f"{part}state{name}": _numbers(leaf) for name, leaf in _leaves(self.state)}
+        """Return the arrays of the run by name; ``part`` is the name of a second run of a file."""
+        named = {
+            f"{part}state{name}": _plain_numbers(leaf) for name, leaf in _named_leaves(self.state)
+        }
         return {**named, f"{part}losses": np.asarray(self.losses)}
 
 
 @dataclass(frozen=True)
 class SavedWords:
-    """All that a file tells without the model and the data.
+    """The part of a file that can be read without the model and the data.
 
     Attributes
     ----------
@@ -50,11 +62,11 @@ class SavedWords:
     words : dict
         Verdicts and numbers, JSON.
     draws : dict of str to (n, ...) array
-        Of latents that are the same for all, by site.
+        Draws of the latents that all parties may know, by site.
     weights : (n,) array, optional
-        Of the draws; by default even.
+        The weights of the draws; even by default.
     arrays : dict of str to array
-        What else the class is put together from.
+        Further arrays that the class is rebuilt from.
     """
 
     kind: str
@@ -66,36 +78,36 @@ class SavedWords:
 
 def save(
     path: str | Path,
-    told: SavedWords,
+    summary: SavedWords,
     run: SavedRun,
-    made: Provenance | None,
+    provenance: Provenance | None,
     others: Mapping[str, SavedRun] | None = None,
 ) -> None:
-    """Write ``path.npz``, so that a save that is cut short leaves the one before as it is.
+    """Write a fit to ``path.npz``; a save that is cut short leaves the file before as it is.
 
     Parameters
     ----------
     path : str or Path
-    told : Told
+    summary : SavedWords
     run : SavedRun
-    made : Made or None
-        By which model and data are recognised; None where the data are elsewhere.
+    provenance : Provenance or None
+        Fingerprints of model and data; None where the data are in other processes.
     others : dict of str to SavedRun, optional
         Further runs by a name of their own.
     """
-    arrays = {**told.arrays, **run.arrays()}
-    arrays |= {f"{DRAWS}{site}": np.asarray(values) for site, values in told.draws.items()}
-    if told.draws:
-        number = len(next(iter(told.draws.values())))
+    arrays = {**summary.arrays, **run.arrays()}
+    arrays |= {f"{DRAWS}{site}": np.asarray(values) for site, values in summary.draws.items()}
+    if summary.draws:
+        number = len(next(iter(summary.draws.values())))
         even = np.full(number, 1 / number)
-        arrays[WEIGHTS] = even if told.weights is None else np.asarray(told.weights)
+        arrays[WEIGHTS] = even if summary.weights is None else np.asarray(summary.weights)
     for name, other in (others or {}).items():
         arrays |= other.arrays(name)
     description = {
         "version": VERSION,
-        "kind": told.kind,
-        "words": dict(told.words),
-        "made": None if made is None else made.record(),
+        "kind": summary.kind,
+        "words": dict(summary.words),
+        "made": None if provenance is None else provenance.record(),
         "others": {name: dict(other.description) for name, other in (others or {}).items()},
         **run.description,
     }
@@ -112,7 +124,7 @@ def read(path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """
     arrays, saved = read_npz(path)
     version = saved.get("version")
-    if version not in READ or "losses" not in arrays:
+    if version not in READABLE or "losses" not in arrays:
         raise SavedStateError(
             f"{npz(path)} has format version {version}, this package reads version {VERSION}. Run "
             "the fit again, or load it with the release that wrote it."
@@ -124,10 +136,12 @@ def load_state(
     path: str | Path,
     description: dict[str, Any],
     like: Tree,
-    made: Provenance | None,
+    provenance: Provenance | None,
     part: str = "",
 ) -> tuple[np.ndarray, Tree, dict[str, Any]]:
-    """Read losses, a state of the same structure as ``like``, and what else is said of the fit.
+    """Return the losses of a saved run, its state, and its description.
+
+    The state has the structure of ``like``. ``part`` is the name of a further run in the file.
 
     Raises
     ------
@@ -143,38 +157,47 @@ def load_state(
             f"those of version {VERSION}. Run the fit again, or load it with the release that "
             "wrote it. What was drawn from it can be read: nf.load(path), without a model."
         )
-    said = saved["others"][part] if part else saved
-    if made is not None and record is not None:
-        made.check_order(record)
+    stored = saved["others"][part] if part else saved
+    # The order of the silos first: otherwise swapped
+    # silos would be reported as other data or shapes.
+    if provenance is not None and record is not None:
+        provenance.check_order(record)
+    # Through JSON, which turns tuples into lists, as in the file.
     expected = json.loads(json.dumps(description))
-    for name, wanted in expected.items():
-        if said.get(name) != wanted:
-            raise SavedStateError(f"{file} belongs to another fit: {_differ(name, said, wanted)}")
-    leaves_of = {f"{part}state{name}": leaf for name, leaf in _leaves(like)}
-    known = {name for name in arrays if name.startswith(f"{part}state")}
-    leaves = []
-    for name in [*leaves_of, *sorted(known - leaves_of.keys())]:
-        leaf = leaves_of.get(name)
-        here, there = _kind(None if leaf is None else _numbers(leaf)), _kind(arrays.get(name))
-        if here != there:
+    for name, value in expected.items():
+        if stored.get(name) != value:
             raise SavedStateError(
-                f"{file} does not fit: expected {here} for {name}, found {there}. Use the guide, "
-                "optimiser, runtime and precision that the fit was made with."
+                f"{file} belongs to another fit: {_difference(name, stored, value)}"
             )
-        leaves.append(_like(leaves_of[name], arrays[name], f"{file}: {name}"))
-    if made is not None and record is not None:
-        made.check(record)
+    leaves_of = {f"{part}state{name}": leaf for name, leaf in _named_leaves(like)}
+    names = {name for name in arrays if name.startswith(f"{part}state")}
+    leaves = []
+    for name in [*leaves_of, *sorted(names - leaves_of.keys())]:
+        leaf = leaves_of.get(name)
+        expected_form, stored_form = (
+            _dtype_and_shape(None if leaf is None else _plain_numbers(leaf)),
+            _dtype_and_shape(arrays.get(name)),
+        )
+        if expected_form != stored_form:
+            raise SavedStateError(
+                f"{file} does not fit: expected {expected_form} for {name}, found {stored_form}. "
+                "Use the guide, optimiser, runtime and precision that the fit was made with."
+            )
+        leaves.append(_restored(leaves_of[name], arrays[name], f"{file}: {name}"))
+    # Last, because the fingerprint of the model's programs takes half a second.
+    if provenance is not None and record is not None:
+        provenance.check(record)
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-    return arrays[f"{part}losses"], state, said
+    return arrays[f"{part}losses"], state, stored
 
 
-def _numbers(leaf: Array) -> np.ndarray:
-    """Return a leaf as numbers that npz knows: the data of a key, the bits of a bfloat16."""
+def _plain_numbers(leaf: Array) -> np.ndarray:
+    """Return a leaf as an array that npz can hold: the data of a key, the bits of a bfloat16."""
     numbers = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     return numbers.view(f"u{numbers.dtype.itemsize}") if numbers.dtype.kind == "V" else numbers
 
 
-def _like(leaf: Array, numbers: np.ndarray, name: str) -> Array:
+def _restored(leaf: Array, numbers: np.ndarray, name: str) -> Array:
     if _is_key(leaf):
         return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(leaf))
     numbers = numbers.view(leaf.dtype)
@@ -183,7 +206,10 @@ def _like(leaf: Array, numbers: np.ndarray, name: str) -> Array:
 
 
 def _check_finite(array: np.ndarray, name: str) -> None:
-    """Refuse NaN; infinity stands in schedules alone, for a silo that has not been visited yet."""
+    """Raise an error for NaN, and for an infinity outside of schedules.
+
+    A schedule holds infinities for silos that have not been visited yet.
+    """
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return
     allowed = (array == np.inf) & ("state.schedule" in name)
@@ -200,21 +226,23 @@ def _is_key(leaf: Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _kind(array: np.ndarray | None) -> str:
+def _dtype_and_shape(array: np.ndarray | None) -> str:
     return "nothing" if array is None else f"{array.dtype}{array.shape}"
 
 
-def _differ(part: str, saved: dict[str, Any], wanted: object) -> str:
-    found = saved.get(part)
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        for name in [*wanted, *found]:
-            if wanted.get(name) != found.get(name):
+def _difference(part: str, saved: dict[str, Any], expected: object) -> str:
+    stored = saved.get(part)
+    if isinstance(expected, dict) and isinstance(stored, dict):
+        for name in [*expected, *stored]:
+            if expected.get(name) != stored.get(name):
                 return (
-                    f"its {part} have {name!r} as {found.get(name)}, but here it is "
-                    f"{wanted.get(name)}. Use the model and settings that it was made with."
+                    f"its {part} have {name!r} as {stored.get(name)}, but here it is "
+                    f"{expected.get(name)}. Use the model and settings that it was made with."
                 )
-    return f"its {part} are {found}, but here they are {wanted}. Pass the silos it was made with."
+    return (
+        f"its {part} are {stored}, but here they are {expected}. Pass the silos it was made with."
+    )
 
 
-def _leaves(tree: object) -> list[tuple[str, Array]]:
+def _named_leaves(tree: object) -> list[tuple[str, Array]]:
     return [(jax.tree_util.keystr(p), leaf) for p, leaf in jax.tree.leaves_with_path(tree)]

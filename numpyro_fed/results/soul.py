@@ -1,4 +1,4 @@
-"""The result of SOUL."""
+"""The result of SOUL: Langevin draws of clients' latents."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class SOULResult(VerticalRun):
     """
 
     def unconstrained(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...]]:
-        """The server's latents at their mode (n, dim), and draws of each client's: of those of the
-        second half of all rounds that clients have kept.
+        """Return the server's latents at their mode (n, dim), and draws of each client's.
+
+        A client's draws are taken from those that it has kept of the second half of all rounds.
         """
         z = jnp.broadcast_to(self.shared.guide["z"], (n, self._fit.built.model.server.dim))
-        own = []
+        client_draws = []
         for j in range(len(self._data)):
             noise = jax.random.uniform(jax.random.fold_in(key, j), (n,))
-            places = chosen(noise, self.state.round, self._fit.vertical.num_kept)
-            own.append(self.private(j).guide["draws"][places])
-        return z, tuple(own)
+            indices = chosen(noise, self.state.round, self._fit.vertical.num_kept)
+            client_draws.append(self.private(j).guide["draws"][indices])
+        return z, tuple(client_draws)

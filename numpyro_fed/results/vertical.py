@@ -1,4 +1,4 @@
-"""What a vertical fit returns."""
+"""The fit of a model whose clients hold columns, and its result."""
 
 from __future__ import annotations
 
@@ -29,49 +29,56 @@ from numpyro_fed.runtime.crossing import Crossings
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VerticalBuilt(BuiltRun):
-    """All that a method makes of a text whose clients hold columns.
+    """All that a method builds from a model whose clients hold columns.
 
     Attributes
     ----------
     vertical : Vertical or Soul
-        The model and how it is approximated.
+        The model and the guides that approximate it.
     sampling : n -> Round
-        All parties draw so often, and keep what they draw.
+        The round in which all parties draw ``n`` times and keep their own draws.
     search : FederatedAlgorithm or None
     static : tuple
         Plain values among the arguments of the model.
-    begins : tuple of Round
-        What leads from the states of the search to those of a run.
+    begin_rounds : tuple of Round
+        The rounds that lead from the states of the search to those of a run.
     """
 
     vertical: Any
     sampling: Callable[[int], Round]
     search: FederatedAlgorithm[Any, Any] | None = None
     static: tuple[Any, ...] = ()
-    begins: tuple[Round, ...] = ()
+    begin_rounds: tuple[Round, ...] = ()
 
     @property
     def model(self) -> VerticalModel:
-        """Return the text, split over server and clients."""
+        """Return the model, split over server and clients."""
         return self.vertical.model
 
     @property
-    def first(self) -> FederatedAlgorithm[Any, Any]:
-        """Return the algorithm whose states come first."""
+    def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
+        """Return the algorithm whose states a run begins with."""
         return self.algorithm if self.search is None else self.search
 
     @property
-    def searching(self) -> tuple[Round, ...]:
-        """Return the rounds that find where to start."""
+    def search_rounds(self) -> tuple[Round, ...]:
+        """Return the rounds of the search for a start."""
         if self.search is None:
             return ()
-        searching = (self.search.round,) if len(self.begins) > 1 else ()
-        return (*searching, *self.begins)
+        # A single round of the beginning is that of start='own', which searches for nothing.
+        searching = (self.search.round,) if len(self.begin_rounds) > 1 else ()
+        return (*searching, *self.begin_rounds)
 
 
 class VerticalStart(NamedTuple):
-    """The mode at which a run began: the log density of all parties' latents there, in
-    unconstrained space, and the exchanges that it took to get there.
+    """The mode at which a run began.
+
+    Attributes
+    ----------
+    log_density : float
+        The log density of all parties' latents there, in unconstrained space.
+    num_exchanges : int
+        The exchanges of the search.
     """
 
     log_density: float
@@ -82,43 +89,45 @@ class VerticalStart(NamedTuple):
 class VerticalFit(CompiledMethod[VerticalBuilt]):
     """A vertical method that was built for a model's arguments of certain shapes.
 
-    ``said`` is what a saved state must agree with, ``source`` a hash of the source of the text.
+    ``saved_description`` is what a saved state must agree with, ``source`` a hash of the model's
+    source.
     """
 
-    said: dict[str, Any]
+    saved_description: dict[str, Any]
     server_data: SiloData
     supports: Supports
     source: str = ""
 
     @property
     def vertical(self) -> Any:
-        """Return the model and how it is approximated."""
+        """Return the model and the guides that approximate it."""
         return self.built.vertical
 
-    def messages(self, held: Silos) -> Crossings:
-        """Return all that crosses between the server and the first client."""
-        return self.built.messages(held.data[0], self.server_data, silo="client")
+    def messages(self, hosted: Silos) -> Crossings:
+        """Return all arrays that cross between the server and the first client."""
+        return self.built.messages(hosted.data[0], self.server_data, silo="client")
 
     def description(self) -> dict[str, Any]:
-        """Return what a saved state must agree with."""
-        return self.said
+        """Return the settings and sites that a saved state must agree with."""
+        return self.saved_description
 
-    def made(self, held: Silos) -> Provenance:
-        """Return by what model and data are recognised in a file."""
+    def provenance(self, hosted: Silos) -> Provenance:
+        """Return the fingerprints by which a file recognises model and data."""
 
         def text() -> str:
-            def found() -> str:
-                return vertical_fingerprint(self.built.model, self.server_data, held.data)
+            def make() -> str:
+                return vertical_fingerprint(self.built.model, self.server_data, hosted.data)
 
-            return self.cached("text", found)
+            # Half a second of tracing, needed once for a fit whose arguments keep their shapes.
+            return self.cached("text", make)
 
-        clients = {f"client {j}": data for j, data in enumerate(held.data)}
+        clients = {f"client {j}": data for j, data in enumerate(hosted.data)}
         return Provenance(text, self.source, {**clients, "the server": self.server_data})
 
 
 @dataclass(frozen=True, eq=False)
 class VerticalRun(FederatedRun[VerticalFit]):
-    """The result of a method for vertical models; each says what its numbers are."""
+    """The result of a method for vertical models."""
 
     start: VerticalStart | None = field(default=None, kw_only=True)
 
@@ -130,7 +139,7 @@ class VerticalRun(FederatedRun[VerticalFit]):
 
     @property
     def num_clients(self) -> int:
-        """Return how many clients took part."""
+        """Return the number of clients."""
         return len(self._fit.vertical.model.clients)
 
     @property
@@ -140,43 +149,44 @@ class VerticalRun(FederatedRun[VerticalFit]):
 
     @property
     def _data(self) -> tuple[SiloData, ...]:
-        """Return what clients of this process hold."""
+        """Return the data of clients in this process; empty if they are in other processes."""
         return () if self._silos is None else self._silos.data
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """All latents under the names that they have in the model, and their places among the
-        coordinates of all parties: the server's first, then each client's.
+        """All latents by their names in the model, with their slices of the coordinates.
+
+        The coordinates are those of all parties: the server's first, then each client's.
         """
-        model, found, start = self._fit.vertical.model, list[Site](), 0
+        model, sites, start = self._fit.vertical.model, list[Site](), 0
         for j, half in enumerate([model.server, *(model.clients if self._silos else ())]):
             for s in half.named("latent"):
                 (name,) = model.scoped(j - 1, {s.name: None}) if j else (s.name,)
-                found.append(s._replace(name=name, start=start + s.start, stop=start + s.stop))
+                sites.append(s._replace(name=name, start=start + s.start, stop=start + s.stop))
             start += half.dim
-        return tuple(found)
+        return tuple(sites)
 
     @property
     def params(self) -> dict[str, Any]:
-        """The server's parameters on their own supports; its guides as ``"guide"``."""
+        """Return the server's parameters on their supports; its guides as ``"guide"``."""
         shared, v = self.shared, self._fit.vertical
         guide = v.in_z(shared, None)
         return {**v.model.server.constrain_theta(shared.theta), "guide": guide}
 
     def client_params(self, client: int) -> dict[str, Any]:
-        """Client ``j``'s parameters on their own supports, and its guides as ``"guide"``."""
+        """Return a client's parameters on their supports, and its guides as ``"guide"``."""
         private, v = self.private(client), self._fit.vertical
-        guide = v.in_z(private, self._held(client).data[client])
+        guide = v.in_z(private, self._hosted(client).data[client])
         return {**v.model.clients[client].constrain_theta(private.theta), "guide": guide}
 
     def private(self, client: int) -> Party:
-        """Client ``j``'s parameters, unconstrained, and guides."""
-        data = self._held(client).data[client]
+        """Return a client's parameters, unconstrained, and its guides."""
+        data = self._hosted(client).data[client]
         return self._fit.vertical.private(self._silo_state(client), data)
 
     @abstractmethod
     def unconstrained(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...]]:
-        """Unconstrained draws of the server's latents (n, dim) and of each client's."""
+        """Return unconstrained draws (n, dim) of the server's latents and of each client's."""
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
         """Draw from the fitted posterior.
@@ -198,11 +208,11 @@ class VerticalRun(FederatedRun[VerticalFit]):
         return self.sites_at(*self.unconstrained(key, n))
 
     def sample_together(self, key: Array, n: int) -> dict[str, Array]:
-        """Draw from the fitted posterior by one more exchange among the parties, of which each
-        client that is elsewhere keeps its own latents (:meth:`SiloNode.draws`).
+        """Draw from the fitted posterior at all parties, by one more exchange.
 
-        Draw ``s`` here and draw ``s`` at any client belong together. Down goes the noise that all
-        parties share; nothing comes back.
+        Each client in another process keeps the draws of its own latents (:meth:`SiloNode.draws`).
+        Draw ``s`` of the server and draw ``s`` of any client belong together. The server sends the
+        noise that all parties share; nothing comes back.
 
         Parameters
         ----------
@@ -219,22 +229,23 @@ class VerticalRun(FederatedRun[VerticalFit]):
         Raises
         ------
         NonFiniteError
-            Where a draw is NaN or infinite.
+            If a draw is NaN or infinite.
         """
         fit = self._fit
         positive_int("n", n)
         words = "a draw of the posterior is NaN or infinite: see the losses of the run."
         sampling = fit.compiled_round(fit.built.sampling(n))
-        z, sampled, _ = self._asked(sampling, key, words, fit.server_data)
+        z, sampled, _ = self._run_round_once(sampling, key, words, fit.server_data)
         sites = self.sites_at(z, ())
         for j in range(len(self._data)):
-            values = self._held(j).at(j, [stack.values for stack in sampled])
+            values = self._hosted(j).at(j, [stack.values for stack in sampled])
             sites |= fit.vertical.model.scoped(j, values)
         return sites
 
     def sites_at(self, z: Array, own: tuple[Array, ...]) -> dict[str, Array]:
-        """Latents on their own supports, at unconstrained draws of all parties."""
+        """Return latents on their supports at unconstrained draws ``z``, ``own`` (n, dim)."""
         model, theta = self._fit.vertical.model, self.shared.theta
+        # Latents at given draws do not read the sum of the predictors: zeros stand in for it.
         total = jnp.zeros(model.shape, model.dtype)
         server = model.with_total(self._fit.server_data, total)
         sites = dict(_values(model.server.values, theta, z, server))
@@ -261,12 +272,13 @@ class VerticalResult(VerticalRun):
     """
 
     def unconstrained(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...]]:
-        """Unconstrained draws of the server's latents (n, dim) and of each client's."""
+        """Return unconstrained draws (n, dim) of the server's latents and of each client's."""
         return self.draw(key, n)[:2]
 
     def draw(self, key: Array, n: int) -> tuple[Array, tuple[Array, ...], Array]:
-        """Unconstrained draws of the server's latents (n, dim) and of each client's, and their log
-        density (n,) under the guides.
+        """Return unconstrained draws (n, dim) of each party's latents, and their log density (n,).
+
+        The density is that under the guides.
         """
         v, server = self._fit.vertical, self.shared
         parties: list[tuple[ClientType, Shared | Party]] = [(v.server, server)]
@@ -276,15 +288,17 @@ class VerticalResult(VerticalRun):
         if v.rank:
             noise = v.sharing.noise(jax.random.fold_in(key, len(parties)), n)
             xi = v.xi(server.guide["shared"], noise)
-        found = []
+        drawn = []
         for j, (kind, party) in enumerate(parties):
-            guide, mine = v.guide(kind).globals, jax.random.fold_in(key, j)
+            guide, key_party = v.guide(kind).globals, jax.random.fold_in(key, j)
             eta, V = party.guide["latents"], party.guide.get("coupling")
             draw = partial(coupling.draw_in, party.frame, guide, eta, V)
-            found.append(jax.vmap(draw)(guide.noise(mine, n), xi))
-        z, log_qs, bs = zip(*found, strict=True)
+            drawn.append(jax.vmap(draw)(guide.noise(key_party, n), xi))
+        z, log_qs, bs = zip(*drawn, strict=True)
         log_q = sum(log_qs[1:], log_qs[0])
         if v.rank:
+            # Shared noise makes parties dependent: their densities
+            # multiply up to this ratio (numpyro_fed.guides.coupling).
             A = sum(p.guide["coupling"].T @ p.guide["coupling"] for _, p in parties)
             ratio = partial(coupling.log_ratio, server.guide["shared"], A=A)
             log_q += jax.vmap(ratio)(sum(bs[1:], bs[0]))

@@ -1,4 +1,4 @@
-"""Importance correction of a vertical fit, towards the model as it is written."""
+"""The importance correction of a vertical fit, towards the model as it is written."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.results.weighted import (
     NO_WEIGHTS,
     Weighted,
-    judged,
+    quality_fields,
+    replace_weightless,
     systematic,
     unless_interrupted,
     until_interrupted,
     weights_of,
-    without_the_weightless,
 )
 
-AT_ONCE = 4_000  # draws in an exchange
-NUMBERS = 2**24  # in a client's reply, about
-TOGETHER = 2**20  # numbers that are computed at a time
+# Draws in an exchange, as for silos with rows: more make replies larger, fewer more exchanges.
+AT_ONCE = 4_000
+# Numbers in a client's reply, one for each draw and row: 64 MB in single precision. With more rows
+# an exchange has fewer draws, and there are more exchanges.
+NUMBERS = 2**24
+# Numbers (draws x rows) that a party computes side by side, which bounds its memory.
+TOGETHER = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +62,7 @@ class VerticalCorrected(Weighted[VerticalResult]):
 
     @cached_property
     def draws(self) -> dict[str, Array]:
-        """Return draws of all parties' latents on their supports, to be weighted by ``weights``."""
+        """Return draws of all latents on their supports, to be weighted by ``weights``."""
         return self.result.sites_at(self._z, self._own)
 
     def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
@@ -67,41 +71,46 @@ class VerticalCorrected(Weighted[VerticalResult]):
         return self.result.sites_at(self._z[chosen], tuple(z[chosen] for z in self._own))
 
     def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
-        """Return corrected draws for ArviZ; see :meth:`numpyro_fed.Corrected.to_arviz`."""
-        sample, known = self.sample_posterior, self._attributes
-        return to_arviz(sample, key, num_samples, worth=self.ess, attributes=known)
+        """Return corrected draws as an ArviZ object; see :meth:`numpyro_fed.Corrected.to_arviz`."""
+        sample, attributes = self.sample_posterior, self._attributes
+        return to_arviz(sample, key, num_samples, worth=self.ess, attributes=attributes)
 
 
 def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> VerticalCorrected:
-    """Weigh draws of all parties' latents; see :func:`numpyro_fed.importance_correct`."""
-    fit, held = result._fit, result._silos
+    """Return the correction of a vertical fit: draws of all parties' latents, weighed.
+
+    See :func:`numpyro_fed.importance_correct`.
+    """
+    fit, hosted = result._fit, result._silos
     v = fit.vertical
     row_numbers = int(np.prod(v.model.shape))
     size = max(1, min(num_draws, AT_ONCE, NUMBERS // row_numbers))
     weighing = Weighing(v, size, max(1, min(size, TOGETHER // row_numbers)))
     weigh = fit.compiled_round(weighing.as_round())
 
-    def one(i: int) -> tuple[Any, list[Any], float]:
-        """Return the server's weighed draws, the clients' own, and an estimate of the evidence."""
-        mine = jax.random.fold_in(key, i)
-        weighed, states, info = result._asked(weigh, mine, NO_WEIGHTS, fit.server_data)
-        places = [] if held is None else map(held.place, range(result.num_clients))
+    def exchange(i: int) -> tuple[Any, list[Any], float]:
+        """Return the server's draws with weights, the clients' draws, and the log evidence."""
+        key_exchange = jax.random.fold_in(key, i)
+        weighed, states, info = result._run_round_once(
+            weigh, key_exchange, NO_WEIGHTS, fit.server_data
+        )
+        places = [] if hosted is None else map(hosted.place, range(result.num_clients))
         return weighed, [states[b][i] for b, i in places], -float(info.loss)
 
-    weighed, interrupted = until_interrupted(one, -(-num_draws // size))
+    weighed, interrupted = until_interrupted(exchange, -(-num_draws // size))
     server, own, evidence = zip(*weighed, strict=True)
     z, log_weights = (jnp.concatenate(part) for part in zip(*server, strict=True))
     draws = tuple(jnp.concatenate(part) for part in zip(*own, strict=True))
-    known = weights_of(log_weights)
-    z, *rest = (without_the_weightless(a, known[1]) for a in (z, *draws))
-    guides_own = np.tile(weighing.parts[1] == 0, len(server))
-    everything = np.concatenate([np.asarray(a) for a in (z, *rest)], 1)
+    tail_and_weights = weights_of(log_weights)
+    z, *client_draws = (replace_weightless(a, tail_and_weights[1]) for a in (z, *draws))
+    from_guide = np.tile(weighing.parts[1] == 0, len(server))
+    all_draws = np.concatenate([np.asarray(a) for a in (z, *client_draws)], 1)
     corrected = VerticalCorrected(
         log_evidence=float(np.logaddexp.reduce(evidence) - np.log(len(evidence))),
         result=result,
         _key=key,
-        **judged(everything, guides_own, log_weights, known),
+        **quality_fields(all_draws, from_guide, log_weights, tail_and_weights),
         _z=z,
-        _own=tuple(rest),
+        _own=tuple(client_draws),
     )
     return unless_interrupted(corrected, interrupted, num_draws)

@@ -1,4 +1,10 @@
-"""Weighted draws: how many of them count, what error is left, and what to think of them."""
+"""Weighted draws: effective draws, Monte Carlo errors, and a verdict in words.
+
+Rows and columns share this module. A correction is trusted if four things hold: k-hat of the
+weights is below the threshold of Vehtari et al. (2024); no sd rests on a few draws far out;
+standard errors are below :data:`MAX_ERROR`; and the precision of the computation can hold the
+posterior.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +29,28 @@ from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.run import FederatedRun
 from numpyro_fed.results.saving import SavedWords, save
 
-FEW = 100  # draws: with fewer there is no tail to speak of
-ERROR = 0.03  # sds: a tenth of an sd is then more than three standard errors
-HEAVY_ERROR = 0.02  # sds: where a variance's terms have a heavy tail, errors come out too small
-CLOSE = 0.1  # sds
-FINITE = 0.5  # tails of variances with a smaller shape have a finite standard error
-MANY = 0.3  # of the draws
-NONE = -100.0  # log weight, less the largest, that counts as none
+# Draws below which k-hat is not judged: its generalised
+# Pareto is fitted to at most a fifth of them.
+MIN_DRAWS = 100
+# Standard error, in sds, up to which means and sds count as known. The promise is a tenth of an sd,
+# which is more than three such errors. Half of it needs four times as many draws; twice would break
+# the promise one time in ten.
+MAX_ERROR = 0.03
+# The same for an sd whose terms have a heavy tail, whose estimated error
+# comes out too small. Without it three of 100 corrections of one random
+# model were trusted and wrong, with it none (docs/results/never_wrong.md).
+MAX_ERROR_OF_HEAVY = 0.02
+# Sds within which a mean is right, and share within which an sd is: the target of all benchmarks.
+TOLERANCE = 0.1
+# Shape of a Pareto tail below which its variance is
+# finite, and so the standard error of an average.
+FINITE_TAIL = 0.5
+# Share of effective draws above which only tails are unsure:
+# nf.fit then tries more draws before a better proposal.
+MANY_SHARE = 0.3
+# Log weight, less the largest, below which a draw weighs nothing: e^-100 is 4e-44, which
+# changes no average.
+NEGLIGIBLE = -100.0
 NO_WEIGHTS = (
     "the importance weights are NaN, or all zero, at {}. Fit for more rounds, or look at the data "
     "and the supports of the sites there."
@@ -41,7 +62,7 @@ Corrects = TypeVar("Corrects", bound=FederatedRun[Any])
 
 @dataclass(frozen=True, eq=False)
 class Weighted(ABC, Generic[Corrects]):
-    """Draws of latents that are the same for all, weighed by their posterior.
+    """Draws of latents that all parties share, with importance weights.
 
     Attributes
     ----------
@@ -69,11 +90,11 @@ class Weighted(ABC, Generic[Corrects]):
     @property
     @abstractmethod
     def _sites(self) -> tuple[Site, ...]:
-        """Return the latents, by their places among the coordinates."""
+        """Return the latents with their slices of the vector of coordinates."""
 
     @property
     def threshold(self) -> float:
-        """The largest ``pareto_k`` for which this many draws are enough.
+        """Return the largest ``pareto_k`` for which this many draws are enough.
 
         ``min(1 - 1 / log10(S), 0.7)`` (Vehtari et al. 2024, section 3.2.4).
         """
@@ -86,41 +107,44 @@ class Weighted(ABC, Generic[Corrects]):
 
     @property
     def spreads_known(self) -> bool:
-        """Whether no sd hangs on few draws far out, of which there may be more than were drawn."""
-        found = self._moments
-        return found.tail <= FINITE or float(found.error[1].max(initial=0.0)) <= HEAVY_ERROR
+        """Whether no sd rests on a few draws far out, which another sample might show more of."""
+        computed = self._moments
+        return (
+            computed.tail <= FINITE_TAIL
+            or float(computed.error[1].max(initial=0.0)) <= MAX_ERROR_OF_HEAVY
+        )
 
     @property
     def many_count(self) -> bool:
-        """Whether many draws carry the weight, so that only tails are unsure."""
-        return self.ess > MANY * len(self.weights)
+        """Whether many draws share the weight, so that only tails are unsure."""
+        return self.ess > MANY_SHARE * len(self.weights)
 
     @property
     def monte_carlo_error(self) -> float:
         """The largest standard error of a global's mean or sd, in posterior sds.
 
-        Of unconstrained coordinates, as all that follows.
+        It is that of unconstrained coordinates, as are all numbers below.
         """
         return float(self._moments.error.max(initial=0.0))
 
     @property
     def trusted(self) -> bool:
         """Whether corrected means and sds are right to a tenth of an sd."""
-        enough = self.reliable and self.spreads_known and self.monte_carlo_error <= ERROR
+        enough = self.reliable and self.spreads_known and self.monte_carlo_error <= MAX_ERROR
         return enough and self.precise
 
     @property
     def precise(self) -> bool:
         """Whether the precision of the computation can hold the posterior.
 
-        Where an sd is less than fifty gaps between numbers at its mean, or the rounding of a log
+        If an sd is less than fifty gaps between numbers at its mean, or the rounding of a log
         density moves it by a tenth of a nat, draws and weights are made of rounding.
         """
         return self._rounding.fine
 
     @property
     def doubt(self) -> str:
-        """Why the correction is not :attr:`trusted`, in a few words; empty where it is."""
+        """Return the reason why the correction is not :attr:`trusted`; empty where it is."""
         if self.trusted:
             return ""
         if not self.precise:
@@ -135,7 +159,7 @@ class Weighted(ABC, Generic[Corrects]):
 
     @property
     def fit_error(self) -> dict[str, dict[str, np.ndarray]]:
-        """How far the fit is from its correction, ``{site: {"mean_error_sd", "sd_ratio"}}``."""
+        """The errors of the fit by site, each with ``"mean_error_sd"`` and ``"sd_ratio"``."""
         shift = self._moments.shift
         return {
             s.name: {
@@ -148,12 +172,12 @@ class Weighted(ABC, Generic[Corrects]):
     @property
     def fit_trusted(self) -> bool:
         """Whether the fit's own means and sds are right to a tenth of an sd."""
-        off, error = np.abs(self._moments.shift), self._moments.shift_error
-        enough = self.reliable and self.spreads_known and len(self.weights) >= FEW
-        return enough and self.precise and bool((off + 2 * error <= CLOSE).all())
+        shift, error = np.abs(self._moments.shift), self._moments.shift_error
+        enough = self.reliable and self.spreads_known and len(self.weights) >= MIN_DRAWS
+        return enough and self.precise and bool((shift + 2 * error <= TOLERANCE).all())
 
     def report(self) -> str:
-        """Say in words whether the posterior can be trusted, and whether the fit can."""
+        """Return in words whether to trust the corrected posterior, and the fit."""
         share = self.ess / len(self.weights)
         evidence = "" if self.log_evidence is None else f", log evidence {self.log_evidence:.2f}"
         return (
@@ -164,11 +188,11 @@ class Weighted(ABC, Generic[Corrects]):
 
     @property
     def _attributes(self) -> dict[str, float | str]:
-        """Return what goes with the draws into other libraries' objects."""
+        """Return the attributes that go with the draws into ArviZ."""
         return dict(ess=self.ess, pareto_k=self.pareto_k, verdict=self.report())
 
     def _verdict(self) -> str:
-        if len(self.weights) < FEW:
+        if len(self.weights) < MIN_DRAWS:
             return "Too few draws to tell: k-hat needs 100 or more."
         if not self.precise:
             return f"Do not trust this posterior: {self.doubt}. {self._rounding.remedy}"
@@ -200,12 +224,14 @@ class Weighted(ABC, Generic[Corrects]):
         )
 
     def _fit_verdict(self) -> str:
-        off = np.abs(self._moments.shift)
-        if not off.size:
+        shift = np.abs(self._moments.shift)
+        if not shift.size:
             return "There are no globals to compare."
-        which, place = np.unravel_index(off.argmax(), off.shape)
-        name = next(s.name for s in self._sites if s.start <= place < s.stop)
-        worst = f"the {('mean', 'sd')[which]} of '{name}' is {off[which, place]:.2g} sd off"
+        moment, coordinate = np.unravel_index(shift.argmax(), shift.shape)
+        name = next(s.name for s in self._sites if s.start <= coordinate < s.stop)
+        worst = (
+            f"the {('mean', 'sd')[moment]} of '{name}' is {shift[moment, coordinate]:.2g} sd off"
+        )
         if self.fit_trusted:
             also = " as well" if self.trusted else ""
             return f"The globals of the fit can be trusted{also}: at worst {worst}."
@@ -220,7 +246,7 @@ class Weighted(ABC, Generic[Corrects]):
     @property
     @abstractmethod
     def draws(self) -> dict[str, Array]:
-        """Draws on their own supports, to be weighted by ``weights``."""
+        """Draws on their supports, to be weighted by ``weights``."""
 
     def save(self, path: str | Path) -> None:
         """Write draws, weights, the verdict and the fit that was corrected to ``path.npz``.
@@ -232,10 +258,10 @@ class Weighted(ABC, Generic[Corrects]):
         path : str or Path
             The name of the file without ``.npz``.
         """
-        save(path, self.told(), self.result.saved_run(), self.result.made())
+        save(path, self.saved_words(), self.result.saved_run(), self.result.provenance())
 
-    def told(self) -> SavedWords:
-        """Return the correction as it goes into a file."""
+    def saved_words(self) -> SavedWords:
+        """Return the correction in the form in which a file keeps it."""
         words = {
             "verdict": self.report(),
             "trusted": self.trusted,
@@ -250,68 +276,73 @@ Part = TypeVar("Part")
 Correction = TypeVar("Correction", bound=Weighted[Any])
 
 
-def judged(
-    z: np.ndarray, own: np.ndarray, log_weights: Array, known: tuple[float, np.ndarray]
+def quality_fields(
+    z: np.ndarray, from_guide: np.ndarray, log_weights: Array, known: tuple[float, np.ndarray]
 ) -> dict[str, Any]:
-    """Return the fields of a correction that say what its draws (n, dim) are worth.
+    """Return the fields of a correction that measure its draws ``z`` (n, dim).
 
-    ``own`` (n,) says which of them are the fit's; ``known`` is what :func:`weights_of` returns.
+    ``from_guide`` (n,) marks the draws that come from the fit's guide itself; ``known`` is the
+    k-hat and the weights of :func:`weights_of`.
     """
     pareto_k, weights = known
-    found = moments(z, weights, own)
-    rounding = Rounding.of(z, weights, log_weights, found.mean, found.sd)
+    computed = moments(z, weights, from_guide)
+    rounding = Rounding.of(z, weights, log_weights, computed.mean, computed.sd)
     ess = float(1 / (weights**2).sum())
-    return dict(ess=ess, pareto_k=pareto_k, weights=weights, _moments=found, _rounding=rounding)
+    return dict(ess=ess, pareto_k=pareto_k, weights=weights, _moments=computed, _rounding=rounding)
 
 
-def without_the_weightless(z: Array, weights: np.ndarray) -> Array:
-    """Return draws (n, dim) that carry weight, and the heaviest in the place of the others.
+def replace_weightless(z: Array, weights: np.ndarray) -> Array:
+    """Return the draws ``z`` (n, dim) with the heaviest one in the place of all without weight.
 
-    These may overflow.
+    Draws without weight may lie so far out that they overflow on their own support, and infinity
+    times a weight of zero is NaN.
     """
     return jnp.where(jnp.asarray(weights > 0)[:, None], z, z[weights.argmax()])
 
 
 def until_interrupted(exchange: Callable[[int], Part], number: int) -> tuple[list[Part], bool]:
-    """Return what ``number`` exchanges give, or those before Ctrl-C, and whether that came.
+    """Return the results of ``number`` exchanges, or of those before Ctrl-C, and whether it came.
 
-    A second Ctrl-C gets through.
+    A second Ctrl-C is raised.
     """
-    found: list[Part] = []
+    results: list[Part] = []
     try:
         for i in range(number):
-            found.append(exchange(i))
+            results.append(exchange(i))
     except KeyboardInterrupt:
-        if not found:
+        if not results:
             raise
-        return found, True
-    return found, False
+        return results, True
+    return results, False
 
 
-def unless_interrupted(found: Correction, interrupted: bool, num_draws: int) -> Correction:
-    """Return the correction, or raise an error that carries it."""
+def unless_interrupted(correction: Correction, interrupted: bool, num_draws: int) -> Correction:
+    """Return the correction, or raise ``Interrupted`` that carries it."""
     if not interrupted:
-        return found
+        return correction
     raise Interrupted(
-        f"interrupted after {len(found.weights):,} of {num_draws:,} draws: the correction by these "
-        "is in the error's .result, and error.result.save(path) keeps it.",
-        result=found,
+        f"interrupted after {len(correction.weights):,} of {num_draws:,} draws: the correction by "
+        "these is in the error's .result, and error.result.save(path) keeps it.",
+        result=correction,
     )
 
 
-_smooth = jax.jit(psis_weights)  # a hundred small programs otherwise
+# Compiled as one program: BlackJAX calls it op by op, which makes a hundred small ones.
+_smooth = jax.jit(psis_weights)
 
 
 def weights_of(log_weights: Array) -> tuple[float, np.ndarray]:
-    """Return k-hat and normalised weights: smoothed, or as they are where k-hat is too large.
+    """Return k-hat and the weights (n,), which sum to one.
 
-    Few large weights among equal ones, those of a mode that the guide has missed, would be lost.
+    Weights are Pareto-smoothed, or left as they are where k-hat is too large.
     """
     smoothed, k = _smooth(log_weights)
-    for found in (smoothed, log_weights):
-        log_w = np.array(found, np.float64)
+    # Smoothing replaces the largest weights by quantiles of the fitted tail. A few large weights
+    # among equal ones, those of a mode that the guide has missed, would disappear in it.
+    for candidate in (smoothed, log_weights):
+        log_w = np.array(candidate, np.float64)
         log_w -= log_w.max()
-        weights = np.where(log_w > NONE, np.exp(log_w), 0.0)
+        weights = np.where(log_w > NEGLIGIBLE, np.exp(log_w), 0.0)
         weights = weights / weights.sum()
         share = float(1 / (weights**2).sum() / len(weights))
         pareto_k = _tail(float(k), share)
@@ -326,14 +357,17 @@ def threshold(num_draws: int) -> float:
 
 
 def _tail(pareto_k: float, share: float) -> float:
-    """Return ``k``, also where there is no tail: weights equal up to rounding, or a few."""
+    """Return ``pareto_k``, or where it is NaN 0 for even weights and infinity for a few.
+
+    ``share`` is the share of effective draws.
+    """
     if not math.isnan(pareto_k):
         return pareto_k
     return 0.0 if share > 0.99 else math.inf
 
 
 def systematic(key: Array, weights: Array, n: int) -> Array:
-    """Return the indices of ``n`` draws resampled systematically, in random order."""
+    """Return the indices (n,) of a systematic resample by weights (num_draws,), in random order."""
     key_start, key_order = jax.random.split(key)
     points = (jnp.arange(n) + jax.random.uniform(key_start)) / n
     chosen = jnp.searchsorted(jnp.cumsum(weights), points * weights.sum())

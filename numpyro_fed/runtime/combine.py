@@ -1,4 +1,4 @@
-"""Replies are put together here before the server sees them, and what it sends is taken apart."""
+"""Replies are combined here before the server sees them, and its messages are split by silo."""
 
 from __future__ import annotations
 
@@ -13,31 +13,36 @@ from numpyro_fed.trees import Tree
 
 
 def combine(how: Combine, stacks: Sequence[Reply[Up]], order: Array | None = None) -> Replies[Up]:
-    """Put stacks of replies together, in ``order`` where they are gathered."""
+    """Return the replies of all stacks as one: summed, or gathered in ``order``.
+
+    Leaves of ``stacks`` are (n, ...) for a bucket of n participants; ``order`` (k,) lists positions
+    in their concatenation.
+    """
     if how is Combine.SUM:
-        parts = [_weighted(reply) for reply in stacks]
+        parts = [_weighted_sum(reply) for reply in stacks]
         up = jax.tree.map(lambda *sums: sum(sums[1:], sums[0]), *(total for total, _ in parts))
         weight = sum((w for _, w in parts[1:]), parts[0][1])
         return Replies(up, jnp.concatenate([reply.ok for reply in stacks]).all(), weight)
-    which = slice(None) if order is None else order
-    each = [(reply.up, reply.ok, _weights(reply)) for reply in stacks]
-    return Replies(*jax.tree.map(lambda *parts: jnp.concatenate(parts)[which], *each))
+    index = slice(None) if order is None else order
+    triples = [(reply.up, reply.ok, _weights(reply)) for reply in stacks]
+    return Replies(*jax.tree.map(lambda *leaves: jnp.concatenate(leaves)[index], *triples))
 
 
 def _weights(stack: Reply[Up]) -> Array:
-    """Return the weight of each reply of a stack; of one that has none, 1."""
+    """Return the weight of each reply of a stack (n,); 1 where the exchange has no weights."""
     if isinstance(stack.weight, tuple):
         return jnp.ones(jnp.shape(stack.ok))
     return jnp.asarray(stack.weight)
 
 
-def _weighted(stack: Reply[Up]) -> tuple[Up, Array]:
-    """Return the sum of a stack of replies, counts as they are; the sum of the weights."""
+def _weighted_sum(stack: Reply[Up]) -> tuple[Up, Array]:
+    """Return the weighted sum of a stack of replies, and the sum of the weights ()."""
     weight = _weights(stack)
     if isinstance(stack.weight, tuple):
         return jax.tree.map(lambda a: a.sum(0), stack.up), weight.sum()
 
     def total(a: Array) -> Array:
+        # Integers count something, silos or rows, and add up without weights.
         if not jnp.issubdtype(a.dtype, jnp.inexact):
             return a.sum(0)
         return (a * jnp.expand_dims(weight.astype(a.dtype), range(1, a.ndim))).sum(0)
@@ -45,10 +50,10 @@ def _weighted(stack: Reply[Up]) -> tuple[Up, Array]:
     return jax.tree.map(total, stack.up), weight.sum()
 
 
-def slices(scatter: object, down: Down, which: Array | int) -> Down:
-    """Return what some participants get, or one: parts of leaves that have an axis of them."""
+def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
+    """Return the message for participants ``which``: leaves marked in ``scatter`` are indexed."""
 
     def part(scattered: bool, leaves: Tree) -> Tree:
-        return jax.tree.map(lambda a: a[which], leaves) if scattered else leaves
+        return jax.tree.map(lambda a: a[index], leaves) if scattered else leaves
 
     return jax.tree.map(part, scatter, down)

@@ -1,4 +1,4 @@
-"""What crosses between server and silos in a round: names and shapes, read off the exchanges."""
+"""The list of all arrays that cross between server and silos, read off the exchanges."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from numpyro_fed.runtime.step import message_shapes
 
 
 class Crossing(NamedTuple):
-    """One array that crosses.
+    """One array of a message between server and silo.
 
     Attributes
     ----------
     when : {"start", "round"}
-        Before the first round, as often as the start takes, or in each round.
+        ``"start"``: before the first round, as often as the start takes. ``"round"``: in each
+        round.
     exchange, array : str
     up : bool
         From a silo to the server, or down to all silos.
@@ -42,17 +43,17 @@ class Crossing(NamedTuple):
 
 
 class Crossings(NamedTuple):
-    """All that crosses between the server and one silo; prints as a table."""
+    """All arrays that cross between the server and one silo; prints as a table."""
 
     rows: tuple[Crossing, ...]
     parties: tuple[str, str] = ("server", "silo")
 
     def nbytes(self, when: str, *, up: bool) -> int:
-        """Return how many bytes cross in one exchange of each kind."""
+        """Return how many bytes cross, up or down, if each exchange takes place once."""
         return sum(row.nbytes for row in self.rows if row.when == when and row.up is up)
 
     def _cells(self) -> tuple[tuple[str, ...], ...]:
-        """Return the table: names of columns, and a row for each array."""
+        """Return the names of the columns, then a row for each array."""
         server, silo = self.parties
         head = ("when", "exchange", "from", "to", "array", "shape", "dtype", "")
         lines = (
@@ -92,12 +93,13 @@ def crossings(
     *,
     silo: str = "silo",
 ) -> Crossings:
-    """Return all that crosses in rounds that begin with an algorithm's first states.
+    """Return all arrays that cross in ``rounds``, from an algorithm's first states on.
 
-    The silo holds ``data``; nothing is computed.
+    The silo holds ``data``. Shapes are found by tracing; nothing is computed.
     """
     rows: list[Crossing] = []
     for exchange, down, reply in message_shapes(algorithm, rounds, data, server_data):
+        # Shown by their names in ``Reply``: they leave the silo, too, beside ``up``.
         sent = {"ok": reply.ok, "weight": reply.weight}
         rows.extend(_rows(when, exchange, down, False))
         rows.extend(_rows(when, exchange, reply.up, True) + _rows(when, exchange, sent, True))

@@ -1,4 +1,9 @@
-"""Drive a runtime for a number of rounds, with a progress bar, and stop at the last good state."""
+"""The loop around a runtime: chunks of rounds, a progress bar, and a stop at the last good state.
+
+A round is a function of the key, its number and the state. So a chunk in which something fails is
+run again from its first state, up to the round before the failure, and no state is kept for each
+round.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +24,42 @@ from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batches, Log, Runtime, ServerData, Stacks, State
 from numpyro_fed.trees import all_finite
 
-REFRESH = 0.25  # seconds between updates of the progress bar
-LOST = 2.0  # seconds of work, about, that Ctrl-C may cost a run without one
-FIRST = 64  # rounds of such a run, after which it is known how long they take
+# Seconds between updates of the progress bar. Each is a return from the compiled loop to Python,
+# whose cost is felt in short rounds if there are many more of them.
+REFRESH = 0.25
+# Seconds of work, about, that Ctrl-C may cost a run without a bar: the rounds of a chunk are lost.
+# More would lose more, less would return to Python more often.
+MAX_SECONDS_LOST = 2.0
+# Rounds in the first chunk of a run without a bar; their time sets the length of the next ones.
+FIRST_CHUNK = 64
 
 
 class Failure(NamedTuple):
-    """The round that was not ok, and the silos whose own reply could not be used."""
+    """The number of the round that failed, and the silos whose reply could not be used."""
 
     round: int
     silos: tuple[int, ...]
 
 
 class Run(NamedTuple):
-    """The last good state, the losses of the rounds that led there, and what stopped the run.
+    """The outcome of a number of rounds.
 
-    ``log`` is all that these rounds report, as NumPy arrays; None where it was not kept. ``ended``
-    says why there are no more: ``"rounds"``, ``"converged"``, ``"callback"``, ``"failure"`` or
-    ``"interrupted"``.
-    ``unusable`` are the silos whose reply in the last round could not be used: a search goes on.
-    ``refused`` is what was wrong with a reply that was not even taken.
+    Attributes
+    ----------
+    state : State
+        The last good state.
+    losses : (rounds,) array
+        Minus the bound in each of the rounds that led there.
+    failure : Failure or None
+        The round that stopped the run, if one was not ok.
+    log : Log or None
+        The reports of these rounds, as NumPy arrays; None where they were not kept.
+    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
+        Why there are no more rounds.
+    unusable : tuple of int
+        Silos whose reply in the last round could not be used, which stops no search for a mode.
+    refused : ReplyError or None
+        The error of a reply that was refused as it arrived.
     """
 
     state: State
@@ -51,9 +72,9 @@ class Run(NamedTuple):
 
 
 class Watcher(NamedTuple):
-    """A listener that looks at a run every so many rounds, and may end it by saying True."""
+    """A callback that is called after each ``every`` rounds; True ends the run."""
 
-    look: Callable[[Run], bool | None]
+    call: Callable[[Run], bool | None]
     every: int
 
 
@@ -71,39 +92,46 @@ def drive(
     keep: bool = False,
     search: bool = False,
 ) -> Run:
-    """Run ``num_rounds`` rounds from ``state``; with ``stop``, until the algorithm is done.
+    """Run ``num_rounds`` rounds from ``state``, or fewer.
 
-    ``search`` says that they are exchanges of a search for the mode, to whoever is shown the
-    progress.
-
-    Rounds are run in chunks of one compiled program. Since a round is a function of the key, its
-    number and the state, a chunk that fails is simply run again up to the round before. A step can
-    also spoil parameters while its bound is still finite, so the state is looked at as well.
-
-    With ``keep`` a ``KeyboardInterrupt`` ends the run at the last good state, and ``ended`` says
-    so; a second one gets through.
+    Parameters
+    ----------
+    runtime, key, state, batches, server_data
+        The algorithm, its first state, and the data.
+    num_rounds : int
+    progress_bar : bool or Progress
+    stop : bool
+        End where the algorithm is done.
+    watcher : Watcher, optional
+    keep : bool
+        Let a ``KeyboardInterrupt`` end the run at the last good state, with ``ended`` set to
+        ``"interrupted"``; a second one is raised.
+    search : bool
+        Whether these are exchanges of a search for the mode, for the progress bar.
     """
     logs: list[Log] = []
     done, failure, ended, begin = 0, None, "rounds", state.round
     unusable: tuple[int, ...] = ()
     refused: ReplyError | None = None
 
-    def so_far() -> Run:
-        if not logs:  # interrupted in the first rounds
+    def run_so_far() -> Run:
+        if not logs:  # Ctrl-C came in the first chunk
             none = np.zeros(0, np.float32)
             return Run(state, none, failure, None, ended, unusable, refused)
-        rounds = int(state.round) - int(begin)  # an interrupt may have come between log and state
+        # Ctrl-C may have come between the log and the state: rounds of the log that the state does
+        # not know are cut off.
+        rounds = int(state.round) - int(begin)
         log = jax.tree.map(lambda *parts: np.concatenate(parts)[:rounds], *logs)
         return Run(state, log.losses, failure, log, ended, unusable, refused)
 
     progress = progress_of(progress_bar)
-    n, seconds_each = (1, REFRESH) if progress.shows else (FIRST, LOST)
+    n, seconds_each = (1, REFRESH) if progress.shows else (FIRST_CHUNK, MAX_SECONDS_LOST)
     with _Interruption(keep) as interruption, progress.under_way(search, num_rounds):
         while done < num_rounds and failure is None:
             n = min(n, runtime.chunk, num_rounds - done)
             if watcher is not None:
                 n = min(n, watcher.every - done % watcher.every)
-            began = time.perf_counter()
+            started = time.perf_counter()
             try:
                 after, log, last = runtime.advance(key, state, batches, n, server_data, stop)
             except ReplyError as error:
@@ -112,47 +140,59 @@ def drive(
                 break
             if int(after.round) > int(state.round):
                 unusable = failed_silos(last.replies, (), ())
+            # A step can spoil parameters while its bound is still finite, so that the state is
+            # checked as well. Then the chunk is run again up to the round before; that round's
+            # state may be spoilt in turn, which is why this is a loop.
             while n and not (last.ok and _all_finite(after, batches)):
                 bad = failed_silos(last.replies, after.silos, batches)
                 failure, ended = Failure(int(after.round) - 1, bad), "failure"
                 n = failure.round - int(state.round)
                 after, _, last = runtime.advance(key, state, batches, n, server_data, stop)
-            asked, n = n, int(after.round) - int(state.round)
-            if n or not logs:  # a run of no rounds may not know what rounds report
+            requested, n = n, int(after.round) - int(state.round)
+            # A run of no rounds keeps the empty log all the
+            # same: it has the structure of the reports.
+            if n or not logs:
                 logs.append(jax.tree.map(partial(_first, n), log))
             state, done = after, done + n
             if n:
                 progress.step(n, -float(logs[-1].losses.mean()))
-            if n < asked:
+            if n < requested:
                 ended = "converged"
                 break
-            if watcher is not None and n and done % watcher.every == 0 and watcher.look(so_far()):
+            if (
+                watcher is not None
+                and n
+                and done % watcher.every == 0
+                and watcher.call(run_so_far())
+            ):
                 ended = "callback"
                 break
             if n:
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - started
                 n = (
                     min(2 * n, runtime.chunk)
                     if seconds < seconds_each
                     else max(1, int(n * seconds_each / seconds))
                 )
-    if interruption.came:
+    if interruption.was_interrupted:
         failure, ended = None, "interrupted"
-    return so_far()
+    return run_so_far()
 
 
 class _Interruption:
-    """A block that Ctrl-C leaves quietly, if it is to; ``came`` says whether it did."""
+    """A context in which Ctrl-C ends the block without an error, if ``quietly`` is true."""
 
     def __init__(self, quietly: bool):
-        self._quietly, self.came = quietly, False
+        self._quietly, self.was_interrupted = quietly, False
 
     def __enter__(self) -> _Interruption:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self.came = self._quietly and kind is not None and issubclass(kind, KeyboardInterrupt)
-        return self.came
+        self.was_interrupted = (
+            self._quietly and kind is not None and issubclass(kind, KeyboardInterrupt)
+        )
+        return self.was_interrupted
 
 
 def _first(n: int, a: ArrayLike) -> np.ndarray:
@@ -160,20 +200,22 @@ def _first(n: int, a: ArrayLike) -> np.ndarray:
 
 
 class _Finite(NamedTuple):
-    """Whether all of the server's state is finite, and of each silo's, by bucket."""
+    """The verdicts whether the server's state is finite, and each silo's (n,) by bucket."""
 
     server: Array
     silos: tuple[Array, ...]
 
 
+# One program for all leaves of all states: the check runs after every chunk, and a program for each
+# leaf would cost more than the check.
 @jit_once
 def _finite(server: object, silos: Stacks, numbers: tuple[Array, ...]) -> _Finite:
-    def each(stack: object, numbers: Array) -> Array:
+    def finite_by_silo(stack: object, numbers: Array) -> Array:
         size = len(numbers)
         leaves = [jnp.isfinite(a).reshape(size, -1).all(1) for a in jax.tree.leaves(stack)]
         return jnp.stack([jnp.ones(size, bool), *leaves]).all(0)
 
-    stacks = tuple(each(stack, n) for stack, n in zip(silos, numbers, strict=True))
+    stacks = tuple(finite_by_silo(stack, n) for stack, n in zip(silos, numbers, strict=True))
     return _Finite(all_finite(server), stacks)
 
 

@@ -1,4 +1,8 @@
-"""The plain host loop: the same functions, silo by silo, for debugging and as the reference."""
+"""The host loop: a Python loop over rounds and silos, for debugging and as the reference.
+
+:func:`round_loop` and :func:`single_with` take any transport. Nodes in other processes use them too
+(:mod:`numpyro_fed.runtime.node`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from numpyro_fed.algorithms.base import (
     as_drafted,
 )
 from numpyro_fed.model.padding import stacked
-from numpyro_fed.runtime.combine import combine, slices
+from numpyro_fed.runtime.combine import combine, for_participants
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
@@ -43,17 +47,17 @@ from numpyro_fed.runtime.stack import (
     init_schedule,
     visits,
 )
-from numpyro_fed.runtime.step import Answers, Noise, Transport, in_parts, step
+from numpyro_fed.runtime.step import Answers, Noise, Transport, compiled_in_parts, step
 from numpyro_fed.trees import Tree, drop_weak_types
 
 
 def host(
     algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry] | None = None
 ) -> Runtime:
-    """Run the silos one after the other from Python, each at its own size, without padding.
+    """Return the runtime that visits silos one after the other from Python, without padding.
 
     Every function is compiled on its own; under ``jax.disable_jit()`` all of it is ordinary
-    Python, in which a debugger can stop. Expects one silo in each batch.
+    Python, in which a debugger can stop. It expects one silo in each batch.
     """
     init_server, init_silo = jax.jit(algorithm.init_server), jax.jit(algorithm.init_silo)
     watch = jax.jit(algorithm.watch or (lambda state: ()))
@@ -61,26 +65,26 @@ def host(
     def init(key: Array, batches: Batches) -> State:
         key_server, key_silos = init_keys(key)
         silos = []
-        for silo, data in map(_only, batches):
-            silos.append(_stack(init_silo(jax.random.fold_in(key_silos, silo), data)))
+        for silo, data in map(_first, batches):
+            silos.append(_as_stack(init_silo(jax.random.fold_in(key_silos, silo), data)))
         server, states, carry = drop_weak_types(
             (init_server(key_server), tuple(silos), init_schedule(schedule, key, len(batches)))
         )
         return State(jnp.zeros((), jnp.int32), server, states, carry)
 
-    round_, reaching = compiled(algorithm.round), partial(_reach, watch=watch)
-    advance = rounds(round_, schedule, len, reaching, done=algorithm.done)
+    round_, transport_of = compile_parts(algorithm.round), partial(_host_transport, watch=watch)
+    advance = round_loop(round_, schedule, len, transport_of, done=algorithm.done)
     return Runtime(init, advance, single, chunk_of(schedule))
 
 
-def rounds(
+def round_loop(
     round_: Round,
     schedule: Schedule[Carry] | None,
     num_silos: Callable[[Batches], int],
-    reach_of: Callable[[Batches], Transport[Array, Stacks]],
+    transport_of: Callable[[Batches], Transport[Array, Stacks]],
     done: Callable[[Server], Array] | None = None,
 ) -> Advance:
-    """Return a plain loop over rounds and their steps, whoever asks the silos."""
+    """Return a Python loop over rounds and their steps, with any transport to the silos."""
     who_when = jax.jit(partial(visits, schedule)) if schedule else None
 
     def one_round(
@@ -91,17 +95,20 @@ def rounds(
         if who_when is not None:
             plan, change = who_when(key, state.round, state.schedule), state.schedule[1]
         loss, ok, good, rows = 0.0, True, np.ones(size, bool), []
-        server, silos, reach = state.server, state.silos, reach_of(batches)
+        server, silos, transport = state.server, state.silos, transport_of(batches)
         for s, who in enumerate(np.asarray(plan[0])):
+            # Numbered as in the compiled loop, so that both draw the same noise.
             noise = _noise(round_, key, state.round * len(plan[0]) + s)
-            server, silos, info, good[who], seen = step(
-                round_, reach, noise, server, silos, jnp.asarray(who, jnp.int32), server_data
+            server, silos, info, good[who], watched = step(
+                round_, transport, noise, server, silos, jnp.asarray(who, jnp.int32), server_data
             )
             if change is not None and len(who) == 1:
                 change = change.at[who[0]].set(info.change)
-            rows.append(jax.tree.map(np.asarray, (info.report, who, seen)))
+            rows.append(jax.tree.map(np.asarray, (info.report, who, watched)))
             loss, ok = loss + float(info.loss), bool(info.ok)
-            if not ok:  # such a round is not kept, nor is its row
+            # The driver drops a round that is not ok, and its row of the log with it. The row is
+            # filled up only so that all rows of this call have one shape and can be stacked.
+            if not ok:
                 rows += rows[-1:] * (len(plan[0]) - len(rows))
                 break
         carry = () if change is None else (plan[1], change)
@@ -122,35 +129,37 @@ def rounds(
     ) -> tuple[State, Log, RunStatus]:
         losses: list[float] = []
         logged: list[Any] = []
-        ended = RunStatus(True, np.ones(num_silos(batches), bool))
-        while len(logged) < n and ended.ok and not (stop and done and done(state.server)):
-            state, loss, ended, row = one_round(key, state, batches, server_data)
+        status = RunStatus(True, np.ones(num_silos(batches), bool))
+        while len(logged) < n and status.ok and not (stop and done and done(state.server)):
+            state, loss, status, row = one_round(key, state, batches, server_data)
             losses.append(loss)
             logged.append(row)
-        reports, seen, watched = stacked(logged) if logged else ((), (), ())
-        return state, Log(np.array(losses), reports, seen if schedule else (), watched), ended
+        reports, visited, watched = stacked(logged) if logged else ((), (), ())
+        return state, Log(np.array(losses), reports, visited if schedule else (), watched), status
 
     return advance
 
 
 def single(round_: Round) -> Single:
-    """Return one round with every silo, one after the other."""
-    return alone(compiled(round_), len, partial(_reach, watch=lambda state: ()))
+    """Return a single round with all silos, one after the other."""
+    return single_with(compile_parts(round_), len, partial(_host_transport, watch=lambda state: ()))
 
 
-def alone(
+def single_with(
     round_: Round,
     num_silos: Callable[[Batches], int],
-    reach_of: Callable[[Batches], Transport[Array, Stacks]],
+    transport_of: Callable[[Batches], Transport[Array, Stacks]],
 ) -> Single:
-    """Return one round with every silo, whoever asks them."""
+    """Return a single round with all silos, with any transport."""
 
     def run(
         key: Array, server: object, silos: Stacks, batches: Batches, server_data: ServerData = None
     ) -> tuple[Any, Stacks, Info, Array]:
         noise, who = _noise(round_, key, 0), jnp.arange(num_silos(batches))
-        reach = reach_of(batches)
-        server, silos, info, good, _ = step(round_, reach, noise, server, silos, who, server_data)
+        transport = transport_of(batches)
+        server, silos, info, good, _ = step(
+            round_, transport, noise, server, silos, who, server_data
+        )
         return server, silos, info, good
 
     return run
@@ -163,48 +172,51 @@ def _noise(round_: Round, key: Array, number: Array | int) -> Noise[Array]:
     return Noise(round_.noise(server_key(keys[0])), keys)
 
 
-def _reach(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
-    """Reach one participant after the other; ``noise`` is the key of the exchange."""
-    where = {int(b.silos[0]): i for i, b in enumerate(batches)}
+def _host_transport(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:
+    """Return the transport that visits one participant after the other.
 
-    def reach(
+    Its ``noise`` is the key of the exchange.
+    """
+    bucket_of = {int(b.silos[0]): i for i, b in enumerate(batches)}
+
+    def transport(
         exchange: Exchange[Silo, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
-        after, replies, seen = list(silos), list[Reply[Up]](), []
+        after, replies, watched = list(silos), list[Reply[Up]](), []
         for i, j in enumerate(np.asarray(who).tolist()):
-            silo, data = _only(batches[where[j]])
-            before = _only(silos[where[j]])
+            silo, data = _first(batches[bucket_of[j]])
+            before = _first(silos[bucket_of[j]])
             eps = exchange.silo_noise(silo_key(noise, silo), before)
-            sent = slices(exchange.scatter, down, i)
+            sent = for_participants(exchange.scatter, down, i)
             reply, state = exchange.silo(eps, sent, before, data)
-            replies.append(_stack(reply))
-            seen.append(watch(state))
-            after[where[j]] = _stack(state)
+            replies.append(_as_stack(reply))
+            watched.append(watch(state))
+            after[bucket_of[j]] = _as_stack(state)
         ok = jnp.concatenate([reply.ok for reply in replies])
-        return Answers(combine(exchange.combine, replies), ok, tuple(after), stacked(seen))
+        return Answers(combine(exchange.combine, replies), ok, tuple(after), stacked(watched))
 
-    return reach
-
-
-def compiled(round_: Round) -> Round:
-    """Return the same round, each part of it compiled."""
-    exchanges = tuple(map(compiled_visit, round_.exchanges))
-    return replace(in_parts(round_), exchanges=exchanges)
+    return transport
 
 
-def compiled_visit(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up]:
-    """Return the same exchange, a silo's part of it compiled.
+def compile_parts(round_: Round) -> Round:
+    """Return the same round with each of its parts compiled."""
+    exchanges = tuple(map(compile_visit, round_.exchanges))
+    return replace(compiled_in_parts(round_), exchanges=exchanges)
 
-    Its ``silo`` is the whole visit: the reply that it returns is checked and the draft is the
+
+def compile_visit(exchange: Exchange[Silo, Down, Up]) -> Exchange[Silo, Down, Up]:
+    """Return the same exchange with the silo's part compiled.
+
+    Its ``silo`` is the whole visit: the reply that it returns is checked, and its draft is the
     silo's next state, so that nothing is left to commit.
     """
     visit, noise = jax.jit(exchange.visit), jax.jit(exchange.silo_noise)
     return exchange._replace(silo=visit, commit=as_drafted, silo_noise=noise)
 
 
-def _only(stack: Tree) -> Tree:
+def _first(stack: Tree) -> Tree:
     return jax.tree.map(lambda a: a[0], stack)
 
 
-def _stack(tree: Tree) -> Tree:
+def _as_stack(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: a[None], tree)

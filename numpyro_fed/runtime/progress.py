@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: how many rounds are done, or what is going on at all."""
+"""Progress bars: of the rounds of a run, and of the stages of a call of ``nf.fit``."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from typing import Self
 
 from tqdm.auto import tqdm
 
-TICK = 0.5  # seconds between looks at the clock, while a program is compiled or runs
+# Seconds between updates of the clock. Compilation reports nothing, so that without them a bar
+# stands still for half a minute and looks hung. More often would take time from the compiler.
+TICK = 0.5
 
 
 class Progress:
-    """A listener that is told how far a run has come; this one shows nothing."""
+    """A listener for the progress of a run; this base class shows nothing."""
 
     shows = False
 
-    def begin(self, search: bool, most: int) -> None:
-        """Note that rounds begin, at most ``most``, or the exchanges of a search for the mode."""
+    def begin(self, search: bool, max_number: int) -> None:
+        """Begin to show at most ``max_number`` rounds, or exchanges of a search for the mode."""
 
     def step(self, number: int, bound: float) -> None:
-        """Note that so many more are done, and how high the bound is."""
+        """Show that ``number`` more rounds are done, and the bound."""
 
     def end(self) -> None:
-        """Note that there are no more of them."""
+        """End what :meth:`begin` began."""
 
     @contextmanager
-    def under_way(self, search: bool, most: int) -> Iterator[None]:
-        """Show rounds from the first to the last, however that ends."""
-        self.begin(search, most)
+    def under_way(self, search: bool, max_number: int) -> Iterator[None]:
+        """Enter a block between :meth:`begin` and :meth:`end`, also where it ends by an error."""
+        self.begin(search, max_number)
         try:
             yield
         finally:
@@ -38,18 +40,19 @@ class Progress:
 
 
 class Bar(Progress):
-    """A bar for the search, which ends by itself, and then one for the rounds of a run."""
+    """A bar for the search, which disappears at its end, and then a bar for the rounds of a run."""
 
     shows = True
 
     def __init__(self) -> None:
         self._bar = tqdm(disable=True)
 
-    def begin(self, search: bool, most: int) -> None:
+    def begin(self, search: bool, max_number: int) -> None:
+        # How many exchanges a search takes is not known, so that its bar has no total.
         if search:
             self._bar = tqdm(desc="search for the mode", unit=" exchanges", leave=False)
         else:
-            self._bar = tqdm(total=most)
+            self._bar = tqdm(total=max_number)
 
     def step(self, number: int, bound: float) -> None:
         self._bar.update(number)
@@ -60,18 +63,18 @@ class Bar(Progress):
 
 
 def progress_of(shown: bool | Progress) -> Progress:
-    """Return a bar if one is asked for; what is one already stays as it is."""
+    """Return a listener: ``shown`` itself, a bar if it is True, or one that shows nothing."""
     if isinstance(shown, Progress):
         return shown
     return Bar() if shown else Progress()
 
 
 class StageBar(Progress):
-    """One line for a call of several stages, of which nobody knows beforehand how many there are.
+    """One line for a call of several stages, whose number is not known beforehand.
 
-    It says the stage, what goes on there, the time and how many messages each silo has sent so far:
-    ``PVI: search for the mode, exchange 12 [00:07, 12 exchanges]``. There is no share of a whole,
-    since the whole is not known. The clock goes on while a program is compiled.
+    It shows the stage, the round or exchange, the time and how many messages each silo has sent:
+    ``PVI: search for the mode, exchange 12 [00:07, 12 exchanges]``. There is no percentage, since
+    the total is not known. The clock goes on while a program is compiled.
 
     Parameters
     ----------
@@ -83,9 +86,10 @@ class StageBar(Progress):
         self.shows = shown
         line = "{desc} [{elapsed}, {n_fmt} exchanges]"
         self._bar = tqdm(desc="reading the model", bar_format=line, disable=not shown)
-        self._over = threading.Event()
-        self._clock = threading.Thread(target=self._tick, daemon=True)
-        self._stage, self._doing, self._done, self._before = "", "", 0, 0
+        self._stop = threading.Event()
+        # A daemon: a process that ends in the middle of a fit must not wait for the clock.
+        self._clock = threading.Thread(target=self._refresh_clock, daemon=True)
+        self._stage, self._activity, self._num_done, self._exchanges_before = "", "", 0, 0
 
     def __enter__(self) -> Self:
         if self.shows:
@@ -98,7 +102,7 @@ class StageBar(Progress):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over.set()
+        self._stop.set()
         if self.shows:
             self._clock.join()
             self._bar.set_description_str("stopped" if kind else "done")
@@ -110,34 +114,36 @@ class StageBar(Progress):
         self._bar.set_description_str(name)
 
     def account(self, exchanges: int) -> None:
-        """Note how many messages each silo has sent, by the account of all stages that are over."""
-        self._before = exchanges
-        self._show(exchanges)
+        """Show how many messages each silo has sent in all stages that are over."""
+        self._exchanges_before = exchanges
+        self._show_exchanges(exchanges)
 
-    def begin(self, search: bool, most: int) -> None:
-        self._before += self._done
-        self._done = 0
-        self._doing = "search for the mode, exchange {}" if search else f"round {{}} of {most:,}"
-        self._say()
+    def begin(self, search: bool, max_number: int) -> None:
+        self._exchanges_before += self._num_done
+        self._num_done = 0
+        self._activity = (
+            "search for the mode, exchange {}" if search else f"round {{}} of {max_number:,}"
+        )
+        self._show_activity()
 
     def step(self, number: int, bound: float) -> None:
-        self._done += number
-        self._say()
-        self._show(self._before + self._done)
+        self._num_done += number
+        self._show_activity()
+        self._show_exchanges(self._exchanges_before + self._num_done)
 
     def end(self) -> None:
-        self._before += self._done
-        self._done = 0
+        self._exchanges_before += self._num_done
+        self._num_done = 0
 
-    def _say(self) -> None:
-        """Show which round or exchange is under way."""
-        doing = self._doing.format(f"{self._done + 1:,}")
+    def _show_activity(self) -> None:
+        """Show the stage and the round or exchange in which it is."""
+        doing = self._activity.format(f"{self._num_done + 1:,}")
         self._bar.set_description_str(f"{self._stage}: {doing}", refresh=False)
 
-    def _show(self, exchanges: int) -> None:
+    def _show_exchanges(self, exchanges: int) -> None:
         self._bar.n = exchanges
         self._bar.refresh()
 
-    def _tick(self) -> None:
-        while not self._over.wait(TICK):
+    def _refresh_clock(self) -> None:
+        while not self._stop.wait(TICK):
             self._bar.refresh()

@@ -1,4 +1,8 @@
-"""Schedules: who takes part in a round, and in which order."""
+"""Schedules: who takes part in a round, and in which order.
+
+A schedule is a record of pure functions (:class:`Schedule`). The functions here build them: in
+turn, at random, as a table says, and asynchronously.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +23,29 @@ ORDERS = ("fixed", "random", "largest_change")
 
 
 class Schedule(NamedTuple, Generic[Carry]):
-    """Who takes part when, as pure functions. Where everyone always does, there is none.
+    """The rule by which silos take part in steps, as pure functions.
 
-    A schedule under which some silo can never take part is no schedule: its data would count for
-    nothing. The builders below refuse those for which it can be seen.
+    A run in which all silos take part in every round has no schedule. Under a schedule every silo
+    must take part some time, or its data count for nothing; the builders below refuse a fixed
+    order that leaves one out.
 
     Attributes
     ----------
     steps : int
-        Server updates in a round.
+        Updates of the server in a round.
     size : int
-        Participants of each.
+        Participants of each update.
     init : key -> carry
-        Arrays that go on from round to round, a part of the run's state.
+        The first carry: arrays that are handed on from round to round in the run's state.
     visits : (key, round, carry, change) -> (who, carry)
         The silos that take part in each step of a round, (steps, size) int, distinct within a
         step. ``change`` (num_silos,) is the last ``Info.change`` of a step in which a silo took
         part alone, infinite before the first. The key is the same in all rounds.
     num_silos : int
-        How many silos there are.
+        The number of silos.
     ahead : bool
-        Whether ``visits`` reads neither what it carries nor ``change``, so that participants of
-        many rounds can be drawn at once.
+        Whether ``visits`` reads neither the carry nor ``change``, so that the participants of
+        many rounds can be drawn ahead.
     """
 
     steps: int
@@ -52,14 +57,15 @@ class Schedule(NamedTuple, Generic[Carry]):
 
 
 def in_turn(num_silos: int, order: str | Sequence[int] = "fixed") -> Schedule[tuple[()]]:
-    """Return the schedule of one silo after the other, each of them in every round.
+    """Return the schedule in which a round visits one silo after the other.
 
     Parameters
     ----------
     num_silos : int
     order : {"fixed", "random", "largest_change"} or sequence of int
-        By number; a new random order in each round; those first that changed the server's state
-        most when they last took part; or an order of your own, in which a silo may come twice.
+        ``"fixed"``: by number. ``"random"``: a new random order in each round.
+        ``"largest_change"``: those first that changed the server's state most when they last took
+        part. Or an order of your own, in which a silo may come twice.
 
     Raises
     ------
@@ -79,12 +85,12 @@ def in_turn(num_silos: int, order: str | Sequence[int] = "fixed") -> Schedule[tu
             num_silos, num_silos, 1, lambda key, change: _descending(change), ahead=False
         )
     numbers = range(num_silos) if isinstance(order, str) else order
-    fixed = _covering(num_silos, numbers)
+    fixed = _checked_order(num_silos, numbers)
     return _stateless(num_silos, len(fixed), 1, lambda key, change: jnp.asarray(fixed))
 
 
 def at_random(num_silos: int, size: int) -> Schedule[tuple[()]]:
-    """Return the schedule of ``size`` silos in each round, any set of them as likely as any other.
+    """Return the schedule that draws ``size`` silos for each round, all sets equally likely.
 
     Raises
     ------
@@ -102,9 +108,9 @@ def at_random(num_silos: int, size: int) -> Schedule[tuple[()]]:
 
 
 def given(num_silos: int, who: ArrayLike | Sequence[Sequence[int]]) -> Schedule[tuple[()]]:
-    """Return the schedule in which row ``i`` of ``who`` (rounds, k) says who is in round ``i``.
+    """Return the schedule in which row ``i`` of ``who`` (rounds, k) lists the silos of round ``i``.
 
-    After its last row it begins anew.
+    After the last row it begins again.
 
     Raises
     ------
@@ -119,14 +125,17 @@ def given(num_silos: int, who: ArrayLike | Sequence[Sequence[int]]) -> Schedule[
             f"who must hold as many silo numbers for each round, got {who!r:.60}. Pass a list of "
             f"lists of whole numbers from 0 to {num_silos - 1}."
         )
-    _covering(num_silos, table.ravel().tolist(), "who")
-    if twice := [i for i, row in enumerate(table.tolist()) if len(set(row)) < len(row)]:
-        raise ValueError(f"who has a silo twice in round {twice[0]}: {table[twice[0]].tolist()}.")
-    often = np.bincount(table.ravel(), minlength=num_silos)
-    if often.min() < often.max():
-        most, least = int(often.argmax()), int(often.argmin())
+    _checked_order(num_silos, table.ravel().tolist(), "who")
+    if repeated := [i for i, row in enumerate(table.tolist()) if len(set(row)) < len(row)]:
         raise ValueError(
-            f"who has silo {most} {often[most]} times and silo {least} {often[least]} times: the "
+            f"who has a silo twice in round {repeated[0]}: {table[repeated[0]].tolist()}."
+        )
+    # In SFVI each visit counts J / k times, whoever is visited: only equal counts are unbiased.
+    counts = np.bincount(table.ravel(), minlength=num_silos)
+    if counts.min() < counts.max():
+        most, least = int(counts.argmax()), int(counts.argmin())
+        raise ValueError(
+            f"who has silo {most} {counts[most]} times and silo {least} {counts[least]} times: the "
             "data of one would count for more than those of the other. Let all come equally often."
         )
 
@@ -139,8 +148,14 @@ def given(num_silos: int, who: ArrayLike | Sequence[Sequence[int]]) -> Schedule[
 
 
 class Clock(NamedTuple):
-    """When each silo finishes the job that it is at, from the end of the last round, and how many
-    it has finished; both (num_silos,).
+    """The carry of the asynchronous schedule.
+
+    Attributes
+    ----------
+    finish : (num_silos,)
+        The time at which each silo finishes its present job, from the end of the last round.
+    jobs : (num_silos,) int
+        How many jobs each silo has finished.
     """
 
     finish: Array
@@ -150,11 +165,11 @@ class Clock(NamedTuple):
 def asynchronous(
     num_silos: int, seconds: Sequence[float] | Callable[[Array, Array], Array]
 ) -> Schedule[Clock]:
-    """Return the schedule of silos at work all the time: who is ready takes part, alone.
+    """Return the schedule of silos that work all the time and reply one by one.
 
-    Each works at its own pace. An event is a silo that finishes its job and begins the next one. A
-    round has as many events as there are silos. The order of events is a function of the run's key
-    and nothing else.
+    Each silo works at its own pace and takes part, alone, when it finishes a job; then it begins
+    the next one. A round has as many such events as there are silos. Their order is a function of
+    the run's key alone.
 
     Parameters
     ----------
@@ -182,6 +197,7 @@ def asynchronous(
     positive_int("num_silos", num_silos)
     draw = seconds if callable(seconds) else _exponential(num_silos, seconds)
     silos = jnp.arange(num_silos)
+    # A function of the user is tried on one key; a list was checked when its means were read.
     if callable(seconds):
         _check_durations(jax.vmap(draw, (None, 0))(jax.random.key(0), silos), num_silos)
 
@@ -199,7 +215,8 @@ def asynchronous(
             finish = clock.finish.at[silo].add(duration(key, silo, jobs[silo]))
             return Clock(finish, jobs), silo
 
-        now = clock.finish.min()  # a clock that only grew would lose its digits
+        # Times are counted from here: a clock that only grew would lose its digits in float32.
+        now = clock.finish.min()
         clock, who = jax.lax.scan(event, clock._replace(finish=clock.finish - now), None, num_silos)
         return who[:, None], clock
 
@@ -213,11 +230,12 @@ def _stateless(
     who: Callable[[Array, Array], Array],
     ahead: bool = True,
 ) -> Schedule[tuple[()]]:
-    """Return a schedule of each round's own key and the last changes."""
+    """Return a schedule without a carry; ``who`` reads the round's key and ``change``."""
 
     def visits(
         key: Array, round: Array, carry: tuple[()], change: Array
     ) -> tuple[Array, tuple[()]]:
+        # The key is the same in all rounds; the round's own comes from its number.
         return who(jax.random.fold_in(key, round), change).reshape(steps, size), carry
 
     return Schedule(steps, size, lambda key: (), visits, num_silos, ahead)
@@ -232,7 +250,10 @@ def _descending(change: Array) -> Array:
 
 
 def _subset(key: Array, num_silos: int, size: int) -> Array:
-    """Return distinct silos in order, by Floyd's algorithm: work depends on ``size`` alone."""
+    """Return ``size`` distinct silos in ascending order, by Floyd's algorithm.
+
+    Its work depends on ``size`` alone, where a permutation would cost as much as there are silos.
+    """
     last = num_silos - size + jnp.arange(size)
     drawn = jax.random.randint(key, (size,), 0, last + 1)
 
@@ -242,8 +263,8 @@ def _subset(key: Array, num_silos: int, size: int) -> Array:
     return jnp.sort(jax.lax.fori_loop(0, size, add, jnp.full(size, -1)))
 
 
-def _covering(num_silos: int, order: Sequence[int], name: str = "order") -> np.ndarray:
-    """Return a fixed order, if it is made of silos and leaves none out."""
+def _checked_order(num_silos: int, order: Sequence[int], name: str = "order") -> np.ndarray:
+    """Return a fixed order as an array; refuse one with unknown numbers or without some silo."""
     numbers = np.asarray(order)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         raise ValueError(
@@ -253,13 +274,13 @@ def _covering(num_silos: int, order: Sequence[int], name: str = "order") -> np.n
     unknown = sorted(set(numbers.tolist()) - set(range(num_silos)))
     if unknown:
         raise ValueError(
-            f"{name} holds {_some(unknown)}, but silos are numbered 0 to {num_silos - 1}. Leave "
+            f"{name} holds {_listed(unknown)}, but silos are numbered 0 to {num_silos - 1}. Leave "
             "out what is not a silo."
         )
     missing = sorted(set(range(num_silos)) - set(numbers.tolist()))
     if missing:
         raise ValueError(
-            f"{name} never visits silo {_some(missing)}, whose data would count for nothing. Let "
+            f"{name} never visits silo {_listed(missing)}, whose data would count for nothing. Let "
             "every silo come at least once, or leave it out of the list of silos."
         )
     return numbers
@@ -291,6 +312,6 @@ def _check_durations(drawn: ArrayLike, num_silos: int) -> None:
         )
 
 
-def _some(numbers: Sequence[int]) -> str:
+def _listed(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:10]))
     return shown if len(numbers) <= 10 else f"{shown}, ... ({len(numbers)} of them)"

@@ -1,4 +1,11 @@
-"""The compiled runtime: rounds in one loop, silos of one shape side by side."""
+"""The compiled runtime: rounds in one loop, silos of one shape side by side.
+
+A call of ``advance`` is one XLA program: a ``while_loop`` over rounds whose number is an input, and
+in each round a ``vmap`` over each bucket of silos. Where participants do not depend on what a round
+computes (:func:`_rounds_of_all`, :func:`_rounds_of_participants`), noise is drawn for a block of
+rounds at once and a loop over blocks stands outside. Elsewhere (:func:`_step_loop`) noise is drawn
+step by step.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +32,7 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.programs import jit_once
-from numpyro_fed.runtime.combine import combine, slices
+from numpyro_fed.runtime.combine import combine, for_participants
 from numpyro_fed.runtime.noise import (
     exchange_key,
     init_keys,
@@ -55,13 +62,13 @@ from numpyro_fed.runtime.stack import (
 from numpyro_fed.runtime.step import Answers, Noise, Transport, step
 from numpyro_fed.trees import Tree, drop_weak_types
 
-Places = tuple[Array, Array]
-OfBuckets = Noise[list[Any]]
-Where = TypeVar("Where")
+Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each
+BucketNoise = Noise[list[Any]]  # for each exchange a list with the noise of each bucket
+Index = TypeVar("Index")
 Drawn = TypeVar("Drawn")
-Visitors = Array | tuple[()]  # who takes part; empty where everyone does
-Steps = tuple[Array, Any, Stacks, Array, Log, RunStatus]  # how far the steps of a round have come
-Course = tuple[Array, State, Log, RunStatus]  # how far rounds have come
+Participants = Array | tuple[()]  # who takes part; empty where everyone does
+StepCarry = tuple[Array, Any, Stacks, Array, Log, RunStatus]  # of the loop over steps
+RoundCarry = tuple[Array, State, Log, RunStatus]  # of the loop over rounds
 
 
 def simulation(
@@ -70,12 +77,12 @@ def simulation(
     *,
     quick: bool = False,
 ) -> Runtime:
-    """Run all silos in this process, as one program: a loop over rounds, a map over silos.
+    """Return the runtime of all silos in this process: a loop over rounds, a map over silos.
 
     The program is compiled once for a set of shapes; the number of rounds is an input. Without a
-    schedule everyone takes part in every round. With one, a round costs what its participants
-    cost: their states are taken out of the stacks and put back in place. ``quick`` is for what runs
-    a few rounds: compiled in less than half of the time, and slower after it.
+    schedule all silos take part in every round. With one, the cost of a round is that of its
+    participants: their states are gathered from the stacks and scattered back. With ``quick`` the
+    program is compiled in less than half of the time and runs slower, which pays for few rounds.
     """
     jit = jit_once if quick else jax.jit
 
@@ -83,21 +90,21 @@ def simulation(
     def init(key: Array, batches: Batches) -> State:
         key_server, key_silos = init_keys(key)
 
-        def one(silo: Array, data: SiloData) -> Silo:
+        def init_one(silo: Array, data: SiloData) -> Silo:
             return algorithm.init_silo(jax.random.fold_in(key_silos, silo), data)
 
-        silos = tuple(jax.vmap(one)(b.silos, b.data) for b in batches)
-        carry = init_schedule(schedule, key, _count(batches))
+        silos = tuple(jax.vmap(init_one)(b.silos, b.data) for b in batches)
+        carry = init_schedule(schedule, key, _num_silos(batches))
         server = algorithm.init_server(key_server)
         return drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry))
 
     chunk = chunk_of(schedule)
     if schedule is None:
-        advance = _in_blocks(algorithm, _everyone(algorithm), chunk)
+        advance = _block_loop(algorithm, _rounds_of_all(algorithm), chunk)
     elif schedule.ahead and schedule.steps == 1:
-        advance = _in_blocks(algorithm, _some_ahead(algorithm, schedule), chunk)
+        advance = _block_loop(algorithm, _rounds_of_participants(algorithm, schedule), chunk)
     else:
-        advance = _step_by_step(algorithm, schedule)
+        advance = _step_loop(algorithm, schedule)
     return Runtime(init, jit(advance), single, chunk, partial(single, jit=jit_once))
 
 
@@ -108,97 +115,102 @@ def single(round_: Round, jit: Callable[..., Callable[..., Any]] = jax.jit) -> S
     def run(
         key: Array, server: object, silos: Stacks, batches: Batches, server_data: ServerData = None
     ) -> tuple[Any, Stacks, Info, Array]:
-        noise = _noise_of(round_, key, jnp.zeros(1, jnp.int32), silos, batches)
+        noise = _noise_of_all(round_, key, jnp.zeros(1, jnp.int32), silos, batches)
         noise = jax.tree.map(lambda a: a[0], noise)
-        who, order = jnp.arange(_count(batches)), in_order(batches)
-        reach = _reach_everyone(batches, order, None)
-        server, silos, info, good, _ = step(round_, reach, noise, server, silos, who, server_data)
+        who, order = jnp.arange(_num_silos(batches)), in_order(batches)
+        transport = _transport_to_all(batches, order, None)
+        server, silos, info, good, _ = step(
+            round_, transport, noise, server, silos, who, server_data
+        )
         return server, silos, info, good[order]
 
     return run
 
 
-def _noise_of(
+def _noise_of_all(
     round_: Round, key: Array, numbers: Array, silos: Stacks, batches: Batches
-) -> OfBuckets:
-    """Return all noise of some steps, along the first axis.
+) -> BucketNoise:
+    """Return the noise of all silos and of the server for several steps (steps, ...).
 
-    The server's, and for each exchange that of each bucket. Steps and silos are one axis where it
-    is drawn, which is compiled sooner than two.
+    ``numbers`` (steps,) are the numbers of the steps. For each exchange there is a list with the
+    noise of each bucket (steps, silos, ...).
     """
     size = len(round_.exchanges)
     ends = np.cumsum([len(b.silos) for b in batches])[:-1]
-    everyone, of_server, of_silos = jnp.concatenate([b.silos for b in batches]), None, []
+    all_silos, server_noise, silo_noises = jnp.concatenate([b.silos for b in batches]), None, []
 
     def bucket(exchange: Exchange[Silo, Down, Up], keys: Array, states: Silo) -> Any:
-        some = jax.tree.map(lambda a: a[0], states)
-        noise = jax.vmap(exchange.silo_noise, (0, None))(keys.reshape(-1), some)
+        # The noise's shape depends on that of a state alone, so the first silo's serves for all.
+        some_state = jax.tree.map(lambda a: a[0], states)
+        # Steps and silos are one axis here: XLA compiles one batched draw sooner than a nested one.
+        noise = jax.vmap(exchange.silo_noise, (0, None))(keys.reshape(-1), some_state)
         return jax.tree.map(lambda a: a.reshape(*keys.shape, *a.shape[1:]), noise)
 
     for e, exchange in enumerate(round_.exchanges):
-        mine = jax.vmap(lambda i, e=e: exchange_key(key, i, e, size))(numbers)
-        server, silo = jax.vmap(participant_keys, (0, None))(mine, everyone)
+        exchange_keys = jax.vmap(lambda i, e=e: exchange_key(key, i, e, size))(numbers)
+        server, silo = jax.vmap(participant_keys, (0, None))(exchange_keys, all_silos)
         parts = zip(jnp.split(silo, ends, axis=1), silos, strict=True)
-        of_silos.append([bucket(exchange, keys, states) for keys, states in parts])
-        of_server = jax.vmap(round_.noise)(server) if e == 0 else of_server
-    return Noise(of_server, of_silos)
+        silo_noises.append([bucket(exchange, keys, states) for keys, states in parts])
+        server_noise = jax.vmap(round_.noise)(server) if e == 0 else server_noise
+    return Noise(server_noise, silo_noises)
 
 
-def _reach_everyone(
+def _transport_to_all(
     batches: Batches, order: Array, watch: Watch | None
 ) -> Transport[list[Any], Stacks]:
-    """Reach all silos of a bucket side by side, bucket after bucket.
+    """Return the transport to all silos: each bucket is mapped, one bucket after the other.
 
-    ``order`` is that of the silos' numbers, sorted out once and not in each round; which replies
-    were good is told bucket after bucket.
+    ``order`` (silos,) is that of :func:`in_order`, computed once for all rounds. ``Answers.ok``
+    stays in the order of buckets: it is put into the order of silos after the last round alone.
     """
 
-    def reach(
+    def transport(
         exchange: Exchange[Silo, Down, Up], noise: list[Any], down: Down, who: Array, silos: Stacks
     ) -> Answers[Stacks]:
         replies, after = [], []
         for eps, batch, states in zip(noise, batches, silos, strict=True):
             axes = (0, _axes(exchange), 0, 0)
-            sent = slices(exchange.scatter, down, batch.silos)
+            sent = for_participants(exchange.scatter, down, batch.silos)
             reply, states = jax.vmap(exchange.visit, axes)(eps, sent, states, batch.data)
             replies.append(reply)
             after.append(states)
-        watched = [jax.vmap(watch)(states) for states in after] if watch else [()]
-        seen = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *watched)
+        by_bucket = [jax.vmap(watch)(states) for states in after] if watch else [()]
+        watched = jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *by_bucket)
         good = jnp.concatenate([reply.ok for reply in replies])
-        return Answers(combine(exchange.combine, replies, order), good, tuple(after), seen)
+        return Answers(combine(exchange.combine, replies, order), good, tuple(after), watched)
 
-    return reach
+    return transport
 
 
-class Rounds(NamedTuple, Generic[Where, Drawn]):
-    """Rounds of one step whose participants and noise are drawn for many of them at once.
+class Rounds(NamedTuple, Generic[Index, Drawn]):
+    """The functions of rounds of one step, whose participants and noise are drawn ahead.
 
     Attributes
     ----------
-    places : batches -> pytree
-        Where the silos stand, found once.
+    positions : batches -> pytree
+        The silos' positions in the buckets, computed once for all rounds.
     draw : (key, numbers, state, batches) -> pytree, leaves (rounds, ...)
-        What rounds are drawn from.
-    one : (drawn, state, batches, places, server_data) -> (State, Info, who, good, seen)
-        A round; ``who`` is empty where everyone takes part.
-    by_number : (places, who, good) -> (silos,) bool
-        Which replies were good, by number.
+        The noise of several rounds, and their participants where not all silos take part.
+    run_round : (drawn, state, batches, positions, server_data) -> (State, Info, who, good, watched)
+        A round; ``who`` is empty where all silos take part.
+    by_number : (positions, who, good) -> (silos,) bool
+        Which replies were good, in the order of silos' numbers.
     """
 
-    places: Callable[[Batches], Where]
+    positions: Callable[[Batches], Index]
     draw: Callable[[Array, Array, State, Batches], Drawn]
-    one: Callable[
-        [Drawn, State, Batches, Where, ServerData], tuple[State, Info, Visitors, Array, Any]
+    run_round: Callable[
+        [Drawn, State, Batches, Index, ServerData], tuple[State, Info, Participants, Array, Any]
     ]
-    by_number: Callable[[Where, Visitors, Array], Array]
+    by_number: Callable[[Index, Participants, Array], Array]
 
 
-def _in_blocks(
-    algorithm: FederatedAlgorithm[Server, Silo], rounds: Rounds[Where, Drawn], chunk: int
+def _block_loop(
+    algorithm: FederatedAlgorithm[Server, Silo], rounds: Rounds[Index, Drawn], chunk: int
 ) -> Advance:
-    """Draw for a block of rounds, run them, and so on."""
-    one_round = jax.jit(rounds.one, inline=True)  # traced once, though asked for its shapes too
+    """Return the loop that draws the noise of a block of rounds, runs them, and begins again."""
+    # The inlined jit keeps its trace: eval_shape and the loop's body share one.
+    one_round = jax.jit(rounds.run_round, inline=True)
 
     def advance(
         key: Array,
@@ -208,65 +220,73 @@ def _in_blocks(
         server_data: ServerData = None,
         stop: bool = False,
     ) -> tuple[State, Log, RunStatus]:
-        places = rounds.places(batches)
-        one = jax.eval_shape(rounds.draw, key, state.round[None], state, batches)
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one)
-        block = max(1, min(BLOCK, NOISE // max(_size(shapes), 1)))
-        inputs = (shapes, state, batches, places, server_data)
-        _, info, who, good, seen = jax.eval_shape(one_round, *inputs)
-        log = _log(chunk, 1, info, who, seen)
+        positions = rounds.positions(batches)
+        one_draw = jax.eval_shape(rounds.draw, key, state.round[None], state, batches)
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), one_draw)
+        # Few rounds a block where a round's noise is large: the block stands in memory at once.
+        block = max(1, min(BLOCK, NOISE // max(_num_elements(shapes), 1)))
+        inputs = (shapes, state, batches, positions, server_data)
+        _, info, who, good, watched = jax.eval_shape(one_round, *inputs)
+        log = _log(chunk, 1, info, who, watched)
 
-        def go_on(carry: Course) -> Array:
-            i, state, _, ended = carry
-            return (i < n) & _goes_on(algorithm, state.server, ended, stop)
+        def continues(carry: RoundCarry) -> Array:
+            i, state, _, status = carry
+            return (i < n) & _may_continue(algorithm, state.server, status, stop)
 
-        def one_block(carry: Course) -> Course:
+        def one_block(carry: RoundCarry) -> RoundCarry:
             first, state, _, _ = carry
             drawn = rounds.draw(key, state.round + jnp.arange(block), state, batches)
 
-            def go_on_here(carry: Course) -> Array:
-                return (carry[0] - first < block) & go_on(carry)
+            def continues_in_block(carry: RoundCarry) -> Array:
+                return (carry[0] - first < block) & continues(carry)
 
-            def body(carry: Course) -> Course:
+            def body(carry: RoundCarry) -> RoundCarry:
                 i, state, log, _ = carry
-                here = jax.tree.map(lambda a: a[i - first], drawn)
-                state, info, who, good, seen = one_round(here, state, batches, places, server_data)
-                return i + 1, state, _write(log, i, 0, info, who, seen), RunStatus(info.ok, good)
+                of_round = jax.tree.map(lambda a: a[i - first], drawn)
+                state, info, who, good, watched = one_round(
+                    of_round, state, batches, positions, server_data
+                )
+                return i + 1, state, _write(log, i, 0, info, who, watched), RunStatus(info.ok, good)
 
-            return jax.lax.while_loop(go_on_here, body, carry)
+            return jax.lax.while_loop(continues_in_block, body, carry)
 
-        ended = RunStatus(jnp.array(True), jnp.ones(good.shape, bool))
-        start = (jnp.zeros((), jnp.int32), state, log, ended)
-        i, state, log, ended = jax.lax.while_loop(go_on, one_block, start)
+        status = RunStatus(jnp.array(True), jnp.ones(good.shape, bool))
+        start = (jnp.zeros((), jnp.int32), state, log, status)
+        i, state, log, status = jax.lax.while_loop(continues, one_block, start)
+        # Participants of the last round; of row 0, whose replies count as good, if none was run.
         last = jax.tree.map(lambda a: a[jnp.maximum(i - 1, 0), 0], log.visits)
-        return state, log, ended._replace(replies=rounds.by_number(places, last, ended.replies))
+        return (
+            state,
+            log,
+            status._replace(replies=rounds.by_number(positions, last, status.replies)),
+        )
 
     return advance
 
 
-def _everyone(algorithm: FederatedAlgorithm[Server, Silo]) -> Rounds[Array, OfBuckets]:
-    """Return rounds of all silos."""
+def _rounds_of_all(algorithm: FederatedAlgorithm[Server, Silo]) -> Rounds[Array, BucketNoise]:
+    """Return the rounds in which all silos take part."""
     round_, watch = algorithm.round, algorithm.watch
 
-    def draw(key: Array, numbers: Array, state: State, batches: Batches) -> OfBuckets:
-        return _noise_of(round_, key, numbers, state.silos, batches)
+    def draw(key: Array, numbers: Array, state: State, batches: Batches) -> BucketNoise:
+        return _noise_of_all(round_, key, numbers, state.silos, batches)
 
-    def one(
-        noise: OfBuckets, state: State, batches: Batches, order: Array, server_data: ServerData
-    ) -> tuple[State, Info, Visitors, Array, Any]:
-        who, reach = jnp.arange(_count(batches)), _reach_everyone(batches, order, watch)
-        server, silos, info, good, seen = step(
-            round_, reach, noise, state.server, state.silos, who, server_data
+    def run_round(
+        noise: BucketNoise, state: State, batches: Batches, order: Array, server_data: ServerData
+    ) -> tuple[State, Info, Participants, Array, Any]:
+        who, transport = jnp.arange(_num_silos(batches)), _transport_to_all(batches, order, watch)
+        server, silos, info, good, watched = step(
+            round_, transport, noise, state.server, state.silos, who, server_data
         )
-        return State(state.round + 1, server, silos), info, (), good, seen
+        return State(state.round + 1, server, silos), info, (), good, watched
 
-    return Rounds(in_order, draw, one, lambda order, who, good: good[order])
+    return Rounds(in_order, draw, run_round, lambda order, who, good: good[order])
 
 
-def _some_ahead(
+def _rounds_of_participants(
     algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry]
-) -> Rounds[Places, tuple[Array, Noise[Any]]]:
-    """Return rounds of one step, of those whom a schedule names that is known ahead."""
+) -> Rounds[Positions, tuple[Array, Noise[Any]]]:
+    """Return the rounds of a schedule of one step whose participants can be drawn ahead."""
     round_, watch = algorithm.round, algorithm.watch
 
     def draw(
@@ -274,21 +294,21 @@ def _some_ahead(
     ) -> tuple[Array, Noise[Any]]:
         def one_round(number: Array) -> tuple[Array, Noise[Any]]:
             (who,), _ = visits(schedule, key, number, state.schedule)
-            return who, _noise_of_some(round_, key, number, who, state.silos)
+            return who, _noise_of_participants(round_, key, number, who, state.silos)
 
         return jax.vmap(one_round)(numbers)
 
-    def one(
+    def run_round(
         drawn: tuple[Array, Noise[Any]],
         state: State,
         batches: Batches,
-        places: Places,
+        positions: Positions,
         server_data: ServerData,
-    ) -> tuple[State, Info, Visitors, Array, Any]:
+    ) -> tuple[State, Info, Participants, Array, Any]:
         who, noise = drawn
-        server, silos, info, good, seen = step(
+        server, silos, info, good, watched = step(
             round_,
-            _ReachParticipants(batches, places, watch),
+            _ParticipantTransport(batches, positions, watch),
             noise,
             state.server,
             state.silos,
@@ -298,39 +318,38 @@ def _some_ahead(
         carry, change = state.schedule
         if schedule.size == 1:
             change = change.at[who[0]].set(info.change)
-        return State(state.round + 1, server, silos, (carry, change)), info, who, good, seen
+        return State(state.round + 1, server, silos, (carry, change)), info, who, good, watched
 
-    def by_number(places: Places, who: Visitors, good: Array) -> Array:
-        return jnp.ones(len(places[0]), bool).at[who].set(good)
+    def by_number(positions: Positions, who: Participants, good: Array) -> Array:
+        return jnp.ones(len(positions[0]), bool).at[who].set(good)
 
-    return Rounds(_places, draw, one, by_number)
+    return Rounds(_silo_positions, draw, run_round, by_number)
 
 
-def _noise_of_some(
+def _noise_of_participants(
     round_: Round, key: Array, number: Array, who: Array, silos: Stacks
 ) -> Noise[Any]:
-    """Return the noise of one step for its participants (k,), and the server's.
+    """Return the noise of one step for the server and for its participants ``who`` (k,).
 
-    Of several buckets, whose noise differs in shape, it is the participants' keys.
+    With several buckets the silos' part is their keys instead: noise of silos in different buckets
+    differs in shape, and which bucket a participant is in is known at run time only.
     """
     size = len(round_.exchanges)
-    mine = [exchange_key(key, number, e, size) for e in range(size)]
+    exchange_keys = [exchange_key(key, number, e, size) for e in range(size)]
 
-    def one(exchange: Exchange[Silo, Down, Up], mine: Array) -> Any:
-        keys = jax.vmap(partial(silo_key, mine))(who)
+    def noise_of(exchange: Exchange[Silo, Down, Up], key_exchange: Array) -> Any:
+        keys = jax.vmap(partial(silo_key, key_exchange))(who)
         if len(silos) > 1:
             return keys
         state = jax.tree.map(lambda a: a[0], silos[0])
         return jax.vmap(exchange.silo_noise, (0, None))(keys, state)
 
-    of_silos = [one(x, key) for x, key in zip(round_.exchanges, mine, strict=True)]
-    return Noise(round_.noise(server_key(mine[0])), of_silos)
+    silo_noises = [noise_of(x, key) for x, key in zip(round_.exchanges, exchange_keys, strict=True)]
+    return Noise(round_.noise(server_key(exchange_keys[0])), silo_noises)
 
 
-def _step_by_step(
-    algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry]
-) -> Advance:
-    """Return the loop over rounds of those whom the schedule names, step by step."""
+def _step_loop(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry]) -> Advance:
+    """Return the loop over rounds and their steps, each with the participants of the schedule."""
     round_, chunk = algorithm.round, chunk_of(schedule)
     steps, size = schedule.steps, schedule.size
 
@@ -342,12 +361,12 @@ def _step_by_step(
         server: object,
         silos: Stacks,
         batches: Batches,
-        places: Places,
+        positions: Positions,
         server_data: ServerData,
     ) -> tuple[Any, Stacks, Info, Array, Any]:
-        noise = _noise_of_some(round_, key, number, who, silos)
-        reach = _ReachParticipants(batches, places, algorithm.watch)
-        return step(round_, reach, noise, server, silos, who, server_data)
+        noise = _noise_of_participants(round_, key, number, who, silos)
+        transport = _ParticipantTransport(batches, positions, algorithm.watch)
+        return step(round_, transport, noise, server, silos, who, server_data)
 
     def advance(
         key: Array,
@@ -357,66 +376,67 @@ def _step_by_step(
         server_data: ServerData = None,
         stop: bool = False,
     ) -> tuple[State, Log, RunStatus]:
-        places, every = _places(batches), jnp.ones(_count(batches), bool)
+        positions, all_good = _silo_positions(batches), jnp.ones(_num_silos(batches), bool)
 
-        def go_on(carry: Course) -> Array:
-            i, (_, server, *_), _, ended = carry
-            return (i < n) & _goes_on(algorithm, server, ended, stop)
+        def continues(carry: RoundCarry) -> Array:
+            i, (_, server, *_), _, status = carry
+            return (i < n) & _may_continue(algorithm, server, status, stop)
 
-        def one_round(carry: Course) -> Course:
+        def one_round(carry: RoundCarry) -> RoundCarry:
             i, (done, server, silos, (_, change)), log, _ = carry
             who, plan = visits(schedule, key, done, carry[1].schedule)
 
-            def go_on_here(carry: Steps) -> Array:
+            def continues_in_round(carry: StepCarry) -> Array:
                 return (carry[0] < steps) & carry[-1].ok
 
-            def one(carry: Steps) -> Steps:
-                s, server, silos, change, log, ended = carry
+            def body(carry: StepCarry) -> StepCarry:
+                s, server, silos, change, log, status = carry
                 number = done * steps + s
-                here = (key, number, who[s], server, silos, batches, places, server_data)
-                server, silos, info, good, seen = one_step(*here)
+                args = (key, number, who[s], server, silos, batches, positions, server_data)
+                server, silos, info, good, watched = one_step(*args)
+                # Only with one participant is the change of the server's state that silo's doing.
                 if size == 1:
                     change = change.at[who[s, 0]].set(info.change)
-                log = _write(log, i, s, info, who[s], seen)
-                ended = RunStatus(info.ok, ended.replies.at[who[s]].set(good))
-                return s + 1, server, silos, change, log, ended
+                log = _write(log, i, s, info, who[s], watched)
+                status = RunStatus(info.ok, status.replies.at[who[s]].set(good))
+                return s + 1, server, silos, change, log, status
 
-            none = jnp.zeros((), jnp.int32)
-            first = (none, server, silos, change, log, RunStatus(jnp.array(True), every))
-            last = jax.lax.while_loop(go_on_here, one, first)
-            _, server, silos, change, log, ended = last
-            return i + 1, State(done + 1, server, silos, (plan, change)), log, ended
+            zero = jnp.zeros((), jnp.int32)
+            first = (zero, server, silos, change, log, RunStatus(jnp.array(True), all_good))
+            last = jax.lax.while_loop(continues_in_round, body, first)
+            _, server, silos, change, log, status = last
+            return i + 1, State(done + 1, server, silos, (plan, change)), log, status
 
         who = jax.ShapeDtypeStruct((size,), jnp.int32)
-        here = (key, state.round, who, state.server, state.silos, batches, places, server_data)
-        _, _, info, _, seen = jax.eval_shape(one_step, *here)
-        log = _log(chunk, steps, info, who, seen)
-        start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), every))
-        _, state, log, ended = jax.lax.while_loop(go_on, one_round, start)
-        return state, log, ended
+        args = (key, state.round, who, state.server, state.silos, batches, positions, server_data)
+        _, _, info, _, watched = jax.eval_shape(one_step, *args)
+        log = _log(chunk, steps, info, who, watched)
+        start = (jnp.zeros((), jnp.int32), state, log, RunStatus(jnp.array(True), all_good))
+        _, state, log, status = jax.lax.while_loop(continues, one_round, start)
+        return state, log, status
 
     return advance
 
 
-def _goes_on(
+def _may_continue(
     algorithm: FederatedAlgorithm[Server, Silo],
     server: Server,
-    ended: RunStatus,
+    status: RunStatus,
     stop: Array | bool,
 ) -> Array:
-    """Return whether there is another round: the last one may be kept, and it was not the end."""
-    return ended.ok & ~(stop & algorithm.done(server)) if algorithm.done else ended.ok
+    """Return whether to run another round: the last may be kept, and the algorithm is not done."""
+    return status.ok & ~(stop & algorithm.done(server)) if algorithm.done else status.ok
 
 
 @dataclass(frozen=True, eq=False)
-class _ReachParticipants:
-    """A way to reach those that are named: side by side where there is one bucket, else in turns.
+class _ParticipantTransport:
+    """The transport to some silos: mapped where there is one bucket, else one after the other.
 
-    Noise (k, ...) is as :func:`_noise_of_some` makes it.
+    Noise (k, ...) is as :func:`_noise_of_participants` makes it.
     """
 
     batches: Batches
-    places: Places
+    positions: Positions
     watch: Watch | None
 
     def __call__(
@@ -424,19 +444,22 @@ class _ReachParticipants:
     ) -> Answers[Stacks]:
         size = len(who)
 
-        def one(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
-            sent, own = slices(exchange.scatter, down, i), jax.tree.map(lambda a: a[i], noise)
-            reply, silos, seen = self.alone(exchange, own, sent, who[i], silos)
-            return silos, (reply, seen)
+        def body(silos: Stacks, i: Array | int) -> tuple[Stacks, tuple[Reply[Up], Any]]:
+            sent, eps = (
+                for_participants(exchange.scatter, down, i),
+                jax.tree.map(lambda a: a[i], noise),
+            )
+            reply, silos, watched = self.visit_one(exchange, eps, sent, who[i], silos)
+            return silos, (reply, watched)
 
         if size > 1 and len(self.batches) == 1:
-            replies, silos, seen = self.side_by_side(exchange, noise, down, who, silos)
-        elif size == 1:
-            silos, answer = one(silos, 0)
-            replies, seen = jax.tree.map(lambda a: a[None], answer)
+            replies, silos, watched = self.visit_mapped(exchange, noise, down, who, silos)
+        elif size == 1:  # without the loop around a single visit
+            silos, answer = body(silos, 0)
+            replies, watched = jax.tree.map(lambda a: a[None], answer)
         else:
-            silos, (replies, seen) = jax.lax.scan(one, silos, jnp.arange(size))
-        return Answers(combine(exchange.combine, [replies]), replies.ok, silos, seen)
+            silos, (replies, watched) = jax.lax.scan(body, silos, jnp.arange(size))
+        return Answers(combine(exchange.combine, [replies]), replies.ok, silos, watched)
 
     def visit(
         self,
@@ -446,52 +469,53 @@ class _ReachParticipants:
         state: Silo,
         data: SiloData,
     ) -> tuple[Reply[Up], Silo, Any]:
-        """Return a silo's reply, its state afterwards, and what is watched of that."""
+        """Return a silo's reply, its next state, and what is watched of that state."""
         if len(self.batches) > 1:
             noise = exchange.silo_noise(noise, state)
         reply, state = exchange.visit(noise, down, state, data)
         return drop_weak_types((reply, state, self.watch(state) if self.watch else ()))
 
-    def side_by_side(
+    def visit_mapped(
         self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, who: Array, silos: Stacks
     ) -> tuple[Reply[Up], Stacks, Any]:
-        """Visit participants from the only bucket, mapped."""
+        """Visit all participants in one map: gather their states, run, scatter them back."""
         (stack,), (batch,) = silos, self.batches
-        at = self.places[1][who]
+        at = self.positions[1][who]
         states, data = jax.tree.map(lambda a: a[at], (stack, batch.data))
         visit = jax.vmap(partial(self.visit, exchange), (0, _axes(exchange), 0, 0))
-        replies, states, seen = visit(noise, down, states, data)
+        replies, states, watched = visit(noise, down, states, data)
         stack = jax.tree.map(lambda a, new: a.at[at].set(new), stack, states)
-        return replies, (stack,), seen
+        return replies, (stack,), watched
 
-    def alone(
+    def visit_one(
         self, exchange: Exchange[Any, Down, Up], noise: Drawn, down: Down, j: Array, silos: Stacks
     ) -> tuple[Reply[Up], Stacks, Any]:
         """Visit participant ``j``, from whichever bucket.
 
-        Of each other bucket some silo's state is taken out and put back as it is, so that no
-        stack passes through the conditional.
+        From each other bucket one silo's state is taken out and put back unchanged.
         """
-        batches, (bucket_of, place_of) = self.batches, self.places
+        # XLA copies what passes through a conditional. With one state of each bucket as the
+        # operand, instead of the stacks, a visit costs the same for ten silos as for ten thousand.
+        batches, (bucket_of, place_of) = self.batches, self.positions
         at = [jnp.clip(place_of[j], 0, len(b.silos) - 1) for b in batches]
         before = tuple(_take(stack, i) for stack, i in zip(silos, at, strict=True))
 
         def in_bucket(b: int) -> Callable[[Drawn, Down, Stacks], tuple[Reply[Up], Stacks, Any]]:
             def branch(noise: Drawn, down: Down, states: Stacks) -> tuple[Reply[Up], Stacks, Any]:
                 data = _take(batches[b].data, at[b])
-                reply, state, seen = self.visit(exchange, noise, down, states[b], data)
-                return reply, (*states[:b], state, *states[b + 1 :]), seen
+                reply, state, watched = self.visit(exchange, noise, down, states[b], data)
+                return reply, (*states[:b], state, *states[b + 1 :]), watched
 
             return branch
 
         branches = [in_bucket(b) for b in range(len(batches))]
-        reply, after, seen = jax.lax.switch(bucket_of[j], branches, noise, down, before)
+        reply, after, watched = jax.lax.switch(bucket_of[j], branches, noise, down, before)
         silos = tuple(_put(*args) for args in zip(silos, after, at, strict=True))
-        return reply, silos, seen
+        return reply, silos, watched
 
 
 def _log(chunk: int, steps: int, info: Info, who: object, watched: object) -> Log:
-    """Return room for what rounds report."""
+    """Return an empty log for ``chunk`` rounds of ``steps`` steps, from shapes of a report."""
 
     def room(a: jax.ShapeDtypeStruct) -> Array:
         return jnp.zeros((chunk, steps, *a.shape), a.dtype)
@@ -500,9 +524,9 @@ def _log(chunk: int, steps: int, info: Info, who: object, watched: object) -> Lo
 
 
 def _write(
-    log: Log, i: Array, step: Array | int, info: Info, who: Visitors, watched: object
+    log: Log, i: Array, step: Array | int, info: Info, who: Participants, watched: object
 ) -> Log:
-    """Put what step ``step`` of round ``i`` reports in its place."""
+    """Return the log with the report of step ``step`` of round ``i``; losses of steps add up."""
 
     def put(room: Array, a: Array) -> Array:
         return room.at[i, step].set(a)
@@ -511,8 +535,8 @@ def _write(
     return Log(losses, *jax.tree.map(put, tuple(log[1:]), (info.report, who, watched)))
 
 
-def _places(batches: Batches) -> Places:
-    """Return each silo's bucket, and its place there."""
+def _silo_positions(batches: Batches) -> Positions:
+    """Return each silo's bucket (silos,) and its row in that bucket (silos,)."""
     sizes = [len(b.silos) for b in batches]
     order = in_order(batches)
     bucket = jnp.repeat(jnp.arange(len(batches)), jnp.array(sizes), total_repeat_length=sum(sizes))
@@ -534,9 +558,9 @@ def _axes(exchange: Exchange[Silo, Down, Up]) -> Any:
     return jax.tree.map(lambda scattered: 0 if scattered else None, exchange.scatter)
 
 
-def _count(batches: Batches) -> int:
+def _num_silos(batches: Batches) -> int:
     return sum(len(b.silos) for b in batches)
 
 
-def _size(tree: object) -> int:
+def _num_elements(tree: object) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))

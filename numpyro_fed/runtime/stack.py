@@ -1,4 +1,4 @@
-"""What runtimes share: the state of a run, stacks of silos of one shape, logs."""
+"""The types that all runtimes share: the state of a run, stacks of silos of one shape, logs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,27 @@ from numpyro_fed.runtime.noise import schedule_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.trees import drop_weak_types
 
-CHUNK = 1024  # rounds, at most, that one call of the compiled loop can log
-VISITS = 2**20  # visits, about, that one call can log
-BLOCK = 64  # rounds, at most, for which noise is drawn at once
-NOISE = 2**20  # numbers, about, that are drawn at once
+# The compiled loop writes its log into an array of fixed length, the most rounds of one call. A
+# longer one takes memory in every run, however short; a shorter one returns to Python more often.
+CHUNK = 1024
+# Visits that one call can log, about: 4 MB an array of one number a visit.
+VISITS = 2**20
+# Rounds for which noise is drawn at once. One draw for many rounds costs less than many small ones:
+# a round with 100 of 10,000 silos took 2.36 times as long as one of 100 silos before, 2.02 times
+# now (docs/results/speed.md). More rounds at once were tried and gained nothing (compilation.md).
+BLOCK = 64
+# Numbers that are drawn at once, about, which bounds the memory: 4 MB in single precision.
+NOISE = 2**20
 
 
-Stacks = tuple[Any, ...]  # of silos' states, one for each bucket
-Planned = tuple[Carry, Array]  # what a schedule carries on, and each silo's last ``change``
-Watch = Callable[[Any], Any]  # what is logged of a silo's new state
-ServerData = SiloData | Array | None  # of a vertical model, or draws that a round is to weigh
+Stacks = tuple[Any, ...]  # silos' states, stacked in each bucket
+Planned = tuple[Carry, Array]  # the carry of a schedule, and each silo's last ``change``
+Watch = Callable[[Any], Any]  # a silo's new state -> the part of it that is logged
+ServerData = SiloData | Array | None  # a vertical model's response, or draws that a round weighs
 
 
 class State(NamedTuple):
-    """Everything that a run needs to go on.
+    """The state of a run: everything that it needs to go on.
 
     Attributes
     ----------
@@ -40,8 +47,8 @@ class State(NamedTuple):
     silos : tuple of pytree
         One stack of silo states for each bucket.
     schedule : tuple
-        What the schedule carries on, and each silo's last ``Info.change``; empty where everyone
-        takes part in every round.
+        The carry of the schedule, and each silo's last ``Info.change``; empty where all silos
+        take part in every round.
     """
 
     round: Array
@@ -51,7 +58,7 @@ class State(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The silos of one bucket as input of a program: their numbers (n,) and stacked data."""
+    """The silos of one bucket as the input of a program: their numbers (n,), their data stacked."""
 
     silos: Array
     data: SiloData
@@ -61,7 +68,7 @@ Batches = tuple[Batch, ...]
 
 
 class Log(NamedTuple):
-    """A record of what rounds report; a round has one step, or as many as its schedule says.
+    """The reports of rounds; a round has one step, or as many as its schedule says.
 
     Attributes
     ----------
@@ -70,7 +77,7 @@ class Log(NamedTuple):
     reports : pytree, leaves (rounds, steps, ...)
         ``Info.report``.
     visits : (rounds, steps, size) int, or ()
-        Who took part; empty where everyone does.
+        Who took part; empty where all silos do.
     watched : pytree, leaves (rounds, steps, size)
         ``FederatedAlgorithm.watch`` of each participant's new state.
     """
@@ -82,9 +89,14 @@ class Log(NamedTuple):
 
 
 class RunStatus(NamedTuple):
-    """A record of how rounds ended: whether the last one may be kept, and which replies were good.
+    """The outcome of the last round that was run.
 
-    That is (silos,) by number, and true where a silo had no part in the last one.
+    Attributes
+    ----------
+    ok : () bool
+        Whether it may be kept.
+    replies : (silos,) bool
+        Which replies were good, by silos' numbers; true for a silo that did not take part.
     """
 
     ok: Any
@@ -92,8 +104,9 @@ class RunStatus(NamedTuple):
 
 
 class Advance(Protocol):
-    """Run up to ``n`` rounds; stops after the first one that is not ok, and with ``stop`` where the
-    algorithm is done.
+    """A function that runs up to ``n`` rounds.
+
+    It stops after the first round that is not ok, and with ``stop`` where the algorithm is done.
     """
 
     def __call__(
@@ -105,11 +118,11 @@ class Advance(Protocol):
         server_data: ServerData = None,
         stop: bool = False,
     ) -> tuple[State, Log, RunStatus]:
-        """Return the last state, what the rounds report, and how they ended."""
+        """Return the last state, the log of the rounds, and the outcome of the last one."""
 
 
 class Single(Protocol):
-    """Run one round with every silo, from any states."""
+    """A function that runs one round with all silos, from any states."""
 
     def __call__(
         self,
@@ -119,11 +132,11 @@ class Single(Protocol):
         batches: Batches,
         server_data: ServerData = None,
     ) -> tuple[Any, Stacks, Info, Array]:
-        """Return states afterwards, the server's report, and which replies were good, by number."""
+        """Return both new states, the server's report, and which replies were good (silos,)."""
 
 
 class Runtime(NamedTuple):
-    """An algorithm, ready to run.
+    """An algorithm with a way to run it.
 
     Attributes
     ----------
@@ -133,29 +146,30 @@ class Runtime(NamedTuple):
         Any single round, compiled.
     chunk : int
         Rounds that one call of ``advance`` can log, at most.
-    soon : round -> Single, optional
-        The same, for little work: compiled in less than half of the time, and slower after it.
+    single_quick : round -> Single, optional
+        The same, compiled in less than half of the time and slower to run.
     """
 
     init: Callable[[Array, Batches], State]
     advance: Advance
     single: Callable[[Round], Single]
     chunk: int = CHUNK
-    soon: Callable[[Round], Single] | None = None
+    single_quick: Callable[[Round], Single] | None = None
 
-    def once(self, round_: Round) -> Single:
-        """Return a single round that is little work, compiled."""
-        return (self.soon or self.single)(round_)
+    def quick(self, round_: Round) -> Single:
+        """Return a single round for little work, compiled quickly where the runtime can do so."""
+        return (self.single_quick or self.single)(round_)
 
 
 def on_device(buckets: Sequence[Bucket]) -> Batches:
-    """Put buckets on the device."""
+    """Return the buckets as batches on the device."""
+    # On a CPU JAX may otherwise share memory with the user's arrays, which may change in place.
     host = [(np.asarray(b.silos, np.int32), b.data) for b in buckets]
     return tuple(Batch(*batch) for batch in jax.device_put(host, may_alias=False))
 
 
 def chunk_of(schedule: Schedule[Any] | None) -> int:
-    """Return how many rounds one call can log."""
+    """Return how many rounds one call of ``advance`` can log."""
     if schedule is None:
         return CHUNK
     return max(1, min(CHUNK, VISITS // (schedule.steps * schedule.size)))
@@ -164,7 +178,7 @@ def chunk_of(schedule: Schedule[Any] | None) -> int:
 def init_schedule(
     schedule: Schedule[Carry] | None, key: Array, num_silos: int
 ) -> tuple[()] | Planned[Carry]:
-    """Return the schedule's part of the first state."""
+    """Return the first ``State.schedule`` of a run."""
     if schedule is None:
         return ()
     if schedule.num_silos != num_silos:
@@ -178,7 +192,7 @@ def init_schedule(
 def visits(
     schedule: Schedule[Carry], key: Array, round: Array, state: Planned[Carry]
 ) -> tuple[Array, Carry]:
-    """Return who takes part in each step (steps, size), and what the schedule carries on."""
+    """Return who takes part in each step (steps, size), and the schedule's next carry."""
     who, carry = schedule.visits(schedule_key(key), round, *state)
     if jnp.shape(who) != (schedule.steps, schedule.size):
         raise ValueError(
@@ -189,6 +203,6 @@ def visits(
 
 
 def in_order(batches: Sequence[Batch]) -> Array:
-    """Return the places of silos 0, 1, ... among those of all buckets, one after the other."""
+    """Return the positions (silos,) of silos 0, 1, ... in the concatenation of all buckets."""
     numbers = jnp.concatenate([b.silos for b in batches])
     return jnp.zeros_like(numbers).at[numbers].set(jnp.arange(len(numbers), dtype=numbers.dtype))

@@ -1,4 +1,10 @@
-"""One step of an algorithm: a round that asks, whoever asks the silos and how."""
+"""One step of an algorithm, with any way to reach the silos.
+
+A round is a function of the server that calls ``ask`` for each of its exchanges. Two askers stand
+here. One reaches silos through a runtime's :class:`Transport` and carries their states. The other
+replays replies that are known and stops the round where the next one is missing: so a round can be
+compiled although its silos are outside of the program.
+"""
 
 from __future__ import annotations
 
@@ -25,75 +31,77 @@ from numpyro_fed.algorithms.base import (
     Up,
 )
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.runtime.combine import combine, slices
+from numpyro_fed.runtime.combine import combine, for_participants
 from numpyro_fed.runtime.stack import ServerData
 from numpyro_fed.trees import drop_weak_types
 
-Source = TypeVar("Source", contravariant=True)  # what a runtime draws silos' noise from
-Drawn = TypeVar("Drawn")  # the same, where it is kept
+Source = TypeVar("Source", contravariant=True)  # silos' noise, or keys that it is drawn from
+Drawn = TypeVar("Drawn")  # the same type, where a class keeps it
 Silos = TypeVar("Silos")  # all silos' states, in the form in which a runtime keeps them
 Exchanges = Sequence[Exchange[Any, Any, Any]]
 
 
 class Answers(NamedTuple, Generic[Silos]):
-    """A record of what comes of asking the participants.
+    """The replies of one exchange, and the silos' states after it.
 
     Attributes
     ----------
     replies : Replies
-        Put together as the exchange asks.
+        Added up or stacked, as the exchange declares.
     ok : (k,) bool
         Whether each participant's reply was good, in the order in which the runtime keeps silos.
     silos : Silos
         The silos' states afterwards, in whatever form the runtime keeps them.
-    seen : pytree, leaves (k, ...)
-        What is watched of the participants' new states.
+    watched : pytree, leaves (k, ...)
+        ``FederatedAlgorithm.watch`` of the participants' new states.
     """
 
     replies: Replies[Any]
     ok: Array
     silos: Silos
-    seen: Any = ()
+    watched: Any = ()
 
 
 class Transport(Protocol[Source, Silos]):
-    """A way to reach the silos: all that one runtime has of its own."""
+    """A way to send a message to silos and get replies: the only part in which runtimes differ."""
 
     def __call__(
         self, exchange: Exchange[Any, Down, Up], noise: Source, down: Down, who: Array, silos: Silos
     ) -> Answers[Silos]:
-        """Send ``down`` to the silos ``who`` (k,); ``noise`` is whatever the runtime draws from."""
+        """Send ``down`` to the silos ``who`` (k,); ``noise`` is theirs, or keys to draw it from."""
 
 
 class Noise(NamedTuple, Generic[Drawn]):
-    """The server's noise in a round, and for each exchange what silos get theirs from."""
+    """The server's noise in a round, and for each exchange the silos' noise or the keys of it."""
 
     server: Any
     silos: Sequence[Drawn]
 
 
-class _Asking(ABC):
-    """A party that a round asks: it holds exchanges to their order, and rounds to the rules."""
+class _Asker(ABC):
+    """The function ``ask`` of a round; it refuses exchanges out of order or in a transformation."""
 
     def __init__(self, exchanges: Exchanges, who: Array, server_data: ServerData):
         self.who, self.server_data = who, server_data
         self.ok: Array = jnp.array(True)
-        self._exchanges, self._asked, self._trace = exchanges, 0, _trace()
+        self._exchanges, self._num_asked, self._trace_state = exchanges, 0, _trace_state()
 
     def __call__(self, name: str, down: object) -> Replies[Any]:
-        number, names = self._asked, [x.name for x in self._exchanges]
+        number, names = self._num_asked, [x.name for x in self._exchanges]
         if names[number : number + 1] != [name]:
             raise TypeError(
                 f"a round asks for '{name}' after {number} of its exchanges, which are {names}: "
                 "ask for each of them once, in their order."
             )
-        if _trace() != self._trace:
+        # Under cond, scan or grad a message would be a tracer of that transformation, which cannot
+        # leave the program; and a scan would ask once for all of its steps.
+        if _trace_state() != self._trace_state:
             raise TypeError(
                 f"a round asks for '{name}' inside of a transformation (cond, scan, grad, vmap or "
                 "jit). Silos answer outside of these: ask first, and transform what is done with "
                 "the replies; for gradients, pull the replies back by jax.vjp of what is sent."
             )
-        self._asked = number + 1
+        self._num_asked = number + 1
         exchange = self._exchanges[number]
         replies, ok = self.replies(number, exchange, down)
         if not exchange.lenient:
@@ -107,41 +115,41 @@ class _Asking(ABC):
         """Return replies to an exchange, and whether all of them can be used."""
 
     def finish(self, info: Info) -> Info:
-        """Return what a round reports, once it has asked for all of its exchanges."""
-        if self._asked < len(self._exchanges):
-            missed = self._exchanges[self._asked].name
+        """Return a round's report, with ``ok`` of its replies; refuse a missing exchange."""
+        if self._num_asked < len(self._exchanges):
+            missed = self._exchanges[self._num_asked].name
             raise TypeError(f"a round ends without asking for '{missed}', which it declares.")
         return info._replace(ok=info.ok & self.ok)
 
 
-class _Live(_Asking, Generic[Drawn, Silos]):
-    """A party that asks silos, and carries their states from one exchange of a step to the next."""
+class _LiveAsker(_Asker, Generic[Drawn, Silos]):
+    """An asker that reaches silos and carries their states from one exchange to the next."""
 
     def __init__(
         self,
         exchanges: Exchanges,
-        reach: Transport[Drawn, Silos],
+        transport: Transport[Drawn, Silos],
         noise: Noise[Drawn],
         silos: Silos,
         who: Array,
         server_data: ServerData,
     ):
         super().__init__(exchanges, who, server_data)
-        self.silos, self.good, self.seen = silos, jnp.ones(jnp.shape(who), bool), ()
-        self._reach, self._noise = reach, noise.silos
+        self.silos, self.good, self.watched = silos, jnp.ones(jnp.shape(who), bool), ()
+        self._transport, self._noise = transport, noise.silos
 
     def replies(
         self, number: int, exchange: Exchange[Silo, Down, Up], down: Down
     ) -> tuple[Replies[Any], Array]:
-        answers = self._reach(exchange, self._noise[number], down, self.who, self.silos)
-        self.silos, self.seen = answers.silos, answers.seen
+        answers = self._transport(exchange, self._noise[number], down, self.who, self.silos)
+        self.silos, self.watched = answers.silos, answers.watched
         self.good = self.good & answers.ok
         return answers.replies, answers.ok.all()
 
 
 def step(
     round_: Round,
-    reach: Transport[Drawn, Silos],
+    transport: Transport[Drawn, Silos],
     noise: Noise[Drawn],
     server: object,
     silos: Silos,
@@ -152,40 +160,47 @@ def step(
 
     Returns
     -------
-    server, silos, Info, (k,) bool, seen
-        States afterwards; what is reported, ``ok`` only if all replies were; which of the
-        participants' replies were good in all exchanges, as the runtime tells it; and what was
-        watched after the last.
+    server, silos
+        Their states after the step.
+    info : Info
+        The server's report; its ``ok`` is true only if all replies were good.
+    good : (k,) bool
+        Which participants' replies were good in all exchanges, in the runtime's order.
+    watched : pytree
+        The watched part of the silos' states after the last exchange.
     """
-    ask = _Live(round_.exchanges, reach, noise, silos, who, server_data)
+    ask = _LiveAsker(round_.exchanges, transport, noise, silos, who, server_data)
     server, info = round_.run(server, noise.server, ask)
-    return server, ask.silos, ask.finish(info), ask.good, ask.seen
+    return server, ask.silos, ask.finish(info), ask.good, ask.watched
 
 
-class _Asked(BaseException):
-    """Carries out of a round what it sends; nothing that ``run`` may catch on its way."""
+class _MessageReady(BaseException):
+    """The exception that carries a message out of a round.
+
+    It is no ``Exception``, so that an ``except Exception`` in ``run`` does not catch it.
+    """
 
 
-class _Replay(_Asking):
-    """A party that gives a round the replies that are there, and stops it where one is missing."""
+class _ReplayAsker(_Asker):
+    """An asker that returns replies that are known, and stops the round where one is missing."""
 
     def __init__(
         self,
         exchanges: Exchanges,
-        given: Sequence[Replies[Any]],
+        known_replies: Sequence[Replies[Any]],
         who: Array,
         server_data: ServerData,
     ):
         super().__init__(exchanges, who, server_data)
-        self._given, self.stopped = given, False
+        self._known_replies, self.stopped = known_replies, False
 
     def replies(
         self, number: int, exchange: Exchange[Silo, Down, Up], down: Down
     ) -> tuple[Replies[Any], Array]:
-        if number == len(self._given):
+        if number == len(self._known_replies):
             self.stopped = True
-            raise _Asked(down)
-        return self._given[number], jnp.asarray(self._given[number].ok).all()
+            raise _MessageReady(down)
+        return self._known_replies[number], jnp.asarray(self._known_replies[number].ok).all()
 
 
 def replayed_part(
@@ -196,30 +211,34 @@ def replayed_part(
     server_data: ServerData = None,
     replies: Sequence[Replies[Any]] = (),
 ) -> Any:
-    """Run a round on replies that are given: up to the first exchange without, or to its end.
+    """Run a round on known replies, up to the first exchange that has none, or to the end.
 
     Returns
     -------
     Down, or (server_state, Info)
-        What is sent in that exchange; or what the round returns.
+        The message of that exchange; or, if no reply is missing, what the round returns.
     """
-    ask = _Replay(round_.exchanges, replies, who, server_data)
+    ask = _ReplayAsker(round_.exchanges, replies, who, server_data)
     try:
         after, info = round_.run(server, noise, ask)
-    except _Asked as asked:
-        return asked.args[0]
-    if ask.stopped:  # what it returns must not be taken for a message
+    except _MessageReady as ready:
+        return ready.args[0]
+    # A bare ``except:`` in the round has swallowed the message, and what it returned instead must
+    # not be taken for one.
+    if ask.stopped:
         raise TypeError("a round catches every exception around a question: let them pass.")
     return after, ask.finish(info)
 
 
-def in_parts(round_: Round) -> Round:
-    """Return the same round, compiled up to each of its questions.
+def compiled_in_parts(round_: Round) -> Round:
+    """Return the same round, compiled up to each of its exchanges.
 
-    For silos that are outside of the program: it is run anew, on the replies so far, for each
-    message and for the state afterwards.
+    This is for silos that are outside of the program. A compiled program cannot wait for a reply,
+    so the round is run from its beginning for each message, on the replies so far, and once more
+    for the new state. Rounds are pure, so that every run computes the same numbers.
     """
 
+    # jit has one program for each number of replies: n exchanges make n + 1 of them.
     @jax.jit
     def compiled(
         server: object,
@@ -256,10 +275,10 @@ def message_shapes(
     data: SiloData,
     server_data: ServerData = None,
 ) -> list[MessageShapes]:
-    """Return the shapes of all that crosses in rounds with one silo that holds ``data``.
+    """Return the shapes of all messages of rounds with one silo that holds ``data``.
 
-    The rounds follow each other from the algorithm's first states; nothing is computed. The shapes
-    of what the server holds are the algorithm's own where ``server_data`` is not given.
+    The rounds follow each other from the algorithm's first states; nothing is computed. Without
+    ``server_data`` the algorithm's ``server_like`` gives the shapes of what the server holds.
     """
     if server_data is None:
         server_data = algorithm.server_like
@@ -267,27 +286,33 @@ def message_shapes(
 
     def trace(key: Array, data: SiloData, server_data: ServerData) -> list[tuple[Any, Reply[Any]]]:
         server, silo = algorithm.init_server(key), algorithm.init_silo(key, data)
-        found: list[tuple[Any, Reply[Any]]] = []
+        crossed: list[tuple[Any, Reply[Any]]] = []
 
-        def reach(
+        def transport(
             exchange: Exchange[Silo, Down, Up], noise: Array, down: Down, who: Array, silos: Silo
         ) -> Answers[Silo]:
-            sent = slices(exchange.scatter, down, 0)
+            sent = for_participants(exchange.scatter, down, 0)
             reply, after = exchange.visit(exchange.silo_noise(noise, silos), sent, silos, data)
             exchanges.append(exchange)
-            found.append((drop_weak_types(sent), reply))
+            crossed.append((drop_weak_types(sent), reply))
+            # A single silo is a stack of one, so that the server sees replies as in a real round.
             stack = jax.tree.map(lambda a: jnp.asarray(a)[None], reply)
             return Answers(combine(exchange.combine, [stack]), stack.ok, after)
 
         for round_ in rounds:
             noise = Noise(round_.noise(key), [key] * len(round_.exchanges))
-            server, silo, *_ = step(round_, reach, noise, server, silo, jnp.arange(1), server_data)
-        return found
+            server, silo, *_ = step(
+                round_, transport, noise, server, silo, jnp.arange(1), server_data
+            )
+        return crossed
 
     shapes = jax.eval_shape(trace, jax.random.key(0), data, server_data)
-    return [MessageShapes(x, *each) for x, each in zip(exchanges, shapes, strict=True)]
+    return [
+        MessageShapes(x, *down_and_reply)
+        for x, down_and_reply in zip(exchanges, shapes, strict=True)
+    ]
 
 
-def _trace() -> object:
-    """Return what transformation is being traced, to be compared."""
+def _trace_state() -> object:
+    """Return a token of the transformation that is being traced; equal tokens, the same one."""
     return get_opaque_trace_state(convention="nnx")
