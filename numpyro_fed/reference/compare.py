@@ -116,7 +116,7 @@ class Comparison:
         return {"sites": self.sites, "pareto_k": self.pareto_k}
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """The table: names of columns, and a row for each element."""
+        """Return the table: names of columns, and a row for each element."""
         rows = [
             (_label(name, i), *(f"{measures[m][i]:.3f}" for m in _MEASURES))
             for name, measures in self.sites.items()

@@ -67,7 +67,7 @@ class NutsResult:
 
     @cached_property
     def monte_carlo_error(self) -> float:
-        """The largest standard error of a global's mean or sd, in posterior sds.
+        """Return the largest standard error of a global's mean or sd, in posterior sds.
 
         From effective draws of each element and of its square about the mean, and of the log of
         each that is positive in all draws: a scale near zero shows in its log alone whether the
@@ -94,7 +94,7 @@ class NutsResult:
 
     @property
     def _stuck(self) -> bool:
-        """Whether draws of globals say nothing about a spread."""
+        """Return whether draws of globals say nothing about a spread."""
         if not self.globals:
             return False
         held = [np.asarray(v) for v in self.globals.values()]
@@ -104,7 +104,7 @@ class NutsResult:
 
     @property
     def _diverges(self) -> bool:
-        """Whether no transition was sound."""
+        """Return whether no transition was sound."""
         return self.divergences >= self._transitions > 0
 
     @property
@@ -119,13 +119,16 @@ class NutsResult:
 
     @property
     def accurate(self) -> bool:
-        """Whether the chains know the mode that they are in, by few divergences, small errors."""
+        """Return whether divergences are few and Monte Carlo errors small.
+
+        The chains then know the mode that they are in; there may be others.
+        """
         total = self._transitions or 1
         return self.divergences <= DIVERGENT * total and self.monte_carlo_error <= ERROR
 
     @property
     def trusted(self) -> bool:
-        """Whether these draws can serve as the reference.
+        """Return whether these draws can serve as the reference.
 
         They are :attr:`accurate`, and of two chains or more that agree. One alone, in one of
         several modes, would never know.

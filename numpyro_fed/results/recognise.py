@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.errors import SavedStateError
-from numpyro_fed.model.data import SiloData, written
+from numpyro_fed.model.data import SiloData, array_bytes
 
 PACKAGES = "jax", "numpyro"  # which decide how a text is written down as programs
 
@@ -116,7 +116,9 @@ def _digests(held: Mapping[str, SiloData], salt: bytes) -> dict[str, dict[str, s
 
 
 def _digest(value: np.ndarray | bool | int | str | None, salt: bytes) -> str:
-    seen = written(value) if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
+    seen = (
+        array_bytes(value) if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
+    )
     return hashlib.blake2b(seen, key=salt, digest_size=8).hexdigest()
 
 

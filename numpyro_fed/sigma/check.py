@@ -93,7 +93,7 @@ def checked(
     key: Array, prior: Learnt, at: Sequence[Mapping[str, Any]] | None, num_draws: int
 ) -> Check:
     """Compare draws of two priors; see :meth:`numpyro_fed.SigmaPrior.check`."""
-    source, of = prior.source, prior.blocks.of
+    source, of = prior.source, prior.blocks.block_of
     if at is None:
         drawn = jax.vmap(source.hyper)(jax.random.split(key, 1_000))
         at = [

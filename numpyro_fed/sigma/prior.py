@@ -250,12 +250,12 @@ class SigmaPrior:
 
     @property
     def site(self) -> str:
-        """The site whose prior it is."""
+        """Return the site whose prior it is."""
         return self.source.site
 
     @property
     def deterministic(self) -> SigmaPrior:
-        """The prior in which entries are what the decoder says (section 4.2.2)."""
+        """Return the prior in which entries are what the decoder says (section 4.2.2)."""
         return replace(self, is_auxiliary=False)
 
     @property
@@ -314,7 +314,7 @@ class SigmaPrior:
 
     def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
         """Return the site from its blocks."""
-        return self.blocks.together(parts, which)
+        return self.blocks.assemble(parts, which)
 
     def suits(self, model: Callable[..., object], silos: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a text, run on what silos hold, in which the site has another prior; warn of
@@ -350,7 +350,7 @@ class SigmaPrior:
         return jax.jit(lambda key: jax.lax.map(one, jax.random.split(key, n), batch_size=256))(key)
 
     def _draw(self, key: Array, phi: Mapping[str, Any]) -> Array:
-        """One draw of the site (entries,)."""
+        """Return one draw of the site (entries,)."""
         which = jnp.arange(self.blocks.number)
         with TRACING, numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=key):
             shared = self.shared(dist.Delta(0.0), phi)

@@ -17,7 +17,7 @@ from numpyro.distributions import Distribution
 from numpyro_fed import linalg
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.feasible import unwrapped
-from numpyro_fed.model.substitution import Blocks, block_name, site_of, traced
+from numpyro_fed.model.substitution import Blocks, block_name, site_of, trace_text
 from numpyro_fed.sigma.fields import Leroux
 from numpyro_fed.sigma.gaussian import (
     Dense,
@@ -49,7 +49,7 @@ class ClosedForm(Generic[Shared]):
 
     def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
         """Return the site from its blocks."""
-        return self.blocks.together(parts, which)
+        return self.blocks.assemble(parts, which)
 
     def suits(self, model: Callable[..., object], silos: Sequence[Mapping[str, Any]]) -> None:
         """Refuse a text, run on what silos hold, in which areas have other neighbours."""
@@ -242,7 +242,7 @@ def _directions(
     """
 
     def drawn(total: Array, key: Array) -> tuple[Array, None]:
-        fn = traced(model, key, kwargs)[site]["fn"]
+        fn = trace_text(model, key, kwargs)[site]["fn"]
         known = field_of(fn, site, spectrum)
         return total + (known.cov if isinstance(known, Dense) else known.variances), None
 
@@ -308,7 +308,7 @@ class SeparatorPrior(ClosedForm[Areas]):
                 "neighbours: of CAR and Leroux alone it is known which are not. Use "
                 "nf.LowRankPrior or nf.SigmaPrior."
             )
-        apart = found.of[:, None] != found.of
+        apart = found.block_of[:, None] != found.block_of
         at_border = (W * apart).any(1)
         border = np.flatnonzero(at_border)
         interiors = [own[~at_border[own]] for own in found.places]
@@ -316,7 +316,7 @@ class SeparatorPrior(ClosedForm[Areas]):
         near = np.full((len(next_to), max(max(map(len, next_to)), 1)), len(border))
         for row, places in zip(near, next_to, strict=True):
             row[: len(places)] = places
-        return cls(site, Blocks.tabled(interiors, found.of), None, border, W, near)
+        return cls(site, Blocks.from_places(interiors, found.block_of), None, border, W, near)
 
     @property
     def _areas(self) -> np.ndarray:
@@ -382,5 +382,5 @@ class SeparatorPrior(ClosedForm[Areas]):
     def whole(self, shared: Areas, parts: Array, which: Array) -> Array:
         """Return the site, areas at borders included."""
         _, _, at_border = shared
-        whole = self.blocks.together(parts, which)
+        whole = self.blocks.assemble(parts, which)
         return whole.at[fresh(self.border)].set(at_border) if len(self.border) else whole

@@ -17,7 +17,7 @@ from numpyro.distributions import Distribution, biject_to
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.feasible import is_flat
 from numpyro_fed.model.jaxprs import provenance
-from numpyro_fed.model.substitution import site_of, traced
+from numpyro_fed.model.substitution import site_of, trace_text
 from numpyro_fed.sigma.gaussian import Spectrum, field_of
 
 LOOKS, EACH = 1_000, 4  # hyperparameters, and draws at each, of which scales are read off
@@ -125,7 +125,7 @@ class Source:
         """Find out what a site depends on."""
         fn = site_of(model, site, kwargs)
         phi = hyperparameters(model, site, kwargs)
-        latents = traced(model, 0, kwargs)
+        latents = trace_text(model, 0, kwargs)
         for name, (low, high) in ranges.items():
             if name not in phi:
                 raise ModelError(
@@ -148,9 +148,9 @@ class Source:
         return cls(model, kwargs, site, phi, dict(ranges), fn.event_shape[0], spectrum)
 
     def trace(self, key: Array, phi: Mapping[str, Any]) -> dict[str, Any]:
-        """The text at given hyperparameters."""
+        """Return the text at given hyperparameters."""
         known = {**phi, self.site: jnp.zeros(self.size)}  # a draw of it may take long
-        return traced(self.model, key, self.kwargs, known)
+        return trace_text(self.model, key, self.kwargs, known)
 
     def hyper(self, key: Array, ranges: bool = True) -> dict[str, Array]:
         """Hyperparameters: of their range, or of the prior."""
@@ -219,7 +219,10 @@ class Source:
         return self.pairs(key, phi, n)[1]
 
     def pairs(self, key: Array, phi: Mapping[str, Array], n: int) -> tuple[Array | None, Array]:
-        """The same, and the standard normals (n, size) of which they are made, if they are."""
+        """Return draws of the site (n, size), and the standard normals that they are made of.
+
+        The normals (n, size) come first; they are None for a prior that is not Gaussian.
+        """
         fn = self.distribution(phi)
         try:
             gaussian = field_of(fn, self.site, self.spectrum)
@@ -319,7 +322,7 @@ def _scales(phi: Array, theta: Array) -> Scales:
     inverse = jnp.linalg.pinv(features)
 
     def scored(i: Array, growth: Array) -> Array:
-        """A step of Fisher scoring: a logarithm's mean would depend on how entries correlate."""
+        """Return the coefficients after one step of Fisher scoring."""
         expected = jnp.exp(2 * features @ growth)
         return growth + 0.5 * inverse @ jnp.minimum(squares / expected - 1, FARTHEST)
 
@@ -337,7 +340,7 @@ def hyperparameters(
     """Return the latents on which a site's distribution depends."""
 
     def run(latents: dict[str, Array]) -> dict[str, Any]:
-        return traced(model, 0, kwargs, latents)
+        return trace_text(model, 0, kwargs, latents)
 
     first = run({})
     latents = {

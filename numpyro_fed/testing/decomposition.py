@@ -16,20 +16,20 @@ from numpyro.infer.util import potential_energy, unconstrain_fn
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.audit import (
-    NUMBERS,
-    Move,
-    Moved,
+    ROWS_AT_ONCE,
+    ChangedRow,
+    Perturbation,
     default_rtol,
-    first_moved,
-    follows,
-    groups,
+    first_changed_rows,
+    plate_follows_arrays,
+    row_groups,
 )
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.row_checks import CheckResult, summarised
+from numpyro_fed.model.row_checks import CheckResult, summary_message
 from numpyro_fed.tracing import TRACING
 
 
@@ -177,19 +177,19 @@ class _Check:
         data: SiloData,
         noise: Rows,
         others: Rows,
-    ) -> tuple[Rows, dict[tuple[str, str], Moved], dict[str, Moved]]:
+    ) -> tuple[Rows, dict[tuple[str, str], ChangedRow], dict[str, ChangedRow]]:
         """Return the terms, and those that moved with latents and with data of other rows."""
         fm = self.fm
         keys = {p.name: self.keys(p.name) for p in fm.plates}
-        some = {p: groups(len(z)) for p, z in z_L.items()}
+        some = {p: row_groups(len(z)) for p, z in z_L.items()}
         by_latents = [p for p in fm.plates if p.dim]
         by_data = [p.name for p in fm.plates if keys[p.name]]
-        moves = [Move(p.name, some[p.name], steps=noise[p.name]) for p in by_latents]
-        moves += [Move(p, some[p], source=others[p]) for p in by_data]
+        moves = [Perturbation(p.name, some[p.name], steps=noise[p.name]) for p in by_latents]
+        moves += [Perturbation(p, some[p], source=others[p]) for p in by_data]
         terms = partial(self._log_silo, theta, private, z_G)
         of = {key: p for p, own in keys.items() for key in own}
-        at_once = max(1, NUMBERS // sum(map(len, z_L.values())))
-        first, found = first_moved(terms, (z_L, data), of, moves, self.rtol, at_once)
+        at_once = max(1, ROWS_AT_ONCE // sum(map(len, z_L.values())))
+        first, found = first_changed_rows(terms, (z_L, data), of, moves, self.rtol, at_once)
         latents = {
             (plate, p.name): moved
             for p, by_plate in zip(by_latents, found, strict=False)
@@ -250,7 +250,7 @@ class _Check:
         arguments = jax.tree.map(jnp.asarray, (*arguments, noise, source))
         terms, by_latents, by_data = self.log_moved(*arguments)
         for (plate, mover), found in by_latents.items():
-            if found.moved:
+            if found.changed:
                 changed = CheckResult(True, plate, j, found).words()
                 raise ModelError(
                     f"{changed} when only latents of other rows, of "
@@ -259,8 +259,10 @@ class _Check:
                     "the rows index."
                 )
         for plate, found in by_data.items():
-            if found.moved:
-                raise ModelError(summarised(CheckResult(True, plate, j, found), self.keys(plate)))
+            if found.changed:
+                raise ModelError(
+                    summary_message(CheckResult(True, plate, j, found), self.keys(plate))
+                )
         return {plate: np.asarray(rows) for plate, rows in terms.items()}
 
     def keys(self, plate: str) -> list[str]:
@@ -268,7 +270,7 @@ class _Check:
         keys = [key for key, p in self.layout.rows.items() if p == plate]
         if len({size[plate] for size in self.sizes}) > 1 or self.sizes[0][plate] == 1:
             return keys
-        return keys if follows(self.fm, self.data[0], keys, plate) else []
+        return keys if plate_follows_arrays(self.fm, self.data[0], keys, plate) else []
 
     def total(self, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
         """Compare NumPyro's joint log density with the prior plus all rows."""
