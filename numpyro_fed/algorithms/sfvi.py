@@ -43,7 +43,7 @@ from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.minibatch import Noise, drawn, rows_at
+from numpyro_fed.model.minibatch import Noise, draw_minibatch, rows_at
 from numpyro_fed.trees import all_finite
 
 
@@ -178,7 +178,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             now = down.seen.centre
             params = self.recentred(state, now - state.centre, data)
             state = state._replace(params=params, centre=now)
-        here, places = drawn(self.minibatches, noise.which, data)
+        here, places = draw_minibatch(self.minibatches, noise.which, data)
         frames = rows_at(state.frames, places)
 
         def term(down: Down, params: OwnParams) -> Array:

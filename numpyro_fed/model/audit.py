@@ -170,11 +170,11 @@ def first_changed_rows(
 
     ways = jnp.arange(total), which, source
     rows = changed_terms(terms, silo, keys, change, ways, at_once)
-    first = {p: each[0] for p, each in rows.items()}
-    return first, [
+    original = {p: stack[0] for p, stack in rows.items()}
+    return original, [
         {
-            p: compare(first[p], each[i : i + len(m.some)], m.some if p == m.plate else False)
-            for p, each in rows.items()
+            p: compare(original[p], after[i : i + len(m.some)], m.some if p == m.plate else False)
+            for p, after in rows.items()
         }
         for m, i in zip(perturbations, starts, strict=True)
     ]

@@ -99,9 +99,9 @@ def inner_programs(eqn: JaxprEqn) -> list[Program]:
     # (jaxpr, call_jaxpr, branches).
     found = []
     for value in eqn.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(each, "jaxpr", each), "eqns"):
-                found.append(as_program(each))
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                found.append(as_program(item))
     return found
 
 

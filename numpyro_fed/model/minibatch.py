@@ -121,20 +121,20 @@ class Minibatches:
             # these in order, and masks the rest.
             all_fit, in_order = n <= self.size, jnp.arange(self.size)
             # 32 random bits modulo n: no row is more likely than another by more than n / 2**32.
-            drawn = (bits % n.astype(jnp.uint32)).astype(jnp.int32)
-            which = jnp.where(all_fit, in_order, drawn)
-            arrays |= {key: jnp.asarray(arrays[key])[which] for key in rows.arrays}
+            random = (bits % n.astype(jnp.uint32)).astype(jnp.int32)
+            index = jnp.where(all_fit, in_order, random)
+            arrays |= {key: jnp.asarray(arrays[key])[index] for key in rows.arrays}
             for plate in rows.plates:
                 masks[plate] = ~all_fit | (in_order < n)
                 weights[plate] = jnp.where(all_fit, 1.0, n / self.size)
-                places[plate] = which
+                places[plate] = index
         return replace(data, arrays=arrays, masks=masks, weights=weights), places
 
 
-def drawn(
+def draw_minibatch(
     minibatches: Minibatches | None, noise: Array | None, data: SiloData
 ) -> tuple[SiloData, dict[str, Array]]:
-    """Return a minibatch and its rows by plate, or all data and {} without minibatches."""
+    """Return a minibatch and its rows by plate; all data and {} if there are no minibatches."""
     if minibatches is None or noise is None:
         return data, {}
     return minibatches.draw(noise, data)
@@ -143,6 +143,6 @@ def drawn(
 def rows_at(tree: Mapping[str, Any], places: Mapping[str, Array]) -> dict[str, Any]:
     """Return the parts of ``{plate: tree with leading axis of rows}`` at a minibatch's rows."""
     return {
-        plate: jax.tree.map(lambda a, at=places[plate]: a[at], own) if plate in places else own
-        for plate, own in tree.items()
+        plate: jax.tree.map(lambda a, i=places[plate]: a[i], part) if plate in places else part
+        for plate, part in tree.items()
     }

@@ -57,24 +57,25 @@ def local_prior(model: Callable[..., Any], sites: Sequence[Site]) -> LocalPrior:
             return handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
 
     def rows_of(s: Site, value: Array) -> Array:
-        moved = jnp.moveaxis(value, s.axis or 0, 0)
-        return moved.reshape(len(moved), -1)
+        rows_first = jnp.moveaxis(value, s.axis or 0, 0)
+        return rows_first.reshape(len(rows_first), -1)
 
     def draw(key: Array, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         trace = traced(theta, z_G, z_L, data, key)
-        drawn: dict[str, list[Array]] = {}
+        by_plate: dict[str, list[Array]] = {}
         for s in local:
             if s.plate not in z_L:
                 site = trace[s.name]
                 unconstrained = biject_to(site["fn"].support).inv(site["value"])
-                drawn.setdefault(str(s.plate), []).append(rows_of(s, unconstrained))
-        return {**z_L, **{plate: jnp.concatenate(parts, 1) for plate, parts in drawn.items()}}
+                by_plate.setdefault(str(s.plate), []).append(rows_of(s, unconstrained))
+        return {**z_L, **{plate: jnp.concatenate(parts, 1) for plate, parts in by_plate.items()}}
 
     def log_density(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        # All latents have values here: the key decides nothing.
         trace = traced(theta, z_G, z_L, data, jax.random.key(0))
-        at, total = unpack(local, z_G, z_L), dict[str, Array]()
+        values, total = unpack(local, z_G, z_L), dict[str, Array]()
         for s in local:
-            terms = sum_rows(rows_of(s, _log_density(trace[s.name], at[s.name])))
+            terms = sum_rows(rows_of(s, _log_density(trace[s.name], values[s.name])))
             total[str(s.plate)] = total.get(str(s.plate), 0.0) + terms
         return {plate: data.masked(plate, rows) for plate, rows in total.items()}
 

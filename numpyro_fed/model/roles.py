@@ -88,9 +88,9 @@ class Text(NamedTuple):
 
     def run(self, arrays: Mapping[str, Any]) -> Any:
         """Run the text, with zeros for the arrays that are not given, and return its result."""
-        held = self.data.arrays
         full = {
-            n: arrays[n] if n in arrays else jnp.zeros(a.shape, a.dtype) for n, a in held.items()
+            n: arrays[n] if n in arrays else jnp.zeros(a.shape, a.dtype)
+            for n, a in self.data.arrays.items()
         }
         bound = inspect.BoundArguments(self.signature, replace(self.data, arrays=full).kwargs)
         return self.model(*bound.args, **bound.kwargs)
@@ -453,11 +453,11 @@ def _rows_apart(
         n: r.lognormal(0, 0.5, a.shape).astype(a.dtype) if a.dtype.kind == "f" else a
         for n, a in data.arrays.items()
     }
-    held, some = replace(data, arrays=arrays), jnp.arange(0, rows, 2)
-    whole, alone = fn(held), fn(take(held, some))
-    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(alone), strict=True)
+    random, half = replace(data, arrays=arrays), jnp.arange(0, rows, 2)
+    whole, part = fn(random), fn(take(random, half))
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True)
     return all(
-        np.shape(a)[:1] != (rows,) or np.allclose(a[some], b, 1e-4, 1e-4, equal_nan=True)
+        np.shape(a)[:1] != (rows,) or np.allclose(a[half], b, 1e-4, 1e-4, equal_nan=True)
         for a, b in pairs
     )
 

@@ -174,8 +174,8 @@ class VerticalModel(NamedTuple):
     ) -> tuple[Array, Array]:
         """Return a client's predictor (rows, ...) and its log density (), which has all priors."""
         log_probs, trace = client.log_probs(theta, z, data)
-        own = sum((p.sum() for p in log_probs.values()), jnp.zeros(()))
-        return trace[PREDICTOR]["value"], own
+        log_density = sum((p.sum() for p in log_probs.values()), jnp.zeros(()))
+        return trace[PREDICTOR]["value"], log_density
 
     def log_server(
         self, theta: Theta, z: Array, total: Array, data: SiloData

@@ -188,22 +188,24 @@ def train(
             bar.set_postfix(loss=f"{losses[-1].mean():.2f}")
     seconds = time.perf_counter() - began
     timed = settings.num_steps - len(losses[0])
-    each = (time.perf_counter() - compiled) / timed if timed else float("nan")
+    step_time = (time.perf_counter() - compiled) / timed if timed else float("nan")
     times = {
         "seconds": seconds,
-        "step": each,
-        "drawing": _share(key, source, scales, settings, each),
+        "step": step_time,
+        "drawing": _drawing_share(key, source, scales, settings, step_time),
     }
     return with_weights(carry[0]), np.concatenate(losses), times
 
 
-def _share(key: Array, source: Source, scales: Scales, settings: Settings, each: float) -> float:
-    """Return the share of a step's time ``each`` that drawing takes; NaN if that is NaN."""
-    if not np.isfinite(each):
+def _drawing_share(
+    key: Array, source: Source, scales: Scales, settings: Settings, step: float
+) -> float:
+    """Return the share of drawing in the seconds of a step; NaN if these are NaN."""
+    if not np.isfinite(step):
         return float("nan")
     keys = jax.random.split(key, TIMED)
     draws = jax.jit(partial(jax.lax.map, partial(training_draws, source, scales, settings)))
     jax.block_until_ready(draws(keys))
     began = time.perf_counter()
     jax.block_until_ready(draws(keys))
-    return (time.perf_counter() - began) / TIMED / each
+    return (time.perf_counter() - began) / TIMED / step
