@@ -49,7 +49,7 @@ def test_the_bound_is_that_of_the_written_model(double):
     blocks, gamma = Blocks.read(UNEVEN, 6, "theta"), 0.3
     nets = Networks(Sizes(6, 1, 2, 4, 3, 2, 8, 4, True, True), KEY)
     draws = jnp.asarray(np.random.default_rng(1).normal(size=(9, 6)))
-    nets = nets.begun(draws, None, jnp.asarray(blocks.table), gamma)
+    nets = nets.initialised(draws, None, jnp.asarray(blocks.table), gamma)
     r = np.random.default_rng(0)
     at = Step(*(jnp.asarray(r.normal(size=n)) for n in (6, 1, 3, (2, 2))))
     mean, log_variance = nets.encode(at.theta, at.phi)
