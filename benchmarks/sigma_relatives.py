@@ -54,11 +54,11 @@ def covariance(prior: Any, fn: dist.Distribution) -> np.ndarray:
     field, blocks = prior._field(fn), prior.blocks
     cov = np.zeros((blocks.size, blocks.size))
     if isinstance(prior, nf.LowRankPrior):
-        A = np.asarray(field.roots(prior.basis))
+        A = np.asarray(field.loadings(prior.basis))
         cov = A @ A.T
     for own in blocks.places:
         there = jnp.ones(len(own), bool)
-        cov[np.ix_(own, own)] = field.among(jnp.asarray(own), there)
+        cov[np.ix_(own, own)] = field.covariance_of(jnp.asarray(own), there)
     return cov
 
 

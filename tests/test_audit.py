@@ -12,10 +12,16 @@ from laid_open import questions
 
 import numpyro_fed as nf
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.audit import Change, Move, first_moved, groups, perturbed
+from numpyro_fed.model.audit import (
+    Perturbation,
+    SiloChange,
+    changed_terms,
+    first_changed_rows,
+    row_groups,
+)
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.fingerprint import fingerprint
-from numpyro_fed.model.jaxprs import Identity, follow, labels_by_name, traced
+from numpyro_fed.model.jaxprs import Identity, labels_by_name, propagate_labels, trace_program
 from numpyro_fed.model.padding import bucket
 from numpyro_fed.model.row_checks import RowChecks
 from numpyro_fed.model.split import split
@@ -31,7 +37,7 @@ def apart(z_L, data):
 
 
 def test_a_change_steps_latents_and_puts_the_data_of_rows_in_other_places():
-    z_L, data = Change({"row": jnp.ones((3, 1))}, {"row": jnp.array([2, 1, 0])}).of(*SILO, KEYS)
+    z_L, data = SiloChange({"row": jnp.ones((3, 1))}, {"row": jnp.array([2, 1, 0])}).of(*SILO, KEYS)
     assert z_L["row"][:, 0].tolist() == [2.0, 3.0, 5.0]
     assert data.arrays["y"].tolist() == [40.0, 20.0, 10.0]
     assert data.arrays["x"].tolist() == [1.0, 2.0]
@@ -39,23 +45,25 @@ def test_a_change_steps_latents_and_puts_the_data_of_rows_in_other_places():
 
 def test_a_change_that_cuts_leaves_out_latents_and_masks_too():
     ways = jnp.array([[0, 2], [1, 2]])
-    cut = perturbed(apart, SILO, KEYS, lambda rows: Change({}, {"row": rows}, cut=True), ways)
+    cut = changed_terms(
+        apart, SILO, KEYS, lambda rows: SiloChange({}, {"row": rows}, cut=True), ways
+    )
     assert cut["row"].tolist() == [[11.0, 44.0], [22.0, 44.0]]
-    _, data = Change({}, {"row": ways[0]}, cut=True).of(*SILO, KEYS)
+    _, data = SiloChange({}, {"row": ways[0]}, cut=True).of(*SILO, KEYS)
     assert data.masks["row"].shape == (2,)
 
 
 def moves():
-    some = groups(3)
-    steps = Move("row", some, steps=jnp.ones((3, 1)))
-    return [steps, Move("row", some, source=jnp.array([1, 2, 0]))]
+    some = row_groups(3)
+    steps = Perturbation("row", some, steps=jnp.ones((3, 1)))
+    return [steps, Perturbation("row", some, source=jnp.array([1, 2, 0]))]
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 3, 100])
 def test_rows_that_stand_apart_move_alone(at_once):
-    terms, found = first_moved(apart, SILO, KEYS, moves(), 1e-5, at_once)
+    terms, found = first_changed_rows(apart, SILO, KEYS, moves(), 1e-5, at_once)
     assert terms["row"].tolist() == [11.0, 22.0, 44.0]
-    assert not any(moved["row"].moved for moved in found)
+    assert not any(moved["row"].changed for moved in found)
 
 
 @pytest.mark.parametrize("reader", [0, 1, 2])
@@ -71,8 +79,8 @@ def test_every_row_that_reads_another_one_is_found(reader, read):
         return {"row": apart(z_L, data)["row"].at[reader].add(data.arrays["y"][read])}
 
     for terms, expected in ((by_latents, [True, False]), (by_data, [False, True])):
-        _, found = first_moved(terms, SILO, KEYS, moves(), 1e-5)
-        assert [bool(moved["row"].moved) for moved in found] == expected
+        _, found = first_changed_rows(terms, SILO, KEYS, moves(), 1e-5)
+        assert [bool(moved["row"].changed) for moved in found] == expected
         assert int(found[expected.index(True)]["row"].row) == reader
 
 
@@ -83,13 +91,13 @@ def test_a_row_that_becomes_possible_has_moved():
         first = jnp.where(data.arrays["y"][2] == 40.0, -jnp.inf, 0.0)
         return {"row": jnp.stack([first, *data.arrays["y"][1:]])}
 
-    _, (_, found) = first_moved(terms, SILO, KEYS, moves(), 1e-5)
-    assert bool(found["row"].moved)
+    _, (_, found) = first_changed_rows(terms, SILO, KEYS, moves(), 1e-5)
+    assert bool(found["row"].changed)
     assert (int(found["row"].row), float(found["row"].before)) == (0, -np.inf)
 
 
 def test_without_moves_there_are_the_terms_alone():
-    terms, found = first_moved(apart, SILO, KEYS, [], 1e-5)
+    terms, found = first_changed_rows(apart, SILO, KEYS, [], 1e-5)
     assert (terms["row"].tolist(), found) == ([11.0, 22.0, 44.0], [])
 
 
@@ -113,8 +121,8 @@ def test_a_question_is_put_once_to_the_same_silos_and_forgotten_with_them():
     asks = Counted(fm)
     (b,) = bucket(silos, [fm.sizes(silo) for silo in silos])
     question = asks.coupled
-    first = asks.ask(question, b, "row")
-    assert first == asks.ask(question, b, "row")
+    first = asks.cached_result(question, b, "row")
+    assert first == asks.cached_result(question, b, "row")
     assert (first.answer, first.silo, first.plate) == (True, 0, "row")
     assert asked == ["row"]
     assert first.words() == "silo 0, silo_plate 'row': the term of a row"
@@ -125,7 +133,7 @@ def test_a_question_is_put_once_to_the_same_silos_and_forgotten_with_them():
 
 def test_programs_are_the_same_by_their_operations_and_numbers():
     def program(table, scale):
-        return Identity.of(traced(lambda x: scale * x + table, 1.0))
+        return Identity.of(trace_program(lambda x: scale * x + table, 1.0))
 
     table = np.array([1.0, np.nan], np.float32)
     assert program(table, 2.0).same(program(table.copy(), 2.0))
@@ -162,8 +170,8 @@ def test_labels_are_seen_at_each_operation_those_of_inner_programs_included():
         return jax.lax.scan(step, inputs["c"], inputs["xs"])[0]
 
     inputs, seen = {"c": 0.0, "xs": jnp.ones(3)}, {}
-    program = traced(fn, inputs).jaxpr
-    follow(
+    program = trace_program(fn, inputs).jaxpr
+    propagate_labels(
         program, labels_by_name(inputs), lambda eqn, into: seen.update({eqn.primitive.name: into})
     )
     assert seen["sin"] == [{"xs"}]

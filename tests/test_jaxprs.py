@@ -12,14 +12,22 @@ import numpy as np
 import pytest
 from jax import lax
 
-from numpyro_fed.model.jaxprs import branches, called, constants, needed, programs, scan, traced
+from numpyro_fed.model.jaxprs import (
+    branches,
+    called_program,
+    constants,
+    inner_programs,
+    scan,
+    trace_program,
+    without_dead_code,
+)
 
 TABLE = np.arange(3.0, dtype=np.float32) + 0.25
 
 
 def operation(name, fn, *args):
     """The one operation of that name in a function's program."""
-    (found,) = [e for e in traced(fn, *args).jaxpr.eqns if e.primitive.name == name]
+    (found,) = [e for e in trace_program(fn, *args).jaxpr.eqns if e.primitive.name == name]
     return found
 
 
@@ -60,21 +68,21 @@ def test_a_scan_of_random_keys_is_told():
     def loop(key):
         return lax.scan(lambda k, k2: (k2, k), key, jax.random.split(key, 3))
 
-    (found,) = [s for e in traced(loop, jax.random.key(0)).jaxpr.eqns if (s := scan(e))]
+    (found,) = [s for e in trace_program(loop, jax.random.key(0)).jaxpr.eqns if (s := scan(e))]
     assert (found.num_consts, found.num_carry) == (0, 1)
 
 
 def test_a_cond_has_its_branches():
     eqn = operation("cond", lambda i, x: lax.switch(i, [jnp.sin, jnp.cos, jnp.tan], x), 1, 2.0)
     assert [p.jaxpr.eqns[-1].primitive.name for p in branches(eqn)] == ["sin", "cos", "tan"]
-    assert called(eqn) is None
+    assert called_program(eqn) is None
     assert scan(eqn) is None
 
 
 def test_a_while_has_two_programs_and_is_no_call():
     eqn = operation("while", lambda x: lax.while_loop(lambda x: x < 9, lambda x: 2 * x, x), 1.0)
-    assert len(programs(eqn)) == 2
-    assert called(eqn) is None
+    assert len(inner_programs(eqn)) == 2
+    assert called_program(eqn) is None
     assert branches(eqn) is None
 
 
@@ -92,22 +100,22 @@ own_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
     ids=["jit", "checkpoint", "custom_vjp", "custom_jvp"],
 )
 def test_a_call_has_the_program_that_it_calls(call):
-    (eqn,) = traced(call, 1.0).jaxpr.eqns
-    inner = called(eqn)
+    (eqn,) = trace_program(call, 1.0).jaxpr.eqns
+    inner = called_program(eqn)
     assert len(inner.jaxpr.invars) == len(inner.jaxpr.outvars) == 1
     assert branches(eqn) is scan(eqn) is None
 
 
 def test_plain_operations_hold_no_program():
-    (eqn,) = traced(lambda x, y: x + y, 1.0, 2.0).jaxpr.eqns
-    assert programs(eqn) == []
-    assert called(eqn) is scan(eqn) is branches(eqn) is None
+    (eqn,) = trace_program(lambda x, y: x + y, 1.0, 2.0).jaxpr.eqns
+    assert inner_programs(eqn) == []
+    assert called_program(eqn) is scan(eqn) is branches(eqn) is None
 
 
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["outside", "in a jit"])
 def test_constants_are_found_wherever_they_are(inside):
     fn = inside(lambda x: lax.cond(x.sum() > 0.5, lambda x: x * TABLE, lambda x: x * 7.0, x))
-    found = [np.asarray(c) for c in constants(traced(fn, jnp.ones(3)))]
+    found = [np.asarray(c) for c in constants(trace_program(fn, jnp.ones(3)))]
     assert any(np.array_equal(c, TABLE) for c in found)
     assert {0.5, 7.0} <= {float(c) for c in found if c.size == 1}
 
@@ -116,8 +124,8 @@ def test_constants_are_found_wherever_they_are(inside):
 def test_a_program_keeps_what_its_outputs_need(inside):
     other = np.arange(4.0, dtype=np.float32)
     both = inside(lambda x: (x * TABLE, jnp.cos(x.sum() * other)))
-    whole = traced(lambda x: both(x)[0], jnp.ones(3))
-    kept = needed(whole)
+    whole = trace_program(lambda x: both(x)[0], jnp.ones(3))
+    kept = without_dead_code(whole)
     assert [np.shape(c) for c in constants(kept) if np.shape(c)] == [(3,)]
     assert sum(np.shape(c) == (4,) for c in constants(whole)) == 1
     assert len(kept.jaxpr.eqns) == 1
@@ -130,7 +138,9 @@ def test_programs_that_say_the_same_have_the_same_words(inside):
         def fn(x):
             return inside(lambda x: (factor * x, other + x))(x)[0]
 
-        return re.sub("0x[0-9a-f]+", "", str(needed(traced(fn, jnp.ones(3))).jaxpr))
+        return re.sub(
+            "0x[0-9a-f]+", "", str(without_dead_code(trace_program(fn, jnp.ones(3))).jaxpr)
+        )
 
     assert words(2.0, 3.0) == words(2.0, 4.0)
     assert words(2.0, 3.0) != words(2.5, 3.0)

@@ -17,7 +17,7 @@ from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import build
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.minibatch import Minibatches, Noise, drawn, rows_at
+from numpyro_fed.model.minibatch import Minibatches, Noise, draw_minibatch, rows_at
 from numpyro_fed.objectives import SiloBound, draws_by_plate
 from numpyro_fed.runtime.step import replayed_part
 
@@ -180,7 +180,7 @@ def test_plates_above_others_stay_whole_and_rows_count_for_those_left_out():
     assert split.minibatches.plates == ("row",)
     assert split.minibatches.cut[0].arrays == ("ward", "x", "y")
     one = jax.tree.map(lambda a: a[1], split.data)
-    some, places = drawn(split.minibatches, split.minibatches.noise(KEY), one)
+    some, places = draw_minibatch(split.minibatches, split.minibatches.noise(KEY), one)
     assert some.arrays["size"].shape == one.arrays["size"].shape
     assert float(some.weights["row"]) == 3.0
     np.testing.assert_array_equal(some.arrays["y"], one.arrays["y"][places["row"]])

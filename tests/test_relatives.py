@@ -173,8 +173,8 @@ def test_one_eigendecomposition_draws_every_field_of_areas(double, kind):
         U = field.vectors * np.sqrt(field.variances)
         np.testing.assert_allclose(U @ U.T, np.linalg.inv(fn.precision_matrix), atol=1e-9)
         there = jnp.ones(6, bool)
-        np.testing.assert_allclose(field.among(jnp.arange(6), there), U @ U.T, atol=1e-10)
-    draws, n = field.of_normals(jax.random.normal(KEY, (4_000, len(field.loc)))), 4_000
+        np.testing.assert_allclose(field.covariance_of(jnp.arange(6), there), U @ U.T, atol=1e-10)
+    draws, n = field.from_normals(jax.random.normal(KEY, (4_000, len(field.loc)))), 4_000
     cov, found = U @ U.T, np.cov(draws.T)
     se = np.sqrt((cov**2 + np.outer(np.diag(cov), np.diag(cov))) / n)
     assert (abs(found - cov) < 4.5 * se).all()

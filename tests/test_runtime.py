@@ -18,7 +18,7 @@ from laid_open import inside, laid_open, times_compiled
 import numpyro_fed as nf
 from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, Info, Reply, Round
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.jaxprs import programs, traced
+from numpyro_fed.model.jaxprs import inner_programs, trace_program
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.host import host
@@ -314,14 +314,14 @@ def test_other_shapes_are_another_program():
 
 def equations(program):
     """The number of operations of a program, inner ones included."""
-    return sum(1 + sum(map(equations, programs(eqn))) for eqn in program.jaxpr.eqns)
+    return sum(1 + sum(map(equations, inner_programs(eqn))) for eqn in program.jaxpr.eqns)
 
 
 def test_the_program_does_not_grow_with_the_number_of_silos():
     def size(silos):
         opened = laid_open(nf.SFVI(mixed, optim=optax.adam(1e-2), start=None), silos)
         state = opened.first_state(KEY)
-        return equations(traced(opened.runtime.advance, KEY, state, opened.batches, 5))
+        return equations(trace_program(opened.runtime.advance, KEY, state, opened.batches, 5))
 
     two, many = size(mixed_silos()[:1] * 2), size(mixed_silos()[:1] * 200)
     assert two == many

@@ -49,7 +49,7 @@ def test_the_bound_is_that_of_the_written_model(double):
     blocks, gamma = Blocks.read(UNEVEN, 6, "theta"), 0.3
     nets = Networks(Sizes(6, 1, 2, 4, 3, 2, 8, 4, True, True), KEY)
     draws = jnp.asarray(np.random.default_rng(1).normal(size=(9, 6)))
-    nets = nets.begun(draws, None, jnp.asarray(blocks.table), gamma)
+    nets = nets.initialised(draws, None, jnp.asarray(blocks.table), gamma)
     r = np.random.default_rng(0)
     at = Step(*(jnp.asarray(r.normal(size=n)) for n in (6, 1, 3, (2, 2))))
     mean, log_variance = nets.encode(at.theta, at.phi)
@@ -90,7 +90,7 @@ def test_cars_are_drawn_by_their_eigenvectors():
         numpyro.sample("theta", dist.CAR(1.0, alpha, 2.0, W))
 
     source, n = Source.of(car, "theta", {}, {}), 5_000
-    draws = np.asarray(source.at(KEY, {"alpha": 0.9}, n))
+    draws = np.asarray(source.sample_at(KEY, {"alpha": 0.9}, n))
     cov = np.linalg.inv(2 * (np.diag(W.sum(0)) - 0.9 * W))
     se = np.sqrt((cov**2 + np.outer(np.diag(cov), np.diag(cov))) / n)
     assert (abs(np.cov(draws.T) - cov) < 4.5 * se).all()

@@ -46,7 +46,7 @@ from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.minibatch import Noise, drawn, rows_at
+from numpyro_fed.model.minibatch import Noise, draw_minibatch, rows_at
 from numpyro_fed.trees import all_finite
 
 
@@ -189,7 +189,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             # The silo may have missed rounds in which the globals' guide moved.
             params = self.recentred(state, centre_now - state.centre, data)
             state = state._replace(params=params, centre=centre_now)
-        batch, indices = drawn(self.minibatches, noise.which, data)
+        batch, indices = draw_minibatch(self.minibatches, noise.which, data)
         frames = rows_at(state.frames, indices)
 
         def term(down: Down, params: SiloParams) -> Array:

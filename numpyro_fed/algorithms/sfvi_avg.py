@@ -49,7 +49,7 @@ from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.minibatch import Noise, drawn, rows_at
+from numpyro_fed.model.minibatch import Noise, draw_minibatch, rows_at
 from numpyro_fed.trees import Tree, all_finite
 
 COUNT = "rows"  # the name of the exchange that adds them up
@@ -349,7 +349,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         theta = frame.parameters(shared.theta)
         coordinates, z_G, log_q = self.guide.globals.draws(frame.globals, shared.guide, noise[0])
         log_prior = jax.vmap(self.model.log_prior, (None, 0))(theta, z_G)
-        batch, indices = drawn(self.minibatches, noise[1].which, data)
+        batch, indices = draw_minibatch(self.minibatches, noise[1].which, data)
         local = self.guide.from_frame(
             rows_at(state.frames, indices), rows_at(silo_params.guide, indices)
         )

@@ -29,7 +29,7 @@ from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.fingerprint import source_hash
-from numpyro_fed.model.observed import Supports, alone
+from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.padding import bucket, one_by_one
 from numpyro_fed.model.roles import Text, VerticalSplit, split, split_vertical, with_server_data
 from numpyro_fed.model.row_ids import check_same_ids, digest, read_ids
@@ -184,7 +184,7 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             )
         fit = self._fits[cache_key]
         # At every run, since the response's values may be other ones than at the first.
-        fit.supports.check(alone(roles.server))
+        fit.supports.check(as_bucket(roles.server))
         return replace(fit, server_data=roles.server), hosted
 
     def describe(self, silo: object, row_ids: ArrayLike | None = None) -> Shapes:

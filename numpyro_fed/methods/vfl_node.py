@@ -17,7 +17,7 @@ from numpyro_fed.methods.federated import RunOptions
 from numpyro_fed.methods.node import MakeRuntime, PartyServer
 from numpyro_fed.methods.vertical import VerticalMethod, begin
 from numpyro_fed.model.data import read_one
-from numpyro_fed.model.observed import Supports, alone
+from numpyro_fed.model.observed import Supports, as_bucket
 from numpyro_fed.model.roles import Text, split
 from numpyro_fed.model.row_ids import check_same_digests, digest, read_ids
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
@@ -93,7 +93,7 @@ class VerticalServerNode(PartyServer[VerticalFit, VerticalRun]):
         text = Text.of(method.model, (), server_data)
         roles = split(text, share_response=method.share_response)
         self._supports = Supports.of_server(roles.model)
-        self._supports.check(alone(roles.server))
+        self._supports.check(as_bucket(roles.server))
         shared = shared_text(roles.server.arrays) if method.share_response else ""
         if row_ids is not None:
             digests["the server"] = digest(read_ids(row_ids, roles.model.rows, "the server"))

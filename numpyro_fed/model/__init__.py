@@ -1,5 +1,5 @@
-"""What a model's text says: plates, sites, the split into silos, and what silos hold.
+"""A model's text and its data: silo plates, sites, log densities by silo, facts and the plan.
 
-The only place that knows NumPyro's messages. Imports ``errors`` and ``trees`` alone; everything
-else may import it.
+No other folder handles NumPyro's messages. It imports ``errors``, ``trees`` and a few other small
+modules only; every other folder may import it.
 """

@@ -1,4 +1,9 @@
-"""The text at given latents: values put in place, log densities by site and by row."""
+"""The model text at given latents and parameters: substitution, log densities by site.
+
+Latents are given in unconstrained space. The log-determinant of each bijection is added to the text
+as a ``numpyro.factor`` named ``_{site}_log_det``, in the silo plate of its site, so that it is
+counted in the rows that it belongs to.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,10 @@ Rows = dict[str, Array]
 
 
 def bind(model: Callable[..., Any], values: dict[str, Array], theta: Theta) -> Callable[..., Any]:
-    """The model at given unconstrained latents and parameters, log-determinants as factors."""
+    """Return the model with latents and parameters substituted, both given unconstrained.
+
+    ``values`` has latents by site. Log-determinants of their bijections become factors.
+    """
 
     def substitute(site: dict[str, Any]) -> Any:
         name = site["name"]
@@ -36,13 +44,16 @@ def bind(model: Callable[..., Any], values: dict[str, Array], theta: Theta) -> C
         if site["type"] != "sample" or site["is_observed"] or name not in values:
             return None
         bijection, unconstrained = biject_to(site["fn"].support), values[name]
+        # NumPyro asks for one step's value in the body of a scan; ours are stacked over all steps.
         step = site["infer"].get("_scan_current_index")
         if step is not None:
-            unconstrained = of_step(site, bijection, unconstrained[step])
+            unconstrained = step_value(site, bijection, unconstrained[step])
         value = bijection(unconstrained)
+        # The identity returns its argument itself, and needs no factor.
         if value is not unconstrained:
             log_det = bijection.log_abs_det_jacobian(unconstrained, value)
             batch_dim = jnp.ndim(value) - len(site["fn"].event_shape)
+            # One number for each element of the batch, as log_prob has: rows must not be summed.
             log_det = sum_rightmost(log_det, jnp.ndim(log_det) - batch_dim)
             numpyro.factor(f"_{name}_log_det", log_det)
         return value
@@ -50,8 +61,8 @@ def bind(model: Callable[..., Any], values: dict[str, Array], theta: Theta) -> C
     return handlers.substitute(model, substitute_fn=substitute)
 
 
-def of_step(site: dict[str, Any], bijection: Transform, unconstrained: Array) -> Array:
-    """The value of a site in the body of a scan at one step of it."""
+def step_value(site: dict[str, Any], bijection: Transform, unconstrained: Array) -> Array:
+    """Return one step's unconstrained value of a site in the body of a scan, in its shape there."""
     shape = bijection.inverse_shape(site["kwargs"]["sample_shape"] + tuple(site["fn"].shape()))
     if unconstrained.size != math.prod(shape):
         raise ModelError(
@@ -63,19 +74,21 @@ def of_step(site: dict[str, Any], bijection: Transform, unconstrained: Array) ->
 
 
 def sum_rows(value: Array) -> Array:
-    """Sum over all axes but the first.
-
-    By a product with ones: XLA's CPU compiler would move densities of rows of a few numbers into
-    a loop over a sum, where it computes them one by one instead of a vector at a time.
-    """
+    """Return the sum over all axes but the first, (rows,)."""
     flat = value.reshape(len(value), math.prod(value.shape[1:]))
     if flat.shape[1] == 1:
         return flat[:, 0]
+    # A product with ones instead of a sum: XLA's CPU compiler would fuse the densities of rows of
+    # a few numbers into the loop of the sum, where it computes them one by one instead of a vector
+    # at a time. The precision is for accelerators, whose products round their operands otherwise.
     return jnp.dot(flat, jnp.ones(flat.shape[1], flat.dtype), precision="highest")
 
 
 def unpack(sites: Sequence[Site], z_G: Array, z_L: Rows) -> dict[str, Array]:
-    """Unconstrained value of each latent site from the flat globals and the rows of each plate."""
+    """Return each latent's unconstrained value, given ``z_G`` (dim,) and ``z_L``.
+
+    ``z_L`` is {plate: (rows, dim)}.
+    """
     values = {}
     for s in sites:
         if s.kind == "latent" and s.plate is None:
@@ -95,7 +108,11 @@ def trace_at(
     data: SiloData,
     key: Array | None = None,
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Log probability of each sample site, not summed, and the trace; none depends on the key."""
+    """Return the log probability of each sample site, not summed, and the trace.
+
+    Neither depends on the key if ``z_G`` and ``z_L`` hold all latents: ``split`` refuses texts with
+    other randomness.
+    """
     text = bind(model, unpack(sites, z_G, z_L), theta)
     seeded = handlers.seed(text, jax.random.key(0) if key is None else key)
     with TRACING:
@@ -110,7 +127,11 @@ def globals_at(
     z_L: Rows,
     data: SiloData,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Log density of each global site, its log-determinant included, and values of all."""
+    """Return the log density of each global site, {site: ()}, and the values of global sites.
+
+    Densities include log-determinants. Values are on the sites' own supports, those of
+    deterministic sites included.
+    """
     probabilities, trace = trace_at(model, sites, theta, z_G, z_L, data)
     owner, terms = log_det_owners(sites), dict[str, Array]()
     for name, value in probabilities.items():
@@ -123,5 +144,5 @@ def globals_at(
 
 
 def log_det_owners(sites: Sequence[Site]) -> dict[str, str]:
-    """The latent that a factor with a log-determinant belongs to."""
+    """Return the latent that each factor with a log-determinant belongs to, {factor: latent}."""
     return {f"_{s.name}_log_det": s.name for s in sites if s.kind == "latent"}

@@ -1,4 +1,9 @@
-"""A sum over clients, each of which holds some columns of every row, and two models made of it."""
+"""The primitive ``client_sum`` of vertical models, and the two federated models made from it.
+
+``client_sum`` emits one message, which handlers can answer in another way than by the plain sum.
+``augment`` and ``power_likelihood`` do so; they are equations 6 and 7 of Hassan, Sutton, Mira,
+Mengersen (2024), arXiv 2405.04043.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ LATENT_OF_SUM = (
     "a sum for each client and so no one distribution for it: use the augmented model, or let "
     "observed sites alone depend on the sum."
 )
-AUXILIARY = "z"  # the name of a client's auxiliary variable, within the client
+AUXILIARY = "z"  # the name of a client's auxiliary variable, within the client's scope
 
 
 @dataclass(frozen=True)
@@ -40,16 +45,16 @@ class Clients:
         return len(self.columns)
 
     def scope(self, j: int) -> str:
-        """The prefix of a client's sites."""
+        """Return the prefix of a client's sites."""
         return f"{self.name}_{j}"
 
     def predict(self, j: int, columns: object) -> Array:
-        """Return what client ``j`` adds to the sum, its sites scoped."""
+        """Return the predictor of client ``j``, (rows, ...), its sites in the client's scope."""
         with handlers.scope(prefix=self.scope(j)):
             return jnp.asarray(self.predictors[j](columns))
 
     def auxiliary(self, j: int, g: Array, rho: float) -> Array:
-        """Draw a client's auxiliary variable around its predictor."""
+        """Sample a client's auxiliary variable: normal about its predictor, with sd ``rho``."""
         with handlers.scope(prefix=self.scope(j)):
             return numpyro.sample(AUXILIARY, dist.Normal(g, rho).to_event(jnp.ndim(g)))
 
@@ -57,7 +62,7 @@ class Clients:
 def client_sum(
     name: str, predictor: Callable[..., Any] | Sequence[Callable[..., Any]], clients: Sequence[Any]
 ) -> Any:
-    r"""The sum over clients of a predictor that runs at each client, on its own columns.
+    r"""Return the sum over clients of a predictor that runs at each client, on its own columns.
 
     .. math::
         \eta = \sum_{j=0}^{J-1} g_j(x_j, \theta_j)
@@ -109,11 +114,12 @@ def client_sum(
     >>> [name for name, site in trace.items() if site["type"] == "sample"]
     ['client_0/beta', 'client_1/beta', 'y']
     """
-    known = _read(name, predictor, clients)
+    # A message of a type of its own: NumPyro's handlers let it pass, and apply_stack calls "fn"
+    # unless a handler has replaced it.
     msg = {
         "type": "client_sum",
         "fn": _plain_sum,
-        "args": (known,),
+        "args": (_read(name, predictor, clients),),
         "kwargs": {},
         "value": None,
         "cond_indep_stack": [],
@@ -126,13 +132,13 @@ def _plain_sum(clients: Clients) -> Array:
 
 
 def total(clients: Clients, predictions: Sequence[Array]) -> Array:
-    """The sum, once it is known that all predictions have one shape."""
+    """Return the sum of the clients' predictions, (rows, ...), after a check of their shapes."""
     check_predictions(clients, predictions)
     return sum(predictions[1:], predictions[0])
 
 
 def check_predictions(clients: Clients, predictions: Sequence[Any]) -> None:
-    """Refuse predictors whose results (anything with a shape and a dtype) differ."""
+    """Refuse predictions whose shapes or dtypes differ, or that do not run over the rows."""
     first = predictions[0]
     for j, g in enumerate(predictions):
         if g.shape != first.shape or g.dtype != first.dtype:
@@ -150,7 +156,7 @@ def check_predictions(clients: Clients, predictions: Sequence[Any]) -> None:
 
 
 def rows_of(columns: object) -> int | None:
-    """The number of rows of a client's columns, where all its arrays agree on it."""
+    """Return the number of rows of a client's columns; None if its arrays do not agree."""
     lengths = {np.shape(a)[0] for a in jax.tree.leaves(columns) if np.ndim(a)}
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -165,20 +171,20 @@ def _read(
         )
     if not clients:
         raise DataError(f"client_sum '{name}': there are no clients. Pass the columns of each.")
-    all_alike = not isinstance(predictor, list | tuple)
-    many = cast(
-        "Sequence[Callable[..., Any]]", [predictor] * len(clients) if all_alike else predictor
+    single = not isinstance(predictor, list | tuple)
+    predictors = cast(
+        "Sequence[Callable[..., Any]]", [predictor] * len(clients) if single else predictor
     )
-    for one in many:
-        if not callable(one):
+    for g in predictors:
+        if not callable(g):
             raise ModelError(
                 f"client_sum '{name}': a predictor must be a function of a client's columns, got "
-                f"{type(one).__name__}."
+                f"{type(g).__name__}."
             )
-    if len(many) != len(clients):
+    if len(predictors) != len(clients):
         raise ModelError(
-            f"client_sum '{name}': {len(many)} predictors for {len(clients)} clients. Pass one for "
-            "all of them, or one for each."
+            f"client_sum '{name}': {len(predictors)} predictors for {len(clients)} clients. Pass "
+            "one for all of them, or one for each."
         )
     rows = [rows_of(x) for x in clients]
     for j, n in enumerate(rows):
@@ -187,21 +193,21 @@ def _read(
                 f"client_sum '{name}': client {j} holds {n} rows, client 0 holds {rows[0]}. Every "
                 "client must hold the same rows, in the same order."
             )
-    return Clients(name, tuple(many), tuple(clients))
+    return Clients(name, tuple(predictors), tuple(clients))
 
 
 class at_client_sum(Messenger):
-    """A context in which something else is done where a ``client_sum`` stands; it notes which.
+    """A handler that computes the value of a ``client_sum`` in another way, and records it.
 
     Parameters
     ----------
-    put : callable
-        ``put(clients)`` returns what stands in the place of the sum.
+    compute : callable
+        ``compute(clients)`` returns the value.
     """
 
-    def __init__(self, put: Callable[[Clients], Any]):
-        self.put, self.found = put, list[Clients]()
-        self.inside = False
+    def __init__(self, compute: Callable[[Clients], Any]):
+        self.compute, self.met = compute, list[Clients]()
+        self.inside = False  # whether ``compute`` runs: messages are then a client's
         super().__init__()
 
     def __enter__(self) -> at_client_sum:
@@ -210,8 +216,8 @@ class at_client_sum(Messenger):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "client_sum":
-            self.found.append(msg["args"][0])
-            msg["fn"] = self._put
+            self.met.append(msg["args"][0])
+            msg["fn"] = self._compute
         elif silo_plate_of(msg) is not None:
             raise ModelError(
                 f"silo_plate '{silo_plate_of(msg)}' stands in a model with a client_sum. Rows that "
@@ -219,29 +225,29 @@ class at_client_sum(Messenger):
                 "use numpyro.plate for the rows here."
             )
 
-    def _put(self, clients: Clients) -> Any:
+    def _compute(self, clients: Clients) -> Any:
         self.inside = True
         try:
-            return self.put(clients)
+            return self.compute(clients)
         finally:
             self.inside = False
 
-    def one(self) -> Clients:
-        """The only ``client_sum`` that was met."""
-        if len(self.found) != 1:
-            names = ", ".join(f"'{c.name}'" for c in self.found)
+    def only(self) -> Clients:
+        """Return the arguments of the only ``client_sum``; refuse models with none or several."""
+        if len(self.met) != 1:
+            names = ", ".join(f"'{c.name}'" for c in self.met)
             raise ModelError(
                 "the model has no client_sum, so nothing says which columns belong to which "
                 "client. Write the part that reads them as nf.client_sum(name, predictor, clients)."
                 if not names
-                else f"the model has {len(self.found)} client_sums ({names}): one is supported. "
+                else f"the model has {len(self.met)} client_sums ({names}): one is supported. "
                 "Let one predictor return several columns, as jnp.stack([a, b], -1)."
             )
-        return self.found[0]
+        return self.met[0]
 
 
 def positive_rho(rho: object) -> float:
-    """A standard deviation, or an error that names the method without one."""
+    """Return ``rho`` as a float; refuse all but positive finite numbers."""
     if (
         isinstance(rho, bool)
         or not isinstance(rho, int | float | np.number)
@@ -257,7 +263,7 @@ def positive_rho(rho: object) -> float:
 
 
 def augment(model: Callable[..., Any], rho: float) -> Callable[..., Any]:
-    r"""The model in which the likelihood sees noisy predictors.
+    r"""Return the augmented model, in which the likelihood reads noisy predictors.
 
     .. math::
         z_j \sim N\big(g_j(x_j, \theta_j), \rho^2\big), \qquad
@@ -306,22 +312,22 @@ def augment(model: Callable[..., Any], rho: float) -> Callable[..., Any]:
     def augmented(*args: object, **kwargs: object) -> Any:
         with at_client_sum(noisy_sum) as at:
             out = model(*args, **kwargs)
-        at.one()
+        at.only()
         return out
 
     return augmented
 
 
 def power_likelihood(model: Callable[..., Any], rho: float) -> Callable[..., Any]:
-    r"""The model in which each client's likelihood sees its own predictor as it is.
+    r"""Return the power-likelihood model: each client's factor reads its own predictor exactly.
 
     .. math::
         \prod_{j=0}^{J-1} p\Big(y \,\Big|\, g_j(x_j, \theta_j) + \sum_{k \ne j} z_k\Big)^{1/J},
         \qquad z_j \sim N\big(g_j(x_j, \theta_j), \rho^2\big)
 
-    Every observed site becomes a ``numpyro.factor`` of the same name. The product is no normalised
-    density of ``y``: to predict or to check, run the model itself at draws of its parameters. Where
-    ``y`` is not given it is drawn from that model.
+    This is equation 7 of the paper. Every observed site becomes a ``numpyro.factor`` of the same
+    name. The product is not a normalised density of ``y``: to predict or to check, run the model
+    itself at draws of its parameters. If ``y`` is not given, it is drawn from that model.
 
     Parameters
     ----------
@@ -365,30 +371,34 @@ def power_likelihood(model: Callable[..., Any], rho: float) -> Callable[..., Any
     rho = positive_rho(rho)
 
     def powered(*args: object, **kwargs: object) -> Any:
-        found: dict[str, list[Array]] = {"g": [], "z": []}
+        predicted: dict[str, list[Array]] = {"g": [], "z": []}
 
         def true_sum(clients: Clients) -> Array:
             g = [clients.predict(j, x) for j, x in enumerate(clients.columns)]
-            found["z"] = [clients.auxiliary(j, g_j, rho) for j, g_j in enumerate(g)]
-            found["g"] = g
+            predicted["z"] = [clients.auxiliary(j, g_j, rho) for j, g_j in enumerate(g)]
+            predicted["g"] = g
             return total(clients, g)
 
         at = at_client_sum(true_sum)
 
-        def of_likelihood(msg: dict[str, Any]) -> bool:
+        def in_likelihood(msg: dict[str, Any]) -> bool:
             return msg["type"] == "sample" and msg["is_observed"] and not at.inside
 
-        with handlers.block(hide_fn=of_likelihood), handlers.trace() as trace, at:
+        # The model runs twice. Here latents get their messages, and observed sites are hidden from
+        # outer handlers: factors replace them below.
+        with handlers.block(hide_fn=in_likelihood), handlers.trace() as trace, at:
             out = model(*args, **kwargs)
-        clients = at.one()
+        clients = at.only()
         scopes = tuple(f"{clients.scope(j)}/" for j in range(len(clients)))
-        own = {n: s for n, s in trace.items() if not n.startswith(scopes)}
-        observed = [n for n, s in own.items() if s["type"] == "sample" and s["is_observed"]]
+        server_sites = {n: s for n, s in trace.items() if not n.startswith(scopes)}
+        observed = [
+            n for n, s in server_sites.items() if s["type"] == "sample" and s["is_observed"]
+        ]
         if not observed:
             return out
         values = {
             n: s["value"]
-            for n, s in own.items()
+            for n, s in server_sites.items()
             if s["type"] in ("sample", "param") and n not in observed
         }
 
@@ -397,10 +407,12 @@ def power_likelihood(model: Callable[..., Any], rho: float) -> Callable[..., Any
                 text = handlers.substitute(model, data=values)
                 return compute_log_probs(text, args, kwargs, {}, sum_log_prob=False)[0]
 
-        g, z = jnp.stack(found["g"]), jnp.stack(found["z"])
+        g, z = jnp.stack(predicted["g"]), jnp.stack(predicted["z"])
         _check_latents(log_probs, g[0], observed)
+        # Row j of the stack is g_j plus the sum of all other z_k.
         powers = jax.vmap(log_probs)(g + z.sum(0) - z)
         for name in observed:
+            # The power 1/J of a product over J clients: the mean of their log likelihoods.
             numpyro.factor(name, powers[name].mean(0))
         return out
 

@@ -1,4 +1,8 @@
-"""What a silo holds: checked, and named."""
+"""A silo's data: read from the user's dict, checked, and named array by array.
+
+``SiloData`` is a pytree of arrays beside static Python values, so that silos of one signature share
+one compiled program.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,10 @@ from numpyro_fed.errors import DataError
 
 Sizes = dict[str, int]
 
-GAPS = 10.0  # between numbers of single precision: a smaller sd of a column is off by 3 % or more
+# The least sd of a column, in gaps between neighbouring numbers of single precision. Rounding adds
+# a uniform error of sd gap / sqrt(12) = 0.29 gaps to each value. At an sd of ten gaps it is 3 % of
+# the column's sd; columns with less would lose more, and are refused.
+GAPS = 10.0
 
 Made = TypeVar("Made")
 
@@ -31,17 +38,17 @@ class SiloData:
     Attributes
     ----------
     arrays : dict of str to array
-        The array-valued keyword arguments of the model. Those within a dict or a list have names
-        such as ``"x.age"`` and ``"x.0"``.
+        The array-valued keyword arguments of the model. Arrays inside of a dict or a list have
+        names such as ``"x.age"`` and ``"x.0"``.
     masks : dict of str to bool array of shape (size,)
         For each silo plate that was padded: which rows are real. Plates that were not padded
         are left out.
     weights : dict of str to () array
-        How often a row of a silo plate counts, where it stands for others.
+        How often each row of a silo plate counts, if a minibatch stands for all rows.
     static : tuple of (str, value)
         Python ints, bools, strings and None: part of the program, not of its input.
-    form : (PyTreeDef, names), optional
-        How arguments that are trees are put together again from what has these names.
+    treedef : (PyTreeDef, names), optional
+        The structure of arguments that are trees, and the names of their leaves.
     """
 
     arrays: dict[str, Any]
@@ -54,45 +61,46 @@ class SiloData:
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """All arrays and Python values by name."""
+        """Return all arrays and Python values by name."""
         return {**self.arrays, **dict(self.static)}
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of the model."""
+        """Return the keyword arguments of the model."""
         if self.treedef is None:
             return self.leaves
         tree, names = self.treedef
         return jax.tree.unflatten(tree, [self.leaves[name] for name in names])
 
     def named_tree(self) -> Any:
-        """The keyword arguments with the name of each leaf in its place."""
+        """Return the keyword arguments with the name of each leaf in its place."""
         if self.treedef is None:
             return {name: name for name in self.leaves}
         return jax.tree.unflatten(*self.treedef)
 
     def masked(self, plate: str, rows: Array) -> Array:
-        """``rows`` (size, ...) of one plate with exactly zero in the padded rows."""
+        """Return ``rows`` (size, ...) of one plate with exactly zero in the padded rows."""
         if plate not in self.masks:
             return rows
         mask = self.masks[plate]
         return jnp.where(mask.reshape(mask.shape + (1,) * (rows.ndim - 1)), rows, 0.0)
 
     def total(self, rows: Mapping[str, Array]) -> Array:
-        """The sum of the terms of all rows, {plate: (size,)}, each as often as it counts."""
+        """Return the sum of the terms of all rows, {plate: (size,)}, each as often as it counts."""
         sums = (self.weights.get(p, 1.0) * terms.sum() for p, terms in rows.items())
         return sum(sums, jnp.zeros(()))
 
 
 class ReadSilos(Sequence[SiloData]):
-    """What silos hold, read and checked, with what was made of it for each text.
+    """The data of all silos, read and checked, with a cache of what was built for each text.
 
-    It stands wherever a list of dicts may, and is not read again. For JAX it is a pytree.
+    It is accepted wherever a list of dicts is, and is not read again. For JAX it is a pytree.
     """
 
     def __init__(self, silos: Iterable[SiloData]):
         self._silos = tuple(silos)
-        # by id, and the text that has it
+        # By id, since a text may not be hashable. The text is kept as well: as long as it lives,
+        # no other object can have its id.
         self._by_text: dict[int, tuple[Callable[..., Any], Any]] = {}
 
     def __len__(self) -> int:
@@ -108,7 +116,7 @@ class ReadSilos(Sequence[SiloData]):
         return self._silos[i]
 
     def once(self, text: Callable[..., Any], make: Callable[[], Made]) -> Made:
-        """Return what was made for a text, made where it is asked for first."""
+        """Return what ``make`` returns, computed once for each text."""
         if id(text) not in self._by_text:
             self._by_text[id(text)] = text, make()
         made: Made = self._by_text[id(text)][1]
@@ -125,14 +133,14 @@ def _together(_: None, silos: tuple[SiloData, ...]) -> ReadSilos:
 
 jax.tree_util.register_pytree_node(ReadSilos, _parts, _together)
 
-SilosInput: TypeAlias = Sequence[Mapping[str, Any]] | ReadSilos  # by silos, as given or as read
+SilosInput: TypeAlias = Sequence[Mapping[str, Any]] | ReadSilos
 
 
 def read(silos: SilosInput, model: Callable[..., Any] | None = None) -> ReadSilos:
-    """Check the user's list of dicts and turn each into a :class:`SiloData` of NumPy arrays.
+    """Read and check the user's list of dicts, each into a :class:`SiloData` of NumPy arrays.
 
-    What has been read already is returned as it is. A model may add to what its silos hold, by a
-    method ``of_silos``: which block of a site a silo has, for instance.
+    Data that were read already are returned as they are. A model with a method ``of_silos`` adds
+    arrays of its own to each silo's data, such as the number of the silo's block of a site.
 
     Raises
     ------
@@ -151,16 +159,17 @@ def _read(silos: Sequence[Mapping[str, Any]], model: Callable[..., Any] | None) 
         )
     if not silos:
         raise DataError("the list of silos is empty: pass one dict of arrays for each silo.")
-    held = completed(model, silos)
-    found = ReadSilos(read_one(f"silo {j}", silo) for j, silo in enumerate(held))
-    _check_alike(found)
-    return found
+    all_data = with_model_data(model, silos)
+    read_silos = ReadSilos(read_one(f"silo {j}", silo) for j, silo in enumerate(all_data))
+    _check_alike(read_silos)
+    return read_silos
 
 
-def completed(
+def with_model_data(
     model: Callable[..., Any] | None, silos: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """The data of silos with what the model adds to them, within handlers around it."""
+    """Return the silos' data with the arrays that the model adds to them, if it adds any."""
+    # The model may be wrapped in handlers (.fn) and in functools.partial (.func).
     while model is not None:
         if hasattr(model, "of_silos"):
             return model.of_silos(silos)
@@ -168,11 +177,11 @@ def completed(
     return silos
 
 
-def read_one(owner: str, held: Mapping[str, Any]) -> SiloData:
-    """Check what one party holds; ``owner`` is its name in errors."""
-    if not isinstance(held, Mapping):
-        raise DataError(f"{owner} must be a dict of keyword arguments, got {type(held).__name__}.")
-    paths, tree = tree_flatten_with_path(dict(held), is_leaf=_is_leaf)
+def read_one(owner: str, data: Mapping[str, Any]) -> SiloData:
+    """Read and check the data of one party; ``owner`` is its name in errors."""
+    if not isinstance(data, Mapping):
+        raise DataError(f"{owner} must be a dict of keyword arguments, got {type(data).__name__}.")
+    paths, tree = tree_flatten_with_path(dict(data), is_leaf=_is_leaf)
     names = tuple(keystr(path, simple=True, separator=".") for path, _ in paths)
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -186,12 +195,15 @@ def read_one(owner: str, held: Mapping[str, Any]) -> SiloData:
             static.append((name, value))
         else:
             arrays[name] = _read_array(owner, name, value)
-    nested = any(len(path) > 1 for path, _ in paths) or len(names) < len(held)
+    nested = any(len(path) > 1 for path, _ in paths) or len(names) < len(data)
     return SiloData(arrays, {}, tuple(static), (tree, names) if nested else None)
 
 
 def _is_leaf(value: object) -> bool:
-    """Lists of numbers, however deep, are arrays; a list with arrays in it is a tree."""
+    """Return whether a value is a leaf: None, or a list of numbers, nested to any depth.
+
+    A list that holds arrays is a tree.
+    """
     return value is None or (type(value) in (list, tuple) and _all_numbers(value))
 
 
@@ -219,7 +231,9 @@ def _read_array(owner: str, name: str, value: object) -> np.ndarray:
         )
     original, array = array, array.astype(canonicalize_dtype(array.dtype), copy=False)
     if array.dtype.kind == "f":
+        # Narrower floats are widened to the default precision, in which parameters are.
         array = array.astype(np.result_type(array, jnp.result_type(float)), copy=False)
+    # JAX would cut integers to 32 bits in silence, and an id of 2**32 would become 0.
     if array.dtype.kind in "iu" and not np.array_equal(original, array):
         raise DataError(
             f"{owner}, '{name}': whole numbers beyond the range of {array.dtype}. Make them "
@@ -239,15 +253,17 @@ def _read_array(owner: str, name: str, value: object) -> np.ndarray:
 
 
 def _check_cast(owner: str, name: str, original: np.ndarray, array: np.ndarray) -> None:
-    """Refuse a column whose values single precision moves by a share of their spread."""
+    """Refuse a column if rounding to single precision loses a part of its spread."""
     rows = original.reshape(-1, original.shape[-1] if original.ndim > 1 else 1)
+    # About the first row: the square of a large mean would cancel digits of the sd.
     sd = np.std(rows - rows[:1], axis=0)
     largest = np.abs(array).reshape(rows.shape).max(0, initial=0.0)
     gap = np.spacing(largest).astype(np.float64)
-    moved = np.abs(array.reshape(rows.shape) - rows).max(0, initial=0.0) > 0
+    # Values that single precision holds exactly, such as counts, lose nothing however dense.
+    rounded = np.abs(array.reshape(rows.shape) - rows).max(0, initial=0.0) > 0
     # A column of ones that was computed holds 1 + 1e-16: it is constant, and stays so.
     varies = sd > 64 * np.finfo(rows.dtype).eps * largest
-    lost = moved & varies & (sd < GAPS * gap)
+    lost = rounded & varies & (sd < GAPS * gap)
     if not lost.any():
         return
     column = int(lost.argmax())
@@ -263,7 +279,7 @@ def _check_cast(owner: str, name: str, original: np.ndarray, array: np.ndarray) 
 
 
 def _check_alike(silos: Sequence[SiloData]) -> None:
-    """The same names everywhere, and for each one kind of value; None may stand for any."""
+    """Refuse silos with other names or kinds of values than others; None may stand for any."""
     expected = silos[0].leaves.keys()
     first: dict[str, tuple[int, Any]] = {}
     for j, silo in enumerate(silos):
@@ -300,7 +316,7 @@ def _check_kind(name: str, j: int, value: object, i: int, other: object) -> None
 
 
 def signature(data: SiloData) -> tuple[Hashable, ...]:
-    """Shapes, dtypes and static values: what a program is compiled for."""
+    """Return shapes, dtypes and static values of data: one program is compiled for each."""
     return (
         data.static,
         data.treedef,
@@ -310,12 +326,15 @@ def signature(data: SiloData) -> tuple[Hashable, ...]:
 
 
 def kind(data: SiloData) -> tuple[Hashable, ...]:
-    """Static values, dtypes and numbers of axes: what decides how a text reads its data."""
+    """Return static values, dtypes and numbers of axes of data, whatever their sizes.
+
+    Data of one kind are read by a text in the same way.
+    """
     return data.static, tuple((k, a.dtype, np.ndim(a)) for k, a in data.arrays.items())
 
 
-def written(value: ArrayLike) -> bytes:
-    """An array as bytes, by which it is recognised: its dtype, its shape and its numbers."""
+def array_bytes(value: ArrayLike) -> bytes:
+    """Return the dtype, shape and numbers of an array as bytes, for comparison and hashes."""
     if isinstance(value, Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     array = np.asarray(value)

@@ -1,9 +1,8 @@
-"""Describe, agree: what a silo says of itself, and the plan that all parties build from.
+"""Describe and agree: the facts of a silo's data, and the plan that all parties build from.
 
-A silo describes its data by itself (:func:`describe`), all descriptions are held against each
-other (:func:`agree`), and every party builds the same algorithm from the text and the plan, with
-nobody's data. In one process the three steps run one after the other; over a network facts and
-plan are the first messages.
+A silo describes its own data (:func:`describe`). All descriptions are compared (:func:`agree`), and
+every party builds the same algorithm from the text and the plan, with nobody's data. In one process
+the three steps run one after the other; over a network facts and plan are the first messages.
 """
 
 from __future__ import annotations
@@ -29,14 +28,25 @@ from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once
 
 VERSION = 1
-Skeleton = str | list[Any]  # of JSON: a name, or a kind of node and what is in it
-POINTS = 3  # at which the global sites of all silos are compared
-TOLERANCE = 1e-3  # relative: silos may compute on other machines
+Skeleton = str | list[Any]  # a tree in JSON: a name, or [type of node, contents]
+# Points at which the global sites of all silos are compared. At a single one two texts could agree
+# by chance; each more is a longer message.
+POINTS = 3
+# Relative. Silos may compute on other machines and in other precisions, and numbers are sent with
+# six digits. Texts that differ are further apart.
+TOLERANCE = 1e-3
 
 
 class Argument(NamedTuple):
-    """An array of a silo's: its name and dtype, the silo plates of its length, and its shape, of
-    one row where there are such plates.
+    """The description of one of a silo's arrays.
+
+    Attributes
+    ----------
+    name, dtype : str
+    plates : tuple of str
+        The silo plates that are as long as the array.
+    shape : tuple of int
+        The shape of one row if there are such plates, and of the whole array otherwise.
     """
 
     name: str
@@ -47,12 +57,12 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that a silo tells of its data and its model text: JSON, and nothing of any row.
+    """The facts that a silo sends about its data and its model text, as JSON.
 
-    It reveals the names, dtypes and trailing shapes of the arrays, static values as they are, the
-    sites of the model, for each silo plate the number of rows up to the next power of two, and
-    verdicts: whether the likelihood is conjugate, say. Exact numbers of rows are not in it, nor
-    any number that depends on the values of data, but for the verdicts.
+    They reveal the names, dtypes and trailing shapes of the arrays, static values as they are, the
+    sites of the model, for each silo plate the number of rows rounded up to a power of two, and
+    verdicts, such as whether the likelihood is conjugate. They do not contain exact numbers of
+    rows, nor any number that depends on the values of data, except for the verdicts.
 
     Attributes
     ----------
@@ -60,7 +70,7 @@ class Facts:
     static : tuple of (name, value)
         Ints, bools, strings and None.
     tree : str
-        How arguments that are trees are put together; empty where there are none.
+        The structure of arguments that are trees, as JSON; empty if there are none.
     sites, plates : tuple
         The site table, and the silo plates with the dimension and the level of their latents.
     sizes : tuple of (plate, int)
@@ -83,20 +93,20 @@ class Facts:
     version: int = VERSION
 
     def verdict(self, question: str) -> bool:
-        """A verdict by name."""
+        """Return a verdict by name."""
         return dict(self.verdicts)[question]
 
     def to_json(self) -> str:
-        """Return it as text, which :meth:`from_json` reads."""
+        """Return the facts as JSON text, which :meth:`from_json` reads."""
         return canonical(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Facts:
-        """Read what :meth:`to_json` wrote."""
-        return cls._of(_tuples(json.loads(text)))
+        """Read facts from the text that :meth:`to_json` returned."""
+        return cls._from_dict(_tuples(json.loads(text)))
 
     @classmethod
-    def _of(cls, found: dict[str, Any]) -> Facts:
+    def _from_dict(cls, found: dict[str, Any]) -> Facts:
         rows: dict[str, Callable[..., Any]] = {
             "arguments": Argument,
             "sites": Site,
@@ -108,17 +118,19 @@ class Facts:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan from which all parties build the same algorithm: frozen, hashable, JSON.
+    """The plan from which all parties build the same algorithm, as JSON. It can be hashed.
 
     Attributes
     ----------
     facts : Facts
-        Those of the smallest silo, which stands for all: the verdicts are those of all together.
+        The facts of the smallest silo, on behalf of all. A verdict in it is yes if it is yes at
+        every silo.
     num_silos : int
     largest, total : tuple of (plate, int)
         The largest size class of a silo, and the sum over silos.
     settings : str
-        JSON of what the method has resolved: the guide plate by plate, draws, damping, schedule.
+        The settings that the method has resolved, as JSON: the guide plate by plate, draws,
+        damping, schedule.
     """
 
     facts: Facts
@@ -129,31 +141,31 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Differs between plans that differ."""
+        """Return a hash of the plan, which differs between plans that differ."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     @property
     def rows(self) -> dict[str, str]:
-        """The silo plate of each array that holds rows."""
+        """Return the silo plate of each array that holds rows."""
         return {name: plates[0] for name, plates in self.lengths.items()}
 
     @property
     def lengths(self) -> dict[str, tuple[str, ...]]:
-        """The silo plates of the length of each array that holds rows, the same at every silo."""
+        """Return for each array of rows the silo plates that are as long at every silo."""
         return {a.name: a.plates for a in self.facts.arguments if a.plates}
 
     def row_of(self, plate: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape of one row and dtype of each array that is as long as a plate."""
-        of = (a for a in self.facts.arguments if plate in a.plates)
-        return {a.name: (a.shape, a.dtype) for a in of}
+        """Return the shape of one row and the dtype of each array that is as long as a plate."""
+        arguments = (a for a in self.facts.arguments if plate in a.plates)
+        return {a.name: (a.shape, a.dtype) for a in arguments}
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The settings that the method has resolved."""
+        """Return the settings that the method has resolved."""
         return json.loads(self.settings)
 
     def template(self) -> SiloData:
-        """Zeros of the shapes of the smallest silo, at its size class: for tracing the text."""
+        """Return zeros in the shapes of the smallest silo's size class, for tracing the text."""
         sizes = dict(self.facts.sizes)
         arrays = {
             a.name: np.zeros((*(sizes[p] for p in a.plates[:1]), *a.shape), a.dtype)
@@ -162,22 +174,22 @@ class Plan:
         static = dict(self.facts.static)
         if not self.facts.tree:
             return SiloData(arrays, {}, tuple(static.items()))
-        silo = grown(json.loads(self.facts.tree), {**arrays, **static})
+        silo = unflatten_skeleton(json.loads(self.facts.tree), {**arrays, **static})
         return read([silo])[0]
 
     def to_json(self) -> str:
-        """Return it as text, which :meth:`from_json` reads."""
+        """Return the plan as JSON text, which :meth:`from_json` reads."""
         return canonical(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what :meth:`to_json` wrote."""
+        """Read a plan from the text that :meth:`to_json` returned."""
         found = _tuples(json.loads(text))
-        return cls(**found | {"facts": Facts._of(found["facts"])})
+        return cls(**found | {"facts": Facts._from_dict(found["facts"])})
 
 
 def describe(model: Callable[..., Any], silo: Mapping[str, Any]) -> Facts:
-    """Describe a silo, from its own data alone.
+    """Return the facts of a silo, from its own data alone.
 
     Parameters
     ----------
@@ -210,7 +222,7 @@ def describe(model: Callable[..., Any], silo: Mapping[str, Any]) -> Facts:
 
 
 def facts_of(fm: FederatedModel, data: SiloData, sizes: Sizes) -> Facts:
-    """The facts of a silo whose text has been split, but for verdicts and :func:`with_globals`."""
+    """Return the facts of a silo whose text has been split, without verdicts and globals."""
     return Facts(
         arguments=tuple(_argument(k, a, sizes) for k, a in sorted(data.arrays.items())),
         static=data.static,
@@ -227,12 +239,14 @@ def _argument(name: str, array: np.ndarray, sizes: Sizes) -> Argument:
 
 
 def size_class(n: int) -> int:
-    """The next power of two."""
+    """Return the smallest power of two that is at least ``n``."""
+    # Coarse enough to hide a silo's number of rows, fine enough that a template of this size costs
+    # at most twice as much as the silo itself.
     return 1 << max(0, n - 1).bit_length()
 
 
 def with_globals(facts: Facts, fm: FederatedModel, data: SiloData, sizes: Sizes) -> Facts:
-    """The same facts with log densities and values of the global sites at a few points."""
+    """Return the facts with log densities and values of the global sites at fixed points."""
     z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in fm.plates}
     theta = fm.init_theta(jax.random.key(0))
 
@@ -243,15 +257,16 @@ def with_globals(facts: Facts, fm: FederatedModel, data: SiloData, sizes: Sizes)
         density = {f"log density of '{n}'": v for n, v in terms.items()}
         return density | {f"value of '{n}'": jnp.ravel(v)[:4] for n, v in values.items()}
 
-    found: dict[str, list[float]] = {}
+    numbers: dict[str, list[float]] = {}
     for i in range(POINTS):
         for name, value in at(jax.random.key(i), data).items():
-            found.setdefault(name, []).extend(float(f"{v:.6g}") for v in np.ravel(value).tolist())
-    return replace(facts, globals=tuple((k, tuple(v)) for k, v in sorted(found.items())))
+            # Six digits: more would differ between machines, and only lengthen the message.
+            numbers.setdefault(name, []).extend(float(f"{v:.6g}") for v in np.ravel(value).tolist())
+    return replace(facts, globals=tuple((k, tuple(v)) for k, v in sorted(numbers.items())))
 
 
 def agree(facts: Sequence[Facts]) -> Plan:
-    """Hold the silos' facts against each other.
+    """Compare the facts of all silos, and return the plan that they agree on.
 
     Raises
     ------
@@ -262,10 +277,10 @@ def agree(facts: Sequence[Facts]) -> Plan:
     for j, other in enumerate(facts):
         _check_alike(first, other, j)
     smallest = min(facts, key=lambda f: sum(dict(f.sizes).values()))
-    held: dict[str, list[Argument]] = {}
+    by_name: dict[str, list[Argument]] = {}
     for argument in (a for f in facts for a in f.arguments):
-        held.setdefault(argument.name, []).append(argument)
-    arguments = [_agreed(held[a.name]) for a in smallest.arguments]
+        by_name.setdefault(argument.name, []).append(argument)
+    arguments = [_common_argument(by_name[a.name]) for a in smallest.arguments]
     questions = [question for question, _ in first.verdicts]
     verdicts = tuple((q, all(f.verdict(q) for f in facts)) for q in questions)
     names = [plate for plate, _ in first.sizes]
@@ -278,8 +293,11 @@ def agree(facts: Sequence[Facts]) -> Plan:
     )
 
 
-def _agreed(of_silos: Sequence[Argument]) -> Argument:
-    """One argument for all: it holds rows of a plate only if it does at every silo."""
+def _common_argument(of_silos: Sequence[Argument]) -> Argument:
+    """Return one description of an array for all silos.
+
+    It holds rows of a plate only if it is as long as the plate at every silo.
+    """
     plates = [p for p in of_silos[0].plates if all(p in a.plates for a in of_silos)]
     if plates:
         return of_silos[0]._replace(plates=tuple(plates))
@@ -294,7 +312,7 @@ def _agreed(of_silos: Sequence[Argument]) -> Argument:
 
 def _check_alike(first: Facts, other: Facts, j: int) -> None:
     def kinds(facts: Facts, other: Facts) -> tuple[tuple[str, str, int], ...]:
-        """Return the arrays that both hold: None says that a silo lacks one."""
+        """Return name, dtype and number of axes of the arrays that neither silo lacks (None)."""
         lacking = {name for name, value in other.static if value is None}
         return tuple(
             (a.name, a.dtype, bool(a.plates) + len(a.shape))
@@ -313,8 +331,8 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
     ):
         if mine != theirs:
             raise ModelError(
-                f"silo {j} does not fit together with silo 0: {what} differ: {_shown(mine)} "
-                f"against {_shown(theirs)}. All parties must run the same text and version on "
+                f"silo {j} does not fit together with silo 0: {what} differ: {_shortened(mine)} "
+                f"against {_shortened(theirs)}. All parties must run the same text and version on "
                 "arrays of the same kind."
             )
     expected = dict(first.globals)
@@ -322,9 +340,9 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
         if not np.allclose(values, expected[name], rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
             raise ModelError(
                 f"silo {j} does not fit together with silo 0: the {name} at fixed points is "
-                f"{_shown(values)} against {_shown(expected[name])}. All parties must run the same "
-                "text, and no global site may depend on numbers of rows or on what is passed to "
-                "one silo only."
+                f"{_shortened(values)} against {_shortened(expected[name])}. All parties must run "
+                "the same text, and no global site may depend on numbers of rows or on what is "
+                "passed to one silo only."
             )
 
 
@@ -332,18 +350,19 @@ def _names(pairs: tuple[tuple[str, object], ...]) -> tuple[str, ...]:
     return tuple(name for name, _ in pairs)
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
+    # A site table in full would bury the sentence around it.
     words = str(value)
     return words if len(words) <= 300 else f"{words[:300]}..."
 
 
 def canonical(value: object) -> str:
-    """JSON, one text for each value."""
+    """Return the JSON of a value, the same text for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def _tuples(value: object) -> Any:
-    """JSON's lists as tuples."""
+    """Return a value read from JSON with tuples for its lists, which can be hashed."""
     if isinstance(value, list):
         return tuple(map(_tuples, value))
     if isinstance(value, dict):
@@ -352,7 +371,7 @@ def _tuples(value: object) -> Any:
 
 
 def skeleton(tree: object) -> Any:
-    """A tree of names as JSON: what kind of node, and what is in it."""
+    """Return a tree of names in a form for JSON: each node as [type, contents]."""
     if isinstance(tree, dict):
         return ["dict", {k: skeleton(v) for k, v in tree.items()}]
     if isinstance(tree, list | tuple):
@@ -360,12 +379,12 @@ def skeleton(tree: object) -> Any:
     return tree
 
 
-def grown(skeleton: Skeleton, leaves: Mapping[str, Any]) -> Any:
-    """The tree that a skeleton tells of, with leaves for names."""
+def unflatten_skeleton(skeleton: Skeleton, leaves: Mapping[str, Any]) -> Any:
+    """Return the tree that a skeleton describes, with leaves in the place of their names."""
     if isinstance(skeleton, str):
         return leaves[skeleton]
     kind, parts = skeleton
-    grow = partial(grown, leaves=leaves)
+    unflatten = partial(unflatten_skeleton, leaves=leaves)
     if kind == "dict":
-        return {k: grow(v) for k, v in parts.items()}
-    return (tuple if kind == "tuple" else list)(map(grow, parts))
+        return {k: unflatten(v) for k, v in parts.items()}
+    return (tuple if kind == "tuple" else list)(map(unflatten, parts))

@@ -1,4 +1,4 @@
-"""Texts whose priors are flat can be run, and distributions are seen through their wrappers."""
+"""A handler that lets models with flat priors run, and predicates on distributions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from numpyro_fed.model.primitives import inside_control_flow, is_scan
 
 
 class feasible(Messenger):
-    """Let a model run whose flat priors (ImproperUniform) cannot be drawn from.
+    """Let a model run whose flat priors (``ImproperUniform``) cannot be sampled.
 
-    Such latents stand where unconstrained space has its zero. Refuses parameters and flat priors
-    that nobody can set: those in the body of a scan.
+    Such latents get the value at zero of unconstrained space. Parameters and flat priors in the
+    body of a scan are refused, since nobody can set their values.
     """
 
     def __init__(self, fn: Callable[..., Any] | None = None, *, scanned: bool = False):
@@ -31,6 +31,7 @@ class feasible(Messenger):
         if inside_control_flow(msg, lambda body: feasible(body, scanned=scanned)):
             return
         if msg["type"] == "param" and scanned:
+            # NumPyro's substitute handlers reach the latents of a scan's body, but not parameters.
             raise ModelError(
                 f"the numpyro.param '{msg['name']}' stands in the body of a scan, where NumPyro "
                 "cannot set it, so that it would keep its first value. Put it before the scan."
@@ -51,19 +52,22 @@ class feasible(Messenger):
 
 
 def is_flat(fn: Distribution) -> bool:
-    """Whether a prior is ``ImproperUniform``, of which nothing can be drawn."""
+    """Return whether a prior is ``ImproperUniform``, which cannot be sampled."""
     return isinstance(unwrapped(fn), dist.ImproperUniform)
 
 
 def is_foreign(fn: Distribution) -> bool:
-    """Whether a distribution, or a part of it, is the user's own: it may draw anything."""
-    inside = jax.tree.leaves(list(vars(fn).values()), is_leaf=lambda x: isinstance(x, Distribution))
+    """Return whether a distribution, or a part of it, is the user's own class.
+
+    Its ``sample`` may not agree with its ``log_prob``.
+    """
+    parts = jax.tree.leaves(list(vars(fn).values()), is_leaf=lambda x: isinstance(x, Distribution))
     ours = type(fn).__module__.partition(".")[0] in ("numpyro", "numpyro_fed")
-    return not ours or any(is_foreign(x) for x in inside if isinstance(x, Distribution))
+    return not ours or any(is_foreign(x) for x in parts if isinstance(x, Distribution))
 
 
 def unwrapped(fn: Distribution) -> Distribution:
-    """Without what ``expand`` and ``to_event`` put around it."""
+    """Return a distribution without the wrappers of ``expand`` and ``to_event``."""
     while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
         fn = fn.base_dist
     return fn

@@ -1,4 +1,9 @@
-"""The model as pure log densities in unconstrained space, and how its text is run for them."""
+"""The model as pure log densities in unconstrained space (``FederatedModel``).
+
+``ModelText`` holds the text with its structure at one silo and defines these functions. Each of
+them substitutes latents and parameters in the text, traces it and reads log probabilities or values
+off the trace. The global functions need no data: they run the text on placeholders.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +57,7 @@ class FederatedModel(NamedTuple):
     dim : int
         Length of the flat vector ``z_G`` of global latents.
     nested : bool
-        Whether a site stands in two silo plates at once.
+        Whether a site is in two silo plates at once.
     log_prior : (theta, z_G) -> ()
         Needs no data.
     prior_terms : (theta, z_G) -> {site: ()}
@@ -63,7 +68,7 @@ class FederatedModel(NamedTuple):
     constrain_global : (theta, z_G) -> {site: value}
         Global latents and deterministic sites on their own supports.
     constrain_local : (theta, z_G, z_L, data) -> {site: value}
-        The same for what is local.
+        Local latents and deterministic sites on their own supports.
     constrain_theta : theta -> theta
         Parameters on their own supports.
     init_theta : key -> theta
@@ -73,19 +78,21 @@ class FederatedModel(NamedTuple):
     init_global : (key, init_loc_fn) -> z_G
         A starting point by one of NumPyro's ``init_to_...`` functions; zeros when None.
     init_local : (key, data, init_loc_fn) -> z_L
-        The same for the local latents.
+        A starting point of the local latents, in the same way.
     sizes : data -> {plate: size}
         The size of each silo plate at a silo, padded rows included.
     supports : dict
         The support of each global latent and the constraint of each parameter.
-    flat : tuple of str
+    global_prior : GlobalPrior
+        The distributions of globals given other globals.
+    improper : tuple of str
         The latents without a proper prior.
     local_prior : LocalPrior or None
-        None where a local latent has none, is masked, or has a distribution of the user's own,
-        which may not draw what its density says.
-    global_prior : GlobalPrior
-    smooth : FederatedModel or None
-        Of the text with kinks rounded off (:mod:`numpyro_fed.model.kinks`), if there are any.
+        The distribution of local latents given the globals. None if a local latent has no proper
+        prior, is masked, or has a distribution of the user's own, whose draws may not agree with
+        its density.
+    without_kinks : FederatedModel or None
+        The model with kinks rounded off (:mod:`numpyro_fed.model.kinks`), if it has any.
     """
 
     text: Callable[..., Any]
@@ -112,13 +119,13 @@ class FederatedModel(NamedTuple):
 
     @property
     def smoothed(self) -> FederatedModel:
-        """Without kinks, for what reads curvature."""
+        """Return the model without kinks, for searches that use curvature."""
         return self.without_kinks or self
 
     def draw_prior(self, key: Array, n: int) -> Array | None:
-        """Unconstrained draws (n, dim) of the globals from their prior.
+        """Return unconstrained draws (n, dim) of the globals from their prior.
 
-        None where some distribution of the prior cannot be drawn from.
+        It returns None if some distribution of the prior cannot be sampled.
         """
 
         @jit_once
@@ -132,28 +139,28 @@ class FederatedModel(NamedTuple):
             return None
 
     def terms_at_zero(self, data: SiloData) -> Rows:
-        """Return the terms of all rows of a silo, {plate: (size,)}, all latents at zero."""
+        """Return the terms of all rows of a silo, {plate: (size,)}, at latents of zero."""
         key, sizes = jax.random.key(0), self.sizes(data)
         theta = {**self.init_theta(key), **self.init_private(key, data)}
         z_L = {p.name: jnp.zeros((sizes[p.name], p.dim)) for p in self.plates}
         return self.log_silo(theta, jnp.zeros(self.dim), z_L, data)
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
-        """The sites of one kind at one level: ``plate`` or, when None, the globals."""
+        """Return the sites of one kind at one level: ``plate`` or, when None, the globals."""
         return tuple(s for s in self.sites if s.kind == kind and s.plate == plate)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelText:
-    """A model's text, traced at one silo: the functions of a :class:`FederatedModel`."""
+    """A model's text and its structure at one silo. Its methods are the functions of a model."""
 
     model: Callable[..., Any]
-    at: Structure
+    structure: Structure
     silo: SiloData
 
     @cached_property
     def latents(self) -> list[Site]:
-        return [s for s in self.at.sites if s.kind == "latent"]
+        return [s for s in self.structure.sites if s.kind == "latent"]
 
     @cached_property
     def dim(self) -> int:
@@ -164,28 +171,35 @@ class ModelText:
         def width(plate: str) -> int:
             return max([s.stop for s in self.latents if s.plate == plate], default=0)
 
-        return tuple(Plate(p, width(p), False) for p in self.at.sizes)
+        return tuple(Plate(p, width(p), False) for p in self.structure.sizes)
 
     @cached_property
     def template(self) -> SiloData:
-        """Placeholders for data: the global functions run the text on them and on zeros as latents.
+        """Return placeholders for data, on which the global functions run the text.
 
-        Inside of jit, so that they stay abstract. None of them reaches the result:
-        ``_check_reaches`` has made sure.
+        Local latents are zeros there. No placeholder reaches a result: ``split`` has refused texts
+        in which global sites depend on data or local latents.
         """
+        # The functions take them as arguments of jit, so that they stay abstract and nothing of
+        # the silo's part of the text is computed.
         return jax.tree.map(np.zeros_like, self.silo)
 
     def placeholder(self, dtype: DTypeLike, silo: SiloData) -> tuple[SiloData, Rows]:
-        """Return them in the type in which the globals come, or a scan would carry two types."""
+        """Return the placeholders and zeros as local latents, in the dtype of the globals."""
+        # In two precisions at once, the carry of a scan would change its dtype.
         data = jax.tree.map(lambda a: a.astype(dtype) if a.dtype.kind == "f" else a, silo)
-        return data, {p.name: jnp.zeros((self.at.sizes[p.name], p.dim), dtype) for p in self.plates}
+        return data, {
+            p.name: jnp.zeros((self.structure.sizes[p.name], p.dim), dtype) for p in self.plates
+        }
 
     def log_silo(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         total: Rows = {}
-        values, trace = trace_at(self.model, self.at.sites, theta, z_G, z_L, data)
+        values, trace = trace_at(self.model, self.structure.sites, theta, z_G, z_L, data)
         for name, value in values.items():
             site = trace[name]
             if plate := silo_plate_of(site):
+                # A log probability may lack axes of the batch along which it is constant; each row
+                # counts all the same.
                 shape = jnp.broadcast_shapes(jnp.shape(value), site["fn"].batch_shape)
                 value = jnp.broadcast_to(value, shape)
                 frame = next(f for f in site["cond_indep_stack"] if f.name == plate)
@@ -198,7 +212,7 @@ class ModelText:
     @compiled_method()
     def _prior_terms(self, theta: Theta, z_G: Array, data: SiloData) -> dict[str, Array]:
         data, z_L = self.placeholder(z_G.dtype, data)
-        return globals_at(self.model, self.at.sites, theta, z_G, z_L, data)[0]
+        return globals_at(self.model, self.structure.sites, theta, z_G, z_L, data)[0]
 
     def log_prior(self, theta: Theta, z_G: Array) -> Array:
         return sum(self.prior_terms(theta, z_G).values(), jnp.zeros(()))
@@ -206,10 +220,10 @@ class ModelText:
     def _constrain(
         self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData, *, local: bool
     ) -> dict[str, Array]:
-        _, trace = trace_at(self.model, self.at.sites, theta, z_G, z_L, data)
+        _, trace = trace_at(self.model, self.structure.sites, theta, z_G, z_L, data)
         return {
             s.name: trace[s.name]["value"]
-            for s in self.at.sites
+            for s in self.structure.sites
             if s.kind in ("latent", "deterministic") and (s.plate is not None) == local
         }
 
@@ -227,21 +241,24 @@ class ModelText:
         return self._constrain(theta, z_G, z_L, data, local=False)
 
     def constrain_theta(self, theta: Theta) -> Theta:
-        return {name: biject_to(self.at.supports[name])(value) for name, value in theta.items()}
+        return {
+            name: biject_to(self.structure.supports[name])(value) for name, value in theta.items()
+        }
 
     def _parameters(self, key: Array, data: SiloData, *, local: bool) -> Theta:
-        params = [s for s in self.at.sites if s.kind == "param" and (s.plate is not None) == local]
+        sites, supports = self.structure.sites, self.structure.supports
+        params = [s for s in sites if s.kind == "param" and (s.plate is not None) == local]
         if not params:
             return {}
         with TRACING, feasible():
             trace = handlers.trace(handlers.seed(self.model, key)).get_trace(**data.kwargs)
-        at = {s.name: trace[s.name]["value"] for s in params}
-        return {name: biject_to(self.at.supports[name]).inv(value) for name, value in at.items()}
+        values = {s.name: trace[s.name]["value"] for s in params}
+        return {name: biject_to(supports[name]).inv(value) for name, value in values.items()}
 
     def init_theta(self, key: Array) -> Theta:
-        shared = any(s.kind == "param" and s.plate is None for s in self.at.sites)
-        own = jax.jit(partial(self._parameters, local=False))
-        return own(key, self.template) if shared else {}
+        shared = any(s.kind == "param" and s.plate is None for s in self.structure.sites)
+        initial = jax.jit(partial(self._parameters, local=False))
+        return initial(key, self.template) if shared else {}
 
     def init_private(self, key: Array, data: SiloData) -> Theta:
         return self._parameters(key, data, local=True)
@@ -249,7 +266,7 @@ class ModelText:
     def _start(
         self, key: Array, data: SiloData, init_loc_fn: Callable[..., Any], plate: str | None
     ) -> list[tuple[Site, Array]]:
-        """Return where one of NumPyro's functions puts the latents of one level, unconstrained."""
+        """Return the unconstrained starting values of one level's latents by ``init_loc_fn``."""
         text = handlers.substitute(handlers.seed(self.model, key), substitute_fn=init_loc_fn)
         with TRACING:
             trace = handlers.trace(text).get_trace(**data.kwargs)
@@ -286,9 +303,9 @@ class ModelText:
 
     def federated(self) -> FederatedModel:
         """Return the model as pure functions."""
-        at = self.at
-        without = {*at.masked, *at.improper, *at.foreign}
-        no_prior = any(s.name in without for s in self.latents if s.plate is not None)
+        at = self.structure
+        not_drawable = {*at.masked, *at.improper, *at.foreign}
+        no_prior = any(s.name in not_drawable for s in self.latents if s.plate is not None)
         return FederatedModel(
             text=self.model,
             sites=at.sites,
@@ -313,6 +330,6 @@ class ModelText:
             ),
             local_prior=None if no_prior else local_prior(self.model, at.sites),
             global_prior=GlobalPrior(
-                self.model, at.sites, self.template, self.placeholder, frozenset(without)
+                self.model, at.sites, self.template, self.placeholder, frozenset(not_drawable)
             ),
         )

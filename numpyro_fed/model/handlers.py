@@ -17,7 +17,7 @@ from numpyro.primitives import Messenger
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.clients import augment as augment
 from numpyro_fed.model.clients import power_likelihood as power_likelihood
-from numpyro_fed.model.data import completed
+from numpyro_fed.model.data import with_model_data
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.primitives import inside_control_flow, silo_plate_of
@@ -32,7 +32,7 @@ def __dir__() -> list[str]:
 
 
 class at_silo(Messenger):
-    """Rename what is local to ``silo_{j}/name``; globals keep their names.
+    """Rename local sites, plates and parameters to ``silo_{j}/name``; globals keep their names.
 
     Parameters
     ----------
@@ -60,20 +60,22 @@ class at_silo(Messenger):
         self._local_plates: set[str] = set()
         super().__init__(fn)
 
-    def _around(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        inside = at_silo(body, self.silo)
-        inside._local_plates = self._local_plates
-        return inside
+    def _wrap(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = at_silo(body, self.silo)
+        wrapped._local_plates = self._local_plates
+        return wrapped
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if (
-            inside_control_flow(msg, self._around)
+            inside_control_flow(msg, self._wrap)
             or silo_plate_of(msg) is None
             or not msg.get("name")
         ):
             return
         if msg["type"] == "plate":
             self._local_plates.add(msg["name"])
+        # An ordinary plate inside of a silo plate is local, one around it is not: only plates whose
+        # own message was local are renamed in the frames.
         msg["cond_indep_stack"] = [
             f._replace(name=local_name(self.silo, f.name)) if f.name in self._local_plates else f
             for f in msg["cond_indep_stack"]
@@ -82,12 +84,12 @@ class at_silo(Messenger):
 
 
 def local_name(silo: int, name: str) -> str:
-    """The name of silo ``j``'s site in the joint model."""
+    """Return the name of silo ``j``'s site in the joint model."""
     return f"silo_{silo}/{name}"
 
 
-class _at_home(Messenger):
-    """Give sites outside of the silo plates to one, as ``{site: silo plate}`` says."""
+class _assign_plates(Messenger):
+    """Assign deterministic sites to silo plates, given ``{site: silo plate}``."""
 
     def __init__(self, fn: Callable[..., Any], plates: Mapping[str, str]):
         self.plates = plates
@@ -99,46 +101,46 @@ class _at_home(Messenger):
 
 
 def localised(model: Callable[..., Any], data: Mapping[str, Any]) -> Callable[..., Any]:
-    """The model with ``numpyro.deterministic`` sites that read rows as local ones.
+    """Return the model with ``numpyro.deterministic`` sites that read rows made local.
 
-    Such a site belongs to the last of the silo plates whose latents it reads, or of all plates
-    where it reads data alone.
+    Users often write such sites outside of the silo plate. A site becomes local to the last silo
+    plate whose latents it reads; if it reads data alone, to the last of all silo plates.
     """
     leaves, tree = jax.tree.flatten(dict(data))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
-    found: list[dict[str, Any]] = []
+    traces: list[dict[str, Any]] = []
 
     def run(values: dict[str, Any], arrays: dict[int, Any]) -> dict[str, Any]:
-        given = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
+        kwargs = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
         text = handlers.seed(handlers.substitute(model, data=values), 0)
-        # What runs the joint model is not to see this.
+        # Blocked, since handlers around the joint model must not get these messages.
         with TRACING, handlers.block(), feasible():
-            found.append(handlers.trace(text).get_trace(**given))
+            traces.append(handlers.trace(text).get_trace(**kwargs))
         return {
             name: site["value"]
-            for name, site in found[-1].items()
+            for name, site in traces[-1].items()
             if site["type"] == "deterministic" and silo_plate_of(site) is None
         }
 
-    outside = jax.eval_shape(run, {}, arrays)
-    sites = list(found[-1].values())
+    global_sites = jax.eval_shape(run, {}, arrays)
+    sites = list(traces[-1].values())
     plates = list(dict.fromkeys(filter(None, map(silo_plate_of, sites))))
-    if not outside or not plates:
+    if not global_sites or not plates:
         return model
     latents: dict[str, dict[str, Any]] = {plate: {} for plate in plates}
     for site in sites:
         if site["type"] == "sample" and not site["is_observed"] and (p := silo_plate_of(site)):
             latents[p][site["name"]] = jnp.zeros(site["value"].shape, site["value"].dtype)
 
-    def at(data: dict[int, Any], **rows: dict[str, Any]) -> dict[str, Any]:
+    def deterministic(data: dict[int, Any], **rows: dict[str, Any]) -> dict[str, Any]:
         return run({k: v for values in rows.values() for k, v in values.items()}, data)
 
-    home: dict[str, str] = {}
-    for name, value in provenance(at, data=arrays, **_labelled(latents)).items():
+    plate_of: dict[str, str] = {}
+    for name, value in provenance(deterministic, data=arrays, **_labelled(latents)).items():
         reads = frozenset[str]().union(*jax.tree.leaves(value))
-        own = [p for p in plates if _label(p) in reads] or (plates if "data" in reads else [])
-        home |= {name: own[-1]} if own else {}
-    return _at_home(model, home) if home else model
+        read = [p for p in plates if _label(p) in reads] or (plates if "data" in reads else [])
+        plate_of |= {name: read[-1]} if read else {}
+    return _assign_plates(model, plate_of) if plate_of else model
 
 
 def _label(plate: str) -> str:
@@ -149,8 +151,8 @@ def _labelled(latents: dict[str, Any]) -> dict[str, Any]:
     return {_label(plate): values for plate, values in latents.items()}
 
 
-class _shared(Messenger):
-    """Emit each global site once; later silos read its value and stay silent about it."""
+class _emit_once(Messenger):
+    """Emit each global site once: at later silos it has the same value and no message."""
 
     def __init__(self, values: dict[str, Any]):
         self.values = values
@@ -158,9 +160,11 @@ class _shared(Messenger):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "control_flow":
+            # Handlers do not reach into a scan; NumPyro substitutes the values of its sites there.
             msg["kwargs"]["substitute_stack"].append(("substitute", dict(self.values)))
         if silo_plate_of(msg) is None and msg.get("name") in self.values:
             msg["value"] = self.values[msg["name"]]
+            # Outer handlers (trace, log_density) must not count the site a second time.
             msg["stop"] = True
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
@@ -169,7 +173,7 @@ class _shared(Messenger):
 
 
 def joint(model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
-    r"""The exact joint model of all silos, as an ordinary NumPyro model of no arguments.
+    r"""Return the exact joint model of all silos, as an ordinary NumPyro model of no arguments.
 
     .. math::
         p(z_G) \prod_{j=0}^{J-1} p(z_{L_j}, y_j \mid z_G)
@@ -179,7 +183,7 @@ def joint(model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> Call
     model : callable
         A model with ``silo_plate``.
     silos : sequence of dict
-        What each silo holds, as keyword arguments of the model; sizes may differ.
+        The data of each silo, as keyword arguments of the model; sizes may differ.
 
     Returns
     -------
@@ -205,17 +209,17 @@ def joint(model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> Call
 
     def joint_model() -> None:
         values: dict[str, Any] = {}
-        held = completed(model, silos)
-        text = localised(model, held[0]) if held else model
-        for j, data in enumerate(held):
-            with at_silo(silo=j), _shared(values):
+        all_data = with_model_data(model, silos)
+        text = localised(model, all_data[0]) if all_data else model
+        for j, data in enumerate(all_data):
+            with at_silo(silo=j), _emit_once(values):
                 text(**data)
 
     return joint_model
 
 
 class generalised(Messenger):
-    r"""Put a loss in the place of minus the log density of every observed site.
+    r"""Replace minus the log density of every observed site by a loss.
 
     .. math::
         \log p(z) - \sum_i \ell\big(p(\cdot \mid z), y_i\big)
@@ -286,15 +290,18 @@ class generalised(Messenger):
 def _generalise(
     fn: Distribution, loss: Callable[[Distribution, Any], Array], site: str
 ) -> Distribution:
+    # A loss is written for the distribution in the text. What NumPyro's expand and mask have put
+    # around it is taken off, and put around the result again.
     if isinstance(fn, dist.ExpandedDistribution):
         return _generalise(fn.base_dist, loss, site).expand(fn.batch_shape)
     if isinstance(fn, dist.MaskedDistribution):
         return _generalise(fn.base_dist, loss, site).mask(fn._mask)
+    # A numpyro.factor is an observed site of a Unit distribution: a log density, no observation.
     return fn if isinstance(fn, Unit) else _Generalised(fn, loss, site)
 
 
 class _Generalised(Distribution):
-    """A distribution in all but its log density, which is minus a loss."""
+    """A distribution whose log density is replaced by minus a loss."""
 
     pytree_data_fields = ("base_dist",)
     pytree_aux_fields = ("loss", "site")
@@ -329,6 +336,7 @@ class _Generalised(Distribution):
             loss = self.loss(self.base_dist, value)
         except ModelError as error:
             raise ModelError(f"site '{self.site}': {error}") from error
+        # Checked here: a loss that sums over rows would be broadcast to every row, in silence.
         rows = jnp.shape(value)[: max(jnp.ndim(value) - self.event_dim, 0)]
         expected = jnp.broadcast_shapes(self.batch_shape, rows)
         if jnp.shape(loss) != expected:

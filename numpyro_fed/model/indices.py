@@ -1,4 +1,10 @@
-"""The check that what a silo's data index exists."""
+"""The check that indices among a silo's data are in range.
+
+JAX neither raises nor warns: an index out of range reads or writes another entry, or none. The
+check interprets the traced text (its jaxpr) operation by operation, and adds a
+``checkify.check`` before each gather, scatter or slice whose index depends on data. Labels tell
+which do (:mod:`numpyro_fed.model.jaxprs`).
+"""
 
 from __future__ import annotations
 
@@ -27,12 +33,12 @@ from numpyro_fed.model.jaxprs import (
     Program,
     Scan,
     branches,
-    called,
-    entering_scan,
+    called_program,
     labels_of,
+    output_labels,
     scan,
-    through,
-    traced,
+    scan_body_labels,
+    trace_program,
     type_of,
 )
 from numpyro_fed.programs import jit_once
@@ -43,21 +49,20 @@ if TYPE_CHECKING:
 
 
 def index_check(fm: FederatedModel) -> Callable[[int, SiloData], None]:
-    """A check that what a silo's data index exists: ``(j, data) -> None``, for unpadded data.
+    """Return the index check of a model: ``(j, data) -> None``, for unpadded data of silo ``j``.
 
-    JAX itself is silent: an index out of range reads or writes another place, or none. The check
-    raises a DataError with the number of the silo. It is compiled once for each shape of silos, and
-    not at all where the text indexes nothing by data. Where the text says itself what becomes of an
-    index out of range (``mode="clip"``, a ``fill_value``), that holds.
+    It raises a DataError that names the silo. It is compiled once for each shape of silos, and not
+    at all if the text indexes nothing by data. An operation for which the text itself defines what
+    an index out of range reads (``mode="clip"``, a ``fill_value``) is not checked.
     """
     return _check(fm.terms_at_zero, "silo {}")
 
 
 def new_data_check(model: Callable[..., Any], silo: int | None) -> Callable[..., None]:
-    """A check of new data, for which a text predicts: it is called as the text is.
+    """Return the index check of new data to predict for. It takes the arguments of the text.
 
-    Latents are drawn from their priors, so that outcomes that are to be predicted may be missing.
-    Arguments that are no data of a silo are left alone.
+    Latents are drawn from their priors, so that outcomes may be missing. Arguments that cannot be
+    read as a silo's data are not checked.
     """
 
     def values(data: SiloData) -> dict[str, Any]:
@@ -69,85 +74,90 @@ def new_data_check(model: Callable[..., Any], silo: int | None) -> Callable[...,
 
     def check_arguments(*args: object, **kwargs: object) -> None:
         try:
-            given = inspect.signature(model).bind(*args, **kwargs).arguments
-            within = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given))
-            data = None if within else read_one("new data", given)
+            arguments = inspect.signature(model).bind(*args, **kwargs).arguments
+            leaves = jax.tree.leaves(arguments)
+            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+            data = None if traced else read_one("new data", arguments)
         except (TypeError, DataError):
             return
         if data is not None:
-            with jax.ensure_compile_time_eval():  # within a program of Predictive's
+            # Predictive calls the text inside of a trace; the check must run at once all the same.
+            with jax.ensure_compile_time_eval():
                 check(silo or 0, data)
 
     return check_arguments
 
 
 def _check(rows: Callable[[SiloData], Any], owner: str) -> Callable[[int, SiloData], None]:
-    known: dict[tuple[Hashable, ...], bool] = {}
+    checkable: dict[tuple[Hashable, ...], bool] = {}
 
     @jit_once
     def errors(data: SiloData) -> Any:
         return checkify.checkify(partial(_watched, rows), errors=checkify.user_checks)(data)[0]
 
     def check(j: int, data: SiloData) -> None:
-        of = kind(data)
-        if of not in known:
-            known[of] = _checkable(partial(_watched, rows), data)
-        if known[of] and (found := errors(data).get()):
-            raise DataError(_message(owner.format(j), data, found, errors))
+        data_kind = kind(data)
+        if data_kind not in checkable:
+            checkable[data_kind] = _checkable(partial(_watched, rows), data)
+        if checkable[data_kind] and (error := errors(data).get()):
+            raise DataError(_message(owner.format(j), data, error, errors))
 
     return check
 
 
 def _checkable(watched: Callable[[SiloData], None], data: SiloData) -> bool:
-    """Whether data index anything, by operations that checkify knows."""
+    """Return whether data index anything, and checkify can transform the text."""
     try:
         checked = checkify.checkify(watched, errors=checkify.user_checks)
         return bool(jax.tree.leaves(jax.eval_shape(checked, data)[0]))
     except Exception:
+        # checkify refuses some primitives. A model must not fail for a check of its data.
         return False
 
 
 def _watched(rows: Callable[[SiloData], Any], data: SiloData) -> None:
-    """Run the text, with a check wherever data reach an index.
+    """Run the text with a check before each operation whose index depends on data.
 
-    Indices that do not depend on data are left alone: libraries use harmless ones out of range.
+    Other indices are not checked: libraries use harmless ones that are out of range.
     """
     arrays = jax.tree.leaves(data)
-    _run(traced(rows, data), arrays, [frozenset({"data"})] * len(arrays))
+    _run(trace_program(rows, data), arrays, [frozenset({"data"})] * len(arrays))
 
 
 def _run(program: Program, values: Sequence[ArrayLike], labels: Sequence[Labels]) -> list[Any]:
     jaxpr = program.jaxpr
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *values), strict=True))
-    known = dict(zip(jaxpr.invars, labels, strict=True))
+    by_variable = dict(zip(jaxpr.invars, labels, strict=True))
 
     def read(variable: Var | Literal) -> Any:
         return variable.val if isinstance(variable, Literal) else env[variable]
 
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:
-        into = [labels_of(known, v) for v in eqn.invars]
-        if (index := _counted_from_the_end(eqn, made)) is not None and labels_of(known, index):
+        operands = [labels_of(by_variable, v) for v in eqn.invars]
+        index = _wrapped_index(eqn, producer)
+        if index is not None and labels_of(by_variable, index):
             lowest = jnp.min(read(index), initial=0)
             words = "index {i} counts from the end, as pandas writes -1 for what is missing."
             checkify.check(lowest >= 0, words, i=lowest)
-        env |= zip(eqn.outvars, _apply(eqn, [read(v) for v in eqn.invars], into), strict=True)
-        known |= zip(eqn.outvars, through(eqn, into), strict=True)
+        env |= zip(eqn.outvars, _apply(eqn, [read(v) for v in eqn.invars], operands), strict=True)
+        by_variable |= zip(eqn.outvars, output_labels(eqn, operands), strict=True)
     return [read(v) for v in jaxpr.outvars]
 
 
 def _apply(eqn: JaxprEqn, values: list[Any], labels: Sequence[Labels]) -> Sequence[Any]:
-    """One operation, looked into where it is a call or a scan."""
-    if (program := called(eqn)) is not None:
+    """Return the outputs of one operation; calls, scans and branches are interpreted as well."""
+    if (program := called_program(eqn)) is not None:
         return _run(program, values, labels)
     if (loop := scan(eqn)) is not None:
-        return _scan(loop, values, entering_scan(loop, labels))
+        return _scan(loop, values, scan_body_labels(loop, labels))
     if (choices := branches(eqn)) is not None:
         return _cond(choices, values, labels)
 
     if _indexed_by_data(eqn, labels):
         index, largest, lengths = _ranges(eqn, values)
         bad = ((index < 0) | (index > largest)).ravel()
+        # A message of checkify holds scalars only: the first bad index stands for all.
         first = bad.argmax()
         checkify.check(
             ~bad.any(),
@@ -178,16 +188,20 @@ def _cond(choices: list[Program], values: list[Any], labels: Sequence[Labels]) -
     return jax.lax.switch(values[0], [branch(program) for program in choices], *values[1:])
 
 
-def _counted_from_the_end(eqn: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> Var | None:
-    """The index that JAX adds an axis's length to where it is negative; None in other places."""
+def _wrapped_index(eqn: JaxprEqn, producer: Mapping[Var, JaxprEqn]) -> Var | None:
+    """Return the index that an operation wraps if it is negative; None for other operations.
+
+    JAX writes ``x[i]`` as ``select_n(i < 0, i, i + n)`` before the gather, after which -1 is an
+    index like any other. The pattern is recognised here, while ``i`` is still at hand.
+    """
     if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
         return None
     condition, index, other = eqn.invars
     if isinstance(condition, Literal) or isinstance(index, Literal) or isinstance(other, Literal):
         return None
-    if condition not in made or other not in made:
+    if condition not in producer or other not in producer:
         return None
-    below, wrapped = made[condition], made[other]
+    below, wrapped = producer[condition], producer[other]
     if (below.primitive.name, wrapped.primitive.name) != ("lt", "add"):
         return None
     compared, zero = below.invars
@@ -196,7 +210,7 @@ def _counted_from_the_end(eqn: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> Var | 
 
 
 def _indexed_by_data(eqn: JaxprEqn, labels: Sequence[Labels]) -> bool:
-    """Whether data reach an index, and the text leaves open what one out of range means."""
+    """Return whether an index depends on data, and the text does not define one out of range."""
     name = eqn.primitive.name
     if name == "dynamic_slice":
         return any(labels[1:])
@@ -208,13 +222,14 @@ def _indexed_by_data(eqn: JaxprEqn, labels: Sequence[Labels]) -> bool:
 
 
 def _ranges(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Array, np.ndarray, np.ndarray]:
-    """The places that an operation reads or writes, the last that it may, lengths of the axes."""
+    """Return the indices of an operation, the largest that are in range, and its axes' lengths."""
     name, params, lengths = eqn.primitive.name, eqn.params, np.array(jnp.shape(values[0]))
     if name == "dynamic_slice":
         return jnp.stack(values[1:]), lengths - np.array(params["slice_sizes"]), lengths
     if name == "dynamic_update_slice":
         return jnp.stack(values[2:]), lengths - np.array(jnp.shape(values[1])), lengths
     numbers = params["dimension_numbers"]
+    # A window of some size starts at each index, and must end within the axis as well.
     if name == "gather":
         sizes, axes = np.array(params["slice_sizes"]), np.array(numbers.start_index_map)
     else:
@@ -226,19 +241,21 @@ def _ranges(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[Array, np.ndarray, np
 
 
 def _deliberate(eqn: JaxprEqn) -> bool:
-    """Whether the text says what is read out of range, other than what JAX itself fills in."""
+    """Return whether the text itself defines what an index out of range reads."""
     fill, dtype = eqn.params.get("fill_value"), type_of(eqn.outvars[0]).dtype
     if eqn.params.get("mode") == GatherScatterMode.CLIP:
         return True
     if fill is None or dtype.kind == "b":
         return False
+    # JAX's own fill values are NaN and the least integer (the greatest if unsigned). Any other
+    # value was chosen by the author of the text.
     if dtype.kind in "iu":
         return fill not in (np.iinfo(dtype).min, np.iinfo(dtype).max)
     return not np.isnan(fill)
 
 
-def _message(owner: str, data: SiloData, found: str, errors: Callable[[SiloData], Any]) -> str:
-    """Say what is out of range; the array to blame is one without which nothing is."""
+def _message(owner: str, data: SiloData, error: str, errors: Callable[[SiloData], Any]) -> str:
+    """Return the error message, with the array to blame: if it is zero, the check passes."""
 
     def without(name: str) -> SiloData:
         return replace(data, arrays={**data.arrays, name: np.zeros_like(data.arrays[name])})
@@ -248,7 +265,7 @@ def _message(owner: str, data: SiloData, found: str, errors: Callable[[SiloData]
         for name, a in data.arrays.items()
         if a.dtype.kind in "iu" and not errors(without(name)).get()
     ]
-    where = found.splitlines()[0].removesuffix(" (`check` failed)")
+    where = error.splitlines()[0].removesuffix(" (`check` failed)")
     return (
         f"{owner}: {where}{''.join(blamed)} Indices must count from 0 within each silo, up to one "
         "less than the length of what they index: renumber them, for example by "

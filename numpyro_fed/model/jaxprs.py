@@ -1,9 +1,13 @@
-"""Programs as JAX has traced them: what is in them, what depends on what, which are the same.
+"""Traced programs (jaxprs): their constants, their dependences, and whether two are the same.
 
-JAX promises little about the inside of a program, and changes it from version to version. This
-module alone knows it, by the attributes of JAX's objects rather than their classes, and by what an
-operation means rather than its parameters where that is enough. ``tests/test_jaxprs.py`` shows what
-it expects of the JAX that is installed.
+JAX promises little about the inside of a jaxpr, and changes it from version to version. No other
+module reads jaxprs directly. This one relies on attributes of JAX's objects rather than on their
+classes, and on what an operation means rather than on its parameters where that is enough.
+``tests/test_jaxprs.py`` shows what it expects of the JAX that is installed.
+
+Dependences are found by labels. Each input of a program carries a set of labels. An operation's
+outputs carry all labels of its inputs; calls, branches and scans are entered, so that the outputs
+of one scan can have different labels. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -17,16 +21,17 @@ from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.typing import ArrayLike
 
-from numpyro_fed.model.data import written
+from numpyro_fed.model.data import array_bytes
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn, Var
 
     Atom = Var | Literal
-    See = Callable[[JaxprEqn, Sequence["Labels"]], None]
+    Visitor = Callable[[JaxprEqn, Sequence["Labels"]], None]
 
 Labels = frozenset[str]
 NONE: Labels = frozenset()
+# A jaxpr that is printed shows functions by their address, which differs between processes.
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -38,10 +43,10 @@ class Program(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """A scan: its inputs are constants, what one step carries to the next, and sequences.
+    """A scan. Its inputs are, in this order, constants, the carry and sequences.
 
-    Its outputs are what the last step carries, and sequences; those of its body, and the body's
-    inputs, are in the same order.
+    Its outputs are the last step's carry and sequences. The inputs and outputs of its body are in
+    the same order.
     """
 
     body: Program
@@ -52,19 +57,19 @@ class Scan(NamedTuple):
 
     @property
     def carry(self) -> slice:
-        """The places of what is carried, among the inputs."""
+        """Return the positions of the carry among the inputs."""
         return slice(self.num_consts, self.num_consts + self.num_carry)
 
 
 class Identity(NamedTuple):
-    """Tells a program from others, by its operations in words and all numbers that it reads."""
+    """The identity of a program: its operations as text, and all numbers that it reads."""
 
     words: str
     numbers: tuple[ArrayLike, ...]
 
     @classmethod
     def of(cls, program: Program) -> Identity:
-        """Read a program, without the addresses of objects in memory."""
+        """Return the identity of a program, without the addresses of objects in memory."""
         return cls(ADDRESS.sub("", str(program.jaxpr)), tuple(constants(program)))
 
     def same(self, other: Identity) -> bool:
@@ -72,48 +77,55 @@ class Identity(NamedTuple):
         if self.words != other.words or len(self.numbers) != len(other.numbers):
             return False
         pairs = zip(self.numbers, other.numbers, strict=True)
-        return all(a is b or written(a) == written(b) for a, b in pairs)
+        # Compared as bytes: NaN equals itself then, and dtypes count.
+        return all(a is b or array_bytes(a) == array_bytes(b) for a, b in pairs)
 
 
-def traced(fn: Callable[..., Any], /, *args: object) -> Program:
-    """The program of a function at these arguments; nothing is computed."""
-    return opened(jax.make_jaxpr(fn)(*args))
+def trace_program(fn: Callable[..., Any], /, *args: object) -> Program:
+    """Return the program of a function at arguments of these shapes; nothing is computed."""
+    return as_program(jax.make_jaxpr(fn)(*args))
 
 
-def opened(program: object) -> Program:
-    """One of JAX's own programs; from JAX 0.12 on that is one object, and was two before."""
+def as_program(program: object) -> Program:
+    """Return a jaxpr of JAX's, closed or open, as a :class:`Program`."""
+    # Up to JAX 0.11 a ClosedJaxpr wraps a Jaxpr; from 0.12 on one object has constants as well.
     jaxpr: Any = getattr(program, "jaxpr", program)
     return Program(jaxpr, getattr(program, "consts", ()))
 
 
-def programs(eqn: JaxprEqn) -> list[Program]:
-    """The programs inside of an operation."""
+def inner_programs(eqn: JaxprEqn) -> list[Program]:
+    """Return the programs among an operation's parameters."""
+    # Parameters are searched by type, since each primitive has another name for its programs
+    # (jaxpr, call_jaxpr, branches).
     found = []
     for value in eqn.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(each, "jaxpr", each), "eqns"):
-                found.append(opened(each))
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                found.append(as_program(item))
     return found
 
 
-def called(eqn: JaxprEqn) -> Program | None:
-    """The one program that an operation calls as it stands, on its operands; None for others."""
-    inner = programs(eqn)
+def called_program(eqn: JaxprEqn) -> Program | None:
+    """Return the program that an operation calls once on its operands; None for other operations.
+
+    Such operations are ``jit``, ``custom_jvp_call``, ``checkpoint`` and the like.
+    """
+    inner = inner_programs(eqn)
     if len(inner) != 1 or eqn.primitive.name in ("scan", "while", "cond"):
         return None
+    # An operation whose operands are not the program's inputs, one for one, is left opaque.
     (program,) = inner
     alike = len(program.jaxpr.invars) == len(eqn.invars)
     return program if alike and len(program.jaxpr.outvars) == len(eqn.outvars) else None
 
 
 def scan(eqn: JaxprEqn) -> Scan | None:
-    """An operation as a scan; None for others.
-
-    A sequence is what has an axis more outside of the body than inside.
-    """
+    """Return an operation as a :class:`Scan`; None for other operations."""
     if eqn.primitive.name != "scan":
         return None
-    (body,) = programs(eqn)
+    # The counts are read off the ranks, by what a scan means, rather than off its parameters: a
+    # sequence has one axis more outside of the body than inside.
+    (body,) = inner_programs(eqn)
     num_carry = len(eqn.outvars) - _sequences(eqn.outvars, body.jaxpr.outvars)
     num_consts = len(eqn.invars) - num_carry - _sequences(eqn.invars, body.jaxpr.invars)
     return Scan(body, num_consts, num_carry, eqn.params["length"], eqn.params["reverse"])
@@ -125,104 +137,112 @@ def _sequences(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
 
 
 def type_of(variable: Atom) -> Any:
-    """The shape and dtype of a variable, as JAX has them."""
+    """Return the shape and dtype of a variable, as JAX has them."""
     return variable.aval
 
 
 def branches(eqn: JaxprEqn) -> list[Program] | None:
-    """The branches of an operation that chooses one by its first operand; None for others."""
-    return programs(eqn) if eqn.primitive.name == "cond" else None
+    """Return the branches of a ``cond`` or ``switch``; None for other operations.
+
+    The first operand chooses the branch.
+    """
+    return inner_programs(eqn) if eqn.primitive.name == "cond" else None
 
 
 def constants(program: Program) -> Iterator[ArrayLike]:
-    """All numbers and arrays that a program reads, those of programs within it included."""
+    """Yield all numbers and arrays that a program and the programs within it read."""
     yield from _read(program.jaxpr, program.consts).values()
     for eqn in program.jaxpr.eqns:
         yield from (v.val for v in eqn.invars if isinstance(v, Literal))
-        for inner in programs(eqn):
+        for inner in inner_programs(eqn):
             yield from constants(inner)
 
 
-def needed(program: Program) -> Program:
-    """A program without what its outputs do not need, constants included."""
+def without_dead_code(program: Program) -> Program:
+    """Return a program without operations and constants that its outputs do not need."""
     jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
     kept = _read(jaxpr, program.consts)
     places, values = list(kept), list(kept.values())
     if hasattr(jaxpr, "consts"):
-        return opened(jaxpr.replace(constvars=places, consts=values))
+        return as_program(jaxpr.replace(constvars=places, consts=values))
     return Program(jaxpr.replace(constvars=places), values)
 
 
 def _read(jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> dict[Var, ArrayLike]:
-    """The constants that a program reads, by their variables."""
+    """Return the constants that a program reads, by variable."""
+    # By id: literals among the operands cannot be hashed.
     read = {id(v) for vs in (jaxpr.outvars, *(e.invars for e in jaxpr.eqns)) for v in vs}
     return {v: c for v, c in zip(jaxpr.constvars, consts, strict=True) if id(v) in read}
 
 
 def provenance(fn: Callable[..., Any], /, **inputs: object) -> Any:
-    """The names of the inputs that reach each output of ``fn``: a pytree like its outputs.
+    """Return the names of the inputs that reach each output of ``fn``: a pytree like its outputs.
 
-    As ``numpyro.ops.provenance``, except that the outputs of a scan are told apart. Nothing is
-    computed.
+    It differs from ``numpyro.ops.provenance`` in that the outputs of a scan are told apart.
+    Nothing is computed.
     """
     program, out = jax.make_jaxpr(lambda inputs: fn(**inputs), return_shape=True)(inputs)
-    labels = follow(opened(program).jaxpr, labels_by_name(inputs))
+    labels = propagate_labels(as_program(program).jaxpr, labels_by_name(inputs))
     return jax.tree.unflatten(jax.tree.structure(out), labels)
 
 
 def labels_by_name(inputs: Mapping[str, object]) -> list[Labels]:
-    """The label of each leaf of a dict: the key under which it stands."""
+    """Return the label of each leaf of a dict: the key that it belongs to."""
     return [frozenset({path[0].key}) for path, _ in jax.tree.leaves_with_path(inputs)]
 
 
-def follow(
+def propagate_labels(
     jaxpr: Jaxpr,
     labels: Sequence[Labels],
-    see: See | None = None,
+    visit: Visitor | None = None,
 ) -> list[Labels]:
-    """Follow labels through a program, from its inputs to its outputs.
+    """Return the labels of a program's outputs, given those of its inputs.
 
-    ``see`` is shown each operation, and the labels of what goes into it; those of the programs
-    inside of others, too.
+    ``visit`` is called with each operation and the labels of its operands, for the operations of
+    inner programs as well.
     """
-    known = dict(zip(jaxpr.invars, labels, strict=True))
+    by_variable = dict(zip(jaxpr.invars, labels, strict=True))
     for eqn in jaxpr.eqns:
-        into = [labels_of(known, v) for v in eqn.invars]
-        if see is not None:
-            see(eqn, into)
-        known |= zip(eqn.outvars, through(eqn, into, see), strict=True)
-    return [labels_of(known, v) for v in jaxpr.outvars]
+        operands = [labels_of(by_variable, v) for v in eqn.invars]
+        if visit is not None:
+            visit(eqn, operands)
+        by_variable |= zip(eqn.outvars, output_labels(eqn, operands, visit), strict=True)
+    return [labels_of(by_variable, v) for v in jaxpr.outvars]
 
 
-def labels_of(known: Mapping[Var, Labels], variable: Atom) -> Labels:
-    """The labels of a variable: none for what is a number, or a constant of the program."""
-    return NONE if isinstance(variable, Literal) else known.get(variable, NONE)
+def labels_of(by_variable: Mapping[Var, Labels], variable: Atom) -> Labels:
+    """Return the labels of a variable; literals and constants of the program have none."""
+    return NONE if isinstance(variable, Literal) else by_variable.get(variable, NONE)
 
 
-def through(
+def output_labels(
     eqn: JaxprEqn,
-    into: Sequence[Labels],
-    see: See | None = None,
+    operands: Sequence[Labels],
+    visit: Visitor | None = None,
 ) -> list[Labels]:
-    """The labels of one operation's outputs."""
+    """Return the labels of one operation's outputs, given those of its operands."""
     if (loop := scan(eqn)) is not None:
-        labels = entering_scan(loop, into)
-        out = follow(loop.body.jaxpr, labels, see)
+        labels = scan_body_labels(loop, operands)
+        out = propagate_labels(loop.body.jaxpr, labels, visit)
         return [*labels[loop.carry], *out[loop.num_carry :]]
-    if (program := called(eqn)) is not None:
-        return follow(program.jaxpr, into, see)
+    if (program := called_program(eqn)) is not None:
+        return propagate_labels(program.jaxpr, operands, visit)
     if (choices := branches(eqn)) is not None:
-        which, *operands = into
-        outs = [follow(program.jaxpr, operands, see) for program in choices]
+        which, *rest = operands
+        outs = [propagate_labels(program.jaxpr, rest, visit) for program in choices]
+        # The index that chooses reaches every output, whichever branch is taken.
         return [which.union(*labels) for labels in zip(*outs, strict=True)]
-    return [NONE.union(*into)] * len(eqn.outvars)
+    # Every other operation, a while loop among them, is opaque: all reaches all.
+    return [NONE.union(*operands)] * len(eqn.outvars)
 
 
-def entering_scan(loop: Scan, into: Sequence[Labels]) -> list[Labels]:
-    """The labels of a scan's body's inputs: what a step carries on reaches all steps after it."""
-    labels = list(into)
+def scan_body_labels(loop: Scan, operands: Sequence[Labels]) -> list[Labels]:
+    """Return the labels of the inputs of a scan's body, over all of its steps."""
+    labels = list(operands)
+    # What one step carries reaches all steps after it. Labels only grow, and there are finitely
+    # many, so that the iteration ends: after as many turns as the carry has entries, at most.
     while True:
-        out = follow(loop.body.jaxpr, labels)[: loop.num_carry]
+        out = propagate_labels(loop.body.jaxpr, labels)[: loop.num_carry]
         carry = [a | b for a, b in zip(labels[loop.carry], out, strict=True)]
         if carry == labels[loop.carry]:
             return labels

@@ -1,4 +1,4 @@
-"""How the silos are laid out for one compiled program: split, padded where safe, bucketed."""
+"""The layout of silos for compiled programs: split, checked, padded if harmless, bucketed."""
 
 from __future__ import annotations
 
@@ -19,26 +19,42 @@ from numpyro_fed.model.split import split
 
 
 class Layout(NamedTuple):
-    """A split model: all that depends on the shapes of what silos hold, and not on the values."""
+    """A split model and its checks: all that depends on the shapes of data, not on their values.
+
+    Attributes
+    ----------
+    model : FederatedModel
+    sizes : tuple of {plate: int}
+        The true size of each silo plate at each silo.
+    rows : dict of str to str
+        The silo plate of each array that holds rows.
+    checks : RowChecks
+    check_indices : (silo, data) -> None
+        The index check of one silo's values.
+    supports : Supports
+        The check of observed values.
+    separable : dict of str to tuple of str
+        The arrays of each silo plate whose rows must not read each other's data.
+    """
 
     model: FederatedModel
-    sizes: tuple[Sizes, ...]  # true size of each silo plate at each silo
-    rows: dict[str, str]  # which arrays are rows of which silo plate
+    sizes: tuple[Sizes, ...]
+    rows: dict[str, str]
     checks: RowChecks
-    check_indices: Callable[[int, SiloData], None]  # at a silo, for the values of its data
+    check_indices: Callable[[int, SiloData], None]
     supports: Supports
-    separable: dict[str, tuple[str, ...]]  # arrays of each silo plate, where rows must stand alone
+    separable: dict[str, tuple[str, ...]]
 
     @property
     def lengths(self) -> dict[str, tuple[str, ...]]:
-        """The silo plates of the length of each array that holds rows, the same at every silo."""
-        return {key: self._alike(plate) for key, plate in self.rows.items()}
+        """Return for each array of rows the silo plates that are as long at every silo."""
+        return {key: self._same_size(plate) for key, plate in self.rows.items()}
 
-    def _alike(self, plate: str) -> tuple[str, ...]:
+    def _same_size(self, plate: str) -> tuple[str, ...]:
         return tuple(p for p in self.sizes[0] if all(n[p] == n[plate] for n in self.sizes))
 
     def arrange(self, silos: Sequence[SiloData], *, summaries: bool = True) -> list[Bucket]:
-        """Bucket silos of these shapes, and make sure that their values can be used.
+        """Check the values of silos of these shapes, and return them in buckets.
 
         Padded and unpadded densities are compared at a random point. A model in which rows read
         each other's latents fails that comparison; the silos then stay unpadded, bucketed by
@@ -51,7 +67,10 @@ class Layout(NamedTuple):
         ModelError
             With ``summaries``, for a row that reads the data of other rows (``x.mean(0)``).
         """
+        # A site in two silo plates has no row of its own that could be padded.
         buckets = bucket(silos, self.sizes, may_pad=not self.model.nested)
+        # Supports first: outside of them densities are NaN or infinite, and row checks compare
+        # nothing there.
         for b in buckets:
             self.supports.check(b)
         for j, silo in enumerate(silos):
@@ -71,17 +90,19 @@ class Layout(NamedTuple):
         return bucket(silos, self.sizes, may_pad=False)
 
     def _padding_is_harmless(self, silos: Sequence[SiloData], b: Bucket) -> bool:
+        # The silo with the fewest rows has the most padding.
         most = min(range(len(b.silos)), key=lambda i: sum(b.sizes[i].values()))
         rows = tuple(sorted(self.rows.items()))
         original = silos[b.silos[most]]
         try:
             return bool(self.checks.padding(b.data, rows, original, most))
         except ValueError:
+            # The text does not run at padded shapes: an array that is not padded must match.
             return False
 
 
 def layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
-    """Split the model at silos of these shapes; for silos that were read, once for each text."""
+    """Return the layout of a model at silos of these shapes, cached with silos that were read."""
     if isinstance(silos, ReadSilos):
         return silos.once(model, partial(_layout_of, model, silos))
     return _layout_of(model, silos)
@@ -91,8 +112,8 @@ def _layout_of(model: Callable[..., Any], silos: Sequence[SiloData]) -> Layout:
     fm = split(model, silos)
     sizes = tuple(s.sizes for s in structures(model, silos))
     rows = padded_keys(silos, sizes)
-    alone = separable(fm, silos, sizes, rows)
-    return Layout(fm, sizes, rows, RowChecks(fm), index_check(fm), Supports.of_silos(fm), alone)
+    apart = separable(fm, silos, sizes, rows)
+    return Layout(fm, sizes, rows, RowChecks(fm), index_check(fm), Supports.of_silos(fm), apart)
 
 
 def lay_out(

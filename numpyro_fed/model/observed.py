@@ -1,4 +1,9 @@
-"""Whether observed values lie in the supports of their distributions, at each silo."""
+"""The check that observed values lie in the supports of their distributions, silo by silo.
+
+A site is checked if its support and mask depend on data alone. One whose bounds are latents
+(``Uniform(0, theta)``) is left to its density. On the edge of a support, as 0 and 1 are for a beta
+distribution, the density decides: it is evaluated at a few points.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +29,51 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import TOTAL, VerticalModel
 from numpyro_fed.programs import compiled_method, jit_once
 
-POINTS = 3  # at which a density is looked at on the edge of its support
+# Points at which the density on an edge is evaluated: latents and parameters at 0, 0.5 and 1. The
+# value is refused only if the density is zero at all of them. A beta's density at 0, for example,
+# is zero for a parameter above 1 and not for one below.
+POINTS = 3
 
 
-class Seen(NamedTuple):
-    """The observed values of a site, and where they lie; all have the site's batch shape first."""
+class ObservedValues(NamedTuple):
+    """The observed values of a site, and whether its support has them.
 
-    value: Array  # with the axes of the event besides
-    inside: Array  # whether the support or its edge holds the value, or a mask leaves it out
-    edge: Array  # whether it lies on the edge, as 0 and 1 do of a Beta's: the density decides
+    Attributes
+    ----------
+    value : array (batch shape, event shape)
+    inside : bool array (batch shape)
+        Whether the value is in the support or on its edge, or masked.
+    edge : bool array (batch shape)
+        Whether the value is on the edge of the support.
+    """
+
+    value: Array
+    inside: Array
+    edge: Array
 
 
 class SupportKind(NamedTuple):
-    """The words of a message about a site."""
+    """The description of a site's distribution for messages.
 
-    name: str  # of its distribution
-    takes: str  # the values that this takes
+    Attributes
+    ----------
+    name : str
+        The name of the distribution.
+    takes : str
+        The values of its support, in words.
+    remedy : str
+        A sentence about what to do; it may be empty.
+    plates : tuple of (str, int)
+        The silo plates that the site is in, and their dims in the batch.
+    whole : bool
+        Whether the support has whole numbers only.
+    """
+
+    name: str
+    takes: str
     remedy: str
-    plates: tuple[tuple[str, int], ...]  # the silo plates around it, their dimensions in the batch
-    whole: bool  # whether it takes whole numbers only
+    plates: tuple[tuple[str, int], ...]
+    whole: bool
 
 
 At = Callable[[SiloData, Any], tuple[dict[str, Array], dict[str, Any]]]
@@ -52,9 +83,13 @@ At = Callable[[SiloData, Any], tuple[dict[str, Array], dict[str, Any]]]
 class Supports:
     """The check of a model's observed values, compiled once for each shape of silos.
 
-    ``at(data, point)`` returns the density and the message of each site where all latents are one
-    number. A site is judged where its support and masks depend on data alone: one whose bounds are
-    latents or parameters (``Uniform(0, theta)``) is left to its density.
+    Attributes
+    ----------
+    sites : sequence of Site
+    at : (data, point) -> (log probabilities, trace)
+        Runs the text with every latent and parameter at one number, ``point``.
+    owner : str
+        The party's name in messages, with ``{}`` for a silo's number.
     """
 
     sites: Sequence[Site]
@@ -69,14 +104,14 @@ class Supports:
         return [s.name for s in self.sites if s.kind == "observed"]
 
     @compiled_method(jit_once)
-    def observed_values(self, stack: SiloData) -> dict[str, Seen]:
-        """Return the observed values of a stack of parties, and where they lie."""
-        return jax.vmap(self._seen)(stack)
+    def observed_values(self, stack: SiloData) -> dict[str, ObservedValues]:
+        """Return the observed values of a stack of parties, by site."""
+        return jax.vmap(self._observed_values)(stack)
 
     @compiled_method(jit_once)
     def densities_at_edges(self, stack: SiloData) -> dict[str, Array]:
-        """Return whether the density of each value can be positive."""
-        return jax.vmap(self._possible)(stack)
+        """Return whether the density of each value can be positive, by site."""
+        return jax.vmap(self._has_density)(stack)
 
     @classmethod
     def of_silos(cls, fm: FederatedModel) -> Supports:
@@ -84,7 +119,7 @@ class Supports:
 
         def at(data: SiloData, point: Array | float) -> Any:
             key, sizes = jax.random.key(0), fm.sizes(data)
-            theta = _moved({**fm.init_theta(key), **fm.init_private(key, data)}, point)
+            theta = _depending_on({**fm.init_theta(key), **fm.init_private(key, data)}, point)
             z_L = {p.name: jnp.full((sizes[p.name], p.dim), point) for p in fm.plates}
             return trace_at(fm.text, fm.sites, theta, jnp.full(fm.dim, point), z_L, data)
 
@@ -93,116 +128,125 @@ class Supports:
     @classmethod
     def of_server(cls, model: VerticalModel) -> Supports:
         """Return the check of the server of a vertical model, which holds the response."""
-        half = model.server
+        party = model.server
 
         def at(data: SiloData, point: Array | float) -> Any:
             total = jnp.full(model.shape, point, model.dtype)
             whole = replace(data, arrays={**data.arrays, TOTAL: total})
-            theta = _moved(half.init_theta(jax.random.key(0), whole), point)
-            return half.log_probs(theta, jnp.full(half.dim, point), whole)
+            theta = _depending_on(party.init_theta(jax.random.key(0), whole), point)
+            return party.log_probs(theta, jnp.full(party.dim, point), whole)
 
-        return cls(half.sites, at, "the server")
+        return cls(party.sites, at, "the server")
 
     def check(self, b: Bucket) -> None:
-        """Refuse a value that its distribution cannot have, by silo, site, row and value."""
-        if not self._judged(jax.tree.map(lambda a: a[0], b.data)):
+        """Refuse an observed value that its distribution cannot have; the error says where."""
+        if not self._checked_sites(jax.tree.map(lambda a: a[0], b.data)):
             return
-        seen = jax.tree.map(np.asarray, self.observed_values(b.data))
-        for name, found in seen.items():
-            if not found.inside.all():
-                self._refuse(b, name, found.value, ~found.inside, "")
-        if any(found.edge.any() for found in seen.values()):
+        observed = jax.tree.map(np.asarray, self.observed_values(b.data))
+        for name, site in observed.items():
+            if not site.inside.all():
+                self._refuse(b, name, site.value, ~site.inside, "")
+        # Densities are compiled only if they are needed.
+        if any(site.edge.any() for site in observed.values()):
             for name, possible in self.densities_at_edges(b.data).items():
-                bad = seen[name].edge & ~np.asarray(possible)
+                bad = observed[name].edge & ~np.asarray(possible)
                 if bad.any():
                     why = " and has no density at the edge"
-                    self._refuse(b, name, seen[name].value, bad, why)
+                    self._refuse(b, name, observed[name].value, bad, why)
 
-    def _judged(self, data: SiloData) -> dict[str, SupportKind]:
-        """The observed sites whose supports and masks depend on data alone."""
-        if (of := kind(data)) not in self._known:
+    def _checked_sites(self, data: SiloData) -> dict[str, SupportKind]:
+        """Return the observed sites whose supports and masks depend on data alone."""
+        if (data_kind := kind(data)) not in self._known:
             kinds: dict[str, SupportKind] = {}
 
             def run(arrays: dict[str, Any], point: Array) -> dict[str, Array]:
                 at = SiloData(arrays, static=data.static, treedef=data.treedef)
                 trace = self.at(at, point)[1]
-                kinds.update({n: _kind_of(trace[n]) for n in self._observed})
-                return {n: _seen_at(trace[n]).inside for n in self._observed}
+                kinds.update({n: _support_kind(trace[n]) for n in self._observed})
+                return {n: _observed_at(trace[n]).inside for n in self._observed}
 
             labels = provenance(run, arrays=data.arrays, point=jnp.zeros(()))
-            self._known[of] = {n: kinds[n] for n in kinds if "point" not in labels[n]}
-        return self._known[of]
+            self._known[data_kind] = {n: kinds[n] for n in kinds if "point" not in labels[n]}
+        return self._known[data_kind]
 
-    def _seen(self, data: SiloData) -> dict[str, Seen]:
+    def _observed_values(self, data: SiloData) -> dict[str, ObservedValues]:
         trace = self.at(data, 0.0)[1]
-        return {n: _seen_at(trace[n]) for n in self._judged(data)}
+        return {n: _observed_at(trace[n]) for n in self._checked_sites(data)}
 
-    def _possible(self, data: SiloData) -> dict[str, Array]:
-        """Whether the density of each value is a positive number at one of a few points."""
+    def _has_density(self, data: SiloData) -> dict[str, Array]:
+        """Return whether the density of each value is positive and finite at one of the points."""
 
         def finite(point: Array) -> dict[str, Array]:
             terms = self.at(data, point)[0]
-            return {n: jnp.isfinite(terms[n]) for n in self._judged(data)}
+            return {n: jnp.isfinite(terms[n]) for n in self._checked_sites(data)}
 
         each = jax.lax.map(finite, jnp.linspace(0.0, 1.0, POINTS))
         return {n: found.any(0) for n, found in each.items()}
 
     def _refuse(self, b: Bucket, name: str, values: np.ndarray, bad: np.ndarray, why: str) -> None:
-        i, *place = (int(k) for k in np.argwhere(bad)[0])
+        i, *index = (int(k) for k in np.argwhere(bad)[0])
         silo = jax.tree.map(lambda a: a[i], b.data)
-        judged, real = self._judged(silo)[name], bad[i]
-        for plate, dim in judged.plates:
+        site, real = self._checked_sites(silo)[name], bad[i]
+        # Padded rows are copies of a row: they must not be counted.
+        for plate, dim in site.plates:
             mask = silo.masks.get(plate, np.array(True))
             real = real & mask.reshape(mask.shape + (1,) * (mask.ndim * (-dim - 1)))
         count = int(real.sum())
-        row = place[judged.plates[0][1] if judged.plates else 0] if place else 0
-        found = values[(i, *place)]
-        value = np.array2string(found, precision=9 if why else 6, threshold=8)
-        remedy = judged.remedy
-        if why and not remedy and (found % 1).any():
+        row = index[site.plates[0][1] if site.plates else 0] if index else 0
+        observed = values[(i, *index)]
+        # With nine digits a value next to an edge does not look like the edge itself.
+        value = np.array2string(observed, precision=9 if why else 6, threshold=8)
+        remedy = site.remedy
+        if why and not remedy and (observed % 1).any():
             remedy = "Single precision may round a bound to a number beyond it: clip to the bound. "
-        if judged.whole and (found % 1).any():
+        if site.whole and (observed % 1).any():
             remedy = "A term of numbers that are not whole is a numpyro.factor. "
         others = f", the first of {count} such values" if count > 1 else ""
         owner = self.owner.format(b.silos[i])
         raise DataError(
             f"{owner}, site '{name}': the observed value {value} of row {row}{others} is "
-            f"impossible: {judged.name} takes {judged.takes}{why}. {remedy}Leave out what is "
+            f"impossible: {site.name} takes {site.takes}{why}. {remedy}Leave out what is "
             "missing by a boolean array in the data and numpyro.handlers.mask around the site."
         )
 
 
-def _moved(theta: Theta, point: Array | float) -> Theta:
-    """Parameters as they are, but as values that depend on the point, like latents."""
+def _depending_on(theta: Theta, point: Array | float) -> Theta:
+    """Return the same parameters, but as functions of the point, as latents are.
+
+    A support whose bounds are parameters then has the point's label, and is not checked.
+    """
     nothing = 0.0 * jnp.asarray(point)
     return {name: jax.tree.map(lambda a: a + nothing, value) for name, value in theta.items()}
 
 
-def alone(data: SiloData) -> Bucket:
-    """The data of one party as a bucket."""
+def as_bucket(data: SiloData) -> Bucket:
+    """Return the data of one party as a bucket of its own."""
     return Bucket((0,), ({},), jax.tree.map(lambda a: np.asarray(a)[None], data))
 
 
-def _seen_at(site: dict[str, Any]) -> Seen:
+def _observed_at(site: dict[str, Any]) -> ObservedValues:
     fn, value = site["fn"], jnp.asarray(site["value"])
     whole = jnp.broadcast_shapes(jnp.shape(value), fn.batch_shape + fn.event_shape)
     value = jnp.broadcast_to(value, whole)
     batch = whole[: len(whole) - fn.event_dim]
-    inside, edge = _inside(fn, value)
-    return Seen(value, jnp.broadcast_to(inside, batch), jnp.broadcast_to(edge, batch))
+    inside, edge = _in_support(fn, value)
+    return ObservedValues(value, jnp.broadcast_to(inside, batch), jnp.broadcast_to(edge, batch))
 
 
-def _inside(fn: Distribution, value: Array) -> tuple[Array, Array]:
-    """Whether a value lies in the support, and on its edge; without what is masked."""
+def _in_support(fn: Distribution, value: Array) -> tuple[Array, Array]:
+    """Return whether a value is in the support, and whether on its edge, in the batch shape.
+
+    Masked values count as in the support and not on the edge.
+    """
     if isinstance(fn, dist.MaskedDistribution):
-        inside, edge = _inside(fn.base_dist, value)
+        inside, edge = _in_support(fn.base_dist, value)
         return inside | ~jnp.asarray(fn._mask), edge & jnp.asarray(fn._mask)
     if isinstance(fn, dist.Independent):
-        inside, edge = _inside(fn.base_dist, value)
+        inside, edge = _in_support(fn.base_dist, value)
         axes = tuple(range(-fn.reinterpreted_batch_ndims, 0))
         return inside.all(axes), edge.any(axes)
     if isinstance(fn, dist.ExpandedDistribution):
-        return _inside(fn.base_dist, value)
+        return _in_support(fn.base_dist, value)
     batch = value.shape[: value.ndim - fn.event_dim]
     support, nothing = _support_of(fn), jnp.zeros(batch, bool)
     if support is None:
@@ -212,10 +256,13 @@ def _inside(fn: Distribution, value: Array) -> tuple[Array, Array]:
         value = value if discrete else value.astype(jnp.result_type(float, value))
         inside = _holds(support, value)
     except (NotImplementedError, TypeError, ValueError):
-        return ~nothing, nothing  # it does not say what it holds
+        # The constraint cannot be evaluated: the value is left to the density.
+        return ~nothing, nothing
     if discrete:
         return inside, nothing
-    single = jnp.finfo(jnp.float32).eps  # in which data often come, whatever is computed in
+    # A value is on the edge if the support changes within two units in the last place of single
+    # precision: data often come in it, whatever precision is computed in. 1e-30 is a step from 0.
+    single = jnp.finfo(jnp.float32).eps
     step = jnp.maximum(1e-30, 2 * single * jnp.abs(value))
     below, above = _holds(support, value - step), _holds(support, value + step)
     closed = inside | below | above
@@ -223,7 +270,8 @@ def _inside(fn: Distribution, value: Array) -> tuple[Array, Array]:
 
 
 def _support_of(fn: Distribution) -> constraints.Constraint | None:
-    """The support; None where a distribution does not say it, or takes all angles."""
+    """Return the support of a distribution; None if it is not declared, or is all angles."""
+    # An angle beyond (-pi, pi) is one within it: circular densities are periodic.
     try:
         support = fn.support
     except (NotImplementedError, AssertionError):
@@ -235,7 +283,7 @@ def _holds(support: constraints.Constraint, value: Array) -> Array:
     return jnp.asarray(support(value), bool)
 
 
-def _kind_of(site: dict[str, Any]) -> SupportKind:
+def _support_kind(site: dict[str, Any]) -> SupportKind:
     fn = site["fn"]
     wrappers = dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution
     while isinstance(fn, wrappers):
@@ -254,8 +302,8 @@ def _kind_of(site: dict[str, Any]) -> SupportKind:
 
 
 def _words(support: constraints.Constraint | None) -> tuple[str, str]:
-    """The values of a support in words, and what to do about others."""
-    whole = "Divide them by their sum: y / y.sum(-1, keepdims=True). "
+    """Return the values of a support in words, and a remedy for other values."""
+    simplex = "Divide them by their sum: y / y.sum(-1, keepdims=True). "
     known: list[tuple[Any, str, str]] = [
         (constraints.boolean, "0 and 1", "Outcomes coded 1 and 2 become 0 and 1 by y - 1. "),
         (constraints.nonnegative_integer, "whole numbers from 0", ""),
@@ -263,7 +311,7 @@ def _words(support: constraints.Constraint | None) -> tuple[str, str]:
         (constraints.positive, "numbers above 0", ""),
         (constraints.nonnegative, "numbers from 0", ""),
         (constraints.unit_interval, "numbers between 0 and 1", ""),
-        (constraints.simplex, "parts that sum to 1", whole),
+        (constraints.simplex, "parts that sum to 1", simplex),
         (constraints.real, "finite numbers", "Look at what is computed of the data there. "),
     ]
     for constraint, words, remedy in known:

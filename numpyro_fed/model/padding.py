@@ -1,4 +1,8 @@
-"""Silos of one shape: rows padded by copies and masked, silos stacked into buckets."""
+"""Padding and bucketing: silos of similar size get one shape and are stacked.
+
+Rows are padded by copies of the silo's first row and masked. Not by zeros: a likelihood may be
+infinite there (``log(0)``), and a masked infinity still makes gradients NaN.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +21,29 @@ T = TypeVar("T")
 class Bucket(NamedTuple):
     """Silos that share one shape, stacked along a leading axis."""
 
-    silos: tuple[int, ...]  # their numbers in the user's list
-    sizes: tuple[Sizes, ...]  # the true size of each silo plate at each of them
+    silos: tuple[int, ...]  # the silos' numbers in the user's list
+    sizes: tuple[Sizes, ...]  # the true size of each silo plate, silo by silo
     data: SiloData  # every leaf has a leading axis of len(silos)
 
 
 def padded_keys(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> dict[str, str]:
-    """The silo plate of each array that holds rows: ``{key: plate}``.
+    """Return the silo plate of each array that holds rows, ``{key: plate}``.
 
-    An array is padded along axis 0 if and only if its length equals the size of one and the same
-    silo plate at every silo that holds it.
+    An array holds rows, and is padded along axis 0, if its length equals the size of one and the
+    same silo plate at every silo that has the array.
     """
     rows = {}
     for key in {key: None for s in silos for key in s.arrays}:
-        at = [(s.arrays[key], n) for s, n in zip(silos, sizes, strict=True) if key in s.arrays]
+        arrays = [(s.arrays[key], n) for s, n in zip(silos, sizes, strict=True) if key in s.arrays]
         for plate in sizes[0]:
-            if all(a.ndim and len(a) == n[plate] for a, n in at):
+            if all(a.ndim and len(a) == n[plate] for a, n in arrays):
                 rows[key] = plate
                 break
     return rows
 
 
 def padded_plates(rows: dict[str, str], sizes: Sequence[Sizes]) -> set[str]:
-    """The silo plates that grow with the padded arrays: theirs, and all of the same sizes."""
+    """Return the silo plates that are padded: those of arrays, and others of the same sizes."""
     return {
         plate
         for plate in sizes[0]
@@ -50,7 +54,7 @@ def padded_plates(rows: dict[str, str], sizes: Sequence[Sizes]) -> set[str]:
 def pad(
     data: SiloData, rows: dict[str, str], plates: set[str], sizes: Sizes, target: Sizes
 ) -> SiloData:
-    """Pad one silo to ``target`` rows by copies of its first row, and mask the copies."""
+    """Return one silo's data padded to ``target`` rows by masked copies of its first row."""
     arrays = {
         key: np.concatenate([a, np.repeat(a[:1], target[rows[key]] - len(a), axis=0)])
         if key in rows
@@ -68,12 +72,15 @@ def bucket(
     may_pad: bool = True,
     waste: float = 2.0,
 ) -> list[Bucket]:
-    """Group silos by static values and unpadded axes, pad each group to one shape, stack it.
+    """Return the silos in buckets: grouped by shape, padded to one shape and stacked.
 
-    Within a group, silos are further divided by size, into as few buckets as keep the padded rows
-    within ``waste`` times those that are really there: memory grows with rows and not with the
-    largest silo, and every bucket is a program to compile.
+    Static values and axes that cannot be padded must be equal in a bucket. Silos that agree in
+    these are divided by size, into as few buckets as possible with at most ``waste`` times as many
+    padded rows as there are real ones.
     """
+    # Every bucket is a program to compile, and every padded row is memory and time. With a waste
+    # of 2 both stay within a factor of two of their least. With 1 each size would be a bucket, and
+    # without a limit one large silo would set the size of all.
     rows = padded_keys(silos, sizes) if may_pad else {}
     plates = padded_plates(rows, sizes)
 
@@ -87,38 +94,43 @@ def bucket(
         split_groups = []
         for group in groups:
             largest = [max(sizes[j][p] for p in plates) for j in group]
-            which = dict(zip(group, few_groups(largest, waste), strict=True))
-            split_groups += grouped(group, which.__getitem__)
+            group_of = dict(zip(group, group_lengths(largest, waste), strict=True))
+            split_groups += grouped(group, group_of.__getitem__)
         groups = split_groups
     return [_stack(group, silos, sizes, rows, plates) for group in groups]
 
 
-def few_groups(lengths: Sequence[int], waste: float) -> list[int]:
-    """A group for each length: as few as keep the sum of the groups' maxima within ``waste``.
+def group_lengths(lengths: Sequence[int], waste: float) -> list[int]:
+    """Return the number of a group for each length, for as few groups as possible.
 
-    By dynamic programming over lengths in descending order, of which a group is a run; where there
-    are very many, in steps of a 512th of the largest.
+    Every length is padded to the largest of its group; the sum of padded lengths must be at most
+    ``waste`` times the sum of lengths. In the best partition each group is a run of the sorted
+    lengths. Dynamic programming finds it: ``best[j]`` is the least sum of padded lengths for the
+    ``j + 1`` greatest distinct lengths in k groups, and k grows until the sum is small enough.
     """
+    # The table has the square of the number of distinct lengths. Lengths are rounded up to a 512th
+    # of the largest, which keeps it to a quarter of a million entries.
     step = -(-max(lengths) // 512)
     coarse = -(-np.asarray(lengths) // step) * step
-    u, counts = np.unique(coarse, return_counts=True)
-    u, until = u[::-1], np.concatenate([[0], np.cumsum(counts[::-1])])
-    run = np.triu(u[:, None] * (until[None, 1:] - until[:-1, None]).astype(float))
-    run[np.tril_indices(len(u), -1)] = np.inf  # run[i, j]: padded rows of lengths i to j
-    best, begins = run[0], [np.zeros(len(u), int)]
+    distinct, counts = np.unique(coarse, return_counts=True)
+    distinct, until = distinct[::-1], np.concatenate([[0], np.cumsum(counts[::-1])])
+    # run[i, j]: the padded rows if the i-th to j-th lengths, in descending order, are one group.
+    run = np.triu(distinct[:, None] * (until[None, 1:] - until[:-1, None]).astype(float))
+    run[np.tril_indices(len(distinct), -1)] = np.inf
+    best, begins = run[0], [np.zeros(len(distinct), int)]
     while best[-1] > waste * coarse.sum():
-        each = np.concatenate([[np.inf], best[:-1]])[:, None] + run
-        begins.append(each.argmin(0))
-        best = each.min(0)
-    last, limits = len(u) - 1, []
+        sums = np.concatenate([[np.inf], best[:-1]])[:, None] + run
+        begins.append(sums.argmin(0))
+        best = sums.min(0)
+    last, limits = len(distinct) - 1, []
     for begin in reversed(begins):
-        limits.append(u[begin[last]])
+        limits.append(distinct[begin[last]])
         last = begin[last] - 1
     return np.searchsorted(limits, coarse).tolist()
 
 
 def grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Items with equal keys together, in the order in which they come."""
+    """Return items grouped by key, in the order in which they come."""
     groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -141,15 +153,15 @@ def _stack(
 
 
 def stacked(trees: Sequence[Any]) -> Any:
-    """Trees of one structure and shape as one, with a leading axis."""
+    """Return trees of one structure and shape stacked along a new leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def padded(buckets: Sequence[Bucket]) -> bool:
-    """Whether any silo is."""
+    """Return whether any silo is padded."""
     return any(b.data.masks for b in buckets)
 
 
 def one_by_one(silos: Sequence[SiloData], sizes: Sequence[Sizes]) -> list[Bucket]:
-    """Each silo as a bucket of its own, unpadded."""
+    """Return each silo in a bucket of its own, unpadded."""
     return [_stack([j], silos, sizes, {}, set()) for j in range(len(silos))]

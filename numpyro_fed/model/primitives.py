@@ -1,4 +1,8 @@
-"""What users write inside their models."""
+"""The primitive ``silo_plate``, which users write in their models, and how messages show it.
+
+Every message inside of a silo plate carries the plate's name under the key ``"silo_plate"``, and a
+frame of a class of its own in its ``cond_indep_stack``. Handlers read both.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +18,43 @@ from numpyro_fed.errors import DataError, ModelError
 
 
 class _SiloFrame(CondIndepStackFrame):
-    """The frame of a silo plate: it stays with a message that a reparam handler empties."""
+    """A frame of a silo plate in a message's ``cond_indep_stack``.
+
+    ``numpyro.handlers.reparam`` rebuilds messages and drops keys that it does not know. The frames
+    survive it.
+    """
 
 
 def silo_frames(msg: dict[str, Any]) -> list[CondIndepStackFrame]:
-    """The frames of the silo plates around a message, the innermost first."""
+    """Return the frames of the silo plates that a message is in, the innermost first."""
     return [f for f in msg.get("cond_indep_stack", ()) if isinstance(f, _SiloFrame)]
 
 
 def silo_plate_of(msg: dict[str, Any]) -> str | None:
-    """The innermost silo plate around a message; None for what is global."""
+    """Return the name of the innermost silo plate that a message is in; None for a global one."""
     return msg.get("silo_plate") or next((f.name for f in silo_frames(msg)), None)
 
 
-_BODIES = {scan_wrapper: (0,), cond_wrapper: (1, 2)}  # among the arguments
+# The positions of the body of a scan, and of both branches of a cond, among the arguments of
+# NumPyro's wrappers.
+_BODIES = {scan_wrapper: (0,), cond_wrapper: (1, 2)}
 
 
 def is_scan(msg: dict[str, Any]) -> bool:
-    """Whether the message is that of a ``numpyro.contrib.control_flow.scan``."""
+    """Return whether a message is a ``numpyro.contrib.control_flow.scan``."""
     return msg["type"] == "control_flow" and msg["fn"] is scan_wrapper
 
 
 def inside_control_flow(
     msg: dict[str, Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> bool:
-    """Wrap the bodies of a ``scan`` or ``cond``, whose messages a handler sees only afterwards.
+    """Wrap the bodies of a ``scan`` or ``cond`` in a handler, and return whether that is all.
 
-    Whether there is nothing else to do: the message is that of the control flow itself, or of a
-    site of its body, which has then passed the handler already.
+    It is all for the message of the control flow itself, and for a site of its body, which has
+    passed the wrapped handler already.
     """
+    # NumPyro traces the body in a block of its own and replays its sites, stacked over steps,
+    # through the outer handlers afterwards. A handler that acted on the replay would act twice.
     if msg["type"] == "control_flow":
         bodies = _BODIES.get(msg["fn"], ())
         msg["args"] = tuple(wrap(a) if i in bodies else a for i, a in enumerate(msg["args"]))
@@ -51,7 +63,7 @@ def inside_control_flow(
 
 
 class _tag(Messenger):
-    """Mark every message that passes with the innermost silo plate around it."""
+    """Write a silo plate's name into every message inside of it that has none yet."""
 
     def __init__(self, plate: str):
         self.plate = plate
@@ -126,22 +138,24 @@ class silo_plate(numpyro.plate):
                 f"silo_plate '{name}' has size {size}: a silo must hold at least one row. "
                 "Leave a silo with no rows out of the list."
             )
+        # NumPyro emits the plate's own message in __init__, before the plate is on the stack.
         with _tag(name):
             super().__init__(name, size, dim=dim)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if inside_control_flow(msg, self._around):
+        if inside_control_flow(msg, self._wrap):
             return
         super().process_message(msg)
+        # Messages pass from the innermost handler to the outermost: the first name is to stay.
         msg.setdefault("silo_plate", self.name)
         if "cond_indep_stack" in msg:
             msg["cond_indep_stack"] = [
                 _SiloFrame(*f) if f.name == self.name else f for f in msg["cond_indep_stack"]
             ]
 
-    def _around(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        def inside(*args: object) -> Any:
+    def _wrap(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: object) -> Any:
             with self:
                 return body(*args)
 
-        return inside
+        return wrapped

@@ -1,4 +1,10 @@
-"""The distributions of latents given those above them, as the text draws them, data not seen."""
+"""Conditional priors: the distributions of latents given the latents above them, without data.
+
+``LocalPrior`` draws a silo's latents given the globals. ``GlobalPrior`` finds funnels among the
+globals, such as effects under a common scale, and draws the effects anew given the scale. Both run
+the text itself with some latents substituted, and read the rest off the trace. Importance
+correction uses them as proposals.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +31,23 @@ from numpyro_fed.tracing import TRACING
 
 
 class LocalPrior(NamedTuple):
-    """The distribution of a silo's latents given the globals, before its data are looked at."""
+    """The conditional prior of a silo's latents given the globals.
 
-    # (key, theta, z_G, z_L, data): latents (rows, dim) of all silo plates, those in z_L as given
+    Attributes
+    ----------
+    draw : (key, theta, z_G, z_L, data) -> {plate: (rows, dim)}
+        Draws the latents of the silo plates that are not in ``z_L``; those in ``z_L`` stay.
+    log_density : (theta, z_G, z_L, data) -> {plate: (rows,)}
+        The log density of these draws. A ``scale`` handler and factors do not count: they change
+        the model's density, but not what the text draws.
+    """
+
     draw: Callable[[Array, Theta, Array, Rows, SiloData], Rows]
-    # of what is drawn, (rows,): without the scale or factors that the text puts around it
     log_density: Callable[[Theta, Array, Rows, SiloData], Rows]
 
 
 def local_prior(model: Callable[..., Any], sites: Sequence[Site]) -> LocalPrior:
-    """Read the local latents' distributions off the text."""
+    """Return the conditional prior of the local latents of a text."""
     local = [s for s in sites if s.kind == "latent" and s.plate is not None]
 
     def traced(theta: Theta, z_G: Array, z_L: Rows, data: SiloData, key: Array) -> dict[str, Any]:
@@ -44,32 +57,33 @@ def local_prior(model: Callable[..., Any], sites: Sequence[Site]) -> LocalPrior:
             return handlers.trace(handlers.seed(text, key)).get_trace(**data.kwargs)
 
     def rows_of(s: Site, value: Array) -> Array:
-        moved = jnp.moveaxis(value, s.axis or 0, 0)
-        return moved.reshape(len(moved), -1)
+        rows_first = jnp.moveaxis(value, s.axis or 0, 0)
+        return rows_first.reshape(len(rows_first), -1)
 
     def draw(key: Array, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         trace = traced(theta, z_G, z_L, data, key)
-        drawn: dict[str, list[Array]] = {}
+        by_plate: dict[str, list[Array]] = {}
         for s in local:
             if s.plate not in z_L:
                 site = trace[s.name]
                 unconstrained = biject_to(site["fn"].support).inv(site["value"])
-                drawn.setdefault(str(s.plate), []).append(rows_of(s, unconstrained))
-        return {**z_L, **{plate: jnp.concatenate(parts, 1) for plate, parts in drawn.items()}}
+                by_plate.setdefault(str(s.plate), []).append(rows_of(s, unconstrained))
+        return {**z_L, **{plate: jnp.concatenate(parts, 1) for plate, parts in by_plate.items()}}
 
     def log_density(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
+        # All latents have values here: the key decides nothing.
         trace = traced(theta, z_G, z_L, data, jax.random.key(0))
-        at, total = unpack(local, z_G, z_L), dict[str, Array]()
+        values, total = unpack(local, z_G, z_L), dict[str, Array]()
         for s in local:
-            rows = sum_rows(rows_of(s, _log_density(trace[s.name], at[s.name])))
-            total[str(s.plate)] = total.get(str(s.plate), 0.0) + rows
+            terms = sum_rows(rows_of(s, _log_density(trace[s.name], values[s.name])))
+            total[str(s.plate)] = total.get(str(s.plate), 0.0) + terms
         return {plate: data.masked(plate, rows) for plate, rows in total.items()}
 
     return LocalPrior(draw, log_density)
 
 
 class Funnel(NamedTuple):
-    """Global latents whose prior the same others set, and these."""
+    """Global latents (children) whose prior depends on the same other globals (setters)."""
 
     children: tuple[Site, ...]
     setters: tuple[Site, ...]
@@ -77,26 +91,35 @@ class Funnel(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GlobalPrior:
-    """The prior of those global latents whose prior other globals set, given these.
+    """The conditional priors of global latents given other globals.
 
-    Read off the text, which runs on placeholders for data.
+    Attributes
+    ----------
+    model : callable
+        The text, which runs on placeholders for data.
+    sites : sequence of Site
+    silo : SiloData
+        The placeholders.
+    placeholder : (dtype, silo) -> (silo, z_L)
+        Casts them to the dtype of the globals and adds zeros as local latents.
+    not_drawable : collection of str
+        The latents whose distribution cannot be drawn from.
     """
 
     model: Callable[..., Any]
     sites: Sequence[Site]
-    silo: SiloData  # placeholders for data
-    # of the type of the globals, with local latents
+    silo: SiloData
     placeholder: Callable[[DTypeLike, SiloData], tuple[SiloData, Rows]]
-    without: Collection[str]  # latents that have no distribution that could be drawn from
+    not_drawable: Collection[str]
 
     def draw(self, key: Array, theta: Theta, z_G: Array, funnel: Funnel) -> Array:
         """Return ``z_G`` with the children of a funnel drawn anew, all others as they are."""
         return self._draw(key, theta, z_G, self.silo, funnel.children)
 
     def log_density(self, theta: Theta, z_G: Array, funnel: Funnel) -> Array:
-        """Return the log density of what :meth:`draw` draws.
+        """Return the log density () of the children, as :meth:`draw` draws them.
 
-        Without the scale or factors that the text puts around it.
+        A ``scale`` handler and factors in the text do not count.
         """
         return self._density(theta, z_G, self.silo, funnel.children)
 
@@ -115,41 +138,45 @@ class GlobalPrior:
 
     @cached_property
     def funnels(self) -> tuple[Funnel, ...]:
-        """All funnels of which every child has a distribution that can be drawn from."""
+        """Return all funnels whose children can all be drawn."""
         latents = self._latents
         zeros = jnp.zeros(max([s.stop for s in latents], default=0))
         values, data = self._given(zeros, self.silo)
-        own = {s.name: values.pop(s.name) for s in latents}
+        global_values = {s.name: values.pop(s.name) for s in latents}
+        names = set(global_values)
 
         def densities(**inputs: Any) -> dict[str, Array]:
-            at = replace(data, arrays=inputs.pop(DATA))
+            kwargs = replace(data, arrays=inputs.pop(DATA)).kwargs
             text = handlers.seed(bind(self.model, {**values, **inputs}, {}), 0)
             with TRACING:
-                return compute_log_probs(text, (), at.kwargs, {}, sum_log_prob=False)[0]
+                return compute_log_probs(text, (), kwargs, {}, sum_log_prob=False)[0]
 
-        labels = provenance(densities, **own, **{DATA: data.arrays})
-        setters = {s.name: labels[s.name] & (set(own) - {s.name}) for s in latents}
+        labels = provenance(densities, **global_values, **{DATA: data.arrays})
+        setters = {s.name: labels[s.name] & (names - {s.name}) for s in latents}
 
-        def drawn(**inputs: Any) -> dict[str, Array]:
-            at = replace(data, arrays=inputs[DATA])
-            roots = {name: own[name] for name in own if not setters[name]}
-            trace = self._trace({**values, **roots}, {}, at, inputs[KEY])
-            return {name: trace[name]["value"] for name in own}
+        # A child counts only if its value comes from the key: a handler (condition, substitute)
+        # may have fixed it in the text, and then it cannot be drawn anew.
+        def sampled(**inputs: Any) -> dict[str, Array]:
+            silo = replace(data, arrays=inputs[DATA])
+            roots = {name: value for name, value in global_values.items() if not setters[name]}
+            trace = self._trace({**values, **roots}, {}, silo, inputs[KEY])
+            return {name: trace[name]["value"] for name in global_values}
 
-        keyed = provenance(drawn, **{DATA: data.arrays, KEY: jax.random.key(0)})
-        found = []
-        for names in _together({name: by for name, by in setters.items() if by}):
-            if all(name not in self.without and KEY in keyed[name] for name in names):
-                above = frozenset[str]().union(*(setters[name] for name in names)) - names
-                children = tuple(s for s in latents if s.name in names)
-                found.append(Funnel(children, tuple(s for s in latents if s.name in above)))
-        return tuple(found)
+        sources = provenance(sampled, **{DATA: data.arrays, KEY: jax.random.key(0)})
+        funnels = []
+        for group in _connected({name: by for name, by in setters.items() if by}):
+            if all(name not in self.not_drawable and KEY in sources[name] for name in group):
+                above = frozenset[str]().union(*(setters[name] for name in group)) - group
+                children = tuple(s for s in latents if s.name in group)
+                funnels.append(Funnel(children, tuple(s for s in latents if s.name in above)))
+        return tuple(funnels)
 
     @compiled_method(static_argnums=4)
     def _draw(
         self, key: Array, theta: Theta, z_G: Array, silo: SiloData, children: tuple[Site, ...]
     ) -> Array:
         values, data = self._given(z_G, silo)
+        # A latent without a value is sampled by the text.
         for s in children:
             del values[s.name]
         trace = self._trace(values, theta, data, key)
@@ -169,20 +196,21 @@ class GlobalPrior:
         return sum(terms, jnp.zeros(()))
 
 
-def _together(setters: Mapping[str, Labels]) -> list[set[str]]:
-    """Groups of children: two are in one if they share a setter, or if one sets the other."""
+def _connected(setters: Mapping[str, Labels]) -> list[set[str]]:
+    """Return groups of children, connected if they share a setter or if one sets the other."""
     groups: list[set[str]] = []
     for child, by in setters.items():
-        near = [g for g in groups if any(by & {c, *setters[c]} or child in setters[c] for c in g)]
-        groups = [g for g in groups if g not in near] + [{child}.union(*near)]
+        linked = [g for g in groups if any(by & {c, *setters[c]} or child in setters[c] for c in g)]
+        groups = [g for g in groups if g not in linked] + [{child}.union(*linked)]
     return groups
 
 
-DATA, KEY = " data", " key"  # no names of sites
+# Labels beside names of sites; the space keeps them apart from any of these.
+DATA, KEY = " data", " key"
 
 
 def _log_density(site: dict[str, Any], unconstrained: Array) -> Array:
-    """A latent's log density in unconstrained space, one number for each of its batch."""
+    """Return a latent's log density in unconstrained space, in the shape of its batch."""
     fn, value = site["fn"], site["value"]
     batch = jnp.ndim(value) - fn.event_dim
     log_det = biject_to(fn.support).log_abs_det_jacobian(unconstrained, value)

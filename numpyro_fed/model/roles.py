@@ -1,4 +1,10 @@
-"""The parties of a vertical model: its text split at the ``client_sum``, and its arguments."""
+"""The split of a vertical model at its ``client_sum``: each party's part of the text and its data.
+
+A client's text is the model run up to the ``client_sum``, where the client's predictor is called on
+its columns and the run ends. The server's text is the model with the sum as one more argument.
+Labels (:mod:`numpyro_fed.model.jaxprs`) tell which arrays reach which columns and densities; from
+them follow who holds which array, and which texts are refused.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +32,7 @@ from numpyro_fed.model.sites import NEEDS_VALUES, structure
 from numpyro_fed.model.vertical import PREDICTOR, TOTAL, PartyModel, VerticalModel
 from numpyro_fed.tracing import TRACING
 
-LATENTS = "the server's latents"  # a label
+LATENTS = "the server's latents"  # a label, beside the names of arrays
 ROWS_READ_ROWS = (
     "{} says something else of a row when other rows are left out (a mean over rows, say), so that "
     "minibatches are not possible. Compute such numbers before the run and pass them as data, or "
@@ -35,20 +41,31 @@ ROWS_READ_ROWS = (
 
 
 class VerticalSplit(NamedTuple):
-    """A split text, and what each party holds."""
+    """A split vertical model, and each party's data.
+
+    Attributes
+    ----------
+    model : VerticalModel
+    server : SiloData
+        The server's arrays by name, without the clients' columns.
+    clients : tuple of SiloData
+        Each client's columns, and the server's arrays if these are shared.
+    arguments : tuple
+        Shapes, dtypes and static values of the model's arguments.
+    """
 
     model: VerticalModel
-    server: SiloData  # arrays by name; nothing that belongs to a client
-    clients: tuple[SiloData, ...]  # columns, and what is shared of the server's
-    arguments: tuple[Hashable, ...]  # of the model: shapes, dtypes and static values
+    server: SiloData
+    clients: tuple[SiloData, ...]
+    arguments: tuple[Hashable, ...]
 
 
 class _Reached(Exception):
-    """The text has come to its client_sum; there is nothing more to see."""
+    """Ends a run of the text at its ``client_sum``: what comes after belongs to the server."""
 
 
 class Text(NamedTuple):
-    """A model with its arguments: arrays by name, and all else as it is."""
+    """A vertical model with the arguments of a call, read as data."""
 
     model: Callable[..., Any]
     signature: inspect.Signature
@@ -65,25 +82,25 @@ class Text(NamedTuple):
         return cls(model, signature, read_one("the model", dict(bound.arguments)))
 
     def without_data(self) -> Text:
-        """The text as it may be known everywhere: shapes in the place of arrays."""
+        """Return the text with shapes in the place of arrays, which every party may know."""
         shapes = {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in self.data.arrays.items()}
         return self._replace(data=replace(self.data, arrays=shapes))
 
     def run(self, arrays: Mapping[str, Any]) -> Any:
-        """The text, with zeros for arrays that are not given."""
-        held = self.data.arrays
+        """Run the text, with zeros for the arrays that are not given, and return its result."""
         full = {
-            n: arrays[n] if n in arrays else jnp.zeros(a.shape, a.dtype) for n, a in held.items()
+            n: arrays[n] if n in arrays else jnp.zeros(a.shape, a.dtype)
+            for n, a in self.data.arrays.items()
         }
         bound = inspect.BoundArguments(self.signature, replace(self.data, arrays=full).kwargs)
         return self.model(*bound.args, **bound.kwargs)
 
     def columns(self, arrays: Mapping[str, Any], key: Array) -> Clients:
-        """Return what the ``client_sum`` is given."""
-        found: list[Clients] = []
+        """Return the arguments of the ``client_sum``, computed from the model's arguments."""
+        arguments: list[Clients] = []
 
         def reached(clients: Clients) -> Any:
-            found.append(clients)
+            arguments.append(clients)
             raise _Reached
 
         at = at_client_sum(reached)
@@ -92,45 +109,51 @@ class Text(NamedTuple):
                 self.run(arrays)
         except _Reached:
             pass
-        at.one()
-        return found[0]
+        at.only()
+        return arguments[0]
 
     def at_client(self, j: int, arrays: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-        """The text of client ``j``: its columns are its own, the server's arrays are zero if they
-        are not given.
+        """Return the text of client ``j``, a model of its columns.
+
+        The model's own arguments are ``arrays``, and zeros if these are not given: a client does
+        not know them.
         """
 
+        # ``predictor`` and ``shared`` are part of a client's data, but not of its text.
         def text(columns: object, predictor: int, shared: object = None) -> None:
-            shown: list[Array] = []
+            predicted: list[Array] = []
 
             def reached(clients: Clients) -> Any:
-                shown.append(jnp.asarray(clients.predictors[j](columns)))
+                predicted.append(jnp.asarray(clients.predictors[j](columns)))
                 raise _Reached
 
             at = at_client_sum(reached)
             try:
+                # Sites before the client_sum are the server's; outer handlers must not get them.
                 with handlers.block(hide_fn=lambda msg: not at.inside), feasible(), at:
                     self.run(arrays or {})
             except _Reached:
                 pass
-            numpyro.deterministic(PREDICTOR, shown[0])
+            numpyro.deterministic(PREDICTOR, predicted[0])
 
         return text
 
     def at_server(self, rows: int) -> Callable[..., Any]:
-        """The text of the server, of its arrays by name and the sum."""
+        """Return the text of the server, a model of its arrays by name and the sum ``TOTAL``."""
 
         def text(**leaves: Array) -> None:
             total = leaves.pop(TOTAL)
-            held = {n: a for n, a in leaves.items() if n in self.data.arrays}
-            hidden = {
+            server_arrays = {n: a for n, a in leaves.items() if n in self.data.arrays}
+            # In a minibatch the sum has fewer rows; zeros for the clients' columns must have as
+            # many, since the text may take its number of rows from any array.
+            client_arrays = {
                 n: jnp.zeros((len(total), *a.shape[1:]), a.dtype)
                 for n, a in self.data.arrays.items()
-                if n not in held and a.shape[:1] == (rows,)
+                if n not in server_arrays and a.shape[:1] == (rows,)
             }
             with at_client_sum(lambda clients: total) as at:
-                self.run({**hidden, **held})
-            at.one()
+                self.run({**client_arrays, **server_arrays})
+            at.only()
 
         return text
 
@@ -142,12 +165,12 @@ def split_vertical(
     *,
     share_response: bool = False,
 ) -> VerticalSplit:
-    """Split a text at its ``client_sum``, and its arguments over the parties; see :func:`split`."""
+    """Split a model and the arguments of a call over the parties; see :func:`split`."""
     return split(Text.of(model, args, kwargs), share_response=share_response)
 
 
 def split(whole: Text, *, share_response: bool = False) -> VerticalSplit:
-    """Split a text at its ``client_sum``, and what it is given over the parties.
+    """Split a vertical model at its ``client_sum``, and its arguments over the parties.
 
     Raises
     ------
@@ -160,43 +183,55 @@ def split(whole: Text, *, share_response: bool = False) -> VerticalSplit:
         response among the columns that is not to be shared.
     """
     arrays, text = whole.data.arrays, whole.without_data()
-    found, columns, readers = _columns(text, arrays)
-    predictors = [found.predictors.index(p) for p in found.predictors]
+    sum_call, columns, readers = _columns(text, arrays)
+    # Each client's predictor by the number of the first client that has it: equal ones share one
+    # part of the model, and one compiled program.
+    predictors = [sum_call.predictors.index(p) for p in sum_call.predictors]
     clients = [
         read_one(f"client {j}", {"columns": own, "predictor": predictors[j]})
         for j, own in enumerate(columns)
     ]
-    halves = [
-        _half(text.at_client(predictors[j]), data, f"client {j}") for j, data in enumerate(clients)
+    party_models = [
+        _party_model(text.at_client(predictors[j]), data, f"client {j}")
+        for j, data in enumerate(clients)
     ]
-    known: dict[Any, PartyModel] = {}
-    alike = zip(predictors, halves, strict=True)
-    halves = [known.setdefault((predictor, half.sites), half) for predictor, half in alike]
-    predicted = [_predicted(half, data) for half, data in zip(halves, clients, strict=True)]
-    check_predictions(replace(found, columns=tuple(columns)), predicted)
-    for j, (half, data) in enumerate(zip(halves, clients, strict=True)):
-        _check_client(text, arrays, half, data, j)
+    distinct: dict[Any, PartyModel] = {}
+    pairs = zip(predictors, party_models, strict=True)
+    party_models = [distinct.setdefault((g, party.sites), party) for g, party in pairs]
+    predicted = [_predicted(party, data) for party, data in zip(party_models, clients, strict=True)]
+    check_predictions(replace(sum_call, columns=tuple(columns)), predicted)
+    for j, (party, data) in enumerate(zip(party_models, clients, strict=True)):
+        _check_client(text, arrays, party, data, j)
     shape, dtype = predicted[0].shape, str(predicted[0].dtype)
     everything = {**arrays, TOTAL: np.zeros(shape, dtype)}
-    server = _half(text.at_server(shape[0]), SiloData(everything), "the server")
-    _check_observed(server, halves)
+    server = _party_model(text.at_server(shape[0]), SiloData(everything), "the server")
+    _check_observed(server, party_models)
     reach = _server_reach(server, everything)
     parted = _parted(columns, readers, arrays)
     _check_readers(reach, readers, parted, len(clients), share_response)
-    own = {n: a for n, a in arrays.items() if n not in readers or n in reach.density}
+    server_arrays = {n: a for n, a in arrays.items() if n not in readers or n in reach.density}
     if share_response:
-        clients = [with_server_data(data, own) for data in clients]
+        clients = [with_server_data(data, server_arrays) for data in clients]
     else:
         _check_not_given(arrays, reach.response, clients)
     model = VerticalModel(
-        found.name, shape, dtype, server, tuple(halves), reach.by_row, reach.response, reach.below
+        sum_call.name,
+        shape,
+        dtype,
+        server,
+        tuple(party_models),
+        reach.by_row,
+        reach.response,
+        reach.below,
     )
-    return VerticalSplit(model, SiloData(own), tuple(clients), signature(whole.data))
+    return VerticalSplit(model, SiloData(server_arrays), tuple(clients), signature(whole.data))
 
 
 def _check_observed(server: PartyModel, clients: Sequence[PartyModel]) -> None:
-    """Refuse a text that says nothing about data: its posterior would be its prior."""
-    if not any(s.kind in ("observed", "factor") for half in (server, *clients) for s in half.sites):
+    """Refuse a text that observes nothing: its posterior would be its prior."""
+    if not any(
+        s.kind in ("observed", "factor") for party in (server, *clients) for s in party.sites
+    ):
         latents = ", ".join(f"'{s.name}'" for s in server.named("latent"))
         raise ModelError(
             "no site is observed, so that the posterior would be the prior"
@@ -206,7 +241,7 @@ def _check_observed(server: PartyModel, clients: Sequence[PartyModel]) -> None:
 
 
 def with_server_data(client: SiloData, server: Mapping[str, Any]) -> SiloData:
-    """The data of a client once it knows the server's arrays."""
+    """Return a client's data with the server's arrays added as ``shared``."""
     shared = {name: server[name] for name in sorted(server)}
     return read_one("a client", {**client.kwargs, "shared": shared})
 
@@ -218,7 +253,7 @@ def _check_readers(
     num_clients: int,
     share_response: bool,
 ) -> None:
-    """Refuse a response that clients are given, and a server that reads one client's columns."""
+    """Refuse a response among clients' columns, and a server that reads a client's columns."""
     for name in reach.response:
         if name in readers and not share_response:
             raise DataError(
@@ -227,8 +262,9 @@ def _check_readers(
                 "may know the response."
             )
     for name, clients in readers.items():
-        own = name in reach.density and name not in reach.response
-        if own and (len(clients) == 1 < num_clients or name in parted):
+        read = name in reach.density and name not in reach.response
+        # The server may hold an array that several clients receive whole, such as an area index.
+        if read and (len(clients) == 1 < num_clients or name in parted):
             raise ModelError(
                 f"the model reads '{name}' outside of the client_sum, but it holds columns of "
                 f"client {min(clients)}, which the server does not know. Move what reads it into "
@@ -239,22 +275,22 @@ def _check_readers(
 def _parted(
     columns: list[Any], readers: Mapping[str, set[int]], arrays: dict[str, Any]
 ) -> set[str]:
-    """The arrays of which some client is given a part, or what is made of it."""
+    """Return the arrays that some client does not receive whole, but a part or a function of."""
 
     def whole(name: str, j: int) -> bool:
-        held = (a for a in jax.tree.leaves(columns[j]) if _is_array(a))
-        return any(np.array_equal(a, arrays[name], equal_nan=a.dtype.kind == "f") for a in held)
+        leaves = (a for a in jax.tree.leaves(columns[j]) if _is_array(a))
+        return any(np.array_equal(a, arrays[name], equal_nan=a.dtype.kind == "f") for a in leaves)
 
     return {name for name, who in readers.items() if not all(whole(name, j) for j in who)}
 
 
 def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], dict[str, set[int]]]:
-    """The columns of each client, and the clients that are given something of each array."""
-    found: list[Clients] = []
+    """Return the ``client_sum``, each client's columns, and the clients that read each array."""
+    calls: list[Clients] = []
 
     def arrays_of(arrays: dict[str, Any], key: Array) -> list[list[Any]]:
-        found.append(text.columns(arrays, key))
-        return [[a for a in jax.tree.leaves(x) if _is_array(a)] for x in found[-1].columns]
+        calls.append(text.columns(arrays, key))
+        return [[a for a in jax.tree.leaves(x) if _is_array(a)] for x in calls[-1].columns]
 
     def labelled(**inputs: Array) -> Any:
         key = inputs.pop(LATENTS)
@@ -271,7 +307,7 @@ def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], di
         ) from error
     computed = jax.jit(lambda arrays: arrays_of(arrays, key))(arrays)
     columns, readers = [], dict[str, set[int]]()
-    for j, (own, reached) in enumerate(zip(found[-1].columns, labels, strict=True)):
+    for j, (own, reached) in enumerate(zip(calls[-1].columns, labels, strict=True)):
         for label in frozenset[str]().union(*reached):
             if label == LATENTS:
                 raise ModelError(
@@ -282,43 +318,43 @@ def _columns(text: Text, arrays: dict[str, Any]) -> tuple[Clients, list[Any], di
             readers.setdefault(label, set()).add(j)
         numbers = iter(map(np.asarray, computed[j]))
         columns.append(jax.tree.map(lambda a, it=numbers: next(it) if _is_array(a) else a, own))
-    return found[-1], columns, readers
+    return calls[-1], columns, readers
 
 
 def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "dtype")
 
 
-def _half(text: Callable[..., Any], data: SiloData, owner: str) -> PartyModel:
-    found = structure(text, data, owner, split=False)
-    dim = max([s.stop for s in found.sites if s.kind == "latent"], default=0)
-    return PartyModel(text, found, dim)
+def _party_model(text: Callable[..., Any], data: SiloData, owner: str) -> PartyModel:
+    sites = structure(text, data, owner, split=False)
+    dim = max([s.stop for s in sites.sites if s.kind == "latent"], default=0)
+    return PartyModel(text, sites, dim)
 
 
-def _predicted(half: PartyModel, data: SiloData) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a client's predictor."""
+def _predicted(party: PartyModel, data: SiloData) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a client's predictor; nothing is computed."""
 
     def g(data: SiloData) -> Array:
-        theta = half.init_theta(jax.random.key(0), data)
-        return half.log_probs(theta, jnp.zeros(half.dim), data)[1][PREDICTOR]["value"]
+        theta = party.init_theta(jax.random.key(0), data)
+        return party.log_probs(theta, jnp.zeros(party.dim), data)[1][PREDICTOR]["value"]
 
     return jax.eval_shape(g, data)
 
 
 def _check_client(
-    text: Text, arrays: dict[str, Any], half: PartyModel, data: SiloData, j: int
+    text: Text, arrays: dict[str, Any], party: PartyModel, data: SiloData, j: int
 ) -> None:
-    """Refuse predictors that read what is the server's."""
-    theta = half.init_theta(jax.random.key(0), data)
+    """Refuse a predictor that reads latents or arguments of the server directly."""
+    theta = party.init_theta(jax.random.key(0), data)
 
     def at(**inputs: Array) -> Any:
         key, z = inputs.pop(LATENTS), inputs.pop("own")
-        own = text.at_client(j, inputs)
-        log_probs, trace = trace_at(own, half.sites, theta, z, {}, data, key)
+        client_text = text.at_client(j, inputs)
+        log_probs, trace = trace_at(client_text, party.sites, theta, z, {}, data, key)
         return log_probs, trace[PREDICTOR]["value"]
 
     key = jax.random.key(0)
-    labels = provenance(at, **arrays, **{LATENTS: key, "own": jnp.zeros(half.dim)})
+    labels = provenance(at, **arrays, **{LATENTS: key, "own": jnp.zeros(party.dim)})
     for name in frozenset[str]().union(*jax.tree.leaves(labels)) - {"own"}:
         what = "a latent of the server" if name == LATENTS else f"the argument '{name}'"
         raise ModelError(
@@ -329,9 +365,18 @@ def _check_client(
 
 
 class _Reach(NamedTuple):
-    """The reach of what the server holds: arrays that its densities read, arrays that are observed,
-    the observed sites that have a term for each row, and latents whose distribution depends on the
-    sum.
+    """The dependences of the server's sites on its arrays and the sum.
+
+    Attributes
+    ----------
+    density : frozenset of str
+        The arrays that densities read.
+    response : tuple of str
+        The arrays that are observed.
+    by_row : frozenset of str
+        The observed sites with a term for each row.
+    below : tuple of str
+        The latents whose distribution depends on the sum.
     """
 
     density: frozenset[str]
@@ -340,14 +385,14 @@ class _Reach(NamedTuple):
     below: tuple[str, ...]
 
 
-def _server_reach(half: PartyModel, arrays: dict[str, Any]) -> _Reach:
+def _server_reach(party: PartyModel, arrays: dict[str, Any]) -> _Reach:
     data = SiloData(arrays)
-    theta = half.init_theta(jax.random.key(0), data)
+    theta = party.init_theta(jax.random.key(0), data)
     rows = np.shape(arrays[TOTAL])[0]
-    observed = [s.name for s in half.sites if s.kind in ("observed", "factor")]
+    observed = [s.name for s in party.sites if s.kind in ("observed", "factor")]
 
     def at(**arrays: Array) -> Any:
-        log_probs, trace = half.log_probs(theta, jnp.zeros(half.dim), SiloData(arrays))
+        log_probs, trace = party.log_probs(theta, jnp.zeros(party.dim), SiloData(arrays))
         values = {n: trace[n]["value"] for n in observed if trace[n]["value"] is not None}
         return log_probs, values
 
@@ -362,30 +407,36 @@ def _server_reach(half: PartyModel, arrays: dict[str, Any]) -> _Reach:
         )
     response = frozenset[str]().union(*jax.tree.leaves(values))
     read = frozenset[str]().union(*densities.values())
-    below = tuple(s.name for s in half.named("latent") if TOTAL in densities.get(s.name, ()))
+    below = tuple(s.name for s in party.named("latent") if TOTAL in densities.get(s.name, ()))
     return _Reach(read, tuple(sorted(response - {TOTAL})), by_row, below)
 
 
-def hyperparameter_mask(half: PartyModel, data: SiloData) -> tuple[bool, ...]:
-    """Say of each coordinate whether it is of a latent on which the priors of others depend."""
-    theta = half.init_theta(jax.random.key(0), data)
-    latents = {s.name: jnp.zeros(s.shape) for s in half.named("latent")}
+def hyperparameter_mask(party: PartyModel, data: SiloData) -> tuple[bool, ...]:
+    """Return for each coordinate whether the prior of another latent depends on it, (dim,) bools.
+
+    Such latents are means and scales of priors. A mode is not sought over them.
+    """
+    theta = party.init_theta(jax.random.key(0), data)
+    latents = {s.name: jnp.zeros(s.shape) for s in party.named("latent")}
 
     def densities(**latents: Array) -> dict[str, Array]:
-        text = handlers.seed(bind(half.text, latents, theta), 0)
+        text = handlers.seed(bind(party.text, latents, theta), 0)
         with TRACING:
             return compute_log_probs(text, (), data.kwargs, {}, sum_log_prob=False)[0]
 
     labels = provenance(densities, **latents)
     read = frozenset[str]().union(*(labels[name] - {name} for name in latents))
-    found = np.zeros(half.dim, bool)
-    for s in half.named("latent"):
-        found[s.start : s.stop] = s.name in read
-    return tuple(found.tolist())
+    mask = np.zeros(party.dim, bool)
+    for s in party.named("latent"):
+        mask[s.start : s.stop] = s.name in read
+    # A tuple, which can be hashed: it is a static part of programs.
+    return tuple(mask.tolist())
 
 
-def _densities(half: PartyModel, theta: Theta, data: SiloData, **arrays: Array) -> dict[str, Array]:
-    return half.log_probs(theta, jnp.zeros(half.dim), replace(data, arrays=arrays))[0]
+def _densities(
+    party: PartyModel, theta: Theta, data: SiloData, **arrays: Array
+) -> dict[str, Array]:
+    return party.log_probs(theta, jnp.zeros(party.dim), replace(data, arrays=arrays))[0]
 
 
 def _rows_apart(
@@ -394,28 +445,30 @@ def _rows_apart(
     rows: int,
     take: Callable[[SiloData, Array], SiloData],
 ) -> bool:
-    """Whether some rows of what ``fn`` returns are what it returns for these rows alone."""
+    """Return whether ``fn`` gives the same for every second row alone as for all rows."""
+    # Random positive values in the place of the data: these may be a template's zeros, with which a
+    # mean over rows would go unnoticed. Negative values may lie outside of a support. Indices stay.
     r = np.random.default_rng(0)
     arrays = {
         n: r.lognormal(0, 0.5, a.shape).astype(a.dtype) if a.dtype.kind == "f" else a
         for n, a in data.arrays.items()
     }
-    held, some = replace(data, arrays=arrays), jnp.arange(0, rows, 2)
-    whole, alone = fn(held), fn(take(held, some))
-    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(alone), strict=True)
+    random, half = replace(data, arrays=arrays), jnp.arange(0, rows, 2)
+    whole, part = fn(random), fn(take(random, half))
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True)
     return all(
-        np.shape(a)[:1] != (rows,) or np.allclose(a[some], b, 1e-4, 1e-4, equal_nan=True)
+        np.shape(a)[:1] != (rows,) or np.allclose(a[half], b, 1e-4, 1e-4, equal_nan=True)
         for a, b in pairs
     )
 
 
 def check_batches(roles: VerticalSplit, batch_size: int) -> None:
-    """Refuse minibatches that are too large, or where rows do not stand alone."""
+    """Refuse a batch size beyond the number of rows, and texts whose rows are not independent."""
     model = roles.model
     if batch_size > model.rows:
         raise ValueError(f"batch_size={batch_size} is more than the {model.rows} rows.")
-    for j, (half, data) in enumerate(zip(model.clients, roles.clients, strict=True)):
-        densities = partial(_densities, half, half.init_theta(jax.random.key(0), data), data)
+    for j, (party, data) in enumerate(zip(model.clients, roles.clients, strict=True)):
+        densities = partial(_densities, party, party.init_theta(jax.random.key(0), data), data)
         long = {n for n, a in data.arrays.items() if np.shape(a)[:1] == (model.rows,)}
         for name, labels in provenance(densities, **data.arrays).items():
             if labels & long:
@@ -424,20 +477,20 @@ def check_batches(roles: VerticalSplit, batch_size: int) -> None:
                     "and nothing says how it grows with them. Leave batch_size out."
                 )
 
-        def predicted(data: SiloData, half: PartyModel = half) -> Array:
-            theta = half.init_theta(jax.random.key(0), data)
-            return model.predict(half, theta, jnp.full(half.dim, 0.3), data)[0]
+        def predicted(data: SiloData, party: PartyModel = party) -> Array:
+            theta = party.init_theta(jax.random.key(0), data)
+            return model.predict(party, theta, jnp.full(party.dim, 0.3), data)[0]
 
         if not _rows_apart(predicted, data, model.rows, model.take):
             raise ModelError(ROWS_READ_ROWS.format(f"the predictor of client {j}"))
 
-    def of_rows(data: SiloData) -> Any:
+    def row_terms(data: SiloData) -> Any:
         theta = model.server.init_theta(jax.random.key(0), data)
-        found = model.server.log_probs(theta, jnp.full(model.server.dim, 0.3), data)[0]
-        return {n: p for n, p in found.items() if n in model.by_row}
+        terms = model.server.log_probs(theta, jnp.full(model.server.dim, 0.3), data)[0]
+        return {n: p for n, p in terms.items() if n in model.by_row}
 
     with_total = model.with_total(roles.server, jnp.zeros(model.shape, model.dtype))
-    if not _rows_apart(of_rows, with_total, model.rows, model.take):
+    if not _rows_apart(row_terms, with_total, model.rows, model.take):
         raise ModelError(ROWS_READ_ROWS.format("the server's part of the model"))
     some = model.take(roles.server, jnp.arange(batch_size))
     total = jnp.zeros((batch_size, *model.shape[1:]), model.dtype)
@@ -462,6 +515,7 @@ def _check_not_given(
     """Refuse a response that is among a client's columns under another name."""
     for name in response:
         y = np.asarray(arrays[name], float)
+        # Constants and very short responses equal some column by chance.
         if y.ndim == 0 or y.size < 3 or (y == y.flat[0]).all():
             continue
         for j, client in enumerate(clients):

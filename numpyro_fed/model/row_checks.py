@@ -1,4 +1,10 @@
-"""What the values of silos say about a model: questions, compiled once for a set of shapes."""
+"""Checks of a model on the values that silos hold: padding, minibatches, coupled rows, summaries.
+
+Structure alone does not decide whether rows are independent: ``x @ beta`` reads one row and
+``x - x.mean(0)`` reads all. Each check evaluates the model at one random point, changes rows
+(:mod:`numpyro_fed.model.audit`) and compares terms. Its program is compiled once for each set of
+shapes; the answer is taken anew for each run's own data.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +21,17 @@ from jax import Array
 
 from numpyro_fed.errors import CoupledRowsError, ModelError
 from numpyro_fed.model.audit import (
-    NUMBERS,
-    Change,
-    Move,
-    Moved,
-    close,
+    ROWS_AT_ONCE,
+    ChangedRow,
+    Perturbation,
+    SiloChange,
+    changed_terms,
     default_rtol,
-    first_moved,
-    groups,
-    normal,
-    perturbed,
-    scrambled,
+    first_changed_rows,
+    hashed_integers,
+    hashed_normals,
+    row_groups,
+    terms_agree,
 )
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
@@ -33,43 +39,49 @@ from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.programs import compiled_method, jit_once
 
-PADDINGS = 4  # ways of filling padded rows that must agree
-SUMMARIES = 4  # times that half of the rows are replaced by others
+# Ways of filling padded rows whose terms must agree: the first row, the last, all in turn, and
+# random ones. A text that reads padded rows would have to give the same number for all four.
+PADDINGS = 4
+# How often half of the rows are replaced. The halves come in pairs of complements, so that every
+# row is left alone twice, and each time another row's data stand in the other half.
+SUMMARIES = 4
 
 
 class CheckResult(NamedTuple):
-    """The answer to a question about rows of silos, and where it is yes first."""
+    """The answer of a check, and the first silo and row for which it is yes."""
 
     answer: bool
     plate: str
     silo: int = -1  # its number in the user's list
-    moved: Moved | None = None  # the row whose term is moved
+    changed: ChangedRow | None = None  # the row whose term changed, if the check names one
 
     @classmethod
-    def of(cls, plate: str, silos: Sequence[int], found: Moved | Array) -> CheckResult:
-        """Read what was found at each silo of a stack: whether a term is moved, and which."""
-        which = found if isinstance(found, Moved) else None
-        moved = np.asarray(found if which is None else which.moved)
-        if not moved.any():
+    def of(cls, plate: str, silos: Sequence[int], found: ChangedRow | Array) -> CheckResult:
+        """Return the result for a stack of silos, from each silo's changed row or bool (silos,)."""
+        rows = found if isinstance(found, ChangedRow) else None
+        changed = np.asarray(found if rows is None else rows.changed)
+        if not changed.any():
             return cls(False, plate)
-        i = int(moved.argmax())
-        first = which and Moved(*(a[i] for a in jax.device_get(which)))  # which compiles nothing
+        i = int(changed.argmax())
+        # On the host: indexing arrays on the device would compile a program for it.
+        first = rows and ChangedRow(*(a[i] for a in jax.device_get(rows)))
         return cls(True, plate, silos[i], first)
 
     def words(self) -> str:
-        """Return the beginning of a message about the row whose term is moved."""
+        """Return the beginning of a message about the row whose term changed."""
         where = f"silo {self.silo}, silo_plate '{self.plate}': the term of "
-        if self.moved is None:
+        if self.changed is None:
             return f"{where}a row"
-        row, before, after = int(self.moved.row), float(self.moved.before), float(self.moved.after)
+        first = self.changed
+        row, before, after = int(first.row), float(first.before), float(first.after)
         return f"{where}row {row} went from {before:.6g} to {after:.6g}"
 
 
 @dataclass(frozen=True, eq=False)
 class RowChecks:
-    """Questions about the values that silos hold. Silos come in stacks of one shape.
+    """The checks of one model. Silos come in stacks of one shape.
 
-    All look at the model at one random point, in programs that are compiled once for each shape.
+    All of them evaluate the model at one random point.
     """
 
     model: FederatedModel
@@ -77,31 +89,38 @@ class RowChecks:
         default_factory=dict, init=False, repr=False
     )
 
-    def ask(
-        self, question: Callable[..., Moved | Array], b: Bucket, plate: str, *keys: str
+    def cached_result(
+        self, check: Callable[..., ChangedRow | Array], b: Bucket, plate: str, *keys: str
     ) -> CheckResult:
-        """Ask :meth:`coupled` or :meth:`summary`; an answer is kept as long as its data."""
-        about = id(b.data), question, plate, keys
-        if about not in self._known:
-            found = question(plate, *([keys] if keys else []), b.data)
-            weakref.finalize(b.data, self._known.pop, about, None)
-            self._known[about] = CheckResult.of(plate, b.silos, found)
-        return self._known[about]
+        """Return the result of :meth:`coupled` or :meth:`summary`, computed once for a bucket."""
+        cache_key = id(b.data), check, plate, keys
+        if cache_key not in self._known:
+            found = check(plate, *([keys] if keys else []), b.data)
+            # Dropped together with the data: an id may then belong to another object.
+            weakref.finalize(b.data, self._known.pop, cache_key, None)
+            self._known[cache_key] = CheckResult.of(plate, b.silos, found)
+        return self._known[cache_key]
 
     def latents(self, data: SiloData) -> Rows:
-        """Return the latents at which a silo is looked at, {plate: (rows, dim)}."""
+        """Return the latents at which a silo's terms are computed, {plate: (rows, dim)}."""
         sizes = self.model.sizes(data)
+        # An sd of 0.3 keeps exponentials and probabilities of unconstrained latents moderate:
+        # further out a likelihood may be flat, and would depend on nothing.
         return {
-            p.name: 0.3 * normal(i, sizes[p.name], p.dim)
+            p.name: 0.3 * hashed_normals(i, sizes[p.name], p.dim)
             for i, p in enumerate(self.model.plates, start=2)
         }
 
     def terms(self, z_L: Rows, data: SiloData, like: SiloData | None = None) -> Rows:
-        """Return the terms of all rows, with private parameters as they start at ``like``."""
+        """Return the terms of all rows, {plate: (rows,)}.
+
+        Private parameters have their initial values at ``like``, by default at ``data``: these may
+        depend on data, which a check replaces.
+        """
         fm, key = self.model, jax.random.key(0)
         private = fm.init_private(key, data if like is None else like)
         theta = {**fm.init_theta(key), **private}
-        return fm.log_silo(theta, 0.3 * normal(1, fm.dim), z_L, data)
+        return fm.log_silo(theta, 0.3 * hashed_normals(1, fm.dim), z_L, data)
 
     @compiled_method(jit_once, static_argnums=1)
     def padding(
@@ -109,9 +128,9 @@ class RowChecks:
     ) -> Array:
         """Return whether padding changes nothing, () bool.
 
-        The terms of real rows must stay as they are whatever padded rows hold, and those of the
-        ``i``-th silo must be those of ``original``, which is not padded. ``rows`` says which arrays
-        are rows of which plate, as a tuple of pairs.
+        The terms of real rows must not depend on what padded rows hold, and those of the ``i``-th
+        silo must equal those of ``original``, the same silo unpadded. ``rows`` has pairs of an
+        array's name and its plate.
         """
         first = jax.tree.map(lambda a: a[0], stack)
         sizes = self.model.sizes(first)
@@ -119,99 +138,109 @@ class RowChecks:
             return jnp.array(False)
 
         def agree(data: SiloData) -> tuple[Array, Rows]:
-            def refilled(way: Array) -> Change:
-                """Return a change that fills padded rows with other real ones, latents moved."""
+            def refilled(way: Array) -> SiloChange:
+                """Return the change that fills padded rows in one of the ways, latents included."""
                 steps, source = {}, {}
                 for p, mask in data.masks.items():
-                    n, place = mask.sum(), jnp.arange(len(mask))
-                    random = scrambled(1, len(mask)) % n
+                    n, row = mask.sum(), jnp.arange(len(mask))
+                    random = hashed_integers(1, len(mask)) % n
                     which = [way == 0, way == 1, way == 2]
-                    copied = jnp.select(which, [0, n - 1, place % n], random)
-                    source[p] = jnp.where(mask, place, copied)
+                    copied = jnp.select(which, [0, n - 1, row % n], random)
+                    source[p] = jnp.where(mask, row, copied)
                     steps[p] = jnp.where(mask, 0.0, way)[:, None]
-                return Change(steps, source)
+                return SiloChange(steps, source)
 
             ways, z_L = jnp.arange(PADDINGS), self.latents(data)
-            each = perturbed(self.terms, (z_L, data), dict(rows), refilled, ways)
-            same = [close(v, v[0]) for v in each.values()]
+            each = changed_terms(self.terms, (z_L, data), dict(rows), refilled, ways)
+            same = [terms_agree(v, v[0]) for v in each.values()]
             return jnp.stack([s.all() for s in same]).all(), {p: v[0] for p, v in each.items()}
 
-        same, found = jax.lax.map(agree, stack)
-        own = self.model.sizes(original)
-        expected = self.terms({p: z[: own[p]] for p, z in self.latents(first).items()}, original)
-        equal = [close(found[p][i, : len(v)], v).all() for p, v in expected.items()]
+        same, padded = jax.lax.map(agree, stack)
+        size = self.model.sizes(original)
+        expected = self.terms({p: z[: size[p]] for p, z in self.latents(first).items()}, original)
+        equal = [terms_agree(padded[p][i, : len(v)], v).all() for p, v in expected.items()]
         return same.all() & jnp.stack(equal).all()
 
     @compiled_method(jit_once, static_argnums=(0, 1))
     def minibatch(self, plates: tuple[str, ...], keys: tuple[str, ...], stack: SiloData) -> Array:
-        """Return whether rows of plates that are cut together stand on their own, () bool.
+        """Return whether rows can be drawn in minibatches without changing their terms, () bool.
 
-        The terms of some of them must be the same without the other rows of the arrays ``keys``,
-        and those of other plates, too.
+        ``plates`` are cut together, with the arrays ``keys``. The terms of half of their rows must
+        be the same without the other half, and the terms of other plates must not change.
         """
         n = stack.arrays[keys[0]].shape[1]
+        # Every second row, and a random half: neither blocks nor stripes of rows go unnoticed.
         half = np.arange(0, n, 2)
         others = np.sort(np.random.default_rng(0).permutation(n)[: len(half)])
-        some, of = jnp.stack([half, others]), dict.fromkeys(keys, plates[0])
+        some, plate_of = jnp.stack([half, others]), dict.fromkeys(keys, plates[0])
 
-        def stand_alone(data: SiloData) -> Array:
-            def left(rows: Array) -> Change:
-                return Change({}, dict.fromkeys(plates, rows), cut=True)
+        def independent(data: SiloData) -> Array:
+            def only(rows: Array) -> SiloChange:
+                return SiloChange({}, dict.fromkeys(plates, rows), cut=True)
 
             z_L, terms = self.latents(data), partial(self.terms, like=data)
-            whole, parts = terms(z_L, data), perturbed(terms, (z_L, data), of, left, some)
+            whole = terms(z_L, data)
+            parts = changed_terms(terms, (z_L, data), plate_of, only, some)
             expected = {p: a[some] if p in plates else a for p, a in whole.items()}
-            return jnp.stack([close(parts[p], expected[p]).all() for p in whole]).all()
+            return jnp.stack([terms_agree(parts[p], expected[p]).all() for p in whole]).all()
 
-        return jax.lax.map(stand_alone, stack).all()
+        return jax.lax.map(independent, stack).all()
 
     @compiled_method(jax.jit, static_argnums=0)
     def coupled(self, plate: str, stack: SiloData) -> Array:
         """Return whether a row's term reads latents of other rows of the plate, (silos,) bool."""
 
-        def one(data: SiloData) -> Array:
+        def reads_others(data: SiloData) -> Array:
             z_L = self.latents(data)
             size, dim = z_L[plate].shape
-            move = Move(plate, groups(size), steps=1 + normal(0, size, dim))
-            at_once, rtol = max(1, NUMBERS // size), default_rtol()
-            return first_moved(self.terms, (z_L, data), {}, [move], rtol, at_once)[1][0][
-                plate
-            ].moved
+            # Steps about 1, not about 0: a step that is nearly zero would show nothing.
+            steps = 1 + hashed_normals(0, size, dim)
+            at_once, rtol = max(1, ROWS_AT_ONCE // size), default_rtol()
+            perturbation = Perturbation(plate, row_groups(size), steps=steps)
+            _, (changed,) = first_changed_rows(
+                self.terms, (z_L, data), {}, [perturbation], rtol, at_once
+            )
+            return changed[plate].changed
 
-        return jax.lax.map(one, stack)
+        return jax.lax.map(reads_others, stack)
 
     @compiled_method(jit_once, static_argnums=(0, 1))
-    def summary(self, plate: str, keys: tuple[str, ...], stack: SiloData) -> Moved:
-        """Return which row's term moves with the data of other rows, of each silo.
+    def summary(self, plate: str, keys: tuple[str, ...], stack: SiloData) -> ChangedRow:
+        """Return the first row of each silo whose term reads the data of other rows.
 
-        The rows of the arrays ``keys`` that belong to other rows of the plate are replaced by each
-        other, which moves a term where the text reads ``x.mean(0)``.
+        Half of the rows of the arrays ``keys`` take the data of another row. The terms of the
+        other half change if the text reads a summary such as ``x.mean(0)``.
         """
 
-        def one(data: SiloData) -> Moved:
+        def first_row(data: SiloData) -> ChangedRow:
             z_L = self.latents(data)
             size = len(z_L[plate])
-            place, real = jnp.arange(size), data.masks.get(plate, jnp.ones(size, bool))
+            row, real = jnp.arange(size), data.masks.get(plate, jnp.ones(size, bool))
             n = real.sum()
-            half = [scrambled(i, size) % 2 == 0 for i in range(1, 1 + SUMMARIES // 2)]
+            half = [hashed_integers(i, size) % 2 == 0 for i in range(1, 1 + SUMMARIES // 2)]
             some = jnp.stack([*half, *(~h for h in half)]) & real
-            sources = [place * 0, place * 0 + n - 1, place * 0 + n // 2, scrambled(0, size) % n]
-            move, of = Move(plate, some, source=jnp.stack(sources)), dict.fromkeys(keys, plate)
-            terms = partial(self.terms, like=data)
-            return first_moved(terms, (z_L, data), of, [move], default_rtol())[1][0][plate]
+            # The first row, the last, the middle one, and random ones: a mean or a maximum that
+            # one of them leaves as it was changes by another.
+            sources = [row * 0, row * 0 + n - 1, row * 0 + n // 2, hashed_integers(0, size) % n]
+            perturbation = Perturbation(plate, some, source=jnp.stack(sources))
+            terms, plate_of = partial(self.terms, like=data), dict.fromkeys(keys, plate)
+            _, (changed,) = first_changed_rows(
+                terms, (z_L, data), plate_of, [perturbation], default_rtol()
+            )
+            return changed[plate]
 
-        return jax.lax.map(one, stack)
+        return jax.lax.map(first_row, stack)
 
 
 def check_rows_apart(
-    fm: FederatedModel, asks: RowChecks, draws: Mapping[str, int], buckets: Sequence[Bucket]
+    fm: FederatedModel, checks: RowChecks, draws: Mapping[str, int], buckets: Sequence[Bucket]
 ) -> None:
-    """Refuse several weighted draws for each row where rows read each other's latents.
+    """Refuse several weighted draws for each row if rows read each other's latents.
 
-    Above rows of another plate nothing is refused: there a silo is weighed as a whole.
+    Outer plates are not checked: their silos are weighted as a whole.
     """
     plates = [p.name for p in fm.plates if draws.get(p.name, 1) > 1 and not p.outer]
-    if (found := _coupled(asks, plates, buckets)) is not None:
+    if (found := _coupled(checks, plates, buckets)) is not None:
         raise CoupledRowsError(
             f"{found.words()} reads latents of other rows (as b - b.mean() does), so that its own "
             f"{draws[found.plate]} weighted draws cannot be told from theirs. Use ELBO(), or "
@@ -222,23 +251,23 @@ def check_rows_apart(
 
 
 def check_summaries(
-    asks: RowChecks, keys: Mapping[str, tuple[str, ...]], buckets: Sequence[Bucket]
+    checks: RowChecks, keys: Mapping[str, tuple[str, ...]], buckets: Sequence[Bucket]
 ) -> None:
     """Refuse a text in which a row reads the data of other rows of its silo.
 
-    Such a text says one thing of all rows together and another of the same rows cut into silos.
-    Nothing is refused where rows read each other's latents, too: these are one process of the silo.
-    ``keys`` has the arrays of each silo plate whose rows can be told apart.
+    Such a text is another model when the same rows are split into other silos. It is not refused
+    if rows read each other's latents as well: they are then one process of the silo (a time
+    series). ``keys`` has the arrays that hold the rows of each silo plate.
     """
     for plate, names in keys.items():
         for b in buckets:
-            found = asks.ask(asks.summary, b, plate, *names)
-            if found.answer and not asks.ask(asks.coupled, b, plate).answer:
-                raise ModelError(summarised(found, names))
+            found = checks.cached_result(checks.summary, b, plate, *names)
+            if found.answer and not checks.cached_result(checks.coupled, b, plate).answer:
+                raise ModelError(summary_message(found, names))
 
 
-def summarised(found: CheckResult, keys: Sequence[str]) -> str:
-    """The message where a row reads the data of others."""
+def summary_message(found: CheckResult, keys: Sequence[str]) -> str:
+    """Return the message about a row that reads the data of other rows."""
     return (
         f"{found.words()} when only data of other rows, in {list(keys)}, were replaced by those of "
         "yet others. The same rows cut into other silos are then another model: compute what sums "
@@ -249,14 +278,14 @@ def summarised(found: CheckResult, keys: Sequence[str]) -> str:
     )
 
 
-def coupled_rows(asks: RowChecks, buckets: Sequence[Bucket]) -> CheckResult | None:
-    """The verdict on the first silo and plate where rows read each other's latents, if any."""
-    plates = [p.name for p in asks.model.plates if p.dim and not p.outer]
-    return _coupled(asks, plates, buckets)
+def coupled_rows(checks: RowChecks, buckets: Sequence[Bucket]) -> CheckResult | None:
+    """Return the first result that finds rows reading each other's latents; None if none does."""
+    plates = [p.name for p in checks.model.plates if p.dim and not p.outer]
+    return _coupled(checks, plates, buckets)
 
 
 def _coupled(
-    asks: RowChecks, plates: Sequence[str], buckets: Sequence[Bucket]
+    checks: RowChecks, plates: Sequence[str], buckets: Sequence[Bucket]
 ) -> CheckResult | None:
-    each = (asks.ask(asks.coupled, b, plate) for plate in plates for b in buckets)
-    return next((verdict for verdict in each if verdict.answer), None)
+    results = (checks.cached_result(checks.coupled, b, plate) for plate in plates for b in buckets)
+    return next((result for result in results if result.answer), None)

@@ -1,4 +1,4 @@
-"""Whether the rows of all parties of a vertical model are the same, in the same order."""
+"""The check that all parties of a vertical model hold the same rows in the same order."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ ORDER = (
 
 
 def read_ids(ids: ArrayLike, rows: int, owner: str) -> np.ndarray:
-    """Ids of ``rows`` rows, each once, as text: the number 7 and the text "7" are one id."""
-    found = np.asarray(ids)
-    if found.dtype.kind == "f":
+    """Return the ids of ``rows`` rows as text (rows,), and refuse ids that occur twice.
+
+    The number 7 and the text "7" are the same id.
+    """
+    given = np.asarray(ids)
+    if given.dtype.kind == "f":
         raise DataError(f"the row ids of {owner} are fractions: give integers or text.")
-    if found.shape != (rows,):
+    if given.shape != (rows,):
         raise DataError(
-            f"the row ids of {owner} have the shape {found.shape}, expected ({rows},): one for "
+            f"the row ids of {owner} have the shape {given.shape}, expected ({rows},): one for "
             "each row."
         )
-    found = np.array([str(value) for value in found.tolist()])
-    values, counts = np.unique(found, return_counts=True)
+    text = np.array([str(value) for value in given.tolist()])
+    values, counts = np.unique(text, return_counts=True)
     if len(values) < rows:
         raise DataError(
             f"the row id '{values[counts.argmax()]}' stands {counts.max()} times among those of "
             f"{owner}. Ids must name one row each."
         )
-    return found
+    return text
 
 
 def check_same_ids(row_ids: Sequence[ArrayLike], rows: int, num_clients: int) -> None:
-    """Refuse rows in different orders, given the ids of each client and, last, of the server where
-    these are there, too.
+    """Refuse parties whose rows have other ids or another order than those of client 0.
+
+    ``row_ids`` has the ids of each client, and of the server last if it has ids.
     """
     if len(row_ids) not in (num_clients, num_clients + 1):
         raise DataError(
@@ -47,25 +51,28 @@ def check_same_ids(row_ids: Sequence[ArrayLike], rows: int, num_clients: int) ->
             "one more if the server's rows have ids, too."
         )
     owners = [f"client {j}" for j in range(num_clients)] + ["the server"]
-    known = [read_ids(ids, rows, owner) for ids, owner in zip(row_ids, owners, strict=False)]
-    for ids, owner in zip(known, owners, strict=False):
-        if (other := np.flatnonzero(ids != known[0])).size:
-            i = other[0]
+    all_ids = [read_ids(ids, rows, owner) for ids, owner in zip(row_ids, owners, strict=False)]
+    for ids, owner in zip(all_ids, owners, strict=False):
+        if (different := np.flatnonzero(ids != all_ids[0])).size:
+            i = different[0]
             raise DataError(
-                f"row {i} is '{ids[i]}' at {owner} and '{known[0][i]}' at client 0, and so for "
-                f"{other.size} of {rows} rows. {ORDER}"
+                f"row {i} is '{ids[i]}' at {owner} and '{all_ids[0][i]}' at client 0, and so for "
+                f"{different.size} of {rows} rows. {ORDER}"
             )
 
 
 def digest(ids: np.ndarray) -> str:
-    """A hash by which ids are compared; whoever can guess the whole list can confirm the guess."""
+    """Return a hash of ids, by which parties compare them."""
+    # It has no salt, since parties must arrive at the same hash without a common secret. Whoever
+    # can guess the whole list of ids can confirm the guess.
     return hashlib.sha256("\n".join(ids.tolist()).encode()).hexdigest()
 
 
 def check_same_digests(digests: Mapping[str, str]) -> None:
-    """Refuse rows that are not the same; ``digests`` by owner, empty where there are no ids.
+    """Refuse parties whose row ids have different digests.
 
-    Warns if some parties have ids and nobody else has them to compare with.
+    ``digests`` are by owner, and empty for parties without ids. A warning says so if only some of
+    the parties have ids.
     """
     given = {owner: text for owner, text in digests.items() if text}
     without = [owner for owner in digests if owner not in given]

@@ -1,4 +1,4 @@
-"""Whether the shapes of sites and of what is observed there fit their plates."""
+"""The check that observed values, distributions and plates have shapes that fit together."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.primitives import silo_frames
 
 
-def check_shapes(trace: Mapping[str, Any], held: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse observed sites that count a row more than once, or that no plate speaks for.
+def check_shapes(trace: Mapping[str, Any], data_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse observed sites whose shapes count a row more than once.
 
-    NumPyro broadcasts observed values against their distribution: ``y`` of shape (n, 1) under a
-    mean of shape (n,) makes n x n terms of n observations. Refused are values and distributions
-    that cannot be broadcast, the two together where they are larger than the plates around the
-    site, and one value that stands for all rows. ``held`` has the shapes of what a party holds.
+    NumPyro broadcasts observed values against their distribution: ``y`` of shape (n, 1) with a
+    mean of shape (n,) makes n x n terms of n observations. This refuses values and distributions
+    that cannot be broadcast, a broadcast shape larger than the plates that the site is in, and a
+    single value that is used for all rows. ``data_shapes`` has the shapes of the party's arrays,
+    for messages.
     """
     for site in trace.values():
         frames = site.get("cond_indep_stack", ())
         observed = site["type"] == "sample" and site["is_observed"]
         if observed and frames and site["value"] is not None:
-            _check_site(site, {f.dim: f for f in frames}, held)
+            _check_site(site, {f.dim: f for f in frames}, data_shapes)
 
 
 def _check_site(
-    site: dict[str, Any], frames: Mapping[int, Any], held: Mapping[str, tuple[int, ...]]
+    site: dict[str, Any], frames: Mapping[int, Any], data_shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
     name, fn = site["name"], site["fn"]
-    value, own = jnp.shape(site["value"]), tuple(fn.batch_shape + fn.event_shape)
+    value, expected = jnp.shape(site["value"]), tuple(fn.batch_shape + fn.event_shape)
     sizes = ", ".join(f"'{f.name}' of {f.size} at dim {d}" for d, f in sorted(frames.items()))
-    found = (
-        f"its observed values have the shape {value}, its distribution has {own}, and the plates "
-        f"around it are {sizes}"
+    shapes = (
+        f"its observed values have the shape {value}, its distribution has {expected}, and the "
+        f"plates around it are {sizes}"
     )
     try:
-        whole = jnp.broadcast_shapes(value, own)
+        whole = jnp.broadcast_shapes(value, expected)
     except ValueError as error:
         raise DataError(
-            f"site '{name}': what is observed does not fit its distribution: {found}. "
-            f"{lengths(held)}Pass as many values as there are rows."
+            f"site '{name}': what is observed does not fit its distribution: {shapes}. "
+            f"{lengths(data_shapes)}Pass as many values as there are rows."
         ) from error
     batch = whole[: len(whole) - fn.event_dim]
+    # After a scan its steps are the leftmost axis, for which there is no plate.
     scanned = -len(batch) if site.get("_control_flow_done") else 0
     for dim, size in zip(range(-len(batch), 0), batch, strict=True):
         if size == 1 or dim == scanned or (dim in frames and size == frames[dim].size):
@@ -52,26 +54,26 @@ def _check_site(
             f"plate '{frames[dim].name}' has {frames[dim].size}" if dim in frames else "no plate"
         )
         raise ModelError(
-            f"site '{name}' has {size} entries at dim {dim}, where there is {which}: {found}. "
+            f"site '{name}' has {size} entries at dim {dim}, where there is {which}: {shapes}. "
             "Each row would count several times. If values and distribution have the same numbers "
             "in other shapes, make them alike (y.ravel(), or x @ beta with a vector beta); if one "
             "row has several values, put a numpyro.plate around them, or make them one event "
-            f"(.to_event(1)). The data are {dict(held)}."
+            f"(.to_event(1)). The data are {dict(data_shapes)}."
         )
     for frame in silo_frames(site):
-        place = len(value) - fn.event_dim + frame.dim
-        if place >= 0 and value[place] == 1 < frame.size:
+        axis = len(value) - fn.event_dim + frame.dim
+        if axis >= 0 and value[axis] == 1 < frame.size:
             raise ModelError(
                 f"site '{name}': one observed value stands for all {frame.size} rows of "
-                f"silo_plate '{frame.name}': {found}. Pass one value for each row. The data are "
-                f"{dict(held)}."
+                f"silo_plate '{frame.name}': {shapes}. Pass one value for each row. The data are "
+                f"{dict(data_shapes)}."
             )
 
 
-def lengths(held: Mapping[str, tuple[int, ...]]) -> str:
-    """A sentence on arrays of different lengths, for a message; nothing where there are none."""
-    long = {k: shape[0] for k, shape in held.items() if shape}
+def lengths(data_shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return a sentence for messages about arrays of different lengths; empty if all agree."""
+    long = {k: shape[0] for k, shape in data_shapes.items() if shape}
     if len(set(long.values())) < 2:
         return ""
-    said = ", ".join(f"'{name}' has {n}" for name, n in long.items())
-    return f"The arrays differ in their numbers of rows: {said}. "
+    words = ", ".join(f"'{name}' has {n}" for name, n in long.items())
+    return f"The arrays differ in their numbers of rows: {words}. "

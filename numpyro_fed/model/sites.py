@@ -1,4 +1,8 @@
-"""The site table: what a model's trace says about globals, locals and silo plates."""
+"""The site table of a model: its sites with shapes, supports and silo plates, read off a trace.
+
+The model is traced abstractly (``jax.eval_shape``) at the shapes of a silo's data, so that nothing
+is computed and no value of the data is read.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from numpyro_fed.model.primitives import silo_frames, silo_plate_of
 from numpyro_fed.model.shapes import check_shapes, lengths
 from numpyro_fed.tracing import TRACING
 
-PAD = (
+PADDING_HINT = (
     " Pad the axis that differs (visits, say) to the largest size with any finite numbers, and "
     "leave these out by a mask array in the data and numpyro.handlers.mask around the observed "
     "site."
@@ -75,41 +79,64 @@ class Plate(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """The structure that one abstract trace at one silo's shapes shows."""
+    """The structure of a model at the shapes of one silo's data.
 
-    sites: tuple[Site, ...]  # in the order of the trace
-    sizes: Sizes  # the size of each silo plate
-    nested: bool  # whether a site stands in two silo plates at once
-    supports: dict[str, Any]  # of each global latent; the constraint of each numpyro.param
-    masked: dict[str, bool]  # the latents that are masked, and whether everywhere
-    improper: tuple[str, ...] = ()  # the latents whose prior is ImproperUniform
-    fields: tuple[str, ...] = ()  # global latents whose prior ties many entries: maps, processes
-    foreign: tuple[str, ...] = ()  # latents whose distribution is neither NumPyro's nor ours
-    kinked: bool = False  # whether the density of a sample site has a kink
+    Attributes
+    ----------
+    sites : tuple of Site
+        In the order of the trace.
+    sizes : dict of str to int
+        The size of each silo plate.
+    nested : bool
+        Whether a site is in two silo plates at once.
+    supports : dict
+        The support of each global latent, and the constraint of each ``numpyro.param``.
+    masked : dict of str to bool
+        The latents that are masked; True if the mask is False everywhere.
+    improper : tuple of str
+        The latents whose prior is ``ImproperUniform``.
+    fields : tuple of str
+        The global latents whose prior ties many entries together: maps and processes.
+    foreign : tuple of str
+        The latents whose distribution is a class of the user's own.
+    kinked : bool
+        Whether the density of a sample site has a kink.
+    """
+
+    sites: tuple[Site, ...]
+    sizes: Sizes
+    nested: bool
+    supports: dict[str, Any]
+    masked: dict[str, bool]
+    improper: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+    kinked: bool = False
 
 
 def structures(model: Callable[..., Any], silos: Sequence[SiloData]) -> list[Structure]:
-    """The structure at each silo; one abstract trace for each distinct set of shapes."""
-    known: dict[tuple[Hashable, ...], Structure] = {}
+    """Return the structure at each silo, by one abstract trace for each distinct set of shapes."""
+    by_signature: dict[tuple[Hashable, ...], Structure] = {}
     for j, data in enumerate(silos):
-        if signature(data) not in known:
-            known[signature(data)] = structure(model, data, f"silo {j}")
-    return [known[signature(data)] for data in silos]
+        if signature(data) not in by_signature:
+            by_signature[signature(data)] = structure(model, data, f"silo {j}")
+    return [by_signature[signature(data)] for data in silos]
 
 
 def structure(
     model: Callable[..., Any], data: SiloData, owner: str, *, split: bool = True
 ) -> Structure:
-    """Trace a text abstractly at the shapes of what ``owner`` holds, and read its sites.
+    """Return the structure of a model at the shapes of the data of ``owner``.
 
-    ``split`` says that there must be a silo plate.
+    A model without a silo plate is refused if ``split``. All errors of the model itself become a
+    ModelError that names the owner and the shapes of its data.
     """
-    found: list[Structure] = []
+    structures: list[Structure] = []
 
     def run(key: Array, data: SiloData) -> None:
         with TRACING, feasible():
             trace = handlers.trace(handlers.seed(model, key)).get_trace(**data.kwargs)
-        found.append(_read_trace(trace, split))
+        structures.append(_read_trace(trace, split))
         check_shapes(trace, _shapes(data))
 
     try:
@@ -135,10 +162,14 @@ def structure(
             f"the model raised {type(error).__name__} at {owner}, which holds {described(data)}: "
             f"{unequal}{error}"
         ) from error
-    return found[0]
+    return structures[0]
 
 
-MANY_POINTS = 50  # of a process, which it is worth to take apart
+# A Gaussian process at so many points or more is warned of, since it is fitted as one global
+# latent of that dimension. Smaller ones are no burden, and a multivariate normal prior of a few
+# coefficients must not cause a warning.
+MANY_POINTS = 50
+# The errors by which JAX says that a program needs values while it is traced.
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -149,7 +180,7 @@ NEEDS_VALUES = (
 
 
 def described(data: SiloData) -> dict[str, Any]:
-    """The data of a silo for messages: the shapes of arrays, and plain values."""
+    """Return a silo's data as shown in messages: the shapes of arrays, and plain values."""
     return {k: getattr(v, "shape", v) for k, v in data.kwargs.items()}
 
 
@@ -159,6 +190,7 @@ def _shapes(data: SiloData) -> dict[str, tuple[int, ...]]:
 
 def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
     sizes = _sizes(trace)
+    # A scope renames plates and frames, but not the plate's name that messages carry.
     lost = [s["name"] for s in trace.values() if silo_plate_of(s) not in (None, *sizes)]
     if lost:
         raise ModelError(
@@ -171,7 +203,7 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
             "the numpyro.plate over rows by numpyro_fed.silo_plate."
         )
     sites: list[Site] = []
-    places: dict[str | None, int] = {}
+    ends: dict[str | None, int] = {}  # so far, of z_G and of a row of each plate's z_L
     supports: dict[str, Any] = {}
     masked: dict[str, bool] = {}
     fields: list[str] = []
@@ -186,8 +218,8 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
             kinked |= has_kink(site["fn"])
             width = math.prod(entry.shape)
             if entry.kind == "latent":
-                start = places.get(plate, 0)
-                places[plate] = start + width
+                start = ends.get(plate, 0)
+                ends[plate] = start + width
                 entry = entry._replace(start=start, stop=start + width)
                 if plate is None:
                     supports[entry.name] = site["fn"].support
@@ -220,7 +252,8 @@ def _read_trace(trace: dict[str, Any], split: bool) -> Structure:
 
 
 def _sizes(trace: dict[str, Any]) -> Sizes:
-    """The size of each silo plate; one in the body of a scan leaves its frames alone."""
+    """Return the size of each silo plate."""
+    # A plate in the body of a scan has no message of its own in the trace, only frames.
     sizes: Sizes = {}
     for site in trace.values():
         if site["type"] == "plate" and silo_plate_of(site) == site["name"]:
@@ -233,6 +266,7 @@ def _sizes(trace: dict[str, Any]) -> Sizes:
 def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
     name, fn = site["name"], site["fn"]
     if site["is_observed"]:
+        # numpyro.factor marks its site so.
         kind = "factor" if site["infer"].get("is_auxiliary") else "observed"
         return Site(name, kind, plate)
     if fn.support is None or fn.support.is_discrete:
@@ -253,26 +287,27 @@ def _read_sample(site: dict[str, Any], plate: str | None, sizes: Sizes) -> Site:
         support = _support_name(fn.support)
         return Site(name, "latent", None, shape, support=support, event_dim=fn.event_dim)
     dim = next(f.dim for f in site["cond_indep_stack"] if f.name == plate)
+    # A plate's dim counts batch axes from the right; the axes of an event come after them.
     axis = jnp.ndim(site["value"]) - fn.event_dim + dim
     row_shape = shape[:axis] + shape[axis + 1 :]
     return Site(name, "latent", plate, row_shape, axis, support=_support_name(fn.support))
 
 
 def unconstrained_shape(site: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of a latent's whole value: with its ``sample_shape``, and all steps of a scan."""
+    """Return the unconstrained shape of a latent, ``sample_shape`` and steps of a scan included."""
     return tuple(biject_to(site["fn"].support).inverse_shape(jnp.shape(site["value"])))
 
 
 def check_same_sites(first: Structure, other: Structure, j: int) -> None:
-    """Refuse a silo whose site table differs from that of the first one."""
+    """Refuse silo ``j`` if its site table differs from that of silo 0."""
     if other.sites == first.sites and other.sizes.keys() == first.sizes.keys():
         return
     mine, theirs = ({s.name: s for s in x.sites} for x in (other, first))
     for name in [*theirs, *mine]:
         if (name in mine) != (name in theirs):
-            here, there = ("silo 0", f"silo {j}") if name in theirs else (f"silo {j}", "silo 0")
+            has, lacks = ("silo 0", f"silo {j}") if name in theirs else (f"silo {j}", "silo 0")
             raise ModelError(
-                f"site '{name}' exists at {here} but not at {there}. All silos share one model: "
+                f"site '{name}' exists at {has} but not at {lacks}. All silos share one model: "
                 "mark what is missing at a silo by a mask instead of leaving a site out."
             )
     for name in theirs:
@@ -283,7 +318,7 @@ def check_same_sites(first: Structure, other: Structure, j: int) -> None:
             f"the {level} site '{name}' has shape {mine[name].shape} and support "
             f"{mine[name].support or '-'} at silo {j}, but shape {theirs[name].shape} and support "
             f"{theirs[name].support or '-'} at silo 0. It must be the same at every "
-            f"silo.{'' if level == 'global' else PAD}"
+            f"silo.{'' if level == 'global' else PADDING_HINT}"
         )
     raise ModelError(
         f"silo {j} has the silo plates {sorted(other.sizes)}, silo 0 has {sorted(first.sizes)}."
@@ -291,23 +326,24 @@ def check_same_sites(first: Structure, other: Structure, j: int) -> None:
 
 
 def _is_field(name: str, fn: Distribution) -> bool:
-    """Whether a prior is an autoregression of areas, or a process at many points; not what a
-    substitution has left of one.
-    """
+    """Return whether a prior is an autoregression of areas, or a process at many points."""
     fn = unwrapped(fn)
+    # The shared part of a SeparatorPrior: it has been substituted already.
     if name.endswith("/border"):
         return False
     many = isinstance(fn, dist.MultivariateNormal) and fn.event_shape[0] >= MANY_POINTS
     if many and not isinstance(fn.scale_tril, jax.core.Tracer):
-        many = bool(np.tril(fn.scale_tril, -1).any())  # not merely written as a matrix
+        # A diagonal covariance ties nothing together, though it is written as a matrix.
+        many = bool(np.tril(fn.scale_tril, -1).any())
     return many or hasattr(fn, "adj_matrix")
 
 
 def _masked(name: str, fn: Distribution) -> dict[str, bool]:
-    """Whether a latent that is masked is so everywhere; nothing for what is not masked."""
+    """Return {name: whether it is masked everywhere} for a masked latent, {} for others."""
     fn = unwrapped(fn)
     if not isinstance(fn, dist.MaskedDistribution) or fn._mask is True:
         return {}
+    # A mask that is data is a tracer here; it counts as one that leaves some elements.
     known = not isinstance(fn._mask, jax.core.Tracer)
     return {name: known and not np.any(fn._mask)}
 
@@ -319,9 +355,10 @@ def _is_unit(interval: constraints.Constraint) -> bool:
 
 
 def _support_name(support: constraints.Constraint) -> str:
-    """Type of a support without its bounds, which may depend on other sites."""
+    """Return the type of a support in words, without bounds: these may depend on other sites."""
     if isinstance(support, constraints.independent):
         return f"{_support_name(support.base_constraint)}^{support.reinterpreted_batch_ndims}"
+    # NumPyro's unit_interval has a class of its own; interval(0, 1) is the same support.
     if type(support) is type(constraints.interval(0, 1)) and _is_unit(support):
         return "UnitInterval"
     return type(support).__name__.lstrip("_")

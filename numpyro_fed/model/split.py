@@ -1,4 +1,10 @@
-"""From model text to pure log densities in unconstrained space, and which texts are refused."""
+"""The split of a model text into pure log densities, and the checks that refuse texts.
+
+The text is traced once at each distinct set of shapes. Sites inside of a silo plate become local,
+all others global. Two kinds of checks follow. Labels are propagated through the traced program, to
+see which global sites depend on data or local latents. And the programs of the global sites at
+different silos are compared, since the server evaluates them without any silo's data.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.federated import FederatedModel, ModelText
 from numpyro_fed.model.handlers import localised
-from numpyro_fed.model.jaxprs import Identity, needed, provenance, traced
+from numpyro_fed.model.jaxprs import Identity, provenance, trace_program, without_dead_code
 from numpyro_fed.model.kinks import rounded
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.sites import (
@@ -32,14 +38,14 @@ from numpyro_fed.tracing import TRACING
 
 
 def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedModel:
-    """Split a model's trace at its silo plates.
+    """Split a model at its silo plates into log densities of globals and of silos.
 
     Parameters
     ----------
     model : callable
         A NumPyro model with ``silo_plate``.
     silos : sequence of SiloData
-        What the silos hold (:func:`numpyro_fed.model.data.read`).
+        The data of the silos, as read by :func:`numpyro_fed.model.data.read`.
 
     Returns
     -------
@@ -62,20 +68,23 @@ def split(model: Callable[..., Any], silos: Sequence[SiloData]) -> FederatedMode
             model, found = text, structures(text, silos)
     _warn_masked(found[0])
     _warn_fields(found[0])
+    # The global functions run the text at one silo's shapes; the smallest one is the cheapest.
     smallest = min(range(len(silos)), key=lambda j: sum(a.size for a in silos[j].arrays.values()))
-    at, silo = found[smallest], silos[smallest]
-    fm = ModelText(model, at, silo).federated()
-    if at.kinked:
-        fm = fm._replace(without_kinks=ModelText(rounded(model), at, silo).federated())
-    reaches = _dependence(fm, model, silos[smallest])
-    _check_reaches(fm, reaches)
-    _check_observed(at, silo)
+    first, silo = found[smallest], silos[smallest]
+    fm = ModelText(model, first, silo).federated()
+    if first.kinked:
+        fm = fm._replace(without_kinks=ModelText(rounded(model), first, silo).federated())
+    dependence = _dependence(fm, model, silos[smallest])
+    _check_dependence(fm, dependence)
+    _check_observed(first, silo)
     _check_globals(model, fm, silos, [s.sizes for s in found])
+    # A plate is outer if sites of other plates read its latents. Deterministic sites do not count:
+    # they add nothing to the density.
     plates = [
         p._replace(
             outer=p.dim > 0
             and any(
-                p.name in reaches[s.name]
+                p.name in dependence[s.name]
                 for s in fm.sites
                 if s.plate not in (None, p.name) and s.kind != "deterministic"
             )
@@ -112,7 +121,7 @@ def _warn_fields(found: Structure) -> None:
 
 
 def _check_observed(found: Structure, silo: SiloData) -> None:
-    """Refuse a text that says nothing about data: its posterior would be its prior."""
+    """Refuse a text that observes nothing: its posterior would be its prior."""
     if any(s.kind in ("observed", "factor") and s.plate for s in found.sites):
         return
     latents = [s for s in found.sites if s.kind == "latent" and s.plate]
@@ -131,46 +140,50 @@ def _check_observed(found: Structure, silo: SiloData) -> None:
 def _dependence(
     fm: FederatedModel, model: Callable[..., Any], silo: SiloData
 ) -> dict[str, set[str | None]]:
-    """The silo plates, by name, whose latents reach each site's density or value; None for data.
+    """Return what each site's density, or a deterministic site's value, depends on.
 
-    Randomness that is no sample site goes by the name ``KEY``.
+    That is a set with the names of the silo plates whose latents it reads, None if it reads data,
+    and ``KEY`` if it reads randomness other than of sample sites.
     """
     sizes = fm.sizes(silo)
     z_L = {p.name: np.zeros((sizes[p.name], p.dim)) for p in fm.plates}
     labels = {f"rows of {p.name}": p.name for p in fm.plates}
 
     def run(data: dict[str, Array], theta: Theta, key: Array, **rows: Array) -> dict[str, Any]:
-        at = replace(silo, arrays=data)
-        named = {labels[label]: value for label, value in rows.items()}
-        values, trace = trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), named, at, key)
+        silo_data = replace(silo, arrays=data)
+        z_L = {labels[label]: value for label, value in rows.items()}
+        values, trace = trace_at(model, fm.sites, theta, jnp.zeros(fm.dim), z_L, silo_data, key)
         fixed = {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "deterministic"}
         return {**values, **fixed}
 
     def initial(data: dict[str, Array]) -> Theta:
-        at = replace(silo, arrays=data)
+        kwargs = replace(silo, arrays=data).kwargs
         with TRACING, feasible():
-            trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(**at.kwargs)
+            trace = handlers.trace(handlers.seed(model, jax.random.key(0))).get_trace(**kwargs)
         return {s.name: trace[s.name]["value"] for s in fm.sites if s.kind == "param"}
 
     key = jax.random.key(0)
     theta = jax.eval_shape(lambda key: {**fm.init_theta(key), **fm.init_private(key, silo)}, key)
     rows = {label: z_L[plate] for label, plate in labels.items()}
-    found = provenance(run, data=silo.arrays, theta=theta, key=key, **rows)
-    found |= provenance(initial, data=silo.arrays)
+    by_site = provenance(run, data=silo.arrays, theta=theta, key=key, **rows)
+    # The initial value of a shared parameter must not come from data either.
+    by_site |= provenance(initial, data=silo.arrays)
     names, owner = {**labels, "data": None, "key": KEY}, log_det_owners(fm.sites)
-    reaches: dict[str, set[str | None]] = {}
-    for site, value in found.items():
+    dependence: dict[str, set[str | None]] = {}
+    for site, value in by_site.items():
         sources = {names[label] for leaf in jax.tree.leaves(value) for label in leaf & set(names)}
-        reaches.setdefault(owner.get(site, site), set()).update(sources)
-    return reaches
+        # The log-determinant of a latent is a factor of its own; it belongs to the latent.
+        dependence.setdefault(owner.get(site, site), set()).update(sources)
+    return dependence
 
 
 KEY = "numpyro.prng_key()"
 
 
-def _check_reaches(fm: FederatedModel, reaches: dict[str, set[str | None]]) -> None:
+def _check_dependence(fm: FederatedModel, dependence: dict[str, set[str | None]]) -> None:
+    """Refuse global sites that depend on data or local latents, and stray randomness."""
     for site in fm.sites:
-        name, sources = site.name, reaches[site.name]
+        name, sources = site.name, dependence[site.name]
         if KEY in sources:
             raise ModelError(
                 f"the site '{name}' depends on randomness that is no latent: on "
@@ -201,16 +214,16 @@ def _check_reaches(fm: FederatedModel, reaches: dict[str, set[str | None]]) -> N
 def _check_globals(
     model: Callable[..., Any], fm: FederatedModel, silos: Sequence[SiloData], sizes: Sequence[Sizes]
 ) -> None:
-    """Refuse global sites that change with what differs between silos, numbers of rows included.
+    """Refuse global sites that depend on what differs between silos, such as numbers of rows.
 
-    Where all silos are alike, one with a row more stands for others.
+    If all silos have the same shapes, silo 0 with one more row is compared with itself.
     """
     distinct: dict[tuple[Hashable, ...], int] = {}
     for j, silo in enumerate(silos):
         distinct.setdefault(signature(silo), j)
     z_G, theta = np.random.default_rng(0).normal(size=fm.dim), fm.init_theta(jax.random.key(0))
 
-    def seen(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
+    def global_sites(theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> dict[str, Array]:
         terms, values = globals_at(model, fm.sites, theta, z_G, z_L, data)
         density = {f"log density:{name}": value for name, value in terms.items()}
         return density | {f"value:{name}": value for name, value in values.items()}
@@ -220,14 +233,16 @@ def _check_globals(
     ) -> tuple[Theta, np.ndarray, dict[str, np.ndarray], SiloData]:
         return theta, z_G, {p.name: np.zeros((size[p.name], p.dim)) for p in fm.plates}, silo
 
-    def program(at: tuple[Any, ...]) -> Identity:
-        return Identity.of(needed(traced(seen, *at)))
+    def program(args: tuple[Any, ...]) -> Identity:
+        return Identity.of(without_dead_code(trace_program(global_sites, *args)))
 
     def compare(silo: SiloData, size: Sizes, who: str) -> None:
-        here = arguments(silo, size)
-        if program(here).same(expected):
+        args = arguments(silo, size)
+        # Equal programs are equal at every point, and nothing has to be compiled. Programs that
+        # differ may still compute the same, so that values decide.
+        if program(args).same(expected):
             return
-        mine, theirs = (jax.jit(seen)(*at) for at in (here, first))
+        mine, theirs = (jax.jit(global_sites)(*a) for a in (args, first))
         for name, value in mine.items():
             if np.shape(value) != np.shape(theirs[name]) or not np.allclose(
                 value, theirs[name], rtol=1e-5, atol=1e-5, equal_nan=True
@@ -242,14 +257,16 @@ def _check_globals(
         for longer in _with_a_row_more(silos[0], sizes[0], padded_keys(silos, sizes)):
             try:
                 size = fm.sizes(longer)
-                jax.eval_shape(seen, *arguments(longer, size))
-            except Exception:  # the text has it that this array goes with something else
+                jax.eval_shape(global_sites, *arguments(longer, size))
+            except Exception:
+                # The array must be as long as something else too, so that no other silo can have
+                # another number of rows: there is nothing to compare.
                 continue
             compare(longer, size, "a silo with a row more")
 
 
 def _with_a_row_more(silo: SiloData, size: Sizes, rows: dict[str, str]) -> list[SiloData]:
-    """The silo with one more row, plate by plate."""
+    """Return the silo with one more row, once for each plate that can grow."""
     longer = []
     for plate in size:
         keys = [k for k, p in rows.items() if p == plate]
@@ -260,8 +277,9 @@ def _with_a_row_more(silo: SiloData, size: Sizes, rows: dict[str, str]) -> list[
 
 
 def _differs(
-    name: str, here: Array, there: Array, who: str, silo: SiloData, other: SiloData
+    name: str, value: Array, expected: Array, who: str, silo: SiloData, other: SiloData
 ) -> str:
+    """Return the error message about a global site that differs between silos."""
     what, _, site = name.partition(":")
     mine, theirs = _differences(silo, other)
 
@@ -272,15 +290,15 @@ def _differs(
     if what == "value":
         subject = f"the value of the global site '{site}' at one point of unconstrained space"
     return (
-        f"{subject} differs between silos: its {what} at one point is {shown(here)} at {who}, "
-        f"which holds {mine}, but {shown(there)} at silo 0, which holds {theirs}. It must not "
+        f"{subject} differs between silos: its {what} at one point is {shown(value)} at {who}, "
+        f"which holds {mine}, but {shown(expected)} at silo 0, which holds {theirs}. It must not "
         "depend on numbers of rows or Python values that differ. Pass one number to all silos "
         "(that of all rows together, say), or let only local sites depend on it."
     )
 
 
 def _differences(a: SiloData, b: SiloData) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The data of two silos in words, where they differ."""
-    here, there = described(a), described(b)
-    keys = [k for k in here if here[k] != there[k]]
-    return {k: here[k] for k in keys}, {k: there[k] for k in keys}
+    """Return what differs in the descriptions of two silos' data, for each of them."""
+    first, second = described(a), described(b)
+    keys = [k for k in first if first[k] != second[k]]
+    return {k: first[k] for k in keys}, {k: second[k] for k in keys}

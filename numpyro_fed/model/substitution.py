@@ -1,4 +1,9 @@
-"""A site whose prior ties all silos together, replaced by one that does not."""
+"""The substitution of priors that tie all silos together, such as a Gaussian process over areas.
+
+The entries of such a site are divided into blocks, one for each silo. The prior in its place makes
+the blocks independent given what all silos share (section 3.2 of arXiv 2405.16055). A silo's block
+is found from its data: the block whose entries move the silo's log density.
+"""
 
 from __future__ import annotations
 
@@ -24,134 +29,140 @@ from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.tracing import TRACING
 from numpyro_fed.trees import fresh
 
-Shared = TypeVar("Shared")  # what all silos share of a site
+Shared = TypeVar("Shared")  # the part of a site that all silos share
 
 REAL = constraints.real, constraints.real_vector
-NEARER = 1.0, 0.1, 1e-3, 0.0  # of a draw
-HOW = "Each silo holds the rows of one block, and reads no other entry of the site."
+# Multiples of a draw of the site at which gradients are taken. A likelihood may be flat at the draw
+# itself (a probability that rounds to 1), and then is not nearer to zero.
+DRAW_SCALES = 1.0, 0.1, 1e-3, 0.0
+ONE_BLOCK = "Each silo holds the rows of one block, and reads no other entry of the site."
 
 
 class Blocks(NamedTuple):
-    """The entries of a site that belong to each silo.
+    """The division of a site's entries into blocks, one block for each silo.
 
     Attributes
     ----------
     table : int array (blocks, largest)
-        Places of each block's entries in the site, ``size`` where a block has no more.
-    of : int array (size,)
-        The block of each entry, those included that all silos share and the table leaves out.
+        The indices of each block's entries, padded by ``size``.
+    block_of : int array (size,)
+        The block of each entry. It includes entries that all silos share, which the table leaves
+        out.
     """
 
     table: np.ndarray
-    of: np.ndarray
+    block_of: np.ndarray
 
     @classmethod
     def read(cls, blocks: Sequence[Any], size: int, site: str) -> Blocks:
-        """Read the entries of each block; each of ``size`` entries must be in one of them."""
+        """Read the user's blocks, and refuse them unless each of ``size`` entries is in one."""
         places = [np.atleast_1d(np.asarray(b)) for b in blocks]
-        of = np.full(size, -1)
-        for j, own in enumerate(places):
-            if own.ndim != 1 or not len(own) or own.dtype.kind not in "iu":
+        block_of = np.full(size, -1)
+        for j, entries in enumerate(places):
+            if entries.ndim != 1 or not len(entries) or entries.dtype.kind not in "iu":
                 raise DataError(
-                    f"block {j} of '{site}' is {own.dtype}{own.shape}: expected the places of its "
-                    "entries in the site, one or more integers."
+                    f"block {j} of '{site}' is {entries.dtype}{entries.shape}: expected the places "
+                    "of its entries in the site, one or more integers."
                 )
-            if own.min() < 0 or own.max() >= size:
+            if entries.min() < 0 or entries.max() >= size:
                 raise DataError(
-                    f"block {j} of '{site}' holds the places {own.min()} to {own.max()}, but the "
-                    f"site has {size} entries, from 0 to {size - 1}."
+                    f"block {j} of '{site}' holds the places {entries.min()} to {entries.max()}, "
+                    f"but the site has {size} entries, from 0 to {size - 1}."
                 )
-            taken = [i for i in own.tolist() if of[i] >= 0]
-            if taken or len(np.unique(own)) < len(own):
-                values, counts = np.unique(own, return_counts=True)
+            taken = [i for i in entries.tolist() if block_of[i] >= 0]
+            if taken or len(np.unique(entries)) < len(entries):
+                values, counts = np.unique(entries, return_counts=True)
                 twice = taken[0] if taken else values[counts > 1][0]
                 raise DataError(
                     f"entry {twice} of '{site}' is in two blocks, or twice in block {j}. Blocks "
                     "must hold each entry once."
                 )
-            of[own] = j
-        if (of < 0).any():
+            block_of[entries] = j
+        if (block_of < 0).any():
             raise DataError(
-                f"{(of < 0).sum()} of {size} entries of '{site}' are in no block, the first of "
-                f"them {np.flatnonzero(of < 0)[0]}. Blocks must hold each entry once."
+                f"{(block_of < 0).sum()} of {size} entries of '{site}' are in no block, the first "
+                f"of them {np.flatnonzero(block_of < 0)[0]}. Blocks must hold each entry once."
             )
-        return cls.tabled(places, of)
+        return cls.from_places(places, block_of)
 
     @classmethod
-    def tabled(cls, places: Sequence[np.ndarray], of: np.ndarray) -> Blocks:
-        """Make a table of some of the entries of blocks, which may be none."""
-        table = np.full((len(places), max(max(map(len, places)), 1)), len(of))
-        for j, own in enumerate(places):
-            table[j, : len(own)] = own
-        return cls(table, of)
+    def from_places(cls, places: Sequence[np.ndarray], block_of: np.ndarray) -> Blocks:
+        """Return blocks with these entries each; a block may have none."""
+        table = np.full((len(places), max(max(map(len, places)), 1)), len(block_of))
+        for j, entries in enumerate(places):
+            table[j, : len(entries)] = entries
+        return cls(table, block_of)
 
     @property
     def size(self) -> int:
-        """The number of entries of the site."""
-        return len(self.of)
+        """Return the number of entries of the site."""
+        return len(self.block_of)
 
     @property
     def number(self) -> int:
-        """How many blocks there are."""
+        """Return the number of blocks."""
         return len(self.table)
 
     @property
     def largest(self) -> int:
-        """The size of the largest block."""
+        """Return the size of the largest block."""
         return self.table.shape[1]
 
     @property
     def places(self) -> list[np.ndarray]:
-        """The entries of each block."""
+        """Return the indices of each block's entries, without padding."""
         return [row[row < self.size] for row in self.table]
 
     def rows(self, block: Array) -> tuple[Array, Array]:
-        """The places of a block's entries (largest,), and which of them there are."""
+        """Return the indices of a block's entries (largest,), and whether each is an entry."""
         places = fresh(self.table)[block]
+        # Padding reads the last entry, so that it has finite numbers, and is masked afterwards.
         return jnp.minimum(places, self.size - 1), places < self.size
 
-    def together(self, parts: Array, which: Array) -> Array:
-        """The site (size,) from the entries of some blocks (blocks, largest), zero elsewhere."""
+    def assemble(self, parts: Array, which: Array) -> Array:
+        """Return the site (size,) from some blocks' entries (blocks, largest), zero elsewhere."""
         places = fresh(self.table)[which]
+        # Padding is written to one entry more, which is cut off.
         return jnp.zeros(self.size + 1, parts.dtype).at[places].set(parts)[:-1]
 
 
 class SitePrior(Protocol[Shared]):
-    """A prior that can stand in the place of a site's own."""
+    """A prior that can be substituted for a site's own. ``phi`` has the latents before the site."""
 
     @property
     def site(self) -> str:
-        """The site whose prior it is."""
+        """Return the site whose prior it is."""
         ...
 
     @property
     def blocks(self) -> Blocks:
-        """How its entries are split."""
+        """Return the division of the site's entries into blocks."""
         ...
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Shared:
-        """Sample what all silos share, given the true prior and the latents before it."""
+        """Sample the part that all silos share, given the true prior ``fn`` and ``phi``."""
         ...
 
     def local(
         self, shared: Shared, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
-        """Sample some blocks, independently given what is shared, inside a plate over them: their
-        entries (blocks, largest).
+        """Sample the entries of some blocks (blocks, largest), inside of a plate over blocks.
+
+        They are independent given the shared part.
         """
         ...
 
     def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
-        """The site (size,), of these blocks."""
+        """Return the site (size,) from the shared part and these blocks."""
         ...
 
     def suits(self, model: Callable[..., Any], silos: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse a text, run on what silos hold, in which the site has another prior."""
+        """Refuse a text in which, on the silos' data, the site has another prior."""
         ...
 
 
 class _Substitution(Messenger):
-    """Put other priors in the place of sites, for the blocks that are held here."""
+    """Replace the priors of sites, for the blocks ``which`` of each (all blocks if None)."""
 
     def __init__(self, priors: Mapping[str, SitePrior[Any]], which: Mapping[str, Any]):
         self.priors, self.which = priors, which
@@ -168,6 +179,8 @@ class _Substitution(Messenger):
         with silo_plate(f"{name}/block", which.shape[0]):
             parts = prior.local(shared, fn, self.phi, which)
         value = prior.whole(shared, parts, which)
+        # The message becomes a deterministic site. All other keys of a sample message (is_observed,
+        # infer, the rng key) must go, or outer handlers would take it for one.
         for key in [k for k in msg if k not in ("name", "value")]:
             del msg[key]
         msg |= {"type": "deterministic", "value": value}
@@ -179,10 +192,10 @@ class _Substitution(Messenger):
 
 @dataclass(frozen=True, eq=False)
 class Substituted:
-    """A model some of whose sites have other priors: an ordinary NumPyro model.
+    """A model with other priors for some sites, itself an ordinary NumPyro model.
 
-    Called with a silo's data, and the number of its block as ``{site}_block`` (1,), it is that
-    silo's part of the model; without these it is the model of all blocks.
+    Called with a silo's data and the number of its block as ``{site}_block`` (1,), it is that
+    silo's part of the model. Called without block numbers it is the model of all blocks.
     """
 
     model: Callable[..., Any]
@@ -190,13 +203,13 @@ class Substituted:
     _slopes: dict[Any, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run the model's text with the other priors."""
+        """Run the model's text with the other priors, and return its result."""
         which = {site: kwargs.pop(block_name(site), None) for site in self.priors}
         with _Substitution(self.priors, which):
             return self.model(*args, **kwargs)
 
     def of_silos(self, silos: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return what silos hold, and of which block they read entries.
+        """Return the silos' data with the number of the block that each silo reads.
 
         Raises
         ------
@@ -207,41 +220,45 @@ class Substituted:
         for prior in self.priors.values():
             prior.suits(self.model, silos)
         names = {block_name(site): site for site in self.priors}
-        held = [{k: v for k, v in silo.items() if k not in names} for silo in silos]
-        found = [dict(silo) for silo in held]
+        given = [{k: v for k, v in silo.items() if k not in names} for silo in silos]
+        with_blocks = [dict(silo) for silo in given]
         for name, site in names.items():
             prior, owner = self.priors[site], dict[int, int]()
-            for j, silo in enumerate(held):
+            for j, silo in enumerate(given):
                 block = self._block(site, prior.blocks, silo, j, silos[j].get(name))
                 if block in owner:
                     raise DataError(
                         f"silos {owner[block]} and {j} both read entries of block {block} of "
-                        f"'{site}'. {HOW}"
+                        f"'{site}'. {ONE_BLOCK}"
                     )
                 owner[block] = j
-                found[j][name] = np.array([block], np.int32)
-        return found
+                with_blocks[j][name] = np.array([block], np.int32)
+        return with_blocks
 
     def _block(
         self, site: str, blocks: Blocks, silo: dict[str, Any], j: int, given: ArrayLike | None
     ) -> int:
         read = np.flatnonzero(self._entries_read(site, silo))
-        own = np.unique([*blocks.of[read], *([] if given is None else np.ravel(given))])
-        if len(own) > 1:
-            first = [int(read[blocks.of[read] == b][0]) for b in own if b in blocks.of[read]]
+        found = np.unique([*blocks.block_of[read], *([] if given is None else np.ravel(given))])
+        if len(found) > 1:
+            first = [
+                int(read[blocks.block_of[read] == b][0])
+                for b in found
+                if b in blocks.block_of[read]
+            ]
             raise DataError(
                 f"silo {j} reads the entries {', '.join(map(str, first))} of '{site}', which "
-                f"belong to the blocks {', '.join(map(str, own))}. {HOW}"
+                f"belong to the blocks {', '.join(map(str, found))}. {ONE_BLOCK}"
             )
-        if not len(own):
+        if not len(found):
             raise DataError(
                 f"silo {j} reads no entry of '{site}', so that nothing says which block it holds. "
                 f"Say so by {block_name(site)}=[number] in its data, or leave the silo out."
             )
-        return int(own[0])
+        return int(found[0])
 
     def _entries_read(self, site: str, silo: Mapping[str, Any]) -> np.ndarray:
-        """Find the entries of a site (size,) on which the densities of other sites depend."""
+        """Return whether other sites' densities depend on each entry of a site, bool (size,)."""
         leaves, tree = jax.tree.flatten(dict(silo), is_leaf=lambda a: a is None)
         arrays = {i: a for i, a in enumerate(leaves) if hasattr(a, "dtype")}
         static = {i: a for i, a in enumerate(leaves) if i not in arrays}
@@ -250,11 +267,11 @@ class Substituted:
             values = {**arrays, **static}
             return jax.tree.unflatten(tree, [values[i] for i in range(len(values))])
 
-        known = (site, tree, tuple(map(repr, static.items())))
-        if known not in self._slopes:
+        program = (site, tree, tuple(map(repr, static.items())))
+        if program not in self._slopes:
             others = [name for name in self.priors if name != site]
-            self._slopes[known] = entries_read(self.model, site, others, kwargs_of)
-        return np.asarray(self._slopes[known](arrays))
+            self._slopes[program] = entries_read(self.model, site, others, kwargs_of)
+        return np.asarray(self._slopes[program](arrays))
 
 
 def entries_read(
@@ -263,51 +280,56 @@ def entries_read(
     others: Sequence[str],
     kwargs_of: Callable[[Any], dict[str, Any]],
 ) -> Callable[[Any], Array]:
-    """A function of a silo's arrays: the entries of a site (size,) that move the other sites' log
-    densities.
+    """Return a compiled function of a silo's arrays that finds the entries of a site it reads.
 
-    By gradients at a draw of the model and nearer to zero, since a density may be flat far out.
+    Its result is bool (size,): whether the gradient of the other sites' log densities is not zero
+    there, at a draw of the site or at one of its smaller multiples.
     """
 
     @jax.jit
     def moves(arrays: Mapping[int, Array]) -> Array:
         kwargs = kwargs_of(arrays)
-        first = traced(model, 0, kwargs)
+        first = trace_text(model, 0, kwargs)
         latents = {n: s["value"] for n, s in first.items() if s["type"] == "sample"}
 
         def density(value: Array) -> Array:
-            at = handlers.substitute(handlers.seed(model, 0), {**latents, site: value})
+            text = handlers.substitute(handlers.seed(model, 0), {**latents, site: value})
             with TRACING:
-                terms, _ = compute_log_probs(at, (), kwargs, {})
+                terms, _ = compute_log_probs(text, (), kwargs, {})
+            # Other sites with substituted priors do not count: they are no rows of the silo.
             return sum(p.sum() for n, p in terms.items() if n != site and n not in others)
 
-        near = [jax.grad(density)(share * latents[site]) for share in NEARER]
-        return jnp.stack([(slope != 0) | jnp.isnan(slope) for slope in near]).any(0)
+        slopes = [jax.grad(density)(scale * latents[site]) for scale in DRAW_SCALES]
+        # NaN shows that the entry is read, too.
+        return jnp.stack([(slope != 0) | jnp.isnan(slope) for slope in slopes]).any(0)
 
     return moves
 
 
 def block_name(site: str) -> str:
-    """The argument that says which block of a site a silo holds."""
+    """Return the name of the argument that holds the number of a silo's block of a site."""
     return f"{site}_block"
 
 
-def traced(
+def trace_text(
     model: Callable[..., Any],
     key: Array | int,
     kwargs: Mapping[str, Any],
     known: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The trace of a text, of which some sites may be known. What is flat is not drawn, and what
-    is wrong is left to be said by those who know what for.
+    """Return the trace of a text, with the values of some sites given in ``known``.
+
+    Flat priors are not sampled, and arguments of distributions are not validated.
     """
-    at = handlers.substitute(handlers.seed(model, key), known or {})
+    text = handlers.substitute(handlers.seed(model, key), known or {})
+    # Callers refuse what is wrong themselves, in words about the prior. NumPyro's validation would
+    # raise before they can.
     with TRACING, handlers.block(), validation_enabled(False), feasible():
-        return handlers.trace(at).get_trace(**kwargs)
+        return handlers.trace(text).get_trace(**kwargs)
 
 
 def site_of(model: Callable[..., Any], site: str, kwargs: Mapping[str, Any]) -> Distribution:
-    """The distribution of a site that can be split: a vector of real numbers.
+    """Return the distribution of a site, which must be a vector of real numbers.
 
     Raises
     ------
@@ -315,7 +337,7 @@ def site_of(model: Callable[..., Any], site: str, kwargs: Mapping[str, Any]) -> 
         If there is no such site, or one of another kind.
     """
     try:
-        trace = traced(model, 0, kwargs)
+        trace = trace_text(model, 0, kwargs)
     except TypeError as error:
         raise ModelError(
             f"the model could not be run with {sorted(kwargs) or 'no arguments'}: {error}. Give "
@@ -343,7 +365,7 @@ def site_of(model: Callable[..., Any], site: str, kwargs: Mapping[str, Any]) -> 
 def substitute_prior(
     model: Callable[..., Any], priors: Mapping[str, SitePrior[Any]]
 ) -> Substituted:
-    r"""Replace sites that tie all silos together by priors that do not.
+    r"""Replace the priors of sites that tie all silos together.
 
     .. math::
         p(\theta \mid \phi) \quad\to\quad
@@ -354,7 +376,7 @@ def substitute_prior(
     model : callable
         A NumPyro model with ``silo_plate`` whose rows read entries of a site, ``theta[area]``.
     priors : dict
-        By site, what stands in its place: :class:`~numpyro_fed.BlockPrior`,
+        The prior to substitute for each site: :class:`~numpyro_fed.BlockPrior`,
         :class:`~numpyro_fed.LowRankPrior`, :class:`~numpyro_fed.SeparatorPrior`,
         :class:`~numpyro_fed.SigmaPrior`.
 
@@ -362,8 +384,8 @@ def substitute_prior(
     -------
     callable
         A NumPyro model with a ``silo_plate`` over blocks, ``{site}/block``. The site is
-        deterministic there, and as long as it was, with zeros for the blocks of other silos. Run on
-        the data of one silo it finds the block by the entries that the silo's rows read.
+        deterministic in it and keeps its length, with zeros for the blocks of other silos. The
+        block of a silo is found from the entries that its rows read.
 
     Raises
     ------

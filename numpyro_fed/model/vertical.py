@@ -1,4 +1,8 @@
-"""A vertical model as pure functions: the server's half, and each client's."""
+"""A vertical model as pure functions: the server's part of the model and each client's.
+
+Each party has a text of its own, made from the model by :mod:`numpyro_fed.model.roles`. The
+clients' texts return predictors, and the server's text reads their sum.
+"""
 
 from __future__ import annotations
 
@@ -17,49 +21,52 @@ from numpyro_fed.model.feasible import feasible
 from numpyro_fed.model.sites import Site, Structure
 from numpyro_fed.tracing import TRACING
 
-TOTAL = "the sum over clients"  # the name under which the server's text is given it
-PREDICTOR = "_predictor"  # the site at which a client's text shows its predictor
+TOTAL = "the sum over clients"  # the argument of the server's text that holds the sum
+PREDICTOR = "_predictor"  # the deterministic site of a client's text that holds its predictor
 
 
 class PartyModel(NamedTuple):
-    """One party's latents and parameters, and its part of the text."""
+    """One party's part of the model: its text, its sites and the dimension of its latents."""
 
-    text: Callable[..., Any]  # of what the party holds, as keyword arguments
-    found: Structure  # its sites and their supports
+    text: Callable[..., Any]  # takes the party's data as keyword arguments
+    structure: Structure  # its sites and their supports
     dim: int  # length of the flat vector of its latents
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The site table of this party."""
-        return self.found.sites
+        """Return the site table of this party."""
+        return self.structure.sites
 
     @property
     def supports(self) -> dict[str, Any]:
-        """The support of each latent and the constraint of each parameter."""
-        return self.found.supports
+        """Return the support of each latent and the constraint of each parameter."""
+        return self.structure.supports
 
     @property
     def plates(self) -> tuple[()]:
-        """No silo plates: what a party holds is not split further."""
+        """Return no silo plates: a party's rows are not split further."""
         return ()
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
-        """The sites of one kind."""
+        """Return the sites of one kind. ``plate`` is there for the protocol of silos' models."""
         return tuple(s for s in self.sites if s.kind == kind)
 
     def log_probs(
         self, theta: Theta, z: Array, data: SiloData
     ) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Log probability of each site, log-determinants as sites of their own, and the trace."""
+        """Return the log probability of each site, not summed, and the trace.
+
+        Log-determinants are sites of their own.
+        """
         return trace_at(self.text, self.sites, theta, z, {}, data)
 
     def values(self, theta: Theta, z: Array, data: SiloData) -> dict[str, Array]:
-        """Latents on their own supports."""
+        """Return the latents on their own supports, by site."""
         trace = self.log_probs(theta, z, data)[1]
         return {s.name: trace[s.name]["value"] for s in self.named("latent")}
 
     def init_theta(self, key: Array, data: SiloData) -> Theta:
-        """Initial values of the parameters, unconstrained."""
+        """Return initial values of the parameters, unconstrained."""
         names = [s.name for s in self.named("param")]
         if not names:
             return {}
@@ -68,92 +75,115 @@ class PartyModel(NamedTuple):
         return {n: biject_to(self.supports[n]).inv(trace[n]["value"]) for n in names}
 
     def draw_prior(self, key: Array, data: SiloData) -> Array:
-        """A draw of the latents from their prior, unconstrained (dim,)."""
+        """Return a draw of the latents from their prior, unconstrained (dim,)."""
         with TRACING:
             return self.flat(handlers.trace(handlers.seed(self.text, key)).get_trace(**data.kwargs))
 
     def flat(self, trace: Mapping[str, Any]) -> Array:
-        """The latents of a trace, unconstrained, in one vector."""
+        """Return the latents of a trace, unconstrained, in one vector."""
         sites = [trace[s.name] for s in self.named("latent")]
         values = [biject_to(s["fn"].support).inv(s["value"]) for s in sites]
         return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, values)])
 
     def constrain_theta(self, theta: Theta) -> Theta:
-        """Parameters on their own supports."""
+        """Return the parameters on their own supports."""
         return {n: biject_to(self.supports[n])(value) for n, value in theta.items()}
 
-    def given(self, data: SiloData) -> Given:
-        """The half with what the party holds, for guides that ask where to begin."""
-        return Given(self, data)
+    def with_data(self, data: SiloData) -> PartyWithData:
+        """Return the party's model with its data, for guides that choose starting values."""
+        return PartyWithData(self, data)
 
 
-class Given(NamedTuple):
-    """A half and its data, as a guide sees them."""
+class PartyWithData(NamedTuple):
+    """A party's model and its data, with the attributes of a model that guides use."""
 
-    half: PartyModel
+    party: PartyModel
     data: SiloData
 
     @property
     def dim(self) -> int:
-        """Length of the flat vector of latents."""
-        return self.half.dim
+        """Return the length of the flat vector of latents."""
+        return self.party.dim
 
     @property
     def supports(self) -> dict[str, Any]:
-        """The support of each latent."""
-        return self.half.supports
+        """Return the support of each latent."""
+        return self.party.supports
 
     @property
     def plates(self) -> tuple[()]:
-        """No silo plates: what a party holds is not split further."""
+        """Return no silo plates: a party's rows are not split further."""
         return ()
 
     def named(self, kind: str, plate: str | None = None) -> tuple[Site, ...]:
-        """The sites of one kind."""
-        return self.half.named(kind, plate)
+        """Return the sites of one kind. ``plate`` is there for the protocol of silos' models."""
+        return self.party.named(kind, plate)
 
     def init_global(self, key: Array, init_loc_fn: Callable[..., Any] | None) -> Array:
-        """A starting point by one of NumPyro's ``init_to_...`` functions; zeros when None."""
+        """Return a starting point (dim,) by a NumPyro ``init_to_...`` function, zeros if None."""
         if init_loc_fn is None or not self.dim:
             return jnp.zeros(self.dim)
-        text = handlers.substitute(handlers.seed(self.half.text, key), substitute_fn=init_loc_fn)
+        text = handlers.substitute(handlers.seed(self.party.text, key), substitute_fn=init_loc_fn)
         with TRACING:
-            return self.half.flat(handlers.trace(text).get_trace(**self.data.kwargs))
+            return self.party.flat(handlers.trace(text).get_trace(**self.data.kwargs))
 
 
 class VerticalModel(NamedTuple):
-    """A vertical text, split."""
+    """A vertical model, split into the server's part and the clients' parts.
 
-    name: str  # of the client_sum
-    shape: tuple[int, ...]  # of the sum; its first axis runs over rows
+    Attributes
+    ----------
+    name : str
+        The name of the ``client_sum``.
+    shape : tuple of int
+        The shape of the sum; its first axis runs over rows.
+    dtype : str
+        The dtype of the sum.
+    server : PartyModel
+        Takes the server's arrays by name, and the sum as ``TOTAL``.
+    clients : tuple of PartyModel
+        Clients with the same predictor and sites share one object.
+    by_row : frozenset of str
+        The server's observed sites that have a term for each row.
+    response : tuple of str
+        The server's arrays that are observed.
+    below : tuple of str
+        The server's latents whose distribution depends on the sum.
+    """
+
+    name: str
+    shape: tuple[int, ...]
     dtype: str
-    server: PartyModel  # of the server's arrays by name, and the sum as TOTAL
-    clients: tuple[PartyModel, ...]  # the halves of clients of one shape are alike
-    by_row: frozenset[str]  # the server's observed sites that have a term for each row
-    response: tuple[str, ...]  # the server's arrays that are observed
-    below: tuple[str, ...] = ()  # the server's latents whose distribution depends on the sum
+    server: PartyModel
+    clients: tuple[PartyModel, ...]
+    by_row: frozenset[str]
+    response: tuple[str, ...]
+    below: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Return the number of rows."""
         return self.shape[0]
 
     def scoped(self, j: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """A client's values under the names that they have in the model."""
+        """Return the values of client ``j`` under their names in the whole model."""
         return {f"{self.name}_{j}/{name}": value for name, value in values.items()}
 
     def predict(
         self, client: PartyModel, theta: Theta, z: Array, data: SiloData
     ) -> tuple[Array, Array]:
-        """A client's predictor (rows, ...) and its own log density, all latents' priors in it."""
+        """Return a client's predictor (rows, ...) and its log density (), which has all priors."""
         log_probs, trace = client.log_probs(theta, z, data)
-        own = sum((p.sum() for p in log_probs.values()), jnp.zeros(()))
-        return trace[PREDICTOR]["value"], own
+        log_density = sum((p.sum() for p in log_probs.values()), jnp.zeros(()))
+        return trace[PREDICTOR]["value"], log_density
 
     def log_server(
         self, theta: Theta, z: Array, total: Array, data: SiloData
     ) -> tuple[Array, Array]:
-        """The server's own log density, and the log likelihood of the rows at their sum."""
+        """Return the log density of the server's other sites (), and the rows' log likelihood ().
+
+        The likelihood is that of the sites in ``by_row``. It alone is scaled up in minibatches.
+        """
         log_probs, _ = self.server.log_probs(theta, z, self.with_total(data, total))
         terms: tuple[list[Array], list[Array]] = ([], [])
         for name, value in log_probs.items():
@@ -162,11 +192,11 @@ class VerticalModel(NamedTuple):
         return own, rows
 
     def with_total(self, data: SiloData, total: Array) -> SiloData:
-        """Return what the server holds, and the sum."""
+        """Return the server's data with the sum added as ``TOTAL``."""
         return replace(data, arrays={**data.arrays, TOTAL: total})
 
     def take(self, data: SiloData, rows: Array) -> SiloData:
-        """Some rows of what a party holds: of each array whose first axis runs over them."""
+        """Return a party's data at some rows, of each array whose first axis runs over rows."""
         arrays = {
             name: a[rows] if jnp.shape(a)[:1] == (self.rows,) else a
             for name, a in data.arrays.items()

@@ -1,4 +1,8 @@
-"""Describe, agree, for vertical models: the shapes that all parties build from, as JSON."""
+"""Describe and agree for vertical models: the shapes of all parties' data, and the plan, as JSON.
+
+Unlike the facts of a silo these hold exact numbers of rows: every party holds the same rows, and
+messages of one number a row show how many there are.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +17,24 @@ import numpy as np
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.facts import canonical, grown, skeleton
+from numpyro_fed.model.facts import canonical, skeleton, unflatten_skeleton
 
 VERSION = 2
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of a party's data: names, dtypes, plain values, too; no number of an array.
+    """The names, dtypes and shapes of a party's arrays, and its static values.
 
     Attributes
     ----------
     arrays : tuple of (name, dtype, shape)
     static : tuple of (name, value)
     tree : str
-        JSON: how they are put together.
+        The structure of the data, as JSON.
     ids : str
-        SHA-256 of the rows' ids in their order, by which parties compare them; empty without ids.
+        SHA-256 of the rows' ids in their order, by which parties compare their rows; empty without
+        ids.
     """
 
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -39,17 +44,17 @@ class Shapes:
 
     @classmethod
     def of(cls, data: SiloData) -> Shapes:
-        """Read off what a party holds."""
+        """Return the shapes of a party's data."""
         arrays = tuple((n, str(a.dtype), tuple(a.shape)) for n, a in data.arrays.items())
         return cls(arrays, data.static, json.dumps(skeleton(data.named_tree())))
 
     def to_json(self) -> str:
-        """Return it as text, which :meth:`from_json` reads."""
+        """Return the shapes as JSON text, which :meth:`from_json` reads."""
         return canonical({"version": VERSION, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Shapes:
-        """Read what :meth:`to_json` wrote."""
+        """Read shapes from the text that :meth:`to_json` returned."""
         found = json.loads(text)
         if found.pop("version", None) != VERSION:
             raise ModelError(
@@ -60,23 +65,23 @@ class Shapes:
         return cls(arrays, static, found["tree"], found["ids"])
 
     def zeros(self) -> Any:
-        """The same tree, of zeros."""
+        """Return a tree of zeros in these shapes."""
         arrays = {n: np.zeros(shape, dtype) for n, dtype, shape in self.arrays}
-        return grown(json.loads(self.tree), {**arrays, **dict(self.static)})
+        return unflatten_skeleton(json.loads(self.tree), {**arrays, **dict(self.static)})
 
 
 @dataclass(frozen=True)
 class VerticalPlan:
-    """The plan from which all parties of a vertical model build: JSON.
+    """The plan from which all parties of a vertical model build the same algorithm, as JSON.
 
     Attributes
     ----------
     arguments : Shapes
-        Of the model's arguments by name, clients' columns among them.
+        The shapes of the model's arguments by name, the clients' columns among them.
     clients : tuple of Shapes
-        Of what each client holds.
+        The shapes of each client's data.
     shared : str
-        The server's arrays, where clients are told them (``share_response``); else empty.
+        The server's arrays if clients receive them (``share_response``); empty otherwise.
     """
 
     arguments: Shapes
@@ -85,12 +90,12 @@ class VerticalPlan:
 
     @property
     def num_silos(self) -> int:
-        """How many clients there are."""
+        """Return the number of clients."""
         return len(self.clients)
 
     @cached_property
     def shared_text(self) -> dict[str, np.ndarray]:
-        """The server's arrays that clients are told."""
+        """Return the server's arrays that clients receive, by name."""
         found = json.loads(self.shared or "{}")
         return {
             name: np.frombuffer(base64.b64decode(numbers), dtype).reshape(shape)
@@ -98,19 +103,20 @@ class VerticalPlan:
         }
 
     def to_json(self) -> str:
-        """Return it as text, which :meth:`from_json` reads."""
+        """Return the plan as JSON text, which :meth:`from_json` reads."""
         parts = [self.arguments.to_json(), [c.to_json() for c in self.clients], self.shared]
         return canonical(parts)
 
     @classmethod
     def from_json(cls, text: str) -> VerticalPlan:
-        """Read what :meth:`to_json` wrote."""
+        """Read a plan from the text that :meth:`to_json` returned."""
         arguments, clients, shared = json.loads(text)
         return cls(Shapes.from_json(arguments), tuple(map(Shapes.from_json, clients)), shared)
 
 
 def shared_text(arrays: Mapping[str, np.ndarray]) -> str:
-    """The arrays as a text of JSON."""
+    """Return arrays as JSON text, which :attr:`VerticalPlan.shared_text` reads."""
+    # Base64 keeps every bit of a float, and is shorter than decimal digits that would.
     return canonical(
         {
             name: [str(a.dtype), list(a.shape), base64.b64encode(a.tobytes()).decode()]

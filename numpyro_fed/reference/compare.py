@@ -1,4 +1,4 @@
-"""How far a federated posterior is from the reference."""
+"""The comparison of a federated posterior with NUTS, element by element."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from numpyro_fed.reference.nuts import NutsResult
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected, importance_correct
 
+# A spread below this share of the mean is rounding: such elements are constants.
 ROUNDING = 1e-5
-ENOUGH = 400  # effective draws: NUTS's own error of a mean is then 0.05 sd
+# Effective draws below which NUTS is no reference: its own error of a mean is 0.05 sd at 400.
+MIN_EFFECTIVE = 400
 
 
 def compare(
@@ -39,14 +41,14 @@ def compare(
     Parameters
     ----------
     result : Result, Corrected, Fitted or NutsResult
-        A fit, its importance correction, what :func:`numpyro_fed.fit` returned, or another run of
-        NUTS (at one silo alone, say).
+        A fit, its importance correction, the result of :func:`numpyro_fed.fit`, or another run of
+        NUTS (at one silo alone, for example).
     reference : NutsResult
-        From :func:`numpyro_fed.run_nuts`.
+        The result of :func:`numpyro_fed.run_nuts`.
     key : jax.Array, optional
-        For draws from the fit.
+        The key of draws from the fit.
     num_draws : int
-        Draws from the fit. A correction is compared by the weighted draws that it has.
+        The number of draws from the fit. A correction is compared by its own weighted draws.
 
     Returns
     -------
@@ -93,7 +95,7 @@ def compare(
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A table of the differences that :func:`compare` found.
+    """A table of the differences between a fit and NUTS, as :func:`compare` returns it.
 
     Attributes
     ----------
@@ -112,11 +114,11 @@ class Comparison:
     _nuts: Mapping[str, np.ndarray] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """``{"sites": {site: {...}}, "pareto_k": ...}`` of NumPy arrays and a float."""
+        """Return ``{"sites": {site: {...}}, "pareto_k": ...}``, with NumPy arrays and a float."""
         return {"sites": self.sites, "pareto_k": self.pareto_k}
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """The table: names of columns, and a row for each element."""
+        """Return the cells of the table: the names of columns, and a row for each element."""
         rows = [
             (_label(name, i), *(f"{measures[m][i]:.3f}" for m in _MEASURES))
             for name, measures in self.sites.items()
@@ -125,7 +127,7 @@ class Comparison:
         return [("site", "mean error (sd)", "sd ratio", "Wasserstein (sd)"), *rows]
 
     def _note(self) -> list[str]:
-        """Return the words about what the table does not say."""
+        """Return the lines below the table; none if there are no weights."""
         if np.isnan(self.pareto_k):
             return []
         return [f"Pareto k-hat of the fit's importance weights: {self.pareto_k:.2f}"]
@@ -141,7 +143,7 @@ class Comparison:
         return "".join([html.table(head, rows), *map(html.words, self._note())])
 
     def plot(self, *, label: str = "federated", max_panels: int = 24) -> Any:
-        """Marginal densities of the globals over NUTS's, as a matplotlib figure.
+        """Return a matplotlib figure of the globals' marginal densities, over those of NUTS.
 
         Needs the extra ``examples``. At most ``max_panels`` elements are drawn, in order.
         """
@@ -183,12 +185,14 @@ _MEASURES = ("mean_error_sd", "sd_ratio", "wasserstein_sd")
 def _compare_site(
     draws: np.ndarray, weights: np.ndarray | None, nuts: np.ndarray
 ) -> dict[str, np.ndarray]:
+    """Return the three measures for each element of a site, given draws (n, ...) of both."""
     mean = np.average(draws, axis=0, weights=weights)
     sd = np.sqrt(np.average((draws - mean) ** 2, axis=0, weights=weights))
     reference, scale = nuts.mean(0), nuts.std(0)
     distance = np.zeros(scale.shape)
     for i in np.ndindex(scale.shape):
         distance[i] = wasserstein_distance(draws[:, *i], nuts[:, *i], u_weights=weights)
+    # A constant has an sd of zero: errors are then absolute, and the ratio is one.
     constant = _constant(nuts) & (sd <= ROUNDING * abs(mean))
     scale = np.where(constant, 1.0, scale)
     return {
@@ -222,11 +226,13 @@ def _pareto_k(result: Result | Corrected | NutsResult, key: Array) -> float:
         return float("nan")
     if isinstance(result, Corrected):
         return result.pareto_k
+    # Fewer draws than a correction takes: k-hat alone is wanted.
     try:
         return importance_correct(key, result, num_draws=1_000, inner_draws=50).pareto_k
     except NonFiniteError:
         return float("inf")
-    except ValueError:  # under a divergence other than KL there are no weights
+    except ValueError:
+        # Under a divergence other than KL there are no weights.
         return float("nan")
 
 
@@ -234,7 +240,7 @@ def _warn_if_few(ess: Mapping[str, np.ndarray]) -> None:
     least, name = min(
         ((float(np.nanmin(n)), name) for name, n in ess.items()), default=(np.inf, "")
     )
-    if least < ENOUGH:
+    if least < MIN_EFFECTIVE:
         warnings.warn(
             f"NUTS has only {least:.0f} effective draws for '{name}', so its own error of the mean "
             f"there is about {least**-0.5:.2f} sd. Run it with more num_samples or num_chains "

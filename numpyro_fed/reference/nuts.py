@@ -1,4 +1,9 @@
-"""The reference: NUTS on the exact joint density of all silos."""
+"""The reference: NUTS on the exact joint log density of all silos' rows.
+
+The density is evaluated bucket by bucket, vectorised over silos, as in federated runs. Positions
+hold the real rows of all silos in one array for each plate; indices distribute them over the
+buckets' padded silos.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +40,25 @@ from numpyro_fed.trees import Tree
 
 Draws = TypeVar("Draws", np.ndarray, Array)
 
-ENOUGH = 500  # samples of a chain, for a verdict without being asked
-RHAT = 1.05
-ERROR = 0.05  # sds: 400 effective draws
-DIVERGENT = 0.005  # of all transitions
-ROUNDING = 1e-5  # a smaller spread, relative, is none
+# Samples of each chain from which run_nuts warns by itself: shorter runs are trials, which would
+# always be warned of.
+MIN_SAMPLES = 500
+# Largest split R-hat of chains that agree. The usual bounds are 1.01 and 1.1 (Vehtari et al. 2021;
+# Gelman, Rubin 1992). The error below is the stricter test of chains that agree.
+MAX_RHAT = 1.05
+# Largest standard error of a mean or sd, in posterior sds: that of 400 effective draws.
+MAX_ERROR = 0.05
+# Largest share of divergent transitions. Single ones occur in sound runs; one in 200 and more show
+# a region that the chains do not enter.
+MAX_DIVERGENT = 0.005
+# A spread below this share of the mean is rounding: such elements are constants, as the first row
+# of a Cholesky factor is.
+ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
 class NutsResult:
-    """Draws from the joint posterior.
+    """The draws of NUTS from the joint posterior of all silos.
 
     Attributes
     ----------
@@ -61,74 +75,79 @@ class NutsResult:
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray]:
-        """Return all sites on their supports, chains joined; silo j's are named ``silo_{j}/b``."""
+        """Return all sites on their supports, chains joined: ``b`` of silo j is ``silo_{j}/b``."""
         joined = {k: _join_chains(v) for k, v in self.globals.items()}
         return joined | self._locals()
 
     @cached_property
     def monte_carlo_error(self) -> float:
-        """The largest standard error of a global's mean or sd, in posterior sds.
+        """Return the largest standard error of a global's mean or sd, in posterior sds.
 
-        From effective draws of each element and of its square about the mean, and of the log of
-        each that is positive in all draws: a scale near zero shows in its log alone whether the
-        chains know the neck of the funnel. Infinite where chains that should agree do not (split
-        R-hat above 1.05), and where nothing is known: where some draw is NaN, all draws are the
-        same, every transition diverged, or an sd is a few gaps between numbers.
+        It is computed from the effective draws of each element and of its squared deviation, and of
+        the logs of elements that are positive in all draws. It is infinite if chains do not agree
+        (split R-hat above 1.05), and if draws are useless: if some are NaN, all are equal, every
+        transition diverged, or an sd is a few gaps between floating-point numbers.
         """
-        if self._stuck or self._rounded:
+        if self._unusable or self._rounded:
             return float(np.inf)
         worst = 0.0
         for draws in self.globals.values():
             flat = np.asarray(draws, np.float64).reshape(*draws.shape[:2], -1)
+            # A scale shows only in its log whether the chains know the neck of a funnel: near zero
+            # its own values hardly differ.
             positive = (flat > 0).all((0, 1))
             flat = np.concatenate([flat, np.log(flat[..., positive])], -1)
             mean, sd = flat.mean((0, 1)), flat.std((0, 1))
+            # (x**2 - 1) / 2 of a standardised x has the standard error of log sd.
             standard = ((flat - mean) / np.where(sd > 0, sd, 1))[..., sd > ROUNDING * abs(mean)]
             for values in (standard, (standard**2 - 1) / 2):
                 if not values.size:
                     continue
                 ess, rhat = effective_sample_size(values), split_gelman_rubin(values)
                 error = values.std((0, 1)) / np.sqrt(ess)
-                worst = max(worst, np.where(rhat <= RHAT, error, np.inf).max())
+                worst = max(worst, np.where(rhat <= MAX_RHAT, error, np.inf).max())
         return float(worst)
 
     @property
-    def _stuck(self) -> bool:
-        """Whether draws of globals say nothing about a spread."""
+    def _unusable(self) -> bool:
+        """Return whether draws of globals are NaN, or do not move."""
         if not self.globals:
             return False
-        held = [np.asarray(v) for v in self.globals.values()]
-        if self._diverges or any(np.isnan(v).any() for v in held):
+        draws = [np.asarray(v) for v in self.globals.values()]
+        if self._diverges or any(np.isnan(v).any() for v in draws):
             return True
-        return not any(_varies(v) for v in held)
+        return not any(_varies(v) for v in draws)
 
     @property
     def _diverges(self) -> bool:
-        """Whether no transition was sound."""
+        """Return whether every transition diverged."""
         return self.divergences >= self._transitions > 0
 
     @property
     def _transitions(self) -> int:
-        """How many there are after warm-up, all chains together; 0 where there are no globals."""
+        """Return the number of transitions after warm-up, of all chains; 0 without globals."""
         return math.prod(next(iter(self.globals.values())).shape[:2]) if self.globals else 0
 
     @property
     def num_chains(self) -> int:
-        """How many chains there are."""
+        """Return the number of chains."""
         return len(next(iter(self.globals.values()))) if self.globals else 1
 
     @property
     def accurate(self) -> bool:
-        """Whether the chains know the mode that they are in, by few divergences, small errors."""
+        """Return whether divergences are few and Monte Carlo errors small.
+
+        The chains then know the mode that they are in; there may be others.
+        """
         total = self._transitions or 1
-        return self.divergences <= DIVERGENT * total and self.monte_carlo_error <= ERROR
+        return self.divergences <= MAX_DIVERGENT * total and self.monte_carlo_error <= MAX_ERROR
 
     @property
     def trusted(self) -> bool:
-        """Whether these draws can serve as the reference.
+        """Return whether these draws can serve as the reference.
 
-        They are :attr:`accurate`, and of two chains or more that agree. One alone, in one of
-        several modes, would never know.
+        They can if they are :attr:`accurate` and come from at least two chains, which agree. A
+        single chain that stays in one of several modes looks accurate.
         """
         return self.accurate and self.num_chains > 1
 
@@ -151,7 +170,7 @@ class NutsResult:
             )
         elif not self.accurate:
             verdict = (
-                f"They are no reference (at most {ERROR} sd and {DIVERGENT:.1%} divergent "
+                f"They are no reference (at most {MAX_ERROR} sd and {MAX_DIVERGENT:.1%} divergent "
                 "transitions are): take more num_samples, a higher target_accept_prob, or "
                 "another form of the model."
             )
@@ -161,13 +180,13 @@ class NutsResult:
         return html.words(self.report())
 
     def ess(self) -> dict[str, np.ndarray]:
-        """Return effective sample sizes of elements of global sites; NaN for constant ones."""
+        """Return the effective sample size of each element of global sites; NaN for constants."""
         with np.errstate(invalid="ignore"):
             return {k: np.asarray(effective_sample_size(v)) for k, v in self.globals.items()}
 
 
-class Place(Protocol):
-    """A place where globals may start: a :class:`numpyro_fed.Mode`."""
+class StartingPoint(Protocol):
+    """A point with a covariance, at which globals can start: a :class:`numpyro_fed.Mode`."""
 
     z_G: np.ndarray
 
@@ -186,14 +205,14 @@ def run_nuts(
     num_chains: int = 1,
     backend: str = "numpyro",
     params: Result | None = None,
-    start: Place | None = None,
+    start: StartingPoint | None = None,
     target_accept_prob: float = 0.8,
     progress_bar: bool = True,
 ) -> NutsResult:
-    """Run NUTS on the joint density of all silos, for comparison where data may be pooled.
+    """Run NUTS on the joint density of all silos, for comparison if data may be pooled.
 
-    The density is the one that federated methods use, vectorised over silos, so that it does not
-    grow with their number as the text of :func:`numpyro_fed.handlers.joint` does.
+    The density is the one that federated methods use, vectorised over silos. Its program does not
+    grow with their number, as that of :func:`numpyro_fed.handlers.joint` does.
 
     Parameters
     ----------
@@ -201,19 +220,21 @@ def run_nuts(
     model : callable
         A model with :class:`~numpyro_fed.silo_plate`.
     silos : list of dict
-        What each silo holds.
+        The data of each silo.
     num_warmup, num_samples, num_chains : int
-        For each chain; chains run side by side. Of several, every other one starts at a draw
-        from the prior, so that they can disagree where the posterior has several modes.
+        Steps of warm-up and samples of each chain, and the number of chains, which run side by
+        side. With several chains every other one starts at a draw from the prior, so that they can
+        disagree if the posterior has several modes.
     backend : {"numpyro", "blackjax"}
-        Whose NUTS. BlackJAX's adapts by its window adaptation.
+        The library whose NUTS is run. BlackJAX's uses its window adaptation.
     params : Result, optional
-        Hold every ``numpyro.param`` at what this fit learned; at its initial value otherwise,
-        as NumPyro does.
+        A fit whose values of every ``numpyro.param`` are used. Without it they keep their initial
+        values, as in NumPyro.
     start : Mode, optional
         From :func:`numpyro_fed.find_mode`: the globals start at draws from the normal distribution
-        there, and NUTS moves in coordinates in which that is standard. On raw data its own starts,
-        in (-2, 2) unconstrained, may be hopeless, and so may its diagonal mass matrix.
+        there, and NUTS moves in coordinates in which that is standard. On unscaled data the usual
+        starts, in (-2, 2) unconstrained, may be too far off, and a diagonal mass matrix may not
+        do.
     target_accept_prob : float
     progress_bar : bool
         NumPyro's progress bar.
@@ -267,67 +288,73 @@ def run_nuts(
         "z_G": (num_chains, fm.dim),
         "z_L": {p.name: (num_chains, totals[p.name], p.dim) for p in fm.plates},
     }
-    place: Callable[[Array], Array] = _identity
+    to_globals: Callable[[Array], Array] = _identity
     if start is not None:
-        place, log_density = _within(start, fm.dim, log_density)
+        to_globals, log_density = _whitened(start, fm.dim, log_density)
 
     def draw(key: Array) -> Position:
-        begin = uniform(key, shapes)
+        position = uniform(key, shapes)
         if start is not None:
-            begin["z_G"] = jax.random.normal(key, begin["z_G"].shape)
-        return begin
+            position["z_G"] = jax.random.normal(key, position["z_G"].shape)
+        return position
 
-    begin = good_starts(key_init, draw, fm, log_density)
+    first = good_starts(key_init, draw, fm, log_density)
+    # With a mode given, all chains explore that mode.
     if start is None and num_chains > 1:
-        begin = some_from_prior(key_init, fm, log_density, begin)
+        first = some_from_prior(key_init, fm, log_density, first)
     draws, divergences = _BACKENDS[backend](
-        key_run, log_density, begin, num_warmup, num_samples, target_accept_prob, progress_bar
+        key_run, log_density, first, num_warmup, num_samples, target_accept_prob, progress_bar
     )
-    draws = {**draws, "z_G": place(draws["z_G"])}
+    draws = {**draws, "z_G": to_globals(draws["z_G"])}
     constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_global, (None, 0)), (None, 0)))
     globals_ = {k: np.asarray(v) for k, v in constrain(shared, draws["z_G"]).items()}
 
     def local_sites() -> dict[str, np.ndarray]:
         flat = jax.tree.map(_join_chains, draws)
-        return _local_sites(fm, read, sizes, flat, [{**shared, **own} for own in private])
+        return _local_sites(fm, read, sizes, flat, [{**shared, **theta} for theta in private])
 
     words = _rounded(_join_chains(np.asarray(draws["z_G"])), fm.named("latent"))
     result = NutsResult(globals_, int(divergences), local_sites, words)
-    if num_samples >= ENOUGH and not result.accurate:
+    if num_samples >= MIN_SAMPLES and not result.accurate:
         warnings.warn(f"NUTS: {result.report()}", stacklevel=2)
     return result
 
 
 def _varies(draws: np.ndarray) -> bool:
-    """Return whether an element of a site (chains, n, ...) differs by more than rounding."""
+    """Return whether any element of a site (chains, n, ...) varies by more than rounding."""
     mean, sd = draws.mean((0, 1), dtype=np.float64), draws.std((0, 1), dtype=np.float64)
     return bool((sd > ROUNDING * abs(mean)).any())
 
 
 def _rounded(z_G: np.ndarray, latents: Sequence[Site]) -> str:
-    """Return why the precision of draws (n, dim) does not hold the posterior; empty if it does."""
+    """Return why draws (n, dim) are too coarse in their precision, in words; empty if not."""
     if not z_G.size:
         return ""
     exact = z_G.astype(np.float64)
-    found = Rounding(str(z_G.dtype), exact.mean(0), exact.std(0), 0.0)
-    return "" if found.fine else f"{found.words(latents)} ({found.remedy})"
+    rounding = Rounding(str(z_G.dtype), exact.mean(0), exact.std(0), 0.0)
+    return "" if rounding.fine else f"{rounding.words(latents)} ({rounding.remedy})"
 
 
 def _identity(z_G: Array) -> Array:
     return z_G
 
 
-def _within(
-    start: Place, dim: int, log_density: Callable[[Position], Array]
+def _whitened(
+    start: StartingPoint, dim: int, log_density: Callable[[Position], Array]
 ) -> tuple[Callable[[Array], Array], Callable[[Position], Array]]:
     """Return ``u -> z_G = m + L u``, and the log density of ``u`` and locals, up to a constant."""
+    # The covariance has shared parameters first; the globals are its last coordinates. The
+    # log-determinant of L is constant and left out.
     L = jnp.asarray(np.linalg.cholesky(start.covariance[-dim:, -dim:]))
     centre = jnp.asarray(start.z_G)
 
-    def place(u: Array) -> Array:
+    def to_globals(u: Array) -> Array:
         return centre + u @ L.T
 
-    return place, lambda position: log_density({**position, "z_G": place(position["z_G"])})
+    def log_density_of_u(position: Position) -> Array:
+        return log_density({**position, "z_G": to_globals(position["z_G"])})
+
+    return to_globals, log_density_of_u
 
 
 def _join_chains(draws: Draws) -> Draws:
@@ -337,10 +364,10 @@ def _join_chains(draws: Draws) -> Draws:
 def _parameters(
     fm: FederatedModel, silos: Sequence[SiloData], result: Result | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return shared parameters, and each silo's private ones, unconstrained."""
+    """Return the shared parameters, and each silo's private ones, unconstrained."""
     if result is not None:
-        own = [result.private_parameters(j) for j in range(len(silos))]
-        return result.shared.theta, own
+        private = [result.private_parameters(j) for j in range(len(silos))]
+        return result.shared.theta, private
     key = jax.random.key(0)
     init_private = jax.jit(fm.init_private)
     return fm.init_theta(key), [init_private(key, silo) for silo in silos]
@@ -353,19 +380,19 @@ def _joint_density(
     shared: dict[str, Any],
     private: Sequence[dict[str, Any]],
 ) -> Callable[[Position], Array]:
-    """Return the log density of positions that hold the real rows of all silos, in their order."""
-    starts = _starts(sizes)
-    places: list[dict[str, Any]] = []
-    data, own = [], []
+    """Return the log density of positions, which hold the real rows of all silos in their order."""
+    offsets = _offsets(sizes)
+    indices: list[dict[str, Any]] = []
+    data, thetas = [], []
     init_private = jax.jit(jax.vmap(fm.init_private, (None, 0)))
     for b in buckets:
         padded = fm.sizes(jax.tree.map(lambda a: a[0], b.data))
         # A padded row reads the latents of its silo's last real row; its terms are masked.
-        places.append(
+        indices.append(
             {
                 p: np.stack(
                     [
-                        starts[p][j] + np.minimum(np.arange(width), size[p] - 1)
+                        offsets[p][j] + np.minimum(np.arange(width), size[p] - 1)
                         for j, size in zip(b.silos, b.sizes, strict=True)
                     ]
                 )
@@ -374,27 +401,27 @@ def _joint_density(
         )
         data.append(jax.tree.map(jnp.asarray, b.data))
         init = init_private(jax.random.key(0), data[-1])
-        own.append(_fill(init, [private[j] for j in b.silos]))
+        thetas.append(_fill(init, [private[j] for j in b.silos]))
 
     def log_density(position: Position) -> Array:
         z_G, z_L = position["z_G"], position["z_L"]
 
-        def one(theta: dict[str, Any], at: dict[str, Any], silo: SiloData) -> Array:
+        def log_silo(theta: dict[str, Any], index: dict[str, Any], silo: SiloData) -> Array:
             rows = fm.log_silo(
-                {**shared, **theta}, z_G, {p: z_L[p][i] for p, i in at.items()}, silo
+                {**shared, **theta}, z_G, {p: z_L[p][i] for p, i in index.items()}, silo
             )
             return sum((v.sum() for v in rows.values()), jnp.zeros(()))
 
         total = fm.log_prior(shared, z_G)
-        for theta, at, silo in zip(own, places, data, strict=True):
-            total += jax.vmap(one)(theta, at, silo).sum()
+        for theta, index, silo in zip(thetas, indices, data, strict=True):
+            total += jax.vmap(log_silo)(theta, index, silo).sum()
         return total
 
     return log_density
 
 
 def _fill(padded: Tree, values: Sequence[Tree]) -> Tree:
-    """Stack the silos' private parameters into arrays that have room for padded rows."""
+    """Return the silos' private parameters stacked, each in the leading part of a padded array."""
 
     def fill(room: Array, *parts: Array) -> Array:
         filled = np.array(room)
@@ -412,13 +439,14 @@ def _local_sites(
     draws: Position,
     thetas: Sequence[dict[str, Any]],
 ) -> dict[str, np.ndarray]:
-    """Return local sites on their own supports, silos of one shape side by side."""
-    starts = _starts(sizes)
+    """Return the local sites on their own supports, {``silo_{j}/site``: (draws, ...)}."""
+    # Silos of one shape are computed side by side, unpadded: nothing has to be cut off.
+    offsets = _offsets(sizes)
     constrain = jax.jit(jax.vmap(jax.vmap(fm.constrain_local, (None, 0, 0, None)), (0, None, 0, 0)))
     sites: dict[str, np.ndarray] = {}
     for group in grouped(range(len(silos)), lambda j: (signature(silos[j]), *sizes[j].items())):
         z_L: Rows = {
-            p: jnp.stack([draws["z_L"][p][:, starts[p][j] : starts[p][j] + n] for j in group])
+            p: jnp.stack([draws["z_L"][p][:, offsets[p][j] : offsets[p][j] + n] for j in group])
             for p, n in sizes[group[0]].items()
         }
         theta, data = (stacked([x[j] for j in group]) for x in (thetas, silos))
@@ -427,8 +455,8 @@ def _local_sites(
     return sites
 
 
-def _starts(sizes: Sequence[Sizes]) -> dict[str, np.ndarray]:
-    """Return where each silo's rows begin among those of all silos."""
+def _offsets(sizes: Sequence[Sizes]) -> dict[str, np.ndarray]:
+    """Return the index of each silo's first row among the rows of all silos, by plate."""
     return {p: np.cumsum([0, *(size[p] for size in sizes)]).astype(int) for p in sizes[0]}
 
 
@@ -441,6 +469,7 @@ def _numpyro(
     target_accept_prob: float,
     progress_bar: bool,
 ) -> tuple[Position, Array]:
+    """Return draws, leaves (chains, samples, ...), and the number of divergences by NumPyro."""
     num_chains = len(start["z_G"])
     kernel = NUTS(
         potential_fn=lambda position: -log_density(position), target_accept_prob=target_accept_prob
@@ -453,6 +482,7 @@ def _numpyro(
         chain_method="vectorized",
         progress_bar=progress_bar,
     )
+    # NumPyro takes the start of a single chain without an axis of chains.
     first = start if num_chains > 1 else jax.tree.map(lambda a: a[0], start)
     mcmc.run(key, init_params=first, extra_fields=("diverging",))
     draws = mcmc.get_samples(group_by_chain=True)
@@ -468,6 +498,8 @@ def _blackjax(
     target_accept_prob: float,
     progress_bar: bool,
 ) -> tuple[Position, Array]:
+    """Return draws, leaves (chains, samples, ...), and the number of divergences by BlackJAX."""
+
     def chain(key: Array, start: Position) -> tuple[Position, Array]:
         key_warmup, key_sample = jax.random.split(key)
         warmup = blackjax.window_adaptation(

@@ -1,4 +1,4 @@
-"""Where the chains of NUTS start: at places from which a gradient leads on."""
+"""Starting positions of the chains of NUTS: random, with finite log density and gradient."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from jax import Array
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.federated import FederatedModel
 
-TRIES = 100  # draws of a chain's start, as many as NumPyro's find_valid_initial_params takes
+TRIES = 100  # draws of a chain's start, as many as in NumPyro's find_valid_initial_params
 
 Position = dict[str, Any]  # {"z_G": (dim,), "z_L": {plate: (rows of all silos, dim)}}
 Shape = tuple[int, ...]
-Shapes = Mapping[str, Shape | Mapping[str, Shape]]  # of a position's arrays
+Shapes = Mapping[str, Shape | Mapping[str, Shape]]  # the shapes of a position's arrays
 Draw = Callable[[Array], Position]
 
 
 def uniform(key: Array, shapes: Shapes) -> Position:
-    """Return starts in (-2, 2), as NumPyro's: zeros would start a hierarchy in its funnel."""
+    """Return starts with coordinates uniform in (-2, 2), as NumPyro's ``init_to_uniform``."""
+    # Not zeros: at effects of zero the density of their scale rises towards the funnel's neck.
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(key, len(leaves))
     draws = [
@@ -34,71 +35,72 @@ def uniform(key: Array, shapes: Shapes) -> Position:
 def good_starts(
     key: Array, draw: Draw, fm: FederatedModel, log_density: Callable[[Position], Array]
 ) -> Position:
-    """Return starts of all chains at which the log density and each of its derivatives are finite.
+    """Return starts of all chains with finite log density and gradient, leaves (chains, ...).
 
-    A density can be finite where its gradient is not: ``sqrt(exp(-x**2))`` underflows to zero far
-    out, where the derivative of the root is infinite. A chain that starts there never moves.
+    A density can be finite at a point where its gradient is not: ``sqrt(exp(-x**2))`` underflows to
+    zero far out, where the derivative of the root is infinite. A chain that starts there never
+    moves.
 
     Parameters
     ----------
     key : jax.Array
     draw : key -> Position
-        Starts of all chains, leaves (chains, ...). A chain whose start will not do takes the one
-        of a later draw, of at most a hundred.
+        Draws the starts of all chains, leaves (chains, ...). A chain whose start is not finite
+        takes its start from a later draw, of at most a hundred.
     fm : FederatedModel
-        For the names of the sites.
+        The model, for the names of sites in errors.
     log_density : Position -> ()
 
     Raises
     ------
     ModelError
-        Where no start will do, with the sites whose derivatives are not finite.
+        If a chain has no finite start, with the sites whose derivatives are not finite.
     """
-    look = jax.jit(jax.vmap(jax.value_and_grad(log_density)))
+    value_and_grad = jax.jit(jax.vmap(jax.value_and_grad(log_density)))
     start = draw(key)
     for i in range(1, TRIES):
-        if (fine := _fine(*look(start))).all():
+        if (finite := _finite(*value_and_grad(start))).all():
             return start
         start = jax.tree.map(
-            lambda old, new, fine=fine: jnp.where(
-                fine.reshape(-1, *[1] * (old.ndim - 1)), old, new
+            lambda old, new, finite=finite: jnp.where(
+                finite.reshape(-1, *[1] * (old.ndim - 1)), old, new
             ),
             start,
             draw(jax.random.fold_in(key, i)),
         )
-    value, gradient = look(start)
-    if (fine := _fine(value, gradient)).all():
+    value, gradient = value_and_grad(start)
+    if (finite := _finite(value, gradient)).all():
         return start
-    chain = int(np.argmin(fine))
+    chain = int(np.argmin(finite))
     raise _no_start(fm, float(value[chain]), jax.tree.map(lambda a: a[chain], gradient))
 
 
 def some_from_prior(
     key: Array, fm: FederatedModel, log_density: Callable[[Position], Array], start: Position
 ) -> Position:
-    """Return starts of which every other one has its globals from the prior.
+    """Return the starts, with the globals of every other chain drawn from the prior.
 
-    Starts that all lie near zero may share a mode. It is not done where the prior cannot be drawn
-    from, or where density or gradient there are not finite.
+    Starts that are all near zero may be in one mode, and chains could not disagree. A start stays
+    as it is if the prior cannot be sampled, or if density or gradient at its draw are not finite.
     """
     chains = len(start["z_G"])
-    drawn = fm.draw_prior(jax.random.fold_in(key, 1), chains)
-    if drawn is None:
+    prior_draws = fm.draw_prior(jax.random.fold_in(key, 1), chains)
+    if prior_draws is None:
         return start
-    look = jax.jit(jax.vmap(jax.value_and_grad(log_density)))
-    fine = _fine(*look({**start, "z_G": drawn}))
-    chosen = (jnp.arange(chains) % 2 == 1) & fine
-    return {**start, "z_G": jnp.where(chosen[:, None], drawn, start["z_G"])}
+    value_and_grad = jax.jit(jax.vmap(jax.value_and_grad(log_density)))
+    finite = _finite(*value_and_grad({**start, "z_G": prior_draws}))
+    chosen = (jnp.arange(chains) % 2 == 1) & finite
+    return {**start, "z_G": jnp.where(chosen[:, None], prior_draws, start["z_G"])}
 
 
-def _fine(value: Array, gradient: Position) -> Array:
-    """Return for each chain whether the density and each derivative there are finite, (chains,)."""
+def _finite(value: Array, gradient: Position) -> Array:
+    """Return for each chain whether its density and all derivatives are finite, bool (chains,)."""
     leaves = [jnp.isfinite(a).reshape(len(value), -1).all(1) for a in jax.tree.leaves(gradient)]
     return jnp.stack([jnp.isfinite(value), *leaves]).all(0)
 
 
 def _no_start(fm: FederatedModel, value: float, gradient: Position) -> ModelError:
-    """Return why no chain can start, by the density and the gradient at the last place."""
+    """Return the error for a chain without a finite start, from its last density and gradient."""
     advice = "Look at the data and the supports of the sites"
     if not np.isfinite(value):
         return ModelError(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_fed.errors import SavedStateError
-from numpyro_fed.model.data import SiloData, written
+from numpyro_fed.model.data import SiloData, array_bytes
 
 PACKAGES = "jax", "numpyro"  # their versions decide what a model's programs look like
 
@@ -121,7 +121,7 @@ def _digests(parties: Mapping[str, SiloData], salt: bytes) -> dict[str, dict[str
 
 
 def _digest(value: np.ndarray | bool | int | str | None, salt: bytes) -> str:
-    raw = written(value) if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
+    raw = array_bytes(value) if isinstance(value, np.ndarray | np.generic) else repr(value).encode()
     # Eight bytes: two arrays of one fit collide by chance once in 10^19, and a file stays small.
     return hashlib.blake2b(raw, key=salt, digest_size=8).hexdigest()
 

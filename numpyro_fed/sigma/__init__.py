@@ -1,1 +1,1 @@
-"""Priors in the place of those that tie all silos together: closed forms, and learnt ones."""
+"""Substitutes for priors that tie all silos together: closed forms, and learnt SIGMA priors."""

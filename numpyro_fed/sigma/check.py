@@ -1,4 +1,4 @@
-"""Whether draws of a learnt prior are like those of the prior that it stands for."""
+"""The comparison of a learnt prior with the true one, by covariances and an energy distance."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from numpyro_fed.model.substitution import Blocks
 from numpyro_fed.sigma.gaussian import Dense, field_of
 from numpyro_fed.sigma.source import Source
 
-QUANTILES = 0.1, 0.5, 0.9  # of the training's hyperparameters
-COMPARED = 300  # draws of each prior, in the two-sample statistic
+# The hyperparameters at which priors are compared, as quantiles of the training's: a learnt prior
+# is best in the middle of their range and worst near its ends (docs/results/sigma.md).
+QUANTILES = 0.1, 0.5, 0.9
+# Draws of each prior in the energy distance. Its time grows with their square.
+COMPARED = 300
+# Permutations for its p-value, which is at least 1 / 201 with so many.
 PERMUTATIONS = 200
 
 
 class Learnt(Protocol):
-    """A prior that can be drawn from."""
+    """A learnt prior that can be sampled."""
 
     @property
     def source(self) -> Source:
@@ -29,7 +33,7 @@ class Learnt(Protocol):
 
     @property
     def blocks(self) -> Blocks:
-        """Return how entries are split."""
+        """Return the division of entries into blocks."""
 
     def sample(self, key: Array, n: int, phi: Mapping[str, Any] | None = None) -> Array:
         """Return draws (n, entries)."""
@@ -41,16 +45,16 @@ class Row(NamedTuple):
     Attributes
     ----------
     phi : dict
+        The hyperparameters.
     within, across : float
-        Mean absolute difference of covariances, over pairs of one block and of two, in units of the
-        site's mean variance there.
+        Mean absolute difference of covariances, over pairs of entries in one block and in two, in
+        units of the site's mean variance.
     variance : float
-        Marginal variances, relative to the true ones, on average.
+        Mean ratio of marginal variances to the true ones.
     jump : float
-        The same of differences between entries next to each other in two blocks.
+        Ratio of mean variances of the differences between neighbouring entries in two blocks.
     energy, p_value : float
-        Energy distance of draws (Szekely and Rizzo 2013), and how often that is exceeded if draws
-        of both priors change places.
+        Energy distance of draws (Szekely and Rizzo 2013) and its permutation p-value.
     """
 
     phi: dict[str, Any]
@@ -63,7 +67,16 @@ class Row(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Rows for several hyperparameters; draws and covariances of both priors, for figures."""
+    """The comparison of a learnt prior with the true one, at several hyperparameters.
+
+    Attributes
+    ----------
+    rows : tuple of Row
+    draws : tuple of arrays (draws, entries)
+        Draws of the learnt prior, for each row.
+    true, found : tuple of arrays (entries, entries)
+        Covariances of the true and of the learnt prior, for each row.
+    """
 
     rows: tuple[Row, ...]
     draws: tuple[np.ndarray, ...]
@@ -89,55 +102,55 @@ class Check(NamedTuple):
         return html.table(head, lines)
 
 
-def checked(
+def compare_draws(
     key: Array, prior: Learnt, at: Sequence[Mapping[str, Any]] | None, num_draws: int
 ) -> Check:
-    """Compare draws of two priors; see :meth:`numpyro_fed.SigmaPrior.check`."""
-    source, of = prior.source, prior.blocks.of
+    """Return the comparison of two priors by draws; see :meth:`numpyro_fed.SigmaPrior.check`."""
+    source, block_of = prior.source, prior.blocks.block_of
     if at is None:
         drawn = jax.vmap(source.hyper)(jax.random.split(key, 1_000))
         at = [
             {name: np.quantile(np.asarray(v), q, axis=0) for name, v in drawn.items()}
             for q in (QUANTILES if drawn else QUANTILES[:1])
         ]
-    found = []
-    apart = of[:, None] != of
+    compared = []
+    apart = block_of[:, None] != block_of
     for i, phi in enumerate(at):
-        for_own, for_true, for_test = jax.random.split(jax.random.fold_in(key, i), 3)
-        own = np.asarray(prior.sample(for_own, num_draws, phi))
-        theirs = np.asarray(source.at(for_true, phi, num_draws))
-        true, cov = _covariance(source, phi, theirs), np.cov(own.T)
+        for_learnt, for_true, for_test = jax.random.split(jax.random.fold_in(key, i), 3)
+        learnt = np.asarray(prior.sample(for_learnt, num_draws, phi))
+        true_draws = np.asarray(source.sample_at(for_true, phi, num_draws))
+        true, cov = _covariance(source, phi, true_draws), np.cov(learnt.T)
         unit = np.diagonal(true).mean()
-        off = abs(cov - true) / unit
-        between = np.flatnonzero(of[1:] != of[:-1])
-        # Var(a - b) over the borders of blocks: whether draws go on smoothly there.
-        pairs = [
-            c[between, between] + c[between + 1, between + 1] - 2 * c[between, between + 1]
+        error = abs(cov - true) / unit
+        borders = np.flatnonzero(block_of[1:] != block_of[:-1])
+        # Var(a - b) of neighbours in two blocks: the variance of the jump of draws at borders.
+        jumps = [
+            c[borders, borders] + c[borders + 1, borders + 1] - 2 * c[borders, borders + 1]
             for c in (cov, true)
         ]
-        energy, p_value = energy_test(for_test, own[:COMPARED], theirs[:COMPARED])
-        found.append(
+        energy, p_value = energy_test(for_test, learnt[:COMPARED], true_draws[:COMPARED])
+        compared.append(
             (
                 Row(
                     dict(phi),
-                    float(off[~apart].mean()),
-                    float(off[apart].mean()) if apart.any() else 0.0,
+                    float(error[~apart].mean()),
+                    float(error[apart].mean()) if apart.any() else 0.0,
                     float((np.diagonal(cov) / np.diagonal(true)).mean()),
-                    float(pairs[0].mean() / pairs[1].mean()) if len(between) else 1.0,
+                    float(jumps[0].mean() / jumps[1].mean()) if len(borders) else 1.0,
                     energy,
                     p_value,
                 ),
-                own,
+                learnt,
                 true,
                 cov,
             )
         )
-    rows, draws, true_covs, covs = zip(*found, strict=True)
+    rows, draws, true_covs, covs = zip(*compared, strict=True)
     return Check(rows, draws, true_covs, covs)
 
 
 def _covariance(source: Source, phi: Mapping[str, Any], draws: np.ndarray) -> np.ndarray:
-    """Return the true prior's covariance, or that of its draws where that is not known."""
+    """Return the true prior's covariance (entries, entries), or that of its draws if unknown."""
     try:
         field = field_of(source.distribution(phi), source.site, source.spectrum)
     except ModelError:
@@ -148,17 +161,19 @@ def _covariance(source: Source, phi: Mapping[str, Any], draws: np.ndarray) -> np
 
 
 def energy_test(key: Array, a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Return the energy distance of two samples, and its permutation p-value."""
+    """Return the energy distance of two samples (draws, entries), and its permutation p-value."""
     both = np.concatenate([a, b]).astype(float)
     squares = (both**2).sum(1)
-    gaps = np.sqrt(np.maximum(squares[:, None] + squares - 2 * both @ both.T, 0))
+    # Differences of squares may be negative by rounding.
+    distances = np.sqrt(np.maximum(squares[:, None] + squares - 2 * both @ both.T, 0))
     sign = np.repeat([1.0 / len(a), -1.0 / len(b)], [len(a), len(b)])
 
-    def distance(order: np.ndarray) -> float:
+    # 2 E|X - Y| - E|X - X'| - E|Y - Y'| as one quadratic form: a permutation only changes signs.
+    def energy(order: np.ndarray) -> float:
         s = sign[order]
-        return float(-s @ gaps @ s)
+        return float(-s @ distances @ s)
 
-    found = distance(np.arange(len(both)))
+    observed = energy(np.arange(len(both)))
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
-    others = [distance(rng.permutation(len(both))) for _ in range(PERMUTATIONS)]
-    return found, float((1 + np.sum(np.array(others) >= found)) / (1 + PERMUTATIONS))
+    permuted = [energy(rng.permutation(len(both))) for _ in range(PERMUTATIONS)]
+    return observed, float((1 + np.sum(np.array(permuted) >= observed)) / (1 + PERMUTATIONS))

@@ -1,4 +1,4 @@
-"""Fields to write models with: covariances of points, and an autoregression beside NumPyro's."""
+"""Gaussian fields for models: covariances of points, and Leroux's autoregression of areas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def __dir__() -> list[str]:
 
 
 Scalar = float | Array
-JITTER = 1e-4  # of the variance: what a smooth field in single precision needs
+# Share of the variance added to the diagonal. The smallest eigenvalues of a smooth field are below
+# the rounding of single precision, and its Cholesky factor would be NaN without it. The field gets
+# noise with an sd of 0.01 of its own.
+JITTER = 1e-4
 
 
 def rbf(
@@ -94,7 +97,8 @@ def matern(
     """
     squares = _squares(x)
     apart = squares > 0
-    # The derivative of a root at zero would be infinite.
+    # Both arms of a where are differentiated. The inner one keeps zero away from the root, whose
+    # derivative there is infinite, and infinity times zero is NaN.
     r = jnp.where(apart, jnp.sqrt(jnp.where(apart, 2 * nu * squares, 1.0)), 0.0) / length_scale
     shapes: dict[float, Scalar] = {0.5: 1.0, 1.5: 1 + r, 2.5: 1 + r + r**2 / 3}
     if nu not in shapes:
@@ -113,7 +117,7 @@ def _on_diagonal(cov: Array, variance: Scalar, jitter: float) -> Array:
 
 
 class Leroux(Distribution):
-    r"""Leroux's autoregression of areas: a mixture of independence and an intrinsic one.
+    r"""Leroux's autoregression of areas: between independence and an intrinsic autoregression.
 
     .. math::
         \theta \sim N\big(\mu, [\tau ((1 - \alpha) I + \alpha (D - W))]^{-1}\big)
@@ -178,28 +182,32 @@ class Leroux(Distribution):
     def precision_matrix(self) -> Array:
         W = jnp.asarray(self.adj_matrix)
         laplacian = jnp.diag(W.sum(1)) - W
-        own = (1 - self.correlation) * jnp.eye(len(W))
-        return self.conditional_precision * (own + self.correlation * laplacian)
+        independent = (1 - self.correlation) * jnp.eye(len(W))
+        return self.conditional_precision * (independent + self.correlation * laplacian)
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         L = linalg.cholesky(self.precision_matrix)
         noise = jax.random.normal(key, (*sample_shape, *self.event_shape))
-        off = linalg.solve(L, noise.reshape(-1, len(L)).T, transposed=True).T
-        return self.mean + off.reshape(noise.shape)
+        # With precision Q = L L', a solve with L' gives covariance L^-T L^-1 = Q^-1.
+        deviations = linalg.solve(L, noise.reshape(-1, len(L)).T, transposed=True).T
+        return self.mean + deviations.reshape(noise.shape)
 
     @validate_sample
     def log_prob(self, value: Array) -> Array:
         W = jnp.asarray(self.adj_matrix)
-        off, alpha, tau = value - self.mean, self.correlation, self.conditional_precision
-        quadratic = ((1 - alpha + alpha * W.sum(1)) * off**2).sum(-1)
-        quadratic -= alpha * (off * (off @ W)).sum(-1)
+        deviation, alpha, tau = value - self.mean, self.correlation, self.conditional_precision
+        quadratic = ((1 - alpha + alpha * W.sum(1)) * deviation**2).sum(-1)
+        quadratic -= alpha * (deviation * (deviation @ W)).sum(-1)
+        # One eigendecomposition serves all alpha: D - W and the precision have one eigenbasis.
         values = eigenvalues(self.adj_matrix)
         log_det = jnp.log(tau * (1 - alpha + alpha * values)).sum()
         return 0.5 * (log_det - tau * quadratic - len(W) * jnp.log(2 * jnp.pi))
 
 
 def eigenvalues(adjacency: Array | np.ndarray) -> Array | np.ndarray:
-    """Return those of the Laplacian ``D - W``, by NumPy where it is known before a run."""
+    """Return the eigenvalues (n,) of the Laplacian ``D - W``, in ascending order."""
+    # By NumPy if the map is known before a run: its program then holds the numbers, and does not
+    # decompose the matrix in each evaluation. The least eigenvalue is 0, and negative by rounding.
     if isinstance(adjacency, np.ndarray):
         return np.linalg.eigvalsh(np.diag(adjacency.sum(1)) - adjacency).clip(0)
     W = jnp.asarray(adjacency)

@@ -1,10 +1,10 @@
-r"""Gaussian fields as a site's distribution has them: covariances of parts of all entries.
+r"""Gaussian fields of sites: covariances of some entries, low-rank factors and draws.
 
-A field whose density is given by its covariance is cut out of that. Of autoregressions of areas one
-eigendecomposition serves all hyperparameters: with :math:`D^{-1/2} W D^{-1/2} = U \Lambda U'`, the
-covariance of a proper CAR, whose precision is :math:`\tau (D - \alpha W)`, is
-:math:`\tau^{-1} D^{-1/2} U (I - \alpha \Lambda)^{-1} U' D^{-1/2}`, and with
-:math:`D - W = U \Lambda U'` that of Leroux's is
+A multivariate normal is held by its covariance (``Dense``). An autoregression of areas is held by
+one eigendecomposition, which serves all hyperparameters (``Spectral``). A proper CAR has the
+precision :math:`\tau (D - \alpha W)`. With :math:`D^{-1/2} W D^{-1/2} = U \Lambda U'` its
+covariance is :math:`\tau^{-1} D^{-1/2} U (I - \alpha \Lambda)^{-1} U' D^{-1/2}`. With
+:math:`D - W = U \Lambda U'` the covariance of Leroux's autoregression is
 :math:`\tau^{-1} U (I - \alpha I + \alpha \Lambda)^{-1} U'`.
 """
 
@@ -26,12 +26,22 @@ from numpyro_fed.model.feasible import unwrapped
 from numpyro_fed.sigma.fields import Leroux
 from numpyro_fed.trees import fresh
 
-JITTER = 10  # units in the last place of the largest variance, for each entry
+# Units in the last place of the largest variance, for each entry of the matrix. The backward error
+# of a Cholesky factor of n entries is about n units, which a tenth of this would only just cover.
+# Much more would show as noise in the field.
+JITTER = 10
 
 
 class Spectrum(NamedTuple):
-    """Eigenvalues (n,), those of the smoothest directions last, vectors (n, n), ``D^{-1/2} U`` for
-    a CAR, and the adjacency (n, n) that they are of.
+    """The eigendecomposition of a map of areas.
+
+    Attributes
+    ----------
+    values : array (n,)
+        Eigenvalues, those of the smoothest directions last.
+    vectors : array (n, n)
+        Eigenvectors ``U``; ``D^{-1/2} U`` for a CAR.
+    adjacency : array (n, n)
     """
 
     values: np.ndarray
@@ -44,6 +54,8 @@ class Spectrum(NamedTuple):
         W = adjacency_of(fn, site)
         if W is None:
             return None
+        # The smoothest directions have the most variance: small eigenvalues of D - W, large ones of
+        # the scaled W.
         if isinstance(unwrapped(fn), Leroux):
             values, vectors = scipy.linalg.eigh(np.diag(W.sum(1)) - W)
             return cls(values[::-1].clip(0), vectors[:, ::-1], W)
@@ -58,42 +70,43 @@ class Dense(NamedTuple):
     loc: Array
     cov: Array
 
-    def among(self, rows: Array, there: Array) -> Array:
-        """Return the covariance of some entries; others are standard and independent."""
-        both = there & there[:, None]
+    def covariance_of(self, rows: Array, present: Array) -> Array:
+        """Return the covariance of some entries (rows, rows); absent ones are standard normals."""
+        both = present & present[:, None]
         return jnp.where(both, self.cov[rows[:, None], rows], jnp.eye(len(rows)))
 
-    def roots(self, basis: np.ndarray) -> Array:
-        """Return (n, rank): what ``basis' theta``, as standard normals, says of all entries."""
+    def loadings(self, basis: np.ndarray) -> Array:
+        """Return the regression of all entries on ``basis' theta``, standardised, (n, rank)."""
+        # K V L^-T with V' K V = L L': the mean of theta given L^-1 V' theta, which is standard.
         V = jnp.asarray(basis.copy(), self.cov.dtype)
         KV = self.cov @ V
-        L = linalg.cholesky(lifted(V.T @ KV))
+        L = linalg.cholesky(add_jitter(V.T @ KV))
         return linalg.solve(L, KV.T).T
 
-    def of_normals(self, noise: Array) -> Array:
-        """Return draws (..., n), which are what standard normals (..., n) make of themselves."""
+    def from_normals(self, noise: Array) -> Array:
+        """Return draws (..., n) from standard normals (..., n)."""
         return self.loc + noise @ linalg.cholesky(self.cov).T
 
 
 class Spectral(NamedTuple):
-    """A field by its variances (n,) along fixed directions (n, n), the smoothest last."""
+    """A field by its variances (n,) along the columns of a fixed matrix (n, n), smoothest last."""
 
     loc: Array
     variances: Array
     vectors: np.ndarray
 
-    def among(self, rows: Array, there: Array) -> Array:
-        """Return the covariance of some entries; others are standard and independent."""
-        U = jnp.where(there[:, None], fresh(self.vectors)[rows], 0.0)
-        return (U * self.variances) @ U.T + jnp.diag(jnp.where(there, 0.0, 1.0))
+    def covariance_of(self, rows: Array, present: Array) -> Array:
+        """Return the covariance of some entries (rows, rows); absent ones are standard normals."""
+        U = jnp.where(present[:, None], fresh(self.vectors)[rows], 0.0)
+        return (U * self.variances) @ U.T + jnp.diag(jnp.where(present, 0.0, 1.0))
 
-    def roots(self, basis: np.ndarray) -> Array:
-        """Return roots of the smoothest eigenvectors, as many as the basis has columns."""
+    def loadings(self, basis: np.ndarray) -> Array:
+        """Return the smoothest directions times their sds, (n, rank) with the basis' rank."""
         rank = basis.shape[1]
         return fresh(self.vectors[:, -rank:]) * jnp.sqrt(self.variances[-rank:])
 
-    def of_normals(self, noise: Array) -> Array:
-        """Return draws (..., n) of standard normals (..., n), each by one product with a matrix."""
+    def from_normals(self, noise: Array) -> Array:
+        """Return draws (..., n) from standard normals (..., n), by one product with a matrix."""
         return self.loc + (noise * jnp.sqrt(self.variances)) @ fresh(self.vectors).T
 
 
@@ -101,7 +114,7 @@ Field = Dense | Spectral
 
 
 def field_of(fn: Distribution, site: str, spectrum: Spectrum | None) -> Field:
-    """Return a site's distribution as a field; of areas with its spectrum."""
+    """Return a site's distribution as a field. Autoregressions of areas need their spectrum."""
     fn = unwrapped(fn)
     if isinstance(fn, dist.MultivariateNormal):
         return Dense(jnp.broadcast_to(fn.loc, fn.event_shape), fn.covariance_matrix)
@@ -122,10 +135,10 @@ def field_of(fn: Distribution, site: str, spectrum: Spectrum | None) -> Field:
 
 
 def precision_of(fn: Distribution, W: Array) -> Array:
-    """Return the precision of an autoregression of areas (n, n)."""
+    """Return the precision (n, n) of an autoregression of areas."""
     alpha, degrees = fn.correlation, W.sum(1)
-    own = 1 - alpha + alpha * degrees if isinstance(fn, Leroux) else degrees
-    return fn.conditional_precision * (jnp.diag(own) - alpha * W)
+    diagonal = 1 - alpha + alpha * degrees if isinstance(fn, Leroux) else degrees
+    return fn.conditional_precision * (jnp.diag(diagonal) - alpha * W)
 
 
 def adjacency_of(fn: Distribution, site: str) -> np.ndarray | None:
@@ -145,7 +158,7 @@ def adjacency_of(fn: Distribution, site: str) -> np.ndarray | None:
 
 
 def same_areas(fn: Distribution, site: str, adjacency: np.ndarray) -> None:
-    """Refuse areas with other neighbours than those that a prior was fitted to."""
+    """Refuse areas whose neighbours are not those that a prior was fitted to."""
     if np.array_equal(np.asarray(adjacency_of(fn, site)), adjacency):
         return
     raise ModelError(
@@ -155,7 +168,7 @@ def same_areas(fn: Distribution, site: str, adjacency: np.ndarray) -> None:
 
 
 def checked_adjacency(W: np.ndarray, site: str, *, islands: bool) -> np.ndarray:
-    """Return what is symmetric, without loops, and without islands where these have no variance."""
+    """Return an adjacency (n, n) that is symmetric, without loops, without islands if refused."""
     if W.ndim != 2 or W.shape[0] != W.shape[1]:
         raise ModelError(f"the adjacency of '{site}' has the shape {W.shape}: expected a square.")
     if (W != W.T).any():
@@ -178,8 +191,12 @@ def checked_adjacency(W: np.ndarray, site: str, *, islands: bool) -> np.ndarray:
     return W
 
 
-def lifted(cov: Array, of: Array | None = None) -> Array:
-    """Add what rounding may have taken from the diagonal, where it is the rest of another one."""
-    top = jnp.diagonal(cov if of is None else of).max()
-    lift = JITTER * jnp.finfo(cov.dtype).eps * len(cov) * top
-    return cov + lift * jnp.eye(len(cov), dtype=cov.dtype)
+def add_jitter(cov: Array, whole: Array | None = None) -> Array:
+    """Return a covariance (n, n) with as much added to its diagonal as rounding may have taken.
+
+    If it is what is left of the covariance ``whole`` after a subtraction, rounding is relative to
+    the variances of ``whole``.
+    """
+    largest = jnp.diagonal(cov if whole is None else whole).max()
+    jitter = JITTER * jnp.finfo(cov.dtype).eps * len(cov) * largest
+    return cov + jitter * jnp.eye(len(cov), dtype=cov.dtype)

@@ -1,4 +1,11 @@
-"""The networks of a SIGMA prior (arXiv 2405.16055, Appendix A)."""
+"""The networks of a SIGMA prior (arXiv 2405.16055, Appendix A), and linear paths beside them.
+
+A hierarchical variational autoencoder: a global encoder maps a draw of the site to what all silos
+share, local encoders map that to each block's latents, and decoders map both to its entries. The
+linear paths are ours. They begin at principal components of draws, and a small network of the
+hyperparameters mixes them. The paper's networks alone learn the middle of a range of
+hyperparameters and not its ends (docs/results/sigma.md).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +19,18 @@ from jax import Array
 from numpyro_fed import linalg
 from numpyro_fed.trees import Tree
 
+# The width of the network that makes a matrix of the hyperparameters. There are few of these, and
+# its last layer already has size**2 outputs.
 WIDTH_MIXING = 32
-LARGEST = 10.0  # log variance: draws far out must not overflow
-MIXED = 300  # shared latents, more of which are not mixed
-BESIDE = 0.1  # of the usual weights, where a network begins beside a linear path
+# The largest log variance of an encoder. A prior with heavy tails has draws far out, for which its
+# exponential would overflow. An encoder that fits has variances below 1, far from the bound.
+LARGEST = 10.0
+# More shared latents than this are not mixed: at 300 the matrix has 90,000 entries, and the network
+# of width 32 three million weights.
+MIXED = 300
+# The factor of the usual initial weights of a network beside a linear path: small, so that training
+# begins at the linear path, and not zero, so that its gradients are not all zero.
+BESIDE = 0.1
 
 
 class Sizes(NamedTuple):
@@ -24,13 +39,13 @@ class Sizes(NamedTuple):
     Attributes
     ----------
     entries, hyper : int
-        Of the site, and of its hyperparameters.
+        The dimensions of the site and of its hyperparameters.
     blocks, largest : int
-        How many blocks there are, and the size of the largest.
+        The number of blocks, and the size of the largest.
     z_global, z_local : int
-        Latents that all silos share, and of each block.
+        The dimensions of the latents that all silos share, and of each block's own.
     width, width_local : int
-        Of hidden layers: of the global encoder and decoder, and of the local encoders.
+        The widths of hidden layers of the global encoder and decoder, and of the local encoders.
     components : bool
         Whether there are linear paths beside the networks.
     encodes : bool
@@ -50,7 +65,7 @@ class Sizes(NamedTuple):
 
 
 class Encoder(eqx.Module):
-    """Mean and log variance of a normal: one hidden layer, a linear one, and a head for each."""
+    """A network for the mean and log variance of a normal: two layers, and a head for each."""
 
     trunk: eqx.nn.MLP
     mean: eqx.nn.Linear
@@ -63,13 +78,13 @@ class Encoder(eqx.Module):
         self.log_variance = eqx.nn.Linear(width, outputs, key=variance)
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
-        """Return mean and log variance, given one input."""
+        """Return mean and log variance, (outputs,) each, for one input."""
         hidden = self.trunk(x)
         return self.mean(hidden), jnp.minimum(self.log_variance(hidden), LARGEST)
 
 
 class Mixing(eqx.Module):
-    """A linear map that depends on hyperparameters: the identity and what a small network adds."""
+    """A square matrix that depends on hyperparameters: the identity plus a small network."""
 
     net: eqx.nn.MLP | None
 
@@ -82,15 +97,15 @@ class Mixing(eqx.Module):
             )
 
     def __call__(self, z: Array, phi: Array) -> Array:
-        """Return what the map makes of one vector."""
+        """Return the product of the matrix at ``phi`` with a vector ``z``."""
         return z if self.net is None else z + self.net(phi).reshape(len(z), len(z)) @ z
 
 
 class Components(eqx.Module):
-    """Linear paths beside the networks, which begin at the principal components of draws.
+    """Linear paths beside the networks. They begin at the principal components of draws.
 
-    A Gaussian prior is linear in standard normals; only the map depends on hyperparameters, which
-    a network whose inputs are both at once is slow to learn.
+    A Gaussian prior is a linear function of standard normals, with a matrix that depends on the
+    hyperparameters. A network that takes both as inputs is slow to learn such a product.
     """
 
     inward: Array
@@ -107,28 +122,31 @@ class Components(eqx.Module):
         self.mix_in = Mixing(n.z_global, n.hyper, for_in)
         self.mix_out = Mixing(n.z_global, n.hyper, for_out)
 
-    def of_draws(self, theta: Array, table: Array, noise: float) -> Components:
-        """Return probabilistic principal components (Tipping and Bishop 1999) of draws (draws,
-        entries), of which those of less variance than the decoder's noise begin near zero.
+    def from_draws(self, theta: Array, table: Array, noise: float) -> Components:
+        """Return the paths at the probabilistic principal components of draws (draws, entries).
+
+        They are those of Tipping and Bishop (1999), with the decoder's noise as the residual sd.
+        Components with less variance than the noise begin near zero.
         """
         size = len(self.inward)
         _, singular, axes = linalg.svd(theta)
-        short = max(size - len(singular), 0)
-        variances = jnp.pad(singular**2 / len(theta), (0, short))[:size]
-        axes = jnp.pad(axes, ((0, short), (0, 0)))[:size]
+        missing = max(size - len(singular), 0)
+        variances = jnp.pad(singular**2 / len(theta), (0, missing))[:size]
+        axes = jnp.pad(axes, ((0, missing), (0, 0)))[:size]
+        # A hundredth of the noise's variance, not zero: a path that begins at zero in both
+        # directions has a gradient of zero, and would stay there.
         beyond = jnp.maximum(variances - noise**2, 0.01 * noise**2)
         inward = (jnp.sqrt(beyond) / (beyond + noise**2))[:, None] * axes
         log_variance = jnp.log(noise**2 / (beyond + noise**2))
         return self._at(inward, log_variance, jnp.sqrt(beyond) * axes.T, table)
 
-    def of_normals(self, theta: Array, made_of: Array, table: Array) -> Components:
-        """Return the linear map nearest to draws of the normals that they are made of, both (draws,
-        entries).
-        """
-        loadings = linalg.least_squares(made_of, theta).T
+    def from_normals(self, theta: Array, normals: Array, table: Array) -> Components:
+        """Return the paths at the best linear map from ``normals`` (draws, entries) to draws."""
+        loadings = linalg.least_squares(normals, theta).T
         return self._at(self.inward, self.log_variance, loadings, table)
 
     def _at(self, inward: Array, log_variance: Array, loadings: Array, table: Array) -> Components:
+        # One row of zeros more, for the padding of blocks.
         outward = jnp.append(loadings, jnp.zeros((1, len(inward))), 0)[table]
         return eqx.tree_at(
             lambda c: (c.inward, c.log_variance, c.outward), self, (inward, log_variance, outward)
@@ -136,7 +154,7 @@ class Components(eqx.Module):
 
 
 class Networks(eqx.Module):
-    """Global encoder (or none) and decoder, and stacks of local ones, one for each block."""
+    """All networks of a prior: global encoder (or none) and decoder, stacks of local ones."""
 
     sizes: Sizes = eqx.field(static=True)
     encoder: Encoder | None
@@ -163,26 +181,30 @@ class Networks(eqx.Module):
         self.local_decoders = eqx.filter_vmap(local_decoder)(jax.random.split(keys[3], n.blocks))
         self.components = Components(n, keys[4]) if n.components else None
 
-    def begun(self, theta: Array, made_of: Array | None, table: Array, noise: float) -> Networks:
-        """Begin at the principal components of draws (draws, entries), or at the best linear map of
-        the normals that they are made of, and networks at little beside them.
+    def initialised(
+        self, theta: Array, normals: Array | None, table: Array, noise: float
+    ) -> Networks:
+        """Return the networks with linear paths fitted to draws (draws, entries), networks small.
+
+        With an encoder the paths begin at principal components. Without one they begin at the best
+        linear map of ``normals`` (draws, entries), of which the draws are made.
         """
         if self.components is None:
             return self
-        if made_of is not None and self.encoder is None:
-            components = self.components.of_normals(theta, made_of, table)
+        if normals is not None and self.encoder is None:
+            components = self.components.from_normals(theta, normals, table)
         else:
-            components = self.components.of_draws(theta, table, noise)
-        new = (_smaller(self.local_decoders), components)
-        begun = eqx.tree_at(lambda n: (n.local_decoders, n.components), self, new)
+            components = self.components.from_draws(theta, table, noise)
+        parts = (_smaller(self.local_decoders), components)
+        initialised = eqx.tree_at(lambda n: (n.local_decoders, n.components), self, parts)
         if self.encoder is None:
-            return begun
+            return initialised
         return eqx.tree_at(
-            lambda n: (n.encoder.mean, n.encoder.log_variance), begun, replace_fn=_smaller
+            lambda n: (n.encoder.mean, n.encoder.log_variance), initialised, replace_fn=_smaller
         )
 
     def encode(self, theta: Array, phi: Array) -> tuple[Array, Array]:
-        """Return mean and log variance of what all silos share, given a draw (entries,)."""
+        """Return mean and log variance of the shared latents (z_global,), given one draw."""
         if self.encoder is None:
             raise TypeError("these networks have no global encoder: what is shared is drawn.")
         mean, log_variance = self.encoder(jnp.concatenate([theta, phi]))
@@ -191,7 +213,7 @@ class Networks(eqx.Module):
         return mean + c.mix_in(c.inward @ theta, phi), log_variance + c.log_variance
 
     def encode_local(self, block: Array, z_G: Array, phi: Array) -> tuple[Array, Array]:
-        """Return the same of a block's own latents: they see what is shared, and no draw."""
+        """Return mean and log variance of a block's latents (z_local,), given the shared ones."""
         return _at(self.local_encoders, block)(jnp.concatenate([z_G, phi]))
 
     def decode(self, block: Array, z_G: Array, z_L: Array, phi: Array) -> Array:
@@ -204,11 +226,11 @@ class Networks(eqx.Module):
 
 
 def _smaller(part: Tree) -> Tree:
-    """Return a part of a network whose output begins near zero."""
+    """Return a part of a network with all weights scaled by ``BESIDE``."""
     return jax.tree.map(lambda a: BESIDE * a, part)
 
 
 def _at(stack: Tree, block: Array) -> Tree:
-    """Return one of a stack of networks."""
+    """Return the network of one block from a stack of networks."""
     arrays, rest = eqx.partition(stack, eqx.is_array)
     return eqx.combine(jax.tree.map(lambda a: a[block], arrays), rest)

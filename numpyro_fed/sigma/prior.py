@@ -1,4 +1,10 @@
-"""A prior that is learnt from draws of the one that it stands for."""
+"""The SIGMA prior: a substitute for a site's prior, learnt from draws of it.
+
+``SigmaPrior.fit`` goes as follows. Scales of the site and its hyperparameters are read off draws of
+the model. Networks are trained on fresh draws in each step, by the evidence bound (equation 8 of
+arXiv 2405.16055). Then tau, the sd that draws of the decoder lack, is measured against the true
+prior (section 4.2.3).
+"""
 
 from __future__ import annotations
 
@@ -20,9 +26,9 @@ from numpyro.distributions import Distribution
 from numpyro_fed.errors import MissingExtraError, ModelError, SavedStateError, positive_int
 from numpyro_fed.files import npz, read_npz, write_npz
 from numpyro_fed.model.substitution import Blocks, block_name
-from numpyro_fed.sigma.check import Check, checked
-from numpyro_fed.sigma.source import Scales, Source, different, hyperparameters
-from numpyro_fed.sigma.training import Settings, drawn, train
+from numpyro_fed.sigma.check import Check, compare_draws
+from numpyro_fed.sigma.source import Scales, Source, hyperparameters, signatures_differ
+from numpyro_fed.sigma.training import Settings, train, training_draws
 from numpyro_fed.tracing import TRACING
 from numpyro_fed.trees import fresh
 
@@ -31,12 +37,19 @@ if TYPE_CHECKING:
 
 Shared = tuple[Array, Array, Array]
 VERSION = 2
-FOR_TAU, EACH = 4_096, 8  # hyperparameters, and draws of both priors at each
-BEGIN = Settings(0, 1_024, 1, 0.0)  # draws at which networks begin
+# Hyperparameters from which tau is measured, and draws of both priors at each: 32,768 draws in all
+# tell a variance to sqrt(2 / 32,768) = 0.8 % of itself. tau**2 is the difference of two of them,
+# and 0.01 at the least by default.
+TAU_HYPER, TAU_DRAWS = 4_096, 8
+# Draws from which networks are initialised: about ten for each of a hundred entries, so that the
+# principal components are not those of noise.
+INITIAL = Settings(0, 1_024, 1, 0.0)
 
 
 def default_optim(num_steps: int) -> optax.GradientTransformation:
-    """Adam; a prior with heavy tails has draws whose gradient would lead a long way off."""
+    """Return Adam with a cosine decay from 2e-3, on gradients clipped to norm 1."""
+    # A prior with heavy tails has draws far out, whose gradients would throw the weights off; the
+    # step from such a draw is as long as any other after the clip.
     adam = optax.adam(optax.cosine_decay_schedule(2e-3, num_steps))
     return optax.chain(optax.clip_by_global_norm(1.0), adam)
 
@@ -53,37 +66,41 @@ def _networks() -> ModuleType:
 
 @dataclass(frozen=True)
 class SigmaPrior:
-    r"""Structured independence by generative model approximation: a hierarchical variational
-    autoencoder, trained on draws of a prior, in which silos are independent given what they share.
+    r"""A learnt prior in which silos are independent given what they share (SIGMA).
+
+    Structured independence by generative model approximation: a hierarchical variational
+    autoencoder, trained on draws of the true prior.
 
     .. math::
         z_G \sim N(0, I), \qquad z_{L_j} \sim N\big(\mu_j(z_G, \phi), \sigma_j(z_G, \phi)^2\big),
         \qquad \theta_j \sim N\big(f_j(z_{L_j}, g(z_G, \phi), \phi), \tau_j^2\big),
 
-    the last with :math:`\tau = 0` for the deterministic prior (:attr:`deterministic`; section
-    4.2.2), and with the variance that the true prior has beyond it for the auxiliary one, which is
-    the default (:attr:`auxiliary`; section 4.2.3). Build it by :meth:`fit`.
+    Build it by :meth:`fit`. There are two forms. The deterministic prior has :math:`\tau = 0`
+    (:attr:`deterministic`; section 4.2.2). In the auxiliary prior, which is the default,
+    :math:`\tau^2` is the variance that the deterministic one lacks (:attr:`auxiliary`; section
+    4.2.3).
 
     Attributes
     ----------
     site : str
     blocks : Blocks
     tau : array (entries,)
-        Standard deviations of the auxiliary prior, in units of those of the true one.
+        Standard deviations :math:`\tau`, in units of those of the true prior.
     losses : array (steps,)
-        Minus the evidence bound of the training.
+        Minus the evidence bound in each step of the training.
     times : dict
-        ``seconds`` of the training and of a ``step``, and the share of that which ``drawing`` the
+        ``seconds`` of the training and of a ``step``, and the share of a step that ``drawing`` the
         prior takes; NaN for trainings too short to tell.
 
     References
     ----------
     Hassan, Bon, Semenova, Mira, Mengersen (2024), arXiv 2405.16055, sections 3 and 4.2, Appendix A.
-    Draws are fresh in each step, not of a fixed set of 10,000; hyperparameters enter by their ranks
-    among the training's, entries standardised; linear paths run beside the networks
-    (``principal_components=False``: without). The local encoders see no draw, as in the paper:
-    under the bound the local latents :math:`z_{L_j}` can tell nothing of a draw, and the decoder
-    learns to leave them out. What blocks do not share is in :math:`\tau` alone.
+    Where this departs from the paper: draws are fresh in each step, not of a fixed set of 10,000;
+    hyperparameters enter by their ranks among the training's, and entries standardised; linear
+    paths run beside the networks (not with ``principal_components=False``). As in the paper, the
+    local encoders do not see the draw. Under the bound the local latents :math:`z_{L_j}` therefore
+    carry no information about it, the decoder learns to ignore them, and :math:`\tau` alone holds
+    what blocks do not share.
     """
 
     source: Source = field(repr=False)
@@ -120,7 +137,7 @@ class SigmaPrior:
         optim: optax.GradientTransformation | None = None,
         progress_bar: bool = True,
     ) -> SigmaPrior:
-        r"""Train on draws of the model's own prior.
+        r"""Train a prior on draws of the model's own prior, and return it.
 
         .. math::
             \mathbb{E}_{p(\theta, \phi)} \mathbb{E}_{q} \Big[\log N(\theta; f, \gamma^2)
@@ -133,21 +150,22 @@ class SigmaPrior:
         model : callable
             A NumPyro model.
         site : str
-            A latent vector of it, of any distribution that can be drawn from.
+            A latent vector of the model, of any distribution that can be sampled.
         blocks : sequence of arrays of int
             The entries of each silo; each entry in one of them.
         model_kwargs : dict, optional
-            With which the text can be run: the data of some silo.
+            Arguments with which the model can be run: the data of some silo.
         ranges : dict, optional
-            ``{hyperparameter: (low, high)}``: trained by uniform draws there, not by its prior's.
+            ``{hyperparameter: (low, high)}``: the training takes uniform draws from this range in
+            the place of draws from the hyperparameter's prior.
         num_steps, batch_size, draws_per_phi : int
             Each step takes ``batch_size`` fresh draws, ``draws_per_phi`` of them at the same
             hyperparameters.
         z_global, z_local : int
-            Latents that all silos share (by default a third of the entries, 5 to 100), and of each
-            block.
+            Numbers of latents that all silos share (by default a third of the entries, 5 to 100),
+            and of each block's own.
         width, width_local : int
-            Of hidden layers: of the global encoder and decoder, and of the local encoders.
+            Widths of hidden layers of the global encoder and decoder, and of the local encoders.
         noise : float
             The decoder's standard deviation :math:`\gamma`, in prior standard deviations.
         principal_components : bool
@@ -155,12 +173,13 @@ class SigmaPrior:
             hyperparameters, that begin at the principal components of draws. The paper's own
             networks, with False, learn the middle of a range of hyperparameters and not its ends.
         decoder_only : bool
-            Without an encoder: the decoder learns what a Gaussian prior makes of standard normals,
-            one for each entry, which silos then all share (DeepRV, arXiv 2503.21473).
+            Whether to train without an encoder: the decoder learns the function by which a
+            Gaussian prior is made from standard normals, one for each entry. All silos then share
+            these (DeepRV, arXiv 2503.21473).
         clip : (float, float)
-            The least and the most of :math:`\tau^2`, in units of the true variance: the paper's
-            range. Where rows tell an entry to better than a tenth of its prior standard deviation,
-            take less than 0.01.
+            The least and the greatest :math:`\tau^2`, in units of the true variance; the default is
+            the paper's range. If the data determine an entry to less than a tenth of its prior
+            standard deviation, take less than 0.01.
         optim : optax.GradientTransformation, optional
             By default Adam with a cosine decay from 2e-3, of gradients cut to the length 1.
         progress_bar : bool
@@ -201,22 +220,24 @@ class SigmaPrior:
         if not 0 < clip[0] < clip[1]:
             raise ValueError(f"clip={clip!r}: expected two positive numbers, the least first.")
         source = Source.of(model, site, dict(model_kwargs or {}), dict(ranges or {}))
-        found = Blocks.read(blocks, source.size, site)
+        divided = Blocks.read(blocks, source.size, site)
         if decoder_only and z_global not in (None, source.size):
             raise ValueError(
                 f"z_global={z_global!r} with decoder_only=True: silos share a normal for each of "
                 f"the {source.size} entries there. Leave z_global out."
             )
-        usual = source.size if decoder_only else min(max(source.size // 3, 5), 100)
-        shared = usual if z_global is None else z_global
+        # More shared latents follow rougher fields. But each is a global latent of every fit, and
+        # a row and a column of the matrices by which hyperparameters mix them.
+        default = source.size if decoder_only else min(max(source.size // 3, 5), 100)
+        shared = default if z_global is None else z_global
         positive_int("z_global", shared)
-        for_scales, for_begin, for_networks, for_steps, for_tau = jax.random.split(key, 5)
+        for_scales, for_initial, for_networks, for_steps, for_tau = jax.random.split(key, 5)
         scales = source.scales(for_scales)
         sizes = nets.Sizes(
             entries=source.size,
             hyper=scales.hyper,
-            blocks=found.number,
-            largest=found.largest,
+            blocks=divided.number,
+            largest=divided.largest,
             z_global=shared,
             z_local=z_local,
             width=width,
@@ -225,133 +246,144 @@ class SigmaPrior:
             encodes=not decoder_only,
         )
         settings = Settings(num_steps, batch_size, min(draws_per_phi, batch_size), noise)
-        _, first, made_of = drawn(source, scales, BEGIN, for_begin)
-        if decoder_only and made_of is None:
+        _, first, normals = training_draws(source, scales, INITIAL, for_initial)
+        if decoder_only and normals is None:
             raise ModelError(
                 f"'{site}' is no Gaussian whose draws are known as functions of standard normals: "
                 "MultivariateNormal, CAR or nf.fields.Leroux. Train with an encoder."
             )
         trained, losses, times = train(
             for_steps,
-            nets.Networks(sizes, for_networks).begun(
-                first, made_of, jnp.asarray(found.table), noise
+            nets.Networks(sizes, for_networks).initialised(
+                first, normals, jnp.asarray(divided.table), noise
             ),
             source,
-            found,
+            divided,
             scales,
             settings,
             optim or default_optim(num_steps),
             progress_bar,
         )
-        untrue = cls(
-            source, found, trained, scales, np.zeros(source.size), settings, losses, times, False
+        no_tau = np.zeros(source.size)
+        deterministic = cls(
+            source, divided, trained, scales, no_tau, settings, losses, times, False
         )
-        return replace(untrue, tau=untrue._missing(for_tau, clip), is_auxiliary=True)
+        tau = deterministic._missing_sd(for_tau, clip)
+        return replace(deterministic, tau=tau, is_auxiliary=True)
 
     @property
     def site(self) -> str:
-        """The site whose prior it is."""
+        """Return the site whose prior it is."""
         return self.source.site
 
     @property
     def deterministic(self) -> SigmaPrior:
-        """The prior in which entries are what the decoder says (section 4.2.2)."""
+        """Return the prior whose entries are exactly the decoder's output (section 4.2.2)."""
         return replace(self, is_auxiliary=False)
 
     @property
     def auxiliary(self) -> SigmaPrior:
-        """Return the prior in which entries have all of their variance (section 4.2.3)."""
+        """Return the prior with noise that restores the entries' variance (section 4.2.3)."""
         return replace(self, is_auxiliary=True)
 
-    def _missing(self, key: Array, clip: tuple[float, float]) -> np.ndarray:
+    def _missing_sd(self, key: Array, clip: tuple[float, float]) -> np.ndarray:
         """Return the standard deviation that draws of the decoder lack (entries,), standardised."""
-        for_phi, for_true, for_own = jax.random.split(key, 3)
+        for_phi, for_true, for_learnt = jax.random.split(key, 3)
 
         def pair(keys: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             phi = self.source.hyper(keys[0])
-            own = jax.vmap(lambda key: self._draw(key, phi))(jax.random.split(keys[2], EACH))
-            draws = self.source.at(keys[1], phi, EACH), own
-            at = self.source.flat(phi)
-            return jax.tree.map(lambda theta: self.scales.standardised(theta, at), draws)
+            draw_keys = jax.random.split(keys[2], TAU_DRAWS)
+            learnt = jax.vmap(lambda key: self._draw(key, phi))(draw_keys)
+            draws = self.source.sample_at(keys[1], phi, TAU_DRAWS), learnt
+            flat = self.source.flat(phi)
+            return jax.tree.map(lambda theta: self.scales.standardised(theta, flat), draws)
 
-        keys = tuple(jax.random.split(k, FOR_TAU) for k in (for_phi, for_true, for_own))
-        true, own = jax.jit(lambda keys: jax.lax.map(pair, keys, batch_size=64))(keys)
-        lacking = true.var((0, 1)) - own.var((0, 1))
-        return np.sqrt(np.clip(np.asarray(lacking), *clip))
+        keys = tuple(jax.random.split(k, TAU_HYPER) for k in (for_phi, for_true, for_learnt))
+        # In batches: all draws of a large map at once would not fit in memory.
+        true, learnt = jax.jit(lambda keys: jax.lax.map(pair, keys, batch_size=64))(keys)
+        missing = true.var((0, 1)) - learnt.var((0, 1))
+        return np.sqrt(np.clip(np.asarray(missing), *clip))
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Shared:
-        """Sample what all silos share; return it, hyperparameters and the size of entries."""
-        if lacking := [name for name in self.source.phi if name not in phi]:
+        """Sample the shared latents (z_global,), and return them with what the networks read.
+
+        That is the hyperparameters (hyper,) as the networks take them, and the size of entries ().
+        """
+        if missing := [name for name in self.source.phi if name not in phi]:
             raise ModelError(
-                f"'{self.site}' depends on '{lacking[0]}', which is not sampled before it here. "
+                f"'{self.site}' depends on '{missing[0]}', which is not sampled before it here. "
                 "Put handlers that replace it (reparam, say) inside substitute_prior, not around."
             )
         size = self.networks.sizes.z_global
         z_G = numpyro.sample(f"{self.site}/z_G", dist.Normal(0, 1).expand([size]).to_event(1))
-        at = self.source.flat({name: phi[name] for name in self.source.phi})
-        return z_G, self.scales.uniform(at), self.scales.size(at)
+        flat = self.source.flat({name: phi[name] for name in self.source.phi})
+        return z_G, self.scales.uniform(flat), self.scales.size(flat)
 
     def local(
         self, shared: Shared, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
         """Sample some blocks (blocks, largest), given what all silos share."""
-        z_G, at, size = shared
-        mean, log_variance = jax.vmap(lambda b: self.networks.encode_local(b, z_G, at))(which)
+        z_G, hyper, size = shared
+        mean, log_variance = jax.vmap(lambda b: self.networks.encode_local(b, z_G, hyper))(which)
         normal = dist.Normal(mean, jnp.exp(0.5 * log_variance)).to_event(1)
         z_L = numpyro.sample(f"{self.site}/z_L", normal)
 
-        def one(block: Array, z_L: Array) -> tuple[Array, Array]:
-            rows, there = self.blocks.rows(block)
+        def decode(block: Array, z_L: Array) -> tuple[Array, Array]:
+            rows, present = self.blocks.rows(block)
             unit = size * self.scales.sd[rows]
-            entries = self.scales.mean[rows] + unit * self.networks.decode(block, z_G, z_L, at)
+            decoded = self.networks.decode(block, z_G, z_L, hyper)
             tau = unit * fresh(self.tau)[rows]
-            return jnp.where(there, entries, 0.0), jnp.where(there, tau, 1.0)
+            # Padding becomes a standard normal, which is proper and which nothing reads.
+            entries = self.scales.mean[rows] + unit * decoded
+            return jnp.where(present, entries, 0.0), jnp.where(present, tau, 1.0)
 
-        decoded, tau = jax.vmap(one)(which, z_L)
+        decoded, tau = jax.vmap(decode)(which, z_L)
         if not self.is_auxiliary:
             return decoded
         return numpyro.sample(f"{self.site}/values", dist.Normal(decoded, tau).to_event(1))
 
     def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
         """Return the site from its blocks."""
-        return self.blocks.together(parts, which)
+        return self.blocks.assemble(parts, which)
 
     def suits(self, model: Callable[..., object], silos: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse a text, run on what silos hold, in which the site has another prior; warn of
-        hyperparameters that go beyond the training.
+        """Refuse a text in which, on the silos' data, the site has another prior than in training.
+
+        Hyperparameters that go beyond the training's cause a warning.
         """
         trained = self.source.signature(self.scales)
         for j, silo in enumerate(silos):
             kwargs = {k: v for k, v in silo.items() if k != block_name(self.site)}
-            here = replace(self.source, model=model, kwargs=kwargs)
-            if j == 0 and set(phi := hyperparameters(model, self.site, kwargs)) != set(here.phi):
+            source = replace(self.source, model=model, kwargs=kwargs)
+            if j == 0 and set(phi := hyperparameters(model, self.site, kwargs)) != set(source.phi):
                 raise ModelError(
                     f"'{self.site}' depends on {', '.join(phi) or 'nothing'} here, and on "
-                    f"{', '.join(here.phi) or 'nothing'} where its prior was trained."
+                    f"{', '.join(source.phi) or 'nothing'} where its prior was trained."
                 )
-            if different(here.signature(self.scales), trained):
+            if signatures_differ(source.signature(self.scales), trained):
                 raise ModelError(
                     f"silo {j}: '{self.site}' has another distribution than where its prior was "
                     "trained, at the same hyperparameters. Train one anew, for a prior that is the "
                     "same at all silos."
                 )
             if j == 0:
-                here.warn_beyond(jax.random.key(0), self.scales)
+                source.warn_beyond(jax.random.key(0), self.scales)
 
     def sample(self, key: Array, n: int, phi: Mapping[str, Any] | None = None) -> Array:
-        """Draws of the site (n, entries), at hyperparameters or over their training's."""
+        """Return draws of the site (n, entries), at ``phi`` or at draws of the hyperparameters."""
         if phi is not None:
-            self.source.compare(phi, self.scales)
+            self.source.warn_outside(phi, self.scales)
 
-        def one(key: Array) -> Array:
+        def draw(key: Array) -> Array:
             for_phi, for_rest = jax.random.split(key)
             return self._draw(for_rest, self.source.hyper(for_phi) if phi is None else phi)
 
-        return jax.jit(lambda key: jax.lax.map(one, jax.random.split(key, n), batch_size=256))(key)
+        return jax.jit(lambda key: jax.lax.map(draw, jax.random.split(key, n), batch_size=256))(key)
 
     def _draw(self, key: Array, phi: Mapping[str, Any]) -> Array:
-        """One draw of the site (entries,)."""
+        """Return one draw of the site (entries,)."""
         which = jnp.arange(self.blocks.number)
+        # The true distribution is not needed: shared and local sample the networks' own latents.
         with TRACING, numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=key):
             shared = self.shared(dist.Delta(0.0), phi)
             with numpyro.plate("blocks", self.blocks.number):
@@ -361,7 +393,7 @@ class SigmaPrior:
     def check(
         self, key: Array, at: Sequence[Mapping[str, Any]] | None = None, num_draws: int = 2_000
     ) -> Check:
-        """How near draws are to those of the true prior.
+        """Compare draws with those of the true prior.
 
         Parameters
         ----------
@@ -376,23 +408,23 @@ class SigmaPrior:
             Prints as a table.
         """
         positive_int("num_draws", num_draws)
-        return checked(key, self, at, num_draws)
+        return compare_draws(key, self, at, num_draws)
 
     def save(self, path: str | Path) -> None:
-        """Write weights, scales and sizes to ``path.npz``; no pickle.
+        """Write weights, scales and sizes to ``path.npz``, without pickle.
 
-        The file is whole or not there: a save that is cut short leaves the one before as it is.
+        A save that is interrupted leaves an earlier file as it was.
         """
         leaves = [a for a in jax.tree.leaves(self.networks) if hasattr(a, "dtype")]
         arrays = {f"weight{i}": np.asarray(a) for i, a in enumerate(leaves)}
         arrays |= {f"scale.{k}": np.asarray(v) for k, v in self.scales._asdict().items()}
-        own = {
+        arrays |= {
             "table": self.blocks.table,
             "tau": self.tau,
             "losses": self.losses,
             "signature": self.source.signature(self.scales),
         }
-        said = {
+        meta = {
             "version": VERSION,
             "site": self.site,
             "phi": list(self.source.phi),
@@ -402,7 +434,7 @@ class SigmaPrior:
             "times": self.times,
             "is_auxiliary": self.is_auxiliary,
         }
-        write_npz(path, {name: np.asarray(a) for name, a in (arrays | own).items()}, said)
+        write_npz(path, {name: np.asarray(a) for name, a in arrays.items()}, meta)
 
     @classmethod
     def load(
@@ -414,7 +446,7 @@ class SigmaPrior:
         *,
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> SigmaPrior:
-        """Read what :meth:`save` wrote, for the model that it was trained for.
+        """Read a prior from the file that :meth:`save` wrote, for the model it was trained for.
 
         Raises
         ------
@@ -423,39 +455,41 @@ class SigmaPrior:
             prior of the hyperparameters goes beyond the training's range is warned of.
         """
         nets, file = _networks(), npz(path)
-        arrays, said = read_npz(path)
-        if "ranges" not in said:
+        arrays, meta = read_npz(path)
+        if "ranges" not in meta:
             raise SavedStateError(f"{file} holds no SigmaPrior, but a fit: use numpyro_fed.load.")
-        ranges = {k: (float(v[0]), float(v[1])) for k, v in said["ranges"].items()}
+        ranges = {k: (float(v[0]), float(v[1])) for k, v in meta["ranges"].items()}
         source = Source.of(model, site, dict(model_kwargs or {}), {})
-        found = Blocks.read(blocks, source.size, site)
-        for what, saved, here in (
-            ("version", said["version"], VERSION),
-            ("site", said["site"], site),
-            ("hyperparameters", said["phi"], list(source.phi)),
+        divided = Blocks.read(blocks, source.size, site)
+        for what, saved, expected in (
+            ("version", meta["version"], VERSION),
+            ("site", meta["site"], site),
+            ("hyperparameters", meta["phi"], list(source.phi)),
         ):
-            if saved != here:
-                raise SavedStateError(f"{file} was trained for the {what} {saved}, not {here}.")
+            if saved != expected:
+                raise SavedStateError(f"{file} was trained for the {what} {saved}, not {expected}.")
         for name, array in arrays.items():
             if name.startswith(("weight", "tau")) and not np.isfinite(array).all():
                 raise SavedStateError(
                     f"{file}: {name} has numbers that are NaN or infinite. The file was changed, "
                     "or is damaged: copy it again, or train the prior again."
                 )
-        if not np.array_equal(arrays["table"], found.table):
+        if not np.array_equal(arrays["table"], divided.table):
             raise SavedStateError(
                 f"{file} was trained for other blocks of '{site}' than these: "
-                f"{len(arrays['table'])} there, {found.number} here, or other entries in them."
+                f"{len(arrays['table'])} there, {divided.number} here, or other entries in them."
             )
-        like = nets.Networks(nets.Sizes(**said["sizes"]), jax.random.key(0))
-        leaves, tree = jax.tree.flatten(like)
-        weights = iter(range(len(leaves)))
-        read = [
-            jnp.asarray(arrays[f"weight{next(weights)}"]) if hasattr(a, "dtype") else a
+        # Networks of these sizes give the structure; functions such as activations are leaves of
+        # it, too, and are not in the file.
+        template = nets.Networks(nets.Sizes(**meta["sizes"]), jax.random.key(0))
+        leaves, tree = jax.tree.flatten(template)
+        numbers = iter(range(len(leaves)))
+        weights = [
+            jnp.asarray(arrays[f"weight{next(numbers)}"]) if hasattr(a, "dtype") else a
             for a in leaves
         ]
         scales = Scales(**{k: jnp.asarray(arrays[f"scale.{k}"]) for k in Scales._fields})
-        if different(source.signature(scales), arrays["signature"]):
+        if signatures_differ(source.signature(scales), arrays["signature"]):
             raise SavedStateError(
                 f"{file} was trained for another prior of '{site}': its distribution at the same "
                 "hyperparameters is another one here."
@@ -463,12 +497,12 @@ class SigmaPrior:
         source.warn_beyond(jax.random.key(0), scales)
         return cls(
             replace(source, ranges=ranges),
-            found,
-            jax.tree.unflatten(tree, read),
+            divided,
+            jax.tree.unflatten(tree, weights),
             scales,
             arrays["tau"],
-            Settings(**said["settings"]),
+            Settings(**meta["settings"]),
             arrays["losses"],
-            said["times"],
-            said["is_auxiliary"],
+            meta["times"],
+            meta["is_auxiliary"],
         )

@@ -1,4 +1,9 @@
-"""Gaussian priors that do not tie silos together beyond what they share, in closed form."""
+"""Closed-form substitutes for Gaussian priors: independent blocks, low rank, separators.
+
+Given what the silos share, each writes a block's entries as a function of standard normals (by a
+Cholesky factor of the block's covariance or precision). Hyperparameters and local latents are then
+independent a priori.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +22,48 @@ from numpyro.distributions import Distribution
 from numpyro_fed import linalg
 from numpyro_fed.errors import ModelError, positive_int
 from numpyro_fed.model.feasible import unwrapped
-from numpyro_fed.model.substitution import Blocks, block_name, site_of, traced
+from numpyro_fed.model.substitution import Blocks, block_name, site_of, trace_text
 from numpyro_fed.sigma.fields import Leroux
 from numpyro_fed.sigma.gaussian import (
     Dense,
     Field,
     Spectrum,
+    add_jitter,
     adjacency_of,
     field_of,
-    lifted,
     precision_of,
     same_areas,
 )
 from numpyro_fed.trees import fresh
 
 Shared = TypeVar("Shared")
-LowRank = tuple[Field, Array, Array]  # what the shared coefficients say of all entries
-Areas = tuple[Array, Array, Array]  # precision and mean of all, and the areas at borders
-KEPT = 0.95  # of the variance, by the shared part
-MOST = 150  # shared coefficients, by default
-PRIOR_DRAWS = 32  # of hyperparameters, over which a basis is good on average
+LowRank = tuple[Field, Array, Array]  # the field, A (entries, rank) and the mean given z_G
+Areas = tuple[Array, Array, Array]  # precision and mean of all areas, values of areas at borders
+# The share of the variance that the shared part explains by default: blocks keep their own exact
+# covariance, and 5 % of the variance is what is cut between them.
+VARIANCE_SHARE = 0.95
+# The largest default rank. Each shared coefficient is a global latent. With 150 of them the
+# posterior of 3,109 counties is within 0.08 to 0.12 sd of the true one (docs/results/sigma.md).
+MAX_RANK = 150
+# Draws of the hyperparameters, over which covariances are averaged before directions are chosen.
+# Each needs one covariance of all entries, once before a run.
+PRIOR_DRAWS = 32
 
 
 @dataclass(frozen=True)
 class ClosedForm(Generic[Shared]):
-    """A Gaussian field, cut into blocks."""
+    """A Gaussian field divided into blocks. The base class of the closed forms."""
 
     site: str
     blocks: Blocks
     spectrum: Spectrum | None = field(repr=False)
 
     def whole(self, shared: Shared, parts: Array, which: Array) -> Array:
-        """Return the site from its blocks."""
-        return self.blocks.together(parts, which)
+        """Return the site (size,) from its blocks."""
+        return self.blocks.assemble(parts, which)
 
     def suits(self, model: Callable[..., object], silos: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse a text, run on what silos hold, in which areas have other neighbours."""
+        """Refuse a text in which, on the silos' data, areas have other neighbours."""
         if self._areas is None:
             return
         for silo in silos:
@@ -72,26 +83,27 @@ class ClosedForm(Generic[Shared]):
         return numpyro.sample(f"{self.site}/{name}", normal.expand([which.shape[0]]))
 
 
-def _started(
+def _read_site(
     model: Callable[..., object],
     site: str,
     blocks: Sequence[Any],
     model_kwargs: Mapping[str, Any] | None,
 ) -> tuple[Distribution, Blocks, Spectrum | None]:
+    """Return a site's distribution, its blocks, and its spectrum if it is a map; all checked."""
     fn = site_of(model, site, dict(model_kwargs or {}))
     spectrum = Spectrum.of(fn, site)
-    field_of(fn, site, spectrum)
+    field_of(fn, site, spectrum)  # refuses distributions without a closed form
     return fn, Blocks.read(blocks, fn.event_shape[0], site), spectrum
 
 
 @dataclass(frozen=True)
 class BlockPrior(ClosedForm[Field]):
-    r"""Blocks that are independent, each with its own exact distribution.
+    r"""Independent blocks, each with its exact marginal distribution.
 
     .. math::
         \theta_j = \mu_j + L_j \epsilon_j, \qquad L_j L_j' = K_{jj}(\phi)
 
-    What ties blocks together is lost, and nothing else. Build it by :meth:`fit`.
+    Covariances between blocks are lost, and nothing else. Build it by :meth:`fit`.
 
     Examples
     --------
@@ -117,29 +129,29 @@ class BlockPrior(ClosedForm[Field]):
         *,
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> BlockPrior:
-        """Cut a site's prior into blocks.
+        """Return the prior of a site with independent blocks.
 
         Parameters
         ----------
         model : callable
             A NumPyro model.
         site : str
-            A latent site of it: ``MultivariateNormal``, ``CAR`` or ``nf.fields.Leroux``.
+            A latent site of the model: ``MultivariateNormal``, ``CAR`` or ``nf.fields.Leroux``.
         blocks : sequence of arrays of int
             The entries of each silo; each entry in one of them.
         model_kwargs : dict, optional
-            With which the text can be run: the data of some silo.
+            Arguments with which the model can be run: the data of some silo.
 
         Raises
         ------
         ModelError, DataError
             For a site or blocks that cannot be split so.
         """
-        _, found, spectrum = _started(model, site, blocks, model_kwargs)
-        return cls(site, found, spectrum)
+        _, divided, spectrum = _read_site(model, site, blocks, model_kwargs)
+        return cls(site, divided, spectrum)
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Field:
-        """Return nothing but the field, with its hyperparameters."""
+        """Return the field at its hyperparameters. Nothing is shared besides."""
         return self._field(fn)
 
     def local(
@@ -148,29 +160,30 @@ class BlockPrior(ClosedForm[Field]):
         """Sample some blocks (blocks, largest)."""
         noise = self._noise("noise", which)
 
-        def one(block: Array, eps: Array) -> Array:
-            rows, there = self.blocks.rows(block)
-            return shared.loc[rows] + linalg.cholesky(lifted(shared.among(rows, there))) @ eps
+        def entries(block: Array, eps: Array) -> Array:
+            rows, present = self.blocks.rows(block)
+            L = linalg.cholesky(add_jitter(shared.covariance_of(rows, present)))
+            return shared.loc[rows] + L @ eps
 
-        return jax.vmap(one)(which, noise)
+        return jax.vmap(entries)(which, noise)
 
 
 @dataclass(frozen=True)
 class LowRankPrior(ClosedForm[LowRank]):
-    r"""A shared part of low rank, and the exact residual covariance inside each block.
+    r"""A shared part of low rank, and the exact residual covariance within each block.
 
     .. math::
         \theta_j = \mu_j + A_j(\phi) z_G + L_j \epsilon_j, \qquad
         A = K V (V' K V)^{-1/2}, \quad L_j L_j' = K_{jj} - A_j A_j'
 
-    ``V`` are the directions of most variance, averaged over the prior of :math:`\\phi`; for a CAR
-    its smoothest eigenvectors. Each block's own covariance is exact, that between blocks is
-    :math:`A_i A_j'`. Build it by :meth:`fit`.
+    The columns of ``V`` are the directions of most variance, averaged over the prior of
+    :math:`\phi`; for areas they are the smoothest eigenvectors. The covariance within each block is
+    exact, and that between blocks is :math:`A_i A_j'`. Build it by :meth:`fit`.
 
     Attributes
     ----------
     rank : int
-        How many shared coefficients there are.
+        The number of shared coefficients.
 
     References
     ----------
@@ -182,7 +195,7 @@ class LowRankPrior(ClosedForm[LowRank]):
 
     @property
     def rank(self) -> int:
-        """Return how many shared coefficients there are."""
+        """Return the number of shared coefficients."""
         return self.basis.shape[1]
 
     @classmethod
@@ -195,80 +208,88 @@ class LowRankPrior(ClosedForm[LowRank]):
         rank: int | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> LowRankPrior:
-        """Find the directions that silos share; other arguments as for :meth:`BlockPrior.fit`.
+        """Return the prior of a site with a shared part along its main directions.
+
+        Other arguments are those of :meth:`BlockPrior.fit`.
 
         Parameters
         ----------
         rank : int, optional
-            Of the shared part. By default as many as hold 95 % of the variance, 150 at most.
+            The rank of the shared part. By default it explains 95 % of the variance, and is 150 at
+            most.
         """
-        _, found, spectrum = _started(model, site, blocks, model_kwargs)
+        _, divided, spectrum = _read_site(model, site, blocks, model_kwargs)
         if rank is not None:
             positive_int("rank", rank)
-        vectors, share = _directions(model, site, dict(model_kwargs or {}), spectrum)
-        enough = int(np.searchsorted(np.cumsum(share) / share.sum(), KEPT)) + 1
-        wanted = min(rank or min(enough, MOST), found.size)
-        return cls(site, found, spectrum, vectors[:, :wanted])
+        vectors, variances = _directions(model, site, dict(model_kwargs or {}), spectrum)
+        explained = np.cumsum(variances) / variances.sum()
+        enough = int(np.searchsorted(explained, VARIANCE_SHARE)) + 1
+        columns = min(rank or min(enough, MAX_RANK), divided.size)
+        return cls(site, divided, spectrum, vectors[:, :columns])
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> LowRank:
-        """Return the field, what shared coefficients say of all entries, and their mean there."""
-        known = self._field(fn)
+        """Return the field, the loadings A (size, rank), and the mean of all entries given z_G."""
+        gaussian = self._field(fn)
         normal = dist.Normal(0, 1).expand([self.rank]).to_event(1)
-        A = known.roots(self.basis)
-        return known, A, known.loc + A @ numpyro.sample(f"{self.site}/z_G", normal)
+        A = gaussian.loadings(self.basis)
+        return gaussian, A, gaussian.loc + A @ numpyro.sample(f"{self.site}/z_G", normal)
 
     def local(
         self, shared: LowRank, fn: Distribution, phi: Mapping[str, Array], which: Array
     ) -> Array:
         """Sample some blocks (blocks, largest), given the shared part."""
-        known, A, mean = shared
+        gaussian, A, mean = shared
         noise = self._noise("noise", which)
 
-        def one(block: Array, eps: Array) -> Array:
-            rows, there = self.blocks.rows(block)
-            own = jnp.where(there[:, None], A[rows], 0.0)
-            cov = known.among(rows, there)
-            return mean[rows] + linalg.cholesky(lifted(cov - own @ own.T, cov)) @ eps
+        def entries(block: Array, eps: Array) -> Array:
+            rows, present = self.blocks.rows(block)
+            A_j = jnp.where(present[:, None], A[rows], 0.0)
+            cov = gaussian.covariance_of(rows, present)
+            # What the shared part leaves may be nearly singular: its rounding is that of cov.
+            return mean[rows] + linalg.cholesky(add_jitter(cov - A_j @ A_j.T, cov)) @ eps
 
-        return jax.vmap(one)(which, noise)
+        return jax.vmap(entries)(which, noise)
 
 
 def _directions(
     model: Callable[..., object], site: str, kwargs: dict[str, Any], spectrum: Spectrum | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return directions (n, n) of a site, and the variance of all entries that each holds.
+    """Return the directions (n, n) of a site as columns, and the variance (n,) that each explains.
 
-    They are the principal components, or of areas the eigenvectors, the smoothest first.
+    They are the principal components of the average covariance, or the eigenvectors of a map. The
+    direction of most variance comes first.
     """
 
-    def drawn(total: Array, key: Array) -> tuple[Array, None]:
-        fn = traced(model, key, kwargs)[site]["fn"]
-        known = field_of(fn, site, spectrum)
-        return total + (known.cov if isinstance(known, Dense) else known.variances), None
+    # Summed by a scan: all covariances at once would take 32 times the memory.
+    def add(total: Array, key: Array) -> tuple[Array, None]:
+        fn = trace_text(model, key, kwargs)[site]["fn"]
+        gaussian = field_of(fn, site, spectrum)
+        return total + (gaussian.cov if isinstance(gaussian, Dense) else gaussian.variances), None
 
     keys = jax.random.split(jax.random.key(0), PRIOR_DRAWS)
     size = site_of(model, site, kwargs).event_shape[0]
-    none = jnp.zeros((size, size) if spectrum is None else size)
-    found = np.asarray(jax.jit(lambda: jax.lax.scan(drawn, none, keys)[0])(), float)
+    zero = jnp.zeros((size, size) if spectrum is None else size)
+    total = np.asarray(jax.jit(lambda: jax.lax.scan(add, zero, keys)[0])(), float)
     if spectrum is not None:
-        held = found * (spectrum.vectors**2).sum(0)
-        return spectrum.vectors[:, ::-1], held[::-1]
-    values, vectors = np.linalg.eigh(found)
+        # Columns of D^{-1/2} U do not have length one.
+        variances = total * (spectrum.vectors**2).sum(0)
+        return spectrum.vectors[:, ::-1], variances[::-1]
+    values, vectors = np.linalg.eigh(total)
     return vectors[:, ::-1], np.maximum(values[::-1], 0)
 
 
 @dataclass(frozen=True)
 class SeparatorPrior(ClosedForm[Areas]):
-    r"""The exact prior of a Markov field: areas at borders are shared, interiors independent.
+    r"""The exact prior of a Markov field: areas at borders are shared, interiors are independent.
 
-    With ``B`` the areas that have a neighbour in another block and ``I_j`` the others of block
-    ``j``,
+    ``B`` are the areas that have a neighbour in another block, and ``I_j`` the other areas of block
+    ``j``:
 
     .. math::
         p(\theta) = p(\theta_B) \prod_j p(\theta_{I_j} \mid \theta_B), \qquad
         P_B = Q_{BB} - \sum_j Q_{B I_j} Q_{I_j I_j}^{-1} Q_{I_j B}.
 
-    Build it by :meth:`fit`. Silos see the areas at all borders.
+    The areas at borders are global latents, which all silos know. Build it by :meth:`fit`.
 
     Attributes
     ----------
@@ -282,7 +303,8 @@ class SeparatorPrior(ClosedForm[Areas]):
 
     border: np.ndarray = field(repr=False)
     adjacency: np.ndarray = field(repr=False)
-    near: np.ndarray = field(repr=False)  # of each block the places in the border next to it
+    # (blocks, most) positions in ``border`` of each interior's neighbours, padded by its length
+    near: np.ndarray = field(repr=False)
 
     @classmethod
     def fit(
@@ -293,7 +315,9 @@ class SeparatorPrior(ClosedForm[Areas]):
         *,
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> SeparatorPrior:
-        """Find the areas at borders; arguments as for :meth:`BlockPrior.fit`.
+        """Return the prior of a map with its areas at borders shared.
+
+        Arguments are those of :meth:`BlockPrior.fit`.
 
         Raises
         ------
@@ -301,29 +325,29 @@ class SeparatorPrior(ClosedForm[Areas]):
             If the site is neither ``CAR`` nor :class:`~numpyro_fed.fields.Leroux`.
         """
         fn = site_of(model, site, dict(model_kwargs or {}))
-        found, W = Blocks.read(blocks, fn.event_shape[0], site), adjacency_of(fn, site)
+        divided, W = Blocks.read(blocks, fn.event_shape[0], site), adjacency_of(fn, site)
         if W is None:
             raise ModelError(
                 f"'{site}' is a {type(unwrapped(fn)).__name__}, in which all entries may be "
                 "neighbours: of CAR and Leroux alone it is known which are not. Use "
                 "nf.LowRankPrior or nf.SigmaPrior."
             )
-        apart = found.of[:, None] != found.of
+        apart = divided.block_of[:, None] != divided.block_of
         at_border = (W * apart).any(1)
         border = np.flatnonzero(at_border)
-        interiors = [own[~at_border[own]] for own in found.places]
-        next_to = [np.flatnonzero(W[own][:, border].any(0)) for own in interiors]
-        near = np.full((len(next_to), max(max(map(len, next_to)), 1)), len(border))
-        for row, places in zip(near, next_to, strict=True):
+        interiors = [entries[~at_border[entries]] for entries in divided.places]
+        neighbours = [np.flatnonzero(W[entries][:, border].any(0)) for entries in interiors]
+        near = np.full((len(neighbours), max(max(map(len, neighbours)), 1)), len(border))
+        for row, places in zip(near, neighbours, strict=True):
             row[: len(places)] = places
-        return cls(site, Blocks.tabled(interiors, found.of), None, border, W, near)
+        return cls(site, Blocks.from_places(interiors, divided.block_of), None, border, W, near)
 
     @property
     def _areas(self) -> np.ndarray:
         return self.adjacency
 
     def shared(self, fn: Distribution, phi: Mapping[str, Array]) -> Areas:
-        """Return precision and mean of the field, and the areas at borders."""
+        """Return precision and mean of all areas, and sample the areas at borders."""
         areas = unwrapped(fn)
         if not isinstance(areas, dist.CAR | Leroux):
             raise ModelError(
@@ -340,28 +364,30 @@ class SeparatorPrior(ClosedForm[Areas]):
         return Q, loc, numpyro.sample(f"{self.site}/border", normal)
 
     def _marginal(self, Q: Array) -> Array:
-        """Return the precision of the areas at borders."""
+        """Return the marginal precision P_B of the areas at borders, (border, border)."""
 
-        def lost(block: Array) -> tuple[Array, Array]:
+        def schur_term(block: Array) -> tuple[Array, Array]:
             near = fresh(self.near)[block]
             L, across = self._parts(Q, block)
             half = linalg.solve(L, across)
             return near, half.T @ half
 
-        near, off = jax.vmap(lost)(jnp.arange(self.blocks.number))
+        # Each interior reaches the few areas next to it alone: small terms are computed side by
+        # side and added in place. Padding lies beyond the matrix and is dropped.
+        near, terms = jax.vmap(schur_term)(jnp.arange(self.blocks.number))
         border = fresh(self.border)
         P = Q[border[:, None], border]
-        return P.at[near[:, :, None], near[:, None, :]].add(-off, mode="drop")
+        return P.at[near[:, :, None], near[:, None, :]].add(-terms, mode="drop")
 
     def _parts(self, Q: Array, block: Array) -> tuple[Array, Array]:
-        """Return a root of a block's own precision, and its precision across its border."""
-        rows, there = self.blocks.rows(block)
+        """Return the Cholesky factor of Q_II of a block's interior, and Q_IB to its neighbours."""
+        rows, present = self.blocks.rows(block)
         near = fresh(self.near)[block]
-        beside = near < len(self.border)
+        is_neighbour = near < len(self.border)
         areas = jnp.append(fresh(self.border), 0)[near]
-        own = jnp.where(there & there[:, None], Q[rows[:, None], rows], jnp.eye(len(rows)))
-        across = jnp.where(there[:, None] & beside, Q[rows[:, None], areas], 0.0)
-        return linalg.cholesky(own), across
+        within = jnp.where(present & present[:, None], Q[rows[:, None], rows], jnp.eye(len(rows)))
+        across = jnp.where(present[:, None] & is_neighbour, Q[rows[:, None], areas], 0.0)
+        return linalg.cholesky(within), across
 
     def local(
         self, shared: Areas, fn: Distribution, phi: Mapping[str, Array], which: Array
@@ -370,17 +396,19 @@ class SeparatorPrior(ClosedForm[Areas]):
         Q, loc, at_border = shared
         noise = self._noise("noise", which)
 
-        def one(block: Array, eps: Array) -> Array:
+        # theta_I = mu_I - Q_II^-1 Q_IB (theta_B - mu_B) + L^-T eps, with Q_II = L L': both terms
+        # after the mean are one solve with L'.
+        def entries(block: Array, eps: Array) -> Array:
             rows, _ = self.blocks.rows(block)
             L, across = self._parts(Q, block)
-            off = jnp.append(at_border - loc[fresh(self.border)], 0.0)[fresh(self.near)[block]]
-            pull = linalg.solve(L, across @ off)
-            return loc[rows] + linalg.solve(L, eps - pull, transposed=True)
+            deviation = jnp.append(at_border - loc[fresh(self.border)], 0.0)
+            shift = linalg.solve(L, across @ deviation[fresh(self.near)[block]])
+            return loc[rows] + linalg.solve(L, eps - shift, transposed=True)
 
-        return jax.vmap(one)(which, noise)
+        return jax.vmap(entries)(which, noise)
 
     def whole(self, shared: Areas, parts: Array, which: Array) -> Array:
-        """Return the site, areas at borders included."""
+        """Return the site (size,), areas at borders included."""
         _, _, at_border = shared
-        whole = self.blocks.together(parts, which)
+        whole = self.blocks.assemble(parts, which)
         return whole.at[fresh(self.border)].set(at_border) if len(self.border) else whole

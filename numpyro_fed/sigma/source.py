@@ -1,4 +1,8 @@
-"""Draws of a site's prior from the model's own text, and of what it depends on."""
+"""The source of a SIGMA prior's training: draws of a site and its hyperparameters from the model.
+
+``Source`` runs the model's text with some latents substituted. ``Scales`` standardise what the
+networks see: entries by their mean, sd and size, and hyperparameters by their ranks among draws.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +21,48 @@ from numpyro.distributions import Distribution, biject_to
 from numpyro_fed.errors import DataError, ModelError
 from numpyro_fed.model.feasible import is_flat
 from numpyro_fed.model.jaxprs import provenance
-from numpyro_fed.model.substitution import site_of, traced
+from numpyro_fed.model.substitution import site_of, trace_text
 from numpyro_fed.sigma.gaussian import Spectrum, field_of
 
-LOOKS, EACH = 1_000, 4  # hyperparameters, and draws at each, of which scales are read off
-LEVELS = 51  # of their quantiles
-OUTSIDE = 0.01  # of the prior's draws, beyond the training range, without a word
-SCORED, FARTHEST = 50, 10.0  # steps, and how far off a square counts in them
-SLACK = 0.01  # of the range, beyond its ends
-SLIGHT = 0.1  # spread of the logarithm of entries' size, that networks see to by themselves
-RARE = 0.05  # the same of those of all hyperparameters together, beyond all that was drawn
-ALIKE = 1e-3  # relative: two signatures of one distribution
+# Draws of the hyperparameters from which scales are estimated, and draws of the site at each: they
+# give an entry's sd to about sqrt(1 / 8,000) = 1 %.
+SCALE_HYPER, SCALE_DRAWS = 1_000, 4
+# Quantiles of the hyperparameters, one for each 2 % of the draws: twenty draws lie between two.
+LEVELS = 51
+# Share of a hyperparameter's prior that may lie outside of its range without a warning.
+OUTSIDE = 0.01
+# Steps of Fisher scoring, each of which is one product with a small matrix, and the largest
+# relative residual in them: a draw far out in a heavy tail would otherwise throw a step off.
+SCORING_STEPS, MAX_RESIDUAL = 50, 10.0
+# Share of the training's range by which given hyperparameters may lie beyond it without a warning:
+# rounding moves an end.
+SLACK = 0.01
+# Spread of the logarithm of the entries' size below which it is taken as constant. A change of size
+# by a tenth is small enough for the networks, and smaller ones are Monte Carlo error of the fit.
+SLIGHT = 0.1
+# Share of the model's draws that may have some hyperparameter beyond all of the training's without
+# a warning. With several hyperparameters a few of a thousand new draws are beyond the old ones.
+RARE = 0.05
+# Relative difference of two signatures of one distribution: other machines and precisions differ by
+# less, other kernels or maps by more.
+ALIKE = 1e-3
 
 
 class Scales(NamedTuple):
-    """The units in which networks see a draw.
+    """The scales by which draws and hyperparameters are standardised for the networks.
 
     Attributes
     ----------
-    quantiles : (levels, hyper)
-        Of the training's hyperparameters, unconstrained.
-    mean, sd : (entries,)
-        Of the entries, the latter in units of their size.
-    centre, width : (hyper,)
-        Mean and standard deviation of the hyperparameters.
-    growth : (1 + 2 hyper,)
-        How the logarithm of the entries' size goes with these, and with the squares of their
-        ranks: exact for a hyperparameter that is a scale. Zero where it hardly goes with them.
+    quantiles : array (levels, hyper)
+        Quantiles of the training's hyperparameters, unconstrained.
+    mean, sd : array (entries,)
+        Mean of the entries, and standard deviation in units of their size.
+    centre, width : array (hyper,)
+        Mean and standard deviation of the hyperparameters, unconstrained.
+    growth : array (1 + 2 hyper,)
+        Coefficients of a regression of the log size of the entries on a constant, the
+        standardised hyperparameters and the squares of their ranks. For a hyperparameter that is a
+        scale the regression is exact. All are zero if the size hardly changes.
     """
 
     quantiles: Array
@@ -55,35 +74,45 @@ class Scales(NamedTuple):
 
     @property
     def hyper(self) -> int:
-        """Return how many hyperparameters there are."""
+        """Return the number of hyperparameters."""
         return self.quantiles.shape[1]
 
     def uniform(self, phi: Array) -> Array:
-        """Return hyperparameters (hyper,) as networks take them.
+        """Return hyperparameters (hyper,) as networks take them: by rank among the training's.
 
-        Those of the training are uniform, with mean 0 and variance 1, others at the ends.
+        Over the training they are uniform with mean 0 and variance 1. Values beyond its range are
+        set to the ends, since networks do not extrapolate.
         """
+        # A uniform distribution on (-sqrt(3), sqrt(3)) has variance 1.
         levels = jnp.linspace(-jnp.sqrt(3.0), jnp.sqrt(3.0), len(self.quantiles))
         return jax.vmap(partial(jnp.interp, fp=levels), (0, 1))(phi, self.quantiles)
 
     def size(self, phi: Array) -> Array:
-        """Return the size of the entries at hyperparameters (hyper,)."""
+        """Return the size of the entries, (), at hyperparameters (hyper,)."""
         return jnp.exp(self.features(phi) @ self.growth)
 
     def features(self, phi: Array) -> Array:
-        """Return what the logarithm of the size is linear in."""
+        """Return the regressors of the log size, (1 + 2 hyper,)."""
         inside = jnp.clip(phi, self.quantiles[0], self.quantiles[-1])
-        own = (inside - self.centre) / self.width
-        return jnp.concatenate([jnp.ones(1), own, self.uniform(phi) ** 2])
+        linear = (inside - self.centre) / self.width
+        return jnp.concatenate([jnp.ones(1), linear, self.uniform(phi) ** 2])
 
     def standardised(self, theta: Array, phi: Array) -> Array:
-        """Return draws (..., entries) at hyperparameters, as networks see them."""
+        """Return draws (..., entries) at hyperparameters (hyper,) as the networks take them."""
         return (theta - self.mean) / (self.size(phi) * self.sd)
 
 
 class Draws(NamedTuple):
-    """Hyperparameters, unconstrained (n, hyper), and draws at each of them (n, each, size); the
-    standard normals (n, each, size) of which these are made, of a Gaussian prior.
+    """Draws of hyperparameters and of the site.
+
+    Attributes
+    ----------
+    phi : array (n, hyper)
+        Hyperparameters, unconstrained.
+    theta : array (n, each, size)
+        Draws of the site at each of them.
+    noise : array (n, each, size) or None
+        The standard normals that the draws of a Gaussian prior are made of.
     """
 
     phi: Array
@@ -93,17 +122,21 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """The text from which draws of a site come.
+    """A model from which a site and its hyperparameters are drawn.
 
     Attributes
     ----------
     model, kwargs
-        The text, and with what it is run.
+        The model, and the arguments with which it is run.
     site : str
     phi : tuple of str
-        The latents that the site's distribution depends on.
+        The hyperparameters: the latents that the site's distribution depends on.
     ranges : dict
-        Of some of these, ``(low, high)``: uniform draws in the place of the prior's.
+        ``(low, high)`` for the hyperparameters that are drawn uniformly, not from their prior.
+    size : int
+        The number of entries of the site.
+    spectrum : Spectrum or None
+        The eigendecomposition of a map of areas.
     """
 
     model: Callable[..., object]
@@ -122,10 +155,10 @@ class Source:
         kwargs: Mapping[str, Any],
         ranges: Mapping[str, tuple[float, float]],
     ) -> Source:
-        """Find out what a site depends on."""
+        """Return the source of a site after checks of the site, its hyperparameters and ranges."""
         fn = site_of(model, site, kwargs)
         phi = hyperparameters(model, site, kwargs)
-        latents = traced(model, 0, kwargs)
+        latents = trace_text(model, 0, kwargs)
         for name, (low, high) in ranges.items():
             if name not in phi:
                 raise ModelError(
@@ -148,17 +181,19 @@ class Source:
         return cls(model, kwargs, site, phi, dict(ranges), fn.event_shape[0], spectrum)
 
     def trace(self, key: Array, phi: Mapping[str, Any]) -> dict[str, Any]:
-        """The text at given hyperparameters."""
-        known = {**phi, self.site: jnp.zeros(self.size)}  # a draw of it may take long
-        return traced(self.model, key, self.kwargs, known)
+        """Return the trace of the text at given hyperparameters, the site at zero."""
+        # Without a value the site would be drawn, by a Cholesky factor of all of its entries.
+        known = {**phi, self.site: jnp.zeros(self.size)}
+        return trace_text(self.model, key, self.kwargs, known)
 
     def hyper(self, key: Array, ranges: bool = True) -> dict[str, Array]:
-        """Hyperparameters: of their range, or of the prior."""
+        """Return a draw of the hyperparameters, {name: value}, from ranges and their prior."""
         given: dict[str, Array] = {}
         for i, (name, (low, high)) in enumerate(self.ranges.items() if ranges else ()):
             like = self.trace(key, {})[name]["value"]
-            mine = jax.random.fold_in(key, i + 1)
-            given[name] = jax.random.uniform(mine, jnp.shape(like), minval=low, maxval=high)
+            name_key = jax.random.fold_in(key, i + 1)
+            given[name] = jax.random.uniform(name_key, jnp.shape(like), minval=low, maxval=high)
+        # The others are drawn given these: a prior may depend on a hyperparameter with a range.
         trace = self.trace(jax.random.fold_in(key, 0), given)
         return {name: trace[name]["value"] for name in self.phi}
 
@@ -169,42 +204,46 @@ class Source:
         return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, parts)])
 
     def constrained(self, flat: Array) -> dict[str, Array]:
-        """Hyperparameters from unconstrained ones (hyper,)."""
-        trace, found, start = self.trace(jax.random.key(0), {}), {}, 0
+        """Return hyperparameters {name: value} from unconstrained ones (hyper,)."""
+        trace, phi, start = self.trace(jax.random.key(0), {}), {}, 0
         for name in self.phi:
-            to = biject_to(trace[name]["fn"].support)
-            like = jax.eval_shape(to.inv, trace[name]["value"])
-            found[name] = to(flat[start : start + like.size].reshape(like.shape))
+            bijection = biject_to(trace[name]["fn"].support)
+            like = jax.eval_shape(bijection.inv, trace[name]["value"])
+            phi[name] = bijection(flat[start : start + like.size].reshape(like.shape))
             start += like.size
-        return found
+        return phi
 
     def signature(self, scales: Scales) -> np.ndarray:
-        """Numbers that differ between distributions of the site that differ, at some of the
-        training's hyperparameters.
+        """Return numbers that differ between distributions of the site that differ.
+
+        They are two weighted sums for each parameter of the distribution, of its elements and of
+        their absolute values, at three quantiles of the training's hyperparameters.
         """
         numbers = []
         for flat in np.asarray(scales.quantiles)[[LEVELS // 4, LEVELS // 2, 3 * LEVELS // 4]]:
             for leaf in jax.tree.leaves(self.distribution(self.constrained(flat))):
                 a = np.asarray(leaf, float).ravel()
+                # Random weights: permuted or transposed parameters have other sums. Absolute values
+                # give the unit in which a difference is judged.
                 weights = np.random.default_rng(len(a)).uniform(0.5, 1.5, len(a))
                 numbers += [a @ weights, np.abs(a) @ weights]
         return np.array(numbers)
 
     def warn_beyond(self, key: Array, scales: Scales) -> None:
-        """Say so where the text's hyperparameters go beyond all that the training has seen."""
+        """Warn if the model's prior of the hyperparameters goes beyond the training's range."""
 
-        def drawn(key: Array) -> Array:
+        def draw(key: Array) -> Array:
             return self.flat(self.hyper(key, ranges=False))
 
-        flat = np.asarray(jax.jit(jax.vmap(drawn))(jax.random.split(key, LOOKS)))
+        flat = np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(key, SCALE_HYPER)))
         low, high = np.asarray(scales.quantiles)[[0, -1]]
         share = float(((flat < low) | (flat > high)).any(1).mean())
         if share <= RARE:
             return
         ends = [self.constrained(jnp.asarray(end)) for end in (low, high)]
-        said = ", ".join(f"{n} from {ends[0][n]:.3g} to {ends[1][n]:.3g}" for n in self.phi)
+        trained = ", ".join(f"{n} from {ends[0][n]:.3g} to {ends[1][n]:.3g}" for n in self.phi)
         warnings.warn(
-            f"the prior of '{self.site}' was trained for {said}, and {100 * share:.0f} % of the "
+            f"the prior of '{self.site}' was trained for {trained}, and {100 * share:.0f} % of the "
             "draws of the model's hyperparameters are outside of that: a posterior that goes there "
             "cannot be trusted. Train it for a wider range, or narrow their priors in the model.",
             stacklevel=6,
@@ -214,35 +253,40 @@ class Source:
         """Return the site's distribution at given hyperparameters."""
         return self.trace(jax.random.key(0), phi)[self.site]["fn"]
 
-    def at(self, key: Array, phi: Mapping[str, Array], n: int) -> Array:
+    def sample_at(self, key: Array, phi: Mapping[str, Array], n: int) -> Array:
         """Return draws of the site (n, size) at given hyperparameters."""
-        return self.pairs(key, phi, n)[1]
+        return self.draws_with_noise(key, phi, n)[1]
 
-    def pairs(self, key: Array, phi: Mapping[str, Array], n: int) -> tuple[Array | None, Array]:
-        """The same, and the standard normals (n, size) of which they are made, if they are."""
+    def draws_with_noise(
+        self, key: Array, phi: Mapping[str, Array], n: int
+    ) -> tuple[Array | None, Array]:
+        """Return draws of the site (n, size), and the standard normals that they are made of.
+
+        The normals (n, size) come first; they are None for a prior that is not Gaussian.
+        """
         fn = self.distribution(phi)
         try:
             gaussian = field_of(fn, self.site, self.spectrum)
         except ModelError:
             return None, fn.sample(key, (n,))
         noise = jax.random.normal(key, (n, self.size))
-        return noise, gaussian.of_normals(noise)
+        return noise, gaussian.from_normals(noise)
 
     def draw(self, key: Array, n: int, each: int) -> Draws:
-        """``each`` draws at each of ``n`` hyperparameters."""
+        """Return ``each`` draws of the site at each of ``n`` draws of the hyperparameters."""
 
-        def one(key: Array) -> Draws:
+        def draw(key: Array) -> Draws:
             for_phi, for_theta = jax.random.split(key)
             phi = self.hyper(for_phi)
-            noise, theta = self.pairs(for_theta, phi, each)
+            noise, theta = self.draws_with_noise(for_theta, phi, each)
             return Draws(self.flat(phi), theta, noise)
 
-        return jax.vmap(one)(jax.random.split(key, n))
+        return jax.vmap(draw)(jax.random.split(key, n))
 
     def scales(self, key: Array) -> Scales:
-        """Read off draws; warns where the prior goes beyond the ranges."""
+        """Return the scales, estimated from draws. Warn if the prior goes beyond the ranges."""
         for_draws, for_prior = jax.random.split(key)
-        phi, theta, _ = jax.jit(partial(self.draw, n=LOOKS, each=EACH))(for_draws)
+        phi, theta, _ = jax.jit(partial(self.draw, n=SCALE_HYPER, each=SCALE_DRAWS))(for_draws)
         if not bool(jnp.isfinite(theta).all()):
             raise DataError(
                 f"draws of '{self.site}' from its prior are NaN or infinite. Add to the diagonal "
@@ -253,10 +297,10 @@ class Source:
         return _scales(phi, theta)
 
     def compare_with_prior(self, key: Array) -> None:
-        """Warn where the prior goes beyond the ranges."""
+        """Warn for each hyperparameter whose prior goes beyond its range."""
         if not self.ranges:
             return
-        keys = jax.random.split(key, LOOKS)
+        keys = jax.random.split(key, SCALE_HYPER)
         drawn = jax.jit(jax.vmap(partial(self.hyper, ranges=False)))(keys)
         sites = self.trace(key, {})
         for name, (low, high) in self.ranges.items():
@@ -273,8 +317,9 @@ class Source:
                     stacklevel=4,
                 )
 
-    def compare(self, phi: Mapping[str, Any], scales: Scales) -> None:
-        """Warn of hyperparameters that are known, and are outside of the training's."""
+    def warn_outside(self, phi: Mapping[str, Any], scales: Scales) -> None:
+        """Warn of given hyperparameters that are outside of the training's range."""
+        # Inside of a trace values are not known.
         if any(isinstance(v, jax.core.Tracer) for v in phi.values()):
             return
         given: dict[str, Any] = {name: np.asarray(phi[name]) for name in self.phi}
@@ -286,46 +331,55 @@ class Source:
             return bool(((given[name] < low - slack) | (given[name] > high + slack)).any())
 
         if any(map(outside, self.phi)):
-            said = ", ".join(f"{name}={value}" for name, value in given.items())
+            words = ", ".join(f"{name}={value}" for name, value in given.items())
             ranges = ", ".join(f"{n}: {ends[0][n]:.3g} to {ends[1][n]:.3g}" for n in self.phi)
             warnings.warn(
-                f"{said} is outside of what the prior of '{self.site}' was trained for "
+                f"{words} is outside of what the prior of '{self.site}' was trained for "
                 f"({ranges}): it is taken at the end of that. Train it for a wider range.",
                 stacklevel=3,
             )
 
 
-def different(here: np.ndarray, there: np.ndarray) -> bool:
-    """Return whether two signatures are of two distributions, in whatever units they are."""
-    if here.shape != there.shape:
+def signatures_differ(signature: np.ndarray, expected: np.ndarray) -> bool:
+    """Return whether two signatures belong to different distributions, whatever their units."""
+    if signature.shape != expected.shape:
         return True
-    size = np.repeat(there[1::2], 2)  # every second number is a sum of absolute values
-    return bool((np.abs(here - there) > ALIKE * size).any())
+    # Every second number is a sum of absolute values, and sets the unit of its pair.
+    size = np.repeat(expected[1::2], 2)
+    return bool((np.abs(signature - expected) > ALIKE * size).any())
 
 
 @jax.jit
 def _scales(phi: Array, theta: Array) -> Scales:
-    """Return the scales of hyperparameters (n, hyper) and draws there (n, each, entries)."""
+    """Return the scales, from hyperparameters (n, hyper) and draws there (n, each, entries).
+
+    The size is fitted by maximum likelihood as if entries were normal with variance
+    ``exp(2 features @ growth)``, by Fisher scoring. A regression of log squares would be biased by
+    an amount that depends on how entries correlate.
+    """
     width = phi.std(0)
     quantiles = jnp.quantile(phi, jnp.linspace(0, 1, LEVELS), axis=0)
-    one = jnp.ones(theta.shape[-1])
-    none = jnp.zeros(1 + 2 * phi.shape[1])
-    scales = Scales(quantiles, one, one, phi.mean(0), jnp.where(width > 0, width, 1.0), none)
+    ones = jnp.ones(theta.shape[-1])
+    zeros = jnp.zeros(1 + 2 * phi.shape[1])
+    scales = Scales(quantiles, ones, ones, phi.mean(0), jnp.where(width > 0, width, 1.0), zeros)
     features = jax.vmap(scales.features)(phi)
+    # Medians, which a heavy tail does not move.
     middle = jnp.median(theta, (0, 1))
     spread = jnp.median(jnp.abs(theta - middle), (0, 1))
-    off = (theta - middle) / jnp.where(spread > 0, spread, 1.0)
-    squares = (off**2).mean((1, 2)) + jnp.finfo(theta.dtype).tiny
+    deviations = (theta - middle) / jnp.where(spread > 0, spread, 1.0)
+    squares = (deviations**2).mean((1, 2)) + jnp.finfo(theta.dtype).tiny
     inverse = jnp.linalg.pinv(features)
 
-    def scored(i: Array, growth: Array) -> Array:
-        """A step of Fisher scoring: a logarithm's mean would depend on how entries correlate."""
+    def scoring_step(i: Array, growth: Array) -> Array:
+        """Return the coefficients after one step of Fisher scoring."""
         expected = jnp.exp(2 * features @ growth)
-        return growth + 0.5 * inverse @ jnp.minimum(squares / expected - 1, FARTHEST)
+        return growth + 0.5 * inverse @ jnp.minimum(squares / expected - 1, MAX_RESIDUAL)
 
-    growth = jax.lax.fori_loop(0, SCORED, scored, inverse @ (0.5 * jnp.log(squares)))
+    start = inverse @ (0.5 * jnp.log(squares))
+    growth = jax.lax.fori_loop(0, SCORING_STEPS, scoring_step, start)
     growth = jnp.where((features @ growth).std() > SLIGHT, growth, 0.0)
     size = jnp.exp(features @ growth)[:, None, None]
+    # Weighted by precision: draws of a large size say little about the mean.
     mean = (theta / size**2).mean((0, 1)) / (1 / size**2).mean()
     sd = ((theta - mean) / size).std((0, 1))
     return scales._replace(mean=mean, sd=jnp.where(sd > 0, sd, 1.0), growth=growth)
@@ -334,10 +388,10 @@ def _scales(phi: Array, theta: Array) -> Scales:
 def hyperparameters(
     model: Callable[..., object], site: str, kwargs: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Return the latents on which a site's distribution depends."""
+    """Return the names of the latents that a site's distribution depends on."""
 
     def run(latents: dict[str, Array]) -> dict[str, Any]:
-        return traced(model, 0, kwargs, latents)
+        return trace_text(model, 0, kwargs, latents)
 
     first = run({})
     latents = {
@@ -350,8 +404,8 @@ def hyperparameters(
         return jax.tree.leaves(run(latents)[site]["fn"])
 
     params = {n: s["value"] for n, s in first.items() if s["type"] == "param"}
-    reached = provenance(parameters, **latents, **params)
-    labels = frozenset[str]().union(*jax.tree.leaves(reached))
+    by_leaf = provenance(parameters, **latents, **params)
+    labels = frozenset[str]().union(*jax.tree.leaves(by_leaf))
     for name in labels:
         if name in params:
             raise ModelError(

@@ -1,4 +1,8 @@
-"""The training of a SIGMA prior: fresh draws in each step, one compiled loop."""
+"""The training of a SIGMA prior by its evidence bound (equation 8 of arXiv 2405.16055).
+
+Each step takes fresh draws of the true prior, so that there is no data set to overfit. Steps run in
+compiled loops of ``CHUNK`` steps.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,26 @@ if TYPE_CHECKING:
     from numpyro_fed.sigma.networks import Networks
 
 Trained = tuple[list[Array], optax.OptState]
-CHUNK = 500  # steps in one call
-TIMED = 20  # steps' draws, of which the time is taken
+# Steps in one compiled call, half a second at 1 ms a step (docs/results/sigma.md): the progress bar
+# moves twice a second and a divergence is seen soon. Fewer would make calls themselves count.
+CHUNK = 500
+# Steps whose draws are timed alone, for the share of drawing in a step: some 10 ms in all.
+TIMED = 20
 
 
 class Settings(NamedTuple):
-    """Steps, draws in each, how many of them at the same hyperparameters, the decoder's noise."""
+    """The settings of a training.
+
+    Attributes
+    ----------
+    num_steps : int
+    batch_size : int
+        Draws in each step.
+    draws_per_phi : int
+        How many of them share their hyperparameters.
+    noise : float
+        The decoder's standard deviation, in those of the prior.
+    """
 
     num_steps: int
     batch_size: int
@@ -35,8 +53,18 @@ class Settings(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One draw: standardised entries (entries,), hyperparameters (hyper,), and standard normals,
-    of a prior without an encoder those of which the draw is made.
+    """One draw of the true prior, and the noise of its bound.
+
+    Attributes
+    ----------
+    theta : array (entries,)
+        The draw, standardised.
+    phi : array (hyper,)
+        Its hyperparameters, as the networks take them.
+    eps_G : array (z_global,)
+        Standard normals. Without an encoder, those that the draw is made of.
+    eps_L : array (blocks, z_local)
+        Standard normals.
     """
 
     theta: Array
@@ -45,10 +73,11 @@ class Step(NamedTuple):
     eps_L: Array
 
 
-def minus_bound(networks: Networks, at: Step, table: Array, there: Array, noise: float) -> Array:
-    """Return minus the evidence bound of one draw (equation 8).
+def minus_bound(networks: Networks, at: Step, table: Array, present: Array, noise: float) -> Array:
+    """Return minus the evidence bound () of one draw (equation 8).
 
-    Without an encoder what is shared is what the draw was made of.
+    ``table`` has the blocks' entries and ``present`` says which are no padding, both (blocks,
+    largest). Without an encoder the shared latents are the normals that the draw is made of.
     """
     z_G, kl_global = at.eps_G, jnp.zeros(())
     if networks.encoder is not None:
@@ -57,31 +86,35 @@ def minus_bound(networks: Networks, at: Step, table: Array, there: Array, noise:
         kl_global = _kl(mean, log_variance)
     blocks = jnp.arange(len(table))
 
-    def of_block(block: Array, eps: Array) -> tuple[Array, Array]:
+    def decode(block: Array, eps: Array) -> tuple[Array, Array]:
         mean, log_variance = networks.encode_local(block, z_G, at.phi)
         z_L = mean + jnp.exp(0.5 * log_variance) * eps
         return networks.decode(block, z_G, z_L, at.phi), _kl(mean, log_variance)
 
-    decoded, kl_local = jax.vmap(of_block)(blocks, at.eps_L)
-    off = jnp.where(there, jnp.append(at.theta, 0.0)[table] - decoded, 0.0)
-    fit = 0.5 * jnp.sum((off / noise) ** 2) + there.sum() * jnp.log(noise * jnp.sqrt(2 * jnp.pi))
-    return fit + kl_global + kl_local.sum()
+    decoded, kl_local = jax.vmap(decode)(blocks, at.eps_L)
+    error = jnp.where(present, jnp.append(at.theta, 0.0)[table] - decoded, 0.0)
+    log_norm = present.sum() * jnp.log(noise * jnp.sqrt(2 * jnp.pi))
+    return 0.5 * jnp.sum((error / noise) ** 2) + log_norm + kl_global + kl_local.sum()
 
 
 def _kl(mean: Array, log_variance: Array) -> Array:
-    """Return the divergence of a normal from the standard one."""
+    """Return the KL divergence () of a diagonal normal from the standard one."""
     return 0.5 * jnp.sum(mean**2 + jnp.exp(log_variance) - 1 - log_variance)
 
 
-def drawn(source: Source, scales: Scales, settings: Settings, key: Array) -> Draws:
-    """Return a step's hyperparameters (batch, hyper) and entries (batch, entries), standardised,
-    and the standard normals (batch, entries) that these are made of.
+def training_draws(source: Source, scales: Scales, settings: Settings, key: Array) -> Draws:
+    """Return a step's hyperparameters (batch, hyper) and draws (batch, entries), standardised.
+
+    For a Gaussian prior the standard normals (batch, entries) that draws are made of come with
+    them.
     """
+    # Several draws share hyperparameters, since a covariance's Cholesky factor costs more than the
+    # draws from it; it is computed once for each phi.
     n, each = settings.batch_size, settings.draws_per_phi
     phi, theta, noise = source.draw(key, -(-n // each), each)
-    own = jax.vmap(scales.standardised)(theta, phi), noise
+    parts = jax.vmap(scales.standardised)(theta, phi), noise
     phi = jnp.repeat(jax.vmap(scales.uniform)(phi), each, 0)[:n]
-    return Draws(phi, *jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], own))
+    return Draws(phi, *jax.tree.map(lambda a: a.reshape(-1, source.size)[:n], parts))
 
 
 def train(
@@ -94,27 +127,30 @@ def train(
     optim: optax.GradientTransformation,
     progress_bar: bool,
 ) -> tuple[Networks, np.ndarray, dict[str, float]]:
-    """Return the trained networks, the losses, and what the training took."""
+    """Return the trained networks, the losses (steps,), and the times that the training took."""
+    # Arrays are trained; other leaves of the networks, such as activations, are not.
     is_array = [hasattr(a, "dtype") for a in jax.tree.leaves(networks)]
     leaves, tree = jax.tree.flatten(networks)
-    weights = [a for a, there in zip(leaves, is_array, strict=True) if there]
+    weights = [a for a, array in zip(leaves, is_array, strict=True) if array]
     table = jnp.asarray(blocks.table)
-    there = table < blocks.size
+    present = table < blocks.size
     sizes = networks.sizes
 
-    def whole(weights: list[Array]) -> Networks:
-        ours = iter(weights)
+    def with_weights(weights: list[Array]) -> Networks:
+        rest = iter(weights)
         pairs = zip(leaves, is_array, strict=True)
-        return jax.tree.unflatten(tree, [next(ours) if there else a for a, there in pairs])
+        return jax.tree.unflatten(tree, [next(rest) if array else a for a, array in pairs])
 
     def loss(weights: list[Array], batch: Step) -> Array:
-        one = partial(minus_bound, whole(weights), table=table, there=there, noise=settings.noise)
-        return jax.vmap(one)(batch).mean()
+        bound = partial(
+            minus_bound, with_weights(weights), table=table, present=present, noise=settings.noise
+        )
+        return jax.vmap(bound)(batch).mean()
 
     def step(carry: Trained, key: Array) -> tuple[Trained, Array]:
         weights, opt_state = carry
         for_draws, for_G, for_L = jax.random.split(key, 3)
-        phi, theta, eps_G = drawn(source, scales, settings, for_draws)
+        phi, theta, eps_G = training_draws(source, scales, settings, for_draws)
         if eps_G is None or networks.encoder is not None:
             eps_G = jax.random.normal(for_G, (len(theta), sizes.z_global))
         eps_L = jax.random.normal(for_L, (len(theta), blocks.number, sizes.z_local))
@@ -124,6 +160,7 @@ def train(
 
     @partial(jax.jit, static_argnums=2)
     def advance(carry: Trained, first: Array, number: int) -> tuple[Trained, Array]:
+        # Keys by the number of the step: the training does not depend on the size of a chunk.
         keys = jax.vmap(partial(jax.random.fold_in, key))(first + jnp.arange(number))
         return jax.lax.scan(step, carry, keys)
 
@@ -136,6 +173,7 @@ def train(
             carry, values = advance(carry, jnp.asarray(done), number)
             losses.append(np.asarray(values))
             if done == 0:
+                # The first chunk compiles; the time of a step is that of all later ones.
                 compiled = time.perf_counter()
             if not np.isfinite(losses[-1]).all():
                 at = done + int(np.argmin(np.isfinite(losses[-1])))
@@ -149,23 +187,25 @@ def train(
             bar.update(number)
             bar.set_postfix(loss=f"{losses[-1].mean():.2f}")
     seconds = time.perf_counter() - began
-    rest = settings.num_steps - len(losses[0])
-    each = (time.perf_counter() - compiled) / rest if rest else float("nan")
+    timed = settings.num_steps - len(losses[0])
+    step_time = (time.perf_counter() - compiled) / timed if timed else float("nan")
     times = {
         "seconds": seconds,
-        "step": each,
-        "drawing": _share(key, source, scales, settings, each),
+        "step": step_time,
+        "drawing": _drawing_share(key, source, scales, settings, step_time),
     }
-    return whole(carry[0]), np.concatenate(losses), times
+    return with_weights(carry[0]), np.concatenate(losses), times
 
 
-def _share(key: Array, source: Source, scales: Scales, settings: Settings, each: float) -> float:
-    """Return the share of a step's time that drawing takes; NaN for trainings too short to tell."""
-    if not np.isfinite(each):
+def _drawing_share(
+    key: Array, source: Source, scales: Scales, settings: Settings, step: float
+) -> float:
+    """Return the share of drawing in the seconds of a step; NaN if these are NaN."""
+    if not np.isfinite(step):
         return float("nan")
     keys = jax.random.split(key, TIMED)
-    draws = jax.jit(partial(jax.lax.map, partial(drawn, source, scales, settings)))
+    draws = jax.jit(partial(jax.lax.map, partial(training_draws, source, scales, settings)))
     jax.block_until_ready(draws(keys))
     began = time.perf_counter()
     jax.block_until_ready(draws(keys))
-    return (time.perf_counter() - began) / TIMED / each
+    return (time.perf_counter() - began) / TIMED / step

@@ -1,7 +1,6 @@
-"""For tests of your own models: the decomposition check and Hypothesis strategies.
+"""Tools to test your own models: the decomposition check and Hypothesis strategies."""
 
-May import ``model`` alone.
-"""
+# This folder may import ``model`` only (tests/test_architecture.py).
 
 from numpyro_fed.testing.decomposition import check_decomposition
 from numpyro_fed.testing.strategies import Latent, ModelSpec, Problem, models, partitions, silos

@@ -1,4 +1,9 @@
-"""Whether a model falls apart into silos as the split says: exact, at random points."""
+"""The check that a model decomposes into a prior and independent rows, at random points.
+
+The reference is NumPyro's own log density of the joint model of all silos. It is compared with the
+split model silo by silo and with silos padded and stacked. Perturbations then test whether a row's
+term reads other rows (:mod:`numpyro_fed.model.audit`).
+"""
 
 from __future__ import annotations
 
@@ -16,20 +21,20 @@ from numpyro.infer.util import potential_energy, unconstrain_fn
 
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.audit import (
-    NUMBERS,
-    Move,
-    Moved,
+    ROWS_AT_ONCE,
+    ChangedRow,
+    Perturbation,
     default_rtol,
-    first_moved,
-    follows,
-    groups,
+    first_changed_rows,
+    plate_follows_arrays,
+    row_groups,
 )
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.handlers import joint, local_name
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.model.row_checks import CheckResult, summarised
+from numpyro_fed.model.row_checks import CheckResult, summary_message
 from numpyro_fed.tracing import TRACING
 
 
@@ -47,19 +52,19 @@ def check_decomposition(
         \log p(z_G, z_L, y; \theta) = \log p(z_G; \theta) + \sum_{j=0}^{J-1} \sum_i
         \log p(z_{L,ji}, y_{ji} \mid z_G; \theta)
 
-    The left side is NumPyro's own log density of :func:`numpyro_fed.handlers.joint`, the right
-    side what the algorithms use. Both are evaluated at random points in unconstrained space: silo
-    by silo, and once more with the silos padded, masked and stacked. Then the latents of rows are
-    moved, and their data replaced by those of other rows, which must leave the terms of all other
-    rows as they were; the latents of an outer silo plate (a hospital above its patients) may move
-    the rows of other plates.
+    The left side is NumPyro's own log density of :func:`numpyro_fed.handlers.joint`, and the right
+    side is what the algorithms use. Both are evaluated at random points in unconstrained space,
+    silo by silo and again with the silos padded, masked and stacked. Then the latents of some rows
+    are changed, and their data are replaced by those of other rows. The terms of all other rows
+    must stay as they are. The latents of an outer silo plate (a hospital above its patients) may
+    change the rows of other plates.
 
     Parameters
     ----------
     model : callable
         A model with ``silo_plate``.
     silos : sequence of dict
-        What each silo holds, as keyword arguments of the model.
+        The data of each silo, as keyword arguments of the model.
     key : jax.Array, optional
         Key of the random points; ``jax.random.key(0)`` when left out.
     rtol : float, optional
@@ -88,7 +93,7 @@ def check_decomposition(
     >>> silos = [dict(y=np.zeros(2)), dict(y=np.ones(3))]
     >>> nf.check_decomposition(model, silos)
 
-    A row that looks at the other rows' latents is found:
+    A model in which a row reads the latents of other rows is refused:
 
     >>> def centred(y):
     ...     with nf.silo_plate("row", y.shape[0]):
@@ -112,7 +117,7 @@ def check_decomposition(
 
 
 class _Point(NamedTuple):
-    """A point in unconstrained space, by site name; ``private`` and ``z_L`` list the silos."""
+    """A point in unconstrained space: values by site, ``private`` and ``z_L`` silo by silo."""
 
     theta: Theta
     z_G: dict[str, np.ndarray]
@@ -121,11 +126,12 @@ class _Point(NamedTuple):
 
 
 class _Check:
-    """The split model next to NumPyro's own joint model, each compiled once for all points."""
+    """The check of one model: the split model and NumPyro's joint one, compiled for all points."""
 
     def __init__(
         self, model: Callable[..., object], data: Sequence[SiloData], key: Array, rtol: float
     ):
+        # Summaries are checked here, at this check's own points.
         self.layout, self.buckets = lay_out(model, data, summaries=False)
         fm = self.fm = self.layout.model
         self.sizes = self.layout.sizes
@@ -135,7 +141,7 @@ class _Check:
         self.private = [self.init_private(key, d) for d in data]
 
         self.shapes = _shapes(model, data)
-        for name, shape in self._table().items():
+        for name, shape in self._latent_shapes().items():
             if shape != self.shapes.get(name):
                 raise ModelError(
                     f"the unconstrained value of the site '{name}' has the shape "
@@ -146,19 +152,19 @@ class _Check:
 
         self.model = model
         self.log_joint = jax.jit(self._log_joint)
-        self.log_moved = jax.jit(self._log_moved)
+        self.log_perturbed = jax.jit(self._log_perturbed)
         self.log_bucket = jax.jit(jax.vmap(self._log_silo, (None, 0, None, 0, 0)))
 
     def _log_joint(
         self, data: Sequence[SiloData], point: _Point, z_G: Array
     ) -> tuple[Array, Array]:
-        """Return the log prior, and the joint log density by NumPyro itself."""
+        """Return the log prior () of the split model, and NumPyro's joint log density ()."""
         fm = self.fm
         prior = fm.log_prior(point.theta, z_G)
         values = {**fm.constrain_theta(point.theta), **point.z_G}
         for j, (private, z_L) in enumerate(zip(point.private, point.z_L, strict=True)):
-            own = {**fm.constrain_theta(private), **z_L}
-            values |= {local_name(j, name): value for name, value in own.items()}
+            local = {**fm.constrain_theta(private), **z_L}
+            values |= {local_name(j, name): value for name, value in local.items()}
         seeded = handlers.seed(joint(self.model, [d.kwargs for d in data]), 0)
         with TRACING:
             return prior, -potential_energy(seeded, (), {}, values)
@@ -168,7 +174,7 @@ class _Check:
     ) -> Rows:
         return self.fm.log_silo({**theta, **private}, z_G, z_L, data)
 
-    def _log_moved(
+    def _log_perturbed(
         self,
         theta: Theta,
         private: Theta,
@@ -177,29 +183,37 @@ class _Check:
         data: SiloData,
         noise: Rows,
         others: Rows,
-    ) -> tuple[Rows, dict[tuple[str, str], Moved], dict[str, Moved]]:
-        """Return the terms, and those that moved with latents and with data of other rows."""
+    ) -> tuple[Rows, dict[tuple[str, str], ChangedRow], dict[str, ChangedRow]]:
+        """Return a silo's terms, and the rows that changed with other rows' latents and data.
+
+        The former are {(plate of the row, plate of the latents): row}, the latter {plate: row}.
+        """
         fm = self.fm
         keys = {p.name: self.keys(p.name) for p in fm.plates}
-        some = {p: groups(len(z)) for p, z in z_L.items()}
+        some = {p: row_groups(len(z)) for p, z in z_L.items()}
         by_latents = [p for p in fm.plates if p.dim]
         by_data = [p.name for p in fm.plates if keys[p.name]]
-        moves = [Move(p.name, some[p.name], steps=noise[p.name]) for p in by_latents]
-        moves += [Move(p, some[p], source=others[p]) for p in by_data]
+        changes = [Perturbation(p.name, some[p.name], steps=noise[p.name]) for p in by_latents]
+        changes += [Perturbation(p, some[p], source=others[p]) for p in by_data]
         terms = partial(self._log_silo, theta, private, z_G)
-        of = {key: p for p, own in keys.items() for key in own}
-        at_once = max(1, NUMBERS // sum(map(len, z_L.values())))
-        first, found = first_moved(terms, (z_L, data), of, moves, self.rtol, at_once)
+        plate_of = {key: p for p, names in keys.items() for key in names}
+        at_once = max(1, ROWS_AT_ONCE // sum(map(len, z_L.values())))
+        original, changed = first_changed_rows(
+            terms, (z_L, data), plate_of, changes, self.rtol, at_once
+        )
+        # Rows of other plates may read the latents of an outer plate; that is what it is for.
         latents = {
-            (plate, p.name): moved
-            for p, by_plate in zip(by_latents, found, strict=False)
-            for plate, moved in by_plate.items()
+            (plate, p.name): row
+            for p, by_plate in zip(by_latents, changed, strict=False)
+            for plate, row in by_plate.items()
             if plate == p.name or not p.outer
         }
-        rest = zip(by_data, found[len(by_latents) :], strict=True)
-        return first, latents, {p: by_plate[p] for p, by_plate in rest if p in by_plate}
+        rest = zip(by_data, changed[len(by_latents) :], strict=True)
+        return original, latents, {p: by_plate[p] for p, by_plate in rest if p in by_plate}
 
     def draw(self, rng: np.random.Generator) -> _Point:
+        """Return a random point: latents standard normal, parameters near their initial values."""
+
         def normal(*shape: int) -> np.ndarray:
             return np.asarray(rng.normal(size=shape), _dtype())
 
@@ -217,8 +231,8 @@ class _Check:
             ],
         )
 
-    def _table(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each latent of the joint model, by the split model's sites."""
+    def _latent_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the unconstrained shape of each latent, by its name in the joint model."""
         shapes = {s.name: s.shape for s in self.fm.named("latent")}
         for j, size in enumerate(self.sizes):
             for p in self.fm.plates:
@@ -228,12 +242,14 @@ class _Check:
         return shapes
 
     def flat_globals(self, point: _Point) -> np.ndarray:
+        """Return the globals of a point as ``z_G`` (dim,)."""
         flat = np.zeros(self.fm.dim, _dtype())
         for s in self.fm.named("latent"):
             flat[s.start : s.stop] = point.z_G[s.name].ravel()
         return flat
 
     def flat_rows(self, point: _Point, j: int) -> dict[str, np.ndarray]:
+        """Return silo ``j``'s latents of a point as ``z_L``, {plate: (rows, dim)}."""
         flat = {p.name: np.zeros((self.sizes[j][p.name], p.dim), _dtype()) for p in self.fm.plates}
         for plate, rows in flat.items():
             for s in self.fm.named("latent", plate):
@@ -242,15 +258,16 @@ class _Check:
         return flat
 
     def rows(self, rng: np.random.Generator, point: _Point, j: int) -> dict[str, np.ndarray]:
-        """Return the terms of silo ``j``, once it is sure that a row's term needs no other row."""
+        """Return the terms of silo ``j``, {plate: (rows,)}; refuse rows that read other rows."""
         z_L, sizes = self.flat_rows(point, j), self.sizes[j]
+        # About 1: a step near zero would show nothing.
         noise = {p: np.asarray(1 + rng.normal(size=z.shape), _dtype()) for p, z in z_L.items()}
         source = {p: rng.integers(0, n, n) for p, n in sizes.items()}
         arguments = (point.theta, point.private[j], self.flat_globals(point), z_L, self.data[j])
         arguments = jax.tree.map(jnp.asarray, (*arguments, noise, source))
-        terms, by_latents, by_data = self.log_moved(*arguments)
+        terms, by_latents, by_data = self.log_perturbed(*arguments)
         for (plate, mover), found in by_latents.items():
-            if found.moved:
+            if found.changed:
                 changed = CheckResult(True, plate, j, found).words()
                 raise ModelError(
                     f"{changed} when only latents of other rows, of "
@@ -259,16 +276,20 @@ class _Check:
                     "the rows index."
                 )
         for plate, found in by_data.items():
-            if found.moved:
-                raise ModelError(summarised(CheckResult(True, plate, j, found), self.keys(plate)))
+            if found.changed:
+                raise ModelError(
+                    summary_message(CheckResult(True, plate, j, found), self.keys(plate))
+                )
         return {plate: np.asarray(rows) for plate, rows in terms.items()}
 
     def keys(self, plate: str) -> list[str]:
-        """Return the arrays that are rows of a plate: they follow it when its size changes."""
+        """Return the arrays that hold the rows of a plate."""
         keys = [key for key, p in self.layout.rows.items() if p == plate]
+        # With one size at all silos an array may be as long as the plate by chance: it holds rows
+        # only if the plate is shorter when it is.
         if len({size[plate] for size in self.sizes}) > 1 or self.sizes[0][plate] == 1:
             return keys
-        return keys if follows(self.fm, self.data[0], keys, plate) else []
+        return keys if plate_follows_arrays(self.fm, self.data[0], keys, plate) else []
 
     def total(self, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
         """Compare NumPyro's joint log density with the prior plus all rows."""
@@ -292,6 +313,7 @@ class _Check:
                 "so nothing can be compared there. Check that observed values lie in the supports "
                 "of their distributions and that no scale or probability over- or underflows."
             )
+        # The sum does not tell which silo differs: each is compared alone.
         wrong = [j for j in range(len(self.data)) if not compare([j])[2]]
         raise ModelError(
             f"expected the joint log density {expected:.9g}, but log_prior plus the rows of all "
@@ -302,11 +324,12 @@ class _Check:
         )
 
     def bucket(self, b: Bucket, point: _Point, terms: Sequence[dict[str, np.ndarray]]) -> None:
-        """Compare rows of padded, masked and stacked silos with those of the silos themselves."""
+        """Compare the rows' sums of padded, masked and stacked silos with those of each silo."""
         target = {p: max(size[p] for size in b.sizes) for p in b.sizes[0]}
 
         def member(i: int, j: int) -> tuple[Theta, dict[str, np.ndarray]]:
             private = self.init_private(self.key, jax.tree.map(lambda a: a[i], b.data))
+            # Latents of padded rows are ones: with zeros a term that wrongly counts might be zero.
             rows = {p.name: np.ones((target[p.name], p.dim), _dtype()) for p in self.fm.plates}
             real = (point.private[j], self.flat_rows(point, j))
             return jax.tree.map(_embed, real, (private, rows))
@@ -350,7 +373,8 @@ def _dtype() -> np.dtype:
 
 
 def _sums(rows: Iterable[ArrayLike]) -> tuple[float, float]:
-    """Return sum and sum of absolute values, in double precision."""
+    """Return the sum, and the sum of absolute values, in double precision."""
+    # Rounding is judged against the second: terms of both signs cancel in the first.
     flat = np.concatenate([np.zeros(0), *(np.asarray(r, np.float64) for r in rows)])
     return float(flat.sum()), float(np.abs(flat).sum())
 

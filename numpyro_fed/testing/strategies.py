@@ -1,4 +1,8 @@
-"""Hypothesis strategies: random models and random partitions of rows over silos."""
+"""Hypothesis strategies: random models, and random partitions of rows over silos.
+
+A random model is drawn as a specification (``ModelSpec``), which Hypothesis can shrink and print.
+``_Text`` is the ordinary NumPyro model that it specifies.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +41,10 @@ class Latent(NamedTuple):
     parents : tuple of str
         Earlier sites that its distribution, bounds included, depends on.
     inner : bool
-        Whether an ordinary plate stands around it.
+        Whether it is in an ordinary plate.
     wrap : str
-        ``"scale"``, ``"mask"``, ``"reparam"``, ``"learned reparam"``, ``"sample_shape"``,
-        ``"scan"`` or nothing.
+        What the site is wrapped in: ``"scale"``, ``"mask"``, ``"reparam"``, ``"learned reparam"``,
+        ``"sample_shape"``, ``"scan"`` or the empty string.
     """
 
     name: str
@@ -56,7 +60,7 @@ class Latent(NamedTuple):
 
 
 class ModelSpec(NamedTuple):
-    """A description of a random model.
+    """The specification of a random model.
 
     Attributes
     ----------
@@ -64,12 +68,12 @@ class ModelSpec(NamedTuple):
         Constraints (``CONSTRAINTS``) of the ``numpyro.param`` sites ``theta{i}`` outside of
         the silo plates and ``phi{i}`` inside the one over rows.
     server, groups, rows : tuple of Latent
-        Global latents; those in an outer ``silo_plate("group", ...)``, which exists when there
-        are any and is indexed by the rows; and those in ``silo_plate("row", ...)``.
+        The global latents, the latents in an outer ``silo_plate("group", ...)``, and the latents in
+        ``silo_plate("row", ...)``. The outer plate exists if it has latents; rows index it.
     dim : int
         Dimension of the row plate.
     inner : int
-        Size of an ordinary plate nested in the row plate, and around some globals; 0 for none.
+        Size of an ordinary plate nested in the row plate; 0 for none.
     likelihood : str
         A key of ``LIKELIHOODS``.
     masked, scaled : bool
@@ -92,7 +96,7 @@ class ModelSpec(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A random model and what its silos hold; ``spec`` says in words what the model is."""
+    """A random model with its specification and the data of its silos."""
 
     model: Callable[..., None]
     silos: list[dict[str, Any]]
@@ -108,6 +112,8 @@ def _vector(loc: Array) -> dist.Distribution:
     return dist.Normal(loc[..., None], jnp.ones(3)).to_event(1)
 
 
+# One family for each kind of support, bounds that depend on parents among them: a bijection or a
+# log-determinant that is wrong for one of them would show in the joint density.
 FAMILIES: dict[str, Callable[[Array], dist.Distribution]] = {
     "real": lambda m: dist.Normal(m, 1.0),
     "positive": lambda m: dist.Gamma(2.0, jnp.exp(m)),
@@ -135,15 +141,16 @@ CONSTRAINTS = {
 
 @dataclass(frozen=True)
 class _Text:
-    """The ordinary NumPyro model that a spec stands for.
+    """The ordinary NumPyro model of a specification.
 
-    ``known`` has a bounded number for each parameter and latent, on which later sites depend.
+    Later sites depend on earlier ones by a bounded function of each (``known``): unbounded sums of
+    sums would overflow in a random model.
     """
 
     spec: ModelSpec
 
     def model(self) -> Callable[..., None]:
-        """Return the model, a plain function."""
+        """Return the model as a plain function of a silo's data."""
         spec = self.spec
         config = {
             s.name: LocScaleReparam(0.0 if s.wrap == "reparam" else None)
@@ -184,7 +191,7 @@ class _Text:
             self.rows(known, x, self.column(seen), y)
 
     def rows(self, known: dict[str, Any], x: Array, seen: Array, y: Array | None) -> None:
-        """Run what is inside of the plate of rows."""
+        """Run the part of the text inside of the plate of rows."""
         spec = self.spec
         for i, constraint in enumerate(spec.private):
             known[f"phi{i}"] = _param(f"phi{i}", constraint)
@@ -205,17 +212,17 @@ class _Text:
                 numpyro.sample("y", LIKELIHOODS[spec.likelihood](eta), obs=obs)
 
     def extras(self, name: str, known: dict[str, Any]) -> None:
-        """Add a deterministic site and a factor, where there are any."""
+        """Add a deterministic site and a factor, if the specification has them."""
         if self.spec.extras:
             total = numpyro.deterministic(f"{name}_total", sum(known.values(), jnp.zeros(())))
             numpyro.factor(f"{name}_factor", -0.1 * total**2)
 
     def column(self, rows: Array) -> Array:
-        """Return numbers of rows along the plate's axis."""
+        """Return one number for each row, reshaped to the axis of the row plate."""
         return jnp.reshape(rows, (-1,) + (1,) * (-self.spec.dim - 1))
 
     def cells(self, y: Array) -> Array:
-        """Return the outcomes along the axes of the plates."""
+        """Return the outcomes (rows, inner), reshaped to the axes of both plates."""
         spec = self.spec
         if not spec.inner:
             return self.column(y)
@@ -229,7 +236,7 @@ def _param(name: str, constraint: str) -> Array:
 
 
 def _sample(site: Latent, known: dict[str, Any], seen: Array | None = None) -> Array:
-    """Draw a site given its parents, and return a bounded number of it."""
+    """Sample a site given its parents, and return a bounded function of its value."""
     loc = sum((known[p] for p in site.parents), jnp.zeros(() if seen is None else seen.shape))
 
     def draw(before: Array | float, _: None = None) -> tuple[Array, Array]:
@@ -253,8 +260,8 @@ def _wrapped(wrap: str, seen: Array | None) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _hold(spec: ModelSpec, sizes: Sequence[int], seed: int) -> list[dict[str, Any]]:
-    """Return random data of silos with these numbers of rows."""
+def _random_silos(spec: ModelSpec, sizes: Sequence[int], seed: int) -> list[dict[str, Any]]:
+    """Return the random data of silos with these numbers of rows."""
     rng = np.random.default_rng(seed)
     silos: list[dict[str, Any]] = []
     for n in sizes:
@@ -262,6 +269,7 @@ def _hold(spec: ModelSpec, sizes: Sequence[int], seed: int) -> list[dict[str, An
         silo: dict[str, Any] = {
             "x": rng.normal(size=n),
             "seen": rng.random(n) < 0.7,
+            # 0 and 1 are in the support of every likelihood here.
             "y": rng.integers(0, 2, shape).astype(np.float64),
         }
         if spec.groups:
@@ -320,19 +328,22 @@ def models(
         draw: DrawFn, prefix: str, earlier: list[str], *, inner: bool
     ) -> tuple[Latent, ...]:
         insides = draw(st.lists(st.booleans(), max_size=max_latents))
-        found: list[Latent] = []
+        sites: list[Latent] = []
+        # Latents in the inner plate come last: others cannot depend on them, since they are wider.
         for i, inside in enumerate(sorted(inner and inside for inside in insides)):
             family = draw(st.sampled_from(list(FAMILIES)))
+            # Hypothesis shrinks to the first. A mask is an array of rows, so that only their
+            # latents have it; a reparametrisation needs a location and a scale.
             wraps = ["", "", "scale"]
             wraps += ["mask"] if prefix == "b" else []
             wraps += ["sample_shape"] if prefix == "g" and not inside else []
             wraps += ["scan"] if prefix in "gb" and not inside else []
             wraps += ["reparam", "learned reparam"] if family in ("real", "vector") else []
-            before = earlier + [site.name for site in found]
+            before = earlier + [site.name for site in sites]
             parents = draw(st.sets(st.sampled_from(before), max_size=3)) if before else ()
             wrap = draw(st.sampled_from(wraps))
-            found.append(Latent(f"{prefix}{i}", family, tuple(sorted(parents)), inside, wrap))
-        return tuple(found)
+            sites.append(Latent(f"{prefix}{i}", family, tuple(sorted(parents)), inside, wrap))
+        return tuple(sites)
 
     @st.composite
     def problems(draw: DrawFn) -> Problem:
@@ -359,7 +370,8 @@ def models(
             extras=draw(st.booleans()),
         )
         sizes = draw(st.lists(st.integers(1, max_rows), min_size=1, max_size=max_silos))
-        return Problem(_Text(spec).model(), _hold(spec, sizes, draw(st.integers(0, 999))), spec)
+        data = _random_silos(spec, sizes, draw(st.integers(0, 999)))
+        return Problem(_Text(spec).model(), data, spec)
 
     return problems()
 

@@ -21,7 +21,7 @@ from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import Noise, Problem, Solution
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.minibatch import drawn, rows_at
+from numpyro_fed.model.minibatch import draw_minibatch, rows_at
 from numpyro_fed.objectives import normals
 from numpyro_fed.trees import all_finite, where
 
@@ -216,7 +216,7 @@ class Silo(Role):
         def log_lik(
             psi: Ordinary, silo_part: SiloParams, noise: Noise, plain: bool
         ) -> tuple[Array, Array]:
-            batch, indices = drawn(parts.minibatches, noise.which, data)
+            batch, indices = draw_minibatch(parts.minibatches, noise.which, data)
             local = rows_at(silo_part.guide, indices)
             shared = {**theta, **silo_part.private}
             centre = family.centre(psi)

@@ -291,7 +291,7 @@ class Vertical:
     def guide(self, kind: ClientType, data: SiloData | None = None) -> Guide:
         """Return the guide of a party's latents; its start may depend on the party's data."""
         spec = self.server_spec if kind is self.server else self.spec
-        half: Any = kind.half if data is None else kind.half.given(data)
+        half: Any = kind.half if data is None else kind.half.with_data(data)
         return build_resolved(spec, kind.resolved, half)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
