@@ -61,7 +61,10 @@ def two_kinds(x, y, v):
         numpyro.sample("v", dist.Normal(w, 2.0), obs=v)
 
 
-MODELS = {f.__name__: f for f in (plain, with_latents, wards, wards_and_rows, two_kinds)}
+MODELS = {
+    "plain": plain,
+    **{f.__name__: f for f in (with_latents, wards, wards_and_rows, two_kinds)},
+}
 
 
 def silos_of(name, sizes=(7, 12, 3)):
