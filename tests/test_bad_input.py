@@ -34,38 +34,6 @@ def good_pair(y, x=None):
 # --- models that cannot be split -------------------------------------------------------------
 
 
-def no_silo_plate(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with numpyro.plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-
-
-def observed_outside(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("b", dist.Normal(mu, 1))
-    numpyro.sample("total", dist.Normal(mu, 1), obs=y.sum())
-
-
-def global_on_local(y):
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(b, 1), obs=y)
-    numpyro.sample("late", dist.Normal(b.sum(), 1))
-
-
-def global_on_data(y):
-    mu = numpyro.sample("centred", dist.Normal(y.mean(), 1))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-
-
-def discrete(y):
-    with nf.silo_plate("row", y.shape[0]):
-        k = numpyro.sample("cluster", dist.Bernoulli(0.5))
-        numpyro.sample("y", dist.Normal(1.0 * k, 1), obs=y)
-
-
 def flat(y):
     mu = numpyro.sample("mu", dist.HalfNormal(1).mask(False))
     with nf.silo_plate("row", y.shape[0]):
@@ -111,11 +79,11 @@ def subsampled(y):
 @pytest.mark.parametrize(
     ("model", "where", "remedy"),
     [
-        (no_silo_plate, "no silo_plate", "numpyro_fed.silo_plate"),
-        (observed_outside, "'total' is observed outside", "inside the silo_plate"),
-        (global_on_local, "'late' depends on latents of silo_plate 'row'", "Put 'late' inside"),
-        (global_on_data, "'centred' depends on data", "Put 'centred' inside a silo_plate"),
-        (discrete, "'cluster' is a discrete latent", "Sum it out"),
+        (models.no_silo_plate, "no silo_plate", "numpyro_fed.silo_plate"),
+        (models.observed_outside, "'y' is observed outside", "inside the silo_plate"),
+        (models.global_on_local, "'mu' depends on latents of silo_plate 'row'", "Put 'mu' inside"),
+        (models.global_on_data, "'mu' depends on data", "Put 'mu' inside a silo_plate"),
+        (models.discrete, "'k' is a discrete latent", "Sum it out"),
         (no_bijection, "'odd' has the support", "Reparametrise it"),
         (raises, "raised KeyError at silo 1, which holds {'y': (2,)}", "no such column"),
         (other_sites, "'extra' exists at silo 1 but not at silo 0", "by a mask"),

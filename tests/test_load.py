@@ -249,13 +249,12 @@ def test_runs_of_all_methods_are_rebuilt(method, tmp_path):
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_of_a_file_of_before_the_draws_can_be_read_and_the_state_cannot(tmp_path, version):
-    sfvi = nf.SFVI(model, start=None)
-    sfvi.run(KEY, 3, silos(), **QUIET).save(tmp_path / "fit", draws=10)
+    PLAIN.run(KEY, 3, silos(), **QUIET).save(tmp_path / "fit", draws=10)
     arrays, description = read_npz(tmp_path / "fit")
     write_npz(tmp_path / "fit", arrays, {**description, "version": version})
     assert len(nf.load(tmp_path / "fit").weights) == 10
     with pytest.raises(nf.SavedStateError, match=f"format version {version}.*goes on from"):
-        sfvi.load(tmp_path / "fit", silos())
+        PLAIN.load(tmp_path / "fit", silos())
 
 
 @pytest.mark.slow
