@@ -166,6 +166,7 @@ def test_a_silo_with_few_rows_takes_all_of_them(double, name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), some, whole)
 
 
+@pytest.mark.slow
 def test_batches_larger_than_every_silo_change_nothing(double):
     split = Split("wards_and_rows", 50)
     down, states = split.start()

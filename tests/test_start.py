@@ -379,6 +379,7 @@ def test_a_run_without_a_mode_can_be_gone_on_from_and_loaded(method, tmp_path):
         np.testing.assert_array_equal(again.losses, then.losses)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no mode to start from")
 @pytest.mark.parametrize("method", [nf.PVI, nf.SFVI], ids=["PVI", "SFVI"])
 def test_nodes_begin_as_one_process_does_where_there_is_no_mode(method):
