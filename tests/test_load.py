@@ -216,7 +216,7 @@ def test_other_data_and_another_text_are_refused(corrected, tmp_path):
 def test_settings_that_no_file_can_hold_are_named(tmp_path):
     method = nf.SFVI(model, optim=optax.sgd(0.01), start=None)
     method.run(KEY, 2, silos(), **QUIET).save(tmp_path / "fit")
-    with pytest.raises(nf.SavedStateError, match=r"optim= .*nf\.SFVI\(model, \.\.\."):
+    with pytest.raises(nf.SavedStateError, match=r"optim= .*SFVI\(model, \.\.\."):
         nf.load(tmp_path / "fit", model, silos())
     assert len(method.load(tmp_path / "fit", silos()).losses) == 2
 
@@ -274,7 +274,7 @@ def test_a_vertical_fit_is_read_and_recognised(tmp_path):
         vfl.load(tmp_path / "fit", xs, y + 1)
     with pytest.raises(nf.SavedStateError, match="text is another"):
         nf.VFL(vertical(2.0), start=None).load(tmp_path / "fit", xs, y)
-    with pytest.raises(nf.SavedStateError, match=r"nf\.VFL\(model, \.\.\.\)\.load"):
+    with pytest.raises(nf.SavedStateError, match=r"VFL\(model, \.\.\.\)\.load"):
         nf.load(tmp_path / "fit", vertical(1.0), [{}])
 
 
