@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 from xla_flags import remembered_flags
@@ -22,6 +23,7 @@ import jax
 import jax.monitoring
 import pytest
 
+ENOUGH = 3 << 29  # bytes of a worker: more than any one file takes
 SLOW_EXAMPLES = (  # in docstrings, where no mark can stand
     "methods.fit.fit",
     "methods.load.load",
@@ -55,11 +57,21 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=list(others))
 
 
+def resident():
+    """Bytes of memory that this process holds; where the system does not tell, no end of them."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return sys.maxsize
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Compiled programs of one file are of no use to the next, and take memory."""
+    """Compiled programs of one file are of little use to the next, and take memory."""
     yield
-    jax.clear_caches()
+    if resident() > ENOUGH:
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ __all__ = [
     "laid_open",
     "laid_open_columns",
     "parameters",
+    "private",
     "put_in_place",
     "questions",
     "root",
@@ -192,6 +193,11 @@ def globals_drawn(corrected: Any) -> np.ndarray:
 def with_moments(corrected: Any, **known: Any) -> Any:
     """A correction that knows other things of its moments."""
     return replace(corrected, _moments=corrected._moments._replace(**known))
+
+
+def private(module: Any, name: str) -> Any:
+    """A function that a module, of the benchmarks for instance, keeps to itself."""
+    return getattr(module, f"_{name}")
 
 
 PLACES = {

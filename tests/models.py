@@ -206,3 +206,42 @@ def sum_and_level(sd=0.7, prior_sd=1):
             numpyro.sample("y", dist.Normal(b + eta, sd), obs=y)
 
     return model
+
+
+# --- what cannot be split over silos ---------------------------------------------------------
+
+
+def no_silo_plate(y):
+    """Rows in an ordinary plate."""
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def observed_outside(y):
+    """Something observed outside of the silos."""
+    numpyro.sample("y", dist.Normal(0, 1), obs=y[0])
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("b", dist.Normal(0, 1))
+
+
+def global_on_local(y):
+    """A global around the rows' latents."""
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        numpyro.sample("y", dist.Normal(b, 1), obs=y)
+    numpyro.sample("mu", dist.Normal(b.sum(), 1))
+
+
+def global_on_data(y):
+    """A prior that reads the data."""
+    mu = numpyro.sample("mu", dist.Normal(y.mean(), 1))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def discrete(y):
+    """A mixture, whose part is a latent of the row."""
+    with nf.silo_plate("row", y.shape[0]):
+        k = numpyro.sample("k", dist.Bernoulli(0.5))
+        numpyro.sample("y", dist.Normal(1.0 * k, 1), obs=y)

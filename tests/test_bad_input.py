@@ -1,6 +1,7 @@
 """What cannot work is refused before the run, by name and with the remedy; NaN stops a run."""
 
 import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ def rows(n=3, **other):
 
 
 good = models.levels()
+GOOD = nf.SFVI(good, optim=ADAM, start=None)
 
 
 def good_pair(y, x=None):
@@ -32,38 +34,6 @@ def good_pair(y, x=None):
 
 
 # --- models that cannot be split -------------------------------------------------------------
-
-
-def no_silo_plate(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with numpyro.plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-
-
-def observed_outside(y):
-    mu = numpyro.sample("mu", dist.Normal(0, 1))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("b", dist.Normal(mu, 1))
-    numpyro.sample("total", dist.Normal(mu, 1), obs=y.sum())
-
-
-def global_on_local(y):
-    with nf.silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        numpyro.sample("y", dist.Normal(b, 1), obs=y)
-    numpyro.sample("late", dist.Normal(b.sum(), 1))
-
-
-def global_on_data(y):
-    mu = numpyro.sample("centred", dist.Normal(y.mean(), 1))
-    with nf.silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-
-
-def discrete(y):
-    with nf.silo_plate("row", y.shape[0]):
-        k = numpyro.sample("cluster", dist.Bernoulli(0.5))
-        numpyro.sample("y", dist.Normal(1.0 * k, 1), obs=y)
 
 
 def flat(y):
@@ -111,11 +81,11 @@ def subsampled(y):
 @pytest.mark.parametrize(
     ("model", "where", "remedy"),
     [
-        (no_silo_plate, "no silo_plate", "numpyro_fed.silo_plate"),
-        (observed_outside, "'total' is observed outside", "inside the silo_plate"),
-        (global_on_local, "'late' depends on latents of silo_plate 'row'", "Put 'late' inside"),
-        (global_on_data, "'centred' depends on data", "Put 'centred' inside a silo_plate"),
-        (discrete, "'cluster' is a discrete latent", "Sum it out"),
+        (models.no_silo_plate, "no silo_plate", "numpyro_fed.silo_plate"),
+        (models.observed_outside, "'y' is observed outside", "inside the silo_plate"),
+        (models.global_on_local, "'mu' depends on latents of silo_plate 'row'", "Put 'mu' inside"),
+        (models.global_on_data, "'mu' depends on data", "Put 'mu' inside a silo_plate"),
+        (models.discrete, "'k' is a discrete latent", "Sum it out"),
         (no_bijection, "'odd' has the support", "Reparametrise it"),
         (raises, "raised KeyError at silo 1, which holds {'y': (2,)}", "no such column"),
         (other_sites, "'extra' exists at silo 1 but not at silo 0", "by a mask"),
@@ -265,7 +235,7 @@ def test_a_key_must_be_one_jax_key(key):
 
 
 def test_an_older_key_is_the_same_key():
-    fit = nf.SFVI(good, optim=ADAM, start=None)
+    fit = GOOD
     a = fit.run(jax.random.PRNGKey(3), 2, [rows()], **quiet)
     b = fit.run(jax.random.key(3), 2, [rows()], **quiet)
     np.testing.assert_array_equal(a.losses, b.losses)
@@ -306,22 +276,20 @@ def wider(y):
             "simulation",
         ),
         (nf.SFVI(good, optim=optax.sgd(1e-2), start=None), [rows(3), rows(3)], "simulation"),
-        (nf.SFVI(good, optim=ADAM, start=None), [rows(3)], "simulation"),
-        (nf.SFVI(good, optim=ADAM, start=None), [rows(3), rows(4)], "simulation"),
-        (nf.SFVI(good, optim=ADAM, start=None), [rows(3), rows(3)], "host"),
+        (GOOD, [rows(3)], "simulation"),
+        (GOOD, [rows(3), rows(4)], "simulation"),
+        (GOOD, [rows(3), rows(3)], "host"),
     ],
     ids=["model", "guide", "optimiser", "number of silos", "sizes of silos", "runtime"],
 )
 def test_a_state_of_another_fit_is_refused(other, silos, runtime):
     state = laid_open(other, silos, runtime).result().state
     with pytest.raises(nf.SavedStateError, match=r"another model.*\.state"):
-        nf.SFVI(good, optim=ADAM, start=None).run(
-            KEY, 1, [rows(3), rows(3)], init_state=state, **quiet
-        )
+        GOOD.run(KEY, 1, [rows(3), rows(3)], init_state=state, **quiet)
 
 
 def test_a_result_is_not_a_state():
-    fit = nf.SFVI(good, optim=ADAM, start=None)
+    fit = GOOD
     result = fit.run(KEY, 1, [rows()], **quiet)
     with pytest.raises(TypeError, match=r"\.state, got Result"):
         fit.run(KEY, 1, [rows()], init_state=result, **quiet)
@@ -352,6 +320,12 @@ def walled_kind(y, wall, kind):
     walled(y, wall)
 
 
+@cache
+def towards(model):
+    """One method for each model: its steps lead to the wall."""
+    return nf.SFVI(model, optim=optax.adam(0.1), guide=nf.guides.MeanField(), start=None)
+
+
 def stopped(fit, silos, num_rounds=300, **kwargs):
     with pytest.raises(nf.NonFiniteError) as caught:
         fit.run(KEY, num_rounds, silos, **quiet, **kwargs)
@@ -380,7 +354,7 @@ def holds_the_last_good_state(error, fit, silos, **kwargs):
     ids=["one shape", "padded", "two buckets", "another bucket"],
 )
 def test_the_silo_that_fails_is_named_and_nothing_is_lost(runtime, silos, model, expected):
-    fit = nf.SFVI(model, optim=optax.adam(0.1), guide=nf.guides.MeanField(), start=None)
+    fit = towards(model)
     error = stopped(fit, silos, runtime=runtime)
     assert error.silos == expected
     assert 5 < error.round < 100
@@ -417,7 +391,7 @@ def server_wall(y):
 @pytest.mark.parametrize("runtime", ["simulation", "host"])
 def test_no_silo_is_blamed_for_the_server(runtime):
     silos = [{"y": np.full(4, 10.0, np.float32)}] * 2
-    fit = nf.SFVI(server_wall, optim=optax.adam(0.1), guide=nf.guides.MeanField(), start=None)
+    fit = towards(server_wall)
     error = stopped(fit, silos, runtime=runtime)
     assert error.silos == ()
     assert 5 < error.round < 100
@@ -425,12 +399,14 @@ def test_no_silo_is_blamed_for_the_server(runtime):
     holds_the_last_good_state(error, fit, silos, runtime=runtime)
 
 
+HUGE = nf.SFVI(good, optim=optax.sgd(1e38), start=None)
+
+
 @pytest.mark.parametrize("num_rounds", [1, 2, 300])
 def test_a_step_that_is_far_too_large_stops_at_the_last_finite_state(num_rounds):
     """Parameters overflow in a step whose own bound is still finite."""
     silos = [{"y": np.full(4, 10.0, np.float32)}] * 2
-    fit = nf.SFVI(good, optim=optax.sgd(1e38), start=None)
-    error = stopped(fit, silos, num_rounds)
+    error = stopped(HUGE, silos, num_rounds)
     holds = jax.tree.map(lambda a: np.isfinite(a).all(), error.result.state)
     assert jax.tree.all(holds)
     assert len(error.result.losses) == error.round < 2
@@ -447,7 +423,7 @@ def test_a_run_can_fail_after_more_rounds_than_one_program_reports():
 
 def test_a_run_that_goes_on_counts_rounds_from_the_first_one():
     silos = walls(50.0, 3.0)
-    fit = nf.SFVI(walled, optim=optax.adam(0.1), guide=nf.guides.MeanField(), start=None)
+    fit = towards(walled)
     whole = stopped(fit, silos)
     first = fit.run(KEY, 4, silos, **quiet)
     rest = stopped(fit, silos, init_state=first.state)

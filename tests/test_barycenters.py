@@ -14,6 +14,8 @@ from numpyro_fed.barycenters import forward_kl, reverse_kl, wasserstein
 from numpyro_fed.errors import DataError
 
 ALL = [wasserstein, forward_kl, reverse_kl]
+SEEDS = st.integers(0, 10_000)
+SHAPES = st.sampled_from([(1, 3), (2, 1), (3, 4), (5, 5)])  # number and dimension, each a program
 
 
 def gaussians(seed, number, dim, spread=1.0):
@@ -29,10 +31,10 @@ def root(S):
 
 
 @pytest.mark.slow
-@given(st.integers(0, 10_000), st.integers(1, 6), st.integers(1, 7))
+@given(SEEDS, st.sampled_from([(1, 4), (2, 1), (4, 3), (6, 7)]))
 @settings(deadline=None, max_examples=30)
-def test_the_wasserstein_barycenter_solves_its_equation(seed, number, dim):
-    locs, covs, w = gaussians(seed, number, dim)
+def test_the_wasserstein_barycenter_solves_its_equation(seed, shape):
+    locs, covs, w = gaussians(seed, *shape)
     with jax.enable_x64(True):
         loc, S = (np.asarray(a) for a in wasserstein(locs, covs, w))
     half = root(S)
@@ -51,11 +53,12 @@ def test_it_is_that_of_ott(number):
     np.testing.assert_allclose(found[4:].reshape(4, 4), S, rtol=2e-3, atol=1e-3 * abs(S).max())
 
 
-@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 5))
+@given(SEEDS, SHAPES)
 @settings(deadline=None, max_examples=20)
-def test_similar_maps_move_the_wasserstein_barycenter_with_them(seed, number, dim):
+def test_similar_maps_move_the_wasserstein_barycenter_with_them(seed, shape):
     """Rotations, shifts and one scale for all: maps that keep the ratios of distances."""
-    locs, covs, w = gaussians(seed, number, dim)
+    locs, covs, w = gaussians(seed, *shape)
+    dim = shape[1]
     r = np.random.default_rng(seed + 1)
     A, b = 3.7 * np.linalg.qr(r.normal(size=(dim, dim)))[0], r.normal(size=dim)
     with jax.enable_x64(True):
@@ -66,10 +69,11 @@ def test_similar_maps_move_the_wasserstein_barycenter_with_them(seed, number, di
 
 
 @pytest.mark.parametrize("barycenter", [forward_kl, reverse_kl])
-@given(seed=st.integers(0, 10_000), number=st.integers(1, 5), dim=st.integers(1, 5))
+@given(seed=SEEDS, shape=SHAPES)
 @settings(deadline=None, max_examples=15)
-def test_affine_maps_move_those_of_kl_with_them(barycenter, seed, number, dim):
-    locs, covs, w = gaussians(seed, number, dim)
+def test_affine_maps_move_those_of_kl_with_them(barycenter, seed, shape):
+    locs, covs, w = gaussians(seed, *shape)
+    dim = shape[1]
     r = np.random.default_rng(seed + 1)
     A, b = r.normal(size=(dim, dim)) + 2 * np.eye(dim), r.normal(size=dim)
     with jax.enable_x64(True):
@@ -81,10 +85,11 @@ def test_affine_maps_move_those_of_kl_with_them(barycenter, seed, number, dim):
     np.testing.assert_allclose(moved[1], A @ S @ A.T, atol=1e-10 * scale * top)
 
 
-@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 6))
+@given(SEEDS, SHAPES)
 @settings(deadline=None, max_examples=20)
-def test_diagonal_ones_are_exact_under_any_units(seed, number, dim):
-    locs, covs, w = gaussians(seed, number, dim)
+def test_diagonal_ones_are_exact_under_any_units(seed, shape):
+    locs, covs, w = gaussians(seed, *shape)
+    dim = shape[1]
     variances = np.diagonal(covs, axis1=1, axis2=2)
     units = 10.0 ** np.random.default_rng(seed).uniform(-6, 6, dim)
     with jax.enable_x64(True):

@@ -24,6 +24,7 @@ model = models.level()
 
 SILOS = [{"y": np.array([1.0, 2.0])}, {"y": np.array([3.0, 4.0, 5.0])}]
 SFVI = nf.SFVI(model, start=None)
+PVI = nf.PVI(model, schedule="synchronous", start=None, damping=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +106,7 @@ def test_between_a_rounds_report_and_its_state(monkeypatch):
     assert len(found.losses) == int(found.state.round) == 5
 
 
-@pytest.mark.parametrize("method", [SFVI, nf.PVI(model, start=None)], ids=["SFVI", "PVI"])
+@pytest.mark.parametrize("method", [SFVI, PVI], ids=["SFVI", "PVI"])
 def test_before_the_first_round_is_done(monkeypatch, method):
     put_in_place(monkeypatch, "all_finite", ctrl_c)
     with pytest.raises(nf.Interrupted) as caught:
@@ -145,9 +146,8 @@ def test_a_second_one_gets_through(monkeypatch):
 
 @pytest.mark.parametrize("runtime", ["simulation", "host"])
 def test_factors_before_it_are_kept(runtime):
-    pvi = nf.PVI(model, schedule="synchronous", start=None, damping=0.5)
     with pytest.raises(nf.Interrupted) as caught:
-        pvi.run(KEY, 9, SILOS, callback=ctrl_c, every=2, runtime=runtime, **QUIET)
+        PVI.run(KEY, 9, SILOS, callback=ctrl_c, every=2, runtime=runtime, **QUIET)
     found = caught.value.result
     assert (found.ended, len(found.losses), found.damping.shape) == ("interrupted", 2, (2, 1))
     assert np.isfinite(float(found.posterior()["mu"].mean))

@@ -61,7 +61,10 @@ def two_kinds(x, y, v):
         numpyro.sample("v", dist.Normal(w, 2.0), obs=v)
 
 
-MODELS = {f.__name__: f for f in (plain, with_latents, wards, wards_and_rows, two_kinds)}
+MODELS = {
+    "plain": plain,
+    **{f.__name__: f for f in (with_latents, wards, wards_and_rows, two_kinds)},
+}
 
 
 def silos_of(name, sizes=(7, 12, 3)):
@@ -163,6 +166,7 @@ def test_a_silo_with_few_rows_takes_all_of_them(double, name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), some, whole)
 
 
+@pytest.mark.slow
 def test_batches_larger_than_every_silo_change_nothing(double):
     split = Split("wards_and_rows", 50)
     down, states = split.start()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from laid_open import private
 from numpyro.infer.util import potential_energy
 from scipy import stats
 from scipy.special import digamma, log_ndtr, polygamma
@@ -22,6 +23,10 @@ import oracle_ledger
 import oracle_models
 from oracle_models import DATA_SETS, Prior, Spec, random_silos, random_spec, text
 
+flat = private(oracle_exact, "flat")
+gaussian_locals = private(oracle_exact, "gaussian_locals")
+integrated = private(oracle_exact, "integrated")
+exception = private(oracle, "exception")
 SCALARS = ("real", "positive", "lower", "interval")
 STARTS = np.random.default_rng(0).normal(size=(20, 3))
 
@@ -104,11 +109,11 @@ def test_locals_row_by_row_as_in_closed_form():
     s = spec(globals=(mu, tau), local="normal", spread="global", plate="hospital",
              hospitals=(1, 2), noise="data", missing=True)  # fmt: skip
     silos, _ = random_silos(s, np.random.default_rng(0), "far")
-    d = oracle_exact._flat(s, silos)
+    d = flat(s, silos)
     eta = np.linspace(-3, 3, 6)[:, None] * d["x"][:, 0]
     scale, weight = np.geomspace(0.05, 50, 6)[:, None], d["here"].astype(float)
-    expected = oracle_exact._gaussian_locals(d, eta, d["s"], scale, weight)
-    found = oracle_exact._integrated(s, d, eta, d["s"], {}, scale, weight, fine=False)
+    expected = gaussian_locals(d, eta, d["s"], scale, weight)
+    found = integrated(s, d, eta, d["s"], {}, scale, weight, fine=False)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
@@ -122,7 +127,7 @@ def test_locals_with_a_kink_as_in_closed_form():
     right = y / tau + log_ndtr(-y / noise - noise / tau)
     expected = np.logaddexp(left, right) + noise**2 / (2 * tau**2) - np.log(2 * tau)
     for fine, atol in ((False, 1e-4), (True, 1e-6)):
-        found = oracle_exact._integrated(
+        found = integrated(
             spec(local="laplace"), d, np.zeros((len(tau), 4)), noise, {}, tau, np.ones(4), fine
         )
         np.testing.assert_allclose(found, expected.sum(1), atol=atol)
@@ -142,7 +147,7 @@ def test_locals_that_are_wide_are_integrated_as_far_as_they_reach(local):
 def test_gaussian_locals_keep_their_digits_where_the_noise_is_small():
     d = dict(y=np.array([1.0, 1.0 + 1e-6, -2.0]), group=np.array([0, 0, 1]))
     noise, tau = np.full((1, 1), 1e-6), np.full((1, 1), 3.0)
-    found = oracle_exact._gaussian_locals(d, np.zeros((1, 3)), noise, tau, np.ones(3))
+    found = gaussian_locals(d, np.zeros((1, 3)), noise, tau, np.ones(3))
     pair = stats.norm.logpdf(1e-6, 0, 2**0.5 * 1e-6) + stats.norm.logpdf(1 + 5e-7, 0, 3.0)
     assert found[0] == pytest.approx(pair + stats.norm.logpdf(-2, 0, 3.0), abs=1e-8)
 
@@ -244,8 +249,8 @@ def test_outcomes():
     error, ratio, right = oracle.misses(reading, truth)
     assert (error, ratio, right) == (0.2, 0.7, False)
     assert oracle.misses(reading._replace(mean_error=0.1, sd_error=0.15), truth)[2]
-    assert oracle._exception(oracle.nf.ModelError("the site 'y' is bad"), spec()) == "refused"
-    assert oracle._exception(TypeError("no such 'y'"), spec()) == "crashed"
+    assert exception(oracle.nf.ModelError("the site 'y' is bad"), spec()) == "refused"
+    assert exception(TypeError("no such 'y'"), spec()) == "crashed"
 
 
 FIXED = [(5, 0, ("SFVI", "SFVI corrected")), (2, 4, ("PVI factor", "PVI corrected"))]

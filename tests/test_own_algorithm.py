@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from laid_open import inside
 
 import numpyro_fed as nf
 
@@ -39,7 +40,10 @@ def test_rounds_of_logistic_regression_come_to_rest(page):
     assert result.ended == "converged"
     assert len(result.losses) < 10
     with jax.enable_x64(True):
-        multipliers = [np.asarray(s.multiplier["gaussian"]["second"]) for s in states(result)]
+        multipliers = [
+            np.asarray(s.multiplier["gaussian"]["second"])
+            for s in inside(result).one_by_one(result.state.silos)
+        ]
         prior = np.diag(np.full(4, -0.5 / 9))
         eta = np.asarray(result.params["guide"]["gaussian"]["second"])
     np.testing.assert_allclose(prior + sum(multipliers), eta, rtol=1e-3)
@@ -55,8 +59,3 @@ def test_latents_of_rows_are_refused(page):
     admm = page["BayesADMM"](model)
     with pytest.raises(nf.ModelError, match="global latents alone"):
         admm.run(jax.random.key(0), 1, [{"y": np.zeros(3)}], progress_bar=False)
-
-
-def states(result):
-    """The states of all silos."""
-    return [result._silo_state(j) for j in range(result.num_silos)]

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import cache
 
 import arviz
 import jax
@@ -62,6 +63,7 @@ def result():
     return nf.SFVI(model, optim=optim, start=None).run(KEY, 600, SILOS, **quiet)
 
 
+@cache
 def unfitted(**settings):
     """A result before its first round."""
     return laid_open(nf.SFVI(model, optim=optax.sgd(0.1), **settings, start=None), SILOS).result()

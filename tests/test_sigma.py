@@ -320,7 +320,8 @@ def test_the_networks_of_the_paper_can_be_had(tmp_path):
     np.testing.assert_array_equal(again.sample(KEY, 5), plain.sample(KEY, 5))
 
 
-def test_saved_and_loaded_without_pickle(trained, tmp_path):
+def test_saved_and_loaded_without_pickle(tmp_path):
+    trained = nf.SigmaPrior.fit(KEY, gp, "theta", UNEVEN, **QUICK)
     trained.save(tmp_path / "prior")
     again = nf.SigmaPrior.load(tmp_path / "prior", gp, "theta", UNEVEN)
     np.testing.assert_array_equal(again.sample(KEY, 5), trained.sample(KEY, 5))

@@ -4,6 +4,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -277,29 +278,6 @@ def test_a_prior_that_depends_on_the_number_of_rows_is_refused(sizes, part):
         make(model, *({"y": np.zeros(n)} for n in (here, here, there)))
 
 
-def no_silo_plate(y):
-    with numpyro.plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(0, 1), obs=y)
-
-
-def observed_outside(y):
-    numpyro.sample("y", dist.Normal(0, 1), obs=y[0])
-    with silo_plate("row", y.shape[0]):
-        numpyro.sample("b", dist.Normal(0, 1))
-
-
-def global_on_local(y):
-    with silo_plate("row", y.shape[0]):
-        b = numpyro.sample("b", dist.Normal(0, 1))
-    numpyro.sample("mu", dist.Normal(b.sum(), 1))
-
-
-def global_on_data(y):
-    numpyro.sample("mu", dist.Normal(y.mean(), 1))
-    with silo_plate("row", y.shape[0]):
-        numpyro.sample("y", dist.Normal(0, 1), obs=y)
-
-
 def support_on_data(y):
     mu = numpyro.sample("mu", dist.Uniform(0, 1 + y.max() ** 2))
     with silo_plate("row", y.shape[0]):
@@ -316,12 +294,6 @@ def param_on_data(y):
     mu = numpyro.param("mu", jnp.asarray(y).mean())
     with silo_plate("row", y.shape[0]):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
-
-
-def discrete(y):
-    with silo_plate("row", y.shape[0]):
-        k = numpyro.sample("k", dist.Bernoulli(0.5))
-        numpyro.sample("y", dist.Normal(k, 1), obs=y)
 
 
 def mutable(y):
@@ -352,14 +324,14 @@ def improper(y):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (no_silo_plate, "no silo_plate.*Replace the numpyro.plate"),
-        (observed_outside, "'y' .*outside .*Put 'y' inside"),
-        (global_on_local, "'mu' .*silo_plate 'row'.*Put 'mu' inside"),
-        (global_on_data, "'mu' .*data.*Put 'mu' inside"),
+        (models.no_silo_plate, "no silo_plate.*Replace the numpyro.plate"),
+        (models.observed_outside, "'y' .*outside .*Put 'y' inside"),
+        (models.global_on_local, "'mu' .*silo_plate 'row'.*Put 'mu' inside"),
+        (models.global_on_data, "'mu' .*data.*Put 'mu' inside"),
         (support_on_data, "'mu' depends on data"),
         (factor_on_data, "'mu' depends on data"),
         (param_on_data, "'mu' depends on data"),
-        (discrete, r"'k' .*Bernoulli.*Sum it out"),
+        (models.discrete, r"'k' .*Bernoulli.*Sum it out"),
         (mutable, "'state' .*Use numpyro.param"),
         (raising, r"raised .* silo 0, .*\{'y': \(3,\)\}"),
         (noisy, r"'y' .*prng_key\(\).*numpyro.sample"),

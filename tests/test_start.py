@@ -164,7 +164,7 @@ def test_units_of_the_covariates_do_not_matter(method, rounds, data):
 @pytest.mark.slow
 def test_a_run_ends_where_it_has_settled_or_when_it_is_told():
     silos = cut(logistic_rows(), (60, 60))
-    sfvi = nf.SFVI(logistic)
+    sfvi = SFVI_
     ended = sfvi.run(KEY, 3_000, silos, stop="converged", **QUIET)
     assert ended.ended == "converged"
     assert "come to rest" in ended.report(certificate=False)
@@ -179,14 +179,14 @@ def test_a_run_ends_where_it_has_settled_or_when_it_is_told():
     told = sfvi.run(KEY, 100, silos, callback=look, every=20, **QUIET)
     assert (told.ended, seen, len(told.losses)) == ("callback", [20, 40, 60], 60)
     np.testing.assert_array_equal(told.losses, ended.losses[:60])
-    pvi = nf.PVI(logistic).run(KEY, 20, silos, stop="converged", **QUIET)
+    pvi = PVI_.run(KEY, 20, silos, stop="converged", **QUIET)
     assert pvi.ended == "converged"
     assert len(pvi.losses) < 10
 
 
 @pytest.mark.slow
 def test_a_callback_that_raises_keeps_the_state():
-    silos, sfvi = cut(logistic_rows(), (60, 60)), nf.SFVI(logistic)
+    silos, sfvi = cut(logistic_rows(), (60, 60)), SFVI_
 
     def fails(result):
         raise RuntimeError("no space left")
@@ -379,6 +379,7 @@ def test_a_run_without_a_mode_can_be_gone_on_from_and_loaded(method, tmp_path):
         np.testing.assert_array_equal(again.losses, then.losses)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no mode to start from")
 @pytest.mark.parametrize("method", [nf.PVI, nf.SFVI], ids=["PVI", "SFVI"])
 def test_nodes_begin_as_one_process_does_where_there_is_no_mode(method):
