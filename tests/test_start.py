@@ -360,7 +360,11 @@ def kinked_silos():
 
 
 @pytest.mark.filterwarnings("ignore:no mode to start from")
-@pytest.mark.parametrize("method", [nf.PVI, nf.SFVI], ids=["PVI", "SFVI"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(nf.PVI, marks=pytest.mark.slow), nf.SFVI],
+    ids=["PVI", "SFVI"],
+)
 def test_a_run_without_a_mode_can_be_gone_on_from_and_loaded(method, tmp_path):
     sfvi, silos = method(kinked), kinked_silos()
     once = sfvi.run(KEY, 5, silos, **QUIET)
@@ -381,7 +385,11 @@ def test_a_run_without_a_mode_can_be_gone_on_from_and_loaded(method, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no mode to start from")
-@pytest.mark.parametrize("method", [nf.PVI, nf.SFVI], ids=["PVI", "SFVI"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(nf.PVI, marks=pytest.mark.slow), nf.SFVI],
+    ids=["PVI", "SFVI"],
+)
 def test_nodes_begin_as_one_process_does_where_there_is_no_mode(method):
     fit, silos = method(kinked), kinked_silos()
     nodes = [nf.SiloNode(fit, silo) for silo in silos]
