@@ -1,4 +1,4 @@
-"""The exceptions of the package.
+"""The exceptions and the warnings of the package.
 
 Their messages say what was expected, what came, where (silo and site), and what to do.
 """
@@ -15,6 +15,26 @@ class Savable(Protocol):
     """A fit of any method, which can be written to a file."""
 
     def save(self, path: str | Path) -> None: ...
+
+
+class FederatedWarning(UserWarning):
+    """The base of all warnings of the package, for ``warnings.filterwarnings``."""
+
+
+class ModelWarning(FederatedWarning):
+    """The warning about a model whose posterior may be improper, slow or wider than trained for."""
+
+
+class DataWarning(FederatedWarning):
+    """The warning about data or files that could not be compared with others."""
+
+
+class StartWarning(FederatedWarning):
+    """The warning about a run that does not begin where it was asked to."""
+
+
+class ConvergenceWarning(FederatedWarning):
+    """The warning about a run that ended before its result can be relied on."""
 
 
 class ModelError(ValueError):

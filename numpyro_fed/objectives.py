@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
+from numpyro_fed.errors import ModelWarning
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
@@ -128,6 +129,7 @@ def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str,
                 f"with latents ({', '.join(guide.outer)}). If each row has its own data, put these "
                 "inside, in a nested plate with one row of a matrix for each; otherwise say "
                 f"draws={{'{guide.outer[0]}': {objective.draws}}}, which weighs a silo as a whole.",
+                category=ModelWarning,
                 stacklevel=2,
             )
     for plate, k in draws.items():

@@ -35,6 +35,7 @@ from numpyro_fed.errors import (
     GuideError,
     ModelError,
     SavedStateError,
+    StartWarning,
 )
 from numpyro_fed.methods.carrying import carry_over
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
@@ -175,7 +176,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
                 start = None
         # No mode is no error: the run starts as with start=None, and says so.
         except NoStartError as error:
-            warnings.warn(error.warning, stacklevel=2)
+            warnings.warn(error.warning, category=StartWarning, stacklevel=2)
             fit = _without_start(fit, runtime) or fit
             state, start = begin(fit, key, hosted.batches, SEARCHES[runtime])
         self._check_rounds(state, num_rounds)

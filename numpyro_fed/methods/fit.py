@@ -24,6 +24,7 @@ from jax import Array
 
 from numpyro_fed.errors import (
     CoupledRowsError,
+    FederatedWarning,
     GuideError,
     Interrupted,
     NonFiniteError,
@@ -470,7 +471,7 @@ class _Fitting:
         for w in caught:
             text = str(w.message).removesuffix(".")
             # Deprecations and the like are not about the fit: they are passed on.
-            if not issubclass(w.category, UserWarning):
+            if not issubclass(w.category, FederatedWarning):
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
             elif text not in self.known_warnings:
                 self.known_warnings.add(text)

@@ -37,7 +37,13 @@ from numpyro_fed.algorithms.mode import (
     unraveller,
 )
 from numpyro_fed.algorithms.mode_wide import WideState, wide_mode
-from numpyro_fed.errors import ModelError, NonFiniteError, positive_int
+from numpyro_fed.errors import (
+    ConvergenceWarning,
+    ModelError,
+    ModelWarning,
+    NonFiniteError,
+    positive_int,
+)
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import lay_out
@@ -557,6 +563,7 @@ def _warn_if_doubtful(found: Mode) -> None:
             "classes can be told apart without error, or single precision does. Give it a proper "
             "prior, leave out a column that others add up to, or "
             "run in double precision (jax.config.update('jax_enable_x64', True)).",
+            category=ModelWarning,
             stacklevel=3,
         )
     elif not found.converged:
@@ -564,5 +571,6 @@ def _warn_if_doubtful(found: Mode) -> None:
             f"the search had not come to a mode in {found.num_exchanges} exchanges: run in double "
             "precision (jax.config.update('jax_enable_x64', True)), in which smaller gains can be "
             "told from rounding; try several starts; or allow more by max_exchanges.",
+            category=ConvergenceWarning,
             stacklevel=3,
         )

@@ -10,7 +10,7 @@ from typing import Any, Generic
 
 from jax import Array
 
-from numpyro_fed.errors import DataError
+from numpyro_fed.errors import DataError, StartWarning
 from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.federated import FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import Mode, NoStartError, begin
@@ -133,7 +133,7 @@ class ServerNode(PartyServer[Fit, Result]):
         try:
             return fit, *begin(fit, key, (), search, progress_bar=progress_bar)
         except NoStartError as error:
-            warnings.warn(error.warning, stacklevel=4)
+            warnings.warn(error.warning, category=StartWarning, stacklevel=4)
             fit = fit.without_start(partial(make_runtime, begin=WITHOUT_START)) or fit
             return fit, *begin(fit, key, (), search)
 

@@ -24,7 +24,13 @@ from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import PVIParts, Settings, Status
 from numpyro_fed.divergences import KL
-from numpyro_fed.errors import GuideError, ModelError, NonFiniteError, positive_int
+from numpyro_fed.errors import (
+    ConvergenceWarning,
+    GuideError,
+    ModelError,
+    NonFiniteError,
+    positive_int,
+)
 from numpyro_fed.expfam import Family
 from numpyro_fed.guides.of_family import FamilyGuide
 from numpyro_fed.guides.structured import (
@@ -423,7 +429,7 @@ class PVI(Method[PVIResult, Conjugate]):
                 silos=tuple(np.unique(visits[status >= Status.NON_FINITE]).tolist()),
             )
         if warning := result.warning():
-            warnings.warn(warning, stacklevel=5)
+            warnings.warn(warning, category=ConvergenceWarning, stacklevel=5)
         return result
 
 

@@ -15,7 +15,7 @@ from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.sfvi import StructuredVI
-from numpyro_fed.errors import GuideError, positive_int
+from numpyro_fed.errors import ConvergenceWarning, GuideError, positive_int
 from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.structured import (
     GuideConfig,
@@ -158,6 +158,7 @@ class GradientMethod(Method[Result, None]):
                 f"the bound was still rising at the end of these {len(run.losses)} rounds: run for "
                 "more of them (init_state=result.state goes on), or take larger steps. "
                 "result.report() says how far the fit can be trusted.",
+                category=ConvergenceWarning,
                 stacklevel=5,  # the line of the user that called run
             )
         return result

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
 from numpyro_fed.algorithms.vertical.begin import num_looks
-from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.errors import DataError, ModelError, StartWarning
 from numpyro_fed.methods.federated import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
@@ -297,6 +297,7 @@ def begin(
     warnings.warn(
         "no start was found where the log density and its derivatives are finite: the run starts "
         "at zero in unconstrained space. Double precision may help.",
+        category=StartWarning,
         stacklevel=3,
     )
     return fit.runtime.init(key, batches), None

@@ -22,7 +22,7 @@ from numpyro_fed.algorithms.vertical.power import Power
 from numpyro_fed.algorithms.vertical.sample import sample
 from numpyro_fed.algorithms.vertical.search import VerticalSearch
 from numpyro_fed.algorithms.vertical.weigh import Weighing
-from numpyro_fed.errors import GuideError, positive_int
+from numpyro_fed.errors import GuideError, StartWarning, positive_int
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.auxiliary import auxiliary_guide
 from numpyro_fed.guides.structured import Structured, resolve
@@ -374,6 +374,7 @@ class VFL(VerticalMethod[VerticalResult]):
             warnings.warn(
                 f"start={self.start!r} is not possible for this model (see numpyro_fed.VFL): the "
                 f"run begins as with start={start!r}.",
+                category=StartWarning,
                 stacklevel=5,
             )
         return start

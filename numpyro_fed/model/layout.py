@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from numpyro_fed.errors import ModelWarning
 from numpyro_fed.model.audit import separable
 from numpyro_fed.model.data import ReadSilos, SiloData, Sizes
 from numpyro_fed.model.federated import FederatedModel
@@ -85,6 +86,7 @@ class Layout(NamedTuple):
             "read another row's latents? check_decomposition tells). The silos stay "
             "unpadded: one program is compiled for each distinct size. To avoid this, compute such "
             "summaries before the run and pass them as data.",
+            category=ModelWarning,
             stacklevel=4,
         )
         return bucket(silos, self.sizes, may_pad=False)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from numpyro_fed.errors import DataError
+from numpyro_fed.errors import DataError, DataWarning
 
 ORDER = (
     "Bring the rows of all parties into one order (by numpy.argsort of the ids), and leave out "
@@ -80,6 +80,7 @@ def check_same_digests(digests: Mapping[str, str]) -> None:
         warnings.warn(
             f"nothing says whether the rows of {', '.join(without)} are those of "
             f"{', '.join(given)}: only the latter have row ids.",
+            category=DataWarning,
             stacklevel=3,
         )
     for owner, text in given.items():

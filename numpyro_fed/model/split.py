@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
-from numpyro_fed.errors import ModelError
+from numpyro_fed.errors import ModelError, ModelWarning
 from numpyro_fed.model.binding import Rows, Theta, globals_at, log_det_owners, trace_at
 from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.feasible import feasible
@@ -105,6 +105,7 @@ def _warn_masked(found: Structure) -> None:
             else f"the latent site '{name}' is masked: where the mask is False it has no prior, so "
             "that its posterior is improper and a bound can grow for ever. Mask only the observed "
             "site (obs_mask adds such a latent; give a mask to numpyro.handlers.mask instead).",
+            category=ModelWarning,
             stacklevel=3,
         )
 
@@ -116,6 +117,7 @@ def _warn_fields(found: Structure) -> None:
             "large global latent, which all silos share. nf.handlers.substitute_prior puts a prior "
             "in its place in which silos are independent given what they share: "
             "nf.SeparatorPrior, nf.LowRankPrior, nf.BlockPrior, nf.SigmaPrior.",
+            category=ModelWarning,
             stacklevel=3,
         )
 

@@ -13,7 +13,7 @@ from jax import Array
 from scipy.stats import gaussian_kde, wasserstein_distance
 
 from numpyro_fed import html
-from numpyro_fed.errors import MissingExtraError, NonFiniteError
+from numpyro_fed.errors import ConvergenceWarning, MissingExtraError, NonFiniteError
 from numpyro_fed.reference.nuts import NutsResult
 from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected, importance_correct
@@ -57,7 +57,7 @@ def compare(
 
     Warns
     -----
-    UserWarning
+    ConvergenceWarning
         If NUTS has fewer than 400 effective draws for an element, too few to judge by.
 
     Examples
@@ -245,6 +245,7 @@ def _warn_if_few(ess: Mapping[str, np.ndarray]) -> None:
             f"NUTS has only {least:.0f} effective draws for '{name}', so its own error of the mean "
             f"there is about {least**-0.5:.2f} sd. Run it with more num_samples or num_chains "
             "before judging by it.",
+            category=ConvergenceWarning,
             stacklevel=3,
         )
 

@@ -24,7 +24,7 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_fed import html
-from numpyro_fed.errors import positive_int
+from numpyro_fed.errors import ConvergenceWarning, positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes, signature
@@ -245,7 +245,7 @@ def run_nuts(
 
     Warns
     -----
-    UserWarning
+    ConvergenceWarning
         If the draws cannot serve as a reference (:meth:`NutsResult.report`).
 
     Raises
@@ -316,7 +316,7 @@ def run_nuts(
     words = _rounded(_join_chains(np.asarray(draws["z_G"])), fm.named("latent"))
     result = NutsResult(globals_, int(divergences), local_sites, words)
     if num_samples >= MIN_SAMPLES and not result.accurate:
-        warnings.warn(f"NUTS: {result.report()}", stacklevel=2)
+        warnings.warn(f"NUTS: {result.report()}", category=ConvergenceWarning, stacklevel=2)
     return result
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_fed.errors import SavedStateError
+from numpyro_fed.errors import DataWarning, SavedStateError
 from numpyro_fed.model.data import SiloData, array_bytes
 
 PACKAGES = "jax", "numpyro"  # their versions decide what a model's programs look like
@@ -105,6 +105,7 @@ class Provenance:
                 f"the fit was made under {_words(record['versions'])}, and here are {_words(now)}: "
                 "whether the model's text is the same cannot be told from its programs, and its "
                 "source is another one or not known. Make sure that it says the same.",
+                category=DataWarning,
                 stacklevel=5,
             )
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from numpyro.distributions import Distribution, biject_to
 
-from numpyro_fed.errors import DataError, ModelError
+from numpyro_fed.errors import DataError, ModelError, ModelWarning
 from numpyro_fed.model.feasible import is_flat
 from numpyro_fed.model.jaxprs import provenance
 from numpyro_fed.model.substitution import site_of, trace_text
@@ -246,6 +246,7 @@ class Source:
             f"the prior of '{self.site}' was trained for {trained}, and {100 * share:.0f} % of the "
             "draws of the model's hyperparameters are outside of that: a posterior that goes there "
             "cannot be trusted. Train it for a wider range, or narrow their priors in the model.",
+            category=ModelWarning,
             stacklevel=6,
         )
 
@@ -314,6 +315,7 @@ class Source:
                     f"{100 * share:.0f} % of its draws, where the prior of '{self.site}' is not "
                     "trained: a posterior that goes there cannot be trusted. Widen the range, or "
                     "narrow the prior in the model.",
+                    category=ModelWarning,
                     stacklevel=4,
                 )
 
@@ -336,6 +338,7 @@ class Source:
             warnings.warn(
                 f"{words} is outside of what the prior of '{self.site}' was trained for "
                 f"({ranges}): it is taken at the end of that. Train it for a wider range.",
+                category=ModelWarning,
                 stacklevel=3,
             )
 
