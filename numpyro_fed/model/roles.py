@@ -414,7 +414,8 @@ def _server_reach(party: PartyModel, arrays: dict[str, Any]) -> _Reach:
 def hyperparameter_mask(party: PartyModel, data: SiloData) -> tuple[bool, ...]:
     """Return for each coordinate whether the prior of another latent depends on it, (dim,) bools.
 
-    Such latents are means and scales of priors. A mode is not sought over them.
+    Such latents are means and scales of priors. A start at the mode holds them at the median of
+    their prior.
     """
     theta = party.init_theta(jax.random.key(0), data)
     latents = {s.name: jnp.zeros(s.shape) for s in party.named("latent")}
