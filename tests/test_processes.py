@@ -207,11 +207,20 @@ def test_a_message_of_another_kind_is_refused():
 @pytest.mark.parametrize("damage", [b"", b"no arrays", None], ids=["empty", "text", "cut short"])
 def test_a_message_that_cannot_be_read_is_refused_on_both_sides(damage):
     server, send = together(METHODS["sfvi"](), silos()[:2])
-    server.run(KEY, 1, send)
+    messages = []
+
+    def noted(silo, message):
+        messages.append(message)
+        return send(silo, message)
+
+    server.run(KEY, 1, noted)
     with pytest.raises(DataError, match="npz format"):
         send(0, write({"a": np.zeros(50)})[:80] if damage is None else damage)
     with pytest.raises(DataError, match="names the exchange"):
         send(0, write({"a": np.zeros(50)}))
+    other = read(messages[-1]) | {"settings": np.array("{}")}
+    with pytest.raises(ModelError, match="no exchange 'sfvi'"):
+        send(0, write(other))
 
     def reply_damaged(silo, message):
         reply = send(silo, message)

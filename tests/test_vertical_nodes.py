@@ -11,6 +11,7 @@ from laid_open import laid_open_columns, secret_of
 from vertical_problems import KEY, data, gaussian, linear, one_silo, over_nodes
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms.base import ExchangeId
 from numpyro_fed.model.row_ids import digest, read_ids
 
 
@@ -77,12 +78,12 @@ def test_predictors_without_noise_are_given_to_those_who_may_have_them():
     assert np.isfinite(nf.importance_correct(KEY, allowed, 20).log_evidence)
 
 
-@pytest.mark.parametrize("name", ["dra", "7", '{"sample_no": 3}'])
-def test_an_exchange_that_nobody_knows_is_said(name):
+@pytest.mark.parametrize("asked", [("dra", ""), ("sample", "no json"), ("importance", "7")])
+def test_an_exchange_that_nobody_knows_is_said(asked):
     vfl = nf.VFL(gaussian, start=None)
     built = laid_open_columns(vfl, *data()).built
-    with pytest.raises(nf.ModelError, match=f"no exchange '{name}'"):
-        vfl.round_of(built, name)
+    with pytest.raises(nf.ModelError, match=f"no exchange '{asked[0]}'"):
+        vfl.round_of(built, ExchangeId(*asked))
 
 
 @pytest.mark.slow

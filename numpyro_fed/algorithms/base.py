@@ -145,17 +145,29 @@ def as_drafted(draft: Silo, sent: object) -> Silo:
     return draft
 
 
-def settings_in(name: str) -> dict[str, Any]:
-    """Return the settings that the name of an exchange holds, {} for a plain name.
+IMPORTANCE = "importance"  # the name of the exchange of an importance correction
 
-    An exchange with settings (how many draws, say) has them as JSON in its name, so that a silo in
-    another process can build the same exchange from the name alone.
+
+class ExchangeId(NamedTuple):
+    """The record by which a party in another process knows an exchange, and can build it.
+
+    Attributes
+    ----------
+    name : str
+    settings : str
+        JSON, such as the number of draws of a correction. It is empty for an exchange of a run,
+        whose settings are those of the method.
     """
-    try:
-        settings = json.loads(name)
-    except json.JSONDecodeError:
-        return {}
-    return settings if isinstance(settings, dict) else {}
+
+    name: str
+    settings: str = ""
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return the settings as a dict."""
+        try:
+            return dict(json.loads(self.settings or "{}"))
+        except (TypeError, ValueError) as error:
+            raise unknown_exchange(self.name) from error
 
 
 def unknown_exchange(name: str) -> ModelError:
@@ -175,7 +187,7 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     Attributes
     ----------
     name : str
-        The name by which a round asks. A silo in another process builds the exchange from it.
+        The name by which a round asks.
     silo : (noise, Down, silo_state, data) -> (Reply, draft)
         The silo's function. Only ``Reply`` leaves the silo.
     commit : (draft, sent) -> silo_state
@@ -196,6 +208,8 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
         Whether a reply that cannot be used is handed on to the round. A search sets it: a point
         too far away for a silo is a failed step, and the round is kept. A round of any other
         exchange is not kept if a reply cannot be used.
+    settings : str
+        JSON, from which a silo in another process builds an exchange that belongs to no run.
     """
 
     name: str
@@ -208,6 +222,12 @@ class Exchange(NamedTuple, Generic[Silo, Down, Up]):
     weighted: bool = False
     usable: Callable[[Any], Array] = all_finite
     lenient: bool = False
+    settings: str = ""
+
+    @property
+    def id(self) -> ExchangeId:
+        """Return the record by which other parties know the exchange."""
+        return ExchangeId(self.name, self.settings)
 
     def visit(
         self, noise: object, down: Down, state: Silo, data: SiloData
@@ -296,6 +316,11 @@ class Round:
     def name(self) -> str:
         """Return the name of the first exchange, by which the round is known."""
         return self.exchanges[0].name
+
+    @property
+    def id(self) -> ExchangeId:
+        """Return the id of the first exchange, by which other parties know the round."""
+        return self.exchanges[0].id
 
 
 def key_as_noise(key: Array, state: object = None) -> Array:

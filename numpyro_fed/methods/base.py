@@ -24,11 +24,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.algorithms.base import (
-    FederatedAlgorithm,
-    Round,
-    settings_in,
-)
+from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.algorithms.mode import flat_size
 from numpyro_fed.errors import (
     DataError,
@@ -349,19 +345,19 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             self._split_texts[key] = split(self._text(), [plan.template()])
         return self._split_texts[key]
 
-    def round_of(self, built: Built, name: str) -> Round:
+    def round_of(self, built: Built, asked: ExchangeId) -> Round:
         """Return the round that declares an exchange: of a run, an evaluation or a correction."""
-        if "importance" in settings_in(name):
-            return weighing(built, name)[0]
-        return built.round_of(name)
+        if asked.name == IMPORTANCE:
+            return weighing(built, asked.read_settings())[0]
+        return built.round_of(asked.name)
 
-    def check_exchange(self, built: Built, name: str, number: int, data: SiloData) -> None:
+    def check_exchange(self, built: Built, asked: ExchangeId, number: int, data: SiloData) -> None:
         """Raise an error for an exchange that needs independent rows if a silo's are coupled."""
-        draws = settings_in(name).get("inner_draws", built.draws)
+        draws = asked.read_settings().get("inner_draws", built.draws)
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         bucket_of_one, checks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
         check_rows_apart(built.model, checks, draws, bucket_of_one)
-        searches = name in {x.name for r in built.search_rounds for x in r.exchanges}
+        searches = asked.name in {x.name for r in built.search_rounds for x in r.exchanges}
         if (
             searches
             and (coupled := coupling_reason(built.model, checks, bucket_of_one)) is not None

@@ -21,8 +21,9 @@ from jax import Array
 from jax.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, settings_in
+from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.algorithms.vertical.begin import num_looks
+from numpyro_fed.algorithms.vertical.sample import SAMPLE
 from numpyro_fed.errors import DataError, ModelError, StartWarning
 from numpyro_fed.methods.federated import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import SEARCH
@@ -220,13 +221,15 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Return the algorithm from model and plan, the same at every party."""
         return self.assemble(self._roles(plan))
 
-    def round_of(self, built: VerticalBuilt, name: str) -> Round:
+    def round_of(self, built: VerticalBuilt, asked: ExchangeId) -> Round:
         """Return the round that declares an exchange: of a run, or the one in which all draw."""
-        if "sample" in (settings := settings_in(name)):
-            return built.sampling(settings["sample"])
-        return built.round_of(name)
+        if asked.name == SAMPLE:
+            return built.sampling(asked.read_settings()["num_draws"])
+        return built.round_of(asked.name)
 
-    def check_exchange(self, built: VerticalBuilt, name: str, number: int, data: SiloData) -> None:
+    def check_exchange(
+        self, built: VerticalBuilt, asked: ExchangeId, number: int, data: SiloData
+    ) -> None:
         """Do nothing: any exchange suits any client."""
         return
 

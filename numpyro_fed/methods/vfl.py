@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.base import Round, settings_in
+from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, Round
 from numpyro_fed.algorithms.vertical.augmented import Augmented
 from numpyro_fed.algorithms.vertical.base import ClientType, Vertical
 from numpyro_fed.algorithms.vertical.begin import Beginning, spread, width_of
@@ -333,15 +333,15 @@ class VFL(VerticalMethod[VerticalResult]):
     ) -> VerticalResult:
         return VerticalResult(run.losses, run.state, fit, hosted)
 
-    def round_of(self, built: VerticalBuilt, name: str) -> Round:
+    def round_of(self, built: VerticalBuilt, asked: ExchangeId) -> Round:
         """Return the round that declares an exchange: of a run, or the importance correction."""
-        if "weigh" in (settings := settings_in(name)):
-            return Weighing(built.vertical, settings["weigh"], settings["at_once"]).as_round()
-        return super().round_of(built, name)
+        if asked.name == IMPORTANCE:
+            return Weighing(built.vertical, **asked.read_settings()).as_round()
+        return super().round_of(built, asked)
 
     def sends_unhidden(self, name: str) -> bool:
         """Return whether an exchange is the correction, which sends predictors without noise."""
-        return self.hides_by_noise and "weigh" in settings_in(name)
+        return self.hides_by_noise and name == IMPORTANCE
 
     def _rank(self, v: Vertical, start: str | None) -> int:
         """Return the resolved rank of the noise that all parties share."""

@@ -369,17 +369,17 @@ class Corrected(Weighted[Result]):
         return to_arviz(sample, key, num_samples, worth=self.ess, attributes=self._attributes)
 
 
-def weighing(built: Built, name: str) -> tuple[Round, Proposal[Any]]:
-    """Return the round of a correction and its proposal, from a name that holds all settings.
+def weighing(built: Built, settings: Mapping[str, Any]) -> tuple[Round, Proposal[Any]]:
+    """Return the round of a correction and its proposal.
 
-    The name is JSON. So a silo in another process can build the round from the name alone.
+    A silo in another process builds the same round from these ``settings`` alone.
     """
-    settings = json.loads(name)
     draws, num_draws = settings["inner_draws"], settings["num_draws"]
     fm, guide = built.model, built.guide
     proposed = proposal(fm, guide.globals, num_draws, settings["wider"])
     likelihood, batch = SiloLikelihood(fm, guide, draws), settings["batch_size"]
-    round_ = importance(fm, guide, proposed, likelihood, built.algorithm, num_draws, batch, name)
+    text = json.dumps(dict(settings))
+    round_ = importance(fm, guide, proposed, likelihood, built.algorithm, num_draws, batch, text)
     return round_, proposed
 
 
@@ -388,23 +388,21 @@ def _compiled(
 ) -> tuple[Single, Posterior, Proposal[Any]]:
     """Return the compiled exchange, the sampling functions and the proposal, once for each fit."""
     settings = dict(
-        importance=True,
         inner_draws=draws,
         num_draws=num_draws,
         wider=wider,
         batch_size=_batch_size(fit, draws, num_draws),
     )
-    name = json.dumps(settings)
 
     def make() -> tuple[Single, Posterior, Proposal[Any]]:
-        round_, proposed = weighing(fit.built, name)
+        round_, proposed = weighing(fit.built, settings)
         sampler = posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws))
         rows = sum(n for _, n in fit.plan.total)
         little = num_draws * rows * math.prod(draws.values()) <= FEW_TERMS
         compiled = fit.runtime.quick(round_) if little else fit.runtime.single(round_)
         return compiled, sampler, proposed
 
-    return fit.cached(name, make)
+    return fit.cached(("importance", json.dumps(settings)), make)
 
 
 def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:

@@ -161,14 +161,14 @@ class CompiledMethod(ABC, Generic[Built]):
 
     def compiled_round(self, round_: Round) -> Single:
         """Return a single round, compiled once for each name."""
-        return self.cached(("single", round_.name), lambda: self.runtime.single(round_))
+        return self.cached(("single", round_.id), lambda: self.runtime.single(round_))
 
     def quick_round(self, round_: Round, runtime: Runtime | None = None) -> Single:
         """Return a single round for little work, compiled quickly and once for each name.
 
         ``runtime`` is another one than the run's, such as that of the search.
         """
-        return self.cached(round_.name, lambda: (runtime or self.runtime).quick(round_))
+        return self.cached(round_.id, lambda: (runtime or self.runtime).quick(round_))
 
     def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
         """Return the object of this name, made at its first use."""

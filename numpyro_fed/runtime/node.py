@@ -25,11 +25,13 @@ from jax.typing import ArrayLike
 from numpyro_fed.algorithms.base import (
     Down,
     Exchange,
+    ExchangeId,
     FederatedAlgorithm,
     Reply,
     Round,
     Sampled,
     Up,
+    unknown_exchange,
 )
 from numpyro_fed.errors import DataError, ModelError, ReplyError
 from numpyro_fed.model.data import SiloData
@@ -107,10 +109,10 @@ class Party(Protocol[SiloInput, Plan, Built]):
     def build(self, plan: Plan) -> Built:
         """Return all that server and silos build from the plan."""
 
-    def round_of(self, built: Built, name: str) -> Round:
-        """Return the round that declares the exchange ``name``."""
+    def round_of(self, built: Built, asked: ExchangeId) -> Round:
+        """Return the round that declares an exchange."""
 
-    def check_exchange(self, built: Built, name: str, number: int, data: SiloData) -> None:
+    def check_exchange(self, built: Built, asked: ExchangeId, number: int, data: SiloData) -> None:
         """Raise an error for an exchange that a silo's rows do not allow."""
 
     def sends_unhidden(self, name: str) -> bool:
@@ -225,8 +227,8 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
             SEARCH: jax.jit(built.first_algorithm.init_silo),
             WITHOUT_START: jax.jit(built.algorithm.init_silo),
         }
-        self._exchanges: dict[str, tuple[Exchange[Any, Any, Any], Any]] = {}
-        self._message_shapes: dict[str, list[MessageShapes]] = {}
+        self._exchanges: dict[ExchangeId, tuple[Exchange[Any, Any, Any], Any]] = {}
+        self._message_shapes: dict[ExchangeId, list[MessageShapes]] = {}
         run_rounds = (*built.opening, built.algorithm.round)
         # All other exchanges (an evaluation, a correction) leave the silo's state as it is.
         self._stateful = {exchange.name for round_ in run_rounds for exchange in round_.exchanges}
@@ -244,12 +246,13 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         if (built := self._built) is None:
             raise ModelError("this silo has not accepted a plan: call accept(plan, ...) first.")
         arrays = read(message)
-        if not {"exchange", "run", "key"} <= arrays.keys():
+        if not {"exchange", "settings", "run", "key"} <= arrays.keys():
             raise DataError(
-                f"a message to a silo names the exchange, the run and a key, but this one holds "
-                f"{sorted(arrays)}. ServerNode makes them."
+                "a message to a silo names the exchange, its settings, the run and a key, but this "
+                f"one holds {sorted(arrays)}. ServerNode makes them."
             )
         name, key = str(arrays["exchange"]), self._key(arrays["key"])
+        asked = ExchangeId(name, str(arrays["settings"]))
         if name in self._init:
             if (chosen := self._built_for(name)) is not built:
                 self._use(chosen)
@@ -262,7 +265,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
                 f"silo {self._number} has begun another run since, and holds the local latents of "
                 "that one. Correct or evaluate a result before the next run begins."
             )
-        exchange, expected = self._exchange(built, name)
+        exchange, expected = self._exchange(built, asked)
         noise = exchange.silo_noise(silo_key(key, self._number), self._state)
         down = unpack("down", expected, arrays)
         reply, after = exchange.silo(noise, down, self._state, self._data)
@@ -297,24 +300,27 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
             key = jax.random.fold_in(key, self._asked)
         return key
 
-    def _exchange(self, built: Built, name: str) -> tuple[Exchange[Any, Any, Any], Any]:
+    def _exchange(self, built: Built, asked: ExchangeId) -> tuple[Exchange[Any, Any, Any], Any]:
         """Return an exchange, compiled, and the shapes of the server's message in it."""
-        if name not in self._exchanges:
-            if self._method.sends_unhidden(name) and not self._allow_unhidden:
+        if asked not in self._exchanges:
+            if self._method.sends_unhidden(asked.name) and not self._allow_unhidden:
                 raise ModelError(
                     f"silo {self._number} is asked for predictors without the noise that hides "
                     "them in a run, and does not give them: its owner may say so by "
                     "SiloNode(..., allow_unhidden=True)."
                 )
-            self._method.check_exchange(built, name, self._number, self._data)
-            round_ = self._method.round_of(built, name)
-            if round_.name not in self._message_shapes:
+            self._method.check_exchange(built, asked, self._number, self._data)
+            round_ = self._method.round_of(built, asked)
+            if round_.id not in self._message_shapes:
                 sender = built.sender(round_)
-                self._message_shapes[round_.name] = message_shapes(sender, (round_,), self._data)
-            shapes = self._message_shapes[round_.name]
-            exchange, down, _ = next(crossed for crossed in shapes if crossed.exchange.name == name)
-            self._exchanges[name] = compile_visit(exchange), down
-        return self._exchanges[name]
+                self._message_shapes[round_.id] = message_shapes(sender, (round_,), self._data)
+            shapes = self._message_shapes[round_.id]
+            known = {crossed.exchange.id: crossed for crossed in shapes}
+            if asked not in known:
+                raise unknown_exchange(asked.name)
+            exchange, down, _ = known[asked]
+            self._exchanges[asked] = compile_visit(exchange), down
+        return self._exchanges[asked]
 
 
 def _unknown_key() -> Array:
@@ -349,12 +355,19 @@ class Channel:
         """Make every silo begin a new run, with a new id."""
         self._run = np.frombuffer(uuid.uuid4().bytes, np.uint32)
         for j in range(self.num_silos):
-            self.send(j, name, key, {})
+            self.send(j, ExchangeId(name), key, {})
 
-    def send(self, silo: int, name: str, key: Array, arrays: Mapping[str, ArrayLike]) -> bytes:
+    def send(
+        self, silo: int, asked: ExchangeId, key: Array, arrays: Mapping[str, ArrayLike]
+    ) -> bytes:
         """Send the arrays of an exchange to a silo, and return its reply as bytes."""
         bits = jax.random.key_data(key)
-        head: dict[str, ArrayLike] = {"exchange": np.array(name), "run": self._run, "key": bits}
+        head: dict[str, ArrayLike] = {
+            "exchange": np.array(asked.name),
+            "settings": np.array(asked.settings),
+            "run": self._run,
+            "key": bits,
+        }
         return self._send(silo, write({**head, **arrays}))
 
     def ask(
@@ -373,7 +386,7 @@ class Channel:
             For a reply of other shapes or dtypes, or with a weight that is not allowed.
         """
         name = exchange.name
-        answer = self.send(silo, name, key, pack("down", down))
+        answer = self.send(silo, exchange.id, key, pack("down", down))
         try:
             reply = unpack("reply", expected, read(answer))
         except DataError as error:
@@ -437,13 +450,13 @@ class _Remote:
     algorithm: FederatedAlgorithm[Any, Any]
     plan: PlanLike
     channel: Channel
-    rounds: dict[str, Round] = field(default_factory=dict)  # by the names of their exchanges
-    reply_shapes: dict[str, Reply[Any]] = field(default_factory=dict)
-    reply_checks: dict[str, Callable[[Reply[Any]], Reply[Any]]] = field(default_factory=dict)
+    rounds: dict[ExchangeId, Round] = field(default_factory=dict)
+    reply_shapes: dict[ExchangeId, Reply[Any]] = field(default_factory=dict)
+    reply_checks: dict[ExchangeId, Callable[[Reply[Any]], Reply[Any]]] = field(default_factory=dict)
 
     def prepared(self, round_: Round) -> Round:
         """Return the round in the form in which the server runs it."""
-        self.rounds.update((exchange.name, round_) for exchange in round_.exchanges)
+        self.rounds.update((exchange.id, round_) for exchange in round_.exchanges)
         return compiled_in_parts(round_)
 
     @cached_property
@@ -451,12 +464,12 @@ class _Remote:
         """Return the compiled function that reads the watched part of a state off a reply."""
         return None if self.algorithm.watch_reply is None else jax.jit(self.algorithm.watch_reply)
 
-    def trace_replies(self, name: str) -> None:
+    def trace_replies(self, asked: ExchangeId) -> None:
         """Trace the round of this exchange, for the shapes and the checks of its replies."""
-        crossed = message_shapes(self.algorithm, (self.rounds[name],), self.plan.template())
+        crossed = message_shapes(self.algorithm, (self.rounds[asked],), self.plan.template())
         for exchange, _, reply in crossed:
-            self.reply_shapes[exchange.name] = reply
-            self.reply_checks[exchange.name] = jax.jit(exchange.checked)
+            self.reply_shapes[exchange.id] = reply
+            self.reply_checks[exchange.id] = jax.jit(exchange.checked)
 
     def transport(
         self, exchange: Exchange[Any, Down, Up], noise: Array, down: Down, who: Array, silos: Stacks
@@ -465,11 +478,12 @@ class _Remote:
 
         A silo's own ``ok`` is not trusted: the reply is checked again here.
         """
-        name = exchange.name
-        if name not in self.reply_shapes:
-            self.trace_replies(name)
-        expected, check = self.reply_shapes[name], self.reply_checks[name]
-        watch_reply = self.watch_reply if name == self.algorithm.round.exchanges[-1].name else None
+        asked = exchange.id
+        if asked not in self.reply_shapes:
+            self.trace_replies(asked)
+        expected, check = self.reply_shapes[asked], self.reply_checks[asked]
+        last = self.algorithm.round.exchanges[-1].id
+        watch_reply = self.watch_reply if asked == last else None
         replies, watched = [], []
         for i, j in enumerate(np.asarray(who).tolist()):
             sent = drop_weak_types(for_participants(exchange.scatter, down, i))

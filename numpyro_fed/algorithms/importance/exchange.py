@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import (
+    IMPORTANCE,
     Ask,
     Exchange,
     FederatedAlgorithm,
@@ -55,7 +56,7 @@ def importance(
     fitted: FederatedAlgorithm[Server, Silo],
     num_draws: int,
     batch_size: int,
-    name: str = "importance",
+    settings: str = "",
 ) -> Round:
     """Return the round that leads from states of the algorithm ``fitted`` to weighted draws.
 
@@ -102,14 +103,16 @@ def importance(
         coordinates = (
             guide.globals.centred_coordinates(frame, eta, z_G) if guide.uses_globals else ()
         )
-        replies = ask(name, Down(theta, z_G, coordinates))
+        replies = ask(IMPORTANCE, Down(theta, z_G, coordinates))
         log_weights = without_overflow(log_prior - log_q) + replies.up
         usable = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
         # The mean weight is an unbiased estimate of the evidence; minus its log is the loss.
         evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)
         return WeightedDraws(z_G, log_weights), Info(-evidence, usable)
 
-    exchange = Exchange(name, silo, silo_noise=key_as_noise, usable=some_count)
+    exchange = Exchange(
+        IMPORTANCE, silo, silo_noise=key_as_noise, usable=some_count, settings=settings
+    )
     return Round((exchange,), run, proposal.noise)
 
 

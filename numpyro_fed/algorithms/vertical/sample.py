@@ -23,6 +23,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.vertical import PartyModel
 from numpyro_fed.trees import all_finite
 
+SAMPLE = "sample"  # the name of the exchange
 AT_ONCE = 64  # draws whose values are computed side by side; more of them use more memory
 
 
@@ -31,9 +32,9 @@ def values_at(half: PartyModel, theta: dict[str, Any], z: Array, data: SiloData)
     return Sampled(jax.lax.map(lambda z: half.values(theta, z, data), z, batch_size=AT_ONCE))
 
 
-def sample_name(n: int) -> str:
-    """Return the name of the exchange, from which any party builds it."""
-    return json.dumps({"sample": n})
+def sample_settings(n: int) -> str:
+    """Return the settings of the exchange, from which any party builds it."""
+    return json.dumps({"num_draws": n})
 
 
 def sample(v: Vertical, n: int) -> Round:
@@ -61,10 +62,10 @@ def sample(v: Vertical, n: int) -> Round:
     def run(state: ServerState, noise: tuple[Array, Array | None], ask: Ask) -> tuple[Array, Info]:
         server_eps, shared = noise
         xi = v.xi(state.params.shared, shared)
-        ask(name, xi)
+        ask(SAMPLE, xi)
         z = draw_latents(v.server, v.shared(state), server_eps, xi)
         return z, Info(jnp.zeros(()), all_finite(z))
 
-    name = sample_name(n)
-    exchange = Exchange(name, silo, silo_noise=partial(v.client_draws, n=n))
+    silo_noise, settings = partial(v.client_draws, n=n), sample_settings(n)
+    exchange = Exchange(SAMPLE, silo, silo_noise=silo_noise, settings=settings)
     return Round((exchange,), run, partial(v.server_draws, n=n))

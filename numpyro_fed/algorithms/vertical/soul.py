@@ -49,7 +49,7 @@ from numpyro_fed.algorithms.base import (
 from numpyro_fed.algorithms.convergence import ConvergenceStats
 from numpyro_fed.algorithms.vertical.base import Party
 from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
-from numpyro_fed.algorithms.vertical.sample import sample_name, values_at
+from numpyro_fed.algorithms.vertical.sample import SAMPLE, sample_settings, values_at
 from numpyro_fed.frame import identity
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import PartyModel, VerticalModel
@@ -433,12 +433,12 @@ def sample(v: Soul, n: int) -> Round:
         return Reply((), all_finite(sampled)), sampled
 
     def run(state: ServerState, noise: object, ask: Ask) -> tuple[Array, Info]:
-        ask(name, ())
+        ask(SAMPLE, ())
         z = state.params.z
         return jnp.broadcast_to(z, (n, *z.shape)), Info(jnp.zeros(()), jnp.array(True))
 
-    name = sample_name(n)
-    return Round((Exchange(name, silo, silo_noise=silo_noise),), run)
+    exchange = Exchange(SAMPLE, silo, silo_noise=silo_noise, settings=sample_settings(n))
+    return Round((exchange,), run)
 
 
 def chosen(noise: Array, number: Array | int, num_kept: int) -> Array:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Shared
+from numpyro_fed.algorithms.base import IMPORTANCE, Ask, Exchange, Info, Reply, Round, Shared
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
     ClientType,
@@ -107,13 +107,14 @@ class Weighing:
         """Return it as a round."""
         v, n = self.vertical, self.num_draws
         silo_noise = partial(v.client_draws, n=n)
-        exchange = Exchange(self.name, self.silo, silo_noise=silo_noise, usable=self.usable)
+        exchange = Exchange(
+            IMPORTANCE,
+            self.silo,
+            silo_noise=silo_noise,
+            usable=self.usable,
+            settings=json.dumps({"num_draws": n, "at_once": self.at_once}),
+        )
         return Round((exchange,), self.run, partial(v.server_draws, n=n))
-
-    @property
-    def name(self) -> str:
-        """Return the name of the exchange, from which any party builds it."""
-        return json.dumps({"weigh": self.num_draws, "at_once": self.at_once})
 
     @cached_property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -200,7 +201,7 @@ class Weighing:
         theta, params, _ = server = v.shared(state)
         centre_xi = v.sharing.centre(state.params.shared) if v.rank else None
         down = Down(v.xi(state.params.shared, shared), centre_xi)
-        up: Up = ask(self.name, down).up
+        up: Up = ask(IMPORTANCE, down).up
         drawn = self.draw(v.server, server, own_log_p, down.xi, centre_xi)
 
         def log_joint(at: tuple[Array, Array]) -> Array:
