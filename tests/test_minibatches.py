@@ -289,7 +289,7 @@ def test_participants_count_for_all():
         down, states = split.start()
         server = parts.init_server(KEY)
         noise = jax.vmap(parts.step_noise)(jax.random.split(KEY, 3), states)
-        states = states._replace(centre=jnp.tile(down.seen.centre, (3, 1)))
+        states = states._replace(centre=jnp.tile(down.coordinates.centre, (3, 1)))
         eps = parts.server_noise(KEY)
 
         def step(who):

@@ -242,8 +242,8 @@ def test_what_is_sent_are_draws_of_the_guide_and_its_centre():
     for z, e in zip(down.z_G, eps, strict=True):
         expected, _ = p.guide.globals.draw(state.params.guide, e)
         np.testing.assert_allclose(z, expected, rtol=1e-6)
-    np.testing.assert_array_equal(down.seen.centre, state.params.guide["loc"])
-    np.testing.assert_array_equal(down.seen.u, down.z_G)
+    np.testing.assert_array_equal(down.coordinates.centre, state.params.guide["loc"])
+    np.testing.assert_array_equal(down.coordinates.u, down.z_G)
     assert down.theta == {}
 
 

@@ -232,18 +232,18 @@ class VFL(VerticalMethod[VerticalResult]):
         ...     with numpyro.plate("row", eta.shape[0]):
         ...         numpyro.sample("y", dist.Normal(eta, 1), obs=y)
         >>> print(nf.VFL(model, rho=1.0).messages([np.ones(3), np.ones(3)], np.zeros(3)))
-        when   exchange       from    to      array           shape   dtype
-        start  begin at zero  server  client  told.better     ()      bool
-        start  begin at zero  server  client  told.slope      (3,)    float32
-        start  begin at zero  server  client  told.curvature  (3,)    float32
-        start  begin at zero  server  client  tau             ()      float32
-        start  begin at zero  client  server  ok              ()      bool     summed
-        round  draw           client  server  part            (1, 3)  float32  summed
-        round  draw           client  server  own             ()      float32  summed
-        round  draw           client  server  ok              ()      bool     summed
-        round  step           server  client  part            (1, 3)  float32
-        round  step           client  server  resting         ()      float32  summed
-        round  step           client  server  ok              ()      bool     summed
+        when   exchange       from    to      array              shape   dtype
+        start  begin at zero  server  client  at_best.better     ()      bool
+        start  begin at zero  server  client  at_best.slope      (3,)    float32
+        start  begin at zero  server  client  at_best.curvature  (3,)    float32
+        start  begin at zero  server  client  tau                ()      float32
+        start  begin at zero  client  server  ok                 ()      bool     summed
+        round  draw           client  server  part               (1, 3)  float32  summed
+        round  draw           client  server  own                ()      float32  summed
+        round  draw           client  server  ok                 ()      bool     summed
+        round  step           server  client  part               (1, 3)  float32
+        round  step           client  server  resting            ()      float32  summed
+        round  step           client  server  ok                 ()      bool     summed
         """
         return super().messages(*args, **kwargs)
 
