@@ -1,13 +1,13 @@
 """A map over four silos: areas at a border depend on areas of another silo.
 
-Each of 100 areas has cases of a disease, and an effect that is tied to its neighbours' (a proper
-autoregression, CAR). Four silos hold 25 areas each, and none can evaluate its part of that prior.
+Each of 64 areas has cases of a disease, and an effect that is tied to its neighbours' (a proper
+autoregression, CAR). Four silos hold 16 areas each, and none can evaluate its part of that prior.
 ``nf.SeparatorPrior`` puts an exact prior in its place: areas at borders are shared, and interiors
 are independent given these. ``nf.SFVI`` fits the result; NUTS runs the true model on all data.
 
     python examples/map.py --plot map.png --json map.json
 
-Data are simulated. ``--quick`` takes 36 areas, few rounds and draws.
+Data are simulated. ``--quick`` takes 16 areas, few rounds and draws.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main():
     parser.add_argument("--plot", metavar="FILE", help="draw the maps")
     parser.add_argument("--quick", action="store_true", help="fewer areas, rounds and draws")
     args = parser.parse_args()
-    side, rounds, draws = (6, 50, 200) if args.quick else (10, 3_000, 2_000)
+    side, rounds, draws = (4, 50, 200) if args.quick else (8, 2_000, 2_000)
     neighbours, areas, silos = simulate(side)
     model = map_of(neighbours)
 

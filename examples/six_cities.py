@@ -132,7 +132,7 @@ def main():
     if args.json:
         report = {"verdict": fitted.verdict, "trusted": fitted.trusted, "seconds": seconds}
         report |= {"comparison": comparison.to_dict(), "nuts": reference.report()}
-        Path(args.json).write_text(json.dumps(report, indent=1))
+        Path(args.json).write_text(json.dumps(report, indent=1, default=np.ndarray.tolist))
     if args.plot:
         draws = fitted.sample_posterior(jax.random.key(9), 10_000)
         parts = [marginals(nuts.samples) for nuts in alone]
