@@ -107,7 +107,7 @@ def main():
     report = {"rmse": float(np.sqrt(np.mean(error**2))), "worst": float(abs(error).max())}
     report["sd_ratio"] = ratio
     print(
-        f"means of areas against NUTS: {report['rmse']:.3f} posterior sd off on average, "
+        f"means of areas against NUTS: {report['rmse']:.3f} posterior sd off (root mean square), "
         f"{report['worst']:.3f} at worst; mean ratio of sds {ratio:.3f}"
     )
     if args.json:

@@ -76,11 +76,15 @@ def plot(federated, pooled, alone):
     figure, axes = plt.subplots(1, 5, figsize=(13, 3.3), layout="constrained")
     for i, (axis, label) in enumerate(zip(axes, LABELS, strict=True)):
         grid = pooled[:, i].mean() + pooled[:, i].std() * np.linspace(-5, 5, 300)
-        axis.fill_between(grid, gaussian_kde(pooled[:, i])(grid), color="0.8", label="NUTS, all")
+
+        def density(draws, i=i, grid=grid):  # one bandwidth for all curves
+            return gaussian_kde(draws[:, i], bw_method=0.25)(grid)
+
+        axis.fill_between(grid, density(pooled), color="0.8", label="NUTS, all data")
         for j, draws in enumerate(alone):
             style = dict(color=f"C{j + 1}", linestyle=":", label=f"NUTS, silo {j} alone")
-            axis.plot(grid, gaussian_kde(draws[:, i])(grid), **style)
-        axis.plot(grid, gaussian_kde(federated[:, i])(grid), color="C0", label="nf.fit, two silos")
+            axis.plot(grid, density(draws), **style)
+        axis.plot(grid, density(federated), color="C0", label="nf.fit, two silos")
         axis.set(xlabel=label, yticks=[], ylim=(0, None))
         axis.spines[["left", "top", "right"]].set_visible(False)
     axes[0].set_ylabel("posterior density")
