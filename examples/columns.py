@@ -1,9 +1,9 @@
-"""Two clients hold columns of the same patients: a logistic regression that nobody's table allows.
+"""Two clients hold different columns of the same patients: one logistic regression.
 
 A registry has six measurements of 400 patients, a hospital four others, and the server knows who
-died. ``nf.VFL`` fits the model as it is written; clients send sums of their columns, one number a
-patient. One more exchange, the importance correction, says whether the posterior can be trusted.
-NUTS on all columns in one place is the reference.
+died. ``nf.VFL`` fits the model as it is written: a client sends its part of the linear predictor,
+one number a patient. One more exchange, the importance correction, says whether the posterior can
+be trusted. NUTS on all columns in one place is the reference.
 
     python examples/columns.py --plot columns.png --json columns.json
 
@@ -85,9 +85,8 @@ def main():
     xs, died = simulate()
 
     vfl = nf.VFL(model)
-    print(vfl.messages(xs, died))
     began = time.perf_counter()
-    result = vfl.run(jax.random.key(0), rounds, xs, died)
+    result = vfl.run(jax.random.key(0), rounds, xs, died)  # prints what crosses, too
     print(f"nf.VFL: {time.perf_counter() - began:.0f} s, compilation included")
     corrected = nf.importance_correct(jax.random.key(1), result, draws)
     print(corrected.report())
