@@ -88,7 +88,7 @@ def plot(rows, middle, sizes):
     axis.set_ylabel("a patient of 65 comes back (%), 95 %")
     axis.set_title("Hospitals with few patients are pulled to the middle; large ones stay put")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, ncols=2)
+    figure.legend(loc="outside lower center", frameon=False, ncols=4)
     return figure
 
 
