@@ -14,7 +14,6 @@ Run it from anywhere, with nothing else running::
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -30,12 +29,12 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
+from from_examples import load_example
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
 import numpyro_fed as nf
 
-SIX_CITIES = Path(__file__).resolve().parents[1] / "examples" / "six_cities.py"
 KEY = jax.random.key(0)
 
 
@@ -123,16 +122,9 @@ def alternate(runs: Sequence[Callable[[], Any]], repeats: int) -> list[list[floa
     return times
 
 
-def load_six_cities() -> Any:
-    spec = importlib.util.spec_from_file_location("six_cities", SIX_CITIES)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def cases() -> list[tuple[str, float, Callable, list[dict[str, Any]], dict[str, Any], int]]:
     """What, target, model, silos, pooled data, particles."""
-    six = load_six_cities()
+    six = load_example("six_cities")
     x, y = six.six_cities()
     children, two, single = dict(x=x, y=y), six.silos(), six.silos([1] * len(x))
     rows = [

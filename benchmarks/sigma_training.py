@@ -1,6 +1,6 @@
 """Time of a training step of a learnt prior against the same step written by hand.
 
-A Gaussian process on 100 points of three silos, as in ``examples/sigma_gp.py``: networks, batch,
+A Gaussian process on 100 points of three silos, as in ``benchmarks/sigma_gp.py``: networks, batch,
 fresh draws of the prior and optimiser are those of ``nf.SigmaPrior.fit``'s defaults; by hand they
 are arrays and products of matrices over the whole batch. The two take turns; the table shows
 medians. The last column is the share of our step that drawing the prior takes.

@@ -1,24 +1,21 @@
-"""Wheezing in six cities: one hierarchical model over two silos, checked against NUTS.
+"""Fit one model of wheezing over two silos of children, and compare it with NUTS on all data.
 
-537 children were examined for wheezing at the ages of 7, 8, 9 and 10 (Fitzmaurice and Laird 1993);
-the mothers of 187 of them smoked. Two silos hold 300 and 237 children. The model, a logistic
-regression with one random intercept for each child, is that of Hassan, Salomone and Mengersen
-(2023), Supplement S3.1.
+537 children were examined for wheezing at the ages of 7, 8, 9 and 10; the mothers of 187 smoked
+(Fitzmaurice and Laird 1993). Two silos hold 300 and 237 children. ``nf.fit`` finds the posterior of
+the five globals without pooling rows. NUTS sees all rows, or those of one silo alone.
 
     python examples/six_cities.py --plot six_cities.png --json six_cities.json
 
-fits it by SFVI and by PVI without pooling, corrects both fits in one more exchange, runs NUTS on
-all data and at each silo alone, and compares the posteriors of the five globals. With defaults,
-SFVI takes 1,000 rounds; PVI, whose silos do their work between messages, takes 2; ``nf.fit`` is one
-call. ``--averages`` adds SFVI-Avg, of which the paper reports that it fails here, by five ways of
-averaging. ``--quick`` shows the same but for ``nf.fit``, on 107 of the children, with too few
-rounds and draws to judge by.
+``--all`` compares SFVI, SFVI-Avg, PVI and their corrections as well (benchmarks/six_cities.py).
+``--quick`` takes 107 of the children and few draws.
 """
 
 import argparse
 import json
+import subprocess
+import sys
 import time
-import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +25,24 @@ import numpyro.distributions as dist
 
 import numpyro_fed as nf
 
+
+def model(x, y=None):
+    """Wheezing ``y`` (child, visit), given covariates ``x`` (child, visit, covariate)."""
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([4]).to_event(1))  # global
+    omega = numpyro.sample("omega", dist.Normal(0, 10))  # global
+    with nf.silo_plate("child", x.shape[0], dim=-2):
+        b = numpyro.sample("b", dist.Normal(0, jnp.exp(-omega)))  # local: one for each child
+        with numpyro.plate("visit", x.shape[1], dim=-1):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ beta + b), obs=y)
+
+
+LABELS = ("intercept", "smoking", "age", "smoking x age", "omega")
+
 # Children with each pattern of wheezing, 0000 to 1111 in the order of the ages 7, 8, 9, 10.
 COUNTS = {
     0: [237, 10, 15, 4, 16, 2, 7, 3, 24, 3, 3, 2, 6, 2, 5, 11],  # mother does not smoke
     1: [118, 6, 8, 2, 11, 1, 6, 4, 7, 3, 3, 1, 4, 2, 4, 7],  # mother smokes
 }
-AVERAGES = ("wasserstein", "reverse_kl", "forward_kl", "product", "average")
-LABELS = ("intercept", "smoking", "age", "smoking x age", "omega")
 
 
 def six_cities():
@@ -49,180 +57,90 @@ def six_cities():
 
 
 def silos(sizes=(300, 237)):
-    """The children, or the first of them, cut up into silos."""
+    """The children, or the first of them, in silos of these sizes."""
     x, y = (array[: sum(sizes)] for array in six_cities())
     cuts = np.cumsum(sizes)[:-1]
     return [dict(x=a, y=b) for a, b in zip(np.split(x, cuts), np.split(y, cuts), strict=True)]
 
 
-def model(x, y=None):
-    """Wheezing of each child at each visit: the text that all methods below run."""
-    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([4]).to_event(1))
-    omega = numpyro.sample("omega", dist.Normal(0, 10))
-    with nf.silo_plate("child", x.shape[0], dim=-2):
-        b = numpyro.sample("b", dist.Normal(0, jnp.exp(-omega)))
-        with numpyro.plate("visit", x.shape[1], dim=-1):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ beta + b), obs=y)
+def marginals(draws):
+    """Draws of the five globals, an array (draws, 5)."""
+    return np.column_stack([draws["beta"], draws["omega"]])
 
 
-def fit(sizes, rounds, objective, progress_bar=True):
-    """SFVI over silos."""
-    sfvi = nf.SFVI(model, objective=objective)
-    return sfvi.run(jax.random.key(0), rounds, silos(sizes), progress_bar=progress_bar)
+def plot(federated, pooled, alone):
+    """Marginal densities of the five globals."""
+    import matplotlib.pyplot as plt
+    from scipy.stats import gaussian_kde
 
+    figure, axes = plt.subplots(1, 5, figsize=(13, 3.3), layout="constrained")
+    for i, (axis, label) in enumerate(zip(axes, LABELS, strict=True)):
+        grid = pooled[:, i].mean() + pooled[:, i].std() * np.linspace(-5, 5, 300)
 
-def partitioned(sizes, rounds, progress_bar=True, **settings):
-    """Structured PVI: each silo optimises its children's intercepts inside its own free energy."""
-    pvi = nf.PVI(model, objective=nf.LocallyEnhanced(draws=20), **settings)
-    return pvi.run(jax.random.key(0), rounds, silos(sizes), progress_bar=progress_bar)
+        def density(draws, i=i, grid=grid):  # one bandwidth for all curves
+            return gaussian_kde(draws[:, i], bw_method=0.25)(grid)
 
-
-def timed(name, seconds, run):
-    """Run, and note how long it took, compilation included."""
-    began = time.perf_counter()
-    value = run()
-    seconds[name] = time.perf_counter() - began
-    return value
+        axis.fill_between(grid, density(pooled), color="0.8", label="NUTS, all data")
+        for j, draws in enumerate(alone):
+            style = dict(color=f"C{j + 1}", linestyle=":", label=f"NUTS, silo {j} alone")
+            axis.plot(grid, density(draws), **style)
+        axis.plot(grid, density(federated), color="C0", label="nf.fit, two silos")
+        axis.set(xlabel=label, yticks=[], ylim=(0, None))
+        axis.spines[["left", "top", "right"]].set_visible(False)
+    axes[0].set_ylabel("posterior density")
+    legend = axes[0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(
+        "Two silos that share no row (blue) find the posterior of all data (grey). "
+        "One silo alone (dotted) does not."
+    )
+    return figure
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the numbers")
     parser.add_argument("--plot", metavar="FILE", help="draw the marginal posteriors")
-    parser.add_argument("--averages", action="store_true", help="SFVI-Avg too, by five rules")
-    parser.add_argument("--quick", action="store_true", help="fewer children, rounds, draws")
-    args = parser.parse_args()
-    rounds, draws, warmup = (200, 800, 300) if args.quick else (1_000, 40_000, 1_000)
-    two = (60, 47) if args.quick else (300, 237)
+    parser.add_argument("--quick", action="store_true", help="fewer children and draws")
+    parser.add_argument("--all", action="store_true", help="all methods: --averages adds SFVI-Avg")
+    args, others = parser.parse_known_args()
+    if args.all:
+        script = Path(__file__).resolve().parents[1] / "benchmarks" / "six_cities.py"
+        options = [option for option in sys.argv[1:] if option != "--all"]
+        sys.exit(subprocess.run([sys.executable, script, *options]).returncode)
+    if others:
+        parser.error(f"unknown options {' '.join(others)}; some need --all")
+    both = silos((60, 47) if args.quick else (300, 237))
+    samples = 400 if args.quick else 5_000  # of each of two chains
 
-    def nuts(key, data, num_samples):
-        settings = dict(num_warmup=warmup, num_samples=num_samples)
-        return nf.run_nuts(jax.random.key(key), model, data, **settings)
+    seconds = {}
 
-    seconds, fits, everyone = {}, {}, silos(two)
-    print("SFVI with the ELBO, and with the locally enhanced bound of 20 draws a child")
-    if not args.quick:
-        fits["sfvi_elbo"] = timed("sfvi_elbo", seconds, lambda: fit(two, rounds, nf.ELBO()))
-    enhanced = nf.LocallyEnhanced(draws=20)
-    fits["sfvi"] = timed("sfvi", seconds, lambda: fit(two, rounds, enhanced))
-    weighed = 1_000 if args.quick else 4_000
-    fits["sfvi_corrected"] = timed(
-        "sfvi_corrected",
-        seconds,
-        lambda: nf.importance_correct(jax.random.key(1), fits["sfvi"], num_draws=weighed),
-    )
-    print(fits["sfvi_corrected"].report())
-    print("PVI: 2 sequential rounds; then 10 synchronous ones, and 6 sequential ones of 10 silos")
-    ten = (54,) * 9 + (51,)
-    together = dict(schedule="synchronous", damping=0.5)
-    fits["pvi"] = timed("pvi", seconds, lambda: partitioned(two, 2))
-    fits["pvi_corrected"] = timed(
-        "pvi_corrected",
-        seconds,
-        lambda: nf.importance_correct(jax.random.key(1), fits["pvi"], num_draws=weighed),
-    )
-    print(fits["pvi_corrected"].report())
-    if not args.quick:
-        fits["pvi_synchronous"] = timed(
-            "pvi_synchronous", seconds, lambda: partitioned(two, 10, **together)
-        )
-        fits["pvi_10_silos"] = timed("pvi_10_silos", seconds, lambda: partitioned(ten, 6))
-    if args.averages:
-        print("SFVI-Avg: 10 rounds of 500 steps at each silo, for each way of averaging")
-        for rule in AVERAGES[: 1 if args.quick else None]:
-            name = f"sfvi_avg_{rule}"
-            fits[name] = timed(name, seconds, lambda rule=rule: averaged(two, rule, args.quick))
-    if not args.quick:
-        fits["fit"] = timed("fit", seconds, lambda: nf.fit(jax.random.key(0), model, everyone))
-        print(fits["fit"].verdict)
-    print("NUTS on all data, which a federation could not run, and at each silo alone")
-    reference = timed("nuts", seconds, lambda: nuts(2, everyone, draws))
-    for j, data in enumerate(everyone):
-        name = f"nuts_silo_{j}"
-        fits[name] = timed(name, seconds, lambda d=data, j=j: nuts(3 + j, [d], draws // 4))
+    def timed(name, run, *positional, **keywords):
+        began = time.perf_counter()
+        result = run(*positional, **keywords)
+        seconds[name] = time.perf_counter() - began
+        print(f"{name}: {seconds[name]:.0f} s, compilation included", flush=True)
+        return result
 
-    report = {"nuts": {"seconds": seconds["nuts"], "effective_draws": by_label(reference.ess())}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("once")
-        for name, result in fits.items():
-            comparison = nf.compare(result, reference)
-            print(f"\n{name}: {seconds[name]:.1f} s\n{comparison}")
-            sites = comparison.to_dict()["sites"]
-            measures = ("mean_error_sd", "sd_ratio", "wasserstein_sd")
-            report[name] = {m: by_label({k: v[m] for k, v in sites.items()}) for m in measures}
-            report[name]["seconds"] = seconds[name]
-    for name in ("sfvi_corrected", "pvi_corrected"):
-        fixed = fits[name]
-        report[name] |= dict(
-            effective_draws=fixed.ess, pareto_k=fixed.pareto_k, log_evidence=fixed.log_evidence
+    def nuts(key, data):
+        return nf.run_nuts(
+            jax.random.key(key), model, data, start=fitted.mode, num_samples=samples, num_chains=2
         )
-    for name in ("pvi", "pvi_synchronous", "pvi_10_silos")[: 1 if args.quick else 3]:
-        report[name] |= dict(
-            rounds=len(fits[name].losses),
-            communications=fits[name].communications,
-            log_evidence=fits[name].log_evidence.tolist(),
-        )
-    effective = ", ".join(f"{k} {v:.0f}" for k, v in report["nuts"]["effective_draws"].items())
-    print(f"\nnuts on all data: {seconds['nuts']:.1f} s, effective draws: {effective}")
+
+    fitted = timed("nf.fit", nf.fit, jax.random.key(0), model, both)
+    print(fitted.verdict)
+    reference = timed("NUTS, all data", nuts, 1, both)
+    alone = [timed(f"NUTS, silo {j} alone", nuts, 2 + j, [silo]) for j, silo in enumerate(both)]
+    comparison = nf.compare(fitted, reference)
+    print(f"\n{comparison}")
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=1)
+        report = {"verdict": fitted.verdict, "trusted": fitted.trusted, "seconds": seconds}
+        report |= {"comparison": comparison.to_dict(), "nuts": reference.report()}
+        Path(args.json).write_text(json.dumps(report, indent=1, default=np.ndarray.tolist))
     if args.plot:
-        plot(fits, reference).savefig(args.plot, dpi=150)
-
-
-def averaged(sizes, rule, quick):
-    """Fit by SFVI-Avg without pooling."""
-    avg = nf.SFVIAvg(
-        model,
-        objective=nf.LocallyEnhanced(draws=20),
-        aggregate=rule,
-        local_steps=20 if quick else 500,
-    )
-    return avg.run(jax.random.key(0), 2 if quick else 10, silos(sizes))
-
-
-def by_label(sites):
-    """Numbers of the sites beta and omega under the names of the five globals."""
-    return dict(zip(LABELS, map(float, [*sites["beta"], sites["omega"]]), strict=True))
-
-
-def plot(fits, reference):
-    """Marginal posteriors of the five globals, as Figure S1 of the paper."""
-    import matplotlib.pyplot as plt
-    from scipy.stats import gaussian_kde
-
-    def marginals(samples):
-        return np.column_stack([samples["beta"], samples["omega"]])
-
-    lines = {
-        "SFVI, 1,000 rounds": (fits["sfvi"].sample_posterior(jax.random.key(9), 20_000), "C0", "-"),
-        "PVI, 2 rounds": (fits["pvi"].sample_posterior(jax.random.key(9), 20_000), "C1", "--"),
-        "NUTS, silo 1 alone": (fits["nuts_silo_0"].samples, "0.45", ":"),
-        "NUTS, silo 2 alone": (fits["nuts_silo_1"].samples, "0.45", "-."),
-    }
-    pooled = marginals(reference.samples)
-    figure, axes = plt.subplots(1, 5, figsize=(13, 2.9), layout="constrained")
-    for i, (axis, label) in enumerate(zip(axes, LABELS, strict=True)):
-        spread = pooled[:, i].std()
-        grid = pooled[:, i].mean() + spread * np.linspace(-5, 5, 300)
-        axis.fill_between(grid, gaussian_kde(pooled[::4, i])(grid), color="0.85")
-        for samples, color, style in lines.values():
-            density = gaussian_kde(marginals(samples)[:, i])(grid)
-            axis.plot(grid, density, color=color, linestyle=style, linewidth=1.5)
-        axis.set(xlabel=label, yticks=[], ylim=(0, None))
-        axis.spines[["left", "top", "right"]].set_visible(False)
-    axes[0].set_ylabel("posterior density")
-    filled = plt.Rectangle((0, 0), 1, 1, color="0.85")
-    drawn = [plt.Line2D([], [], color=c, linestyle=s) for _, c, s in lines.values()]
-    figure.legend(
-        [filled, *drawn],
-        ["NUTS, all data", *lines],
-        loc="outside upper center",
-        ncols=5,
-        frameon=False,
-    )
-    return figure
+        draws = fitted.sample_posterior(jax.random.key(9), 10_000)
+        parts = [marginals(nuts.samples) for nuts in alone]
+        plot(marginals(draws), marginals(reference.samples), parts).savefig(args.plot, dpi=110)
 
 
 if __name__ == "__main__":

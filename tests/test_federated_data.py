@@ -1,4 +1,4 @@
-"""The data of the federated examples: what is read, and how it is cut up."""
+"""The data of the benchmarks on known data sets: what is read, and how it is cut up."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-PATH = Path(__file__).parent.parent / "examples" / "federated_data.py"
+PATH = Path(__file__).parent.parent / "benchmarks" / "federated_data.py"
 SPEC = importlib.util.spec_from_file_location("federated_data", PATH)
 fd = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(fd)

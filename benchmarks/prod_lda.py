@@ -6,7 +6,7 @@ dealt out to three silos. The weights of a message's topics are latents of its r
 all silos learn gives their posterior from the message's words, and a silo draws 128 messages for
 each step.
 
-    python examples/prod_lda.py --json topics.json --plot topics.png
+    python benchmarks/prod_lda.py --json topics.json --plot topics.png
 
 Topics are unconstrained columns, as Srivastava and Sutton have them; ``--dirichlet`` takes columns
 from a Dirichlet distribution, as the paper prints it, under which messages hardly differ. Topics

@@ -12,8 +12,8 @@ images in the same proportions. Two networks of 64 hidden units (ReLU) share str
 Compared are SFVI, SFVI-Avg and PVI, whose silos answer one after the other. Guides are independent
 normals, as in the paper. A silo draws 128 of its rows for each step, where the paper takes all.
 
-    python examples/federated_mnist.py --json mnist.json --plot mnist.png
-    python examples/federated_mnist.py --silos 50 --json mnist50.json
+    python benchmarks/federated_mnist.py --json mnist.json --plot mnist.png
+    python benchmarks/federated_mnist.py --silos 50 --json mnist50.json
 
 The data are those of ``federated_data.py``. ``--quick`` shows that everything runs, on few rows
 and with few hidden units.

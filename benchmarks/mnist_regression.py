@@ -6,8 +6,8 @@ intercepts have normal priors, whose scales are parameters that maximise the bou
 Bayes). Guides are independent normals, as in the paper. Compared are each silo alone, SFVI-Avg in
 one round and in many, SFVI, and PVI.
 
-    python examples/mnist_regression.py --json regression.json --plot regression.png
-    python examples/mnist_regression.py --silos 5 --rows 10000 --json regression5.json
+    python benchmarks/mnist_regression.py --json regression.json --plot regression.png
+    python benchmarks/mnist_regression.py --silos 5 --rows 10000 --json regression5.json
 
 Silos with more than 200 rows draw 200 of them for each step, where the paper takes all. ``--plot``
 draws the bound by SFVI from scratch and from a result of SFVI-Avg in five rounds.

@@ -7,7 +7,7 @@ clients send their predictors, and corrected by importance weights; the augmente
 power-likelihood model, in which they send noisy ones, by mean-field and amortised guides. All are
 compared with NUTS on the model as it is written.
 
-    python examples/vertical_logistic.py --plot vertical.png --json vertical.json
+    python benchmarks/vertical_logistic.py --plot vertical.png --json vertical.json
 
 ``--nuts`` runs NUTS on the augmented and the power-likelihood models as well, ``--quick`` shows the
 same with few rows and draws.

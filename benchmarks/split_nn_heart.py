@@ -7,7 +7,7 @@ output of its network for each patient. In the hierarchical Bayesian one the wei
 layer have a posterior, and what is sent is that output with noise of standard deviation ``rho``.
 Besides, one that the paper does not have: all layers' weights have a posterior.
 
-    python examples/split_nn_heart.py --csv heart.csv --json heart.json --plot heart.png
+    python benchmarks/split_nn_heart.py --csv heart.csv --json heart.json --plot heart.png
 
 Ten-fold cross-validation of the accuracy and of the mean log-likelihood of patients that were not
 trained on, paired over folds, beside a logistic regression on all columns in one place. Predictions

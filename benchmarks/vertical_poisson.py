@@ -6,7 +6,7 @@ level and have a mean and a spread of their own there. Populations of 250 to 350
 NUTS and mean-field inference on pooled data are set against the exact split, in which clients send
 their predictors, and the augmented model, in which they send noisy ones.
 
-    python examples/vertical_poisson.py --plot poisson.png --json poisson.json
+    python benchmarks/vertical_poisson.py --plot poisson.png --json poisson.json
 
 ``--nuts`` runs NUTS on the augmented models as well, ``--quick`` shows the same with few areas and
 rounds.

@@ -5,7 +5,7 @@ its 159,010 weights, priors of variance 1. Its rows are spread over 10 silos ali
 silos of two digits each. Silos answer one after the other (sequential) or all at once and damped
 (synchronous); mean-field VI on all rows, by the same local optimiser, is what they could reach.
 
-    python examples/pvi_mnist.py --plot pvi_mnist.png --json pvi_mnist.json
+    python benchmarks/pvi_mnist.py --plot pvi_mnist.png --json pvi_mnist.json
 
 Long work on the rows of one silo prunes the network: a hidden unit that these rows do not pay for
 goes back to the prior. The paper's remedy is a start with a small variance, and early stopping of

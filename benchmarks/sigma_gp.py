@@ -7,7 +7,7 @@ its place for 15 noisy observations of a sine (Figure 5), by NUTS as in the pape
 the three silos. Beside it the closed-form relatives, and the exact posterior, integrated over a
 grid of length scales, and a decoder without an encoder (DeepRV, arXiv 2503.21473).
 
-    python examples/sigma_gp.py --plot sigma_gp --json sigma_gp.json
+    python benchmarks/sigma_gp.py --plot sigma_gp --json sigma_gp.json
 
 ``--plot`` is the start of the figures' names. ``--quick`` trains and draws little.
 """

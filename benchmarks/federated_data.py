@@ -1,11 +1,11 @@
-"""Data sets of the federated examples, and ways to cut them up into silos.
+"""Data sets of the federated benchmarks, and ways to cut them up into silos.
 
     x_train, y_train, x_test, y_test = load_tabular("adult")
     silos = split_clients(x_train, y_train, num_clients=10, beta=0.7, kappa=-3.0)
 
 Where the data come from: the folder that the environment variable ``NUMPYRO_FED_DATA`` names, when
 it is set; otherwise OpenML, through scikit-learn, which needs to be online. ``python
-examples/federated_data.py`` prints the silos of the three tabular data sets.
+benchmarks/federated_data.py`` prints the silos of the three tabular data sets.
 
 The folder holds ``adult.npz`` (48,842 rows), ``bank_full.npz`` (45,211) and
 ``credit_approval.npz`` (the 653 rows with nothing missing), each with the arrays

@@ -14,8 +14,8 @@ NUTS on the true model and all data.
 paper's areas of Australia. As in the paper, values are a draw of the prior with noise of 0.5, and
 the reference is the exact posterior, over a grid of the smoothing parameter.
 
-    NUMPYRO_FED_DATA=... python examples/sigma_map.py --plot sids --json sids.json
-    NUMPYRO_FED_DATA=... python examples/sigma_map.py --map counties --plot us --json us.json
+    NUMPYRO_FED_DATA=... python benchmarks/sigma_map.py --plot sids --json sids.json
+    NUMPYRO_FED_DATA=... python benchmarks/sigma_map.py --map counties --plot us --json us.json
 
 The folder holds ``nc_sids.npz`` (``sids74``, ``births74``, ``nonwhite74``, ``lonlat``,
 ``edges_CR85``) and ``us_counties.npz`` (``state``, ``state_names``, ``contiguous``, ``edges``).

@@ -5,7 +5,7 @@ labels is flipped before the fit. The labels to test with are clean. Logistic re
 by PVI (Ashman et al. 2022) and by FedGVI (Mildner et al. 2025), which puts a robust loss in the
 place of minus the log likelihood and, in one variant, a Renyi divergence in the place of KL.
 
-    python examples/robust_federated.py --plot robust_federated.png --json robust_federated.json
+    python benchmarks/robust_federated.py --plot robust_federated.png --json robust_federated.json
 
 repeats this for shares from 0 to 40 % and five seeds; a seed moves the test set, the split over
 silos, who is contaminated where, and the fit. ``--contamination random`` flips labels of either

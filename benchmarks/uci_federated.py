@@ -5,7 +5,7 @@ and credit: weights with the prior N(0, 1), the intercept's included, a Gaussian
 diagonal covariance, and ten clients among whom the training rows are split evenly (A), or in
 different numbers and with different shares of the classes (B).
 
-    python examples/uci_federated.py --plot uci_federated.png --json uci_federated.json
+    python benchmarks/uci_federated.py --plot uci_federated.png --json uci_federated.json
 
 measures the error and the mean log-likelihood of the test rows after each round, against the
 number of replies that clients have sent. Variational inference on the union of the clients' rows,
