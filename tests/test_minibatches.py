@@ -398,6 +398,19 @@ def test_a_silo_that_does_not_take_part_keeps_its_state_and_the_count_of_its_opt
     jax.tree.map(np.testing.assert_array_equal, again.state.silos, result.state.silos)
 
 
+def test_losses_are_minus_the_bound_of_all_silos_whatever_the_schedule():
+    """Steps of nothing: each round looks at the same guide, by other draws."""
+    silos = silos_of("plain", (5, 5, 5, 5))
+    schedules = "synchronous", "sequential", nf.schedules.Sequential([0, 1, 2, 3] * 2)
+    means = [
+        nf.SFVI(plain, optim=optax.sgd(0.0), num_particles=50, schedule=schedule, start=None)
+        .run(KEY, 20, silos, **QUIET)
+        .losses.mean()
+        for schedule in schedules
+    ]
+    np.testing.assert_allclose(means, means[0], rtol=0.02)
+
+
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
@@ -406,6 +419,7 @@ def test_a_silo_that_does_not_take_part_keeps_its_state_and_the_count_of_its_opt
         (nf.schedules.Given([[0, 0], [1, 2]]), "who never visits silo 3|twice in round 0"),
         (nf.schedules.Given([[0, 1], [2, 3], [0, 1]]), "silo 0 2 times and silo 2 1 times"),
         (nf.schedules.Given([0, 1, 2, 3]), "who must hold as many silo numbers"),
+        (nf.schedules.Sequential([0, 1, 1, 2, 3]), "silo 1 2 times and silo 0 1 times"),
         ("asynchronous", "gradients must be of where the step is taken"),
     ],
 )

@@ -111,9 +111,12 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
     in_part : bool
         Whether silos may be left out of a step. Replies of those that take part are then scaled
         up, and a silo keeps the centre from which its local guide measures the globals.
+    steps : int
+        Steps in a round of the schedule: several in a sequential one.
     """
 
     in_part: bool = False
+    steps: int = 1
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, SiloState]:
         """Return the algorithm as pure functions."""
@@ -179,7 +182,8 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         total = value + up.bound
         course = convergence.update(state.course, -total, params, whitened=self.from_mode)
         after = state._replace(params=params, opt_state=opt_state, course=course)
-        return after, Info(-total, all_finite((total, gradient)))
+        # A round reports the sum over its steps, and the bound of a round is their mean.
+        return after, Info(-total / self.steps, all_finite((total, gradient)))
 
     def silo(
         self, noise: Noise, down: Down, state: SiloState, data: SiloData

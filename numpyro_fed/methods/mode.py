@@ -318,9 +318,10 @@ def begin(
 def after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State:
     """Return the state after the opening rounds of the algorithm."""
     key = jax.random.fold_in(key, OPENING)
-    for round_ in fit.built.algorithm.opening:
+    for i, round_ in enumerate(fit.built.algorithm.opening):
         once = fit.quick_round(round_)
-        server, silos, info, good = once(key, state.server, state.silos, batches)
+        key_round = jax.random.fold_in(key, i)
+        server, silos, info, good = once(key_round, state.server, state.silos, batches)
         if not bool(info.ok):
             bad = failed_silos(good, (), ())
             raise NonFiniteError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from jax import Array
 
 from numpyro_fed.errors import positive_int
@@ -203,4 +205,14 @@ def in_step(spec: str | Spec) -> Sequential | Synchronous | Random | Given:
             "schedule='asynchronous': gradients must be of where the step is taken. Use "
             "schedules.Random(size), or PVI, whose silos may answer late."
         )
+    if isinstance(chosen, Sequential) and not isinstance(chosen.order, str):
+        # Each step is scaled up to all silos: a silo that comes twice would count twice.
+        visits = Counter(np.ravel(chosen.order).tolist())
+        if len(set(visits.values())) > 1:
+            often, seldom = max(visits, key=visits.__getitem__), min(visits, key=visits.__getitem__)
+            raise ValueError(
+                f"order holds silo {often} {visits[often]} times and silo {seldom} "
+                f"{visits[seldom]} times, so that the rows of silo {often} would count more. Let "
+                "every silo come equally often, or use PVI, where it makes no difference."
+            )
     return chosen

@@ -268,7 +268,7 @@ class SFVI(GradientMethod):
     def _parts(
         self, fm: FederatedModel, plan: Plan, bound: SiloBound, minibatches: Minibatches | None
     ) -> StructuredVI:
-        kind = plan.chosen["start"]
+        kind, schedule = plan.chosen["start"], in_step(self.schedule).build(plan.num_silos)
         return StructuredVI(
             fm,
             bound.guide,
@@ -276,7 +276,8 @@ class SFVI(GradientMethod):
             self.optim or default_optimiser(),
             self.num_particles,
             plan.num_silos,
-            in_part=in_step(self.schedule).build(plan.num_silos) is not None,
+            in_part=schedule is not None,
+            steps=1 if schedule is None else schedule.steps,
             minibatches=minibatches,
             from_mode=kind is not None,
             wide=is_wide(kind, fm),
