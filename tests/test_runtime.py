@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, I
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.jaxprs import inner_programs, trace_program
 from numpyro_fed.model.padding import Bucket
+from numpyro_fed.results.run import BuiltRun
 from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import (
@@ -510,3 +512,16 @@ def test_the_progress_bar_shows_rounds_and_the_bound(capfd):
 def test_without_a_progress_bar_nothing_is_shown(capfd):
     ROBUST.run(KEY, 3, robust_silos(), **quiet)
     assert capfd.readouterr() == ("", "")
+
+
+class Opened(BuiltRun):
+    """A run with nothing before it but the algorithm's own opening."""
+
+    first_algorithm, search_rounds = None, ()
+
+
+@pytest.mark.parametrize("names", [("step", "step"), ("begin", "step")])
+def test_exchanges_of_a_run_have_names_of_their_own(names):
+    opening, main = (Round((Exchange(name, None),), None) for name in names)
+    with pytest.raises(ValueError, match=f"'{names[0]}' shares its name"):
+        Opened(algorithm=SimpleNamespace(opening=(opening,), round=main))

@@ -82,8 +82,8 @@ MAX_CACHED_METHODS = 8
 # Effective draws for each global, from which on their covariance is a proposal. With one a
 # covariance is singular.
 MIN_DRAWS_PER_GLOBAL = 3
-# Share of the mass below which a missed mode is not reported. It trades silence about a small mode
-# against false alarms, since shares by Laplace's evidence are approximate.
+# Share of the mass below which a missed mode is not reported. A larger value hides small
+# modes; a smaller one warns of modes that are none, since shares by Laplace's evidence are rough.
 MIN_MASS = 0.02
 PRECISIONS = ("double", "single")
 # Times as many draws where tails decide, which halves the errors.

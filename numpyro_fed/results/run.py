@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.saving import SavedRun, SavedWords, save
 from numpyro_fed.runtime.crossing import Crossings, crossings
 from numpyro_fed.runtime.drive import failed_silos
+from numpyro_fed.runtime.node import BEGIN, SEARCH, WITHOUT_START
 from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
 from numpyro_fed.trees import Tree
 
@@ -72,6 +74,19 @@ class BuiltRun(ABC):
 
     algorithm: FederatedAlgorithm[Any, Any]
     without_start: Callable[[], tuple[Any, BuiltRun]] | None = None
+
+    def __post_init__(self) -> None:
+        rounds = (*self.opening, self.algorithm.round, *self.later_rounds)
+        times = Counter(exchange.name for round_ in rounds for exchange in round_.exchanges)
+        # A silo in another process knows what it is asked for by the name alone.
+        taken = sorted(
+            name for name, n in times.items() if n > 1 or name in (BEGIN, SEARCH, WITHOUT_START)
+        )
+        if taken:
+            raise ValueError(
+                f"the exchange {taken[0]!r} shares its name with another one of the method or with "
+                "a message by which a run begins. Give each exchange a name of its own."
+            )
 
     @property
     @abstractmethod

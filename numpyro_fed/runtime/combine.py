@@ -51,7 +51,7 @@ def _weighted_sum(stack: Reply[Up]) -> tuple[Up, Array]:
 
 
 def for_participants(scatter: object, down: Down, index: Array | int) -> Down:
-    """Return the message for participants ``which``: leaves marked in ``scatter`` are indexed."""
+    """Return the message for participants ``index``: leaves marked in ``scatter`` are indexed."""
 
     def part(scattered: bool, leaves: Tree) -> Tree:
         return jax.tree.map(lambda a: a[index], leaves) if scattered else leaves

@@ -103,7 +103,7 @@ class Server(Role):
         return Shared(state.params.theta, state.params.guide, state.frame)
 
     def done(self, state: ServerState) -> Array:
-        """Return whether the last round moved the posterior little, with all its visits used."""
+        """Return whether the last round moved the posterior little, and used every proposal."""
         progress, settings = state.progress, self.settings
         ends = (progress.steps > 0) & (progress.steps % settings.steps == 0)
         used = jnp.where(state.taken > 0, state.taken, 1.0).min()

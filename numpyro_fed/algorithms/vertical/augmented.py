@@ -89,7 +89,7 @@ class Augmented:
     local_steps: int = 1
 
     def algorithm(self) -> FederatedAlgorithm[ServerState, ClientState]:
-        """Return it as pure functions."""
+        """Return the algorithm as pure functions."""
         v = self.vertical
         exchanges = draw_exchange(v), step_exchange(v, self.step, self.local_steps)
         return v.algorithm(Round(exchanges, self.round, v.server_noise), self.server_like)

@@ -29,7 +29,7 @@ from numpyro_fed.guides.structured import Guide, GuideConfig, build_resolved
 from numpyro_fed.model.data import SiloData, signature
 from numpyro_fed.model.vertical import PartyModel, VerticalModel
 
-PRIOR_DRAWS = 500  # for the median and spread of latents above others
+PRIOR_DRAWS = 500  # for the median and spread of hyperparameters
 # Least spread with which their guide starts: a prior of a single value would have none, and the log
 # of its spread would be infinite.
 MIN_SPREAD = 1e-6
@@ -149,7 +149,7 @@ class ServerNoise(NamedTuple):
 
 
 class PinnedLatents(NamedTuple):
-    """Fixed values (dim,) of latents above others, unconstrained, during the search for a mode.
+    """Fixed values (dim,) of hyperparameters, unconstrained, during the search for a mode.
 
     ``place`` is the median of their prior. ``spread`` is the spread of the prior, at most one, with
     which their guide starts. All other latents have zero and one.
@@ -163,7 +163,7 @@ class ClientType(NamedTuple):
     """The clients of one shape.
 
     ``half`` is their half of the model, ``resolved`` their guide's configuration. ``above`` says
-    which coordinates are latents above others, such as the scale of a prior.
+    which coordinates are hyperparameters: the prior of other latents depends on them.
     """
 
     half: PartyModel
@@ -171,7 +171,7 @@ class ClientType(NamedTuple):
     above: tuple[bool, ...]
 
     def pin(self, key: Array, data: SiloData) -> PinnedLatents:
-        """Return the fixed values of latents above others; zeros if the prior has no draws."""
+        """Return the fixed values of hyperparameters; zeros if the prior has no draws."""
         unpinned = PinnedLatents(jnp.zeros(self.half.dim), jnp.ones(self.half.dim))
         if not any(self.above):
             return unpinned
@@ -188,7 +188,7 @@ class ClientType(NamedTuple):
         )
 
     def below(self, z: Array, pinned: PinnedLatents) -> tuple[Array, Array]:
-        """Return a point with latents above others at their fixed values, and a log density.
+        """Return a point with hyperparameters at their fixed values, and a log density.
 
         That is normal around the fixed values. It takes the place of these latents' own density: a
         scale and the effects under it have no joint mode but where the scale is zero.
