@@ -52,10 +52,10 @@ from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.reference.compare import Comparison, compare
 from numpyro_fed.reference.nuts import NutsResult, run_nuts
-from numpyro_fed.results.base import Result
 from numpyro_fed.results.communication import Communication
 from numpyro_fed.results.importance import Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.runtime.node import SiloNode
 from numpyro_fed.sigma import fields

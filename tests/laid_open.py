@@ -19,10 +19,10 @@ from numpyro_fed.methods.pvi import _prior_optimiser as for_the_prior
 from numpyro_fed.methods.vertical import begin
 from numpyro_fed.reference.nuts import _joint_density as joint_density
 from numpyro_fed.reference.nuts import _parameters as parameters
+from numpyro_fed.results.base import Silos
 from numpyro_fed.results.importance import _inner_draws as inner_draws
-from numpyro_fed.results.run import Silos
 from numpyro_fed.results.vertical import VerticalResult
-from numpyro_fed.runtime import drive
+from numpyro_fed.runtime import supervise
 
 __all__ = [
     "LaidOpen",
@@ -201,13 +201,13 @@ def private(module: Any, name: str) -> Any:
 
 
 PLACES = {
-    "memory": "numpyro_fed.methods.base._memory",
+    "memory": "numpyro_fed.methods.rows._memory",
     "pareto_k": "numpyro_fed.reference.compare._pareto_k",
     "batch_size": "numpyro_fed.results.importance._batch_size",
     "compiled_correction": "numpyro_fed.results.importance._compiled",
     "factor_for_the_prior": "numpyro_fed.methods.pvi._prior_optimiser",
-    "rounds_of_a_log": "numpyro_fed.runtime.drive._first",
-    "all_finite": "numpyro_fed.runtime.drive._all_finite",
+    "rounds_of_a_log": "numpyro_fed.runtime.supervise._first",
+    "all_finite": "numpyro_fed.runtime.supervise._all_finite",
 }
 
 
@@ -218,7 +218,7 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> N
 
 def at_checks(monkeypatch: pytest.MonkeyPatch, look: Any) -> None:
     """Call ``look(state)`` wherever rounds are over and their state is checked."""
-    finite = drive._all_finite
+    finite = supervise._all_finite
 
     def looked(state: Any, batches: Any) -> bool:
         look(state)

@@ -16,7 +16,7 @@ from numpyro_fed.algorithms.base import FederatedAlgorithm
 from numpyro_fed.algorithms.sfvi import StructuredVI
 from numpyro_fed.guides.structured import Guide, build
 from numpyro_fed.model.data import SiloData, read
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import structures
 from numpyro_fed.model.split import split
 from numpyro_fed.objectives import SiloBound, draws_by_plate

@@ -38,7 +38,7 @@ LAYERS = [
     {"model.sites"},
     {"model.binding"},
     {"model.priors"},
-    {"model.federated"},
+    {"model.log_density"},
     {"model.split"},
     {"model.minibatch"},
     {"model", "guides", "objectives", "local"},

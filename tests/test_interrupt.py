@@ -13,7 +13,7 @@ from laid_open import at_checks, put_in_place
 import numpyro_fed as nf
 from numpyro_fed.methods import fit as fit_module
 from numpyro_fed.results import importance
-from numpyro_fed.runtime import drive as drive_module
+from numpyro_fed.runtime import supervise as drive_module
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

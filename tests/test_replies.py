@@ -12,11 +12,11 @@ from cases import mark_slow
 from laid_open import built_at, laid_open
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.transforms import ReplyTransform, transformed
+from numpyro_fed.algorithms.reply_transforms import ReplyTransform, transformed
 from numpyro_fed.errors import DataError, NonFiniteError, ReplyError
-from numpyro_fed.methods.federated import RUNTIMES
-from numpyro_fed.runtime.drive import drive
+from numpyro_fed.methods.base import RUNTIMES
 from numpyro_fed.runtime.messages import read, write
+from numpyro_fed.runtime.supervise import drive
 
 KEY = jax.random.key(0)
 ROWS = [{"y": np.arange(n, dtype=np.float32)} for n in (3, 5, 4)]

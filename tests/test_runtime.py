@@ -21,8 +21,7 @@ from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, I
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.jaxprs import inner_programs, trace_program
 from numpyro_fed.model.padding import Bucket
-from numpyro_fed.results.run import BuiltRun
-from numpyro_fed.runtime.drive import drive
+from numpyro_fed.results.base import BuiltRun
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import (
     exchange_key,
@@ -34,6 +33,7 @@ from numpyro_fed.runtime.noise import (
 )
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import BLOCK, CHUNK, on_device
+from numpyro_fed.runtime.supervise import drive
 
 KEY = jax.random.key(0)
 quiet = {"progress_bar": False}

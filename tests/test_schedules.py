@@ -16,12 +16,12 @@ from numpyro_fed.algorithms.base import Combine, Exchange, FederatedAlgorithm, I
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime import stack as base
-from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import exchange_key, server_key, silo_key
 from numpyro_fed.runtime.schedule import Schedule, asynchronous, at_random, in_turn
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import on_device
+from numpyro_fed.runtime.supervise import drive
 
 KEY = jax.random.key(0)
 SILOS = 5

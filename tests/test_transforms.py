@@ -11,7 +11,7 @@ from problems import cut
 from pvi_problems import KEY, logistic, logistic_rows
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.transforms import (
+from numpyro_fed.algorithms.reply_transforms import (
     ReplyTransform,
     chain,
     clip_by_global_norm,

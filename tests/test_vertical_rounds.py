@@ -26,7 +26,7 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.transforms import round_to_grid, transformed
+from numpyro_fed.algorithms.reply_transforms import round_to_grid, transformed
 from numpyro_fed.runtime.combine import combine
 from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.noise import exchange_key, server_key

@@ -19,7 +19,7 @@ from vertical_problems import (
 )
 
 import numpyro_fed as nf
-from numpyro_fed.methods.federated import SEARCHES
+from numpyro_fed.methods.base import SEARCHES
 from numpyro_fed.runtime.step import replayed_part
 
 

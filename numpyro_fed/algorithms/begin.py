@@ -28,7 +28,7 @@ from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 
 # The least curvature of a direction, as a share of the largest scaled one. A smaller share lets
 # rounding decide how wide a start is; a larger one starts too narrow along a real ridge.

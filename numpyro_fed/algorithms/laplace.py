@@ -25,7 +25,7 @@ from numpyro_fed import linalg
 from numpyro_fed.gaussian import LOG_2PI, Curvature, symmetric
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 
 START = 1e-2  # the first modes are searched from here: at zero some densities have a kink
 MAX_STEPS = 50  # of Newton's method: a bound on the work at a point where rows have no mode

@@ -49,7 +49,7 @@ from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import LOG_2PI, Curvature
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.programs import jit_once
 from numpyro_fed.trees import all_finite, where
 

@@ -39,7 +39,7 @@ from numpyro_fed.algorithms.mode import (
     unraveller,
 )
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.trees import all_finite, where
 
 # Pairs that L-BFGS keeps. An exchange with silos costs far more than the products with the pairs,

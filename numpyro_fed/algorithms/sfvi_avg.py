@@ -42,7 +42,7 @@ from numpyro_fed.algorithms.base import (
     key_as_noise,
 )
 from numpyro_fed.algorithms.convergence import ConvergenceStats
-from numpyro_fed.algorithms.gradients import ByGradients, Start
+from numpyro_fed.algorithms.sfvi_base import ByGradients, Start
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian

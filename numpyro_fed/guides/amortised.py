@@ -21,7 +21,7 @@ from numpyro_fed.errors import GuideError, MissingExtraError, positive_int
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.tracing import TRACING
 from numpyro_fed.trees import Tree
 

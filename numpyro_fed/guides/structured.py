@@ -23,7 +23,7 @@ from numpyro_fed.guides.numpyro_auto import from_autoguide
 from numpyro_fed.guides.rows import LocalGuide
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site
 
 # Sizes up to which "auto" takes the richer guide.

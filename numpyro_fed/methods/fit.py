@@ -36,15 +36,15 @@ from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import ReadSilos
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.layout import layout_of
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced
 from numpyro_fed.precision import precision as precision_as
-from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import AT_ONCE, Corrected, importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rematch import rematched
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.weighted import MAX_ERROR
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import StageBar

@@ -15,8 +15,8 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.methods.mode import LocalMode, Mode
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import SavedWords, save
 
 # Draws of a fit without a reliable correction that a file keeps, as many as a correction has: the

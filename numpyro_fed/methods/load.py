@@ -16,19 +16,19 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.errors import SavedStateError, positive_int
 from numpyro_fed.files import npz
-from numpyro_fed.methods.base import Method
 from numpyro_fed.methods.fitted import Fitted, Stage
 from numpyro_fed.methods.mode import LocalMode
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import rebuilt
+from numpyro_fed.methods.rows import Method
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.methods.sfvi_avg import SFVIAvg
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected
+from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.results.weighted import systematic
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from numpyro_fed.errors import GuideError, positive_int
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import Layout
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import WHOLE, Minibatches
 
 

@@ -45,17 +45,17 @@ from numpyro_fed.errors import (
     positive_int,
 )
 from numpyro_fed.model import data as silo_data
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, coupled_rows
 from numpyro_fed.programs import jit_once
-from numpyro_fed.results.base import Fit
 from numpyro_fed.results.built import Start
-from numpyro_fed.runtime.drive import drive, failed_silos
+from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Batches, Runtime, State, init_schedule, on_device
+from numpyro_fed.runtime.supervise import drive, failed_silos
 from numpyro_fed.trees import drop_weak_types
 
 # Places that a start tries before a run begins without a mode. Newton's method took 9 to 17 on

@@ -11,14 +11,14 @@ from typing import Any, Generic
 from jax import Array
 
 from numpyro_fed.errors import DataError, StartWarning
-from numpyro_fed.methods.base import Method
-from numpyro_fed.methods.federated import FederatedMethod, Outcome, RunOptions
+from numpyro_fed.methods.base import FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import Mode, NoStartError, begin
+from numpyro_fed.methods.rows import Method
 from numpyro_fed.model.facts import Facts, Plan
-from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.base import BuiltRun, Ready
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct
-from numpyro_fed.results.run import BuiltRun, Ready
+from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.node import (
     SEARCH,
     WITHOUT_START,

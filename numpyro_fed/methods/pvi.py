@@ -45,22 +45,22 @@ from numpyro_fed.local import ClosedForm, Optax
 from numpyro_fed.local.base import Local
 from numpyro_fed.local.natural import FixedPoint
 from numpyro_fed.losses import log_loss
-from numpyro_fed.methods.base import Method, check_start, start_of
 from numpyro_fed.methods.minibatch_checks import check_guide, check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
+from numpyro_fed.methods.rows import Method, check_start, start_of
 from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
-from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built, Factors
 from numpyro_fed.results.pvi import PVIResult
-from numpyro_fed.results.run import Silos
-from numpyro_fed.runtime.drive import Run
+from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.stack import State
+from numpyro_fed.runtime.supervise import Run
 
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
 Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]

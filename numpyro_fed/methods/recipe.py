@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from numpyro_fed import divergences, guides, local, losses, objectives
 from numpyro_fed.methods import schedules
 from numpyro_fed.model.fingerprint import source_hash
-from numpyro_fed.results.base import MethodSpec
+from numpyro_fed.results.rows import MethodSpec
 
 
 def _is_public(kind: type, module: ModuleType) -> bool:

@@ -25,7 +25,6 @@ from numpyro_fed.guides.structured import (
     init_loc_fn_of,
     resolve,
 )
-from numpyro_fed.methods.base import SEARCHED, Method, check_start, is_wide, start_of
 from numpyro_fed.methods.minibatch_checks import (
     check_batch_size,
     check_guide,
@@ -33,17 +32,18 @@ from numpyro_fed.methods.minibatch_checks import (
     minibatches_of,
 )
 from numpyro_fed.methods.mode import start_rounds
+from numpyro_fed.methods.rows import SEARCHED, Method, check_start, is_wide, start_of
 from numpyro_fed.methods.schedules import Spec, in_step
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.layout import Layout
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
-from numpyro_fed.results.base import Fit, Result
+from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
-from numpyro_fed.results.run import Silos
-from numpyro_fed.runtime.drive import Run
+from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.runtime.supervise import Run
 
 # Adam's step is STEP * (1 + round / SETTLES) ** -DECAY, in coordinates in which the posterior is
 # about standard: the first steps are three hundredths of a standard deviation. With a power between

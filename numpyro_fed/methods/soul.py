@@ -16,10 +16,10 @@ from numpyro_fed.methods.vertical import NEEDS_RESPONSE, VerticalMethod, check_p
 from numpyro_fed.model.clients import positive_rho
 from numpyro_fed.model.data import signature
 from numpyro_fed.model.roles import VerticalSplit
-from numpyro_fed.results.run import Silos
+from numpyro_fed.results.base import Silos
 from numpyro_fed.results.soul import SOULResult
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit
-from numpyro_fed.runtime.drive import Run
+from numpyro_fed.runtime.supervise import Run
 
 
 @dataclass(frozen=True)

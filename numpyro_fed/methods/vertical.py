@@ -25,7 +25,7 @@ from numpyro_fed.algorithms.base import ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.algorithms.vertical.begin import num_looks
 from numpyro_fed.algorithms.vertical.sample import SAMPLE
 from numpyro_fed.errors import DataError, ModelError, StartWarning
-from numpyro_fed.methods.federated import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
+from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import SEARCH
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
@@ -36,12 +36,12 @@ from numpyro_fed.model.roles import Text, VerticalSplit, split, split_vertical, 
 from numpyro_fed.model.row_ids import check_same_ids, digest, read_ids
 from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
-from numpyro_fed.results.run import Silos
+from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalStart
 from numpyro_fed.runtime.crossing import Crossings
-from numpyro_fed.runtime.drive import drive
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, on_device
+from numpyro_fed.runtime.supervise import drive
 from numpyro_fed.trees import drop_weak_types
 
 # Rounds of a cycle of the search, at most. A search takes some 10 to 60 exchanges as a rule; a run

@@ -37,14 +37,14 @@ from numpyro_fed.model.roles import (
     hyperparameter_mask,
 )
 from numpyro_fed.model.vertical import VerticalModel
-from numpyro_fed.results.run import Silos
+from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import (
     VerticalBuilt,
     VerticalFit,
     VerticalResult,
 )
 from numpyro_fed.runtime.crossing import Crossings
-from numpyro_fed.runtime.drive import Run
+from numpyro_fed.runtime.supervise import Run
 
 # Rows up to which each auxiliary variable has a normal of its own by default. Above, an amortised
 # guide has fewer parameters, but its messages tell more of the columns (docs/results/vertical.md).

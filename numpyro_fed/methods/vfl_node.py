@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.methods.federated import RunOptions
+from numpyro_fed.methods.base import RunOptions
 from numpyro_fed.methods.node import MakeRuntime, PartyServer
 from numpyro_fed.methods.vertical import VerticalMethod, begin
 from numpyro_fed.model.data import read_one

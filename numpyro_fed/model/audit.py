@@ -24,8 +24,8 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.jaxprs import NONE, Labels, labels_by_name, propagate_labels, trace_program
+from numpyro_fed.model.log_density import FederatedModel
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn

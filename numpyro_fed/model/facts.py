@@ -22,7 +22,7 @@ from jax import Array
 from numpyro_fed.errors import ModelError
 from numpyro_fed.model.binding import globals_at
 from numpyro_fed.model.data import SiloData, Sizes, read
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Plate, Site, structure
 from numpyro_fed.model.split import split
 from numpyro_fed.programs import jit_once

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_fed.model.data import SiloData, array_bytes, signature
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.jaxprs import Identity, Program, trace_program
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.vertical import VerticalModel
 
 

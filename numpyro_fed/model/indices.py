@@ -27,7 +27,6 @@ from numpyro import handlers
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.data import SiloData, kind, read_one
 from numpyro_fed.model.feasible import feasible
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.jaxprs import (
     Labels,
     Program,
@@ -41,6 +40,7 @@ from numpyro_fed.model.jaxprs import (
     trace_program,
     type_of,
 )
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.programs import jit_once
 from numpyro_fed.tracing import TRACING
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from numpyro_fed.errors import ModelWarning
 from numpyro_fed.model.audit import separable
 from numpyro_fed.model.data import ReadSilos, SiloData, Sizes
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.indices import index_check
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.padding import Bucket, bucket, padded, padded_keys
 from numpyro_fed.model.row_checks import RowChecks, check_summaries

@@ -16,7 +16,7 @@ from jax import Array
 
 from numpyro_fed.errors import GuideError
 from numpyro_fed.model.data import SiloData, Sizes
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 
 WHOLE = "Use batch_size=None."
 

@@ -21,8 +21,8 @@ from numpyro.distributions import Distribution, constraints
 from numpyro_fed.errors import DataError
 from numpyro_fed.model.binding import Theta, trace_at
 from numpyro_fed.model.data import SiloData, kind
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.jaxprs import provenance
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.primitives import silo_frames
 from numpyro_fed.model.sites import Site

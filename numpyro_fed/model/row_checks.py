@@ -35,7 +35,7 @@ from numpyro_fed.model.audit import (
 )
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.programs import compiled_method, jit_once
 

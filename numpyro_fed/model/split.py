@@ -23,10 +23,10 @@ from numpyro_fed.errors import ModelError, ModelWarning
 from numpyro_fed.model.binding import Rows, Theta, globals_at, log_det_owners, trace_at
 from numpyro_fed.model.data import SiloData, Sizes, signature
 from numpyro_fed.model.feasible import feasible
-from numpyro_fed.model.federated import FederatedModel, ModelText
 from numpyro_fed.model.handlers import localised
 from numpyro_fed.model.jaxprs import Identity, provenance, trace_program, without_dead_code
 from numpyro_fed.model.kinks import rounded
+from numpyro_fed.model.log_density import FederatedModel, ModelText
 from numpyro_fed.model.padding import padded_keys
 from numpyro_fed.model.sites import (
     Structure,

@@ -28,14 +28,14 @@ from numpyro_fed.errors import ConvergenceWarning, positive_int
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData, Sizes, signature
-from numpyro_fed.model.federated import FederatedModel
 from numpyro_fed.model.handlers import local_name
 from numpyro_fed.model.layout import lay_out
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, grouped, stacked
 from numpyro_fed.model.sites import Site
 from numpyro_fed.reference.starts import Position, Shapes, good_starts, some_from_prior, uniform
-from numpyro_fed.results.base import Result
 from numpyro_fed.results.rounding import Rounding
+from numpyro_fed.results.rows import Result
 from numpyro_fed.trees import Tree
 
 Draws = TypeVar("Draws", np.ndarray, Array)

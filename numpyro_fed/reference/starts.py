@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.errors import ModelError
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 
 TRIES = 100  # draws of a chain's start, as many as in NumPyro's find_valid_initial_params
 

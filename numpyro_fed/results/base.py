@@ -1,158 +1,220 @@
-"""The fit of a model to silos that hold rows, and its result."""
+"""Base classes of what methods build, compile and return, for silos with rows or columns.
+
+:class:`BuiltRun` has the pure functions of a method, :class:`CompiledMethod` adds a runtime, and
+:class:`FederatedRun` is the result of a run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpyro
-import numpyro.distributions as dist
+import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
-from numpyro_fed.errors import NonFiniteError
-from numpyro_fed.guides.structured import Guide
-from numpyro_fed.model.data import Sizes
-from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.federated import FederatedModel
-from numpyro_fed.model.fingerprint import fingerprint
-from numpyro_fed.model.indices import new_data_check
-from numpyro_fed.model.row_checks import RowChecks
-from numpyro_fed.precision import in_precision_of_object, is_double, precision
+from numpyro_fed.algorithms.base import (
+    FederatedAlgorithm,
+    Info,
+    Round,
+    Shared,
+    unknown_exchange,
+)
+from numpyro_fed.errors import DataError, NonFiniteError, SavedStateError
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.padding import Bucket
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.built import Built, Factors
-from numpyro_fed.results.communication import Communication, communication
-from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.recognise import Provenance
-from numpyro_fed.results.run import CompiledMethod, FederatedRun, Silos
-from numpyro_fed.results.saving import SavedRun
-from numpyro_fed.runtime.schedule import Schedule
-from numpyro_fed.runtime.stack import Runtime
+from numpyro_fed.results.saving import SavedRun, SavedWords, save
+from numpyro_fed.runtime.crossing import Crossings, crossings
+from numpyro_fed.runtime.node import BEGIN, SEARCH, WITHOUT_START
+from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
+from numpyro_fed.runtime.supervise import failed_silos
+from numpyro_fed.trees import Tree
+
+# Batches of rounds in each quarter of a run, whose means show how noisy the bound is. Rounds are
+# correlated, so that single losses would show too little noise; fewer batches estimate it badly.
+NUM_BATCHES = 5
 
 
-class MethodSpec(NamedTuple):
-    """A record from which the method of a fit can be rebuilt, given the model.
+class Silos(NamedTuple):
+    """The data of silos in this process: as read, in buckets, and on the device."""
 
-    Attributes
-    ----------
-    method : str
-        The name of its class.
-    settings : dict
-        The settings that are not the default, as JSON.
-    lost : tuple of str
-        Settings that JSON cannot hold: an optimiser, a function.
-    runtime : str
-    source : str
-        A hash of the model's source.
-    """
+    data: tuple[SiloData, ...]
+    buckets: tuple[Bucket, ...]
+    batches: Batches
 
-    method: str
-    settings: dict[str, Any]
-    lost: tuple[str, ...]
-    runtime: str
-    source: str
+    def place(self, silo: int) -> tuple[int, int]:
+        """Return the number of a silo's bucket and the silo's row in it."""
+        for b, bucket in enumerate(self.buckets):
+            if silo in bucket.silos:
+                return b, bucket.silos.index(silo)
+        raise IndexError(f"there is no silo {silo}: they are numbered 0 to {len(self.data) - 1}.")
 
-    def description(self) -> dict[str, Any]:
-        """Return the record in the form in which a file keeps it."""
-        return {name: value for name, value in self._asdict().items() if name != "source"}
+    def at(self, silo: int, stacks: Sequence[Tree]) -> Tree:
+        """Return a silo's part of trees that are stacked by bucket."""
+        b, i = self.place(silo)
+        return jax.tree.map(lambda a: a[i], stacks[b])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Fit(CompiledMethod[Built]):
-    """A method that was built for silos that hold rows.
+class BuiltRun(ABC):
+    """All that a method builds from a model and a plan: pure functions, without data.
 
     Attributes
     ----------
-    plan : Plan
-    certify : (key, result) -> Corrected
-        The importance correction of a result.
-    double : bool
-        Whether it computes in double precision.
-    sizes : tuple of dict
-        Rows of each silo plate at each silo; empty for silos in other processes.
-    checks : RowChecks or None
-        Checks on the values of the data; None for silos in other processes.
-    recipe : MethodSpec or None
-        How to rebuild the method from a file; None for silos in other processes.
+    algorithm : FederatedAlgorithm
+    without_start : () -> (plan, BuiltRun)
+        Builds the same for a run whose search has found no mode; None if there is no search.
     """
 
-    plan: Plan
-    certify: Callable[..., Any]
-    double: bool = field(default_factory=is_double)
-    sizes: tuple[Sizes, ...] = ()
-    checks: RowChecks | None = None
-    recipe: MethodSpec | None = None
+    algorithm: FederatedAlgorithm[Any, Any]
+    without_start: Callable[[], tuple[Any, BuiltRun]] | None = None
 
-    @cached_property
-    def posterior(self) -> Posterior:
-        """Return the compiled sampling functions of the fit."""
-        return posterior(self.model, self.guide, self.built.bound)
+    def __post_init__(self) -> None:
+        rounds = (*self.opening, self.algorithm.round, *self.later_rounds)
+        times = Counter(exchange.name for round_ in rounds for exchange in round_.exchanges)
+        # A silo in another process knows what it is asked for by the name alone.
+        taken = sorted(
+            name for name, n in times.items() if n > 1 or name in (BEGIN, SEARCH, WITHOUT_START)
+        )
+        if taken:
+            raise ValueError(
+                f"the exchange {taken[0]!r} shares its name with another one of the method or with "
+                "a message by which a run begins. Give each exchange a name of its own."
+            )
 
-    def without_start(
-        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
-    ) -> Fit | None:
-        """Return the fit of runs that found no mode to begin at; None if no mode is searched for.
+    @property
+    @abstractmethod
+    def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
+        """Return the algorithm whose states a run begins with: that of a search, or of the run."""
 
-        It is built at its first use, with the runtime that ``runtime_of`` makes.
+    @property
+    @abstractmethod
+    def search_rounds(self) -> tuple[Round, ...]:
+        """Return the rounds of the search for a start."""
+
+    @property
+    def opening(self) -> tuple[Round, ...]:
+        """Return the rounds before the algorithm's own first one."""
+        return (*self.search_rounds, *self.algorithm.opening)
+
+    @property
+    def later_rounds(self) -> tuple[Round, ...]:
+        """Return the rounds that may follow a run, such as an evaluation."""
+        return ()
+
+    @property
+    def start_paths(self) -> tuple[tuple[Round, ...], ...]:
+        """Return the sequences of rounds that may come before the algorithm's first one."""
+        return (self.opening,)
+
+    def messages(
+        self, data: SiloData, server_data: ServerData = None, *, silo: str = "silo"
+    ) -> Crossings:
+        """Return all arrays that cross between the server and a silo, each exchange once."""
+        starts = [("start", self.first_algorithm, path) for path in self.start_paths]
+        runs = [*starts, ("round", self.algorithm, (self.algorithm.round,))]
+        tables = [crossings(*one, data, server_data, silo=silo) for one in runs]
+        return tables[0]._replace(rows=tuple(row for part in tables for row in part.rows))
+
+    def sender(self, round_: Round) -> FederatedAlgorithm[Any, Any]:
+        """Return the algorithm to whose states a round belongs."""
+        searches = round_.name in {x.name for x in self.search_rounds}
+        return self.first_algorithm if searches else self.algorithm
+
+    def round_of(self, name: str) -> Round:
+        """Return the round that declares the exchange ``name``.
+
+        Raises
+        ------
+        ModelError
+            If no round does.
         """
-        if (build := self.built.without_start) is None:
-            return None
+        for round_ in (*self.opening, self.algorithm.round, *self.later_rounds):
+            if name in {x.name for x in round_.exchanges}:
+                return round_
+        raise unknown_exchange(name)
 
-        def make() -> Fit:
-            plan, built = build()
-            runtime = runtime_of(built.algorithm, built.schedule)
-            return replace(self, plan=plan, built=built, runtime=runtime, compiled={})
 
-        return self.cached("without a start", make)
+Built = TypeVar("Built", bound=BuiltRun)
+Cached = TypeVar("Cached")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CompiledMethod(ABC, Generic[Built]):
+    """A method that was built for silos of certain shapes, ready to run.
+
+    Attributes
+    ----------
+    built : BuiltRun
+    runtime : Runtime
+    compiled : dict
+        Further compiled functions, by a name for what they do.
+    """
+
+    built: Built
+    runtime: Runtime
+    compiled: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
-    def model(self) -> FederatedModel:
-        """Return the model, split over server and silos."""
-        return self.built.model
+    def algorithm(self) -> FederatedAlgorithm[Any, Any]:
+        """Return the algorithm that is run."""
+        return self.built.algorithm
 
-    @property
-    def guide(self) -> Guide:
-        """Return the guide of globals and locals."""
-        return self.built.guide
-
-    @property
-    def draws(self) -> dict[str, int]:
-        """Return ``K`` for each silo plate that has latents."""
-        return self.built.draws
-
-    @property
-    def factors(self) -> Factors | None:
-        """Return the parts that PVI alone has: families, settings, an evaluation; else None."""
-        return self.built.factors
-
-    def description(self) -> dict[str, Any]:
-        """Return the settings, sites and sizes that a saved state must agree with."""
-        return {
-            "settings": {**self.plan.chosen, "draws": self.draws},
-            "sites": {
-                s.name: [s.kind, s.plate, list(s.shape), s.support] for s in self.model.sites
-            },
-            "sizes": list(self.sizes),
-        }
-
+    @abstractmethod
     def provenance(self, hosted: Silos) -> Provenance:
         """Return the fingerprints by which a file recognises model and data."""
 
-        def text() -> str:
-            with precision(double=self.double):
-                return self.cached("text", lambda: fingerprint(self.model, hosted.data))
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """Return the settings and sites that a saved state must agree with."""
 
-        source = "" if self.recipe is None else self.recipe.source
-        return Provenance(text, source, {f"silo {j}": data for j, data in enumerate(hosted.data)})
+    def compiled_round(self, round_: Round) -> Single:
+        """Return a single round, compiled once for each name."""
+        return self.cached(("single", round_.id), lambda: self.runtime.single(round_))
+
+    def quick_round(self, round_: Round, runtime: Runtime | None = None) -> Single:
+        """Return a single round for little work, compiled quickly and once for each name.
+
+        ``runtime`` is another one than the run's, such as that of the search.
+        """
+        return self.cached(round_.id, lambda: (runtime or self.runtime).quick(round_))
+
+    def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
+        """Return the object of this name, made at its first use."""
+        if name not in self.compiled:
+            self.compiled[name] = make()
+        return self.compiled[name]
+
+    def initial_state(self, silos: Silos) -> State:
+        """Return some first state, whose structure and shapes all states have."""
+        return self.runtime.init(jax.random.key(0), silos.batches)
+
+    def check_state(self, state: object, silos: Silos) -> State:
+        """Return ``state`` itself; raise an error if it does not fit the method and silos."""
+        expected = jax.eval_shape(self.runtime.init, jax.random.key(0), silos.batches)
+        if not isinstance(state, State):
+            raise TypeError(f"init_state must be a result's .state, got {type(state).__name__}.")
+        shapes = [jax.tree.map(lambda a: (a.shape, a.dtype), x) for x in (state, expected)]
+        if shapes[0] != shapes[1]:
+            raise SavedStateError(
+                "init_state comes from another model, guide, optimiser, runtime, precision or "
+                "layout of silos. Pass the .state of a run with the same settings and silos."
+            )
+        return state
+
+
+Ready = TypeVar("Ready", bound=CompiledMethod[Any])
 
 
 @dataclass(frozen=True, eq=False)
-class Result(FederatedRun[Fit]):
-    """A federated fit of a model whose silos hold rows.
+class FederatedRun(ABC, Generic[Ready]):
+    """The result of a run: losses, the last state, and what can be asked of them.
 
     Attributes
     ----------
@@ -162,238 +224,140 @@ class Result(FederatedRun[Fit]):
         Everything that a run needs to go on: ``run(..., init_state=result.state)``.
     ended : {"rounds", "converged", "callback", "failure", "interrupted"}
         Why there are no more rounds.
-    start : Mode, Carried or None
-        The mode at which the run began, or the parts that it took over from another result.
+    start : optional
+        The start of the run, if that was a mode or another result.
     """
 
-    # Exchanges before the first round, by name, of a run that was loaded: its start is not in the
-    # file.
-    _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)
+    losses: np.ndarray = field(repr=False)
+    state: State = field(repr=False)
+    _fit: Ready = field(repr=False)
+    _silos: Silos | None = field(default=None, repr=False)  # of a run in one process
+    ended: str = field(default="rounds", kw_only=True)
+    start: Any = field(default=None, repr=False, kw_only=True)
 
-    ELSEWHERE = (
-        "silo {} holds its own latents and parameters, and the server knows nothing of them. Ask "
-        "there, or run all silos in one process."
-    )
-
-    @property
-    def double(self) -> bool:
-        """Whether the fit was computed in double precision."""
-        return self._fit.double
+    ELSEWHERE: ClassVar[str]  # what to say where a silo's own numbers are not in this process
+    PARTY: ClassVar[str] = "silo"
 
     @property
-    def num_silos(self) -> int:
-        """Return the number of silos."""
-        return self._fit.plan.num_silos
-
-    @property
+    @abstractmethod
     def num_parties(self) -> int:
-        """Return the number of silos."""
-        return self.num_silos
+        """Return the number of silos or clients."""
+
+    @abstractmethod
+    def sample_posterior(self, key: Array, n: int) -> dict[str, Array]:
+        """Draw from the fitted posterior."""
 
     @property
-    def num_globals(self) -> int:
-        """Return the length of the flat vector of global latents."""
-        return self._fit.model.dim
+    def shared(self) -> Shared:
+        """Return the part of the server's state that all parties may know.
 
-    @property
-    def sizes(self) -> list[Sizes]:
-        """Return the rows of each plate at each silo; empty for silos in other processes."""
-        return list(self._fit.sizes)
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan from which server and silos built the algorithm."""
-        return self._fit.plan
-
-    @property
-    @in_precision_of_object
-    def communication(self) -> Communication:
-        """Return the bytes that this run has sent down to the silos and up; prints as a table.
-
-        A run that goes on from another's state counts its own rounds alone.
+        It holds shared parameters, unconstrained, and the guide of the globals.
         """
-        data = self.plan.template() if self._silos is None else self._silos.data[0]
-        rounds, number, before = len(self.losses), self.num_silos, self._exchanged_before
-        return communication(self._fit.built, data, number, rounds, before)
+        return self._fit.algorithm.shared(self.state.server)
+
+    def _hosted(self, silo: int) -> Silos:
+        """Return the silos' data; raise an error if silos are in other processes."""
+        if self._silos is None:
+            raise DataError(self.ELSEWHERE.format(silo))
+        return self._silos
+
+    def _silo_state(self, silo: int) -> Any:
+        """Return a silo's state."""
+        return self._hosted(silo).at(silo, self.state.silos)
 
     @property
-    def _exchanged_before(self) -> Mapping[str, int]:
-        """Return how often each exchange took place before the first round of this run."""
-        if self._before is not None:
-            return self._before
-        # The state counts all rounds: more of them than losses are those of the run before.
-        goes_on = int(self.state.round) > len(self.losses)
-        return {} if goes_on else self._fit.built.exchanged_before(self.start)
+    def _batches(self) -> Batches:
+        """Return the batches of silos of this process; empty for silos in other processes."""
+        return () if self._silos is None else self._silos.batches
 
-    @cached_property
-    @in_precision_of_object
-    def certificate(self) -> Any:
-        """Return the fit's importance correction with default settings, computed once.
+    def _run_round_once(
+        self, round_: Single, key: Array, message: str, server_data: ServerData = None
+    ) -> tuple[Any, Stacks, Info]:
+        """Run one more round, and return the states of server and silos and the report.
 
-        It is a :class:`numpyro_fed.Corrected`, or the reason, in words, why there is none.
+        Raises
+        ------
+        NonFiniteError
+            With the text ``message``, in which ``{}`` stands for the party at fault.
         """
-        try:
-            return self._fit.certify(jax.random.key(0), self)
-        except (ValueError, NonFiniteError) as error:
-            return str(error)
+        state, batches = self.state, self._batches
+        server, silos, info, good = round_(key, state.server, state.silos, batches, server_data)
+        if not bool(info.ok):
+            bad = failed_silos(good, silos, batches)
+            where = f"{self.PARTY} {', '.join(map(str, bad))}" if bad else "the server"
+            number = int(state.round)
+            raise NonFiniteError(message.format(where), result=self, round=number, silos=bad)
+        return server, silos, info
 
     @property
-    def trusted(self) -> bool:
-        """Whether means and sds of the globals are right to a tenth of an sd.
+    def settled(self) -> bool:
+        """Whether the bound had stopped rising by the end of this run, as far as its noise shows.
 
-        The importance correction judges, without pooled data: its weights have no heavy tail,
-        and its means and sds agree with those of the fit (:attr:`Corrected.fit_trusted`).
+        The last quarter of the rounds gains no more than 0.1 nat on the quarter before, or than
+        three standard errors, from means of batches of rounds. Too few rounds to tell are not
+        settled.
         """
-        return not isinstance(self.certificate, str) and self.certificate.fit_trusted
+        return bound_settled(self.losses)
 
-    def report(self, *, certificate: bool = True) -> str:
-        """Return in words how the run ended and whether the fit can be trusted.
+    def _run_summary(self) -> str:
+        if self.ended == "converged":
+            return f"{len(self.losses)} rounds; the run had come to rest."
+        end = "had settled" if self.settled else "was still rising, or they are too few to tell"
+        return f"{len(self.losses)} rounds; the bound {end}."
 
-        With ``certificate=False``, which saves an exchange, it is only how the run ended.
+    def to_arviz(self, key: Array | None = None, num_samples: int = 1_000) -> Any:
+        """Return posterior draws as an ArviZ object.
+
+        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1.
+        Needs the extra ``examples``.
         """
-        if not certificate:
-            return self._run_summary()
-        correction = self.certificate
-        words = (
-            f"No certificate: {correction}" if isinstance(correction, str) else correction.report()
-        )
-        return f"{self._run_summary()}\n{words}"
+        return to_arviz(self.sample_posterior, key, num_samples)
 
-    @property
-    @in_precision_of_object
-    def params(self) -> dict[str, Any]:
-        """Return shared parameters on their supports, and the globals' guide as ``"guide"``."""
-        shared = self.shared
-        guide = self._fit.guide.globals.in_z(shared.frame, shared.guide)
-        return {**self._fit.model.constrain_theta(shared.theta), "guide": guide}
+    def save(self, path: str | Path, *, draws: int = 0) -> None:
+        """Write the fit to ``path.npz``: its state and a description, no data and no pickle.
 
-    @in_precision_of_object
-    def silo_params(self, silo: int) -> dict[str, Any]:
-        """Return a silo's private parameters on their supports, and its guide as ``"guide"``."""
-        private = self._fit.model.constrain_theta(self.private_parameters(silo))
-        return {**private, "guide": self.private(silo).guide}
-
-    @in_precision_of_object
-    def private_parameters(self, silo: int) -> dict[str, Any]:
-        """Return a silo's private parameters, unconstrained."""
-        return self._unpadded_private(silo, self.private(silo).theta)
-
-    @in_precision_of_object
-    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
-        """Draw from the fitted posterior.
+        The file is whole or not there: a save that is cut short leaves the one before as it is.
+        Read it back with :meth:`numpyro_fed.SFVI.load` or :func:`numpyro_fed.load`, which refuse
+        another model and other data; for that the file has a digest of each silo's arrays, keyed
+        by random bytes of its own. It also holds what silos keep to themselves, of a run in one
+        process: give it to nobody who may not see that.
 
         Parameters
         ----------
-        key : jax.Array
-        n : int
-            Number of draws, the leading axis of every site.
-        silo : int, optional
-            Also draw this silo's locals, each given the same globals that come without it. Under a
-            locally enhanced bound they are resampled by their weights.
-
-        Returns
-        -------
-        dict of str to array
-            Latent and deterministic sites on their own supports.
+        path : str or Path
+            The name of the file without ``.npz``.
+        draws : int
+            The number of draws of the globals that go into the file, for readers who have neither
+            the model nor the data.
         """
-        z_G, _ = self.draw_globals(key, n)
-        return self.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._fit.posterior)
-
-    @in_precision_of_object
-    def sites_at(
-        self, key: Array, z_G: Array, silo: int | None, posterior: Posterior
-    ) -> dict[str, Array]:
-        """Return all sites at draws of the globals (n, dim), a silo's locals drawn given them."""
-        sites = posterior.constrain_globals(self.shared.theta, z_G)
-        if silo is None:
-            return sites
-        return sites | self._sample_locals(key, z_G, silo, posterior)
-
-    @in_precision_of_object
-    def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
-        """Return unconstrained draws (n, dim) of the globals, and the guide's log density (n,)."""
-        return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), self.shared, n)
-
-    def _sample_locals(
-        self, key: Array, z_G: Array, silo: int, posterior: Posterior
-    ) -> dict[str, Array]:
-        hosted = self._hosted(silo)
-        shared, private = self.shared, self.private(silo)
-        padded = hosted.at(silo, [batch.data for batch in hosted.batches])
-        theta = {**shared.theta, **private.theta}
-        coords = private.recentred(posterior.coordinates(shared, z_G))
-        # A key for each silo: its draws are independent
-        # of those of other silos at the same globals.
-        key = jax.random.fold_in(key, silo)
-        z_L = posterior.draw_locals(key, theta, private.guide, z_G, coords, padded)
-        z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
-        theta = {**shared.theta, **self._unpadded_private(silo, private.theta)}
-        data = hosted.data[silo]
-        return posterior.constrain_locals(theta, z_G, z_L, data)
-
-    def private(self, silo: int) -> Private:
-        """Return the part of a silo's state that never leaves it, padded rows included."""
-        return self._fit.algorithm.private(self._silo_state(silo))
-
-    def _unpadded_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
-        """Return private parameters without the entries of padded rows."""
-        key, data = jax.random.key(0), self._hosted(silo).data[silo]
-        shapes = jax.eval_shape(self._fit.model.init_private, key, data)
-        return jax.tree.map(lambda a, s: a[tuple(map(slice, s.shape))], private, shapes)
-
-    @property
-    def guide(self) -> Callable[..., None]:
-        """Return the globals' posterior as a NumPyro guide, for ``numpyro.infer.Predictive``.
-
-        ``Predictive(model, guide=result.guide, params=result.params, num_samples=100)`` draws the
-        globals from it, and whatever is local (to new rows, say) from the model.
-        """
-        return self._as_guide(lambda key: self.sample_posterior(key, 1), None)
-
-    def guide_at(self, silo: int) -> Callable[..., None]:
-        """Return the posterior of the globals and one silo's locals as a NumPyro guide."""
-        return self._as_guide(lambda key: self.sample_posterior(key, 1, silo=silo), silo)
-
-    def _as_guide(
-        self, draw: Callable[[Array], dict[str, Array]], silo: int | None
-    ) -> Callable[..., None]:
-        latents = {
-            s.name
-            for s in self._fit.model.sites
-            if s.kind == "latent" and (s.plate is None or silo is not None)
-        }
-
-        check = new_data_check(self._fit.model.text, silo)
-
-        def guide(*args: object, **kwargs: object) -> None:
-            check(*args, **kwargs)
-            key = numpyro.prng_key()
-            # Deterministic sites are computed by running the
-            # model, whose sites no outer handler may see.
-            with numpyro.handlers.block():
-                drawn = draw(key)
-            for name, value in drawn.items():
-                if name in latents:
-                    point = dist.Delta(value[0], event_dim=jnp.ndim(value[0]))
-                    numpyro.sample(name, point)
-
-        return guide
-
-    def to_arviz(
-        self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
-    ) -> Any:
-        """Return posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
-
-        Needs the extra ``examples``.
-        """
-        return to_arviz(partial(self.sample_posterior, silo=silo), key, num_samples)
+        words = {"ended": self.ended, "verdict": self._run_summary(), "trusted": None}
+        drawn = self.sample_posterior(jax.random.key(0), draws) if draws else {}
+        save(
+            path, SavedWords(type(self).__name__, words, drawn), self.saved_run(), self.provenance()
+        )
 
     def saved_run(self) -> SavedRun:
         """Return the run in the form in which a file keeps it."""
-        recipe = self._fit.recipe
-        description = {
-            **self._fit.description(),
-            "before": dict(self._exchanged_before),
-            "recipe": None if recipe is None else recipe.description(),
-        }
-        return SavedRun(description, self.losses, self.state)
+        return SavedRun(self._fit.description(), self.losses, self.state)
+
+    def provenance(self) -> Provenance | None:
+        """Return the fingerprints of model and data; None if silos are in other processes."""
+        return None if self._silos is None else self._fit.provenance(self._silos)
+
+
+def bound_settled(losses: np.ndarray | Sequence[float]) -> bool:
+    """Return whether the losses (rounds,) of a run had stopped falling.
+
+    The last quarter is compared with the quarter before: :attr:`FederatedRun.settled`.
+    """
+    quarter = len(losses) // 4
+    # A batch has at least two rounds, so that 40 rounds are the fewest that can be judged.
+    if quarter < 2 * NUM_BATCHES:
+        return False
+    size = quarter // NUM_BATCHES
+    last = np.asarray(losses, np.float64)[-2 * NUM_BATCHES * size :]
+    previous, after = last.reshape(2, NUM_BATCHES, size).mean(2)
+    # At least 0.1 nat: a bound may be so quiet that
+    # three of its standard errors are next to nothing.
+    error = np.sqrt((previous.var(ddof=1) + after.var(ddof=1)) / NUM_BATCHES)
+    return bool(previous.mean() - after.mean() <= max(0.1, 3 * error))

@@ -14,9 +14,9 @@ from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.facts import Plan
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import SiloBound
-from numpyro_fed.results.run import BuiltRun
+from numpyro_fed.results.base import BuiltRun
 from numpyro_fed.runtime.schedule import Schedule
 
 

@@ -32,11 +32,11 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.objectives import LocallyEnhanced, SiloBound, draws_by_plate
 from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.base import Fit, Result
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.moments import Moments
 from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.results.rounding import Rounding
+from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.results.saving import SavedWords
 from numpyro_fed.results.vertical import VerticalResult, VerticalRun
 from numpyro_fed.results.vertical_importance import VerticalCorrected, vertical_correct

@@ -17,8 +17,8 @@ from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import Status
 from numpyro_fed.expfam.gaussian import rounding
 from numpyro_fed.precision import in_precision_of_object
-from numpyro_fed.results.base import Result
 from numpyro_fed.results.built import Factors
+from numpyro_fed.results.rows import Result
 
 
 @dataclass(frozen=True, eq=False)

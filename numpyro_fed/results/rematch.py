@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
-from numpyro_fed.results.base import Result
 from numpyro_fed.results.importance import Corrected
+from numpyro_fed.results.rows import Result
 
 # The proposal's sds, in sds of the weighted draws. A proposal that is narrower than its target has
 # weights with a heavy tail; one that is wider costs effective draws, in each dimension.

@@ -22,8 +22,8 @@ from numpyro_fed.model.fingerprint import vertical_fingerprint
 from numpyro_fed.model.observed import Supports
 from numpyro_fed.model.sites import Site
 from numpyro_fed.model.vertical import VerticalModel
+from numpyro_fed.results.base import BuiltRun, CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.recognise import Provenance
-from numpyro_fed.results.run import BuiltRun, CompiledMethod, FederatedRun, Silos
 from numpyro_fed.runtime.crossing import Crossings
 
 

@@ -24,9 +24,9 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.errors import Interrupted
 from numpyro_fed.model.sites import Site
+from numpyro_fed.results.base import FederatedRun
 from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.rounding import Rounding
-from numpyro_fed.results.run import FederatedRun
 from numpyro_fed.results.saving import SavedWords, save
 
 # Draws below which k-hat is not judged: its generalised

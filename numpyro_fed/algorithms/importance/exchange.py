@@ -38,7 +38,7 @@ from numpyro_fed.algorithms.sfvi import Down, coordinates_of
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 
 
 class WeightedDraws(NamedTuple):

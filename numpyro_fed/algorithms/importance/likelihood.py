@@ -29,7 +29,7 @@ from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.priors import LocalPrior
 
 # Settings of the search for the modes of a silo's latents. It runs at every draw of the globals, so

@@ -40,7 +40,7 @@ from numpyro_fed.algorithms.base import Shared
 from numpyro_fed.expfam.base import Eps
 from numpyro_fed.guides.base import GlobalGuide
 from numpyro_fed.model.binding import Theta
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.priors import Funnel
 from numpyro_fed.model.sites import Site
 

@@ -17,7 +17,7 @@ from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.precision import double_precision
 from numpyro_fed.programs import jit_double
 from numpyro_fed.trees import double

@@ -21,7 +21,7 @@ from numpyro_fed.algorithms.pvi.affine import affine_at
 from numpyro_fed.errors import ModelError
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import double_precision
 from numpyro_fed.programs import jit_double

@@ -20,7 +20,7 @@ from numpyro_fed.frame import Coordinates, identity
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local, Problem, SiloPart, Solution
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
 from numpyro_fed.objectives import SiloBound
 

@@ -48,8 +48,8 @@ def clip_by_global_norm(max_norm: float) -> ReplyTransform:
     Examples
     --------
     >>> import jax.numpy as jnp
-    >>> from numpyro_fed.algorithms import transforms
-    >>> transforms.clip_by_global_norm(1.0).apply((), {"change": jnp.array([3.0, 4.0])})
+    >>> from numpyro_fed.algorithms import reply_transforms
+    >>> reply_transforms.clip_by_global_norm(1.0).apply((), {"change": jnp.array([3.0, 4.0])})
     {'change': Array([0.6, 0.8], dtype=float32)}
     """
     if not max_norm > 0:
@@ -70,8 +70,8 @@ def round_to_grid(step: float) -> ReplyTransform:
     Examples
     --------
     >>> import jax.numpy as jnp
-    >>> from numpyro_fed.algorithms import transforms
-    >>> transforms.round_to_grid(0.5).apply((), {"change": jnp.array([0.7, 1.9])})
+    >>> from numpyro_fed.algorithms import reply_transforms
+    >>> reply_transforms.round_to_grid(0.5).apply((), {"change": jnp.array([0.7, 1.9])})
     {'change': Array([0.5, 2. ], dtype=float32)}
     """
     if not step > 0:

@@ -39,7 +39,7 @@ from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches, Noise
 from numpyro_fed.objectives import SiloBound
 from numpyro_fed.trees import all_finite

@@ -1,0 +1,493 @@
+"""The base class of methods whose silos hold rows: run, load, and a compiled fit for each layout.
+
+In one process ``run`` goes through the three steps of :doc:`/how_it_works`: each silo's facts, one
+plan, and the algorithm built from model and plan. What depends on shapes alone is kept for later
+runs. What depends on values (are rows independent, is the likelihood conjugate) is asked of each
+run's own data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
+from numpyro_fed.algorithms.mode import flat_size
+from numpyro_fed.errors import (
+    DataError,
+    GuideError,
+    ModelError,
+    SavedStateError,
+    StartWarning,
+)
+from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, RunOptions
+from numpyro_fed.methods.carrying import carry_over
+from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
+from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, coupling_reason
+from numpyro_fed.methods.recipe import recipe
+from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.data import SiloData, SilosInput, signature
+from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
+from numpyro_fed.model.layout import Layout, layout_of
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.padding import Bucket, one_by_one, padded
+from numpyro_fed.model.row_checks import RowChecks, check_rows_apart
+from numpyro_fed.model.split import split
+from numpyro_fed.results.base import Silos
+from numpyro_fed.results.built import Built
+from numpyro_fed.results.importance import importance_correct, weighing
+from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.runtime.noise import typed_key
+from numpyro_fed.runtime.progress import Progress
+from numpyro_fed.runtime.stack import ServerData, State, on_device
+
+# Globals and shared parameters, up to which a mode is searched for by L-BFGS. It trades hundreds of
+# exchanges of so many numbers against a start far from the posterior.
+WIDE_UP_TO = 10_000
+SEARCHED = "mode", "wide"  # the kinds of start that search for a mode
+
+
+Found = TypeVar("Found", bound=Result)
+Prepared = TypeVar("Prepared")
+Used = TypeVar("Used")
+
+
+@dataclass(frozen=True)
+class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
+    """A federated method for silos that hold rows, with its settings in a frozen dataclass.
+
+    A subclass has further settings and builds the algorithm (:meth:`settings_for`,
+    :meth:`assemble`). ``Prepared`` is the type of what :meth:`prepare` returns, kept with each
+    layout of silos.
+    """
+
+    model: Callable[..., Any]
+    _layouts: dict[Hashable, tuple[Layout, Plan, Prepared]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _split_texts: dict[Hashable, FederatedModel] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _fits: dict[Hashable, Fit] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def hides_by_noise(self) -> bool:
+        """Return False, since silos' noise is that of their own latents and hides nothing."""
+        return False
+
+    def run(
+        self,
+        key: Array,
+        num_rounds: int,
+        silos: Sequence[Mapping[str, Any]],
+        *,
+        init_state: State | None = None,
+        progress_bar: bool | Progress = True,
+        runtime: str = "simulation",
+        server_data: ServerData = None,
+        stop: str | None = None,
+        callback: Callable[[Found], object] | None = None,
+        every: int = 100,
+    ) -> Found:
+        """Fit the model to what the silos hold.
+
+        Parameters
+        ----------
+        key : jax.Array
+            From ``jax.random.key`` (or the older ``PRNGKey``). Round ``r`` uses
+            ``fold_in(key, r)``.
+        num_rounds : int
+            Rounds to run, or with ``stop`` or a ``callback`` the most. For SFVI a round is one step
+            of the optimiser; for PVI it visits every participant once.
+        silos : list of dict
+            The data of each silo: keyword arguments of the model, arrays or trees (dicts, lists,
+            tuples) of them. Arrays may differ in size; those that differ beyond the first axis are
+            compiled apart, and so are Python ints, bools, strings and None, which are static.
+        init_state : State, optional
+            Go on from ``result.state``: ``run(key, a)`` and then ``run(key, b, init_state=...)``
+            is ``run(key, a + b)``, bit for bit.
+        progress_bar : bool
+            Show the search for the mode, then rounds and the bound.
+        runtime : {"simulation", "quick", "host"}
+            One compiled program; the same with few of XLA's optimisations, which is compiled in
+            less than half of the time and runs slower, for small data; or a plain loop over silos
+            for debugging. The numbers are the same up to rounding.
+        server_data : pytree, optional
+            Data of the server, for algorithms that use it; they are never saved.
+        stop : {None, "converged"}
+            ``"converged"`` ends the run where it has come to rest: for SFVI when neither bound nor
+            posterior differ between windows of rounds by more than their noise, for PVI when a
+            round moves no mean by a tenth of a standard deviation, and no log standard deviation.
+            ``result.ended`` says why a run ended.
+        callback : callable, optional
+            Called with a result after each ``every`` rounds; True ends the run.
+        every : int
+            Rounds between calls.
+
+        Returns
+        -------
+        Result
+            A :class:`numpyro_fed.PVIResult` for PVI and its family.
+
+        Raises
+        ------
+        ModelError, DataError, GuideError
+            Before anything is compiled, for input that cannot work.
+        NonFiniteError
+            If the bound turns NaN or infinite; the error's ``result`` is the last good state.
+        CallbackError
+            If the callback raised; the error's ``result`` is the callback's argument.
+        Interrupted
+            By Ctrl-C in its rounds: a ``KeyboardInterrupt`` whose ``result`` is that of the rounds
+            that were finished.
+        """
+        key = typed_key(key)
+        options = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
+        fit, hosted = self._compiled_for(silos, runtime)
+        try:
+            start_result = getattr(self, "start", None)
+            start: object
+            if init_state is None and isinstance(start_result, Result):
+                state, start = carry_over(fit, key, hosted, start_result)
+            elif init_state is None:
+                search = SEARCHES[runtime]
+                state, start = begin(fit, key, hosted.batches, search, hosted.buckets, progress_bar)
+            else:
+                fit, state = _with_or_without_start(
+                    fit, runtime, lambda fit: (fit, fit.check_state(init_state, hosted))
+                )
+                start = None
+        # No mode is no error: the run starts as with start=None, and says so.
+        except NoStartError as error:
+            warnings.warn(error.warning, category=StartWarning, stacklevel=2)
+            fit = _without_start(fit, runtime) or fit
+            state, start = begin(fit, key, hosted.batches, SEARCHES[runtime])
+        self._check_rounds(state, num_rounds)
+
+        return self._run_rounds(fit, hosted, key, state, start, options)
+
+    @cached_property
+    def _without_mode(self) -> Method[Found, Prepared]:
+        """Return the same method with ``start=None``."""
+        settings: dict[str, Any] = {"start": None}
+        return replace(self, **settings)
+
+    def cost(self, silos: Sequence[Mapping[str, Any]]) -> Cost:
+        """Return the cost of a run with these silos, without running it.
+
+        Parameters
+        ----------
+        silos : list of dict
+
+        Returns
+        -------
+        Cost
+            Sizes, parameters, memory, and all arrays that cross between the server and a silo;
+            prints as text.
+
+        Examples
+        --------
+        >>> import numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+        ...     with nf.silo_plate("row", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> found = nf.SFVI(model).cost([dict(y=np.zeros(5)), dict(y=np.zeros(7))])
+        >>> found.num_globals, found.communication.visit
+        (1, (4, 9))
+        >>> print(found)  # doctest: +ELLIPSIS
+        2 silos with 5 to 7 rows of 'row'
+        1 global latents, 0 shared parameters, 0 latents and parameters of a silo's own
+        ...
+        """
+        return cost_of(*self._compiled_for(silos, "simulation"))
+
+    def load(
+        self,
+        path: str | Path,
+        silos: Sequence[Mapping[str, Any]],
+        *,
+        runtime: str = "simulation",
+    ) -> Found:
+        """Return a fit from a file that :meth:`Result.save` wrote.
+
+        From the file of a correction it is the fit that was corrected. See also
+        :func:`numpyro_fed.load`.
+
+        Parameters
+        ----------
+        path : str or Path
+            The same path as was given to ``save``.
+        silos : list of dict
+            The silos' data, which is never saved.
+        runtime : {"simulation", "quick", "host"}
+            The runtime of the run that was saved.
+
+        Raises
+        ------
+        SavedStateError
+            If the file is damaged, or belongs to another model, guide, layout of silos or version,
+            to other data, or to the same silos in another order.
+        """
+        return self.load_part(path, silos, runtime, "")
+
+    def load_part(self, path: str | Path, silos: SilosInput, runtime: str, part: str) -> Found:
+        """Return the run ``part`` of a file; ``""`` is the main one."""
+        fit, hosted = self._compiled_for(silos, runtime)
+        result, description = _with_or_without_start(
+            fit, runtime, lambda fit: self._load_run(path, fit, hosted, part)
+        )
+        return replace(result, _before=description.get("before"))
+
+    def _check_rounds(self, state: State, num_rounds: int) -> None:
+        """Raise an error for a number of rounds that the method cannot run."""
+
+    def _text(self) -> Callable[..., Any]:
+        """Return the model in the form in which it is run."""
+        return self.model
+
+    @abstractmethod
+    def prepare(self, fm: FederatedModel) -> Prepared:
+        """Return further parts that depend on shapes alone; they are kept with the layout."""
+
+    def value_checks(
+        self, layout: Layout, prepared: Prepared, stacks: Sequence[SiloData]
+    ) -> tuple[tuple[str, bool], ...]:
+        """Return the verdicts about the fit that depend on the silos' values, by name."""
+        return ()
+
+    @abstractmethod
+    def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
+        """Return the method's settings with all defaults resolved, as JSON."""
+
+    @abstractmethod
+    def assemble(self, fm: FederatedModel, plan: Plan, prepared: Prepared) -> Built:
+        """Return the algorithm and the guide, from a split model and a plan."""
+
+    def _build_checked(self, fm: FederatedModel, plan: Plan, prepared: Prepared) -> Built:
+        """Return :meth:`assemble`'s, with a way to build the same for a run without a start."""
+        built = self.assemble(fm, plan, prepared)
+        if built.start is None:
+            return built
+
+        @cache
+        def without_start() -> tuple[Plan, Built]:
+            other = self._without_mode
+            agreed = other._resolve_plan(fm, plan)
+            return agreed, other.assemble(fm, agreed, prepared)
+
+        return replace(built, without_start=without_start)
+
+    def describe(self, silo: Mapping[str, Any], row_ids: ArrayLike | None = None) -> Facts:
+        """Return the facts of a silo for this method, from its own data alone.
+
+        :class:`numpyro_fed.Facts` lists what they reveal.
+        """
+        if row_ids is not None:
+            raise DataError(
+                "row_ids are of clients that hold columns of the same rows (a client_sum); silos "
+                "have rows of their own."
+            )
+        (data,) = silo_data.read([silo], self.model)
+        layout = layout_of(self._text(), [data])
+        layout.arrange([data])
+        fm, sizes = layout.model, layout.sizes[0]
+        facts = with_globals(facts_of(fm, data, sizes), fm, data, sizes)
+        stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
+        return replace(facts, verdicts=self.value_checks(layout, self.prepare(fm), [stack]))
+
+    def agree(self, facts: Sequence[Facts]) -> Plan:
+        """Return the plan that the facts of all silos agree on.
+
+        Raises
+        ------
+        ModelError
+            Naming the silo that does not fit together with the others.
+        """
+        plan = self._agree_checked(facts)
+        return self._resolve_plan(self._split(plan), plan)
+
+    def read_plan(self, text: str) -> Plan:
+        """Return a plan from JSON."""
+        return Plan.from_json(text)
+
+    def read_silo(
+        self, silo: Mapping[str, Any], plan: Plan | None = None, number: int = 0
+    ) -> SiloData:
+        """Return a silo's data, checked."""
+        return silo_data.read([silo], self.model)[0]
+
+    def build(self, plan: Plan) -> Built:
+        """Return the algorithm from model and plan, the same at the server and at every silo."""
+        fm = self._split(plan)
+        return self._build_checked(fm, plan, self.prepare(fm))
+
+    def _split(self, plan: Plan) -> FederatedModel:
+        """Return the model, split for the shapes of a plan; it is split once for each."""
+        # The precision is a part of the key: constants of
+        # a traced model have the dtype of their trace.
+        key = str(jnp.result_type(float)), plan.facts
+        if key not in self._split_texts:
+            self._split_texts[key] = split(self._text(), [plan.template()])
+        return self._split_texts[key]
+
+    def round_of(self, built: Built, asked: ExchangeId) -> Round:
+        """Return the round that declares an exchange: of a run, an evaluation or a correction."""
+        if asked.name == IMPORTANCE:
+            return weighing(built, asked.read_settings())[0]
+        return built.round_of(asked.name)
+
+    def check_exchange(self, built: Built, asked: ExchangeId, number: int, data: SiloData) -> None:
+        """Raise an error for an exchange that needs independent rows if a silo's are coupled."""
+        draws = asked.read_settings().get("inner_draws", built.draws)
+        stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
+        bucket_of_one, checks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
+        check_rows_apart(built.model, checks, draws, bucket_of_one)
+        searches = asked.name in {x.name for r in built.search_rounds for x in r.exchanges}
+        if (
+            searches
+            and (coupled := coupling_reason(built.model, checks, bucket_of_one)) is not None
+        ):
+            raise ModelError(f"{coupled}. Use start=None.")
+
+    def _agree_checked(self, facts: Sequence[Facts]) -> Plan:
+        plan = agree(facts)
+        self._check_facts(facts)
+        return plan
+
+    def _check_facts(self, facts: Sequence[Facts]) -> None:
+        """Raise an error for silos that agree with each other, but not with this method."""
+
+    def _resolve_plan(self, fm: FederatedModel, plan: Plan) -> Plan:
+        return replace(plan, settings=json.dumps(self.settings_for(fm, plan), sort_keys=True))
+
+    def _compiled_for(self, silos: SilosInput, runtime: str) -> tuple[Fit, Silos]:
+        """Return the compiled fit for these silos, that of an earlier run if there is one.
+
+        Parts that depend on shapes are kept; verdicts on values are taken on each run's own data.
+        """
+        if runtime not in RUNTIMES:
+            raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
+        read = silo_data.read(silos, self.model)
+        shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
+        cached_layout = self._layouts.get(shapes)
+        layout = layout_of(self._text(), read) if cached_layout is None else cached_layout[0]
+        # Refuses data that do not fit, before anything that takes long is compiled.
+        buckets = layout.arrange(read)
+        if cached_layout is None:
+            facts = [
+                facts_of(layout.model, data, size)
+                for data, size in zip(read, layout.sizes, strict=True)
+            ]
+            self._layouts[shapes] = layout, self._agree_checked(facts), self.prepare(layout.model)
+        layout, agreed, prepared = self._layouts[shapes]
+        # Another verdict on new values makes another plan, and so another fit for the same shapes.
+        verdicts = self.value_checks(layout, prepared, [b.data for b in buckets])
+        plan = replace(agreed, facts=replace(agreed.facts, verdicts=verdicts))
+        # Padding is a part of the key: whether rows may
+        # be padded is a verdict on this run's values.
+        cache_key = (runtime, shapes, padded(buckets), plan)
+        if cache_key not in self._fits:
+            plan = self._resolve_plan(layout.model, plan)
+            built = self._build_checked(layout.model, plan, prepared)
+            check_memory(built.algorithm, buckets)
+            self._fits[cache_key] = Fit(
+                plan=plan,
+                certify=importance_correct,
+                built=built,
+                runtime=RUNTIMES[runtime](built.algorithm, built.schedule),
+                sizes=layout.sizes,
+                checks=layout.checks,
+                recipe=recipe(self, runtime),
+            )
+        fit = self._fits[cache_key]
+        check_rows_apart(fit.model, layout.checks, fit.draws, buckets)
+        # The host loop visits silos one by one, at their own sizes.
+        if runtime == "host":
+            buckets = one_by_one(read, layout.sizes)
+        return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
+
+
+def _without_start(fit: Fit, runtime: str) -> Fit | None:
+    """Return the fit, in this process, of runs that found no mode to begin at."""
+    return fit.without_start(RUNTIMES[runtime])
+
+
+def _with_or_without_start(fit: Fit, runtime: str, use: Callable[[Fit], Used]) -> Used:
+    """Return ``use(fit)``, or if its state does not fit, ``use`` of the fit without a start.
+
+    A state or a file may come from a run whose search had found no mode.
+    """
+    try:
+        return use(fit)
+    except SavedStateError as error:
+        other = _without_start(fit, runtime)
+        if other is None:
+            raise
+        try:
+            return use(other)
+        # The first error is about the method with its settings, which the user knows.
+        except SavedStateError:
+            raise error from None
+
+
+def check_start(start: object) -> None:
+    """Raise an error unless ``start`` is ``"mode"``, None or a result."""
+    if start not in ("mode", None) and not isinstance(start, Result):
+        raise ValueError(f"start={start!r:.200}: expected 'mode', None or a result.")
+
+
+def is_wide(kind: str | None, fm: FederatedModel) -> bool:
+    """Return whether there are too many globals for a matrix of them."""
+    return kind == "wide" or (kind == "result" and fm.dim > SEARCHED_UP_TO)
+
+
+def start_of(start: str | Result | None, fm: FederatedModel, *, wide: bool = False) -> str | None:
+    """Return the kind of a run's start: ``"mode"``, ``"wide"``, ``"result"`` or None.
+
+    ``"mode"`` is a search by Newton's method, ``"wide"`` one by L-BFGS for methods that allow it,
+    and ``"result"`` begins at another result. It is None with too many coordinates to search over.
+    """
+    if isinstance(start, Result):
+        return "result"
+    num_coordinates = flat_size(fm)
+    if start is None or not num_coordinates:
+        return None
+    if num_coordinates <= SEARCHED_UP_TO:
+        return start
+    return "wide" if wide and num_coordinates <= WIDE_UP_TO else None
+
+
+def check_memory(algorithm: FederatedAlgorithm[Any, Any], buckets: Sequence[Bucket]) -> None:
+    """Raise an error if the state, a copy of it and a gradient exceed the machine's memory."""
+    needed = COPIES * sum(state_sizes(algorithm, buckets))
+    available = _memory()
+    if needed > available:
+        raise GuideError(
+            f"the guide and the optimiser's state need about {needed / 2**30:.1f} GiB, but "
+            f"this machine has {available / 2**30:.1f} GiB. Use a smaller guide: "
+            "guides.Structured(globals='diagonal', locals='diagonal'), with couple_mean=False and "
+            "couple_scale=False, or guides.MeanField()."
+        )
+
+
+def _memory() -> float:
+    stats = jax.local_devices()[0].memory_stats()
+    # An accelerator's own memory; a CPU reports no limit, and there the machine's memory counts.
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -1,0 +1,399 @@
+"""The fit of a model to silos that hold rows, and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from jax import Array
+
+from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
+from numpyro_fed.errors import NonFiniteError
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.data import Sizes
+from numpyro_fed.model.facts import Plan
+from numpyro_fed.model.fingerprint import fingerprint
+from numpyro_fed.model.indices import new_data_check
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.row_checks import RowChecks
+from numpyro_fed.precision import in_precision_of_object, is_double, precision
+from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.base import CompiledMethod, FederatedRun, Silos
+from numpyro_fed.results.built import Built, Factors
+from numpyro_fed.results.communication import Communication, communication
+from numpyro_fed.results.posterior import Posterior, posterior, real_rows
+from numpyro_fed.results.recognise import Provenance
+from numpyro_fed.results.saving import SavedRun
+from numpyro_fed.runtime.schedule import Schedule
+from numpyro_fed.runtime.stack import Runtime
+
+
+class MethodSpec(NamedTuple):
+    """A record from which the method of a fit can be rebuilt, given the model.
+
+    Attributes
+    ----------
+    method : str
+        The name of its class.
+    settings : dict
+        The settings that are not the default, as JSON.
+    lost : tuple of str
+        Settings that JSON cannot hold: an optimiser, a function.
+    runtime : str
+    source : str
+        A hash of the model's source.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    lost: tuple[str, ...]
+    runtime: str
+    source: str
+
+    def description(self) -> dict[str, Any]:
+        """Return the record in the form in which a file keeps it."""
+        return {name: value for name, value in self._asdict().items() if name != "source"}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Fit(CompiledMethod[Built]):
+    """A method that was built for silos that hold rows.
+
+    Attributes
+    ----------
+    plan : Plan
+    certify : (key, result) -> Corrected
+        The importance correction of a result.
+    double : bool
+        Whether it computes in double precision.
+    sizes : tuple of dict
+        Rows of each silo plate at each silo; empty for silos in other processes.
+    checks : RowChecks or None
+        Checks on the values of the data; None for silos in other processes.
+    recipe : MethodSpec or None
+        How to rebuild the method from a file; None for silos in other processes.
+    """
+
+    plan: Plan
+    certify: Callable[..., Any]
+    double: bool = field(default_factory=is_double)
+    sizes: tuple[Sizes, ...] = ()
+    checks: RowChecks | None = None
+    recipe: MethodSpec | None = None
+
+    @cached_property
+    def posterior(self) -> Posterior:
+        """Return the compiled sampling functions of the fit."""
+        return posterior(self.model, self.guide, self.built.bound)
+
+    def without_start(
+        self, runtime_of: Callable[[FederatedAlgorithm[Any, Any], Schedule[Any] | None], Runtime]
+    ) -> Fit | None:
+        """Return the fit of runs that found no mode to begin at; None if no mode is searched for.
+
+        It is built at its first use, with the runtime that ``runtime_of`` makes.
+        """
+        if (build := self.built.without_start) is None:
+            return None
+
+        def make() -> Fit:
+            plan, built = build()
+            runtime = runtime_of(built.algorithm, built.schedule)
+            return replace(self, plan=plan, built=built, runtime=runtime, compiled={})
+
+        return self.cached("without a start", make)
+
+    @property
+    def model(self) -> FederatedModel:
+        """Return the model, split over server and silos."""
+        return self.built.model
+
+    @property
+    def guide(self) -> Guide:
+        """Return the guide of globals and locals."""
+        return self.built.guide
+
+    @property
+    def draws(self) -> dict[str, int]:
+        """Return ``K`` for each silo plate that has latents."""
+        return self.built.draws
+
+    @property
+    def factors(self) -> Factors | None:
+        """Return the parts that PVI alone has: families, settings, an evaluation; else None."""
+        return self.built.factors
+
+    def description(self) -> dict[str, Any]:
+        """Return the settings, sites and sizes that a saved state must agree with."""
+        return {
+            "settings": {**self.plan.chosen, "draws": self.draws},
+            "sites": {
+                s.name: [s.kind, s.plate, list(s.shape), s.support] for s in self.model.sites
+            },
+            "sizes": list(self.sizes),
+        }
+
+    def provenance(self, hosted: Silos) -> Provenance:
+        """Return the fingerprints by which a file recognises model and data."""
+
+        def text() -> str:
+            with precision(double=self.double):
+                return self.cached("text", lambda: fingerprint(self.model, hosted.data))
+
+        source = "" if self.recipe is None else self.recipe.source
+        return Provenance(text, source, {f"silo {j}": data for j, data in enumerate(hosted.data)})
+
+
+@dataclass(frozen=True, eq=False)
+class Result(FederatedRun[Fit]):
+    """A federated fit of a model whose silos hold rows.
+
+    Attributes
+    ----------
+    losses : array (rounds,)
+        Minus the bound, one number for each round of this run.
+    state : State
+        Everything that a run needs to go on: ``run(..., init_state=result.state)``.
+    ended : {"rounds", "converged", "callback", "failure", "interrupted"}
+        Why there are no more rounds.
+    start : Mode, Carried or None
+        The mode at which the run began, or the parts that it took over from another result.
+    """
+
+    # Exchanges before the first round, by name, of a run that was loaded: its start is not in the
+    # file.
+    _before: Mapping[str, int] | None = field(default=None, repr=False, kw_only=True)
+
+    ELSEWHERE = (
+        "silo {} holds its own latents and parameters, and the server knows nothing of them. Ask "
+        "there, or run all silos in one process."
+    )
+
+    @property
+    def double(self) -> bool:
+        """Whether the fit was computed in double precision."""
+        return self._fit.double
+
+    @property
+    def num_silos(self) -> int:
+        """Return the number of silos."""
+        return self._fit.plan.num_silos
+
+    @property
+    def num_parties(self) -> int:
+        """Return the number of silos."""
+        return self.num_silos
+
+    @property
+    def num_globals(self) -> int:
+        """Return the length of the flat vector of global latents."""
+        return self._fit.model.dim
+
+    @property
+    def sizes(self) -> list[Sizes]:
+        """Return the rows of each plate at each silo; empty for silos in other processes."""
+        return list(self._fit.sizes)
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan from which server and silos built the algorithm."""
+        return self._fit.plan
+
+    @property
+    @in_precision_of_object
+    def communication(self) -> Communication:
+        """Return the bytes that this run has sent down to the silos and up; prints as a table.
+
+        A run that goes on from another's state counts its own rounds alone.
+        """
+        data = self.plan.template() if self._silos is None else self._silos.data[0]
+        rounds, number, before = len(self.losses), self.num_silos, self._exchanged_before
+        return communication(self._fit.built, data, number, rounds, before)
+
+    @property
+    def _exchanged_before(self) -> Mapping[str, int]:
+        """Return how often each exchange took place before the first round of this run."""
+        if self._before is not None:
+            return self._before
+        # The state counts all rounds: more of them than losses are those of the run before.
+        goes_on = int(self.state.round) > len(self.losses)
+        return {} if goes_on else self._fit.built.exchanged_before(self.start)
+
+    @cached_property
+    @in_precision_of_object
+    def certificate(self) -> Any:
+        """Return the fit's importance correction with default settings, computed once.
+
+        It is a :class:`numpyro_fed.Corrected`, or the reason, in words, why there is none.
+        """
+        try:
+            return self._fit.certify(jax.random.key(0), self)
+        except (ValueError, NonFiniteError) as error:
+            return str(error)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether means and sds of the globals are right to a tenth of an sd.
+
+        The importance correction judges, without pooled data: its weights have no heavy tail,
+        and its means and sds agree with those of the fit (:attr:`Corrected.fit_trusted`).
+        """
+        return not isinstance(self.certificate, str) and self.certificate.fit_trusted
+
+    def report(self, *, certificate: bool = True) -> str:
+        """Return in words how the run ended and whether the fit can be trusted.
+
+        With ``certificate=False``, which saves an exchange, it is only how the run ended.
+        """
+        if not certificate:
+            return self._run_summary()
+        correction = self.certificate
+        words = (
+            f"No certificate: {correction}" if isinstance(correction, str) else correction.report()
+        )
+        return f"{self._run_summary()}\n{words}"
+
+    @property
+    @in_precision_of_object
+    def params(self) -> dict[str, Any]:
+        """Return shared parameters on their supports, and the globals' guide as ``"guide"``."""
+        shared = self.shared
+        guide = self._fit.guide.globals.in_z(shared.frame, shared.guide)
+        return {**self._fit.model.constrain_theta(shared.theta), "guide": guide}
+
+    @in_precision_of_object
+    def silo_params(self, silo: int) -> dict[str, Any]:
+        """Return a silo's private parameters on their supports, and its guide as ``"guide"``."""
+        private = self._fit.model.constrain_theta(self.private_parameters(silo))
+        return {**private, "guide": self.private(silo).guide}
+
+    @in_precision_of_object
+    def private_parameters(self, silo: int) -> dict[str, Any]:
+        """Return a silo's private parameters, unconstrained."""
+        return self._unpadded_private(silo, self.private(silo).theta)
+
+    @in_precision_of_object
+    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
+        """Draw from the fitted posterior.
+
+        Parameters
+        ----------
+        key : jax.Array
+        n : int
+            Number of draws, the leading axis of every site.
+        silo : int, optional
+            Also draw this silo's locals, each given the same globals that come without it. Under a
+            locally enhanced bound they are resampled by their weights.
+
+        Returns
+        -------
+        dict of str to array
+            Latent and deterministic sites on their own supports.
+        """
+        z_G, _ = self.draw_globals(key, n)
+        return self.sites_at(jax.random.fold_in(key, 1), z_G, silo, self._fit.posterior)
+
+    @in_precision_of_object
+    def sites_at(
+        self, key: Array, z_G: Array, silo: int | None, posterior: Posterior
+    ) -> dict[str, Array]:
+        """Return all sites at draws of the globals (n, dim), a silo's locals drawn given them."""
+        sites = posterior.constrain_globals(self.shared.theta, z_G)
+        if silo is None:
+            return sites
+        return sites | self._sample_locals(key, z_G, silo, posterior)
+
+    @in_precision_of_object
+    def draw_globals(self, key: Array, n: int) -> tuple[Array, Array]:
+        """Return unconstrained draws (n, dim) of the globals, and the guide's log density (n,)."""
+        return self._fit.posterior.draw_globals(jax.random.fold_in(key, 0), self.shared, n)
+
+    def _sample_locals(
+        self, key: Array, z_G: Array, silo: int, posterior: Posterior
+    ) -> dict[str, Array]:
+        hosted = self._hosted(silo)
+        shared, private = self.shared, self.private(silo)
+        padded = hosted.at(silo, [batch.data for batch in hosted.batches])
+        theta = {**shared.theta, **private.theta}
+        coords = private.recentred(posterior.coordinates(shared, z_G))
+        # A key for each silo: its draws are independent
+        # of those of other silos at the same globals.
+        key = jax.random.fold_in(key, silo)
+        z_L = posterior.draw_locals(key, theta, private.guide, z_G, coords, padded)
+        z_L = real_rows(z_L, self._fit.sizes[silo], len(z_G))
+        theta = {**shared.theta, **self._unpadded_private(silo, private.theta)}
+        data = hosted.data[silo]
+        return posterior.constrain_locals(theta, z_G, z_L, data)
+
+    def private(self, silo: int) -> Private:
+        """Return the part of a silo's state that never leaves it, padded rows included."""
+        return self._fit.algorithm.private(self._silo_state(silo))
+
+    def _unpadded_private(self, silo: int, private: dict[str, Any]) -> dict[str, Any]:
+        """Return private parameters without the entries of padded rows."""
+        key, data = jax.random.key(0), self._hosted(silo).data[silo]
+        shapes = jax.eval_shape(self._fit.model.init_private, key, data)
+        return jax.tree.map(lambda a, s: a[tuple(map(slice, s.shape))], private, shapes)
+
+    @property
+    def guide(self) -> Callable[..., None]:
+        """Return the globals' posterior as a NumPyro guide, for ``numpyro.infer.Predictive``.
+
+        ``Predictive(model, guide=result.guide, params=result.params, num_samples=100)`` draws the
+        globals from it, and whatever is local (to new rows, say) from the model.
+        """
+        return self._as_guide(lambda key: self.sample_posterior(key, 1), None)
+
+    def guide_at(self, silo: int) -> Callable[..., None]:
+        """Return the posterior of the globals and one silo's locals as a NumPyro guide."""
+        return self._as_guide(lambda key: self.sample_posterior(key, 1, silo=silo), silo)
+
+    def _as_guide(
+        self, draw: Callable[[Array], dict[str, Array]], silo: int | None
+    ) -> Callable[..., None]:
+        latents = {
+            s.name
+            for s in self._fit.model.sites
+            if s.kind == "latent" and (s.plate is None or silo is not None)
+        }
+
+        check = new_data_check(self._fit.model.text, silo)
+
+        def guide(*args: object, **kwargs: object) -> None:
+            check(*args, **kwargs)
+            key = numpyro.prng_key()
+            # Deterministic sites are computed by running the
+            # model, whose sites no outer handler may see.
+            with numpyro.handlers.block():
+                drawn = draw(key)
+            for name, value in drawn.items():
+                if name in latents:
+                    point = dist.Delta(value[0], event_dim=jnp.ndim(value[0]))
+                    numpyro.sample(name, point)
+
+        return guide
+
+    def to_arviz(
+        self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
+    ) -> Any:
+        """Return posterior draws for ArviZ: a ``DataTree``, or ``InferenceData`` before ArviZ 1.
+
+        Needs the extra ``examples``.
+        """
+        return to_arviz(partial(self.sample_posterior, silo=silo), key, num_samples)
+
+    def saved_run(self) -> SavedRun:
+        """Return the run in the form in which a file keeps it."""
+        recipe = self._fit.recipe
+        description = {
+            **self._fit.description(),
+            "before": dict(self._exchanged_before),
+            "recipe": None if recipe is None else recipe.description(),
+        }
+        return SavedRun(description, self.losses, self.state)
