@@ -203,7 +203,7 @@ class Laplace:
         corner = Factor.of(self._arrow(theta, z_G, z, data)).corner
         covariance = linalg.cholesky_solve(corner, jnp.eye(len(corner)))
         found, start = {}, 0
-        for p in sorted(self._outer):
+        for p in sorted(self.outer_plates):
             place = slice(start, start := start + z[p].size)
             found[p] = z[p], covariance[place, place]
         return found
@@ -215,7 +215,7 @@ class Laplace:
 
         ``outer`` holds these as one vector, in the model's order of plates. ``z`` are modes nearby.
         """
-        z = {**z, **_unpacked(outer, z, self._outer)}
+        z = {**z, **_unpacked(outer, z, self.outer_plates)}
         arrow = self._arrow(theta, z_G, z, data)
         for p, A in arrow.rows.items():
             L = linalg.cholesky(A)
@@ -276,18 +276,18 @@ class Laplace:
             return self._terms(theta, z_G, moved, data)
 
         terms = jax.lax.map(terms_at, step_sizes)
-        if self._outer and not fix_outer:
+        if self.outer_plates and not fix_outer:
             total = sum(t.sum(1) for t in terms.values())
             best = step_sizes[jnp.argmax(jnp.where(jnp.isnan(total), -jnp.inf, total))]
             return jax.tree.map(lambda a, b: a + best * b, z, direction)
         moved = dict(z)
-        for p in [p for p in z if p not in self._outer]:
+        for p in [p for p in z if p not in self.outer_plates]:
             values = jnp.where(jnp.isnan(terms[p]), -jnp.inf, terms[p])
             moved[p] = z[p] + step_sizes[jnp.argmax(values, 0)][:, None] * direction[p]
         return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(new), new, old), moved, z)
 
     @property
-    def _outer(self) -> tuple[str, ...]:
+    def outer_plates(self) -> tuple[str, ...]:
         return tuple(p.name for p in self.model.plates if p.dim and p.outer)
 
     def _terms(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
@@ -311,7 +311,7 @@ class Laplace:
         Padded rows have a gradient of zero and a curvature of one: their steps are zero, and their
         log determinants add nothing.
         """
-        zeros, outer = jax.tree.map(jnp.zeros_like, z), sorted(self._outer)
+        zeros, outer = jax.tree.map(jnp.zeros_like, z), sorted(self.outer_plates)
 
         def gradient(z: Rows) -> Rows:
             return self._gradient(theta, z_G, z, data)

@@ -1,0 +1,181 @@
+r"""A silo's log likelihood of the globals, its own latents integrated by Gauss-Hermite quadrature.
+
+Rows are independent given the globals and the latents of an outer plate (a hospital above its
+patients), so that each row is an integral of its own over one or two latents. With the conditional
+mode :math:`\hat z_i` of row ``i``, the negative Hessian :math:`A_i = C_i C_i'` there, and the nodes
+:math:`t_k` and weights :math:`w_k` of Gauss and Hermite in ``d`` dimensions,
+
+.. math::
+    \log p(y_i \mid z_G) \approx
+    \log \sum_k w_k e^{|t_k|^2} p(y_i, \hat z_i + \sqrt2\, C_i^{-\top} t_k \mid z_G)
+    + \tfrac d2 \log 2 - \log\det C_i .
+
+This is adaptive quadrature (Pinheiro and Bates 1995; ``nAGQ`` of lme4). One node is Laplace's
+method, and the sum is exact where the integrand is a normal density times a polynomial of degree
+below ``2 K``.
+Modes and curvatures only say where the nodes stand. They are constants under differentiation: the
+derivatives of the sum are those of the integral, up to the quadrature's own error.
+
+An outer plate's latents are integrated in the same tangent around the sum of what their rows say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.lax import stop_gradient
+
+from numpyro_fed import linalg
+from numpyro_fed.algorithms.laplace import Laplace
+from numpyro_fed.model.binding import Rows, Theta
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.model.federated import FederatedModel
+
+WIDEST = 2  # latents of a row, at most: the number of nodes grows as a power of it
+
+
+def hermite(nodes: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    r"""Return the nodes (K, dim) in ``dim`` dimensions, and :math:`\log w_k + |t_k|^2` (K,)."""
+    t, w = np.polynomial.hermite.hermgauss(nodes)
+    grid = np.stack(np.meshgrid(*[t] * dim, indexing="ij"), -1).reshape(-1, dim)
+    log_w = np.stack(np.meshgrid(*[np.log(w)] * dim, indexing="ij"), -1).reshape(-1, dim)
+    return grid, log_w.sum(1) + (grid**2).sum(1)
+
+
+@dataclass(frozen=True)
+class RowIntegrals:
+    """The integrals over the latents of a silo's rows.
+
+    Attributes
+    ----------
+    model : FederatedModel
+        A split text whose rows stand alone, with at most one outer plate.
+    nodes : int
+        Nodes in each dimension.
+    """
+
+    model: FederatedModel
+    nodes: int = 11
+
+    def log_likelihood(
+        self, theta: Theta, z_G: Array, data: SiloData, start: Rows
+    ) -> tuple[Array, Rows]:
+        """Return the log likelihood, and the conditional modes (:meth:`Laplace.modes`).
+
+        ``start`` is where the search for the modes begins, {plate: (rows, dim)}.
+        """
+        laplace = Laplace(self.model)
+        given = stop_gradient((theta, z_G))
+        modes = laplace.modes(*given, data, start) if start else start
+        modes = laplace.newton_step(*given, modes, data) if start else start
+        if not laplace.outer_plates:
+            return data.total(self._terms(theta, z_G, {}, modes, data)), modes
+        return self._over_outer(theta, z_G, modes, data), modes
+
+    def _over_outer(self, theta: Theta, z_G: Array, modes: Rows, data: SiloData) -> Array:
+        """Return the log likelihood of a model with an outer plate."""
+        laplace = Laplace(self.model)
+        (plate,) = laplace.outer_plates
+        place, covariance = laplace.outer_given(*stop_gradient((theta, z_G)), modes, data)[plate]
+        n, d = place.shape
+        own = jnp.arange(n * d).reshape(n, d)
+        # Each row of the outer plate has its own block; what ties these rows is in the sum below.
+        root = linalg.cholesky(covariance[own[:, :, None], own[:, None, :]])
+        member = self._members(theta, z_G, modes, data, plate)
+        t, log_w = (jnp.asarray(a, place.dtype) for a in hermite(self.nodes, d))
+
+        def at(node: Array) -> Array:
+            z = place + jnp.sqrt(2.0) * (root @ node)
+            terms = self._terms(theta, z_G, {plate: z}, modes, data)
+            below = [
+                jax.ops.segment_sum(rows, member[p], n) for p, rows in terms.items() if p != plate
+            ]
+            return terms[plate] + sum(below, jnp.zeros(n))
+
+        each = jax.lax.map(at, t) + log_w[:, None]
+        log_det = jnp.log(jnp.diagonal(root, axis1=-2, axis2=-1)).sum(-1)
+        value = jax.nn.logsumexp(each, 0) + 0.5 * d * jnp.log(2.0) + log_det
+        return data.masked(plate, value).sum()
+
+    def _terms(self, theta: Theta, z_G: Array, z_outer: Rows, modes: Rows, data: SiloData) -> Rows:
+        """Return the log likelihood of each row of each plate, given the outer plate's latents.
+
+        {plate: (rows,)}; of the outer plate itself the log density, its latents' included.
+        """
+        fm, laplace = self.model, Laplace(self.model)
+        sizes = fm.sizes(data)
+        empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
+        latents = {**empty, **modes, **z_outer}
+        outer = jnp.concatenate([jnp.zeros(0), *(z_outer[p].ravel() for p in laplace.outer_plates)])
+        fixed = stop_gradient((theta, z_G, outer))
+        near = {**modes, **stop_gradient(z_outer)}
+        if z_outer and len(near) > len(z_outer):
+            near = laplace.modes(*fixed[:2], data, near, fix_outer=True)
+        terms = fm.log_silo(theta, z_G, latents, data)
+        for plate, (mode, precision) in laplace.rows_given(*fixed, near, data).items():
+            terms[plate] = self._integrals(plate, theta, z_G, latents, mode, precision, data)
+        return terms
+
+    def _integrals(
+        self,
+        plate: str,
+        theta: Theta,
+        z_G: Array,
+        latents: Rows,
+        mode: Array,
+        precision: Array,
+        data: SiloData,
+    ) -> Array:
+        """Return the log likelihood of each row of a plate (rows,), its latents integrated."""
+        d = mode.shape[1]
+        root = linalg.cholesky(precision)
+        t, log_w = (jnp.asarray(a, mode.dtype) for a in hermite(self.nodes, d))
+        steps = jnp.sqrt(2.0) * jax.scipy.linalg.solve_triangular(
+            jnp.swapaxes(root, -1, -2), jnp.broadcast_to(t.T, (*mode.shape, len(t)))
+        )  # (rows, d, K)
+
+        def at(step: Array) -> Array:
+            z = {**latents, plate: mode + step}
+            return self.model.log_silo(theta, z_G, z, data)[plate]
+
+        each = jax.vmap(at)(jnp.moveaxis(steps, -1, 0)) + log_w[:, None]
+        log_det = jnp.log(jnp.diagonal(root, axis1=-2, axis2=-1)).sum(-1)
+        value = jax.nn.logsumexp(each, 0) + 0.5 * d * jnp.log(2.0) - log_det
+        return data.masked(plate, value)
+
+    def _members(
+        self, theta: Theta, z_G: Array, modes: Rows, data: SiloData, outer: str
+    ) -> dict[str, Array]:
+        """Return which row of the outer plate each row of the others reads, {plate: (rows,)}.
+
+        A row's log density moves with the latents that it reads alone. Along tangents of ``1`` and
+        of ``i`` at the outer plate's row ``i``, its derivatives are in the ratio of ``1`` to ``i``.
+        """
+        fm = self.model
+        sizes = fm.sizes(data)
+        empty = {p.name: jnp.zeros((sizes[p.name], 0)) for p in fm.plates if not p.dim}
+        n, d = modes[outer].shape
+        others = [p.name for p in fm.plates if p.name != outer]
+        if n == 1:
+            return {p: jnp.zeros(sizes[p], int) for p in others}
+        index = jnp.arange(1.0, n + 1)
+        # Away from the modes, where derivatives may vanish by chance.
+        point = jax.tree.map(
+            lambda z: z + 0.5 + 0.1 * jnp.cos(jnp.arange(z.size)).reshape(z.shape), modes
+        )
+        tangents = jnp.stack([jnp.ones((n, d)), jnp.broadcast_to(index[:, None], (n, d))])
+        tangents = tangents * jnp.linspace(1.0, 1.5, d)
+
+        def rows(z: Array) -> Rows:
+            terms = fm.log_silo(theta, z_G, {**empty, **point, outer: z}, data)
+            return {p: terms[p] for p in others}
+
+        slopes = jax.vmap(lambda tangent: jax.jvp(rows, (point[outer],), (tangent,))[1])(tangents)
+        return {
+            p: jnp.clip(jnp.round(jnp.where(s[0] == 0, 1.0, s[1] / s[0])).astype(int) - 1, 0, n - 1)
+            for p, s in stop_gradient(slopes).items()
+        }

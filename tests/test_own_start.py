@@ -1,0 +1,75 @@
+"""Silos climb to modes of their own, and the sum of their parabolas is where the search begins."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from problems import cut
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.mode import effects_of, mode
+from numpyro_fed.algorithms.own_start import own_modes
+from numpyro_fed.model.data import read
+from numpyro_fed.model.layout import lay_out
+from numpyro_fed.runtime.simulation import simulation
+from numpyro_fed.runtime.stack import on_device
+
+KEY = jax.random.key(0)
+
+
+def first_places(model, silos, starts=2):
+    """Where a search with several starts begins, after the silos' own modes."""
+    layout, buckets = lay_out(model, read(silos, model))
+    fm, batches = layout.model, on_device(buckets)
+    runtime = simulation(mode(fm, starts, effects=effects_of(fm)), quick=True)
+    state = runtime.init(KEY, batches)
+    ask = runtime.quick(own_modes(fm, len(silos)))
+    server, _, info, _ = ask(KEY, state.server, state.silos, batches, None)
+    assert bool(info.ok)
+    return state.server.trial, server.trial
+
+
+def linear(x, y):
+    beta = numpyro.sample("beta", dist.Normal(0, 3).expand([2]).to_event(1))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Normal(x @ beta, 2), obs=y)
+
+
+def test_normal_posteriors_add_up_to_the_mode(double):
+    """Whatever the units, from each start, and where a silo alone is of too few rows."""
+    r = np.random.default_rng(0)
+    x = np.stack([np.ones(41), 1e3 + 1e2 * r.normal(size=41)], 1)
+    y = x @ [1.0, -0.02] + 2 * r.normal(size=41)
+    _, places = first_places(linear, cut({"x": x, "y": y}, (1, 10, 30)))
+    exact = np.linalg.solve(x.T @ x / 4 + np.eye(2) / 9, x.T @ y / 4)
+    np.testing.assert_allclose(places, np.stack([exact, exact]), rtol=1e-8)
+
+
+def answers(x, y):
+    a = numpyro.sample("a", dist.Normal(0, 5))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=a + 0 * x), obs=y)
+
+
+def test_a_silo_where_the_outcome_never_happens_is_held_by_its_share_of_the_prior(double):
+    y = np.repeat([0, 1, 0, 1], [12, 5, 20, 23])
+    _, places = first_places(answers, cut({"x": np.zeros(60), "y": y}, (12, 48)))
+    assert (np.abs(places - np.log(28 / 32)) < 1.0).all()
+
+
+def nowhere(x, y):
+    a = numpyro.sample("a", dist.Normal(0, 5))
+    with nf.silo_plate("row", x.shape[0]):
+        numpyro.factor("y", jnp.where(x > 0, jnp.nan, -0.5 * (a - y) ** 2))
+
+
+@pytest.mark.parametrize(("x", "expected"), [((0, 1), 3.0), ((1, 1), None)])
+def test_silos_where_nothing_is_finite_leave_the_others_to_decide(x, expected, double):
+    silos = [{"x": np.full(4, v), "y": np.full(4, 3.0)} for v in x]
+    before, places = first_places(nowhere, silos)
+    if expected is None:
+        np.testing.assert_array_equal(places, before)
+    else:  # with half of the prior
+        np.testing.assert_allclose(places, expected * 4 / (4 + 0.5 / 25), rtol=1e-9)

@@ -1,0 +1,123 @@
+"""Integrals over rows' latents against closed forms and adaptive integrals in double precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy import integrate, stats
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.laplace import Laplace
+from numpyro_fed.algorithms.quadrature import RowIntegrals
+from numpyro_fed.model.data import read
+from numpyro_fed.model.split import split
+
+
+def likelihood(model, silo, nodes=11):
+    (data,) = read([silo])
+    fm = split(model, [data])
+    start = Laplace(fm).start(data)
+
+    def value(z_G):
+        return RowIntegrals(fm, nodes).log_likelihood({}, z_G, data, start)[0]
+
+    return value
+
+
+def normal_rows(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with nf.silo_plate("row", y.shape[0], dim=-2):
+        b = numpyro.sample("b", dist.Normal(mu, 1.5))
+        with numpyro.plate("visit", y.shape[1], dim=-1):
+            numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
+
+
+def test_normal_rows_are_integrated_exactly(double):
+    y = np.random.default_rng(0).normal(1, 2, (7, 3))
+    value = likelihood(normal_rows, {"y": y}, nodes=3)
+    cov = 0.25 * np.eye(3) + 1.5**2
+
+    def exact(mu):
+        return jnp.sum(jax.scipy.stats.multivariate_normal.logpdf(y, mu * jnp.ones(3), cov))
+
+    at = jnp.array([0.7])
+    np.testing.assert_allclose(value(at), exact(at[0]), rtol=1e-12)
+    np.testing.assert_allclose(jax.grad(value)(at)[0], jax.grad(exact)(at[0]), rtol=1e-6)
+    np.testing.assert_allclose(jax.hessian(value)(at)[0, 0], jax.hessian(exact)(at[0]), rtol=1e-5)
+
+
+def hospitals(hospital, n_hospitals, y, latents):
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with nf.silo_plate("hospital", n_hospitals):
+        u = numpyro.sample("u", dist.Normal(mu, 1.2))
+    with nf.silo_plate("patient", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(u[hospital], 0.8)) if latents else u[hospital]
+        numpyro.sample("y", dist.Normal(b, 0.5), obs=y)
+
+
+@pytest.mark.parametrize("latents", [False, True])
+@pytest.mark.parametrize("number", [1, 3])
+def test_effects_of_hospitals_above_patients_are_integrated_exactly(number, latents, double):
+    r = np.random.default_rng(1)
+    hospital = np.sort(r.integers(0, number, 9))[r.permutation(9)]
+    y = r.normal(size=9)
+    silo = dict(hospital=hospital, n_hospitals=number, y=y, latents=latents)
+    value = likelihood(hospitals, silo, nodes=5)
+    same = (hospital[:, None] == hospital) * 1.2**2
+    cov = same + (0.25 + (0.64 if latents else 0)) * np.eye(9)
+
+    def exact(mu):
+        return jax.scipy.stats.multivariate_normal.logpdf(y, mu * jnp.ones(9), cov)
+
+    at = jnp.array([0.3])
+    np.testing.assert_allclose(value(at), exact(at[0]), rtol=1e-11)
+    np.testing.assert_allclose(jax.grad(value)(at)[0], jax.grad(exact)(at[0]), rtol=1e-6)
+
+
+def counts(y, sd):
+    a = numpyro.sample("a", dist.Normal(0, 2))
+    with nf.silo_plate("row", y.shape[0], dim=-2):
+        b = numpyro.sample("b", dist.Normal(0, sd))
+        with numpyro.plate("visit", y.shape[1], dim=-1):
+            numpyro.sample("y", dist.Poisson(jnp.exp(a + b)), obs=y)
+
+
+def answers(y, sd):
+    a = numpyro.sample("a", dist.Normal(0, 2))
+    with nf.silo_plate("row", y.shape[0], dim=-2):
+        b = numpyro.sample("b", dist.Normal(0, sd))
+        with numpyro.plate("visit", y.shape[1], dim=-1):
+            numpyro.sample("y", dist.Bernoulli(logits=a + b), obs=y)
+
+
+def by_scipy(log_pmf, y, a, sd):
+    def one(row):
+        def f(b):
+            return np.exp(log_pmf(row, a + b).sum()) * stats.norm.pdf(b, 0, sd)
+
+        return np.log(integrate.quad(f, -12 * sd, 12 * sd, epsabs=0, epsrel=1e-12, limit=500)[0])
+
+    return sum(map(one, y))
+
+
+@pytest.mark.parametrize(
+    ("model", "log_pmf", "sd", "nodes", "error"),
+    [
+        (counts, lambda y, eta: stats.poisson.logpmf(y, np.exp(eta)), 0.8, 11, 3e-6),
+        (answers, lambda y, eta: stats.bernoulli.logpmf(y, 1 / (1 + np.exp(-eta))), 2.2, 11, 2e-4),
+        (answers, lambda y, eta: stats.bernoulli.logpmf(y, 1 / (1 + np.exp(-eta))), 2.2, 25, 2e-6),
+    ],
+    ids=["counts", "answers", "answers-25"],
+)
+def test_rows_that_are_not_normal(model, log_pmf, sd, nodes, error, double):
+    """The worst of 15 rows, in nats; what has been reached before."""
+    r = np.random.default_rng(2)
+    y = r.integers(0, 2, (15, 4)) if model is answers else r.poisson(2.0, (15, 4))
+    off = []
+    for row in y:
+        silo = {"y": row[None], "sd": sd}
+        value = float(likelihood(model, silo, nodes)(jnp.array([0.4])))
+        off.append(abs(value - by_scipy(log_pmf, row[None], 0.4, sd)))
+    assert max(off) < error
