@@ -40,7 +40,7 @@ from numpyro_fed.algorithms.mode import (
 from numpyro_fed.gaussian import Curvature
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.trees import all_finite, where
 
 MAX_STEPS = 50  # of a silo; from zero the six cities take 16

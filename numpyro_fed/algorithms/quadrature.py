@@ -33,7 +33,7 @@ from numpyro_fed import linalg
 from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.federated import FederatedModel
+from numpyro_fed.model.log_density import FederatedModel
 
 WIDEST = 2  # latents of a row, at most: the number of nodes grows as a power of it
 
@@ -134,9 +134,8 @@ class RowIntegrals:
         d = mode.shape[1]
         root = linalg.cholesky(precision)
         t, log_w = (jnp.asarray(a, mode.dtype) for a in hermite(self.nodes, d))
-        steps = jnp.sqrt(2.0) * jax.scipy.linalg.solve_triangular(
-            jnp.swapaxes(root, -1, -2), jnp.broadcast_to(t.T, (*mode.shape, len(t)))
-        )  # (rows, d, K)
+        nodes = jnp.broadcast_to(t.T, (*mode.shape, len(t)))
+        steps = jnp.sqrt(2.0) * linalg.solve(root, nodes, transposed=True)  # (rows, d, K)
 
         def at(step: Array) -> Array:
             z = {**latents, plate: mode + step}
