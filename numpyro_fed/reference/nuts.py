@@ -75,7 +75,7 @@ class NutsResult:
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray]:
-        """Return all sites on their supports, chains joined: ``b`` of silo j is ``silo_{j}/b``."""
+        """Return all sites on their supports, chains joined; ``b`` of silo j is ``silo_{j}/b``."""
         joined = {k: _join_chains(v) for k, v in self.globals.items()}
         return joined | self._locals()
 

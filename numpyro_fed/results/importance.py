@@ -305,7 +305,7 @@ class Corrected(Weighted[Result]):
         return self._posterior.constrain_globals(theta, self._z_G)
 
     def saved_words(self) -> SavedWords:
-        """Return the form in which a file keeps the correction, for :meth:`from_file` to read."""
+        """Return the form in which a file keeps the correction; ``from_file`` reads it."""
         saved = super().saved_words()
         key = random.key_data(self._key)
         found = dict(self._moments._asdict(), z_G=self._z_G, weights=self.weights, key=key)
