@@ -153,8 +153,8 @@ def test_with_rho_clients_know_their_units_by_themselves(likelihood, double):
     built = inside(result).built
     before = built.search.init_server(KEY)
     down = replayed_part(built.begin_rounds[0], before, KEY, jnp.arange(1))
-    assert not down.told.slope.any()
-    assert (down.told.curvature == 4.0).all()
+    assert not down.at_best.slope.any()
+    assert (down.at_best.curvature == 4.0).all()
 
 
 @pytest.mark.slow
