@@ -19,6 +19,7 @@ is the mode. Here it is only where the search begins. Steps of a silo cost no ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -89,50 +90,59 @@ def own_modes(fm: FederatedModel, num_silos: int) -> Round:
 
             return derive(value, x)
 
-        def climb(args: tuple[Array, Rows]) -> tuple[Parabola, Rows]:
-            place, z_L = args
-
-            def step(climb: _Climb) -> _Climb:
-                best = climb.best
-                curvature = Curvature.of(best.curvature)
-                size = jnp.abs(curvature.values) + climb.damping
-                move = curvature._replace(values=size).solve(best.gradient)
-                trial, modes = expand(best.x + move, climb.z_L)
-                better = all_finite((trial, modes)) & (trial.value >= best.value)
-                return _Climb(
-                    where(better, trial, best),
-                    where(better, modes, climb.z_L),
-                    climb.damping * jnp.where(better, 0.2, 10.0),
-                    climb.steps + 1,
-                    best.gradient @ move,
-                )
-
-            def cond_fn(climb: _Climb) -> Array:
-                going = (climb.steps < MAX_STEPS) & (climb.damping < MAX_DAMPING)
-                return going & (climb.gain > MIN_GAIN)
-
-            first, modes = expand(place, z_L)
-            far = jnp.array(jnp.inf, place.dtype)
-            start = _Climb(first, modes, jnp.array(DAMPING, place.dtype), jnp.array(0), far)
-            end = jax.lax.while_loop(cond_fn, step, start)
-            A = Curvature.of(end.best.curvature).positive(FLAT).matrix()
-            up = Parabola(A, A @ end.best.x + end.best.gradient)
-            # A silo for which nothing is finite there says nothing: the others decide.
-            finite = all_finite((up, end.best))
-            return where(finite, (up, end.z_L), (jax.tree.map(jnp.zeros_like, up), z_L))
-
-        up, modes = sequential_map(climb, (down, state.z_L))
+        up, modes = sequential_map(partial(_parabola, expand), (down, state.z_L))
         return Reply(up, jnp.array(True)), state._replace(z_L=modes)
 
     def run(state: Search, noise: object, ask: Ask) -> tuple[Search, Info]:
         total = ask("own modes", state.trial).up
-
-        def middle(args: tuple[Array, Array, Array]) -> Array:
-            place, A, b = args
-            x = Curvature.of(A).positive(FLAT).solve(b)
-            return jnp.where(jnp.isfinite(x).all() & (jnp.abs(A).max() > 0), x, place)
-
-        trial = sequential_map(middle, (state.trial, total.A, total.b))
+        trial = sequential_map(_highest_of_sum, (state.trial, total))
         return state._replace(trial=trial), Info(jnp.zeros(()), jnp.array(True))
 
     return Round((Exchange("own modes", silo),), run)
+
+
+Expand = Callable[[Array, Rows], tuple[Expansion, Rows]]
+
+
+def _parabola(expand: Expand, args: tuple[Array, Rows]) -> tuple[Parabola, Rows]:
+    """Return the parabola at the silo's own mode, and the modes of its locals there."""
+    place, z_L = args
+    first, modes = expand(place, z_L)
+    far = jnp.array(jnp.inf, place.dtype)
+    start = _Climb(first, modes, jnp.array(DAMPING, place.dtype), jnp.array(0), far)
+    end = jax.lax.while_loop(_goes_on, partial(_step, expand), start)
+    A = Curvature.of(end.best.curvature).positive(FLAT).matrix()
+    up = Parabola(A, A @ end.best.x + end.best.gradient)
+    # A silo for which nothing is finite there says nothing: the others decide.
+    finite = all_finite((up, end.best))
+    return where(finite, (up, end.z_L), (jax.tree.map(jnp.zeros_like, up), z_L))
+
+
+def _step(expand: Expand, climb: _Climb) -> _Climb:
+    """Return the climb after a damped step of Newton's method, which is taken if it leads up."""
+    best = climb.best
+    curvature = Curvature.of(best.curvature)
+    size = jnp.abs(curvature.values) + climb.damping
+    move = curvature._replace(values=size).solve(best.gradient)
+    trial, modes = expand(best.x + move, climb.z_L)
+    better = all_finite((trial, modes)) & (trial.value >= best.value)
+    return _Climb(
+        where(better, trial, best),
+        where(better, modes, climb.z_L),
+        climb.damping * jnp.where(better, 0.2, 10.0),
+        climb.steps + 1,
+        best.gradient @ move,
+    )
+
+
+def _goes_on(climb: _Climb) -> Array:
+    """Return whether another step is worth trying."""
+    going = (climb.steps < MAX_STEPS) & (climb.damping < MAX_DAMPING)
+    return going & (climb.gain > MIN_GAIN)
+
+
+def _highest_of_sum(args: tuple[Array, Parabola]) -> Array:
+    """Return the highest point (n,) of the sum of all silos' parabolas; else the place before."""
+    place, total = args
+    x = Curvature.of(total.A).positive(FLAT).solve(total.b)
+    return jnp.where(jnp.isfinite(x).all() & (jnp.abs(total.A).max() > 0), x, place)
