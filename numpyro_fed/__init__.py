@@ -49,7 +49,7 @@ from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
 from numpyro_fed.model.primitives import silo_plate
-from numpyro_fed.objectives import ELBO, LocallyEnhanced
+from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature
 from numpyro_fed.reference.compare import Comparison, compare
 from numpyro_fed.reference.nuts import NutsResult, run_nuts
 from numpyro_fed.results.communication import Communication
@@ -101,6 +101,7 @@ __all__ = [
     "PVIResult",
     "Plan",
     "PowerEP",
+    "Quadrature",
     "ReplyError",
     "Result",
     "SFVIAvg",

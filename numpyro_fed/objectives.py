@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import stop_gradient
 
-from numpyro_fed.errors import ModelWarning
+from numpyro_fed.errors import ModelWarning, positive_int
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.integrals.quadrature import NODES, default_nodes, quadrature_misfit
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import FederatedModel
@@ -85,6 +86,57 @@ class LocallyEnhanced:
     """
 
     draws: int | Mapping[str, int] = 20
+
+
+@dataclass(frozen=True)
+class Quadrature:
+    r"""The log likelihood of silos with rows' latents integrated by Gauss-Hermite quadrature.
+
+    .. math::
+        \mathcal{L} = \mathbb{E}_{q(z_G)}\Big[\log\frac{p(z_G)}{q(z_G)} + \sum_j \sum_{i \in j}
+        \log \int p(z_i, y_i \mid z_G)\, dz_i\Big]
+
+    The integral of a row has its nodes at the conditional mode of the row's latents, in units of
+    their curvature (Pinheiro and Bates 1995). It is for rows with one or two latents, and for an
+    outer plate with one or two. It has no noise, and no guide of the locals has a part in it.
+
+    Parameters
+    ----------
+    nodes : int
+        Nodes in each dimension. Of a binary outcome with four visits and an effect of sd 2.2,
+        eleven have an error of 2e-4 nats for each row.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.Quadrature()
+    Quadrature(nodes=11)
+    """
+
+    nodes: int = 11
+
+    def __post_init__(self) -> None:
+        positive_int("nodes", self.nodes)
+
+
+# Nodes by which a correction integrates rows with one latent. The errors of rows add up in a
+# weight: over the 300 children of a silo of the six cities they are 0.1 nats with eleven nodes, and
+# 0.006 with nineteen.
+NODES_OF_WEIGHTS = 19
+
+
+def default_quadrature(fm: FederatedModel) -> Quadrature | None:
+    """Return the quadrature by which a correction integrates rows' latents; None for draws."""
+    nodes = default_nodes(fm)
+    if not nodes:
+        return None
+    return Quadrature(NODES_OF_WEIGHTS if nodes == NODES else nodes)
+
+
+def check_quadrature(fm: FederatedModel) -> None:
+    """Raise an error if quadrature is not for the model."""
+    if (misfit := quadrature_misfit(fm)) is not None:
+        raise ValueError(f"Quadrature is not for this model: {misfit}.")
 
 
 def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Array, Rows]:

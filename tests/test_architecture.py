@@ -41,6 +41,7 @@ LAYERS = [
     {"model.log_density"},
     {"model.split"},
     {"model.minibatch"},
+    {"integrals"},
     {"model", "guides", "objectives", "local"},
     {"algorithms.base"},
     {"algorithms", "runtime", "testing", "sigma"},

@@ -15,6 +15,7 @@ from laid_open import put_in_place
 from problems import cut
 
 import numpyro_fed as nf
+from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.reference.compare import compare
 from numpyro_fed.reference.nuts import NutsResult
 from numpyro_fed.results.importance import Corrected
@@ -44,6 +45,8 @@ def corrected_of(weights, pareto_k=0.1, **sites):
         _moments=None,
         _rounding=None,
         _posterior=posterior,
+        num_exchanges=1,
+        integration=Integration({}),
     )
 
 

@@ -266,7 +266,7 @@ def test_a_fit_can_be_shown_and_be_a_key(fitted):
     assert {fitted.best: 1, fitted.stages[0].result: 2}
     assert "\n" not in repr(fitted)
     assert len(repr(fitted)) < 200
-    assert repr(fitted.stages[0]).startswith("Stage(name='PVI', words='")
+    assert repr(fitted.stages[0]).startswith("Stage(name='mode', words='")
     assert len(repr(fitted.stages)) < 400
 
 

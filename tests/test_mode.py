@@ -11,7 +11,7 @@ from problems import cut, grouped, raw_rows, regression
 from scipy import optimize, stats
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.laplace import Laplace
+from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.split import split

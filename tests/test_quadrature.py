@@ -9,8 +9,8 @@ import pytest
 from scipy import integrate, stats
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.laplace import Laplace
-from numpyro_fed.algorithms.quadrature import RowIntegrals
+from numpyro_fed.integrals.laplace import Laplace
+from numpyro_fed.integrals.quadrature import RowIntegrals
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
 

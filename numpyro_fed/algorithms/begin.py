@@ -18,7 +18,6 @@ from jax import Array
 
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import CarriedSilo
-from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.algorithms.mode import SearchState, best_start, unraveller
 from numpyro_fed.algorithms.mode import SiloState as ModeSiloState
 from numpyro_fed.algorithms.mode_wide import nonzero
@@ -26,6 +25,7 @@ from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Curvature, Gaussian
 from numpyro_fed.guides.base import GlobalGuide, GuideParams
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel

@@ -1,8 +1,8 @@
 r"""The search for the mode of the joint density, by a damped Newton method over silos.
 
 In each exchange the server sends a point ``z_G``. Silo ``j`` integrates its own latents by
-Laplace's method, and replies with its log likelihood at the point, the gradient and the Hessian.
-The sum of the replies and of the server's log prior make
+quadrature or Laplace's method, and replies with its log likelihood at the point, the gradient and
+the Hessian. The sum of the replies and of the server's log prior make
 
 .. math::
     \ell(z_G) = \log p(z_G) + \sum_j \log p(y_j \mid z_G), \qquad A = -\nabla^2 \ell .
@@ -44,9 +44,10 @@ from numpyro_fed.algorithms.base import (
     Round,
     Shared,
 )
-from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.frame import identity
 from numpyro_fed.gaussian import LOG_2PI, Curvature
+from numpyro_fed.integrals.laplace import Laplace
+from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
@@ -114,11 +115,12 @@ class Search(NamedTuple):
     idle : int
         Accepted steps in a row without a gain.
     done : bool
-        Whether the search has ended. One more exchange follows, at ``best``.
+        Whether the search has ended. Unless it rests at its last trial, one more exchange follows,
+        at ``best``.
     rests : bool
         Whether it ended at a mode.
     left : bool
-        Whether that last exchange has been made: silos' own modes are then those at ``best``.
+        Whether the last exchange was at ``best``: silos' own modes are then those there.
     tried : int
         Points tried.
     """
@@ -314,14 +316,14 @@ def reply_at(
     ``places`` is (num_starts, n). At a point too far for a silo the reply is NaN, and still ``ok``:
     the step fails, not the exchange.
     """
-    laplace, unravel = Laplace(fm), unraveller(fm)
+    integral, unravel = silo_integral(fm), unraveller(fm)
 
     def at_start(args: tuple[Array, Rows, Up]) -> tuple[Up, tuple[Rows, Up]]:
         x, z_L, before = args
 
         def value(x: Array) -> tuple[Array, Rows]:
             theta, z_G = unravel(x)
-            return laplace.differentiable({**theta, **state.private}, z_G, data, z_L)
+            return integral({**theta, **state.private}, z_G, data, z_L)
 
         place, modes = derive(value, x)
         found = Up(*place[1:])
@@ -428,7 +430,7 @@ def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
     curvature alone. Where a likelihood levels off, as for separable logistic regression, each step
     predicts a small gain, and the search ends as it does at a mode.
     """
-    laplace, unravel, log_prior = Laplace(fm), unraveller(fm), prior_of(fm, effects)
+    integral, unravel, log_prior = silo_integral(fm), unraveller(fm), prior_of(fm, effects)
 
     def silo(
         noise: object, down: CheckPoints, state: SiloState, data: SiloData
@@ -437,7 +439,7 @@ def curvature_check(fm: FederatedModel, effects: np.ndarray) -> Round:
 
         def value(x: Array) -> Array:
             theta, z_G = unravel(x)
-            return laplace.log_likelihood({**theta, **state.private}, z_G, data, z_L)[0]
+            return integral({**theta, **state.private}, z_G, data, z_L)[0]
 
         size = min(columns_at_once(fm), len(down.places))
         values = jax.lax.map(value, down.places, batch_size=size)
@@ -535,7 +537,7 @@ def _accept_or_reject(
     # From a start at which something is not finite, halfway back to zero.
     trial = jnp.where(known | finite, best_after.x + step, 0.5 * search.trial)
     trial = jnp.where(done, best_after.x, trial)
-    no, tried = search.left, search.tried + 1
+    tried = search.tried + 1
     after = Search(
         best_after,
         jnp.where(better, of_effects, search.likelihood),
@@ -547,7 +549,7 @@ def _accept_or_reject(
         idle,
         done,
         rests,
-        no,
+        rests,  # the trial is the best point, and silos' modes are those there
         tried,
     )
     left = search._replace(left=jnp.array(True))

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round
-from numpyro_fed.algorithms.laplace import Laplace
 from numpyro_fed.algorithms.mode import (
     Expansion,
     Search,
@@ -39,6 +38,7 @@ from numpyro_fed.algorithms.mode import (
     unraveller,
 )
 from numpyro_fed.gaussian import Curvature
+from numpyro_fed.integrals.quadrature import silo_integral
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
@@ -46,6 +46,9 @@ from numpyro_fed.trees import all_finite, where
 
 MAX_STEPS = 50  # of a silo; from zero the six cities take 16
 MIN_GAIN = 1e-2  # predicted gain, in nats, at which a silo stops: the search goes on from there
+# Nats for each coordinate that another step may promise where a climb has ended; with more it ended
+# somewhere else than at a mode, and its parabola says nothing about the sum's.
+MAX_GAIN = 0.5
 DAMPING = 1e-2  # at the start, for curvatures scaled to one
 MAX_DAMPING = 1e8  # steps are then too small to be worth trying
 # Least eigenvalue of a parabola, of the largest: a direction that a silo knows nothing about still
@@ -76,7 +79,7 @@ def own_modes(fm: FederatedModel, num_silos: int) -> Round:
     It leads from the first states of :func:`numpyro_fed.algorithms.mode.mode` to the same with
     other trial points. A start whose sum is not finite stays where it is.
     """
-    laplace, unravel = Laplace(fm), unraveller(fm)
+    integral, unravel = silo_integral(fm), unraveller(fm)
     derive = partial(derivatives, columns_at_once=columns_at_once(fm))
 
     def silo(
@@ -85,7 +88,7 @@ def own_modes(fm: FederatedModel, num_silos: int) -> Round:
         def expand(x: Array, z_L: Rows) -> tuple[Expansion, Rows]:
             def value(x: Array) -> tuple[Array, Rows]:
                 theta, z_G = unravel(x)
-                found, modes = laplace.differentiable({**theta, **state.private}, z_G, data, z_L)
+                found, modes = integral({**theta, **state.private}, z_G, data, z_L)
                 return found + fm.smoothed.log_prior(theta, z_G) / num_silos, modes
 
             return derive(value, x)
@@ -95,8 +98,11 @@ def own_modes(fm: FederatedModel, num_silos: int) -> Round:
 
     def run(state: Search, noise: object, ask: Ask) -> tuple[Search, Info]:
         total = ask("own modes", state.trial).up
-        trial = sequential_map(_highest_of_sum, (state.trial, total))
-        return state._replace(trial=trial), Info(jnp.zeros(()), jnp.array(True))
+        trial, told = sequential_map(_highest_of_sum, (state.trial, total))
+        # A start from where no silo came to a mode is given up, if another one led somewhere.
+        lost = ~told & told.any()
+        state = state._replace(trial=trial, done=lost, left=lost)
+        return state, Info(jnp.zeros(()), jnp.array(True))
 
     return Round((Exchange("own modes", silo),), run)
 
@@ -113,9 +119,11 @@ def _parabola(expand: Expand, args: tuple[Array, Rows]) -> tuple[Parabola, Rows]
     end = jax.lax.while_loop(_goes_on, partial(_step, expand), start)
     A = Curvature.of(end.best.curvature).positive(FLAT).matrix()
     up = Parabola(A, A @ end.best.x + end.best.gradient)
-    # A silo for which nothing is finite there says nothing: the others decide.
-    finite = all_finite((up, end.best))
-    return where(finite, (up, end.z_L), (jax.tree.map(jnp.zeros_like, up), z_L))
+    # A silo that came to no mode says nothing, and the others decide: where nothing is finite, or a
+    # likelihood has kinks and so no curvature but the prior's.
+    promise = 0.5 * end.best.gradient @ Curvature.of(A).solve(end.best.gradient)
+    usable = all_finite((up, end.best)) & (promise <= MAX_GAIN * len(place))
+    return where(usable, (up, end.z_L), (jax.tree.map(jnp.zeros_like, up), z_L))
 
 
 def _step(expand: Expand, climb: _Climb) -> _Climb:
@@ -141,8 +149,12 @@ def _goes_on(climb: _Climb) -> Array:
     return going & (climb.gain > MIN_GAIN)
 
 
-def _highest_of_sum(args: tuple[Array, Parabola]) -> Array:
-    """Return the highest point (n,) of the sum of all silos' parabolas; else the place before."""
+def _highest_of_sum(args: tuple[Array, Parabola]) -> tuple[Array, Array]:
+    """Return the highest point (n,) of the sum of all silos' parabolas, and whether there is one.
+
+    Else the point is the place before.
+    """
     place, total = args
     x = Curvature.of(total.A).positive(FLAT).solve(total.b)
-    return jnp.where(jnp.isfinite(x).all() & (jnp.abs(total.A).max() > 0), x, place)
+    found = jnp.isfinite(x).all() & (jnp.abs(total.A).max() > 0)
+    return jnp.where(found, x, place), found

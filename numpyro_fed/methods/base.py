@@ -48,7 +48,8 @@ class RunOptions(Generic[Outcome]):
     every: int = 100
 
     def __post_init__(self) -> None:
-        positive_int("num_rounds", self.num_rounds)
+        if self.num_rounds != 0:  # none: the result is where the run would begin
+            positive_int("num_rounds", self.num_rounds)
         positive_int("every", self.every)
         if self.stop not in (None, "converged"):
             raise ValueError(f"stop={self.stop!r}: expected 'converged' or None.")

@@ -2,10 +2,11 @@
 
 The steps (:meth:`_Fitting.run`):
 
-1. PVI from the best of several modes, or SFVI where PVI does not suit the model.
+1. The normal approximation at the best of several modes: where PVI begins, without any round.
+   SFVI where PVI does not suit the model.
 2. The importance correction, and while it is not good enough what may improve it: more draws of
    rows' latents, more draws, a proposal matched to the weighted draws (:meth:`_Fitting.improve`).
-3. More rounds of PVI, then SFVI, each with step 2, as long as the budget lasts.
+3. Rounds of PVI from there, then SFVI, each with step 2, as long as the budget lasts.
 4. If several corrections were tried, the best is judged once more by new draws.
 """
 
@@ -39,10 +40,9 @@ from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.layout import layout_of
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import ELBO, LocallyEnhanced
+from numpyro_fed.objectives import ELBO, LocallyEnhanced, default_quadrature
 from numpyro_fed.precision import precision as precision_as
-from numpyro_fed.results.importance import AT_ONCE, Corrected, importance_correct
-from numpyro_fed.results.pvi import PVIResult
+from numpyro_fed.results.importance import AT_ONCE, Corrected, InnerDraws, importance_correct
 from numpyro_fed.results.rematch import rematched
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.weighted import MAX_ERROR
@@ -56,6 +56,7 @@ NUM_STARTS = 4
 # Rounds at most; runs end sooner if they come to rest. From the mode PVI was right after
 # two or three rounds, SFVI after a thousand (docs/results/six_cities.md, raw_data.md).
 MAX_PVI_ROUNDS, MAX_SFVI_ROUNDS = 10, 3_000
+MAX_PVI_RUNS = 2  # of so many rounds, each followed by a correction
 # Messages that must be left for a try of SFVI: with fewer rounds its bound has not settled, and
 # nothing can be said.
 MIN_BUDGET_FOR_SFVI = 100
@@ -101,12 +102,12 @@ def fit(
 ) -> Fitted:
     r"""Fit a model over silos, check the posterior, and say whether it can be trusted.
 
-    Nothing has to be scaled or tuned. The call searches for the mode from several places, runs
-    :class:`PVI` from the best of them (:class:`SFVI` if there are too many globals, or globals
-    without a family), and makes the importance correction. If the verdict is not good, it tries
-    more draws of the rows' latents, a proposal matched to the weighted draws, more draws, more
-    rounds, and SFVI. The best of several corrections is judged by new draws. A second call with the
-    same model and silos of the same shapes compiles nothing.
+    Nothing has to be scaled or tuned. The call searches for the mode from several places, draws
+    from the normal approximation there, and weighs the draws in one more exchange (the importance
+    correction). If the verdict is not good, it tries a proposal matched to the weighted draws, more
+    draws, rounds of :class:`PVI` from the mode, and :class:`SFVI`. SFVI is the first step if there
+    are too many globals, or globals without a family. The best of several corrections is judged by
+    new draws. A second call with the same model and silos of the same shapes compiles nothing.
 
     The draws are weighed by the joint density of all silos, so that under the conditions that the
     verdict states they are from :math:`p(z_G \mid y)` itself:
@@ -237,7 +238,8 @@ class _Fitting:
         self.key, self.silos, self.fm, self.methods = key, silos, fm, methods
         self.budget_left, self.bar = budget, bar
         self.coupled = self.has_more_inner = False
-        self.num_inner = self.num_inner_draws()
+        quadrature = default_quadrature(fm)
+        self.inner_draws: InnerDraws = quadrature or self.num_inner_draws()
         self.runtime = "quick" if self.data_size() <= SMALL_DATA else "simulation"
         self.stages: list[Stage] = []
         self.warned: list[str] = []
@@ -247,19 +249,22 @@ class _Fitting:
 
     def run(self) -> Fitted:
         """Return the result of all steps; they go on while more may help and the budget lasts."""
-        by_pvi = self.run_pvi() if self.suits_pvi() else None
-        result = self.run_sfvi() if by_pvi is None else by_pvi
-        best = self.improve(self.correct(result))
-        if isinstance(result, PVIResult) and _wants_more(best) and self.budget_left > 0:
-            goes_on = result.ended == "rounds" and result.start is not None
-            continued = self.run_pvi(result) if goes_on else None
-            if continued is not None:
-                best = self.better(best, self.improve(self.correct(continued)))
-        if (
-            isinstance(result, PVIResult)
-            and _wants_more(best)
-            and self.budget_left > MIN_BUDGET_FOR_SFVI
-        ):
+        result = self.run_pvi(0) if self.suits_pvi() else None
+        best: Corrected | None = None
+        # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
+        if result is not None and result.start is not None:
+            best = self.improve(self.correct(result))
+        for _ in range(MAX_PVI_RUNS):
+            if result is None or result.ended != "rounds" or not self.may_go_on(best):
+                break
+            continued = self.run_pvi(MAX_PVI_ROUNDS, result)
+            if continued is None:
+                break
+            result, best = continued, self.better(best, self.improve(self.correct(continued)))
+        if result is None:
+            result = self.run_sfvi()
+            best = self.improve(self.correct(result))
+        elif self.may_go_on(best) and self.budget_left > MIN_BUDGET_FOR_SFVI:
             try:
                 second = self.run_sfvi()
             except NonFiniteError as error:
@@ -310,7 +315,7 @@ class _Fitting:
         self, kind: type[PVI] | type[SFVI], name: str, rounds: int, before: State | None = None
     ) -> Result:
         """Return the result of a run; with the plain bound if rows read latents of other rows."""
-        rounds = min(rounds, max(self.budget_left, 1))
+        rounds = min(rounds, max(self.budget_left, 0 if not rounds else 1))
         settings = dict(stop="converged", progress_bar=self.bar, runtime=self.runtime)
         settings["init_state"] = before
         key = self.new_key()
@@ -318,7 +323,7 @@ class _Fitting:
             try:
                 return self.method(kind).run(key, rounds, self.silos, **settings)
             except CoupledRowsError:
-                self.coupled, self.num_inner = True, 1
+                self.coupled, self.inner_draws = True, 1
                 return self.method(kind).run(key, rounds, self.silos, **settings)
 
     def new_key(self) -> Array:
@@ -338,20 +343,30 @@ class _Fitting:
         num_values = sum(a.size for s in self.silos for a in s.arrays.values())
         return num_values * (ROW_DRAWS if any(p.dim for p in self.fm.plates) else 1)
 
-    def run_pvi(self, before: Result | None = None) -> Result | None:
-        """Return the result of PVI, or of more rounds after ``before``; None if it fails."""
-        name = "PVI" if before is None else "more rounds of PVI"
+    def may_go_on(self, best: Corrected | None) -> bool:
+        """Return whether more work may help, and some of the budget is left."""
+        return _wants_more(best) and self.budget_left > 0
+
+    def run_pvi(self, rounds: int, before: Result | None = None) -> Result | None:
+        """Return the result of rounds of PVI, after those of ``before``; None if it fails.
+
+        Without any rounds it is the normal approximation at the mode.
+        """
+        name = "PVI" if rounds else "mode"
+        state = None if before is None else before.state
         try:
-            result = self.run_method(
-                PVI, name, MAX_PVI_ROUNDS, None if before is None else before.state
-            )
+            result = self.run_method(PVI, name, rounds, state)
         except (GuideError, NonFiniteError) as error:
             self.spend(_sent_before(error))
             self.record(name, f"not possible ({error})", None)
             return None
         self.spend(len(result.losses) + _opening(result))
-        at_rest = "come to rest" if result.settled else "not come to rest"
-        self.record(name, f"{len(result.losses)} rounds, {at_rest}", result)
+        if rounds:
+            at_rest = "come to rest" if result.settled else "not come to rest"
+            self.record(name, f"{len(result.losses)} rounds, {at_rest}", result)
+        else:
+            exchanges = _opening(result)
+            self.record(name, f"found in {exchanges} exchanges" if exchanges else "none", result)
         return result
 
     def run_sfvi(self) -> Result:
@@ -367,13 +382,13 @@ class _Fitting:
         """Return the importance correction of a result; None if it fails."""
         try:
             with self.stage(name):
-                correction = importance_correct(self.new_key(), result, draws, self.num_inner)
+                correction = importance_correct(self.new_key(), result, draws, self.inner_draws)
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
             self.spend(math.ceil(draws / AT_ONCE) if sent else 0)
             self.record(name, f"not possible ({error})", None)
             return None
-        self.spend(math.ceil(draws / AT_ONCE))
+        self.spend(correction.num_exchanges)
         share = f"{correction.ess:,.0f} of {len(correction.weights):,} draws count"
         short = "" if correction.trusted else f", not enough: {correction.doubt}"
         self.record(name, f"k-hat {correction.pareto_k:.2f}, {share}{short}", correction)
@@ -384,9 +399,9 @@ class _Fitting:
         best = correction
         if best is None or best.trusted or not best.precise:
             return best
-        rows = any(p.dim for p in self.fm.plates) and not (self.coupled or self.has_more_inner)
+        rows = best.integration.by_draws and not (self.coupled or self.has_more_inner)
         if not best.reliable and rows and self.budget_left > 0:
-            self.has_more_inner, self.num_inner = True, 4 * self.num_inner
+            self.has_more_inner, self.inner_draws = True, 4 * self.num_inner_draws()
             new = self.correct(best.result, "more draws of the rows' latents")
             best = self.better(best, new) or best
         if not best.reliable and best.many_count and self.budget_left > 0:

@@ -37,6 +37,7 @@ from numpyro_fed.algorithms.mode import (
     unraveller,
 )
 from numpyro_fed.algorithms.mode_wide import WideState, wide_mode
+from numpyro_fed.algorithms.own_start import own_modes
 from numpyro_fed.errors import (
     ConvergenceWarning,
     ModelError,
@@ -54,7 +55,7 @@ from numpyro_fed.results.built import Start
 from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import Batches, Runtime, State, init_schedule, on_device
+from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, init_schedule, on_device
 from numpyro_fed.runtime.supervise import drive, failed_silos
 from numpyro_fed.trees import drop_weak_types
 
@@ -229,13 +230,18 @@ def find_mode(
         raise ModelError(
             f"{MANY_EFFECTS}. Put the effects into a silo_plate, where they are local."
         )
-    runtime = simulation(wide_mode(fm, starts) if wide else mode(fm, starts, effects=effects))
-    state = runtime.init(key, batches)
+    if wide:
+        algorithm = wide_mode(fm, starts)
+    else:
+        algorithm = _from_own_modes(mode(fm, starts, effects=effects), fm, len(silos), effects)
+    runtime = simulation(algorithm)
+    state = after_opening(algorithm, runtime.single, key, runtime.init(key, batches), batches)
     run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True, search=True)
-    search = jax.tree.map(np.asarray, run.state.server)
+    search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round)
+    exchanges += len(algorithm.opening)
     if not search.known.any():
-        raise _not_found_error(int(run.state.round), starts, run.unusable)
-    shape, exchanges = None, int(run.state.round)
+        raise _not_found_error(exchanges, starts, run.unusable)
+    shape = None
     if not wide:
         check = runtime.single(curvature_check(fm, effects))
         shape, *_ = check(key, run.state.server, run.state.silos, batches)
@@ -268,7 +274,8 @@ def begin(
     """
     fm, start = fit.model, fit.built.start
     if start is None:
-        return after_opening(fit, key, fit.runtime.init(key, batches), batches), None
+        state = fit.runtime.init(key, batches)
+        return after_opening(fit.built.algorithm, fit.quick_round, key, state, batches), None
     if (coupled := coupling_reason(fm, fit.checks, buckets)) is not None:
         raise NoStartError(coupled)
     if start.curvature_round is None and len(start.effects):
@@ -277,13 +284,15 @@ def begin(
     runtime = fit.cached(SEARCH, lambda: runtime_of(search))
     key_search, key_begin = jax.random.split(jax.random.fold_in(key, SEARCHING))
     state = runtime.init(key_search, batches)
+    state = after_opening(search, lambda r: fit.quick_round(r, runtime), key_search, state, batches)
     # Above the places that a search tries, so that it ends by itself.
     most = max(MAX_PLACES.values()) + 2
     run = drive(runtime, key_search, state, batches, most, progress_bar, stop=True, search=True)
     unusable = run.unusable
     if run.refused is not None:
         raise run.refused
-    search_end, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round) + 1
+    search_end = jax.tree.map(np.asarray, run.state.server)
+    exchanges = len(search.opening) + int(run.state.round) + 1  # the last one begins the run
     if search_end.known.any() and not _curvature_usable(fm, search_end):
         raise NoStartError(
             "no mode to start from was found at which curvature tells how far the posterior "
@@ -305,7 +314,8 @@ def begin(
             carry = init_schedule(fit.built.schedule, key, fit.plan.num_silos)
             zero = jnp.zeros((), jnp.int32)
             state = drop_weak_types(State(zero, server, silos, carry))
-            return after_opening(fit, key, state, batches), found
+            state = after_opening(fit.built.algorithm, fit.quick_round, key, state, batches)
+            return state, found
     if fm.improper:
         raise _not_found_error(exchanges, 1, unusable)
     raise NoStartError(
@@ -315,11 +325,17 @@ def begin(
     )
 
 
-def after_opening(fit: Fit, key: Array, state: State, batches: Batches) -> State:
-    """Return the state after the opening rounds of the algorithm."""
+def after_opening(
+    algorithm: FederatedAlgorithm[Any, Any],
+    compiled: Callable[[Round], Single],
+    key: Array,
+    state: State,
+    batches: Batches,
+) -> State:
+    """Return the state after the opening rounds of an algorithm."""
     key = jax.random.fold_in(key, OPENING)
-    for i, round_ in enumerate(fit.built.algorithm.opening):
-        once = fit.quick_round(round_)
+    for i, round_ in enumerate(algorithm.opening):
+        once = compiled(round_)
         key_round = jax.random.fold_in(key, i)
         server, silos, info, good = once(key_round, state.server, state.silos, batches)
         if not bool(info.ok):
@@ -520,7 +536,12 @@ def _log_evidence(
 
 
 def start_rounds(
-    kind: str, fm: FederatedModel, starts: int, init_loc_fn: Callable[..., Any] | None, begin: Round
+    kind: str,
+    fm: FederatedModel,
+    num_silos: int,
+    starts: int,
+    init_loc_fn: Callable[..., Any] | None,
+    begin: Round,
 ) -> Start:
     """Return the rounds of a start at the mode, with ``begin`` as the last one."""
     if kind == "wide":
@@ -528,7 +549,18 @@ def start_rounds(
         return Start(search, None, begin, effects_of(fm))
     effects = effects_of(fm)
     search = mode(fm, starts, init_loc_fn, effects=effects, max_places=MAX_PLACES[kind])
+    search = _from_own_modes(search, fm, num_silos, effects)
     return Start(search, curvature_check(fm, effects), begin, effects)
+
+
+def _from_own_modes(
+    search: FederatedAlgorithm[Any, Any], fm: FederatedModel, num_silos: int, effects: np.ndarray
+) -> FederatedAlgorithm[Any, Any]:
+    """Return the search with an opening round in which silos climb to modes of their own.
+
+    Effects and their scale together have no mode that a silo could climb to.
+    """
+    return search if len(effects) else search._replace(opening=(own_modes(fm, num_silos),))
 
 
 def coupling_reason(

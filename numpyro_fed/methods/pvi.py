@@ -373,7 +373,9 @@ class PVI(Method[PVIResult, Conjugate]):
             algorithm = algorithm._replace(carry=pvi_carry(server, silo))
         if resolved["start"] == "mode":
             begin = pvi_from_mode(server, silo)
-            start = start_rounds("mode", fm, self.starts, init_loc_fn_of(self.guide), begin)
+            start = start_rounds(
+                "mode", fm, plan.num_silos, self.starts, init_loc_fn_of(self.guide), begin
+            )
         return Built(
             model=fm,
             guide=guide,

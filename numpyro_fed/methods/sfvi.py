@@ -129,7 +129,9 @@ class GradientMethod(Method[Result, None]):
         check_guide(guide, draws, minibatches)
         parts, start = self._parts(fm, plan, bound, minibatches), None
         if (kind := chosen["start"]) in SEARCHED:
-            start = start_rounds(kind, fm, self.starts, init_loc_fn_of(spec), parts.begin())
+            start = start_rounds(
+                kind, fm, plan.num_silos, self.starts, init_loc_fn_of(spec), parts.begin()
+            )
         return Built(
             model=fm,
             guide=guide,

@@ -114,7 +114,7 @@ class Built(BuiltRun):
         if self.start is None:
             return ()
         checks = () if self.start.curvature_round is None else (self.start.curvature_round,)
-        return (self.start.search.round, *checks, self.start.begin)
+        return (*self.start.search.opening, self.start.search.round, *checks, self.start.begin)
 
     @property
     def later_rounds(self) -> tuple[Round, ...]:
@@ -137,7 +137,8 @@ class Built(BuiltRun):
         """Return the rounds before the first one; the check of the curvature is its own path."""
         if self.start is None:
             return (self.opening,)
-        path = (self.start.search.round, self.start.begin, *self.algorithm.opening)
+        search = self.start.search
+        path = (*search.opening, search.round, self.start.begin, *self.algorithm.opening)
         return (path,) if self.curvature_round is None else (path, (self.curvature_round,))
 
     def exchanged_before(self, start: object) -> dict[str, int]:
@@ -149,10 +150,11 @@ class Built(BuiltRun):
         if self.start is None or not isinstance(start, Searched):
             return {x.name: 0 for x in self.search_rounds} | times
         checked = self.curvature_round is not None and start.converged
-        times |= {self.start.begin.name: 1}
+        opening = self.start.search.opening
+        times |= {r.name: 1 for r in (*opening, self.start.begin)}
         if self.start.curvature_round is not None:
             times |= {self.start.curvature_round.name: int(checked)}
-        # A mode counts all exchanges: those of its search, the one that begins the run, and the
-        # check.
-        num_search = start.num_exchanges - 1 - int(checked)
+        # A mode counts all exchanges: the opening of its search, the search, the check, and the one
+        # that begins the run.
+        num_search = start.num_exchanges - len(opening) - 1 - int(checked)
         return times | {x.name: num_search for x in self.start.search.round.exchanges}

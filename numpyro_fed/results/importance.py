@@ -23,13 +23,20 @@ from jax import Array, random
 
 from numpyro_fed.algorithms.base import Round
 from numpyro_fed.algorithms.importance.exchange import WeightedDraws, importance
-from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
+from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.model.row_checks import check_rows_apart
+from numpyro_fed.model.row_checks import check_rows_apart, coupled_rows
 from numpyro_fed.model.sites import Site
-from numpyro_fed.objectives import LocallyEnhanced, SiloBound, draws_by_plate
+from numpyro_fed.objectives import (
+    LocallyEnhanced,
+    Quadrature,
+    SiloBound,
+    check_quadrature,
+    default_quadrature,
+    draws_by_plate,
+)
 from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.built import Built
@@ -53,6 +60,9 @@ from numpyro_fed.results.weighted import (
 )
 from numpyro_fed.runtime.stack import Single
 
+InnerDraws = Quadrature | int | Mapping[str, int] | None
+# Draws of each row's latents where they are integrated by draws, or drawn from the posterior.
+DRAWS = 100
 # Draws in an exchange: a compiled program serves any number of draws in multiples of it, and a
 # reply stays at 32 kB in double precision. More would need more memory at a silo.
 AT_ONCE = 4_000
@@ -60,6 +70,9 @@ PREFIX = "correction/"  # of the names of its arrays in a file
 # Terms (draws x rows x inner draws) up to which the program is compiled with few optimisations:
 # running it takes less time than optimising it would. Half or twice of it only moves that point.
 FEW_TERMS = 2e7
+# Numbers of a batch of draws, for each site of the rows: 8 MB in double precision. Batches four
+# times as large took 1.2 times as long on a CPU, and smaller ones no less.
+IN_BATCH = 2**20
 # Times that heavy draws are compared with their neighbours: each costs an exchange, and shows the
 # draws that become the heaviest after the last ones have lost their weight.
 MAX_CHECKS = 3
@@ -76,7 +89,7 @@ def importance_correct(
     key: Array,
     result: Result,
     num_draws: int = ...,
-    inner_draws: int | Mapping[str, int] = ...,
+    inner_draws: InnerDraws = ...,
     *,
     wider: float = ...,
 ) -> Corrected: ...
@@ -92,15 +105,15 @@ def importance_correct(
     key: Array,
     result: Result | VerticalResult,
     num_draws: int = 4_000,
-    inner_draws: int | Mapping[str, int] = 100,
+    inner_draws: InnerDraws = None,
     *,
     wider: float = SHARE,
 ) -> Corrected | VerticalCorrected:
     r"""Weigh draws of the globals by the joint density of all silos, in one exchange.
 
     The server sends ``num_draws`` draws of ``z_G``; each silo integrates its own locals by
-    ``inner_draws`` weighted draws from its guide and answers with one number a draw; the sum of
-    the answers (which secure aggregation may form) gives
+    quadrature or by weighted draws, and answers with one number a draw; the sum of the answers
+    (which secure aggregation may form) gives
 
     .. math::
         \log w_s = \log p(z_G^s) - \log q(z_G^s) + \sum_j \log \hat p(y_j \mid z_G^s).
@@ -122,9 +135,13 @@ def importance_correct(
     num_draws : int
         Draws of the globals, four thousand in an exchange at most; their number is rounded up to a
         multiple of that.
-    inner_draws : int or dict of str to int
-        Draws of the locals for each of them: an int for the plates of rows, or, where there are
-        outer plates, for these, with the square root of it for the rows below; or a dict by plate.
+    inner_draws : Quadrature, int, dict of str to int, or None
+        How a silo integrates its own locals: by quadrature, which checks itself with twice the
+        nodes and gives way to draws where it is too coarse; or by so many draws of the locals for
+        each draw of the globals, an int for the plates of rows, or, where there are outer plates,
+        for these, with the square root of it for the rows below; or a dict by plate. None is
+        quadrature where a row has one or two latents, with those of its outer plate, and 100 draws
+        elsewhere.
     wider : float
         Share of the draws that look beyond the guide; 0 trusts the guide's reach.
 
@@ -172,20 +189,16 @@ def importance_correct(
     if not 0 <= wider < 1:
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
     with precision(double=result.double):
-        return _corrected(key, result, num_draws, inner_draws, wider)
+        _check_weighable(result._fit)
+        return _corrected(key, result, num_draws, _integration(result, inner_draws), wider)
 
 
 def _corrected(
-    key: Array, result: Result, num_draws: int, inner_draws: int | Mapping[str, int], wider: float
+    key: Array, result: Result, num_draws: int, integration: Integration, wider: float
 ) -> Corrected:
     """Return the correction of a fit, computed in the precision of the fit."""
-    fit, silos = result._fit, result._silos
-    _check_weighable(fit)
-    draws = _inner_draws(fit.guide, inner_draws)
-    if silos is not None and fit.checks is not None:
-        check_rows_apart(fit.model, fit.checks, draws, silos.buckets)
-    size = min(num_draws, AT_ONCE)
-    weigh, sampler, proposed = _compiled(fit, draws, size, wider)
+    fit, size, sent = result._fit, min(num_draws, AT_ONCE), 0
+    weigh, sampler, proposed = _compiled(fit, integration, size, wider)
 
     def exchange(i: int) -> WeightedDraws:
         # The first exchange has the key itself, so that
@@ -194,16 +207,27 @@ def _corrected(
         found: WeightedDraws = result._run_round_once(weigh, key_exchange, NO_WEIGHTS)[0]
         return found
 
-    parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
-    z_G, log_weights = (jnp.concatenate(part) for part in zip(*parts, strict=True))
+    first = exchange(0)
+    sent += 1
+    while integration.nodes and float(first.num_coarse):
+        integration = integration.finer()
+        weigh, sampler, proposed = _compiled(fit, integration, size, wider)
+        first = exchange(0)
+        sent += 1
+    others, interrupted = until_interrupted(lambda i: exchange(i + 1), -(-num_draws // size) - 1)
+    parts = [first, *others]
+    sent += len(others)
+    z_G = jnp.concatenate([part.z_G for part in parts])
+    log_weights = jnp.concatenate([part.log_weights for part in parts])
     from_guide = np.tile(np.arange(size) < proposed.own, len(parts))
     tail_and_weights = weights_of(log_weights)
-    # With locals a silo's estimate is noisy itself,
+    # An estimate by draws of the locals is noisy itself,
     # so that a jump between neighbours shows nothing.
-    for _ in range(0 if draws else MAX_CHECKS):
+    for _ in range(0 if integration.by_draws else MAX_CHECKS):
         if tail_and_weights[0] <= threshold(len(z_G)):
             break
         rough = _rough_draws(result, weigh, key, z_G, np.asarray(log_weights), from_guide)
+        sent += 1
         if not rough.size:
             break
         log_weights = log_weights.at[rough].set(-jnp.inf)
@@ -216,7 +240,8 @@ def _corrected(
         _key=jax.random.fold_in(key, 1),
         _z_G=z_G,
         _posterior=sampler,
-        _inner_draws=draws,
+        num_exchanges=sent,
+        integration=integration,
         **quality_fields(np.asarray(z_G), from_guide, log_weights, tail_and_weights),
     )
     return unless_interrupted(corrected, interrupted, num_draws)
@@ -282,11 +307,16 @@ class Corrected(Weighted[Result]):
         Smoothed weights, which sum to one.
     result : Result
         The fit that was corrected.
+    num_exchanges : int
+        Messages that each silo sent for it.
+    integration : Integration
+        How silos integrated their own latents.
     """
 
     _z_G: Array = field(repr=False)
     _posterior: Posterior = field(repr=False)
-    _inner_draws: Mapping[str, int] = field(default_factory=dict, repr=False)
+    num_exchanges: int
+    integration: Integration
 
     @property
     def _sites(self) -> tuple[Site, ...]:
@@ -311,7 +341,9 @@ class Corrected(Weighted[Result]):
         found = dict(self._moments._asdict(), z_G=self._z_G, weights=self.weights, key=key)
         arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in found.items()}
         more = {
-            "inner_draws": dict(self._inner_draws),
+            "inner_draws": dict(self.integration.draws),
+            "nodes": self.integration.nodes,
+            "num_exchanges": self.num_exchanges,
             "keys": str(random.key_impl(self._key)),
             "rounding": {"dtype": self._rounding.dtype, "nats": self._rounding.nats},
         }
@@ -322,7 +354,8 @@ class Corrected(Weighted[Result]):
         cls, result: Result, arrays: Mapping[str, np.ndarray], words: Mapping[str, Any]
     ) -> Corrected:
         """Return the correction of a fit from the arrays of :meth:`saved_words` in a file."""
-        fit, draws = result._fit, dict(words["inner_draws"])
+        fit = result._fit
+        integration = Integration(dict(words["inner_draws"]), words["nodes"])
         stored = {k.removeprefix(PREFIX): a for k, a in arrays.items() if k.startswith(PREFIX)}
         fields: dict[str, Any] = {name: stored[name] for name in Moments._fields}
         saved_moments = Moments(**{**fields, "tail": float(fields["tail"])})
@@ -336,8 +369,9 @@ class Corrected(Weighted[Result]):
             _moments=saved_moments,
             _rounding=Rounding(mean=saved_moments.mean, sd=saved_moments.sd, **words["rounding"]),
             _z_G=jnp.asarray(stored["z_G"]),
-            _posterior=posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws)),
-            _inner_draws=draws,
+            _posterior=_sampler(fit, integration),
+            num_exchanges=words["num_exchanges"],
+            integration=integration,
         )
 
     @cached_property
@@ -374,35 +408,42 @@ def weighing(built: Built, settings: Mapping[str, Any]) -> tuple[Round, Proposal
 
     A silo in another process builds the same round from these ``settings`` alone.
     """
-    draws, num_draws = settings["inner_draws"], settings["num_draws"]
+    integration = Integration(settings["inner_draws"], settings["nodes"])
+    num_draws, batch = settings["num_draws"], settings["batch_size"]
     fm, guide = built.model, built.guide
     proposed = proposal(fm, guide.globals, num_draws, settings["wider"])
-    likelihood, batch = SiloLikelihood(fm, guide, draws), settings["batch_size"]
+    likelihood = integration.likelihood(fm, guide)
     text = json.dumps(dict(settings))
     round_ = importance(fm, guide, proposed, likelihood, built.algorithm, num_draws, batch, text)
     return round_, proposed
 
 
 def _compiled(
-    fit: Fit, draws: dict[str, int], num_draws: int, wider: float
+    fit: Fit, integration: Integration, num_draws: int, wider: float
 ) -> tuple[Single, Posterior, Proposal[Any]]:
     """Return the compiled exchange, the sampling functions and the proposal, once for each fit."""
     settings = dict(
-        inner_draws=draws,
+        inner_draws=dict(integration.draws),
+        nodes=integration.nodes,
         num_draws=num_draws,
         wider=wider,
-        batch_size=_batch_size(fit, draws, num_draws),
+        batch_size=_batch_size(fit, integration, num_draws),
     )
 
     def make() -> tuple[Single, Posterior, Proposal[Any]]:
         round_, proposed = weighing(fit.built, settings)
-        sampler = posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, draws))
+        sampler = _sampler(fit, integration)
         rows = sum(n for _, n in fit.plan.total)
-        little = num_draws * rows * math.prod(draws.values()) <= FEW_TERMS
+        little = num_draws * rows * integration.work_of_row(fit.model) <= FEW_TERMS
         compiled = fit.runtime.quick(round_) if little else fit.runtime.single(round_)
         return compiled, sampler, proposed
 
     return fit.cached(("importance", json.dumps(settings)), make)
+
+
+def _sampler(fit: Fit, integration: Integration) -> Posterior:
+    """Return the sampling functions, with locals drawn by weight."""
+    return posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, integration.draws))
 
 
 def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:
@@ -415,12 +456,25 @@ def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str
     return draws_by_plate(LocallyEnhanced(split), guide)
 
 
-def _batch_size(fit: Fit, draws: Mapping[str, int], num_draws: int) -> int:
+def _batch_size(fit: Fit, integration: Integration, num_draws: int) -> int:
     """Return how many draws of the globals a silo takes at a time."""
     rows = sum(n for _, n in fit.plan.total)
-    inner = math.prod(
-        max([k for p, k in draws.items() if (p in fit.guide.outer) == outer] or [1])
-        for outer in (True, False)
-    )
-    # 2**22 numbers are 16 MB in single precision, for each site of the rows.
-    return max(1, min(num_draws, 2**22 // max(rows * inner, 1)))
+    return max(1, min(num_draws, IN_BATCH // max(rows * integration.terms_of_row(fit.model), 1)))
+
+
+def _integration(result: Result, inner_draws: InnerDraws) -> Integration:
+    """Return how silos integrate their latents, once it is known that it suits the model."""
+    fit, silos = result._fit, result._silos
+    buckets = () if silos is None else silos.buckets
+    checks = None if silos is None else fit.checks
+    if inner_draws is None:
+        coupled = checks is not None and coupled_rows(checks, buckets) is not None
+        inner_draws = (None if coupled else default_quadrature(fit.model)) or DRAWS
+    if isinstance(inner_draws, Quadrature):
+        check_quadrature(fit.model)
+        integration = Integration(_inner_draws(fit.guide, DRAWS), inner_draws.nodes)
+    else:
+        integration = Integration(_inner_draws(fit.guide, inner_draws))
+    if checks is not None:
+        check_rows_apart(fit.model, checks, integration.draws, buckets)
+    return integration

@@ -32,7 +32,7 @@ from numpyro_fed.algorithms.base import (
     Silo,
     key_as_noise,
 )
-from numpyro_fed.algorithms.importance.likelihood import SiloLikelihood
+from numpyro_fed.algorithms.importance.likelihood import Draws, LikelihoodEstimate
 from numpyro_fed.algorithms.importance.proposals import Proposal
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of
 from numpyro_fed.frame import Coordinates
@@ -42,17 +42,28 @@ from numpyro_fed.model.log_density import FederatedModel
 
 
 class WeightedDraws(NamedTuple):
-    """Draws of the globals (n, dim), and their log weights (n,)."""
+    """Draws of the globals (n, dim), their log weights (n,), and how many silos' are too coarse."""
 
     z_G: Array
     log_weights: Array
+    num_coarse: Array
+
+
+class Estimates(NamedTuple):
+    """A silo's reply: its log likelihood at each draw (n,), and whether integrals are too coarse.
+
+    The second is 0 or 1, so that a sum over silos counts them.
+    """
+
+    log_likelihood: Array
+    is_coarse: Array
 
 
 def importance(
     fm: FederatedModel,
     guide: Guide,
     proposal: Proposal[Any],
-    likelihood: SiloLikelihood,
+    likelihood: LikelihoodEstimate,
     fitted: FederatedAlgorithm[Server, Silo],
     num_draws: int,
     batch_size: int,
@@ -60,7 +71,7 @@ def importance(
 ) -> Round:
     """Return the round that leads from states of the algorithm ``fitted`` to weighted draws.
 
-    A silo sends its log likelihood estimates (n,), and keeps its state. ``batch_size`` draws are
+    A silo sends :class:`Estimates`, and keeps its state. ``batch_size`` draws are
     computed at a time. If the runtime is given server data, these are the draws (n, dim) to weigh,
     and the proposal's density counts as one.
     """
@@ -74,24 +85,30 @@ def importance(
         is_wide = jnp.arange(num_draws) >= proposal.own
         return jnp.where(is_wide & ~(values < jnp.inf), -jnp.inf, values)
 
-    def silo(noise: Array, down: Down, state: Silo, data: SiloData) -> tuple[Reply[Array], Silo]:
+    def silo(
+        noise: Array, down: Down, state: Silo, data: SiloData
+    ) -> tuple[Reply[Estimates], Silo]:
         private = fitted.private(state)
         theta = {**down.theta, **private.theta}
 
-        def estimate(draw: tuple[Array, Array, Array]) -> Array:
-            s, z_G, u = draw
-            key, coordinates = (
-                jax.random.fold_in(noise, s),
-                private.recentred(Coordinates(u, centre)),
-            )
-            return likelihood.log_estimate(key, theta, private.guide, z_G, coordinates, data)
-
         u, centre = coordinates_of(down)
-        draws = (jnp.arange(num_draws), down.z_G, u)
+
+        def estimate(batch: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            s, z_G, u = batch
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(noise, s)
+            draws = Draws(keys, z_G, *private.recentred(Coordinates(u, centre)))
+            return likelihood.log_estimates(theta, private.guide, draws, data, s[0] == 0)
+
         # In batches: all draws at once would hold a silo's rows, times inner draws, thousands of
-        # times in memory.
-        values = without_overflow(jax.lax.map(estimate, draws, batch_size=batch_size))
-        return Reply(values, jnp.array(True)), state
+        # times in memory. The last batch is filled up by the first draws: a batch of another size
+        # would be compiled once more.
+        num_batches = -(-num_draws // batch_size)
+        index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
+        batches = index.reshape(num_batches, -1)
+        values, coarse = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
+        values = without_overflow(values.ravel()[:num_draws])
+        up = Estimates(values, coarse.any().astype(values.dtype))
+        return Reply(up, jnp.array(True)), state
 
     def run(state: Server, noise: object, ask: Ask) -> tuple[WeightedDraws, Info]:
         theta, eta, frame = shared = fitted.shared(state)
@@ -104,11 +121,12 @@ def importance(
             guide.globals.centred_coordinates(frame, eta, z_G) if guide.uses_globals else ()
         )
         replies = ask(IMPORTANCE, Down(theta, z_G, coordinates))
-        log_weights = without_overflow(log_prior - log_q) + replies.up
+        log_weights = without_overflow(log_prior - log_q) + replies.up.log_likelihood
         usable = ~jnp.isnan(log_weights).any() & jnp.isfinite(log_weights).any()
         # The mean weight is an unbiased estimate of the evidence; minus its log is the loss.
         evidence = jax.nn.logsumexp(log_weights) - jnp.log(num_draws)
-        return WeightedDraws(z_G, log_weights), Info(-evidence, usable)
+        weighted = WeightedDraws(z_G, log_weights, replies.up.is_coarse)
+        return weighted, Info(-evidence, usable)
 
     exchange = Exchange(
         IMPORTANCE, silo, silo_noise=key_as_noise, usable=some_count, settings=settings
@@ -116,6 +134,7 @@ def importance(
     return Round((exchange,), run, proposal.noise)
 
 
-def some_count(values: Array) -> Array:
-    """Return whether no log likelihood (n,) is NaN or infinite, and some draw has a weight."""
+def some_count(up: Estimates) -> Array:
+    """Return whether no log likelihood is NaN or infinite, and some draw has a weight."""
+    values = up.log_likelihood
     return (values < jnp.inf).all() & (values > -jnp.inf).any()

@@ -1,11 +1,13 @@
-r"""Unbiased estimates of a silo's likelihood at a draw of the globals.
+r"""A silo's likelihood at a draw of the globals: by quadrature, or unbiased estimates by draws.
 
-A silo integrates its latents by weighted draws. Three quarters of them come from the normal
-distribution at the latents' mode given these globals, with the curvature at the mode. The mode is
-searched from the guide's mean; where none is found, the draws come from the guide. Both may be far
-from the posterior of the latents, and the estimate would then be too small without any sign of it.
-So a quarter of the draws comes from the latents' prior given the globals, and each draw is weighed
-by the density of the mixture. No weight then exceeds four times a likelihood.
+:class:`QuadratureLikelihood` is for rows with one or two latents (``integrals.quadrature``). By
+:class:`SiloLikelihood` a silo integrates its latents by weighted draws. Three quarters of them come
+from the normal distribution at the latents' mode given these globals, with the curvature at the
+mode. The mode is searched from the guide's mean; where none is found, the draws come from the
+guide. Both may be far from the posterior of the latents, and the estimate would then be too small
+without any sign of it. So a quarter of the draws comes from the latents' prior given the globals,
+and each draw is weighed by the density of the mixture. No weight then exceeds four times a
+likelihood.
 
 .. math::
     \hat p(y_i \mid z_G) = \frac1K \sum_{k=1}^K \frac{p(z_i^k, y_i \mid z_G)}
@@ -16,30 +18,109 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
-from numpyro_fed.algorithms.laplace import Laplace
+from numpyro_fed.algorithms.mode import ROUNDING_UNITS
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
+from numpyro_fed.integrals.laplace import Laplace
+from numpyro_fed.integrals.quadrature import NEARBY, RowIntegrals
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.priors import LocalPrior
 
-# Settings of the search for the modes of a silo's latents. It runs at every draw of the globals, so
-# it ends within one nat, and few step sizes are tried: the mode is a proposal, not the answer.
-# Without a line search (full Newton steps) it overshot far from the guide, and likelihoods came out
-# too small in the tail (docs/results/never_wrong.md).
-NEARBY: dict[str, Any] = dict(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
 # Share of the draws from the latents' prior. It bounds weights by 1 / SHARE times a likelihood. A
 # smaller one bounds them less; a larger one takes draws from the mode, where most of the mass is.
 SHARE = 0.25
+
+
+# Nats by which a silo's log likelihood may change with twice the nodes. Weights are then right to
+# this share, far below the errors of a few thousand draws.
+MAX_CHANGE = 0.01
+CHECKED = 8  # draws of the fit's guide at which twice the nodes are tried
+
+
+class Draws(NamedTuple):
+    """A batch of draws of the globals, as silos see it.
+
+    Attributes
+    ----------
+    keys : (b,) keys
+        For the locals of each.
+    z_G : (b, dim)
+    u : (b, dim)
+        The same in the frame of the globals.
+    centre : (dim,)
+        The centre from which the silo's local guides measure ``u``.
+    """
+
+    keys: Array
+    z_G: Array
+    u: Array
+    centre: Array
+
+
+class LikelihoodEstimate(Protocol):
+    """A silo's likelihood at draws of the globals, with its own latents integrated out."""
+
+    def log_estimates(
+        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, check: Array
+    ) -> tuple[Array, Array]:
+        """Return the log estimates (b,), and whether they are too coarse: off by more than noise.
+
+        ``eta`` are the parameters of the local guides. The second is looked at where ``check`` ()
+        is true, and False elsewhere.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class QuadratureLikelihood:
+    """A silo's likelihood by adaptive Gauss-Hermite quadrature over the latents of its rows.
+
+    Attributes
+    ----------
+    model : FederatedModel
+    guide : Guide
+        Its means are where the search for the conditional modes begins.
+    nodes : int
+        Nodes in each dimension.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    nodes: int
+
+    def log_estimates(
+        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, check: Array
+    ) -> tuple[Array, Array]:
+        """Return log likelihoods, and whether they are others with twice the nodes."""
+        integrals, finer = (RowIntegrals(self.model, n * self.nodes, NEARBY) for n in (1, 2))
+
+        def modes_at(z_G: Array, u: Array) -> Rows:
+            guides = self.guide.recentre(eta, u - draws.centre, data)
+            guides = {p: self.guide.of_rows(p, theta, guides[p], z_G, data) for p in guides}
+            start = {p: guides[p]["loc"] for p in self.guide.locals}
+            return integrals.modes(theta, z_G, data, start)
+
+        z_G = draws.z_G
+        modes = jax.vmap(modes_at)(z_G, draws.u)
+        values = jax.vmap(lambda z_G, z: integrals.at_modes(theta, z_G, z, data))(z_G, modes)
+
+        def changes() -> Array:
+            first = jax.tree.map(lambda a: a[:CHECKED], (z_G, modes))
+            better = jax.vmap(lambda z_G, z: finer.at_modes(theta, z_G, z, data))(*first)
+            rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(better)
+            return (~(jnp.abs(better - values[:CHECKED]) <= MAX_CHANGE + rounding)).any()
+
+        return values, jax.lax.cond(check, changes, lambda: jnp.array(False))
 
 
 @dataclass(frozen=True)
@@ -59,6 +140,18 @@ class SiloLikelihood:
     model: FederatedModel
     guide: Guide
     draws: Mapping[str, int]
+
+    def log_estimates(
+        self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, check: Array
+    ) -> tuple[Array, Array]:
+        """Return the log estimates (b,), which are unbiased and never too coarse."""
+
+        def log_estimate(key: Array, z_G: Array, u: Array) -> Array:
+            coordinates = Coordinates(u, draws.centre)
+            return self.log_estimate(key, theta, eta, z_G, coordinates, data)
+
+        values = jax.vmap(log_estimate)(draws.keys, draws.z_G, draws.u)
+        return values, jnp.array(False)
 
     def log_estimate(
         self,

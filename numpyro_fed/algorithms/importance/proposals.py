@@ -46,7 +46,7 @@ from numpyro_fed.model.sites import Site
 
 # Share of the draws from wider distributions. A perfect guide loses at most a factor of two in
 # effective draws; a smaller share shows a missed mode by fewer draws.
-SHARE = 0.5
+SHARE = 0.2
 SCALES = (2.5, 8.0, 25.0)  # times the guide's own: each about three times the one before
 NECKS = 0.5  # number of draws from all necks together, as a multiple of those wider draws
 # Scales of a funnel's setters. A log scale at 8 sds moves its children's spread by exp(8 sds); a

@@ -21,7 +21,9 @@ An outer plate's latents are integrated in the same tangent around the sum of wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +32,60 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from numpyro_fed import linalg
-from numpyro_fed.algorithms.laplace import Laplace
+from numpyro_fed.integrals.laplace import Laplace
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 
+NODES = 11  # in each dimension: 2e-4 nats off for four binary visits and an effect of sd 2.2
+# The same for rows with two latents, those of an outer plate included. Their number is squared
+# there; where it is too small, a correction's own check doubles it.
+NODES_OF_PAIR = 7
+# Settings of the search for the modes of a silo's latents. It runs at every draw of the globals, so
+# it ends within one nat, and few step sizes are tried: the mode is a proposal, not the answer.
+# Without a line search (full Newton steps) it overshot far from the guide, and likelihoods came out
+# too small in the tail (docs/results/never_wrong.md).
+NEARBY: dict[str, Any] = dict(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2, 2.0**-4, 2.0**-7))
 WIDEST = 2  # latents of a row, at most: the number of nodes grows as a power of it
+
+
+def quadrature_misfit(fm: FederatedModel) -> str | None:
+    """Return in words why quadrature cannot integrate a model's local latents; None if it can."""
+    with_latents = [p for p in fm.plates if p.dim]
+    outer = [p.name for p in with_latents if p.outer]
+    wide = [p for p in with_latents if p.dim > WIDEST]
+    if not with_latents:
+        return "no silo_plate has latents"
+    if wide:
+        return f"a row of '{wide[0].name}' has {wide[0].dim} latents, and {WIDEST} are the most"
+    if len(outer) > 1:
+        return f"'{outer[0]}' and '{outer[1]}' are both outer plates with latents"
+    return None
+
+
+def default_nodes(fm: FederatedModel) -> int:
+    """Return the number of nodes in each dimension where none is chosen; 0 for no quadrature."""
+    dims = [max([p.dim for p in fm.plates if p.outer == outer], default=0) for outer in (0, 1)]
+    if sum(dims) > WIDEST or quadrature_misfit(fm) is not None:
+        return 0
+    return NODES if sum(dims) == 1 else NODES_OF_PAIR
+
+
+class SiloIntegral(Protocol):
+    """A silo's log likelihood with its own latents integrated out."""
+
+    def __call__(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> tuple[Array, Rows]:
+        """Return the log likelihood () and the conditional modes, searched for from ``start``.
+
+        It has derivatives up to the second in ``theta`` and ``z_G``.
+        """
+        ...
+
+
+def silo_integral(fm: FederatedModel) -> SiloIntegral:
+    """Return the integral by quadrature where it is the default, and by Laplace's method else."""
+    nodes = default_nodes(fm)
+    return RowIntegrals(fm, nodes, NEARBY).log_likelihood if nodes else Laplace(fm).differentiable
 
 
 def hermite(nodes: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -56,10 +106,14 @@ class RowIntegrals:
         A split text whose rows stand alone, with at most one outer plate.
     nodes : int
         Nodes in each dimension.
+    search : dict
+        Settings of the search for conditional modes (:meth:`Laplace.modes`), by default exact ones.
+        The modes only place the nodes, after one more step of Newton's method.
     """
 
     model: FederatedModel
-    nodes: int = 11
+    nodes: int = NODES
+    search: Mapping[str, Any] = field(default_factory=dict)
 
     def log_likelihood(
         self, theta: Theta, z_G: Array, data: SiloData, start: Rows
@@ -68,13 +122,21 @@ class RowIntegrals:
 
         ``start`` is where the search for the modes begins, {plate: (rows, dim)}.
         """
-        laplace = Laplace(self.model)
+        modes = self.modes(theta, z_G, data, start)
+        return self.at_modes(theta, z_G, modes, data), modes
+
+    def modes(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> Rows:
+        """Return the conditional modes of all latents, {plate: (rows, dim)}, held constant."""
+        if not start:
+            return start
         given = stop_gradient((theta, z_G))
-        modes = laplace.modes(*given, data, start) if start else start
-        modes = laplace.newton_step(*given, modes, data) if start else start
-        if not laplace.outer_plates:
-            return data.total(self._terms(theta, z_G, {}, modes, data)), modes
-        return self._over_outer(theta, z_G, modes, data), modes
+        return Laplace(self.model).modes(*given, data, start, **self.search)
+
+    def at_modes(self, theta: Theta, z_G: Array, modes: Rows, data: SiloData) -> Array:
+        """Return the log likelihood (), for conditional modes that are known."""
+        if not Laplace(self.model).outer_plates:
+            return data.total(self._terms(theta, z_G, {}, modes, data))
+        return self._over_outer(theta, z_G, modes, data)
 
     def _over_outer(self, theta: Theta, z_G: Array, modes: Rows, data: SiloData) -> Array:
         """Return the log likelihood of a model with an outer plate."""
@@ -114,9 +176,9 @@ class RowIntegrals:
         fixed = stop_gradient((theta, z_G, outer))
         near = {**modes, **stop_gradient(z_outer)}
         if z_outer and len(near) > len(z_outer):
-            near = laplace.modes(*fixed[:2], data, near, fix_outer=True)
+            near = laplace.modes(*fixed[:2], data, near, fix_outer=True, **self.search)
         terms = fm.log_silo(theta, z_G, latents, data)
-        for plate, (mode, precision) in laplace.rows_given(*fixed, near, data).items():
+        for plate, (mode, precision) in laplace.rows_near(*fixed, near, data).items():
             terms[plate] = self._integrals(plate, theta, z_G, latents, mode, precision, data)
         return terms
 

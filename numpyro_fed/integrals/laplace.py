@@ -215,13 +215,22 @@ class Laplace:
 
         ``outer`` holds these as one vector, in the model's order of plates. ``z`` are modes nearby.
         """
-        z = {**z, **_unpacked(outer, z, self.outer_plates)}
-        arrow = self._arrow(theta, z_G, z, data)
-        for p, A in arrow.rows.items():
-            L = linalg.cholesky(A)
-            z = {**z, p: z[p] + linalg.cholesky_solve(L, arrow.g[p][..., None])[..., 0]}
+        near = {p: mode for p, (mode, _) in self.rows_near(theta, z_G, outer, z, data).items()}
+        z = {**z, **_unpacked(outer, z, self.outer_plates), **near}
         arrow = self._arrow(theta, z_G, z, data)
         return {p: (z[p], A) for p, A in arrow.rows.items()}
+
+    def rows_near(
+        self, theta: Theta, z_G: Array, outer: Array, z: Rows, data: SiloData
+    ) -> dict[str, tuple[Array, Array]]:
+        """Return :meth:`rows_given` with the precisions at ``z``, before its step to the modes."""
+        z = {**z, **_unpacked(outer, z, self.outer_plates)}
+        arrow = self._arrow(theta, z_G, z, data)
+        steps = {
+            p: linalg.cholesky_solve(linalg.cholesky(A), arrow.g[p][..., None])[..., 0]
+            for p, A in arrow.rows.items()
+        }
+        return {p: (z[p] + steps[p], A) for p, A in arrow.rows.items()}
 
     def modes(
         self,

@@ -1,0 +1,77 @@
+"""How silos integrate their own latents in a correction: by quadrature, or by weighted draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from numpyro_fed.algorithms.importance.likelihood import (
+    LikelihoodEstimate,
+    QuadratureLikelihood,
+    SiloLikelihood,
+)
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.model.log_density import FederatedModel
+
+# Nodes in each dimension, at most. An integral that so many do not reach has two modes or a kink.
+MAX_NODES = 44
+TO_MODE = 50  # evaluations of a row's density, about, that the search for its mode takes
+
+
+@dataclass(frozen=True)
+class Integration:
+    """How silos integrate their own latents.
+
+    Attributes
+    ----------
+    draws : dict of str to int
+        Number of draws of the locals for each silo plate that has latents. Under quadrature they
+        serve only where locals are drawn from the posterior, by resampling.
+    nodes : int
+        Nodes of the quadrature in each dimension; 0 for integration by draws.
+    """
+
+    draws: Mapping[str, int]
+    nodes: int = 0
+
+    @property
+    def by_draws(self) -> bool:
+        """Return whether integrals have the noise of draws."""
+        return bool(self.draws) and not self.nodes
+
+    def likelihood(self, fm: FederatedModel, guide: Guide) -> LikelihoodEstimate:
+        """Return the estimator of a silo's likelihood."""
+        if self.nodes:
+            return QuadratureLikelihood(fm, guide, self.nodes)
+        return SiloLikelihood(fm, guide, self.draws)
+
+    def finer(self) -> Integration:
+        """Return the integration to try where this quadrature is too coarse."""
+        nodes = 2 * self.nodes
+        return Integration(self.draws, nodes if nodes <= MAX_NODES else 0)
+
+    def terms_of_row(self, fm: FederatedModel) -> int:
+        """Return how many values of a row's density stand in memory at one draw of the globals."""
+        with_latents = [p for p in fm.plates if p.dim]
+        return math.prod(
+            max(
+                [
+                    self.nodes**p.dim if self.nodes else self.draws.get(p.name, 1)
+                    for p in with_latents
+                    if p.outer == outer
+                ],
+                default=1,
+            )
+            for outer in (True, False)
+        )
+
+    def work_of_row(self, fm: FederatedModel) -> int:
+        """Return how often a row's density is evaluated at one draw, that for its mode included."""
+        return self.terms_of_row(fm) + (TO_MODE if any(p.dim for p in fm.plates) else 0)
+
+    def __str__(self) -> str:
+        if self.nodes:
+            return f"quadrature with {self.nodes} nodes"
+        numbers = ", ".join(f"{k} of '{p}'" for p, k in self.draws.items())
+        return f"draws ({numbers})" if numbers else "nothing to integrate"

@@ -1,0 +1,1 @@
+"""Integrals over silos' own latents: by Laplace's method, and by Gauss-Hermite quadrature."""
