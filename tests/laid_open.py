@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import numpyro_fed as nf
-from numpyro_fed.algorithms.importance.proposals import _root as root
+from numpyro_fed.algorithms.importance.proposals import root_of_draws as root
 from numpyro_fed.divergences import _squared_arsinh_of_root as squared_arsinh_of_root
 from numpyro_fed.methods.pvi import _prior_optimiser as for_the_prior
 from numpyro_fed.methods.vertical import begin
@@ -187,7 +187,7 @@ def questions(checks: Any) -> dict[Any, Any]:
 
 def globals_drawn(corrected: Any) -> np.ndarray:
     """All draws of the globals that a correction has weighed, unconstrained."""
-    return np.asarray(corrected._z_G, np.float64)
+    return np.asarray(corrected.z_G, np.float64)
 
 
 def with_moments(corrected: Any, **known: Any) -> Any:

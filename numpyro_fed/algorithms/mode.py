@@ -63,11 +63,19 @@ DAMPING = 1e-2  # at the start, for curvatures scaled to one: almost a full Newt
 # 86 exchanges on posteriordb's mesquite, whose curvature at the start is 1e5 times that at the mode
 # (docs/results/raw_data.md); with no bound, one step into a flat region would make all units equal.
 SCALE_DECAY = 0.1
+# Standard deviations, by silos' own modes, that the first step from their sum may be long, and the
+# factors of the damping that are tried for it. A scale of effects has little curvature where the
+# silos' modes put it, and a full step from there would lead far away, four times in a row.
+LONGEST = 2.0
+DAMPINGS = np.sqrt(10.0) ** np.arange(25)
 MIN_DAMPING = 1e-30  # a damping of zero could never grow again by a factor
 MAX_DAMPING = 1e8  # steps are 1e-8 of a unit: rounding decides whether they gain
 MIN_GAIN = 1e-4  # predicted gain of an undamped step, in nats, below which a point is a mode
 NUDGE = 1e-2  # distance from zero, where some densities have a kink: NumPyro's Bernoulli at logit 0
 MAX_IDLE = 5  # accepted steps in a row without a gain beyond rounding, after which a search ends
+# Standard deviations from a mode at which another start counts as come there, too; modes that are
+# to be told apart are three and more away (``methods.mode.MODES_APART``).
+MERGED = 1.5
 MAX_HALVINGS = 30  # of a start at which some number is not finite: 2^-30 of it is zero in effect
 ROUNDING_UNITS = 8  # eps of a sum, relative: within it two log densities count as equal
 # Columns of a Hessian, or points, that silos compute side by side. More use more memory; one by one
@@ -111,6 +119,9 @@ class Search(NamedTuple):
         The gain, in nats, that is predicted for it.
     scale : (n,)
         The curvature by which each coordinate is scaled.
+    metric : (n, n)
+        The precision that silos' own modes tell of (:mod:`.own_start`), in which the first step is
+        bounded; zero where nothing is known, and once a step has led up.
     damping : ()
     idle : int
         Accepted steps in a row without a gain.
@@ -131,6 +142,7 @@ class Search(NamedTuple):
     trial: Array
     promise: Array
     scale: Array
+    metric: Array
     damping: Array
     idle: Array
     done: Array
@@ -192,7 +204,19 @@ def mode(
             unit, none = jnp.ones(()), jnp.zeros(n)
             zeros_effects = jnp.zeros((len(effects), len(effects)))
             return Search(
-                no_expansion, zeros_effects, no, x, unit, none, damping, never, no, no, no, never
+                no_expansion,
+                zeros_effects,
+                no,
+                x,
+                unit,
+                none,
+                jnp.zeros((n, n)),
+                damping,
+                never,
+                no,
+                no,
+                no,
+                never,
             )
 
         return jax.vmap(initial_search)(starting_places(fm, key, num_starts, init_loc_fn))
@@ -222,7 +246,7 @@ def mode(
                 search, Expansion(search.trial, *total), of_effects, max_places
             )
 
-        after = sequential_map(update_one, (state, replies.up))
+        after = _merged(sequential_map(update_one, (state, replies.up)))
         return after, Info(-after.best.value[best_start(after)], jnp.array(True))
 
     round_ = Round((Exchange("mode", silo, lenient=True),), run)
@@ -520,22 +544,27 @@ def _accept_or_reject(
     ratio = (trial_point.value - best.value + rounding) / search.promise
     after_success = jnp.where(ratio > 0.75, search.damping / 10, search.damping)
     after_success = jnp.where(ratio < 0.25, 4 * search.damping, after_success)
+    # The bound on the first step has raised the damping; once that step has served it can go.
+    served = known & (ratio > 0.75) & better & (search.metric != 0).any()
+    after_success = jnp.where(served, DAMPING, after_success)
     after_success = jnp.where(known, after_success, search.damping)
     damping = jnp.where(better, after_success, jnp.where(known, 10, 1) * search.damping)
     damping = jnp.maximum(damping, MIN_DAMPING)
+    metric = jnp.where(served, 0.0, search.metric)
     gained = better & (~known | (trial_point.value > best.value + rounding))
     idle = jnp.where(gained, 0, search.idle + better)
     best_after = where(better, trial_point, best)
     curvature = jnp.abs(jnp.diagonal(best_after.curvature))
     scale = jnp.where(better, jnp.maximum(curvature, SCALE_DECAY * search.scale), search.scale)
-    step, promise, gain = _newton_step(best_after, scale, damping)
-    rests = better & (gain <= MIN_GAIN)
+    step = _newton_step(best_after, scale, damping, metric)
+    damping = step.damping
+    rests = better & (step.undamped_gain <= MIN_GAIN)
     lost = ~known & ~finite & ((search.tried >= MAX_HALVINGS) | (search.trial == 0).all())
     done = rests | (damping > MAX_DAMPING) | (idle >= MAX_IDLE) | lost
     if max_places is not None:
         done |= search.tried + 1 >= max_places
     # From a start at which something is not finite, halfway back to zero.
-    trial = jnp.where(known | finite, best_after.x + step, 0.5 * search.trial)
+    trial = jnp.where(known | finite, best_after.x + step.move, 0.5 * search.trial)
     trial = jnp.where(done, best_after.x, trial)
     tried = search.tried + 1
     after = Search(
@@ -543,8 +572,9 @@ def _accept_or_reject(
         jnp.where(better, of_effects, search.likelihood),
         known | finite,
         trial,
-        promise,
+        step.promise,
         scale,
+        metric,
         damping,
         idle,
         done,
@@ -556,17 +586,40 @@ def _accept_or_reject(
     return where(search.done, left, after)
 
 
-def _newton_step(best: Expansion, scale: Array, damping: Array) -> tuple[Array, Array, Array]:
-    """Return a damped step, its predicted gain, and that of an undamped one (infinite at a saddle).
+def _merged(search: Search) -> Search:
+    """Return the state without the starts that come to where a better one rests already."""
+    first = jnp.argmax(jnp.where(search.rests, search.best.value, -jnp.inf))
+    away = search.best.x - search.best.x[first]
+    squared = jnp.einsum("si,ij,sj->s", away, search.best.curvature[first], away)
+    same = (squared <= MERGED**2) & (search.best.value <= search.best.value[first])
+    merged = search.rests[first] & same & search.known & ~search.rests
+    return search._replace(done=search.done | merged, left=search.left | merged)
 
-    The first two are for the search; the last says whether the point is a mode.
+
+class _Step(NamedTuple):
+    """A damped step (n,), its predicted gain, that of an undamped step, and the damping.
+
+    The gain of the undamped step, infinite at a saddle, says whether the point is a mode.
     """
+
+    move: Array
+    promise: Array
+    undamped_gain: Array
+    damping: Array
+
+
+def _newton_step(best: Expansion, scale: Array, damping: Array, metric: Array) -> _Step:
+    """Return the step from the best point; it is damped until it is short enough in the metric."""
     unit = jnp.sqrt(jnp.where(scale > 0, scale, 1.0))
     _, values, V = Curvature.of(best.curvature, unit)
     slope = V.T @ (best.gradient / unit)
     flat = ROUNDING_UNITS * len(scale) * jnp.finfo(scale.dtype).eps
     size = jnp.maximum(jnp.abs(values), flat)
-    u = slope / (size + damping)
+    dampings = damping * DAMPINGS
+    moves = (slope / (size + dampings[:, None])) @ V.T / unit
+    lengths = jnp.sqrt(jnp.einsum("ki,ij,kj->k", moves, metric, moves))
+    k = jnp.argmax(lengths <= LONGEST)  # the first; where none is short enough the least damped
+    u = slope / (size + dampings[k])
     promise = slope @ u - 0.5 * (values * u**2).sum()
     gain = jnp.where((values > -flat).all(), 0.5 * (slope**2 / size).sum(), jnp.inf)
-    return V @ u / unit, promise, gain
+    return _Step(moves[k], promise, gain, dampings[k])

@@ -49,6 +49,7 @@ MIN_GAIN = 1e-2  # predicted gain, in nats, at which a silo stops: the search go
 # Nats for each coordinate that another step may promise where a climb has ended; with more it ended
 # somewhere else than at a mode, and its parabola says nothing about the sum's.
 MAX_GAIN = 0.5
+MIN_SHARE = 0.5  # of the silos that came to a mode from the best start, for another start to go on
 DAMPING = 1e-2  # at the start, for curvatures scaled to one
 MAX_DAMPING = 1e8  # steps are then too small to be worth trying
 # Least eigenvalue of a parabola, of the largest: a direction that a silo knows nothing about still
@@ -57,10 +58,14 @@ FLAT = 1e-6
 
 
 class Parabola(NamedTuple):
-    """A silo's message: the negative Hessian (n, n) and ``b`` (n,), for each start."""
+    """A silo's message: the negative Hessian (n, n), ``b`` (n,), and 1, for each start.
+
+    All are zero where its climb came to no mode, so that the sum of the last counts silos.
+    """
 
     A: Array
     b: Array
+    arrived: Array
 
 
 class _Climb(NamedTuple):
@@ -98,10 +103,10 @@ def own_modes(fm: FederatedModel, num_silos: int) -> Round:
 
     def run(state: Search, noise: object, ask: Ask) -> tuple[Search, Info]:
         total = ask("own modes", state.trial).up
-        trial, told = sequential_map(_highest_of_sum, (state.trial, total))
-        # A start from where no silo came to a mode is given up, if another one led somewhere.
-        lost = ~told & told.any()
-        state = state._replace(trial=trial, done=lost, left=lost)
+        trial, metric = sequential_map(_highest_of_sum, (state.trial, total))
+        # Starts from where only few silos came to a mode are given up, if others led somewhere.
+        lost = total.arrived < MIN_SHARE * total.arrived.max()
+        state = state._replace(trial=trial, metric=metric, done=lost, left=lost)
         return state, Info(jnp.zeros(()), jnp.array(True))
 
     return Round((Exchange("own modes", silo),), run)
@@ -118,7 +123,7 @@ def _parabola(expand: Expand, args: tuple[Array, Rows]) -> tuple[Parabola, Rows]
     start = _Climb(first, modes, jnp.array(DAMPING, place.dtype), jnp.array(0), far)
     end = jax.lax.while_loop(_goes_on, partial(_step, expand), start)
     A = Curvature.of(end.best.curvature).positive(FLAT).matrix()
-    up = Parabola(A, A @ end.best.x + end.best.gradient)
+    up = Parabola(A, A @ end.best.x + end.best.gradient, jnp.ones(()))
     # A silo that came to no mode says nothing, and the others decide: where nothing is finite, or a
     # likelihood has kinks and so no curvature but the prior's.
     promise = 0.5 * end.best.gradient @ Curvature.of(A).solve(end.best.gradient)
@@ -150,11 +155,12 @@ def _goes_on(climb: _Climb) -> Array:
 
 
 def _highest_of_sum(args: tuple[Array, Parabola]) -> tuple[Array, Array]:
-    """Return the highest point (n,) of the sum of all silos' parabolas, and whether there is one.
+    """Return the highest point (n,) of the sum of parabolas, if there is one, and its precision.
 
-    Else the point is the place before.
+    Else it is the place before, and a precision of zero.
     """
     place, total = args
-    x = Curvature.of(total.A).positive(FLAT).solve(total.b)
-    found = jnp.isfinite(x).all() & (jnp.abs(total.A).max() > 0)
-    return jnp.where(found, x, place), found
+    curvature = Curvature.of(total.A).positive(FLAT)
+    x = curvature.solve(total.b)
+    found = jnp.isfinite(x).all() & (total.arrived > 0)
+    return jnp.where(found, x, place), jnp.where(found, curvature.matrix(), 0.0)

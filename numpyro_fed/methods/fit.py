@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from numpyro_fed.algorithms.importance.proposals import FULL_UP_TO, Mixture
 from numpyro_fed.errors import (
     CoupledRowsError,
     FederatedWarning,
@@ -42,8 +43,8 @@ from numpyro_fed.model.layout import layout_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, default_quadrature
 from numpyro_fed.precision import precision as precision_as
-from numpyro_fed.results.importance import AT_ONCE, Corrected, InnerDraws, importance_correct
-from numpyro_fed.results.rematch import rematched
+from numpyro_fed.results.importance import AT_ONCE, Corrected, InnerDraws, correct_from
+from numpyro_fed.results.mixture import around_modes, matched
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.weighted import MAX_ERROR
 from numpyro_fed.runtime.noise import typed_key
@@ -63,12 +64,16 @@ MIN_BUDGET_FOR_SFVI = 100
 # Draws of a row's latents in the correction: one for each few rows. The errors of the rows'
 # estimates add up, so that for a given noise of the weights draws must grow with the rows.
 INNER_RANGE, ROWS_PER_DRAW = (20, 200), 4
+# Share of the draws of a correction that look beyond the mixture around the modes.
+WIDER = 0.16
 # Draws of the globals in a correction, at most: sixteen exchanges.
 MAX_DRAWS = 64_000
 # Times that a proposal is matched to the weighted draws. Matching took
 # k-hat from 0.95 to 0.48 and from 0.66 to 0.30 (docs/results/raw_data.md);
 # a posterior that three do not fit is not like a Gaussian.
 MAX_MATCHES = 3
+# Share of effective draws above which another match gains little, and more draws are the remedy.
+ENOUGH_COUNT = 0.6
 # Draws of each row's latents in the bound, and of latents of outer plates. Twenty bring the six
 # cities to 0.053 sd of NUTS. Draws at an outer plate multiply those of the rows below, and did not
 # pay on three levels (docs/results/importance.md).
@@ -377,12 +382,22 @@ class _Fitting:
         return result
 
     def correct(
-        self, result: Result, name: str = "correction", draws: int = AT_ONCE
+        self,
+        result: Result,
+        name: str = "correction",
+        draws: int = AT_ONCE,
+        own: Mixture | None = None,
     ) -> Corrected | None:
-        """Return the importance correction of a result; None if it fails."""
+        """Return the importance correction of a result; None if it fails.
+
+        Most draws come from the mixture ``own``, by default around the fit and other modes.
+        """
         try:
             with self.stage(name):
-                correction = importance_correct(self.new_key(), result, draws, self.inner_draws)
+                own = self.around(result) if own is None else own
+                correction = correct_from(
+                    self.new_key(), result, draws, self.inner_draws, wider=WIDER, own=own
+                )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
             self.spend(math.ceil(draws / AT_ONCE) if sent else 0)
@@ -394,6 +409,17 @@ class _Fitting:
         self.record(name, f"k-hat {correction.pareto_k:.2f}, {share}{short}", correction)
         return correction
 
+    def around(self, result: Result) -> Mixture | None:
+        """Return the mixture around a fit and other modes; None where its own guide is better."""
+        if not 0 < self.fm.dim <= FULL_UP_TO:
+            return None
+        z = np.asarray(result.draw_globals(jax.random.key(0), AT_ONCE)[0], np.float64)
+        start = next((r.start for r in self.results() if r.start is not None), None)
+        others = () if start is None or start.log_evidence is None else start.others
+        evidence = [p.log_evidence for p in (start, *others)] if others else [0.0]
+        modes = [(p.z_G, p.curvature) for p in others]
+        return around_modes(z, modes, np.asarray(evidence)) if np.isfinite(z).all() else None
+
     def improve(self, correction: Corrected | None) -> Corrected | None:
         """Return the best correction that more draws and better proposals lead to."""
         best = correction
@@ -402,23 +428,26 @@ class _Fitting:
         rows = best.integration.by_draws and not (self.coupled or self.has_more_inner)
         if not best.reliable and rows and self.budget_left > 0:
             self.has_more_inner, self.inner_draws = True, 4 * self.num_inner_draws()
-            new = self.correct(best.result, "more draws of the rows' latents")
-            best = self.better(best, new) or best
-        if not best.reliable and best.many_count and self.budget_left > 0:
-            new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
+            new = self.correct(best.result, "more draws of the rows' latents", own=best.own)
             best = self.better(best, new) or best
         # A matched proposal lies closer to the posterior,
         # and its own correction gives the next match.
+        latest = best
         for _ in range(MAX_MATCHES):
-            if best.trusted or self.budget_left <= 0:
+            if best.trusted or self.budget_left <= 0 or latest.share > ENOUGH_COUNT:
                 break
-            if best.reliable and best.many_count:
+            own = None
+            if latest.own is not None and latest.ess > MIN_DRAWS_PER_GLOBAL * self.fm.dim:
+                own = matched(np.asarray(latest.z_G), latest.weights)
+            if own is None:
                 break
-            proposal = rematched(best) if best.ess > MIN_DRAWS_PER_GLOBAL * self.fm.dim else None
-            if proposal is None:
+            new = self.correct(best.result, "matched to the weighted draws", AT_ONCE, own)
+            if new is None:
                 break
-            name = "matched to the weighted draws"
-            new = self.correct(proposal, name, 2 * AT_ONCE)
+            best = self.better(best, new) or best
+            latest = new if new.share > latest.share else best
+        if not best.reliable and best.many_count and self.budget_left > 0:
+            new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE, best.own)
             best = self.better(best, new) or best
         if best.reliable and not best.trusted and math.isfinite(best.monte_carlo_error):
             # Errors fall as the root of the number of draws. The 1.3 allows for the error of the
@@ -431,7 +460,7 @@ class _Fitting:
                 MAX_DRAWS, math.ceil(needed / AT_ONCE) * AT_ONCE, self.budget_left * AT_ONCE
             )
             if draws > len(best.weights):
-                best = self.better(best, self.correct(best.result, "more draws", draws))
+                best = self.better(best, self.correct(best.result, "more draws", draws, best.own))
         return best
 
     def confirm(self, best: Corrected | None) -> Corrected | None:
@@ -441,7 +470,7 @@ class _Fitting:
         tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
         if best is None or not best.trusted or tried <= 2 or self.budget_left <= 0:
             return best
-        new = self.correct(best.result, "judged by new draws", len(best.weights))
+        new = self.correct(best.result, "judged by new draws", len(best.weights), best.own)
         return new if new is not None else best
 
     def missed_modes(self, best: Corrected | None) -> tuple[LocalMode, ...]:
@@ -455,7 +484,7 @@ class _Fitting:
         share = np.exp(evidence - np.logaddexp.reduce(evidence))[1:]
         # A draw belongs to a mode within three sds and
         # the length of a normal vector, sqrt(dim), of it.
-        z, w = np.asarray(best._z_G, float), best.weights
+        z, w = np.asarray(best.z_G, float), best.weights
         reached_share = [
             w @ (distance(p, z) <= MODES_APART + math.sqrt(self.fm.dim)) for p in start.others
         ]

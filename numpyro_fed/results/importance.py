@@ -24,7 +24,7 @@ from jax import Array, random
 from numpyro_fed.algorithms.base import Round
 from numpyro_fed.algorithms.importance.exchange import WeightedDraws, importance
 from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.algorithms.importance.proposals import SHARE, Proposal, proposal
+from numpyro_fed.algorithms.importance.proposals import SHARE, Mixture, Proposal, proposal
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.row_checks import check_rows_apart, coupled_rows
@@ -193,40 +193,60 @@ def importance_correct(
         return _corrected(key, result, num_draws, _integration(result, inner_draws), wider)
 
 
+def correct_from(
+    key: Array,
+    result: Result,
+    num_draws: int,
+    inner_draws: InnerDraws,
+    *,
+    wider: float,
+    own: Mixture | None,
+) -> Corrected:
+    """Return :func:`importance_correct` with a mixture in the place of the fit's guide."""
+    _check_weighable(result._fit)
+    with precision(double=result.double):
+        integration = _integration(result, inner_draws)
+        return _corrected(key, result, num_draws, integration, wider, own)
+
+
 def _corrected(
-    key: Array, result: Result, num_draws: int, integration: Integration, wider: float
+    key: Array,
+    result: Result,
+    num_draws: int,
+    integration: Integration,
+    wider: float,
+    own: Mixture | None = None,
 ) -> Corrected:
     """Return the correction of a fit, computed in the precision of the fit."""
-    fit, size, sent = result._fit, min(num_draws, AT_ONCE), 0
+    fit, size = result._fit, min(num_draws, AT_ONCE)
     weigh, sampler, proposed = _compiled(fit, integration, size, wider)
 
     def exchange(i: int) -> WeightedDraws:
         # The first exchange has the key itself, so that
         # 4,000 draws are the same with and without more.
         key_exchange = jax.random.fold_in(key, i) if i else key
-        found: WeightedDraws = result._run_round_once(weigh, key_exchange, NO_WEIGHTS)[0]
+        found: WeightedDraws = result._run_round_once(weigh, key_exchange, NO_WEIGHTS, own)[0]
         return found
 
-    first = exchange(0)
-    sent += 1
+    first, sent = exchange(0), 1
     while integration.nodes and float(first.num_coarse):
         integration = integration.finer()
         weigh, sampler, proposed = _compiled(fit, integration, size, wider)
-        first = exchange(0)
-        sent += 1
-    others, interrupted = until_interrupted(lambda i: exchange(i + 1), -(-num_draws // size) - 1)
-    parts = [first, *others]
-    sent += len(others)
+        first, sent = exchange(0), sent + 1
+    parts, interrupted = until_interrupted(
+        lambda i: exchange(i) if i else first, -(-num_draws // size)
+    )
+    sent += len(parts) - 1
     z_G = jnp.concatenate([part.z_G for part in parts])
     log_weights = jnp.concatenate([part.log_weights for part in parts])
-    from_guide = np.tile(np.arange(size) < proposed.own, len(parts))
+    from_own = np.tile(np.arange(size) < proposed.own, len(parts))
     tail_and_weights = weights_of(log_weights)
-    # An estimate by draws of the locals is noisy itself,
+    # With locals a silo's estimate may be noisy itself,
     # so that a jump between neighbours shows nothing.
-    for _ in range(0 if integration.by_draws else MAX_CHECKS):
+    for _ in range(0 if integration.draws else MAX_CHECKS):
         if tail_and_weights[0] <= threshold(len(z_G)):
             break
-        rough = _rough_draws(result, weigh, key, z_G, np.asarray(log_weights), from_guide)
+        rough = _rough_draws(result, weigh, key, z_G, np.asarray(log_weights), from_own)
         sent += 1
         if not rough.size:
             break
@@ -238,13 +258,25 @@ def _corrected(
         log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
         result=result,
         _key=jax.random.fold_in(key, 1),
-        _z_G=z_G,
+        z_G=z_G,
         _posterior=sampler,
         num_exchanges=sent,
         integration=integration,
-        **quality_fields(np.asarray(z_G), from_guide, log_weights, tail_and_weights),
+        own=own,
+        **quality_fields(
+            np.asarray(z_G),
+            from_own,
+            log_weights,
+            tail_and_weights,
+            None if own is None else _draws_of_fit(result),
+        ),
     )
     return unless_interrupted(corrected, interrupted, num_draws)
+
+
+def _draws_of_fit(result: Result) -> np.ndarray:
+    """Return draws (n, dim) of the globals from the fit's guide."""
+    return np.asarray(result.draw_globals(random.key(0), AT_ONCE)[0])
 
 
 def _rough_draws(
@@ -307,16 +339,21 @@ class Corrected(Weighted[Result]):
         Smoothed weights, which sum to one.
     result : Result
         The fit that was corrected.
+    z_G : array (num_draws, dim)
+        The draws, unconstrained.
     num_exchanges : int
         Messages that each silo sent for it.
     integration : Integration
         How silos integrated their own latents.
+    own : Mixture or None
+        The mixture from which most draws came; None for the fit's guide.
     """
 
-    _z_G: Array = field(repr=False)
+    z_G: Array = field(repr=False)
     _posterior: Posterior = field(repr=False)
     num_exchanges: int
     integration: Integration
+    own: Mixture | None = field(default=None, repr=False)
 
     @property
     def _sites(self) -> tuple[Site, ...]:
@@ -332,13 +369,13 @@ class Corrected(Weighted[Result]):
     def draws(self) -> dict[str, Array]:
         """Return draws of the globals on their own supports, to be weighted by ``weights``."""
         theta = self.result.shared.theta
-        return self._posterior.constrain_globals(theta, self._z_G)
+        return self._posterior.constrain_globals(theta, self.z_G)
 
     def saved_words(self) -> SavedWords:
         """Return the form in which a file keeps the correction; ``from_file`` reads it."""
         saved = super().saved_words()
         key = random.key_data(self._key)
-        found = dict(self._moments._asdict(), z_G=self._z_G, weights=self.weights, key=key)
+        found = dict(self._moments._asdict(), z_G=self.z_G, weights=self.weights, key=key)
         arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in found.items()}
         more = {
             "inner_draws": dict(self.integration.draws),
@@ -368,7 +405,7 @@ class Corrected(Weighted[Result]):
             _key=random.wrap_key_data(jnp.asarray(stored["key"]), impl=words["keys"]),
             _moments=saved_moments,
             _rounding=Rounding(mean=saved_moments.mean, sd=saved_moments.sd, **words["rounding"]),
-            _z_G=jnp.asarray(stored["z_G"]),
+            z_G=jnp.asarray(stored["z_G"]),
             _posterior=_sampler(fit, integration),
             num_exchanges=words["num_exchanges"],
             integration=integration,
@@ -386,7 +423,7 @@ class Corrected(Weighted[Result]):
         Globals are resampled by their weights. Locals are drawn anew at them, each from
         ``inner_draws`` draws by weight, which is exact as their number grows.
         """
-        chosen = self._z_G[systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
+        chosen = self.z_G[systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
         return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
 
     def to_arviz(

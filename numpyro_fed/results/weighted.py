@@ -115,9 +115,14 @@ class Weighted(ABC, Generic[Corrects]):
         )
 
     @property
+    def share(self) -> float:
+        """The effective draws as a share of all."""
+        return self.ess / len(self.weights)
+
+    @property
     def many_count(self) -> bool:
         """Whether many draws share the weight, so that only tails are unsure."""
-        return self.ess > MANY_SHARE * len(self.weights)
+        return self.share > MANY_SHARE
 
     @property
     def monte_carlo_error(self) -> float:
@@ -178,11 +183,10 @@ class Weighted(ABC, Generic[Corrects]):
 
     def report(self) -> str:
         """Return in words whether to trust the corrected posterior, and the fit."""
-        share = self.ess / len(self.weights)
         evidence = "" if self.log_evidence is None else f", log evidence {self.log_evidence:.2f}"
         return (
             f"Pareto k-hat {self.pareto_k:.2f} (at most {self.threshold:.2f} is reliable for "
-            f"{len(self.weights)} draws), {self.ess:.0f} effective draws ({share:.0%})"
+            f"{len(self.weights)} draws), {self.ess:.0f} effective draws ({self.share:.0%})"
             f"{evidence}. {self._verdict()}"
         )
 
@@ -277,15 +281,24 @@ Correction = TypeVar("Correction", bound=Weighted[Any])
 
 
 def quality_fields(
-    z: np.ndarray, from_guide: np.ndarray, log_weights: Array, known: tuple[float, np.ndarray]
+    z: np.ndarray,
+    from_guide: np.ndarray,
+    log_weights: Array,
+    known: tuple[float, np.ndarray],
+    of_fit: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a correction that measure its draws ``z`` (n, dim).
 
     ``from_guide`` (n,) marks the draws that come from the fit's guide itself; ``known`` is the
-    k-hat and the weights of :func:`weights_of`.
+    k-hat and the weights of :func:`weights_of`. Draws ``of_fit`` (m, dim) take the place of those
+    that are marked, where another proposal than the guide was weighed.
     """
     pareto_k, weights = known
-    computed = moments(z, weights, from_guide)
+    if of_fit is None:
+        computed = moments(z, weights, from_guide)
+    else:
+        none, added = np.zeros(len(of_fit)), np.repeat([False, True], [len(z), len(of_fit)])
+        computed = moments(np.concatenate([z, of_fit]), np.append(weights, none), added)
     rounding = Rounding.of(z, weights, log_weights, computed.mean, computed.sd)
     ess = float(1 / (weights**2).sum())
     return dict(ess=ess, pareto_k=pareto_k, weights=weights, _moments=computed, _rounding=rounding)

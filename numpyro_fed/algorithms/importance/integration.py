@@ -15,7 +15,7 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.log_density import FederatedModel
 
 # Nodes in each dimension, at most. An integral that so many do not reach has two modes or a kink.
-MAX_NODES = 44
+MAX_NODES = 46
 TO_MODE = 50  # evaluations of a row's density, about, that the search for its mode takes
 
 

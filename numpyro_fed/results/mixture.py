@@ -1,0 +1,136 @@
+r"""Mixtures of Student t distributions as proposals of a correction, made at the server.
+
+The first one is at the modes that a search has found (:func:`around_modes`). Draws from it, once
+weighed, show what the posterior is like, and :func:`matched` fits the next mixture to them by the
+EM algorithm with weights :math:`w_i`:
+
+.. math::
+    r_{ik} \propto w_i\, \pi_k\, N(z_i \mid m_k, C_k), \qquad
+    \pi_k = \sum_i r_{ik}, \quad m_k = \sum_i r_{ik} z_i / \pi_k, \quad
+    C_k = \frac{n_k S_k + n_0 C}{n_k + n_0},
+
+with the weighted covariance :math:`S_k` of a part, and the share :math:`n_k` of the effective draws
+in it. :math:`C` is the covariance of all draws, reduced to the size of a part; :math:`n_0` counts
+as many draws of it as a covariance has rows, and two (Fraley and Raftery 2007). Parts are fitted
+as normal distributions, and drawn from with heavier tails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_fed.algorithms.importance.proposals import NUM_PARTS, Mixture, root_of_draws
+
+ITERATIONS = 50  # of EM; the proposal need not be the best fit
+MIN_PART = 1e-3  # share of a part, at least: an empty part has no mean
+# Effective draws in a part, for each dimension: with fewer its covariance is mostly noise.
+DRAWS_OF_PART = 10
+SMALL = 1e-12  # least squared distance, in sds, from the other parts' first centres
+
+
+def around_modes(
+    z: np.ndarray, others: Sequence[tuple[np.ndarray, np.ndarray]], log_shares: np.ndarray
+) -> Mixture:
+    """Return the mixture around a fit with draws ``z`` (n, dim), and around other modes.
+
+    ``others`` has the place (dim,) and the negative Hessian (dim, dim) of each, and ``log_shares``
+    the log of the mass at all, the fit first.
+    """
+    centres, roots = [z.mean(0)], [np.asarray(root_of_draws(jnp.asarray(z)))]
+    kept = [0]
+    for i, (place, curvature) in enumerate(others[: NUM_PARTS - 1]):
+        unit = np.sqrt(np.maximum(np.diagonal(curvature), np.finfo(float).tiny))
+        scaled = curvature / unit / unit[:, None]
+        values, axes = np.linalg.eigh(scaled)
+        if np.isfinite(values).all() and values.min() > 0:
+            centres.append(place)
+            covariance = (axes / values) @ axes.T
+            roots.append(np.linalg.cholesky(covariance) / unit[:, None])
+            kept.append(1 + i)
+    return _mixture(log_shares[kept], centres, roots)
+
+
+def matched(z: np.ndarray, weights: np.ndarray) -> Mixture | None:
+    """Return the mixture fitted to draws ``z`` (n, dim) with weights (n,) that sum to one.
+
+    It is None where the weighted draws have no spread.
+    """
+    counts = weights > 0
+    z, weights = np.asarray(z, np.float64)[counts], weights[counts] / weights[counts].sum()
+    mean = weights @ z
+    sd = np.sqrt(weights @ (z - mean) ** 2)
+    if not (np.isfinite(sd) & (sd > 0)).all():
+        return None
+    dim, ess = z.shape[1], 1 / (weights**2).sum()
+    # From the draws and not from their covariance, which holds no correlation above 1 - 1e-16.
+    _, R = np.linalg.qr((z - mean) / sd * np.sqrt(weights)[:, None])
+    root = sd[:, None] * (R.T * np.where(np.diagonal(R) < 0, -1.0, 1.0))
+    if not (np.abs(np.diagonal(R)) > 0).all():
+        return None
+    u = np.linalg.solve(root / sd[:, None], ((z - mean) / sd).T).T
+    number = int(np.clip(ess // (DRAWS_OF_PART * dim), 1, NUM_PARTS))
+    shares, centres, covariances = _em(u, weights, number, ess)
+    return _mixture(
+        np.log(shares),
+        [mean + root @ centre for centre in centres],
+        [root @ np.linalg.cholesky(C) for C in covariances],
+    )
+
+
+def _em(
+    u: np.ndarray, weights: np.ndarray, number: int, ess: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return shares, means and covariances of ``number`` parts, from whitened draws ``u``."""
+    dim = u.shape[1]
+    part = np.eye(dim) / number ** (2 / dim)  # the covariance of all, reduced to a part
+    shares, covariances = np.full(number, 1 / number), np.stack([part] * number)
+    centres = _spread_out(u, weights, number)
+    for _ in range(ITERATIONS):
+        log_p = (
+            np.stack([_log_normal(u, m, C) for m, C in zip(centres, covariances, strict=True)])
+            + np.log(shares)[:, None]
+        )
+        r = weights * np.exp(log_p - np.logaddexp.reduce(log_p, 0))
+        shares = np.maximum(r.sum(1), MIN_PART)
+        centres = (r @ u) / shares[:, None]
+        away = u - centres[:, None]
+        scatter = np.einsum("kn,kni,knj->kij", r, away, away)
+        prior = dim + 2
+        covariances = (ess * scatter + prior * part) / (ess * shares + prior)[:, None, None]
+        shares = shares / shares.sum()
+    return shares, centres, covariances
+
+
+def _spread_out(u: np.ndarray, weights: np.ndarray, number: int) -> np.ndarray:
+    """Return first centres (number, dim): draws far from each other, as in k-means++."""
+    random = np.random.default_rng(0)
+    chosen = [u[random.choice(len(u), p=weights)]]
+    while len(chosen) < number:
+        away = np.min([((u - c) ** 2).sum(1) for c in chosen], axis=0)
+        mass = weights * np.maximum(away, SMALL)
+        chosen.append(u[random.choice(len(u), p=mass / mass.sum())])
+    return np.stack(chosen)
+
+
+def _log_normal(u: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+    """Return the log density (n,) of a normal distribution, up to a constant."""
+    L = np.linalg.cholesky(covariance)
+    standard = np.linalg.solve(L, (u - mean).T)
+    return -0.5 * (standard**2).sum(0) - np.log(np.diagonal(L)).sum()
+
+
+def _mixture(
+    log_shares: np.ndarray, centres: Sequence[np.ndarray], roots: Sequence[np.ndarray]
+) -> Mixture:
+    """Return the mixture of these parts, filled up to :data:`NUM_PARTS` by parts without weight."""
+    empty = NUM_PARTS - len(centres)
+    log_shares = np.concatenate([log_shares, np.full(empty, -math.inf)])
+    return Mixture(
+        jnp.asarray(log_shares - np.logaddexp.reduce(log_shares)),
+        jnp.asarray(np.stack([*centres, *[centres[0]] * empty])),
+        jnp.asarray(np.stack([*roots, *[roots[0]] * empty])),
+    )
