@@ -1,6 +1,7 @@
 """The objectives: bounds on a silo's log likelihood at a draw of the globals, and their gradients.
 
-:class:`ELBO` and :class:`LocallyEnhanced` are what users choose; :class:`SiloBound` computes them.
+:class:`ELBO`, :class:`LocallyEnhanced` and :class:`Quadrature` are what users choose;
+:class:`SiloBound` and :class:`QuadratureBound` compute them.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,13 @@ from numpyro_fed.errors import ModelWarning, positive_int
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
-from numpyro_fed.integrals.quadrature import NODES, default_nodes, quadrature_misfit
+from numpyro_fed.integrals.quadrature import (
+    NEARBY,
+    NODES,
+    RowIntegrals,
+    default_nodes,
+    quadrature_misfit,
+)
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import FederatedModel
@@ -155,21 +162,29 @@ def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> t
     return first_draw[:number], rows
 
 
-def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str, int]:
-    """Return ``K`` for each silo plate that has latents.
+Objective = ELBO | LocallyEnhanced | Quadrature
+
+
+def draws_by_plate(objective: Objective, guide: Guide) -> dict[str, int]:
+    """Return ``K`` for each silo plate that has latents, or its nodes in each dimension.
 
     Raises
     ------
     TypeError
         For an objective that is none of ours.
     ValueError
-        For a plate that does not exist or has no latents, or a ``K`` that is not positive.
+        For a plate that does not exist or has no latents, a ``K`` that is not positive, or latents
+        that quadrature is not for.
     """
     if isinstance(objective, ELBO):
         return dict.fromkeys(guide.locals, 1)
+    if isinstance(objective, Quadrature):
+        check_quadrature(guide.model)
+        return dict.fromkeys(guide.locals, objective.nodes)
     if not isinstance(objective, LocallyEnhanced):
         raise TypeError(
-            f"objective must be numpyro_fed.ELBO() or LocallyEnhanced(draws=...), got {objective!r}"
+            "objective must be numpyro_fed.ELBO(), LocallyEnhanced(draws=...) or "
+            f"Quadrature(nodes=...), got {objective!r}"
         )
     if isinstance(objective.draws, Mapping):
         draws = {**dict.fromkeys(guide.locals, 1), **objective.draws}
@@ -193,6 +208,126 @@ def draws_by_plate(objective: ELBO | LocallyEnhanced, guide: Guide) -> dict[str,
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"draws for silo_plate '{plate}' must be a positive int, got {k!r}.")
     return draws
+
+
+class Bound(Protocol):
+    """A silo's term of an objective, for a model and a guide."""
+
+    @property
+    def guide(self) -> Guide:
+        """The guide."""
+        ...
+
+    def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the noise of rows, by plate, with the particles second."""
+        ...
+
+    def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
+        """Return the noise of one evaluation, by plate; it does not depend on padded rows."""
+        ...
+
+    def value(
+        self,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        noise: Rows,
+        data: SiloData,
+    ) -> Array:
+        """Return the bound () at one ``z_G`` (dim,), from the noise of one particle."""
+        ...
+
+    def sample(
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        data: SiloData,
+    ) -> Rows:
+        """Return a draw of the locals, {plate: (rows, dim)}, at one ``z_G`` (dim,)."""
+        ...
+
+    def with_plain_gradient(self) -> Bound:
+        """Return the bound whose gradient is the derivative of its value."""
+        ...
+
+
+def bound_of(fm: FederatedModel, guide: Guide, objective: Objective) -> Bound:
+    """Return a silo's term of an objective."""
+    if isinstance(objective, Quadrature):
+        return QuadratureBound(fm, guide, objective.nodes)
+    return SiloBound(fm, guide, draws_by_plate(objective, guide))
+
+
+@dataclass(frozen=True, eq=False)
+class QuadratureBound:
+    """A silo's log likelihood by quadrature; the guide's means are where it looks for modes.
+
+    Attributes
+    ----------
+    model : FederatedModel
+    guide : Guide
+        No parameter of its local parts changes the value.
+    nodes : int
+        In each dimension.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    nodes: int
+
+    def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
+        """Return nothing: there is no noise."""
+        return {}
+
+    def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
+        """Return nothing."""
+        return {}
+
+    def value(
+        self,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        noise: Rows,
+        data: SiloData,
+    ) -> Array:
+        """Return the log likelihood () at one ``z_G`` (dim,)."""
+        integrals = RowIntegrals(self.model, self.nodes, NEARBY)
+        modes = self.modes(theta, eta, z_G, coordinates, data)
+        return integrals.at_modes(theta, z_G, modes, data)
+
+    def modes(
+        self, theta: Theta, eta: GuideParams, z_G: Array, coordinates: Coordinates, data: SiloData
+    ) -> Rows:
+        """Return the conditional modes {plate: (rows, dim)}, held constant."""
+        fixed = stop_gradient((theta, eta, z_G, coordinates))
+        theta, eta, z_G, coordinates = fixed
+        guides = self.guide.recentre(eta, coordinates.offset, data)
+        guides = {p: self.guide.of_rows(p, theta, guides[p], z_G, data) for p in guides}
+        start = {p: guides[p]["loc"] for p in self.guide.locals}
+        return RowIntegrals(self.model, self.nodes, NEARBY).modes(theta, z_G, data, start)
+
+    def sample(
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        data: SiloData,
+    ) -> Rows:
+        """Return a draw of the locals (:meth:`RowIntegrals.sample`), {plate: (rows, dim)}."""
+        modes = self.modes(theta, eta, z_G, coordinates, data)
+        return RowIntegrals(self.model, self.nodes, NEARBY).sample(key, theta, z_G, modes, data)
+
+    def with_plain_gradient(self) -> QuadratureBound:
+        """Return the bound itself: its gradient is the derivative of its value."""
+        return self
 
 
 class _TermArgs(NamedTuple):
@@ -225,6 +360,10 @@ class SiloBound:
     guide: Guide
     draws: Mapping[str, int]
     plain: bool = False
+
+    def with_plain_gradient(self) -> SiloBound:
+        """Return the bound whose gradient is the derivative of its value."""
+        return replace(self, plain=True)
 
     def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the noise: {plate: (rows, particles, K_outer, K, dim)}."""

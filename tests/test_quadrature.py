@@ -121,3 +121,75 @@ def test_rows_that_are_not_normal(model, log_pmf, sd, nodes, error, double):
         value = float(likelihood(model, silo, nodes)(jnp.array([0.4])))
         off.append(abs(value - by_scipy(log_pmf, row[None], 0.4, sd)))
     assert max(off) < error
+
+
+def drawn(model, silo, z_G, n):
+    """Draws of a silo's latents given the globals."""
+    (data,) = read([silo])
+    fm = split(model, [data])
+    integrals, start = RowIntegrals(fm), Laplace(fm).start(data)
+    modes = integrals.modes({}, z_G, data, start)
+    keys = jax.random.split(jax.random.key(0), n)
+    return jax.vmap(lambda key: integrals.sample(key, {}, z_G, modes, data))(keys)
+
+
+def test_latents_of_hospitals_and_patients_are_drawn_together(double):
+    """Means and covariances of normal latents given the data, in closed form."""
+    n, hospital = 20_000, np.array([0, 1, 0, 1, 1])
+    y = np.array([1.0, -0.5, 0.3, 2.0, 0.1])
+    silo = dict(hospital=hospital, n_hospitals=2, y=y, latents=True)
+    z = drawn(hospitals, silo, jnp.array([0.3]), n)
+    both = np.concatenate([z["hospital"][..., 0], z["patient"][..., 0]], 1)
+    U = 1.44 * np.eye(2)
+    B = U[hospital][:, hospital] + 0.64 * np.eye(5)
+    cov = np.block([[U, U[:, hospital]], [U[hospital], B]])
+    gain = np.linalg.solve(B + 0.25 * np.eye(5), cov[2:]).T
+    mean, cov = 0.3 + gain @ (y - 0.3), cov - gain @ cov[2:]
+    sd = np.sqrt(np.diagonal(cov))
+    assert (np.abs(both.mean(0) - mean) < 4 * sd / np.sqrt(n)).all()
+    error = 5 / np.sqrt(n) + 0.004  # of an even point of a cell
+    assert (np.abs(np.cov(both.T) - cov) < error * np.outer(sd, sd)).all()
+
+
+def test_a_skewed_latent_is_drawn_from_its_conditional(double):
+    """Four answers, all yes, under an effect of sd 3: the mean and sd by an integral."""
+    n, sd = 20_000, 3.0
+    z = drawn(answers, {"y": np.ones((1, 4)), "sd": sd}, jnp.array([0.4]), n)["row"][:, 0, 0]
+    b = np.linspace(-30, 30, 20_001)
+    p = stats.norm.pdf(b, 0, sd) / (1 + np.exp(-0.4 - b)) ** 4
+    mean = (p @ b) / p.sum()
+    spread = np.sqrt(p @ (b - mean) ** 2 / p.sum())
+    assert abs(z.mean() - mean) < 4 * spread / np.sqrt(n)
+    assert abs(z.std() / spread - 1) < 4 / np.sqrt(n)
+
+
+S = np.array([[1, 0.5], [0.5, 1]])
+
+
+def pairs(x, y):
+    a = numpyro.sample("a", dist.Normal(0, 2))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample(
+            "b", dist.MultivariateNormal(jnp.zeros(2), jnp.array([[1, 0.5], [0.5, 1]]))
+        )
+        numpyro.sample("y", dist.Normal(a + (x * b[:, None]).sum(-1), 0.5).to_event(1), obs=y)
+
+
+def test_a_pair_of_latents_is_integrated_and_drawn_in_its_own_frame(double):
+    r = np.random.default_rng(3)
+    x, y = r.normal(size=(4, 3, 2)), r.normal(size=(4, 3))
+    value = likelihood(pairs, {"x": x, "y": y}, nodes=5)
+    exact = [
+        stats.multivariate_normal(np.full(3, 0.7), xi @ S @ xi.T + 0.25 * np.eye(3)).logpdf(yi)
+        for xi, yi in zip(x, y, strict=True)
+    ]
+    np.testing.assert_allclose(value(jnp.array([0.7])), sum(exact), rtol=1e-11)
+    n = 20_000
+    z = drawn(pairs, {"x": x, "y": y}, jnp.array([0.7]), n)["row"]
+    for i in range(4):
+        precision = np.linalg.inv(S) + x[i].T @ x[i] / 0.25
+        cov = np.linalg.inv(precision)
+        mean, sd = cov @ x[i].T @ (y[i] - 0.7) / 0.25, np.sqrt(np.diagonal(cov))
+        assert (np.abs(z[:, i].mean(0) - mean) < 4 * sd / np.sqrt(n)).all()
+        error = 5 / np.sqrt(n) + 0.015
+        assert (np.abs(np.cov(z[:, i].T) - cov) < error * np.outer(sd, sd)).all()

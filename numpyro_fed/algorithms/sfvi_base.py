@@ -41,7 +41,7 @@ from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches, Noise
-from numpyro_fed.objectives import SiloBound
+from numpyro_fed.objectives import Bound
 from numpyro_fed.trees import all_finite
 
 
@@ -87,7 +87,7 @@ class ByGradients(ABC, Generic[Server, Silo]):
     ----------
     model : FederatedModel
     guide : Guide
-    bound : SiloBound
+    bound : Bound
     optim : optax.GradientTransformation
         The optimiser of the server and of every silo; each has a state of its own.
     num_particles : int
@@ -103,7 +103,7 @@ class ByGradients(ABC, Generic[Server, Silo]):
 
     model: FederatedModel
     guide: Guide
-    bound: SiloBound
+    bound: Bound
     optim: optax.GradientTransformation
     num_particles: int
     num_silos: int

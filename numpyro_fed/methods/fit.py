@@ -43,7 +43,13 @@ from numpyro_fed.model.layout import layout_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, default_quadrature
 from numpyro_fed.precision import precision as precision_as
-from numpyro_fed.results.importance import AT_ONCE, Corrected, InnerDraws, correct_from
+from numpyro_fed.results.importance import (
+    AT_ONCE,
+    Corrected,
+    InnerDraws,
+    correct_from,
+    importance_correct,
+)
 from numpyro_fed.results.mixture import around_modes, matched
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.weighted import MAX_ERROR
@@ -387,23 +393,30 @@ class _Fitting:
         name: str = "correction",
         draws: int = AT_ONCE,
         own: Mixture | None = None,
+        before: Corrected | None = None,
     ) -> Corrected | None:
         """Return the importance correction of a result; None if it fails.
 
-        Most draws come from the mixture ``own``, by default around the fit and other modes.
+        Most draws come from the mixture ``own``, by default around the fit and other modes. Those
+        of the correction ``before`` are added to them.
         """
+        earlier = 0 if before is None else before.num_exchanges
         try:
             with self.stage(name):
                 own = self.around(result) if own is None else own
-                correction = correct_from(
-                    self.new_key(), result, draws, self.inner_draws, wider=WIDER, own=own
-                )
+                key, inner = self.new_key(), self.inner_draws
+                if own is None:
+                    correction = importance_correct(key, result, draws, inner)
+                else:
+                    correction = correct_from(
+                        key, result, draws, inner, own, wider=WIDER, before=before
+                    )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
             self.spend(math.ceil(draws / AT_ONCE) if sent else 0)
             self.record(name, f"not possible ({error})", None)
             return None
-        self.spend(correction.num_exchanges)
+        self.spend(correction.num_exchanges - earlier)
         share = f"{correction.ess:,.0f} of {len(correction.weights):,} draws count"
         short = "" if correction.trusted else f", not enough: {correction.doubt}"
         self.record(name, f"k-hat {correction.pareto_k:.2f}, {share}{short}", correction)
@@ -428,39 +441,39 @@ class _Fitting:
         rows = best.integration.by_draws and not (self.coupled or self.has_more_inner)
         if not best.reliable and rows and self.budget_left > 0:
             self.has_more_inner, self.inner_draws = True, 4 * self.num_inner_draws()
-            new = self.correct(best.result, "more draws of the rows' latents", own=best.own)
+            new = self.correct(best.result, "more draws of the rows' latents", own=_latest(best))
             best = self.better(best, new) or best
-        # A matched proposal lies closer to the posterior,
-        # and its own correction gives the next match.
-        latest = best
+        # A matched proposal lies closer to the posterior. Its draws
+        # are added to those before, and all give the next match.
         for _ in range(MAX_MATCHES):
-            if best.trusted or self.budget_left <= 0 or latest.share > ENOUGH_COUNT:
+            if best.trusted or self.budget_left <= 0 or best.share > ENOUGH_COUNT:
                 break
             own = None
-            if latest.own is not None and latest.ess > MIN_DRAWS_PER_GLOBAL * self.fm.dim:
-                own = matched(np.asarray(latest.z_G), latest.weights)
+            if best.pool is not None and best.ess > MIN_DRAWS_PER_GLOBAL * self.fm.dim:
+                own = matched(np.asarray(best.z_G), best.weights)
             if own is None:
                 break
-            new = self.correct(best.result, "matched to the weighted draws", AT_ONCE, own)
+            name = "matched to the weighted draws"
+            new = self.correct(best.result, name, AT_ONCE, own, best)
             if new is None:
                 break
+            best = new
+        if best.pool is None and not best.reliable and best.many_count and self.budget_left > 0:
+            new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
             best = self.better(best, new) or best
-            latest = new if new.share > latest.share else best
-        if not best.reliable and best.many_count and self.budget_left > 0:
-            new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE, best.own)
-            best = self.better(best, new) or best
-        if best.reliable and not best.trusted and math.isfinite(best.monte_carlo_error):
+        if best.many_count and not best.trusted and math.isfinite(best.monte_carlo_error):
             # Errors fall as the root of the number of draws. The 1.3 allows for the error of the
             # estimated error, so that one more correction is enough as a rule.
             factor = 1.3 * (best.monte_carlo_error / MAX_ERROR) ** 2
             needed = len(best.weights) * (
                 factor if best.spreads_known else max(factor, TAIL_FACTOR)
             )
-            draws = min(
-                MAX_DRAWS, math.ceil(needed / AT_ONCE) * AT_ONCE, self.budget_left * AT_ONCE
-            )
-            if draws > len(best.weights):
-                best = self.better(best, self.correct(best.result, "more draws", draws, best.own))
+            added = needed - (len(best.weights) if best.pool is not None else 0)
+            draws = min(MAX_DRAWS, math.ceil(added / AT_ONCE) * AT_ONCE, self.budget_left * AT_ONCE)
+            if draws > 0:
+                before = best if best.pool is not None else None
+                new = self.correct(best.result, "more draws", draws, _latest(best), before)
+                best = self.better(best, new) or best
         return best
 
     def confirm(self, best: Corrected | None) -> Corrected | None:
@@ -470,7 +483,7 @@ class _Fitting:
         tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
         if best is None or not best.trusted or tried <= 2 or self.budget_left <= 0:
             return best
-        new = self.correct(best.result, "judged by new draws", len(best.weights), best.own)
+        new = self.correct(best.result, "judged by new draws", len(best.weights), _latest(best))
         return new if new is not None else best
 
     def missed_modes(self, best: Corrected | None) -> tuple[LocalMode, ...]:
@@ -536,6 +549,11 @@ class _Fitting:
 def _wants_more(correction: Corrected | None) -> bool:
     """Return whether more work may help: not if the precision cannot hold the posterior."""
     return correction is None or not (correction.trusted or not correction.precise)
+
+
+def _latest(correction: Corrected) -> Mixture | None:
+    """Return the mixture from which the latest draws came, if they came from one."""
+    return None if correction.pool is None else correction.pool.mixtures[0]
 
 
 def _rank(correction: Corrected) -> tuple[bool, bool, float]:

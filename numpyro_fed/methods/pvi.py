@@ -54,7 +54,7 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
+from numpyro_fed.objectives import ELBO, Objective, bound_of, draws_by_plate
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built, Factors
 from numpyro_fed.results.pvi import PVIResult
@@ -131,7 +131,7 @@ class PVI(Method[PVIResult, Conjugate]):
         ``local.Optax()`` elsewhere.
     guide : Structured, optional
         For the local latents; its ``globals`` are not used.
-    objective : ELBO or LocallyEnhanced
+    objective : ELBO, LocallyEnhanced or Quadrature
         The bound on a silo's likelihood where it has local latents.
     theta_optim : optax.GradientTransformation, optional
         For parameters without a prior (``numpyro.param``), which take one step on the free energy
@@ -191,7 +191,7 @@ class PVI(Method[PVIResult, Conjugate]):
     prior: str = field(default="auto", kw_only=True)
     local: Local | None = field(default=None, kw_only=True)
     guide: Structured | None = field(default=None, kw_only=True)
-    objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
+    objective: Objective = field(default=ELBO(), kw_only=True)
     theta_optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     start: str | Result | None = field(default="mode", kw_only=True)
     starts: int = field(default=1, kw_only=True)
@@ -319,7 +319,7 @@ class PVI(Method[PVIResult, Conjugate]):
         # The factors' family takes the place of the guide's own part for the globals.
         guide = replace(guide, globals=FamilyGuide(fm.dim, chosen.family))
         draws = draws_by_plate(self.objective, guide)
-        bound = SiloBound(fm, guide, draws)
+        bound = bound_of(fm, guide, self.objective)
         local, closed = self._local(plan), plan.facts.verdict("conjugate")
         minibatches = minibatches_of(fm, plan.lengths, local.batch_size)
         check_guide(guide, draws, minibatches)
@@ -328,7 +328,7 @@ class PVI(Method[PVIResult, Conjugate]):
             globals=chosen,
             guide=guide,
             bound=bound,
-            plain_bound=replace(bound, plain=True),
+            plain_bound=bound.with_plain_gradient(),
             local=_check_local(local, closed, self.divergence),
             prior_local=_prior_optimiser(chosen.family),
             conjugate=closed,
@@ -379,6 +379,7 @@ class PVI(Method[PVIResult, Conjugate]):
         return Built(
             model=fm,
             guide=guide,
+            bound=bound,
             algorithm=algorithm,
             schedule=schedule,
             draws=draws,

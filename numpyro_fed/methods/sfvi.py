@@ -39,7 +39,7 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
-from numpyro_fed.objectives import ELBO, LocallyEnhanced, SiloBound, draws_by_plate
+from numpyro_fed.objectives import ELBO, Bound, Objective, bound_of, draws_by_plate
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Fit, Result
@@ -96,7 +96,7 @@ class GradientMethod(Method[Result, None]):
 
     optim: optax.GradientTransformation | None = field(default=None, kw_only=True)
     guide: Structured | Amortised | AutoGuide | None = field(default=None, kw_only=True)
-    objective: ELBO | LocallyEnhanced = field(default=ELBO(), kw_only=True)
+    objective: Objective = field(default=ELBO(), kw_only=True)
     num_particles: int = field(default=1, kw_only=True)
     starts: int = field(default=1, kw_only=True)
     schedule: str | Spec = field(default="synchronous", kw_only=True)
@@ -111,7 +111,7 @@ class GradientMethod(Method[Result, None]):
 
     @abstractmethod
     def _parts(
-        self, fm: FederatedModel, plan: Plan, bound: SiloBound, minibatches: Minibatches | None
+        self, fm: FederatedModel, plan: Plan, bound: Bound, minibatches: Minibatches | None
     ) -> GradientParts:
         """Return the parts of the method's algorithm, for a bound with a guide that is built."""
 
@@ -124,7 +124,7 @@ class GradientMethod(Method[Result, None]):
         guide = build_resolved(spec, GuideConfig.of(chosen["guide"]), fm, plan.row_of)
         fm = with_encoders(fm, guide.encoders)
         draws = draws_by_plate(self.objective, guide)
-        bound = SiloBound(fm, guide, draws)
+        bound = bound_of(fm, guide, self.objective)
         minibatches = minibatches_of(fm, plan.lengths, self.batch_size)
         check_guide(guide, draws, minibatches)
         parts, start = self._parts(fm, plan, bound, minibatches), None
@@ -135,6 +135,7 @@ class GradientMethod(Method[Result, None]):
         return Built(
             model=fm,
             guide=guide,
+            bound=bound,
             algorithm=parts.algorithm(),
             schedule=in_step(self.schedule).build(plan.num_silos),
             draws=draws,
@@ -192,8 +193,9 @@ class SFVI(GradientMethod):
         :class:`numpyro_fed.guides.Structured` chooses by the model's sizes when left out. A NumPyro
         autoguide is used for the globals. With networks for rows
         (:class:`numpyro_fed.guides.Amortised`) a run starts as by ``start=None``.
-    objective : ELBO or LocallyEnhanced
-        The bound. ``LocallyEnhanced(draws=20)`` is worth its price where rows have latents.
+    objective : ELBO, LocallyEnhanced or Quadrature
+        The bound. ``Quadrature()`` is the best where rows have one or two latents; where they have
+        more ``LocallyEnhanced(draws=20)`` is worth its price.
     num_particles : int
         Draws of the globals in each round.
     start : {"mode", None} or Result
@@ -268,7 +270,7 @@ class SFVI(GradientMethod):
         }
 
     def _parts(
-        self, fm: FederatedModel, plan: Plan, bound: SiloBound, minibatches: Minibatches | None
+        self, fm: FederatedModel, plan: Plan, bound: Bound, minibatches: Minibatches | None
     ) -> StructuredVI:
         kind, schedule = plan.chosen["start"], in_step(self.schedule).build(plan.num_silos)
         return StructuredVI(

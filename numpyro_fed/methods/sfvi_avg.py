@@ -27,7 +27,7 @@ from numpyro_fed.methods.sfvi import GradientMethod
 from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
-from numpyro_fed.objectives import SiloBound
+from numpyro_fed.objectives import Bound
 
 # Adam's first steps in a round, for the centre of the globals, the rest of the guides, and other
 # parameters. A step of 0.02 for all left unlike silos 4 to 8 sds off, and one of 0.05 made sds half
@@ -238,7 +238,7 @@ class SFVIAvg(GradientMethod):
         return replace(spec, globals=kind) if isinstance(spec, Structured) else Structured()
 
     def _parts(
-        self, fm: FederatedModel, plan: Plan, bound: SiloBound, minibatches: Minibatches | None
+        self, fm: FederatedModel, plan: Plan, bound: Bound, minibatches: Minibatches | None
     ) -> Averaging:
         chosen = plan.chosen
         kind, family = chosen["start"], GuideConfig.of(chosen["guide"]).globals

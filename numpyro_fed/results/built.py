@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import SiloBound
+from numpyro_fed.objectives import Bound
 from numpyro_fed.results.base import BuiltRun
 from numpyro_fed.runtime.schedule import Schedule
 
@@ -80,11 +79,11 @@ class Built(BuiltRun):
 
     Attributes
     ----------
-    model, guide, without_start
+    model, guide, bound, without_start
     schedule : Schedule or None
         None where all silos take part in every round.
     draws : dict of str to int
-        ``K`` for each silo plate that has latents.
+        ``K`` for each silo plate that has latents, or its nodes of quadrature.
     factors : Factors or None
     start : Start or None
         None where a run begins at ``algorithm``'s own first state.
@@ -93,15 +92,11 @@ class Built(BuiltRun):
     model: FederatedModel
     without_start: Callable[[], tuple[Plan, Built]] | None = None
     guide: Guide
+    bound: Bound
     schedule: Schedule[Any] | None = None
     draws: dict[str, int] = field(default_factory=dict)
     factors: Factors | None = None
     start: Start | None = None
-
-    @cached_property
-    def bound(self) -> SiloBound:
-        """Return the function of a silo's term of the bound."""
-        return SiloBound(self.model, self.guide, self.draws)
 
     @property
     def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:

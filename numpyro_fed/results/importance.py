@@ -4,7 +4,10 @@
 2. Each silo estimates its log likelihood at each draw, with its own latents integrated out by
    weighted draws. The sum over silos comes back.
 3. The weights of the draws are Pareto-smoothed. Without locals, heavy draws whose log density jumps
-   between neighbouring numbers lose their weight (:func:`_rough_draws`), and step 3 is done again.
+   between neighbouring numbers lose their weight (:meth:`Weighing._rough_draws`), and step 3 is
+   done again.
+
+``nf.fit`` draws from mixtures around modes (:func:`correct_from`), and keeps all draws so far.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +27,14 @@ from jax import Array, random
 from numpyro_fed.algorithms.base import Round
 from numpyro_fed.algorithms.importance.exchange import WeightedDraws, importance
 from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.algorithms.importance.proposals import SHARE, Mixture, Proposal, proposal
+from numpyro_fed.algorithms.importance.proposals import (
+    SHARE,
+    Mixture,
+    MixtureProposal,
+    Proposal,
+    WideParts,
+    proposal,
+)
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.row_checks import check_rows_apart, coupled_rows
@@ -32,7 +42,6 @@ from numpyro_fed.model.sites import Site
 from numpyro_fed.objectives import (
     LocallyEnhanced,
     Quadrature,
-    SiloBound,
     check_quadrature,
     default_quadrature,
     draws_by_plate,
@@ -193,124 +202,210 @@ def importance_correct(
         return _corrected(key, result, num_draws, _integration(result, inner_draws), wider)
 
 
+def _corrected(
+    key: Array, result: Result, num_draws: int, integration: Integration, wider: float
+) -> Corrected:
+    """Return the correction of a fit, computed in the precision of the fit."""
+    size = min(num_draws, AT_ONCE)
+    weighing = Weighing(result, size, wider, integration)
+
+    def exchange(i: int) -> WeightedDraws:
+        # The first exchange has the key itself, so that
+        # 4,000 draws are the same with and without more.
+        return weighing.exchange(random.fold_in(key, i) if i else key)
+
+    parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
+    z_G = jnp.concatenate([part.z_G for part in parts])
+    log_weights = jnp.concatenate([part.log_weights for part in parts])
+    from_guide = np.tile(np.arange(size) < weighing.num_own, len(parts))
+    correction = weighing.correction(key, z_G, log_weights, from_guide)
+    return unless_interrupted(correction, interrupted, num_draws)
+
+
+class Weighing:
+    """The exchanges of a correction, and what follows from them.
+
+    Attributes
+    ----------
+    integration : Integration
+        Finer than it was at the beginning if silos have found it too coarse.
+    sent : int
+        The number of exchanges so far.
+    """
+
+    def __init__(self, result: Result, size: int, wider: float, integration: Integration):
+        self.result, self.size, self.wider = result, size, wider
+        self.integration, self.sent = integration, 0
+
+    @property
+    def num_own(self) -> int:
+        """Return the number of draws of an exchange that are not from wider distributions."""
+        return self._compiled[1].own
+
+    @property
+    def _compiled(self) -> tuple[Single, Proposal[Any]]:
+        return _compiled(self.result._fit, self.integration, self.size, self.wider)
+
+    def exchange(self, key: Array, points: Array | None = None) -> WeightedDraws:
+        """Return weighted draws: from the fit's guide, or ``points`` (size, dim) as they are.
+
+        It takes another exchange if a silo's integrals turn out to be too coarse.
+        """
+        while True:
+            weigh = self._compiled[0]
+            run_once = self.result._run_round_once
+            found: WeightedDraws = run_once(weigh, key, NO_WEIGHTS, points)[0]
+            self.sent += 1
+            if not self.integration.nodes or not float(found.num_coarse):
+                return found
+            self.integration = self.integration.finer()
+
+    def correction(
+        self,
+        key: Array,
+        z_G: Array,
+        log_weights: Array,
+        from_own: np.ndarray,
+        pool: Pool | None = None,
+    ) -> Corrected:
+        """Return the correction by draws (n, dim) with log weights (n,).
+
+        ``from_own`` (n,) marks the draws that are not from wider distributions: those of the fit's
+        guide or, with a ``pool``, of mixtures in its place.
+        """
+        fit = self.result._fit
+        tail_and_weights = weights_of(log_weights)
+        # With locals a silo's estimate may be noisy itself,
+        # so that a jump between neighbours shows nothing.
+        for _ in range(0 if self.integration.draws else MAX_CHECKS):
+            if tail_and_weights[0] <= threshold(len(z_G)):
+                break
+            rough = self._rough_draws(key, z_G, np.asarray(log_weights), from_own)
+            if not rough.size:
+                break
+            log_weights = log_weights.at[rough].set(-jnp.inf)
+            tail_and_weights = weights_of(log_weights)
+        z_G = replace_weightless(z_G, tail_and_weights[1])
+        log_evidence = float(jax.nn.logsumexp(log_weights) - np.log(len(z_G)))
+        of_fit = None
+        if pool is not None:
+            of_fit = np.asarray(self.result.draw_globals(random.key(0), AT_ONCE)[0])
+        return Corrected(
+            log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
+            result=self.result,
+            _key=random.fold_in(key, 1),
+            z_G=z_G,
+            _posterior=_sampler(fit, self.integration),
+            num_exchanges=self.sent,
+            integration=self.integration,
+            pool=pool,
+            **quality_fields(np.asarray(z_G), from_own, log_weights, tail_and_weights, of_fit),
+        )
+
+    def _rough_draws(
+        self, key: Array, z_G: Array, log_weights: np.ndarray, from_own: np.ndarray
+    ) -> np.ndarray:
+        """Return the indices of heavy draws whose weight comes from cancellation.
+
+        A log density that rises by the cancellation of large numbers, as far out where the gamma
+        functions of a Beta distribution are subtracted, jumps from one number to the next. So each
+        of these draws is weighed again together with its two neighbours on both sides, a tiny share
+        of an sd away: a second difference of several nats is no curvature there.
+        """
+        z = np.asarray(z_G, np.float64)
+        # A third of an exchange, since each heavy draw takes three places of it.
+        heavy = np.argsort(-log_weights)[: self.size // 3]
+        gap = np.spacing(np.abs(np.asarray(z_G))[heavy]).astype(np.float64)
+        # Neighbours lie along a random diagonal: one step moves all coordinates at once.
+        signs = np.where(np.random.default_rng(0).random(z.shape[1]) < 0.5, -1, 1)
+        step = signs * np.maximum(NEXT_TO * z[from_own].std(0), GAPS * gap)
+        three = [z[heavy] - step, z[heavy], z[heavy] + step]
+        # The exchange is compiled for a fixed number of
+        # draws; the mean fills the places that are left.
+        spare = np.broadcast_to(z[from_own].mean(0), (self.size - 3 * len(heavy), z.shape[1]))
+        points = jnp.asarray(np.concatenate([*three, spare]), z_G.dtype)
+        density = np.asarray(self.exchange(key, points).log_weights, np.float64)
+        below, at, above = density[: 3 * len(heavy)].reshape(3, -1)
+        smooth = np.abs(above - 2 * at + below) <= JUMP
+        return heavy[~smooth & (log_weights[heavy] > -np.inf)]
+
+
+class Pool(NamedTuple):
+    """What is known of weighted draws from mixtures, so that further draws can be added.
+
+    Attributes
+    ----------
+    log_joint : (n,)
+        The log joint density of all silos at each draw, its locals integrated out.
+    from_own : (n,) bool
+        Whether a draw is from a mixture itself, and not from the wider parts around it.
+    mixtures : tuple of Mixture
+    numbers : tuple of int
+        The number of draws that come from each of these and its wider parts.
+    """
+
+    log_joint: Array
+    from_own: np.ndarray
+    mixtures: tuple[Mixture, ...]
+    numbers: tuple[int, ...]
+
+
 def correct_from(
     key: Array,
     result: Result,
     num_draws: int,
     inner_draws: InnerDraws,
+    own: Mixture,
     *,
     wider: float,
-    own: Mixture | None,
+    before: Corrected | None = None,
 ) -> Corrected:
-    """Return :func:`importance_correct` with a mixture in the place of the fit's guide."""
-    _check_weighable(result._fit)
-    with precision(double=result.double):
-        integration = _integration(result, inner_draws)
-        return _corrected(key, result, num_draws, integration, wider, own)
+    r"""Return a correction whose draws come from a mixture, in the place of the fit's guide.
 
+    Draws of ``before``, a correction of the same kind, are added: all draws together count as from
+    the mixture of all proposals ``k``, with the numbers :math:`n_k` that came from each,
 
-def _corrected(
-    key: Array,
-    result: Result,
-    num_draws: int,
-    integration: Integration,
-    wider: float,
-    own: Mixture | None = None,
-) -> Corrected:
-    """Return the correction of a fit, computed in the precision of the fit."""
-    fit, size = result._fit, min(num_draws, AT_ONCE)
-    weigh, sampler, proposed = _compiled(fit, integration, size, wider)
+    .. math::
+        \log w_s = \log p(z_G^s, y) - \log \sum_k 	frac{n_k}{n}\, q_k(z_G^s),
 
-    def exchange(i: int) -> WeightedDraws:
-        # The first exchange has the key itself, so that
-        # 4,000 draws are the same with and without more.
-        key_exchange = jax.random.fold_in(key, i) if i else key
-        found: WeightedDraws = result._run_round_once(weigh, key_exchange, NO_WEIGHTS, own)[0]
-        return found
-
-    first, sent = exchange(0), 1
-    while integration.nodes and float(first.num_coarse):
-        integration = integration.finer()
-        weigh, sampler, proposed = _compiled(fit, integration, size, wider)
-        first, sent = exchange(0), sent + 1
-    parts, interrupted = until_interrupted(
-        lambda i: exchange(i) if i else first, -(-num_draws // size)
-    )
-    sent += len(parts) - 1
-    z_G = jnp.concatenate([part.z_G for part in parts])
-    log_weights = jnp.concatenate([part.log_weights for part in parts])
-    from_own = np.tile(np.arange(size) < proposed.own, len(parts))
-    tail_and_weights = weights_of(log_weights)
-    # With locals a silo's estimate may be noisy itself,
-    # so that a jump between neighbours shows nothing.
-    for _ in range(0 if integration.draws else MAX_CHECKS):
-        if tail_and_weights[0] <= threshold(len(z_G)):
-            break
-        rough = _rough_draws(result, weigh, key, z_G, np.asarray(log_weights), from_own)
-        sent += 1
-        if not rough.size:
-            break
-        log_weights = log_weights.at[rough].set(-jnp.inf)
-        tail_and_weights = weights_of(log_weights)
-    z_G = replace_weightless(z_G, tail_and_weights[1])
-    log_evidence = float(jax.nn.logsumexp(log_weights) - np.log(len(z_G)))
-    corrected = Corrected(
-        log_evidence=None if fit.factors and fit.factors.loss else log_evidence,
-        result=result,
-        _key=jax.random.fold_in(key, 1),
-        z_G=z_G,
-        _posterior=sampler,
-        num_exchanges=sent,
-        integration=integration,
-        own=own,
-        **quality_fields(
-            np.asarray(z_G),
-            from_own,
-            log_weights,
-            tail_and_weights,
-            None if own is None else _draws_of_fit(result),
-        ),
-    )
-    return unless_interrupted(corrected, interrupted, num_draws)
-
-
-def _draws_of_fit(result: Result) -> np.ndarray:
-    """Return draws (n, dim) of the globals from the fit's guide."""
-    return np.asarray(result.draw_globals(random.key(0), AT_ONCE)[0])
-
-
-def _rough_draws(
-    result: Result,
-    weigh: Single,
-    key: Array,
-    z_G: Array,
-    log_weights: np.ndarray,
-    from_guide: np.ndarray,
-) -> np.ndarray:
-    """Return the indices of heavy draws whose weight comes from the cancellation of large numbers.
-
-    A log density that rises by cancellation, as far out where the gamma functions of a Beta
-    distribution are subtracted, jumps from one number to the next. So each of these draws is
-    weighed again together with its two neighbours on both sides, a tiny share of an sd away: a
-    second difference of several nats is no curvature there.
+    so that no weight is larger than under the best of them (Owen and Zhou 2000).
     """
-    z = np.asarray(z_G, np.float64)
-    size = min(len(z), AT_ONCE)
-    # A third of an exchange, since each heavy draw takes three places of it.
-    heavy = np.argsort(-log_weights)[: size // 3]
-    gap = np.spacing(np.abs(np.asarray(z_G))[heavy]).astype(np.float64)
-    # Neighbours lie along a random diagonal: one step moves all coordinates at once.
-    signs = np.where(np.random.default_rng(0).random(z.shape[1]) < 0.5, -1, 1)
-    step = signs * np.maximum(NEXT_TO * z[from_guide].std(0), GAPS * gap)
-    three = [z[heavy] - step, z[heavy], z[heavy] + step]
-    # The exchange is compiled for a fixed number of draws; the mean fills the places that are left.
-    spare = np.broadcast_to(z[from_guide].mean(0), (size - 3 * len(heavy), z.shape[1]))
-    points = jnp.asarray(np.concatenate([*three, spare]), z_G.dtype)
-    weighed: WeightedDraws = result._run_round_once(weigh, key, NO_WEIGHTS, points)[0]
-    density = np.asarray(weighed.log_weights, np.float64)
-    below, at, above = density[: 3 * len(heavy)].reshape(3, -1)
-    smooth = np.abs(above - 2 * at + below) <= JUMP
-    return heavy[~smooth & (log_weights[heavy] > -np.inf)]
+    fit, size = result._fit, min(num_draws, AT_ONCE)
+    _check_weighable(fit)
+    with precision(double=result.double):
+        chosen = _integration(result, inner_draws) if before is None else before.integration
+        weighing = Weighing(result, size, wider, chosen)
+        propose = fit.cached(
+            ("mixture", size, wider), lambda: MixtureProposal(WideParts.of(fit.model, size, wider))
+        )
+        theta = result.shared.theta
+
+        def exchange(i: int) -> WeightedDraws:
+            key_exchange = random.fold_in(key, i) if i else key
+            return weighing.exchange(key_exchange, propose.draw(key_exchange, theta, own))
+
+        parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
+        z_G = [part.z_G for part in parts]
+        log_joint = [part.log_weights for part in parts]
+        from_own = [np.tile(np.arange(size) < weighing.num_own, len(parts))]
+        mixtures, numbers = [own], [size * len(parts)]
+        if before is not None and before.pool is not None:
+            earlier = before.pool
+            z_G.append(before.z_G)
+            log_joint.append(earlier.log_joint)
+            from_own.append(earlier.from_own)
+            mixtures += earlier.mixtures
+            numbers += earlier.numbers
+            weighing.sent += before.num_exchanges
+        z = jnp.concatenate(z_G)
+        pool = Pool(
+            jnp.concatenate(log_joint), np.concatenate(from_own), tuple(mixtures), tuple(numbers)
+        )
+        log_q = jnp.stack([propose.log_density(theta, mixture, z) for mixture in mixtures])
+        log_shares = jnp.log(jnp.asarray(numbers, log_q.dtype) / sum(numbers))
+        log_weights = pool.log_joint - jax.nn.logsumexp(log_shares[:, None] + log_q, axis=0)
+        correction = weighing.correction(key, z, log_weights, pool.from_own, pool)
+        return unless_interrupted(correction, interrupted, num_draws)
 
 
 def _check_weighable(fit: Fit) -> None:
@@ -345,15 +440,15 @@ class Corrected(Weighted[Result]):
         Messages that each silo sent for it.
     integration : Integration
         How silos integrated their own latents.
-    own : Mixture or None
-        The mixture from which most draws came; None for the fit's guide.
+    pool : Pool or None
+        What is known of draws from mixtures; None if they came from the fit's guide.
     """
 
     z_G: Array = field(repr=False)
     _posterior: Posterior = field(repr=False)
     num_exchanges: int
     integration: Integration
-    own: Mixture | None = field(default=None, repr=False)
+    pool: Pool | None = field(default=None, repr=False)
 
     @property
     def _sites(self) -> tuple[Site, ...]:
@@ -420,8 +515,10 @@ class Corrected(Weighted[Result]):
     def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
         """Draw from the corrected posterior; with ``silo``, also that silo's locals.
 
-        Globals are resampled by their weights. Locals are drawn anew at them, each from
-        ``inner_draws`` draws by weight, which is exact as their number grows.
+        Globals are resampled by their weights. Locals are drawn anew at them: under quadrature
+        from their conditional density on a grid around its mode (64 cells for one latent, which
+        reach six standard deviations), else each from ``inner_draws`` draws by weight, which is
+        exact as their number grows.
         """
         chosen = self.z_G[systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
         return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
@@ -457,8 +554,8 @@ def weighing(built: Built, settings: Mapping[str, Any]) -> tuple[Round, Proposal
 
 def _compiled(
     fit: Fit, integration: Integration, num_draws: int, wider: float
-) -> tuple[Single, Posterior, Proposal[Any]]:
-    """Return the compiled exchange, the sampling functions and the proposal, once for each fit."""
+) -> tuple[Single, Proposal[Any]]:
+    """Return the compiled exchange and the proposal, once for each fit."""
     settings = dict(
         inner_draws=dict(integration.draws),
         nodes=integration.nodes,
@@ -467,20 +564,24 @@ def _compiled(
         batch_size=_batch_size(fit, integration, num_draws),
     )
 
-    def make() -> tuple[Single, Posterior, Proposal[Any]]:
+    def make() -> tuple[Single, Proposal[Any]]:
         round_, proposed = weighing(fit.built, settings)
-        sampler = _sampler(fit, integration)
         rows = sum(n for _, n in fit.plan.total)
         little = num_draws * rows * integration.work_of_row(fit.model) <= FEW_TERMS
         compiled = fit.runtime.quick(round_) if little else fit.runtime.single(round_)
-        return compiled, sampler, proposed
+        return compiled, proposed
 
     return fit.cached(("importance", json.dumps(settings)), make)
 
 
 def _sampler(fit: Fit, integration: Integration) -> Posterior:
     """Return the sampling functions, with locals drawn by weight."""
-    return posterior(fit.model, fit.guide, SiloBound(fit.model, fit.guide, integration.draws))
+
+    def make() -> Posterior:
+        return posterior(fit.model, fit.guide, integration.bound(fit.model, fit.guide))
+
+    settings = json.dumps([dict(integration.draws), integration.nodes])
+    return fit.cached(("sampler", settings), make)
 
 
 def _inner_draws(guide: Guide, inner_draws: int | Mapping[str, int]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import SiloBound
+from numpyro_fed.objectives import Bound
 
 
 class Posterior(NamedTuple):
@@ -42,7 +42,7 @@ class Posterior(NamedTuple):
     constrain_locals: Callable[..., dict[str, Array]]
 
 
-def posterior(fm: FederatedModel, guide: Guide, bound: SiloBound) -> Posterior:
+def posterior(fm: FederatedModel, guide: Guide, bound: Bound) -> Posterior:
     """Return the sampling functions of a fit."""
 
     @partial(jax.jit, static_argnums=2)

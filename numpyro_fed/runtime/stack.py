@@ -33,8 +33,7 @@ NOISE = 2**20
 Stacks = tuple[Any, ...]  # silos' states, stacked in each bucket
 Planned = tuple[Carry, Array]  # the carry of a schedule, and each silo's last ``change``
 Watch = Callable[[Any], Any]  # a silo's new state -> the part of it that is logged
-# A vertical model's response; draws that a round weighs, or the parts of a mixture to draw from.
-ServerData = SiloData | Array | tuple[Array, ...] | None
+ServerData = SiloData | Array | None  # a vertical model's response, or draws that a round weighs
 
 
 class State(NamedTuple):

@@ -33,7 +33,7 @@ from numpyro_fed.algorithms.base import (
     key_as_noise,
 )
 from numpyro_fed.algorithms.importance.likelihood import Draws, LikelihoodEstimate
-from numpyro_fed.algorithms.importance.proposals import Mixture, Proposal
+from numpyro_fed.algorithms.importance.proposals import Proposal
 from numpyro_fed.algorithms.sfvi import Down, coordinates_of
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import Guide
@@ -72,8 +72,8 @@ def importance(
     """Return the round that leads from states of the algorithm ``fitted`` to weighted draws.
 
     A silo sends :class:`Estimates`, and keeps its state. ``batch_size`` draws are
-    computed at a time. If the runtime is given server data, these are a mixture that takes the
-    place of the guide, or the draws (n, dim) to weigh, and the proposal's density counts as one.
+    computed at a time. If the runtime is given server data, these are the draws (n, dim) to weigh,
+    and the proposal's density counts as one.
     """
 
     def without_overflow(values: Array) -> Array:
@@ -112,11 +112,10 @@ def importance(
 
     def run(state: Server, noise: object, ask: Ask) -> tuple[WeightedDraws, Info]:
         theta, eta, frame = shared = fitted.shared(state)
-        own = ask.server_data
-        if own is None or isinstance(own, Mixture):
-            z_G, log_q = proposal.draw(shared, noise, own)
+        if ask.server_data is None:
+            z_G, log_q = proposal.draw(shared, noise)
         else:
-            z_G, log_q = own, jnp.zeros(num_draws)
+            z_G, log_q = ask.server_data, jnp.zeros(num_draws)
         log_prior = jax.vmap(fm.log_prior, (None, 0))(theta, z_G)
         coordinates = (
             guide.globals.centred_coordinates(frame, eta, z_G) if guide.uses_globals else ()

@@ -13,6 +13,7 @@ from numpyro_fed.algorithms.importance.likelihood import (
 )
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.objectives import Bound, QuadratureBound, SiloBound
 
 # Nodes in each dimension, at most. An integral that so many do not reach has two modes or a kink.
 MAX_NODES = 46
@@ -27,7 +28,7 @@ class Integration:
     ----------
     draws : dict of str to int
         Number of draws of the locals for each silo plate that has latents. Under quadrature they
-        serve only where locals are drawn from the posterior, by resampling.
+        are those that would take its place.
     nodes : int
         Nodes of the quadrature in each dimension; 0 for integration by draws.
     """
@@ -45,6 +46,12 @@ class Integration:
         if self.nodes:
             return QuadratureLikelihood(fm, guide, self.nodes)
         return SiloLikelihood(fm, guide, self.draws)
+
+    def bound(self, fm: FederatedModel, guide: Guide) -> Bound:
+        """Return the bound by which locals are drawn from the posterior."""
+        if self.nodes:
+            return QuadratureBound(fm, guide, self.nodes)
+        return SiloBound(fm, guide, self.draws)
 
     def finer(self) -> Integration:
         """Return the integration to try where this quadrature is too coarse."""

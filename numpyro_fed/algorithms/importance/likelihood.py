@@ -35,6 +35,7 @@ from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.priors import LocalPrior
+from numpyro_fed.objectives import QuadratureBound
 
 # Share of the draws from the latents' prior. It bounds weights by 1 / SHARE times a likelihood. A
 # smaller one bounds them less; a larger one takes draws from the mode, where most of the mass is.
@@ -104,11 +105,10 @@ class QuadratureLikelihood:
         """Return log likelihoods, and whether they are others with twice the nodes."""
         integrals, finer = (RowIntegrals(self.model, n * self.nodes, NEARBY) for n in (1, 2))
 
+        bound = QuadratureBound(self.model, self.guide, self.nodes)
+
         def modes_at(z_G: Array, u: Array) -> Rows:
-            guides = self.guide.recentre(eta, u - draws.centre, data)
-            guides = {p: self.guide.of_rows(p, theta, guides[p], z_G, data) for p in guides}
-            start = {p: guides[p]["loc"] for p in self.guide.locals}
-            return integrals.modes(theta, z_G, data, start)
+            return bound.modes(theta, eta, z_G, Coordinates(u, draws.centre), data)
 
         z_G = draws.z_G
         modes = jax.vmap(modes_at)(z_G, draws.u)

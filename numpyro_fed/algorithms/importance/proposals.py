@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -66,6 +67,13 @@ PRIOR_DRAWS = 512  # for quantiles of the prior, which need not be exact
 Noise = TypeVar("Noise")
 
 
+class Place(NamedTuple):
+    """The mean (dim,) and a lower triangular root (dim, dim) of the covariance of draws."""
+
+    centre: Array
+    root: Array
+
+
 class Mixture(NamedTuple):
     """A mixture of Student t distributions, in the place of the guide.
 
@@ -81,6 +89,15 @@ class Mixture(NamedTuple):
     log_shares: Array
     centres: Array
     roots: Array
+
+    @property
+    def place(self) -> Place:
+        """Return the mean of all parts, and a root of their covariance."""
+        shares = jnp.exp(self.log_shares)
+        mean = shares @ self.centres
+        away = (self.centres - mean)[..., None]
+        columns = jnp.sqrt(shares)[:, None, None] * jnp.concatenate([self.roots, away], -1)
+        return Place(mean, linalg.root_of(jnp.concatenate(list(columns), -1)))
 
     def sample(self, key: Array, n: int) -> Array:
         """Return draws (n, dim), from each part in its share as nearly as whole numbers allow."""
@@ -110,14 +127,13 @@ class Proposal(NamedTuple, Generic[Noise]):
     own : int
         The number of draws from the guide; they come first.
     noise : key -> noise
-    draw : (Shared, noise, Mixture or None) -> (z_G, log_density)
-        All draws (n, dim), and the log density of the mixture at each (n,); the third argument
-        takes the place of the guide.
+    draw : (Shared, noise) -> (z_G, log_density)
+        All draws (n, dim), and the log density of the mixture at each (n,).
     """
 
     own: int
     noise: Callable[[Array], Noise]
-    draw: Callable[[Shared, Noise, Mixture | None], tuple[Array, Array]]
+    draw: Callable[[Shared, Noise], tuple[Array, Array]]
 
 
 class Part(NamedTuple):
@@ -127,55 +143,121 @@ class Part(NamedTuple):
     log_prob: Callable[[Array], Array]
 
 
+@dataclass(frozen=True, eq=False)
+class WideParts:
+    """The wider parts of a proposal: how many draws come from each, and their distributions.
+
+    Attributes
+    ----------
+    model : FederatedModel
+    spread : pair of (dim,) arrays, or None
+        The prior's median and spread.
+    num_own : int
+        The number of draws that are left for what the parts are wider than.
+    numbers : tuple of int
+        The number of draws from each part.
+    """
+
+    model: FederatedModel
+    spread: tuple[np.ndarray, np.ndarray] | None
+    num_own: int
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, fm: FederatedModel, num_draws: int, share: float) -> WideParts:
+        """Return the parts of a proposal with so many draws, a ``share`` of them wider."""
+        # Properties of the text, the same for all parties and all fits.
+        spread, funnels = prior_spread(fm), fm.global_prior.funnels
+        num_wide = len(SCALES) + (spread is not None)
+        wide = [int(share * num_draws / num_wide)] * num_wide
+        necks = [int(NECKS * share * num_draws / len(funnels)) for _ in funnels]
+        return cls(fm, spread, num_draws - sum(wide + necks), (*wide, *necks))
+
+    def parts(self, theta: Theta, place: Place) -> list[Part]:
+        """Return the parts around a place, in the order of :attr:`numbers`."""
+        centre, L = place
+        parts = [_student(centre, s * L) for s in SCALES]
+        if self.spread is not None:
+            parts.append(_student(jnp.asarray(self.spread[0]), jnp.diag(self.spread[1])))
+        funnels = self.model.global_prior.funnels
+        return parts + [_neck(self.model, funnel, theta, centre, L) for funnel in funnels]
+
+    def sample(self, key: Array, theta: Theta, place: Place) -> Array:
+        """Return draws of all parts (sum(numbers), dim), part after part."""
+        keys = jax.random.split(key, len(self.numbers))
+        drawn = zip(self.parts(theta, place), keys, self.numbers, strict=True)
+        empty = jnp.zeros((0, self.model.dim))
+        return jnp.concatenate([empty, *(part.sample(key, n) for part, key, n in drawn if n)])
+
+    def log_density(self, log_own: Array, theta: Theta, place: Place, z: Array) -> Array:
+        """Return the log density (m,) of the whole proposal at ``z`` (m, dim).
+
+        ``log_own`` (m,) is that of what the parts are wider than.
+        """
+        used = [
+            (part, n) for part, n in zip(self.parts(theta, place), self.numbers, strict=True) if n
+        ]
+        densities = jnp.stack([log_own, *(jax.vmap(part.log_prob)(z) for part, _ in used)])
+        numbers = jnp.array([self.num_own, *(n for _, n in used)])
+        log_shares = jnp.log(numbers / numbers.sum())
+        return jax.nn.logsumexp(log_shares[:, None] + densities, axis=0)
+
+
 def proposal(
     fm: FederatedModel, guide: GlobalGuide[Eps], num_draws: int, share: float = SHARE
 ) -> Proposal[Any]:
     """Return the mixture; the guide alone, if its density is known at its own draws only."""
 
-    def draw_own(shared: Shared, noise: Eps, own: Mixture | None = None) -> tuple[Array, Array]:
+    def draw_own(shared: Shared, noise: Eps) -> tuple[Array, Array]:
         return guide.draws(shared.frame, shared.guide, noise)[1:]
 
     if not share or not fm.dim or not guide.density_everywhere:
         return Proposal(num_draws, lambda key: guide.noise(key, num_draws), draw_own)
-    # Prior and funnels are properties of the text, the same for all parties and all fits.
-    spread, funnels = prior_spread(fm), fm.global_prior.funnels
-    num_wide = len(SCALES) + (spread is not None)
-    numbers = [int(share * num_draws / num_wide)] * num_wide
-    numbers += [int(NECKS * share * num_draws / len(funnels)) for _ in funnels]
-    num_guide = num_draws - sum(numbers)
+    wide = WideParts.of(fm, num_draws, share)
 
-    def noise(key: Array) -> tuple[Eps, Array, Array]:
+    def noise(key: Array) -> tuple[Eps, Array]:
         key_own, key_wide = jax.random.split(key)
-        eps = guide.noise(key_own, num_guide)
-        return eps, jax.random.split(key_wide, len(numbers)), key_own
+        return guide.noise(key_own, wide.num_own), key_wide
 
-    def wider(theta: Theta, z: Array) -> list[Part]:
-        """Return the other parts of the mixture, from the mean and root of draws ``z`` (n, dim)."""
-        centre, L = z.mean(0), root_of_draws(z)
-        parts = [_student(centre, s * L) for s in SCALES]
-        if spread is not None:
-            parts.append(_student(jnp.asarray(spread[0]), jnp.diag(spread[1])))
-        return parts + [_neck(fm, funnel, theta, centre, L) for funnel in funnels]
+    def draw(shared: Shared, noise: tuple[Eps, Array]) -> tuple[Array, Array]:
+        z, log_q = draw_own(shared, noise[0])
+        place = Place(z.mean(0), root_of_draws(z))
+        far = wide.sample(noise[1], shared.theta, place)
+        log_q_far = jax.vmap(partial(guide.density, shared.frame, shared.guide))(far)
+        z = jnp.concatenate([z, far])
+        return z, wide.log_density(jnp.append(log_q, log_q_far), shared.theta, place, z)
 
-    def draw(
-        shared: Shared, noise: tuple[Eps, Array, Array], own: Mixture | None
-    ) -> tuple[Array, Array]:
-        if own is None:
-            density: Callable[[Array], Array] = partial(guide.density, shared.frame, shared.guide)
-            z, log_q = draw_own(shared, noise[0])
-        else:
-            density, z = own.log_prob, own.sample(noise[2], num_guide)
-            log_q = jax.vmap(density)(z)
-        drawn = zip(wider(shared.theta, z), noise[1], numbers, strict=True)
-        others = [(part, part.sample(key, n), n) for part, key, n in drawn if n]
-        log_q_far = [jax.vmap(density)(wide_draws) for _, wide_draws, _ in others]
-        z = jnp.concatenate([z, *(wide_draws for _, wide_draws, _ in others)])
-        log_q = jnp.concatenate([log_q, *log_q_far])
-        densities = jnp.stack([log_q, *(jax.vmap(part.log_prob)(z) for part, _, _ in others)])
-        shares = jnp.array([num_guide, *(n for _, _, n in others)]) / num_draws
-        return z, jax.nn.logsumexp(jnp.log(shares)[:, None] + densities, axis=0)
+    return Proposal(wide.num_own, noise, draw)
 
-    return Proposal(num_guide, noise, draw)
+
+@dataclass(frozen=True, eq=False)
+class MixtureProposal:
+    """Draws from a mixture and from wider parts, and their density, each compiled once."""
+
+    wide: WideParts
+
+    @cached_property
+    def draw(self) -> Callable[[Array, Theta, Mixture], Array]:
+        """Return the function to draws (n, dim), those from the mixture first."""
+
+        @jax.jit
+        def draw(key: Array, theta: Theta, own: Mixture) -> Array:
+            key_own, key_wide = jax.random.split(key)
+            far = self.wide.sample(key_wide, theta, own.place)
+            return jnp.concatenate([own.sample(key_own, self.wide.num_own), far])
+
+        return draw
+
+    @cached_property
+    def log_density(self) -> Callable[[Theta, Mixture, Array], Array]:
+        """Return the function to the log density (m,) at ``z`` (m, dim)."""
+
+        @jax.jit
+        def log_density(theta: Theta, own: Mixture, z: Array) -> Array:
+            log_own = jax.vmap(own.log_prob)(z)
+            return self.wide.log_density(log_own, theta, own.place, z)
+
+        return log_density
 
 
 def _student(centre: Array, L: Array, freedom: float = FREEDOM) -> Part:

@@ -22,7 +22,7 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local, Problem, SiloPart, Solution
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
-from numpyro_fed.objectives import SiloBound
+from numpyro_fed.objectives import Bound
 
 
 # The order counts: code compares with ``NON_FINITE``, and messages hold one number for each.
@@ -211,8 +211,8 @@ class PVIParts(NamedTuple):
     model: FederatedModel
     globals: Globals
     guide: Guide
-    bound: SiloBound
-    plain_bound: SiloBound
+    bound: Bound
+    plain_bound: Bound
     local: Local
     prior_local: Local
     conjugate: bool
