@@ -205,12 +205,16 @@ def never(y):
     raise RuntimeError("the model was called")
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3", None])
-def test_numbers_of_rounds_and_particles_must_be_positive_integers(value):
+@pytest.mark.parametrize("value", [-1, 1.5, True, False, "3", None])
+def test_numbers_of_rounds_must_be_integers_and_not_negative(value):
     with pytest.raises(
         ValueError, match=re.escape(f"num_rounds must be a positive integer, got {value!r}")
     ):
         nf.SFVI(never, optim=ADAM, start=None).run(KEY, value, [rows()])
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3", None])
+def test_numbers_of_particles_must_be_positive_integers(value):
     with pytest.raises(
         ValueError, match=re.escape(f"num_particles must be a positive integer, got {value!r}")
     ):

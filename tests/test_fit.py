@@ -278,7 +278,7 @@ def test_messages_of_a_step_that_fails_are_counted(monkeypatch):
         raise nf.NonFiniteError("nothing is finite", result=None, round=0, silos=())
 
     good = nf.fit(KEY, model, silos, budget=50, progress_bar=False)
-    monkeypatch.setattr("numpyro_fed.methods.fit.importance_correct", fails)
+    monkeypatch.setattr("numpyro_fed.methods.fit.correct_from", fails)
     bad = nf.fit(KEY, model, silos, budget=50, progress_bar=False)
     assert not bad.trusted
     assert bad.num_exchanges == good.num_exchanges > 2

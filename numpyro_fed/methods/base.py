@@ -48,7 +48,7 @@ class RunOptions(Generic[Outcome]):
     every: int = 100
 
     def __post_init__(self) -> None:
-        if self.num_rounds != 0:  # none: the result is where the run would begin
+        if isinstance(self.num_rounds, bool) or self.num_rounds != 0:
             positive_int("num_rounds", self.num_rounds)
         positive_int("every", self.every)
         if self.stop not in (None, "converged"):

@@ -372,12 +372,15 @@ class _Fitting:
             self.record(name, f"not possible ({error})", None)
             return None
         self.spend(len(result.losses) + _opening(result))
-        if rounds:
+        if result.start is None and not rounds:
+            # A conjugate model needs none: its factors are exact after one round.
+            if self.warned:
+                self.record(name, "not found", result)
+        elif rounds:
             at_rest = "come to rest" if result.settled else "not come to rest"
             self.record(name, f"{len(result.losses)} rounds, {at_rest}", result)
         else:
-            exchanges = _opening(result)
-            self.record(name, f"found in {exchanges} exchanges" if exchanges else "none", result)
+            self.record(name, f"found in {_opening(result)} exchanges", result)
         return result
 
     def run_sfvi(self) -> Result:

@@ -111,7 +111,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             ``fold_in(key, r)``.
         num_rounds : int
             Rounds to run, or with ``stop`` or a ``callback`` the most. For SFVI a round is one step
-            of the optimiser; for PVI it visits every participant once.
+            of the optimiser; for PVI it visits every participant once. With 0 the result is where
+            the run begins: the normal approximation at the mode.
         silos : list of dict
             The data of each silo: keyword arguments of the model, arrays or trees (dicts, lists,
             tuples) of them. Arrays may differ in size; those that differ beyond the first axis are
