@@ -192,6 +192,9 @@ class ModelText:
             p.name: jnp.zeros((self.structure.sizes[p.name], p.dim), dtype) for p in self.plates
         }
 
+    # Traced once for each set of shapes: programs evaluate it a dozen times, and each run of the
+    # text through NumPyro's handlers takes longer than to repeat what it has computed.
+    @compiled_method(partial(jax.jit, inline=True))
     def log_silo(self, theta: Theta, z_G: Array, z_L: Rows, data: SiloData) -> Rows:
         total: Rows = {}
         values, trace = trace_at(self.model, self.structure.sites, theta, z_G, z_L, data)

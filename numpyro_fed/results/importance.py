@@ -401,7 +401,14 @@ def correct_from(
         pool = Pool(
             jnp.concatenate(log_joint), np.concatenate(from_own), tuple(mixtures), tuple(numbers)
         )
-        log_q = jnp.stack([propose.log_density(theta, mixture, z) for mixture in mixtures])
+        # In parts of one size, which is compiled once.
+        chunks = np.asarray(z).reshape(-1, size, z.shape[1])
+        log_q = jnp.stack(
+            [
+                jnp.concatenate([propose.log_density(theta, mixture, chunk) for chunk in chunks])
+                for mixture in mixtures
+            ]
+        )
         log_shares = jnp.log(jnp.asarray(numbers, log_q.dtype) / sum(numbers))
         log_weights = pool.log_joint - jax.nn.logsumexp(log_shares[:, None] + log_q, axis=0)
         correction = weighing.correction(key, z, log_weights, pool.from_own, pool)

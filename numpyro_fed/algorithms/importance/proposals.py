@@ -33,7 +33,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 from jax import Array
 from jax.scipy.special import gammaln
 from scipy import stats
@@ -58,7 +57,7 @@ NECKS = 0.5  # number of draws from all necks together, as a multiple of those w
 NECK_SCALES = (2.5, 8.0)
 # Degrees of freedom of the t distributions. Three is the least whole number with a finite
 # variance, so their tails are heavier than those of almost any posterior.
-FREEDOM = 3.0
+FREEDOM = 3
 # The same for the parts of a mixture that stands in the place of a guide. On a registry of four
 # hospitals k-hat of the first weighing was 0.4 to 0.8 with eight, and 0.8 with a normal
 # distribution; fewer lose more effective draws, the more dimensions there are.
@@ -133,7 +132,7 @@ class Mixture(NamedTuple):
     def log_prob(self, z: Array) -> Array:
         """Return the log density at ``z`` (dim,)."""
         parts = [
-            _student(centre, root, OWN_FREEDOM).log_prob(z)
+            _log_student(centre, root, OWN_FREEDOM, z)
             for centre, root in zip(self.centres, self.roots, strict=True)
         ]
         return jax.nn.logsumexp(self.log_shares + jnp.stack(parts))
@@ -283,17 +282,28 @@ class MixtureProposal:
         return log_density
 
 
-def _student(centre: Array, L: Array, freedom: float = FREEDOM) -> Part:
-    student, dim = dist.MultivariateStudentT(freedom, centre, L), len(centre)
+def _student(centre: Array, L: Array) -> Part:
+    return Part(partial(_sample_student, centre, L), partial(_log_student, centre, L, FREEDOM))
+
+
+def _log_student(centre: Array, L: Array, freedom: float, z: Array) -> Array:
+    """Return the log density () of a Student t at ``z`` (dim,)."""
+    dim = len(centre)
     at_centre = gammaln((freedom + dim) / 2) - gammaln(freedom / 2)
     at_centre -= dim / 2 * math.log(freedom * math.pi)
+    standardised = linalg.solve(L, z - centre)
+    log_tail = (freedom + dim) / 2 * jnp.log1p((standardised**2).sum() / freedom)
+    return at_centre - jnp.log(jnp.diagonal(L)).sum() - log_tail
 
-    def log_prob(z: Array) -> Array:
-        standardised = linalg.solve(L, z - centre)
-        log_tail = (freedom + dim) / 2 * jnp.log1p((standardised**2).sum() / freedom)
-        return at_centre - jnp.log(jnp.diagonal(L)).sum() - log_tail
 
-    return Part(lambda key, n: student.sample(key, (n,)), log_prob)
+def _sample_student(centre: Array, L: Array, key: Array, n: int) -> Array:
+    """Return draws (n, dim) of a Student t with :data:`FREEDOM` degrees of freedom."""
+    # Its gamma variate, whose sampler takes seconds to compile, is half a sum of squares where the
+    # degrees of freedom are a whole number.
+    dim = len(centre)
+    normal = jax.random.normal(key, (n, dim + FREEDOM))
+    shrunk = jnp.sqrt((normal[:, dim:] ** 2).mean(1, keepdims=True))
+    return centre + (normal[:, :dim] / shrunk) @ L.T
 
 
 def _neck(fm: FederatedModel, funnel: Funnel, theta: Theta, centre: Array, L: Array) -> Part:
