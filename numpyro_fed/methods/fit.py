@@ -71,7 +71,8 @@ MIN_BUDGET_FOR_SFVI = 100
 # estimates add up, so that for a given noise of the weights draws must grow with the rows.
 INNER_RANGE, ROWS_PER_DRAW = (20, 200), 4
 # Share of the draws of a correction that look beyond the mixture around the modes.
-WIDER = 0.16
+# Where tails decide, half of the further draws are wider.
+WIDER, WIDER_FOR_TAILS = 0.16, 0.5
 # Draws of the globals in a correction, at most: sixteen exchanges.
 MAX_DRAWS = 64_000
 # Times that a proposal is matched to the weighted draws. Matching took
@@ -397,6 +398,7 @@ class _Fitting:
         draws: int = AT_ONCE,
         own: Mixture | None = None,
         before: Corrected | None = None,
+        wider: float = WIDER,
     ) -> Corrected | None:
         """Return the importance correction of a result; None if it fails.
 
@@ -412,7 +414,7 @@ class _Fitting:
                     correction = importance_correct(key, result, draws, inner)
                 else:
                     correction = correct_from(
-                        key, result, draws, inner, own, wider=WIDER, before=before
+                        key, result, draws, inner, own, wider=wider, before=before
                     )
         except (ValueError, NonFiniteError) as error:
             sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
@@ -457,7 +459,7 @@ class _Fitting:
             if own is None:
                 break
             name = "matched to the weighted draws"
-            new = self.correct(best.result, name, AT_ONCE, own, best)
+            new = self.correct(best.result, name, AT_ONCE, own, best, WIDER_FOR_TAILS)
             if new is None:
                 break
             best = new
@@ -475,7 +477,8 @@ class _Fitting:
             draws = min(MAX_DRAWS, math.ceil(added / AT_ONCE) * AT_ONCE, self.budget_left * AT_ONCE)
             if draws > 0:
                 before = best if best.pool is not None else None
-                new = self.correct(best.result, "more draws", draws, _latest(best), before)
+                wider = WIDER if best.reliable and best.spreads_known else WIDER_FOR_TAILS
+                new = self.correct(best.result, "more draws", draws, _latest(best), before, wider)
                 best = self.better(best, new) or best
         return best
 
@@ -484,7 +487,9 @@ class _Fitting:
         # The best of several k-hats is too good by selection: on one model it was 0.43, and 0.72 on
         # new draws (docs/results/raw_data.md).
         tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
-        if best is None or not best.trusted or tried <= 2 or self.budget_left <= 0:
+        # Draws that were added to all before them choose nothing.
+        few = MAX_MATCHES + 1 if best is not None and best.pool is not None else 2
+        if best is None or not best.trusted or tried <= few or self.budget_left <= 0:
             return best
         new = self.correct(best.result, "judged by new draws", len(best.weights), _latest(best))
         return new if new is not None else best

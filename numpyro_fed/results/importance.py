@@ -231,9 +231,11 @@ class Weighing:
         Finer than it was at the beginning if silos have found it too coarse.
     sent : int
         The number of exchanges so far.
+
+    ``wider`` is the share of draws beyond the fit's guide; None if all points are given.
     """
 
-    def __init__(self, result: Result, size: int, wider: float, integration: Integration):
+    def __init__(self, result: Result, size: int, wider: float | None, integration: Integration):
         self.result, self.size, self.wider = result, size, wider
         self.integration, self.sent = integration, 0
 
@@ -340,6 +342,8 @@ class Pool(NamedTuple):
     from_own : (n,) bool
         Whether a draw is from a mixture itself, and not from the wider parts around it.
     mixtures : tuple of Mixture
+    wider : tuple of float
+        The share of wider parts around each.
     numbers : tuple of int
         The number of draws that come from each of these and its wider parts.
     """
@@ -347,6 +351,7 @@ class Pool(NamedTuple):
     log_joint: Array
     from_own: np.ndarray
     mixtures: tuple[Mixture, ...]
+    wider: tuple[float, ...]
     numbers: tuple[int, ...]
 
 
@@ -374,10 +379,13 @@ def correct_from(
     _check_weighable(fit)
     with precision(double=result.double):
         chosen = _integration(result, inner_draws) if before is None else before.integration
-        weighing = Weighing(result, size, wider, chosen)
-        propose = fit.cached(
-            ("mixture", size, wider), lambda: MixtureProposal(WideParts.of(fit.model, size, wider))
-        )
+        weighing = Weighing(result, size, None, chosen)
+
+        def proposal_with(share: float) -> MixtureProposal:
+            wide = WideParts.of(fit.model, size, share)
+            return fit.cached(("mixture", size, share), lambda: MixtureProposal(wide))
+
+        propose = proposal_with(wider)
         theta = result.shared.theta
 
         def exchange(i: int) -> WeightedDraws:
@@ -387,26 +395,35 @@ def correct_from(
         parts, interrupted = until_interrupted(exchange, -(-num_draws // size))
         z_G = [part.z_G for part in parts]
         log_joint = [part.log_weights for part in parts]
-        from_own = [np.tile(np.arange(size) < weighing.num_own, len(parts))]
-        mixtures, numbers = [own], [size * len(parts)]
+        from_own = [np.tile(np.arange(size) < propose.wide.num_own, len(parts))]
+        mixtures, shares, numbers = [own], [wider], [size * len(parts)]
         if before is not None and before.pool is not None:
             earlier = before.pool
             z_G.append(before.z_G)
             log_joint.append(earlier.log_joint)
             from_own.append(earlier.from_own)
             mixtures += earlier.mixtures
+            shares += earlier.wider
             numbers += earlier.numbers
             weighing.sent += before.num_exchanges
         z = jnp.concatenate(z_G)
         pool = Pool(
-            jnp.concatenate(log_joint), np.concatenate(from_own), tuple(mixtures), tuple(numbers)
+            jnp.concatenate(log_joint),
+            np.concatenate(from_own),
+            tuple(mixtures),
+            tuple(shares),
+            tuple(numbers),
         )
+        proposals = [
+            (proposal_with(share).log_density, mixture)
+            for share, mixture in zip(shares, mixtures, strict=True)
+        ]
         # In parts of one size, which is compiled once.
-        chunks = np.asarray(z).reshape(-1, size, z.shape[1])
+        chunks = z.reshape(-1, size, z.shape[1])
         log_q = jnp.stack(
             [
-                jnp.concatenate([propose.log_density(theta, mixture, chunk) for chunk in chunks])
-                for mixture in mixtures
+                jnp.concatenate([density(theta, mixture, chunk) for chunk in chunks])
+                for density, mixture in proposals
             ]
         )
         log_shares = jnp.log(jnp.asarray(numbers, log_q.dtype) / sum(numbers))
@@ -552,7 +569,9 @@ def weighing(built: Built, settings: Mapping[str, Any]) -> tuple[Round, Proposal
     integration = Integration(settings["inner_draws"], settings["nodes"])
     num_draws, batch = settings["num_draws"], settings["batch_size"]
     fm, guide = built.model, built.guide
-    proposed = proposal(fm, guide.globals, num_draws, settings["wider"])
+    proposed = proposal(fm, guide.globals, num_draws, settings["wider"] or 0.0)
+    if settings["wider"] is None:  # points of the server's own choice, which may lie far out
+        proposed = proposed._replace(own=0)
     likelihood = integration.likelihood(fm, guide)
     text = json.dumps(dict(settings))
     round_ = importance(fm, guide, proposed, likelihood, built.algorithm, num_draws, batch, text)
@@ -560,7 +579,7 @@ def weighing(built: Built, settings: Mapping[str, Any]) -> tuple[Round, Proposal
 
 
 def _compiled(
-    fit: Fit, integration: Integration, num_draws: int, wider: float
+    fit: Fit, integration: Integration, num_draws: int, wider: float | None
 ) -> tuple[Single, Proposal[Any]]:
     """Return the compiled exchange and the proposal, once for each fit."""
     settings = dict(

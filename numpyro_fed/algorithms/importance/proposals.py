@@ -7,11 +7,13 @@ sampling"), with fixed numbers of draws from each part:
 
 .. math::
     q_{\text{mix}} = \alpha_0\, q + \sum_{k} \alpha_k\, t_3(\bar m, (s_k L)(s_k L)')
+    + \sum_{k} \alpha_k\, \tfrac1d \sum_j t_{10}(\bar m, (s_k^{(j)} L)(s_k^{(j)} L)')
     + \alpha_p\, t_3(m_p, \mathrm{diag}(s_p^2))
     + \sum_{c,\, l} \alpha_c\, t_3(\bar m, (S_{cl} L)(S_{cl} L)')_{-c}\, p(z_c \mid z_{-c}),
 
 with mean :math:`\bar m` and a root ``L`` of the covariance of ``q``, and median :math:`m_p` and
-spread :math:`s_p` of the prior. A weight is then bounded wherever one of the parts covers the
+spread :math:`s_p` of the prior. :math:`s_k^{(j)}` stretches the direction of coordinate ``j``
+alone. A weight is then bounded wherever one of the parts covers the
 posterior. A mode that the guide never visits shows as few draws of large weight.
 
 The last parts are for the necks of funnels, such as ``beta ~ Normal(0, tau)`` for a small ``tau``.
@@ -51,6 +53,10 @@ from numpyro_fed.model.sites import Site
 # effective draws; a smaller share shows a missed mode by fewer draws.
 SHARE = 0.5
 SCALES = (2.5, 8.0, 25.0)  # times the guide's own: each about three times the one before
+# Times as wide as the fit in one coordinate at a time. A scale's logarithm has a tail that falls as
+# an exponential and not as a normal density; in four dimensions and more the parts above, wide in
+# all coordinates at once, are too thin there.
+STRETCHES = (3.0, 10.0)
 NECKS = 0.5  # number of draws from all necks together, as a multiple of those wider draws
 # Scales of a funnel's setters. A log scale at 8 sds moves its children's spread by exp(8 sds); a
 # wider part would take draws from these two.
@@ -61,7 +67,7 @@ FREEDOM = 3
 # The same for the parts of a mixture that stands in the place of a guide. On a registry of four
 # hospitals k-hat of the first weighing was 0.4 to 0.8 with eight, and 0.8 with a normal
 # distribution; fewer lose more effective draws, the more dimensions there are.
-OWN_FREEDOM = 10.0
+OWN_FREEDOM = 10
 TINY = 1e-12  # from zero and one, where quantiles are infinite
 NUM_PARTS = 4  # of a mixture: with eight, k-hat came out larger, with two fewer draws counted
 FULL_UP_TO = 100  # latents; beyond it the covariance of the draws is taken as diagonal
@@ -187,7 +193,7 @@ class WideParts:
         """Return the parts of a proposal with so many draws, a ``share`` of them wider."""
         # Properties of the text, the same for all parties and all fits.
         spread, funnels = prior_spread(fm), fm.global_prior.funnels
-        num_wide = len(SCALES) + (spread is not None)
+        num_wide = len(SCALES) + len(STRETCHES) + (spread is not None)
         wide = [int(share * num_draws / num_wide)] * num_wide
         necks = [int(NECKS * share * num_draws / len(funnels)) for _ in funnels]
         return cls(fm, spread, num_draws - sum(wide + necks), (*wide, *necks))
@@ -196,6 +202,7 @@ class WideParts:
         """Return the parts around a place, in the order of :attr:`numbers`."""
         centre, L = place
         parts = [_student(centre, s * L) for s in SCALES]
+        parts += [_stretched(centre, L, s) for s in STRETCHES]
         if self.spread is not None:
             parts.append(_student(jnp.asarray(self.spread[0]), jnp.diag(self.spread[1])))
         funnels = self.model.global_prior.funnels
@@ -283,7 +290,37 @@ class MixtureProposal:
 
 
 def _student(centre: Array, L: Array) -> Part:
-    return Part(partial(_sample_student, centre, L), partial(_log_student, centre, L, FREEDOM))
+    return Part(
+        lambda key, n: centre + _standard_student(key, n, len(centre), FREEDOM) @ L.T,
+        partial(_log_student, centre, L, FREEDOM),
+    )
+
+
+def _stretched(centre: Array, L: Array, stretch: float) -> Part:
+    """Return the part that is as wide as the fit but for one coordinate at a time.
+
+    With :math:`u = L^{-1} (z - m)`, coordinate ``j`` varies along :math:`a_j`, row ``j`` of ``L``
+    made a unit vector. Each of these directions is stretched in its turn. In many dimensions a
+    distribution that is wide in all of them has next to no density along any of them.
+    """
+    axes = L / jnp.linalg.norm(L, axis=1, keepdims=True)
+    dim = len(centre)
+
+    def sample(key: Array, n: int) -> Array:
+        u = _standard_student(key, n, dim, OWN_FREEDOM)
+        axis = axes[jnp.arange(n) % dim]
+        u = u + (stretch - 1) * (u * axis).sum(1, keepdims=True) * axis
+        return centre + u @ L.T
+
+    def log_prob(z: Array) -> Array:
+        u = linalg.solve(L, z - centre)
+        along = axes @ u
+        squared = (u**2).sum() - (1 - stretch**-2) * along**2
+        log_p = -(OWN_FREEDOM + dim) / 2 * jnp.log1p(squared / OWN_FREEDOM) - math.log(stretch)
+        at_centre = _log_student(centre, L, OWN_FREEDOM, centre)
+        return at_centre + jax.nn.logsumexp(log_p) - math.log(dim)
+
+    return Part(sample, log_prob)
 
 
 def _log_student(centre: Array, L: Array, freedom: float, z: Array) -> Array:
@@ -296,14 +333,12 @@ def _log_student(centre: Array, L: Array, freedom: float, z: Array) -> Array:
     return at_centre - jnp.log(jnp.diagonal(L)).sum() - log_tail
 
 
-def _sample_student(centre: Array, L: Array, key: Array, n: int) -> Array:
-    """Return draws (n, dim) of a Student t with :data:`FREEDOM` degrees of freedom."""
+def _standard_student(key: Array, n: int, dim: int, freedom: int) -> Array:
+    """Return draws (n, dim) of a standard Student t."""
     # Its gamma variate, whose sampler takes seconds to compile, is half a sum of squares where the
     # degrees of freedom are a whole number.
-    dim = len(centre)
-    normal = jax.random.normal(key, (n, dim + FREEDOM))
-    shrunk = jnp.sqrt((normal[:, dim:] ** 2).mean(1, keepdims=True))
-    return centre + (normal[:, :dim] / shrunk) @ L.T
+    normal = jax.random.normal(key, (n, dim + freedom))
+    return normal[:, :dim] / jnp.sqrt((normal[:, dim:] ** 2).mean(1, keepdims=True))
 
 
 def _neck(fm: FederatedModel, funnel: Funnel, theta: Theta, centre: Array, L: Array) -> Part:
