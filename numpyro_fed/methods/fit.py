@@ -451,7 +451,8 @@ class _Fitting:
         # A matched proposal lies closer to the posterior. Its draws
         # are added to those before, and all give the next match.
         for _ in range(MAX_MATCHES):
-            if best.trusted or self.budget_left <= 0 or best.share > ENOUGH_COUNT:
+            only_few = best.reliable and best.spreads_known and best.share > ENOUGH_COUNT
+            if best.trusted or self.budget_left <= 0 or only_few:
                 break
             own = None
             if best.pool is not None and best.ess > MIN_DRAWS_PER_GLOBAL * self.fm.dim:
