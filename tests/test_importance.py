@@ -514,7 +514,7 @@ def test_a_correction_is_a_function_of_its_key():
 
 
 @pytest.mark.slow
-def test_a_reply_has_one_number_a_draw_whatever_the_silo_holds():
+def test_a_reply_has_one_number_a_draw_and_one_more_whatever_the_silo_holds():
     shapes = []
     for sizes in [(2, 2), (9, 1)]:
         p = parts(conjugate, cut({"y": Y}, sizes))
@@ -529,7 +529,7 @@ def test_a_reply_has_one_number_a_draw_whatever_the_silo_holds():
             reply, after = jax.eval_shape(exchange.silo, noise, down, state, data)
             assert jax.tree.structure(after) == jax.tree.structure(state)
             shapes.append([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(reply.up)])
-    assert shapes == [[((13,), "float32")]] * 4
+    assert shapes == [[((13,), "float32"), ((), "float32")]] * 4
 
 
 def walled(y, wall):

@@ -382,8 +382,10 @@ def correct_from(
         weighing = Weighing(result, size, None, chosen)
 
         def proposal_with(share: float) -> MixtureProposal:
-            wide = WideParts.of(fit.model, size, share)
-            return fit.cached(("mixture", size, share), lambda: MixtureProposal(wide))
+            return fit.cached(
+                ("mixture", size, share),
+                lambda: MixtureProposal(WideParts.of(fit.model, size, share)),
+            )
 
         propose = proposal_with(wider)
         theta = result.shared.theta

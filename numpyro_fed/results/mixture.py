@@ -63,7 +63,7 @@ def matched(z: np.ndarray, weights: np.ndarray) -> Mixture | None:
     z, weights = np.asarray(z, np.float64)[counts], weights[counts] / weights[counts].sum()
     mean = weights @ z
     sd = np.sqrt(weights @ (z - mean) ** 2)
-    if not (np.isfinite(sd) & (sd > 0)).all():
+    if not (np.isfinite(sd) & (sd > 4 * np.spacing(np.abs(mean)))).all():
         return None
     dim, ess = z.shape[1], 1 / (weights**2).sum()
     # From the draws and not from their covariance, which holds no correlation above 1 - 1e-16.

@@ -1,0 +1,155 @@
+"""Proposals of nf.fit: mixtures around modes, matched to weighted draws, and their wider parts."""
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from problems import cut
+from scipy import stats
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.importance.proposals import (
+    FREEDOM,
+    OWN_FREEDOM,
+    SCALES,
+    STRETCHES,
+    MixtureProposal,
+    StandardPoints,
+    WideParts,
+    prior_spread,
+)
+from numpyro_fed.model.data import read
+from numpyro_fed.model.split import split
+from numpyro_fed.results.importance import correct_from
+from numpyro_fed.results.mixture import around_modes, matched
+
+KEY = jax.random.key(0)
+ROOT = np.array([[2.0, 0.0], [-1.5, 0.7]])
+MEAN = np.array([3.0, -1.0])
+
+
+def draws(n, seed=0):
+    return MEAN + np.random.default_rng(seed).normal(size=(n, 2)) @ ROOT.T
+
+
+def student(freedom, mean, root):
+    return stats.multivariate_t(np.asarray(mean), np.asarray(root) @ np.asarray(root).T, freedom)
+
+
+def pair(y):
+    z = numpyro.sample("z", dist.Normal(0, 3).expand([2]).to_event(1))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(z.sum(), 1), obs=y)
+
+
+@pytest.fixture(scope="module")
+def fm():
+    return split(pair, read([{"y": np.zeros(3)}]))
+
+
+def test_the_density_of_a_proposal_is_that_of_its_parts(fm, double):
+    """Each part, one coordinate stretched at a time among them, by scipy's distributions."""
+    own = around_modes(draws(4_000), [(np.array([9.0, 9.0]), 4 * np.eye(2))], np.log([0.7, 0.3]))
+    wide = WideParts.of(fm, 1_000, 0.3)
+    propose = MixtureProposal(wide)
+    z = np.array(propose.draw(KEY, {}, own))
+    assert z.shape == (1_000, 2)
+    centre, root = map(np.asarray, own.place)
+    np.testing.assert_allclose(
+        root @ root.T, _covariance(own), rtol=1e-10, err_msg="the mixture's own covariance"
+    )
+    parts = [[(student(FREEDOM, centre, s * root), 1.0)] for s in SCALES]
+    axes = root / np.linalg.norm(root, axis=1, keepdims=True)
+    for s in STRETCHES:
+        stretched = [np.eye(2) + (s - 1) * np.outer(a, a) for a in axes]
+        parts.append([(student(OWN_FREEDOM, centre, root @ S), 0.5) for S in stretched])
+    low, spread = prior_spread(fm)
+    parts.append([(student(FREEDOM, low, np.diag(spread)), 1.0)])
+    of_own = [
+        (student(OWN_FREEDOM, own.centres[k], own.roots[k]), float(jnp.exp(own.log_shares[k])))
+        for k in range(2)
+    ]
+    total = np.zeros(len(z))
+    for number, part in zip([wide.num_own, *wide.numbers], [of_own, *parts], strict=True):
+        total += number / 1_000 * sum(share * p.pdf(z) for p, share in part)
+    np.testing.assert_allclose(propose.log_density({}, own, z), np.log(total), rtol=1e-9)
+
+
+def _covariance(mixture):
+    shares = np.exp(np.asarray(mixture.log_shares))
+    away = mixture.centres - shares @ mixture.centres
+    inside = np.einsum("k,kij,klj->il", shares, mixture.roots, mixture.roots)
+    return inside + np.einsum("k,ki,kj->ij", shares, away, away)
+
+
+def test_draws_come_from_the_density(fm, double):
+    """The mean weight of a normal target with known mass is that mass."""
+    own = around_modes(draws(4_000), [], np.zeros(1))
+    propose = MixtureProposal(WideParts.of(fm, 4_000, 0.5))
+    z = propose.draw(KEY, {}, own)
+    log_q = np.asarray(propose.log_density({}, own, z))
+    for scale in (1.0, 3.0):
+        target = stats.multivariate_normal(MEAN, scale**2 * ROOT @ ROOT.T)
+        w = np.exp(target.logpdf(z) - log_q)
+        assert abs(w.mean() - 1) < 4 * w.std() / np.sqrt(len(w))
+
+
+def test_points_are_even(double):
+    points = StandardPoints.of(KEY, 3_000, 2)
+    quantiles = stats.t.cdf(points.eps, OWN_FREEDOM)
+    assert (np.abs(quantiles.mean(0) - 0.5) < 0.2 * 12**-0.5 / np.sqrt(3_000)).all()
+    again, other = StandardPoints.of(KEY, 3_000, 2), StandardPoints.of(jax.random.key(1), 3_000, 2)
+    np.testing.assert_array_equal(points.eps, again.eps)
+    assert not (points.eps == other.eps).any()
+
+
+@pytest.mark.parametrize("number", [300, 4_000])
+def test_a_match_has_the_moments_of_the_weighted_draws(number):
+    """Whatever the units, and on a ridge that no covariance matrix in double precision holds."""
+    z, w = draws(number), np.random.default_rng(1).exponential(size=number)
+    w /= w.sum()
+    found = matched(z, w)
+    mean = w @ z
+    cov = (z - mean).T @ ((z - mean) * w[:, None])
+    np.testing.assert_allclose(np.exp(found.log_shares).sum(), 1, rtol=1e-5)
+    np.testing.assert_allclose(found.place.centre, mean, rtol=0.02)
+    np.testing.assert_allclose(_covariance(found), cov, rtol=0.12, atol=0.05)
+    units = np.array([[1e6, 0.0], [1e6, 1e-3]])
+    with jax.enable_x64(True):
+        same, moved = matched(z, w), matched(z @ units.T, w)
+    np.testing.assert_allclose(moved.centres, same.centres @ units.T, rtol=1e-6)
+    np.testing.assert_allclose(moved.roots, units @ same.roots, rtol=1e-5, atol=1e-5)
+
+
+def test_two_clusters_get_their_own_parts():
+    z = np.concatenate([draws(1_500) - 40, draws(500, seed=1) + 40])
+    found = matched(z, np.full(2_000, 1 / 2_000))
+    shares, left = np.exp(np.asarray(found.log_shares)), np.asarray(found.centres)[:, 0] < 0
+    assert shares[left].sum() == pytest.approx(0.75, abs=2e-3)
+    assert np.abs(np.linalg.norm(found.centres - MEAN, axis=1) - 40 * 2**0.5).max() < 5
+
+
+def test_draws_without_spread_are_not_matched():
+    assert matched(np.ones((50, 2)), np.full(50, 1 / 50)) is None
+
+
+def test_draws_of_several_proposals_are_weighed_as_one():
+    """The evidence of a normal model, from a proposal that is off and one that is right."""
+    y = np.random.default_rng(0).normal(1, 1, 12)
+    model = models.level(2)
+    result = nf.PVI(model).run(KEY, 1, cut({"y": y}, (5, 7)), progress_bar=False)
+    exact = stats.multivariate_normal(np.zeros(12), np.eye(12) + 4).logpdf(y)
+    off = around_modes(np.random.default_rng(1).normal(4, 0.2, (4_000, 1)), [], np.zeros(1))
+    first = correct_from(KEY, result, 2_000, None, off, wider=0.16)
+    assert not first.trusted
+    own = matched(np.asarray(first.z_G), first.weights)
+    both = correct_from(jax.random.key(1), result, 2_000, None, own, wider=0.16, before=first)
+    assert both.trusted
+    assert len(both.weights) == 4_000
+    assert both.num_exchanges == first.num_exchanges + 1
+    assert abs(both.log_evidence - exact) < 0.1
+    mean = y.sum() / (12 + 1 / 4)
+    assert abs(both.weights @ np.asarray(both.z_G)[:, 0] - mean) < 4 * 0.03 * 12**-0.5
