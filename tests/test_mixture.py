@@ -129,7 +129,8 @@ def test_two_clusters_get_their_own_parts():
     found = matched(z, np.full(2_000, 1 / 2_000))
     shares, left = np.exp(np.asarray(found.log_shares)), np.asarray(found.centres)[:, 0] < 0
     assert shares[left].sum() == pytest.approx(0.75, abs=2e-3)
-    assert np.abs(np.linalg.norm(found.centres - MEAN, axis=1) - 40 * 2**0.5).max() < 5
+    away = np.linalg.norm(found.centres - MEAN, axis=1)[shares > 0.01]
+    assert np.abs(away - 40 * 2**0.5).max() < 5
 
 
 def test_draws_without_spread_are_not_matched():
