@@ -31,6 +31,13 @@ def test_sfvi_vs_pooled(tmp_path):
         assert {"what", "unit", "ours", "pooled", "ratio", "target"} <= set(row)
 
 
+def test_few_messages(tmp_path):
+    (row,) = run_quickly("few_messages.py", tmp_path, "--models", "six2", "--quick")
+    assert row["first_trusted"] and row["second_trusted"]
+    assert row["first_exchanges"] <= 6
+    assert row["share"] > 0.7
+
+
 def test_scale(tmp_path):
     report = run_quickly("scale.py", tmp_path)
     assert {"seconds_per_iteration", "loss_first", "loss_last", "peak_gib"} <= set(report)

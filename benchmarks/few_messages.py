@@ -1,0 +1,142 @@
+"""How many messages, effective draws and seconds ``nf.fit`` takes on models with latents.
+
+The six cities in 2 and in 18 silos; a registry of six hospitals with 10 to 5,000 patients, raw
+covariates and an effect for each hospital. Each is fitted in a process that has compiled nothing,
+then again with another key. NUTS sees all rows. Errors are of means, in NUTS's sds; ratios of sds;
+the worst over all globals, unconstrained.
+
+    python benchmarks/few_messages.py --json few_messages.json
+
+``--models six2,registry`` takes some; ``--quick`` takes a short NUTS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+import numpyro_fed as nf
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import six_cities
+
+SIZES = (10, 60, 200, 800, 2_000, 5_000)
+
+
+def registry(x: Any, hospital: Any, n_hospitals: int, y: Any = None) -> None:
+    """Whether a patient is readmitted; an effect for each hospital."""
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([x.shape[-1]]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with nf.silo_plate("hospital", n_hospitals):
+        u = numpyro.sample("u", dist.Normal(0, tau))
+    with nf.silo_plate("patient", x.shape[0]):
+        numpyro.sample("y", dist.Bernoulli(logits=x @ beta + u[hospital]), obs=y)
+
+
+def hospitals() -> list[dict[str, Any]]:
+    """One silo for each hospital: age in years, a value of about 90, sex, days in hospital."""
+    r = np.random.default_rng(0)
+    silos = []
+    for n, u in zip(SIZES, r.normal(0, 0.7, len(SIZES)), strict=True):
+        columns = (
+            r.uniform(30, 90, n),
+            r.lognormal(4.5, 0.3, n),
+            r.integers(0, 2, n),
+            r.gamma(2, 4, n),
+        )
+        x = np.stack([np.ones(n), *columns], 1)
+        p = 1 / (1 + np.exp(-(x @ [-4, 0.04, 0.008, 0.3, 0.05] + u)))
+        y = r.binomial(1, p)
+        silos.append(dict(x=x, hospital=np.zeros(n, int), n_hospitals=1, y=y))
+    return silos
+
+
+def in_silos(number: int) -> list[dict[str, np.ndarray]]:
+    """The 537 children in silos of about equal sizes."""
+    sizes = np.diff(np.linspace(0, 537, number + 1).astype(int))
+    return six_cities.silos(tuple(sizes))
+
+
+MODELS: dict[str, Any] = {
+    "six2": (six_cities.model, lambda: six_cities.silos()),
+    "six18": (six_cities.model, lambda: in_silos(18)),
+    "registry": (registry, hospitals),
+}
+
+
+def unconstrained(draws: dict[str, Any]) -> np.ndarray:
+    """The globals as columns (n, dim), tau by its logarithm."""
+    columns = {k: np.log(v) if k == "tau" else v for k, v in draws.items() if k not in ("b", "u")}
+    return np.column_stack([np.asarray(columns[k], float) for k in sorted(columns)])
+
+
+def measure(name: str, nuts_draws: int) -> dict[str, Any]:
+    """Return what one model took, in this process."""
+    model, make = MODELS[name]
+    silos, found = make(), {}
+    for call in ("first", "second"):
+        wall, cpu = time.perf_counter(), time.process_time()
+        fitted = nf.fit(jax.random.key(len(found)), model, silos, progress_bar=False)
+        found |= {
+            f"{call}_seconds": time.perf_counter() - wall,
+            f"{call}_cpu": time.process_time() - cpu,
+            f"{call}_exchanges": fitted.num_exchanges,
+            f"{call}_trusted": fitted.trusted,
+        }
+    share = fitted.corrected.ess / len(fitted.corrected.weights)
+    draws = unconstrained(fitted.sample_posterior(jax.random.key(1), 100_000))
+    wall, cpu = time.perf_counter(), time.process_time()
+    nuts = nf.run_nuts(
+        jax.random.key(2), model, silos, num_samples=nuts_draws, num_chains=4, progress_bar=False
+    )
+    found |= dict(nuts_seconds=time.perf_counter() - wall, nuts_cpu=time.process_time() - cpu)
+    reference = unconstrained(nuts.samples)
+    sd = reference.std(0)
+    ratios = draws.std(0) / sd
+    error = np.abs(draws.mean(0) - reference.mean(0)) / sd
+    return found | dict(
+        share=share, error=error.max(), ratios=[ratios.min(), ratios.max()], model=name
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--one", action="store_true", help="the model in this process, as JSON")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(args.models, 250 if args.quick else 2_500), default=float))
+        return
+    rows = []
+    print("model     exchanges  effective  error (sd)  sd ratios    seconds     CPU        NUTS")
+    for name in args.models.split(","):
+        command = [sys.executable, __file__, "--one", "--models", name]
+        command += ["--quick"] if args.quick else []
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows.append(r := json.loads(done.stdout.splitlines()[-1]))
+        print(
+            f"{name:9} {r['first_exchanges']:3}, {r['second_exchanges']:3}   {r['share']:8.0%}  "
+            f"{r['error']:9.3f}  {r['ratios'][0]:.3f} {r['ratios'][1]:.3f}  "
+            f"{r['first_seconds']:5.1f}, {r['second_seconds']:4.1f}  "
+            f"{r['first_cpu']:5.1f}, {r['second_cpu']:4.1f}  "
+            f"{r['nuts_seconds']:.1f} ({r['nuts_cpu']:.1f} CPU)",
+            flush=True,
+        )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1, default=float))
+
+
+if __name__ == "__main__":
+    main()
