@@ -33,7 +33,8 @@ def test_sfvi_vs_pooled(tmp_path):
 
 def test_few_messages(tmp_path):
     (row,) = run_quickly("few_messages.py", tmp_path, "--models", "six2", "--quick")
-    assert row["first_trusted"] and row["second_trusted"]
+    assert row["first_trusted"]
+    assert row["second_trusted"]
     assert row["first_exchanges"] <= 6
     assert row["share"] > 0.7
 
