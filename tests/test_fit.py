@@ -17,6 +17,8 @@ import numpyro_fed as nf
 from numpyro_fed.model.data import read
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.split import split
+from numpyro_fed.results.importance import correct_from
+from numpyro_fed.results.mixture import around_modes
 
 KEY, OTHER_KEY = jax.random.key(0), jax.random.key(5)
 
@@ -67,7 +69,7 @@ def test_the_verdict_states_the_error_that_is_left(fitted):
     np.testing.assert_allclose(error, fitted.corrected.monte_carlo_error, rtol=0.1)
     assert error < 0.1
     assert fitted.verdict.startswith("The posterior of the globals can be trusted")
-    assert [s.name for s in fitted.stages][:2] == ["PVI", "correction"]
+    assert [s.name for s in fitted.stages][:2] == ["mode", "correction"]
     assert str(fitted) == fitted.verdict
     assert np.isfinite(fitted.log_evidence)
     assert fitted.mode.converged
@@ -162,9 +164,29 @@ def test_a_budget_of_one_makes_a_round_and_a_correction():
 
 
 @pytest.mark.slow
-def test_a_mode_that_the_draws_do_not_reach_is_said():
+def test_two_modes_of_one_mass_are_drawn_from_both():
     """y depends on the square of m: half of the mass is on the other side."""
+    silos = [{"y": np.full(3, 9.0)}, {"y": np.full(4, 9.0)}]
+    fitted = nf.fit(KEY, models.squared(2000.0), silos, progress_bar=False)
+    assert fitted.trusted
+    assert fitted.missed == ()
+    draws = np.asarray(fitted.corrected.z_G)[:, 0]
+    below = fitted.corrected.weights @ (draws < 0.5)
+    assert abs(below - 0.5) < 0.03
 
+
+@pytest.mark.slow
+def test_a_mode_that_the_draws_do_not_reach_is_said(monkeypatch):
+    """The same, from a proposal around the first mode alone."""
+
+    def around_the_first(z, others, log_shares):
+        return around_modes(z, [], np.zeros(1))
+
+    monkeypatch.setattr("numpyro_fed.methods.fit.around_modes", around_the_first)
+    monkeypatch.setattr(
+        "numpyro_fed.methods.fit.correct_from",
+        lambda *args, wider, before: correct_from(*args, wider=0.0, before=before),
+    )
     model = models.squared(2000.0)
     silos = [{"y": np.full(3, 9.0)}, {"y": np.full(4, 9.0)}]
     fitted = nf.fit(KEY, model, silos, progress_bar=False)
@@ -190,13 +212,11 @@ def test_spreads_that_hang_on_few_draws_take_more_of_them():
         for n in (16, 1, 6)
     ]
     fitted = nf.fit(KEY, model, silos, precision="single", progress_bar=False)  # for these draws
-    assert [stage.name for stage in fitted.stages] == ["PVI", "correction", "more draws"]
-    before, after = (stage.result for stage in fitted.stages[1:])
-    assert "not enough: few draws far out carry a spread" in fitted.verdict
-    assert before.reliable
-    assert before.monte_carlo_error < 0.03
+    before, after = (stage.result for stage in fitted.stages[1:3])
     assert not before.spreads_known
-    assert len(after.weights) == 4 * len(before.weights)
+    assert fitted.stages[2].name == "matched to the weighted draws"
+    assert len(after.weights) == 2 * len(before.weights)
+    assert after.pareto_k < before.pareto_k
     assert fitted.trusted
 
 
@@ -233,7 +253,7 @@ def test_the_best_of_several_corrections_is_judged_by_new_draws():
 @pytest.mark.slow
 def test_what_a_step_warns_of_is_in_the_verdict_once_and_the_rest_is_passed_on():
     def model(y):
-        warnings.warn("this text has something to say", UserWarning, stacklevel=2)
+        warnings.warn("this text has something to say", nf.ModelWarning, stacklevel=2)
         warnings.warn("and is old", DeprecationWarning, stacklevel=2)
         mu = numpyro.sample("mu", dist.Normal(0, 1.0))
         with nf.silo_plate("row", y.shape[0]):

@@ -373,14 +373,11 @@ class _Fitting:
             self.record(name, f"not possible ({error})", None)
             return None
         self.spend(len(result.losses) + _opening(result))
-        if result.start is None and not rounds:
-            # A conjugate model needs none: its factors are exact after one round.
-            if self.warned:
-                self.record(name, "not found", result)
-        elif rounds:
+        if rounds:
             at_rest = "come to rest" if result.settled else "not come to rest"
             self.record(name, f"{len(result.losses)} rounds, {at_rest}", result)
-        else:
+        # A conjugate model needs no mode: its factors are exact after one round.
+        elif result.start is not None:
             self.record(name, f"found in {_opening(result)} exchanges", result)
         return result
 
@@ -533,7 +530,6 @@ class _Fitting:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield
-        self.warned = []
         for w in caught:
             text = str(w.message).removesuffix(".")
             # Deprecations and the like are not about the fit: they are passed on.

@@ -379,7 +379,7 @@ class PVI(Method[PVIResult, Conjugate]):
         return Built(
             model=fm,
             guide=guide,
-            bound=bound,
+            objective=self.objective,
             algorithm=algorithm,
             schedule=schedule,
             draws=draws,

@@ -135,7 +135,7 @@ class GradientMethod(Method[Result, None]):
         return Built(
             model=fm,
             guide=guide,
-            bound=bound,
+            objective=self.objective,
             algorithm=parts.algorithm(),
             schedule=in_step(self.schedule).build(plan.num_silos),
             draws=draws,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpyro_fed.algorithms.pvi.states import Settings
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import Bound
+from numpyro_fed.objectives import ELBO, Bound, Objective, bound_of
 from numpyro_fed.results.base import BuiltRun
 from numpyro_fed.runtime.schedule import Schedule
 
@@ -79,7 +80,7 @@ class Built(BuiltRun):
 
     Attributes
     ----------
-    model, guide, bound, without_start
+    model, guide, objective, without_start
     schedule : Schedule or None
         None where all silos take part in every round.
     draws : dict of str to int
@@ -92,11 +93,16 @@ class Built(BuiltRun):
     model: FederatedModel
     without_start: Callable[[], tuple[Plan, Built]] | None = None
     guide: Guide
-    bound: Bound
+    objective: Objective = field(default_factory=ELBO)
     schedule: Schedule[Any] | None = None
     draws: dict[str, int] = field(default_factory=dict)
     factors: Factors | None = None
     start: Start | None = None
+
+    @cached_property
+    def bound(self) -> Bound:
+        """Return a silo's term of the objective, from which its locals are drawn."""
+        return bound_of(self.model, self.guide, self.objective)
 
     @property
     def first_algorithm(self) -> FederatedAlgorithm[Any, Any]:
