@@ -50,6 +50,7 @@ from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
 from numpyro_fed.model.primitives import silo_plate
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature
+from numpyro_fed.programs import cache_programs
 from numpyro_fed.reference.compare import Comparison, compare
 from numpyro_fed.reference.nuts import NutsResult, run_nuts
 from numpyro_fed.results.communication import Communication
@@ -117,6 +118,7 @@ __all__ = [
     "VerticalResult",
     "VerticalServerNode",
     "barycenters",
+    "cache_programs",
     "check_decomposition",
     "client_sum",
     "compare",

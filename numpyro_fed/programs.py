@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, cached_property, partial, wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from numpyro_fed.precision import double_precision
 
@@ -22,6 +24,31 @@ QUICK = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
 }
+
+
+def cache_programs(folder: str | Path) -> None:
+    """Keep compiled programs in a folder, where later processes find them.
+
+    Call it before the first fit. It sets JAX's own cache for this process, whatever compiles: its
+    folder, and that small and quick programs are kept, too. A program is found again by the same
+    version of JAX on the same kind of machine, for the same model and the same shapes. Programs
+    hold the model's constants, so that the folder is as private as the data that a model closes
+    over.
+
+    Parameters
+    ----------
+    folder : str or Path
+        It is made if it does not exist.
+
+    Examples
+    --------
+    >>> import tempfile, numpyro_fed as nf
+    >>> nf.cache_programs(tempfile.mkdtemp())  # doctest: +SKIP
+    """
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # it may have begun without a folder
 
 
 def jit_once(

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
+import numpyro_fed as nf
 from numpyro_fed.programs import compiled_method, jit_once
 
 TRACED = []
@@ -35,3 +39,32 @@ def test_a_method_is_compiled_once_for_each_object():
         assert float(three.once(jnp.ones(()))) == 4.0
     assert sorted(TRACED) == [2.0, 2.0, 3.0, 3.0]
     assert two.times.__doc__ == "Return ``x`` times a power of the factor."
+
+
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture
+def settings_again():
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_compiled_programs_are_kept_in_the_folder(tmp_path, settings_again):
+    nf.cache_programs(tmp_path / "programs")
+    jax.jit(lambda x: jnp.cos(x) * 12.5 + 3)(jnp.arange(3.0))
+    kept = sorted(p.name for p in (tmp_path / "programs").iterdir())
+    assert any("lambda" in name for name in kept)
+    jax.clear_caches()
+    jax.jit(lambda x: jnp.cos(x) * 12.5 + 3)(jnp.arange(3.0))
+    again = sorted(p.name for p in (tmp_path / "programs").iterdir())
+    assert {name for name in again if name.endswith("-cache")} == {
+        name for name in kept if name.endswith("-cache")
+    }
