@@ -35,7 +35,7 @@ def ctrl_c_raises():
     signal.signal(signal.SIGINT, before)
 
 
-def ctrl_c(*args):
+def ctrl_c(*args, **kwargs):
     signal.raise_signal(signal.SIGINT)
 
 
@@ -215,7 +215,7 @@ def test_a_correction_without_any_draws_is_a_plain_one(monkeypatch):
 @pytest.mark.slow
 def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
     """In the middle of the correction: the fit is there, and says that nobody has checked it."""
-    monkeypatch.setattr(fit_module, "importance_correct", ctrl_c)
+    monkeypatch.setattr(fit_module, "correct_from", ctrl_c)
     with pytest.raises(nf.Interrupted) as caught:
         nf.fit(KEY, model, SILOS, **QUIET)
     monkeypatch.undo()

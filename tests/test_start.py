@@ -58,7 +58,8 @@ def test_local_guides_begin_at_the_conditional_posterior(double):
     result = nf.SFVI(nested).run(KEY, 1, silos, **QUIET)
     np.testing.assert_allclose(-result.losses, exact, rtol=0, atol=NATS)
     local = nf.local.Optax(steps=2, tolerance=np.inf)
-    pvi = nf.PVI(nested, local=local).run(KEY, 1, silos, **QUIET)
+    # Its loss is an average over draws of the globals, which have noise of their own.
+    pvi = nf.PVI(nested, local=local, evidence_draws=1_000).run(KEY, 1, silos, **QUIET)
     np.testing.assert_allclose(-pvi.losses, exact, rtol=0, atol=NATS)
 
 
@@ -128,11 +129,16 @@ def test_an_improper_posterior_is_refused_and_its_direction_named(method, double
 
 
 @pytest.mark.slow
-def test_any_partition_begins_and_goes_on_alike(double):
+@pytest.mark.parametrize(("start", "nats"), [(None, 1e-6), ("mode", 0.05)])
+def test_any_partition_begins_and_goes_on_alike(start, nats, double):
+    """From zero the numbers are the same; silos' own modes lead to the same mode, up to 1e-4 nats.
+
+    At a hundredth of a standard deviation from it, a single draw's bound may differ by more.
+    """
     rows = logistic_rows()
-    sfvi = nf.SFVI(logistic, num_particles=2)
+    sfvi = nf.SFVI(logistic, num_particles=2, start=start)
     one, three = (sfvi.run(KEY, 20, cut(rows, s), **QUIET) for s in ((120,), (60, 20, 40)))
-    np.testing.assert_allclose(one.losses, three.losses, rtol=1e-8)
+    np.testing.assert_allclose(one.losses, three.losses, rtol=0, atol=nats)
 
 
 SFVI_, PVI_ = nf.SFVI(logistic), nf.PVI(logistic)

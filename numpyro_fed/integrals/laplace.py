@@ -183,6 +183,11 @@ class Laplace:
         number = sum(jnp.sum(self._real(p, z, data)) * z[p].shape[1] for p in z)
         return total + 0.5 * (number * LOG_2PI - log_det)
 
+    def decrement(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Array:
+        """Return the largest Newton decrement () at the locals ``z``: how far from modes they are."""
+        arrow = self._arrow(theta, z_G, z, data)
+        return _newton_decrement(arrow, Factor.of(arrow).solve(arrow.g))
+
     def newton_step(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Rows:
         """Return the locals after a full step of Newton's method.
 

@@ -51,6 +51,7 @@ NEARBY: dict[str, Any] = dict(tolerance=1.0, steps=10, step_sizes=(1.0, 2.0**-2,
 # the sd 0.15 % too large with one latent, and 0.6 % with two.
 CELLS, REACH = 64, 6.0
 CELLS_OF_PAIR, REACH_OF_PAIR = 24, 4.5
+FARTHEST = 2.0  # decrement, in nats, at which a Newton step still leads close to a mode
 WIDEST = 2  # latents of a row, at most: the number of nodes grows as a power of it
 
 
@@ -125,10 +126,16 @@ class RowIntegrals:
     ) -> tuple[Array, Rows]:
         """Return the log likelihood, and the conditional modes (:meth:`Laplace.modes`).
 
-        ``start`` is where the search for the modes begins, {plate: (rows, dim)}.
+        ``start`` is where the search for the modes begins, {plate: (rows, dim)}. The value is NaN
+        where it does not come close to them: nodes would stand beside the integrand.
         """
         modes = self.modes(theta, z_G, data, start)
-        return self.at_modes(theta, z_G, modes, data), modes
+        value = self.at_modes(theta, z_G, modes, data)
+        if not start:
+            return value, modes
+        away = Laplace(self.model).decrement(*stop_gradient((theta, z_G)), modes, data)
+        reached = (away <= FARTHEST) & jnp.isfinite(value)
+        return jnp.where(reached, value, jnp.nan), modes
 
     def modes(self, theta: Theta, z_G: Array, data: SiloData, start: Rows) -> Rows:
         """Return the conditional modes of all latents, {plate: (rows, dim)}, held constant."""

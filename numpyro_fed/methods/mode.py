@@ -462,9 +462,10 @@ def _mode_of_search(
     ``shape`` is the result of the check of the curvature, or None if there was none.
     """
     i, names = int(best_start(search)), _coordinate_names(fm)
-    theta, z_G = unraveller(fm)(search.best.x[i])
     curvature = np.asarray(search.best.curvature[i], float)
     value, flat = float(search.best.value[i]), tuple[str, ...]()
+    x = _polished(search, i)
+    theta, z_G = unraveller(fm)(jnp.asarray(x))
     if shape is not None:
         # A fall within rounding of the density itself is no fall.
         rounding = ROUNDING_UNITS * np.finfo(search.best.x.dtype).eps * abs(value)
@@ -486,6 +487,22 @@ def _mode_of_search(
         flat=flat,
         others=_other_modes(fm, search, i, effects),
     )
+
+
+def _polished(search: Search | WideState, i: int) -> np.ndarray:
+    """Return the best point (n,) of a search, after a last step of Newton's method if it rests.
+
+    The step needs no exchange: gradient and curvature at the point are known. It is at most a
+    hundredth of a standard deviation long.
+    """
+    x, _, gradient, curvature = (np.asarray(a[i]) for a in search.best)
+    if curvature.ndim == 1 or not search.rests[i]:
+        return x
+    unit = np.sqrt(np.maximum(np.diagonal(curvature), np.finfo(float).tiny))
+    values, axes = np.linalg.eigh(curvature / unit / unit[:, None])
+    if not values.min() > ROUNDING_UNITS * len(x) * np.finfo(x.dtype).eps:
+        return x
+    return x + (axes @ (axes.T @ (gradient / unit) / values) / unit).astype(x.dtype)
 
 
 def _other_modes(
