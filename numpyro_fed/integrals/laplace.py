@@ -184,7 +184,7 @@ class Laplace:
         return total + 0.5 * (number * LOG_2PI - log_det)
 
     def decrement(self, theta: Theta, z_G: Array, z: Rows, data: SiloData) -> Array:
-        """Return the largest Newton decrement () at the locals ``z``: how far from modes they are."""
+        """Return the largest Newton decrement () at the locals ``z``, zero at their modes."""
         arrow = self._arrow(theta, z_G, z, data)
         return _newton_decrement(arrow, Factor.of(arrow).solve(arrow.g))
 
