@@ -76,7 +76,7 @@ MODELS: dict[str, Any] = {
 
 def unconstrained(draws: dict[str, Any]) -> np.ndarray:
     """The globals as columns (n, dim), tau by its logarithm."""
-    columns = {k: np.log(v) if k == "tau" else v for k, v in draws.items() if k not in ("b", "u")}
+    columns = {k: np.log(v) if k == "tau" else v for k, v in draws.items()}
     return np.column_stack([np.asarray(columns[k], float) for k in sorted(columns)])
 
 
@@ -100,7 +100,8 @@ def measure(name: str, nuts_draws: int) -> dict[str, Any]:
         jax.random.key(2), model, silos, num_samples=nuts_draws, num_chains=4, progress_bar=False
     )
     found |= dict(nuts_seconds=time.perf_counter() - wall, nuts_cpu=time.process_time() - cpu)
-    reference = unconstrained(nuts.samples)
+    merged = {k: np.reshape(v, (-1, *np.shape(v)[2:])) for k, v in nuts.globals.items()}
+    reference = unconstrained(merged)
     sd = reference.std(0)
     ratios = draws.std(0) / sd
     error = np.abs(draws.mean(0) - reference.mean(0)) / sd
