@@ -215,7 +215,7 @@ class Bound(Protocol):
 
     @property
     def guide(self) -> Guide:
-        """The guide."""
+        """Return the guide whose locals the bound is for."""
         ...
 
     def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
@@ -280,11 +280,11 @@ class QuadratureBound:
     nodes: int
 
     def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
-        """Return nothing: there is no noise."""
+        """Return no shapes, since the log likelihood has no noise."""
         return {}
 
     def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
-        """Return nothing."""
+        """Return no noise, since the log likelihood has none."""
         return {}
 
     def value(
@@ -307,8 +307,7 @@ class QuadratureBound:
         """Return the conditional modes {plate: (rows, dim)}, held constant."""
         fixed = stop_gradient((theta, eta, z_G, coordinates))
         theta, eta, z_G, coordinates = fixed
-        guides = self.guide.recentre(eta, coordinates.offset, data)
-        guides = {p: self.guide.of_rows(p, theta, guides[p], z_G, data) for p in guides}
+        guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, data)
         start = {p: guides[p]["loc"] for p in self.guide.locals}
         return RowIntegrals(self.model, self.nodes, NEARBY).modes(theta, z_G, data, start)
 

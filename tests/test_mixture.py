@@ -23,7 +23,7 @@ from numpyro_fed.algorithms.importance.proposals import (
 )
 from numpyro_fed.model.data import read
 from numpyro_fed.model.split import split
-from numpyro_fed.results.importance import correct_from
+from numpyro_fed.results.importance import Weighing, correct_from
 from numpyro_fed.results.mixture import around_modes, matched
 
 KEY = jax.random.key(0)
@@ -150,7 +150,25 @@ def test_draws_of_several_proposals_are_weighed_as_one():
     both = correct_from(jax.random.key(1), result, 2_000, None, own, wider=0.16, before=first)
     assert both.trusted
     assert len(both.weights) == 4_000
+    mu = np.asarray(both.pool.z_G, np.float64)
+    log_joint = stats.norm.logpdf(mu[:, 0], 0, 2) + stats.norm.logpdf(y, mu, 1).sum(1)
+    near = np.abs(mu[:, 0]) < 10
+    np.testing.assert_allclose(np.asarray(both.pool.log_joint)[near], log_joint[near], rtol=1e-4)
     assert both.num_exchanges == first.num_exchanges + 1
     assert abs(both.log_evidence - exact) < 0.1
     mean = y.sum() / (12 + 1 / 4)
     assert abs(both.weights @ np.asarray(both.z_G)[:, 0] - mean) < 4 * 0.03 * 12**-0.5
+
+
+def test_a_draw_whose_weight_was_rounding_has_none_among_further_draws(monkeypatch):
+    y = np.random.default_rng(0).normal(1, 1, 12)
+    result = nf.PVI(models.level(2)).run(KEY, 1, cut({"y": y}, (5, 7)), progress_bar=False)
+    off = around_modes(np.random.default_rng(1).normal(4, 0.2, (4_000, 1)), [], np.zeros(1))
+    rough, answers = np.array([3, 8]), [np.array([3, 8]), np.zeros(0, int)]
+    monkeypatch.setattr(Weighing, "_rough_draws", lambda *args: answers.pop(0))
+    monkeypatch.setattr("numpyro_fed.results.importance.threshold", lambda n: -np.inf)
+    first = correct_from(KEY, result, 400, None, off, wider=0.5)
+    assert (first.pool.log_joint[rough] == -np.inf).all()
+    answers.append(np.zeros(0, int))
+    both = correct_from(jax.random.key(1), result, 400, None, off, wider=0.5, before=first)
+    assert (both.weights[400 + rough] == 0).all()

@@ -204,6 +204,18 @@ class Guide:
         above = self.centres(eta, offset, data)
         return {p: self.locals[p].recentre(eta[p], above[p]) for p in eta}
 
+    def at_globals(
+        self,
+        eta: dict[str, GuideParams],
+        theta: dict[str, Any],
+        z_G: Array,
+        offset: Array,
+        data: SiloData,
+    ) -> dict[str, GuideParams]:
+        """Return the local guides at one ``z_G`` (dim,), with the couplings to it in the means."""
+        moved = self.recentre(eta, offset, data)
+        return {p: self.of_rows(p, theta, params, z_G, data) for p, params in moved.items()}
+
     def centres(
         self, eta: dict[str, GuideParams], offset: Array, data: SiloData
     ) -> dict[str, Array]:

@@ -420,6 +420,8 @@ class _Fitting:
             return None
         self.spend(correction.num_exchanges - earlier)
         share = f"{correction.ess:,.0f} of {len(correction.weights):,} draws count"
+        if correction.integration.gave_way:
+            share += f", rows' latents by {correction.integration}"
         short = "" if correction.trusted else f", not enough: {correction.doubt}"
         self.record(name, f"k-hat {correction.pareto_k:.2f}, {share}{short}", correction)
         return correction

@@ -286,6 +286,8 @@ class Weighing:
             if not rough.size:
                 break
             log_weights = log_weights.at[rough].set(-jnp.inf)
+            if pool is not None:  # a rough draw has no weight among further draws, either
+                pool = pool._replace(log_joint=pool.log_joint.at[rough].set(-jnp.inf))
             tail_and_weights = weights_of(log_weights)
         z_G = replace_weightless(z_G, tail_and_weights[1])
         log_evidence = float(jax.nn.logsumexp(log_weights) - np.log(len(z_G)))
@@ -333,10 +335,13 @@ class Weighing:
 
 
 class Pool(NamedTuple):
-    """What is known of weighted draws from mixtures, so that further draws can be added.
+    """Draws from mixtures as they were weighed, to which further draws can be added.
 
     Attributes
     ----------
+    z_G : (n, dim)
+        The draws as they were weighed. Those of a correction have others in the place of draws
+        without weight.
     log_joint : (n,)
         The log joint density of all silos at each draw, its locals integrated out.
     from_own : (n,) bool
@@ -348,6 +353,7 @@ class Pool(NamedTuple):
         The number of draws that come from each of these and its wider parts.
     """
 
+    z_G: Array
     log_joint: Array
     from_own: np.ndarray
     mixtures: tuple[Mixture, ...]
@@ -371,7 +377,7 @@ def correct_from(
     the mixture of all proposals ``k``, with the numbers :math:`n_k` that came from each,
 
     .. math::
-        \log w_s = \log p(z_G^s, y) - \log \sum_k 	frac{n_k}{n}\, q_k(z_G^s),
+        \log w_s = \log p(z_G^s, y) - \log \sum_k \tfrac{n_k}{n}\, q_k(z_G^s),
 
     so that no weight is larger than under the best of them (Owen and Zhou 2000).
     """
@@ -401,7 +407,7 @@ def correct_from(
         mixtures, shares, numbers = [own], [wider], [size * len(parts)]
         if before is not None and before.pool is not None:
             earlier = before.pool
-            z_G.append(before.z_G)
+            z_G.append(earlier.z_G)
             log_joint.append(earlier.log_joint)
             from_own.append(earlier.from_own)
             mixtures += earlier.mixtures
@@ -410,6 +416,7 @@ def correct_from(
             weighing.sent += before.num_exchanges
         z = jnp.concatenate(z_G)
         pool = Pool(
+            z,
             jnp.concatenate(log_joint),
             np.concatenate(from_own),
             tuple(mixtures),
@@ -467,7 +474,7 @@ class Corrected(Weighted[Result]):
     integration : Integration
         How silos integrated their own latents.
     pool : Pool or None
-        What is known of draws from mixtures; None if they came from the fit's guide.
+        The draws as they were weighed, if they came from mixtures; None for the fit's guide.
     """
 
     z_G: Array = field(repr=False)

@@ -31,10 +31,13 @@ class Integration:
         are those that would take its place.
     nodes : int
         Nodes of the quadrature in each dimension; 0 for integration by draws.
+    gave_way : bool
+        Whether draws took the place of a quadrature that was too coarse.
     """
 
     draws: Mapping[str, int]
     nodes: int = 0
+    gave_way: bool = False
 
     @property
     def by_draws(self) -> bool:
@@ -56,7 +59,9 @@ class Integration:
     def finer(self) -> Integration:
         """Return the integration to try where this quadrature is too coarse."""
         nodes = 2 * self.nodes
-        return Integration(self.draws, nodes if nodes <= MAX_NODES else 0)
+        if nodes <= MAX_NODES:
+            return Integration(self.draws, nodes)
+        return Integration(self.draws, gave_way=True)
 
     def terms_of_row(self, fm: FederatedModel) -> int:
         """Return how many values of a row's density stand in memory at one draw of the globals."""
@@ -81,4 +86,5 @@ class Integration:
         if self.nodes:
             return f"quadrature with {self.nodes} nodes"
         numbers = ", ".join(f"{k} of '{p}'" for p, k in self.draws.items())
-        return f"draws ({numbers})" if numbers else "nothing to integrate"
+        why = ", since quadrature was too coarse" if self.gave_way else ""
+        return f"draws ({numbers}{why})" if numbers else "nothing to integrate"

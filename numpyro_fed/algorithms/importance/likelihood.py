@@ -168,10 +168,7 @@ class SiloLikelihood:
         """
         # At one ``z_G`` the couplings to the globals are constants, and go into the means. So the
         # guides below depend on the latents above the rows only.
-        guides = self.guide.recentre(eta, coordinates.offset, data)
-        guides = {
-            p: self.guide.of_rows(p, theta, params, z_G, data) for p, params in guides.items()
-        }
+        guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, data)
         start = {p: guides[p]["loc"] for p in self.guide.locals}
         at_globals = coordinates._replace(centre=coordinates.u)
         latents = _LatentsAt(self, theta, guides, start, z_G, at_globals, data).refined_outer()
