@@ -106,6 +106,7 @@ class QuadratureLikelihood:
         integrals, finer = (RowIntegrals(self.model, n * self.nodes, NEARBY) for n in (1, 2))
 
         bound = QuadratureBound(self.model, self.guide, self.nodes)
+        exact, prior = RowIntegrals(self.model, self.nodes), self.model.local_prior
 
         def modes_at(z_G: Array, u: Array) -> Rows:
             return bound.modes(theta, eta, z_G, Coordinates(u, draws.centre), data)
@@ -118,7 +119,18 @@ class QuadratureLikelihood:
             first = jax.tree.map(lambda a: a[:CHECKED], (z_G, modes))
             better = jax.vmap(lambda z_G, z: finer.at_modes(theta, z_G, z, data))(*first)
             rounding = ROUNDING_UNITS * jnp.finfo(values.dtype).eps * jnp.abs(better)
-            return (~(jnp.abs(better - values[:CHECKED]) <= MAX_CHANGE + rounding)).any()
+            allowed = MAX_CHANGE + rounding
+            found = ~(jnp.abs(better - values[:CHECKED]) <= allowed)
+            if prior is not None and not self.guide.outer:
+                # Twice the nodes stand around the same modes. From draws of the latents' prior the
+                # search leads to others, if there are any.
+                elsewhere = jax.vmap(from_prior)(draws.keys[:CHECKED], z_G[:CHECKED])
+                found |= jnp.abs(elsewhere - values[:CHECKED]) > allowed
+            return found.any()
+
+        def from_prior(key: Array, z_G: Array) -> Array:
+            start = prior.draw(key, theta, z_G, {}, data)
+            return exact.log_likelihood(theta, z_G, data, start)[0]
 
         return values, jax.lax.cond(check, changes, lambda: jnp.array(False))
 
