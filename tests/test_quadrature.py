@@ -200,3 +200,26 @@ def test_a_pair_of_latents_is_integrated_and_drawn_in_its_own_frame(double):
         assert (np.abs(z[:, i].mean(0) - mean) < 4 * sd / np.sqrt(n)).all()
         error = 5 / np.sqrt(n) + 0.015
         assert (np.abs(np.cov(z[:, i].T) - cov) < error * np.outer(sd, sd)).all()
+
+
+def squares(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(b**2, 0.3), obs=y)
+
+
+def test_rows_with_two_modes_far_apart_are_integrated_by_draws(double):
+    """Twice the nodes would stand around the same mode."""
+    y = np.array([4.0, 3.0, 5.0, 6.0, 4.5])
+    silos = [{"y": y[:3]}, {"y": y[3:]}]
+    fit = nf.SFVI(squares, start=None).run(jax.random.key(0), 50, silos, progress_bar=False)
+    found = nf.importance_correct(jax.random.key(1), fit)
+    assert found.integration.gave_way
+    mu, b = np.linspace(-6, 6, 241), np.linspace(-6, 6, 4_001)
+    log_p = stats.norm.logpdf(mu)
+    for v in y:
+        joint = stats.norm.pdf(b, mu[:, None], 1) * stats.norm.pdf(v, b**2, 0.3)
+        log_p = log_p + np.log(joint.sum(1) * (b[1] - b[0]))
+    evidence = np.log(np.exp(log_p).sum() * (mu[1] - mu[0]))
+    assert abs(found.log_evidence - evidence) < 0.1

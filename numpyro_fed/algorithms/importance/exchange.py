@@ -106,7 +106,8 @@ def importance(
         index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
         batches = index.reshape(num_batches, -1)
         values, coarse = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
-        values = without_overflow(values.ravel()[:num_draws])
+        # Values that are too coarse are not used, and may not be numbers.
+        values = jnp.where(coarse.any(), 0.0, without_overflow(values.ravel()[:num_draws]))
         up = Estimates(values, coarse.any().astype(values.dtype))
         return Reply(up, jnp.array(True)), state
 

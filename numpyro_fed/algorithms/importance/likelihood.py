@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -124,11 +125,12 @@ class QuadratureLikelihood:
             if prior is not None and not self.guide.outer:
                 # Twice the nodes stand around the same modes. From draws of the latents' prior the
                 # search leads to others, if there are any.
-                elsewhere = jax.vmap(from_prior)(draws.keys[:CHECKED], z_G[:CHECKED])
+                search = partial(from_prior, prior)
+                elsewhere = jax.vmap(search)(draws.keys[:CHECKED], z_G[:CHECKED])
                 found |= jnp.abs(elsewhere - values[:CHECKED]) > allowed
             return found.any()
 
-        def from_prior(key: Array, z_G: Array) -> Array:
+        def from_prior(prior: LocalPrior, key: Array, z_G: Array) -> Array:
             start = prior.draw(key, theta, z_G, {}, data)
             return exact.log_likelihood(theta, z_G, data, start)[0]
 
