@@ -480,7 +480,7 @@ class Corrected(Weighted[Result]):
     z_G: Array = field(repr=False)
     _posterior: Posterior = field(repr=False)
     num_exchanges: int
-    integration: Integration
+    integration: Integration = field(repr=False)
     pool: Pool | None = field(default=None, repr=False)
 
     @property

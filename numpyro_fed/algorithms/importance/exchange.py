@@ -40,6 +40,8 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 
+MAX_LOST = 0.01  # share of draws near the fit at which a quadrature may fail; as much mass is lost
+
 
 class WeightedDraws(NamedTuple):
     """Draws of the globals (n, dim), their log weights (n,), and how many silos' are too coarse."""
@@ -106,9 +108,14 @@ def importance(
         index = jnp.arange(num_batches * -(-num_draws // num_batches)) % num_draws
         batches = index.reshape(num_batches, -1)
         values, coarse = jax.lax.map(estimate, (batches, down.z_G[batches], u[batches]))
+        values = values.ravel()[:num_draws]
+        # Far out a quadrature may be no number, which costs a weight; among the first draws, all
+        # close to the fit, that would be mass.
+        lost = jnp.isnan(values[: -(-num_draws // 4)]).mean() > MAX_LOST
+        too_coarse = coarse.any() | (likelihood.gives_way & lost)
         # Values that are too coarse are not used, and may not be numbers.
-        values = jnp.where(coarse.any(), 0.0, without_overflow(values.ravel()[:num_draws]))
-        up = Estimates(values, coarse.any().astype(values.dtype))
+        values = jnp.where(too_coarse, 0.0, without_overflow(values))
+        up = Estimates(values, too_coarse.astype(values.dtype))
         return Reply(up, jnp.array(True)), state
 
     def run(state: Server, noise: object, ask: Ask) -> tuple[WeightedDraws, Info]:

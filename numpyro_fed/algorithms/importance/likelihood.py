@@ -72,6 +72,11 @@ class Draws(NamedTuple):
 class LikelihoodEstimate(Protocol):
     """A silo's likelihood at draws of the globals, with its own latents integrated out."""
 
+    @property
+    def gives_way(self) -> bool:
+        """Whether another estimate is made where this one fails."""
+        ...
+
     def log_estimates(
         self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, check: Array
     ) -> tuple[Array, Array]:
@@ -99,6 +104,11 @@ class QuadratureLikelihood:
     model: FederatedModel
     guide: Guide
     nodes: int
+
+    @property
+    def gives_way(self) -> bool:
+        """Return True: draws take the place of a quadrature that fails."""
+        return True
 
     def log_estimates(
         self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, check: Array
@@ -154,6 +164,11 @@ class SiloLikelihood:
     model: FederatedModel
     guide: Guide
     draws: Mapping[str, int]
+
+    @property
+    def gives_way(self) -> bool:
+        """Return False: there is no estimate to take its place."""
+        return False
 
     def log_estimates(
         self, theta: Theta, eta: GuideParams, draws: Draws, data: SiloData, check: Array
