@@ -54,7 +54,8 @@ from numpyro_fed.programs import cache_programs
 from numpyro_fed.reference.compare import Comparison, compare
 from numpyro_fed.reference.nuts import NutsResult, run_nuts
 from numpyro_fed.results.communication import Communication
-from numpyro_fed.results.importance import Corrected, importance_correct
+from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.vertical import VerticalResult

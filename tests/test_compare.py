@@ -18,7 +18,7 @@ import numpyro_fed as nf
 from numpyro_fed.algorithms.importance.integration import Integration
 from numpyro_fed.reference.compare import compare
 from numpyro_fed.reference.nuts import NutsResult
-from numpyro_fed.results.importance import Corrected
+from numpyro_fed.results.corrected import Corrected
 
 mpl.use("Agg")
 KEY = jax.random.key(0)

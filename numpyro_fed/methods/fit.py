@@ -43,9 +43,9 @@ from numpyro_fed.model.layout import layout_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, default_quadrature
 from numpyro_fed.precision import precision as precision_as
+from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import (
     AT_ONCE,
-    Corrected,
     InnerDraws,
     correct_from,
     importance_correct,

@@ -15,7 +15,7 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.methods.mode import LocalMode, Mode
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.importance import Corrected
+from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import SavedWords, save
 

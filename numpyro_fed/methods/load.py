@@ -27,7 +27,7 @@ from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import to_arviz
-from numpyro_fed.results.importance import Corrected
+from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.results.weighted import systematic

@@ -1,0 +1,189 @@
+"""A fit whose draws were weighed by the joint density of all silos, with what it rests on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.importance.proposals import (
+    Mixture,
+)
+from numpyro_fed.model.sites import Site
+from numpyro_fed.precision import in_precision_of_object
+from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.moments import Moments
+from numpyro_fed.results.posterior import Posterior, posterior
+from numpyro_fed.results.rounding import Rounding
+from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.saving import SavedWords
+from numpyro_fed.results.weighted import (
+    Weighted,
+    systematic,
+)
+
+PREFIX = "correction/"  # of the names of its arrays in a file
+
+
+class Pool(NamedTuple):
+    """Draws from mixtures as they were weighed, to which further draws can be added.
+
+    Attributes
+    ----------
+    z_G : (n, dim)
+        The draws as they were weighed. Those of a correction have others in the place of draws
+        without weight.
+    log_joint : (n,)
+        The log joint density of all silos at each draw, its locals integrated out.
+    from_own : (n,) bool
+        Whether a draw is from a mixture itself, and not from the wider parts around it.
+    mixtures : tuple of Mixture
+    wider : tuple of float
+        The share of wider parts around each.
+    numbers : tuple of int
+        The number of draws that come from each of these and its wider parts.
+    """
+
+    z_G: Array
+    log_joint: Array
+    from_own: np.ndarray
+    mixtures: tuple[Mixture, ...]
+    wider: tuple[float, ...]
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Corrected(Weighted[Result]):
+    """An importance-corrected fit of silos that hold rows.
+
+    Attributes
+    ----------
+    log_evidence : float or None
+        Estimate of ``log p(y)``; None under a loss, where there is none.
+    ess : float
+        Effective number of draws.
+    pareto_k : float
+        Shape of the weights' tail: the smaller the better (:attr:`Corrected.reliable`).
+    weights : array (num_draws,)
+        Smoothed weights, which sum to one.
+    result : Result
+        The fit that was corrected.
+    z_G : array (num_draws, dim)
+        The draws, unconstrained.
+    num_exchanges : int
+        Messages that each silo sent for it.
+    integration : Integration
+        How silos integrated their own latents.
+    pool : Pool or None
+        The draws as they were weighed, if they came from mixtures; None for the fit's guide.
+    """
+
+    z_G: Array = field(repr=False)
+    _posterior: Posterior = field(repr=False)
+    num_exchanges: int
+    integration: Integration = field(repr=False)
+    pool: Pool | None = field(default=None, repr=False)
+
+    @property
+    def _sites(self) -> tuple[Site, ...]:
+        return self.result._fit.model.named("latent")
+
+    @property
+    def double(self) -> bool:
+        """Whether the draws were computed in double precision."""
+        return self.result.double
+
+    @cached_property
+    @in_precision_of_object
+    def draws(self) -> dict[str, Array]:
+        """Return draws of the globals on their own supports, to be weighted by ``weights``."""
+        theta = self.result.shared.theta
+        return self._posterior.constrain_globals(theta, self.z_G)
+
+    def saved_words(self) -> SavedWords:
+        """Return the form in which a file keeps the correction; ``from_file`` reads it."""
+        saved = super().saved_words()
+        key = random.key_data(self._key)
+        found = dict(self._moments._asdict(), z_G=self.z_G, weights=self.weights, key=key)
+        arrays = {f"{PREFIX}{name}": np.asarray(value) for name, value in found.items()}
+        more = {
+            "inner_draws": dict(self.integration.draws),
+            "nodes": self.integration.nodes,
+            "num_exchanges": self.num_exchanges,
+            "keys": str(random.key_impl(self._key)),
+            "rounding": {"dtype": self._rounding.dtype, "nats": self._rounding.nats},
+        }
+        return replace(saved, words={**saved.words, **more}, arrays=arrays)
+
+    @classmethod
+    def from_file(
+        cls, result: Result, arrays: Mapping[str, np.ndarray], words: Mapping[str, Any]
+    ) -> Corrected:
+        """Return the correction of a fit from the arrays of :meth:`saved_words` in a file."""
+        fit = result._fit
+        integration = Integration(dict(words["inner_draws"]), words["nodes"])
+        stored = {k.removeprefix(PREFIX): a for k, a in arrays.items() if k.startswith(PREFIX)}
+        fields: dict[str, Any] = {name: stored[name] for name in Moments._fields}
+        saved_moments = Moments(**{**fields, "tail": float(fields["tail"])})
+        return cls(
+            log_evidence=words["log_evidence"],
+            ess=words["ess"],
+            pareto_k=words["pareto_k"],
+            weights=stored["weights"],
+            result=result,
+            _key=random.wrap_key_data(jnp.asarray(stored["key"]), impl=words["keys"]),
+            _moments=saved_moments,
+            _rounding=Rounding(mean=saved_moments.mean, sd=saved_moments.sd, **words["rounding"]),
+            z_G=jnp.asarray(stored["z_G"]),
+            _posterior=sampler_of(fit, integration),
+            num_exchanges=words["num_exchanges"],
+            integration=integration,
+        )
+
+    @cached_property
+    def samples(self) -> dict[str, Array]:
+        """Return draws of the globals, resampled by their weights, as many as were weighed."""
+        return self.sample_posterior(self._key, len(self.weights))
+
+    @in_precision_of_object
+    def sample_posterior(self, key: Array, n: int, *, silo: int | None = None) -> dict[str, Array]:
+        """Draw from the corrected posterior; with ``silo``, also that silo's locals.
+
+        Globals are resampled by their weights. Locals are drawn anew at them: under quadrature
+        from their conditional density on a grid around its mode (64 cells for one latent, which
+        reach six standard deviations), else each from ``inner_draws`` draws by weight, which is
+        exact as their number grows.
+        """
+        chosen = self.z_G[systematic(jax.random.fold_in(key, 0), jnp.asarray(self.weights), n)]
+        return self.result.sites_at(jax.random.fold_in(key, 1), chosen, silo, self._posterior)
+
+    def to_arviz(
+        self, key: Array | None = None, num_samples: int = 1_000, *, silo: int | None = None
+    ) -> Any:
+        """Return corrected draws as an ArviZ object.
+
+        It is a ``DataTree``, or an ``InferenceData`` before ArviZ 1. There are at most as many
+        draws as the weighted draws are worth, so that ``arviz.ess`` is about true. The group
+        ``posterior`` has the attributes ``ess``, ``pareto_k`` and ``verdict``. Needs the extra
+        ``examples``.
+        """
+        sample = partial(self.sample_posterior, silo=silo)
+        return to_arviz(sample, key, num_samples, worth=self.ess, attributes=self._attributes)
+
+
+def sampler_of(fit: Fit, integration: Integration) -> Posterior:
+    """Return the sampling functions, with locals drawn by weight."""
+
+    def make() -> Posterior:
+        return posterior(fit.model, fit.guide, integration.bound(fit.model, fit.guide))
+
+    settings = json.dumps([dict(integration.draws), integration.nodes])
+    return fit.cached(("sampler", settings), make)
