@@ -43,6 +43,7 @@ LAYERS = [
     {"model.minibatch"},
     {"integrals"},
     {"model", "guides", "objectives", "local"},
+    {"bounds"},
     {"algorithms.base"},
     {"algorithms", "runtime", "testing", "sigma"},
     {"results"},

@@ -15,10 +15,10 @@ from problems import cut, gauss_hermite, glmm, glmm_silos, jitter, parts
 import numpyro_fed as nf
 from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import Combine
+from numpyro_fed.bounds import SiloBound, normals
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.model.minibatch import Noise
 from numpyro_fed.model.padding import bucket
-from numpyro_fed.objectives import SiloBound, normals
 from numpyro_fed.runtime.combine import combine
 from numpyro_fed.runtime.step import replayed_part
 

@@ -33,6 +33,7 @@ from numpyro_fed.algorithms.begin import (
 )
 from numpyro_fed.algorithms.mode import SearchState
 from numpyro_fed.algorithms.mode import SiloState as ModeSiloState
+from numpyro_fed.bounds import Bound
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
@@ -41,7 +42,6 @@ from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches, Noise
-from numpyro_fed.objectives import Bound
 from numpyro_fed.trees import all_finite
 
 

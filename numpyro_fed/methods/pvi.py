@@ -23,6 +23,7 @@ from numpyro_fed.algorithms.pvi.posterior import aggregate
 from numpyro_fed.algorithms.pvi.server import Server
 from numpyro_fed.algorithms.pvi.silo import Silo
 from numpyro_fed.algorithms.pvi.states import PVIParts, Settings, Status
+from numpyro_fed.bounds import bound_of
 from numpyro_fed.divergences import KL
 from numpyro_fed.errors import (
     ConvergenceWarning,
@@ -54,7 +55,7 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.handlers import generalised
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import ELBO, Objective, bound_of, draws_by_plate
+from numpyro_fed.objectives import ELBO, Objective, draws_by_plate
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built, Factors
 from numpyro_fed.results.pvi import PVIResult

@@ -15,6 +15,7 @@ from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.sfvi import StructuredVI
+from numpyro_fed.bounds import Bound, bound_of
 from numpyro_fed.errors import ConvergenceWarning, GuideError, positive_int
 from numpyro_fed.guides.amortised import Amortised, with_encoders
 from numpyro_fed.guides.structured import (
@@ -39,7 +40,7 @@ from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.layout import Layout
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
-from numpyro_fed.objectives import ELBO, Bound, Objective, bound_of, draws_by_plate
+from numpyro_fed.objectives import ELBO, Objective, draws_by_plate
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Fit, Result

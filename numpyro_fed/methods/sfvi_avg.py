@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from numpyro_fed.algorithms.sfvi_avg import Averaging, aggregation
+from numpyro_fed.bounds import Bound
 from numpyro_fed.errors import GuideError, ModelError, positive_int
 from numpyro_fed.guides.amortised import Amortised
 from numpyro_fed.guides.structured import (
@@ -27,7 +28,6 @@ from numpyro_fed.methods.sfvi import GradientMethod
 from numpyro_fed.model.facts import Facts, Plan, size_class
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
-from numpyro_fed.objectives import Bound
 
 # Adam's first steps in a round, for the centre of the globals, the rest of the guides, and other
 # parameters. A step of 0.02 for all left unlike silos 4 to 8 sds off, and one of 0.05 made sds half

@@ -12,10 +12,11 @@ import numpy as np
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
 from numpyro_fed.algorithms.pvi.families import Globals
 from numpyro_fed.algorithms.pvi.states import Settings
+from numpyro_fed.bounds import Bound, bound_of
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import ELBO, Bound, Objective, bound_of
+from numpyro_fed.objectives import ELBO, Objective
 from numpyro_fed.results.base import BuiltRun
 from numpyro_fed.runtime.schedule import Schedule
 

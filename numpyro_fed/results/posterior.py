@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import Shared
+from numpyro_fed.bounds import Bound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import Bound
 
 
 class Posterior(NamedTuple):

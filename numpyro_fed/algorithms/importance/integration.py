@@ -11,9 +11,9 @@ from numpyro_fed.algorithms.importance.likelihood import (
     QuadratureLikelihood,
     SiloLikelihood,
 )
+from numpyro_fed.bounds import Bound, QuadratureBound, SiloBound
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.objectives import Bound, QuadratureBound, SiloBound
 
 # Nodes in each dimension, at most. An integral that so many do not reach has two modes or a kink.
 MAX_NODES = 46

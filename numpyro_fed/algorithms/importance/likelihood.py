@@ -27,6 +27,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.begin import outer_precision, where_finite
 from numpyro_fed.algorithms.mode import ROUNDING_UNITS
+from numpyro_fed.bounds import QuadratureBound
 from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.guides.structured import Guide
@@ -36,7 +37,6 @@ from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.priors import LocalPrior
-from numpyro_fed.objectives import QuadratureBound
 
 # Share of the draws from the latents' prior. It bounds weights by 1 / SHARE times a likelihood. A
 # smaller one bounds them less; a larger one takes draws from the mode, where most of the mass is.

@@ -16,13 +16,13 @@ from numpyro_fed.algorithms.base import Private, Reply, SiloParams
 from numpyro_fed.algorithms.pvi.conjugacy import log_likelihood, misfit, row_terms
 from numpyro_fed.algorithms.pvi.families import GAUSSIAN
 from numpyro_fed.algorithms.pvi.states import Down, Role, SiloState, Status, Up
+from numpyro_fed.bounds import normals
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.local.base import Noise, Problem, Solution
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.minibatch import draw_minibatch, rows_at
-from numpyro_fed.objectives import normals
 from numpyro_fed.trees import all_finite, where
 
 BATCH = 8  # draws of the expected log likelihood side by side; more of them use more memory

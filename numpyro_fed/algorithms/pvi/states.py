@@ -14,6 +14,7 @@ from jax import Array
 
 from numpyro_fed.algorithms.base import SharedParams, SiloParams
 from numpyro_fed.algorithms.pvi.families import Globals
+from numpyro_fed.bounds import Bound
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Natural
 from numpyro_fed.frame import Coordinates, identity
@@ -22,7 +23,6 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.local.base import Local, Problem, SiloPart, Solution
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.minibatch import Minibatches
-from numpyro_fed.objectives import Bound
 
 
 # The order counts: code compares with ``NON_FINITE``, and messages hold one number for each.

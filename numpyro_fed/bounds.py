@@ -1,0 +1,466 @@
+"""A silo's term of an objective, and its gradient: by draws of the locals, or by quadrature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import stop_gradient
+
+from numpyro_fed.frame import Coordinates
+from numpyro_fed.guides.base import GuideParams
+from numpyro_fed.guides.structured import Guide
+from numpyro_fed.integrals.quadrature import (
+    NEARBY,
+    RowIntegrals,
+)
+from numpyro_fed.model.binding import Rows, Theta
+from numpyro_fed.model.data import SiloData, Sizes
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.objectives import Objective, Quadrature, draws_by_plate
+
+
+def normals(key: Array, number: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Array, Rows]:
+    """Return standard normals: ``number`` of them, and an array for each plate, rows first.
+
+    Each draw is a program to compile, so the first plate shares one with the ``number``. Its padded
+    rows come last in it, and change no other number. Other plates have draws of their own.
+    """
+    keys = jax.random.split(key, len(shapes)) if len(shapes) > 1 else [key]
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    first_draw = jax.random.normal(keys[0], (number + sum(sizes[:1]),))
+    rows = {}
+    for i, (plate, shape) in enumerate(shapes.items()):
+        own = jax.random.normal(keys[i], shape) if i else first_draw[number:]
+        rows[plate] = own.reshape(shape)
+    return first_draw[:number], rows
+
+
+class Bound(Protocol):
+    """A silo's term of an objective, for a model and a guide."""
+
+    @property
+    def guide(self) -> Guide:
+        """Return the guide whose locals the bound is for."""
+        ...
+
+    def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the noise of rows, by plate, with the particles second."""
+        ...
+
+    def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
+        """Return the noise of one evaluation, by plate; it does not depend on padded rows."""
+        ...
+
+    def value(
+        self,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        noise: Rows,
+        data: SiloData,
+    ) -> Array:
+        """Return the bound () at one ``z_G`` (dim,), from the noise of one particle."""
+        ...
+
+    def sample(
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        data: SiloData,
+    ) -> Rows:
+        """Return a draw of the locals, {plate: (rows, dim)}, at one ``z_G`` (dim,)."""
+        ...
+
+    def with_plain_gradient(self) -> Bound:
+        """Return the bound whose gradient is the derivative of its value."""
+        ...
+
+
+def bound_of(fm: FederatedModel, guide: Guide, objective: Objective) -> Bound:
+    """Return a silo's term of an objective."""
+    if isinstance(objective, Quadrature):
+        return QuadratureBound(fm, guide, objective.nodes)
+    return SiloBound(fm, guide, draws_by_plate(objective, guide))
+
+
+@dataclass(frozen=True, eq=False)
+class QuadratureBound:
+    """A silo's log likelihood by quadrature; the guide's means are where it looks for modes.
+
+    Attributes
+    ----------
+    model : FederatedModel
+    guide : Guide
+        No parameter of its local parts changes the value.
+    nodes : int
+        In each dimension.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    nodes: int
+
+    def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
+        """Return no shapes, since the log likelihood has no noise."""
+        return {}
+
+    def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
+        """Return no noise, since the log likelihood has none."""
+        return {}
+
+    def value(
+        self,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        noise: Rows,
+        data: SiloData,
+    ) -> Array:
+        """Return the log likelihood () at one ``z_G`` (dim,)."""
+        integrals = RowIntegrals(self.model, self.nodes, NEARBY)
+        modes = self.modes(theta, eta, z_G, coordinates, data)
+        return integrals.at_modes(theta, z_G, modes, data)
+
+    def modes(
+        self, theta: Theta, eta: GuideParams, z_G: Array, coordinates: Coordinates, data: SiloData
+    ) -> Rows:
+        """Return the conditional modes {plate: (rows, dim)}, held constant."""
+        fixed = stop_gradient((theta, eta, z_G, coordinates))
+        theta, eta, z_G, coordinates = fixed
+        guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, data)
+        start = {p: guides[p]["loc"] for p in self.guide.locals}
+        return RowIntegrals(self.model, self.nodes, NEARBY).modes(theta, z_G, data, start)
+
+    def sample(
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        data: SiloData,
+    ) -> Rows:
+        """Return a draw of the locals (:meth:`RowIntegrals.sample`), {plate: (rows, dim)}."""
+        modes = self.modes(theta, eta, z_G, coordinates, data)
+        return RowIntegrals(self.model, self.nodes, NEARBY).sample(key, theta, z_G, modes, data)
+
+    def with_plain_gradient(self) -> QuadratureBound:
+        """Return the bound itself: its gradient is the derivative of its value."""
+        return self
+
+
+class _TermArgs(NamedTuple):
+    """The arguments at which a silo's term is evaluated."""
+
+    theta: Theta
+    eta: dict[str, Any]  # of the silo's guide
+    z_G: Array
+    coordinates: Coordinates
+    z_outer: Rows
+    data: SiloData
+
+
+@dataclass(frozen=True, eq=False)
+class SiloBound:
+    """A silo's term of the bound, for a model, a guide and numbers of draws.
+
+    Attributes
+    ----------
+    model : FederatedModel
+    guide : Guide
+    draws : dict of str to int
+        ``K`` of each silo plate that has latents, by :func:`draws_by_plate`.
+    plain : bool
+        Whether the gradient is the derivative of the value, as line searches need it, and not the
+        objective's estimator of lower variance.
+    """
+
+    model: FederatedModel
+    guide: Guide
+    draws: Mapping[str, int]
+    plain: bool = False
+
+    def with_plain_gradient(self) -> SiloBound:
+        """Return the bound whose gradient is the derivative of its value."""
+        return replace(self, plain=True)
+
+    def shapes(self, sizes: Sizes, particles: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the noise: {plate: (rows, particles, K_outer, K, dim)}."""
+        dims, rows = {p.name: p.dim for p in self.model.plates}, self.guide.rows
+        return {
+            p: (sizes[p], particles, self._k_outer, self.draws[p] if p in rows else 1, dims[p])
+            for p in self.guide.locals
+        }
+
+    def noise(self, key: Array, sizes: Sizes, particles: int) -> Rows:
+        """Return the noise of one evaluation, by plate; it does not depend on padded rows."""
+        return normals(key, 0, self.shapes(sizes, particles))[1]
+
+    def value(
+        self,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        noise: Rows,
+        data: SiloData,
+    ) -> Array:
+        """Return the bound () at one ``z_G`` (dim,), from the noise of one particle.
+
+        ``noise`` is {plate: (rows, K_outer, K, dim)}; ``coordinates`` is ``z_G`` in its frame. The
+        gradient is the objective's estimator.
+        """
+        guide, k_outer = self.guide, self._k_outer
+        args = _TermArgs(theta, eta, z_G, coordinates, {}, data)
+        eps = {p: noise[p] for p in guide.rows}
+        # A single draw above the rows needs no weights: the common case, and a smaller program.
+        if k_outer == 1:
+            z_outer = {p: self._draw(p, args, noise[p][:, 0, 0]) for p in guide.outer}
+            return self._silo_term(args, z_outer, {p: e[:, 0] for p, e in eps.items()})
+        outer = {p: noise[p][:, :, 0] for p in guide.outer}
+        if self.plain:
+            log_weights = self._each_outer(args, self._draws(guide.outer, args, outer), eps)
+            return jax.nn.logsumexp(log_weights) - math.log(k_outer)
+        moved_by_globals, moved_by_guide = self._two_paths(guide.outer, args, outer)
+        counts = ((_OUTER, k_outer),)
+        return _doubly_reparametrised(
+            self._outer_weights, counts, moved_by_guide, (moved_by_globals, args, eps)
+        )[_OUTER]
+
+    def sample(
+        self,
+        key: Array,
+        theta: Theta,
+        eta: GuideParams,
+        z_G: Array,
+        coordinates: Coordinates,
+        data: SiloData,
+    ) -> Rows:
+        """Return a draw of the locals, {plate: (rows, dim)}, resampled by weight if ``K > 1``."""
+        guide = self.guide
+        if not guide.locals:
+            return {}
+        key_noise, key_rows, key_outer = jax.random.split(key, 3)
+        sizes = {p: len(eta[p]["loc"]) for p in guide.locals}
+        eps = {p: e[:, 0] for p, e in self.noise(key_noise, sizes, 1).items()}
+        args = _TermArgs(theta, eta, z_G, coordinates, {}, data)
+
+        def one_outer_draw(eps: Rows) -> tuple[Array, Rows]:
+            """Return the log weight of one outer draw, and its rows, resampled by theirs."""
+            z_outer = {p: self._draw(p, args, eps[p][:, 0]) for p in guide.outer}
+            args_outer = args._replace(z_outer=z_outer)
+            z = self._draws(guide.rows, args_outer, self._tiled(eps))
+            weights = jax.vmap(partial(self._log_ratio, args=args_outer), axis_size=self._k_rows)(z)
+            q = _total({p: self._log_q(p, args, z_outer[p]) for p in guide.outer})
+            chosen = {
+                p: _choose(jax.random.fold_in(key_rows, i), weights[p][: self.draws[p]], z[p])
+                for i, p in enumerate(guide.rows)
+            }
+            total = _total(_log_mean_exp(weights, self._counts)) - q
+            return total, {**z_outer, **chosen}
+
+        totals, z = jax.vmap(one_outer_draw, 1)(eps)
+        k = jax.random.categorical(key_outer, totals)
+        return jax.tree.map(lambda a: a[k], z)
+
+    @property
+    def _k_outer(self) -> int:
+        return max((self.draws[p] for p in self.guide.outer), default=1)
+
+    @property
+    def _k_rows(self) -> int:
+        return max((self.draws[p] for p in self.guide.rows), default=1)
+
+    @property
+    def _counts(self) -> tuple[tuple[str, int], ...]:
+        """Return ``K`` of each plate, and 1 for outer plates."""
+        rows = self.guide.rows
+        return tuple(
+            (p.name, self.draws[p.name] if p.name in rows else 1) for p in self.model.plates
+        )
+
+    @property
+    def _rows_stick(self) -> bool:
+        """Return whether the gradients of rows' terms are doubly reparametrised.
+
+        With several draws at an outer plate its weights multiply all terms below, and the identity
+        holds for the outermost gradient only. It does not hold for rows that share a covariance
+        either: a row's noise then moves other rows, which have other weights.
+        """
+        joint = any(self.guide.locals[p].joint for p in self.guide.rows)
+        return self._k_outer == 1 and not self.plain and not (self._k_rows > 1 and joint)
+
+    def _stopped(self, args: _TermArgs) -> _TermArgs:
+        """Return the same arguments with the guide's parameters stopped; draws are not stopped."""
+        # Parameters of amortised guides are among theta, with those of the model, which stay live.
+        networks = {encoder.name for encoder in self.guide.encoders.values()}
+        theta = {k: stop_gradient(v) if k in networks else v for k, v in args.theta.items()}
+        coordinates = args.coordinates._replace(centre=stop_gradient(args.coordinates.centre))
+        return args._replace(theta=theta, eta=stop_gradient(args.eta), coordinates=coordinates)
+
+    def _given(self, plate: str, args: _TermArgs) -> tuple[Any, Array]:
+        """Return the parameters of a plate's guide, and the values its rows are coupled to."""
+        eta = self.guide.of_rows(plate, args.theta, args.eta[plate], args.z_G, args.data)
+        return eta, self.guide.above(
+            plate, args.eta, args.coordinates.offset, args.z_outer, args.data
+        )
+
+    def _draw(self, plate: str, args: _TermArgs, eps: Array) -> Array:
+        return self.guide.locals[plate].draw(*self._given(plate, args), eps)
+
+    def _draws(self, plates: tuple[str, ...], args: _TermArgs, eps: Rows) -> Rows:
+        """Return all draws of ``plates``, {plate: (K, rows, dim)}."""
+        return {p: jax.vmap(partial(self._draw, p, args), 1)(eps[p]) for p in plates}
+
+    def _two_paths(self, plates: tuple[str, ...], args: _TermArgs, eps: Rows) -> tuple[Rows, Rows]:
+        """Return draws as two summands: one depends on ``z_G``, one on the guide's parameters.
+
+        The second has the value zero and the derivatives of the draw. So the two paths may have
+        different gradients.
+        """
+        coordinates = args.coordinates._replace(u=stop_gradient(args.coordinates.u))
+        z_G, z_outer = stop_gradient((args.z_G, args.z_outer))
+        stopped = args._replace(z_G=z_G, coordinates=coordinates, z_outer=z_outer)
+        moved_by_guide = jax.tree.map(
+            lambda z: z - stop_gradient(z), self._draws(plates, stopped, eps)
+        )
+        return self._draws(plates, self._stopped(args), eps), moved_by_guide
+
+    def _log_q(self, plate: str, args: _TermArgs, z: Array) -> Array:
+        return args.data.masked(plate, self.guide.locals[plate].log_q(*self._given(plate, args), z))
+
+    def _log_ratio(self, z: Rows, args: _TermArgs) -> Rows:
+        """Return log p less log q of each row's own latents, {plate: (rows,)}."""
+        without = [p.name for p in self.model.plates if not p.dim]
+        sizes = self.model.sizes(args.data) if without else {}
+        empty = {p: jnp.zeros((sizes[p], 0)) for p in without}
+        rows = self.model.log_silo(args.theta, args.z_G, {**empty, **args.z_outer, **z}, args.data)
+        return {p: v - self._log_q(p, args, z[p]) if p in z else v for p, v in rows.items()}
+
+    def _tiled(self, eps: Rows) -> Rows:
+        """Return rows' noise with equally many draws for all plates, repeated where needed."""
+        return {p: eps[p][:, jnp.arange(self._k_rows) % self.draws[p]] for p in self.guide.rows}
+
+    def _row_terms(self, args: _TermArgs, eps: Rows) -> Rows:
+        """Return the term of each row, {plate: (rows,)}, at given outer latents."""
+        rows = self.guide.rows
+        if self._k_rows == 1:
+            z = {p: self._draw(p, args, eps[p][:, 0]) for p in rows}
+            return self._log_ratio(z, self._stopped(args) if self._rows_stick else args)
+        eps = self._tiled(eps)
+        if not self._rows_stick:
+            z = self._draws(rows, args, eps)
+            return _log_mean_exp(jax.vmap(partial(self._log_ratio, args=args))(z), self._counts)
+        moved_by_globals, moved_by_guide = self._two_paths(rows, args, eps)
+        other_args = moved_by_globals, self._stopped(args)
+        return _doubly_reparametrised(self._row_weights, self._counts, moved_by_guide, other_args)
+
+    def _row_weights(self, moved_by_guide: Rows, other_args: tuple[Rows, _TermArgs]) -> Rows:
+        moved_by_globals, args = other_args
+        return jax.vmap(partial(self._log_ratio, args=args))(
+            jax.tree.map(jnp.add, moved_by_globals, moved_by_guide)
+        )
+
+    def _silo_term(self, args: _TermArgs, z_outer: Rows, eps: Rows) -> Array:
+        """Return the silo's whole term () at one draw of the outer latents."""
+        terms = self._row_terms(args._replace(z_outer=z_outer), eps)
+        stopped = args if self.plain else self._stopped(args)
+        outer = {p: self._log_q(p, stopped, z_outer[p]) for p in self.guide.outer}
+        return args.data.total(terms) - _total(outer)
+
+    def _each_outer(self, args: _TermArgs, z_outer: Rows, eps: Rows) -> Array:
+        """Return the silo's whole term at all draws of the outer latents (K_outer,)."""
+        return jax.vmap(lambda z, e: self._silo_term(args, z, e), (0, 1))(z_outer, eps)
+
+    def _outer_weights(
+        self, moved_by_guide: Rows, other_args: tuple[Rows, _TermArgs, Rows]
+    ) -> dict[str, Array]:
+        moved_by_globals, args, eps = other_args
+        return {
+            _OUTER: self._each_outer(
+                args, jax.tree.map(jnp.add, moved_by_globals, moved_by_guide), eps
+            )
+        }
+
+
+_OUTER = "outer plates"
+Rest = TypeVar("Rest")
+_Saved = tuple[Rows, Callable[[Rows], tuple[Rows, Rest]]]
+
+
+def _total(rows: Rows) -> Array:
+    return sum((v.sum() for v in rows.values()), jnp.zeros(()))
+
+
+def _choose(key: Array, log_weights: Array, z: Array) -> Array:
+    """Return one draw of each row (rows, dim), by ``log_weights`` (K, rows).
+
+    ``z`` is (K or more, rows, dim); draws beyond K are repetitions.
+    """
+    k = jax.random.categorical(key, log_weights, axis=0)
+    return z[k, jnp.arange(z.shape[1])]
+
+
+def _log_mean_exp(log_weights: Rows, counts: tuple[tuple[str, int], ...]) -> Rows:
+    """Return the log-mean-exp over the first ``K`` draws, leading axis, for each plate."""
+    return {
+        p: jax.nn.logsumexp(log_weights[p][:k], axis=0) - math.log(k)
+        for p, k in counts
+        if p in log_weights
+    }
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _doubly_reparametrised(
+    f: Callable[[Rows, Rest], Rows], counts: tuple[tuple[str, int], ...], own: Rows, rest: Rest
+) -> Rows:
+    r"""Return the log-mean-exp of ``f(own, rest)`` with the doubly reparametrised gradient.
+
+    With normalised weights ``w_k``, the gradient in ``rest`` is the ordinary one,
+    :math:`\sum_k w_k \nabla f_k`. The gradient in ``own[k]`` is :math:`w_k^2 \nabla f_k` (Tucker et
+    al. 2019, equation 8).
+    """
+    return _log_mean_exp(f(own, rest), counts)
+
+
+def _forward(
+    f: Callable[[Rows, Rest], Rows], counts: tuple[tuple[str, int], ...], own: Rows, rest: Rest
+) -> tuple[Rows, _Saved[Rest]]:
+    # The backward pass needs the weights, which are values, besides the derivative of ``f``.
+    log_weights, pull = jax.vjp(f, own, rest)
+    return _log_mean_exp(log_weights, counts), (log_weights, pull)
+
+
+def _backward(
+    f: object, counts: tuple[tuple[str, int], ...], saved: _Saved[Rest], cotangent: Rows
+) -> tuple[Rows, Rest]:
+    log_weights, pull = saved
+    weights = {}
+    for p, k in counts:
+        if p in log_weights:
+            w = jax.nn.softmax(log_weights[p][:k], axis=0)
+            padding = jnp.zeros((len(log_weights[p]) - k, *w.shape[1:]))
+            weights[p] = jnp.concatenate([w, padding])
+    # One pull gives w_k times the gradient for both; ``own`` gets the second factor w_k after it.
+    own, rest = pull({p: w * cotangent[p] for p, w in weights.items()})
+
+    def times_weight(plate: str, g: Array) -> Array:
+        w = weights[plate if plate in weights else _OUTER]
+        return w.reshape(w.shape + (1,) * (g.ndim - w.ndim)) * g
+
+    return {p: times_weight(p, g) for p, g in own.items()}, rest
+
+
+_doubly_reparametrised.defvjp(_forward, _backward)
