@@ -308,16 +308,16 @@ def starting_places(
     fm: FederatedModel, key: Array, num_starts: int, init_loc_fn: Callable[..., Any] | None
 ) -> Array:
     """Return the first points (num_starts, n): shared parameters and globals as one vector."""
-    theta = fm.init_theta(key)
+    key_theta, key_jitter, key_prior, key_first, key_nudge = jax.random.split(key, 5)
+    theta = fm.init_theta(key_theta)
     flat_theta = jnp.concatenate([jnp.zeros(0), *(jnp.ravel(a) for a in jax.tree.leaves(theta))])
-    drawn = fm.draw_prior(key, num_starts) if fm.dim and num_starts > 1 else None
+    drawn = fm.draw_prior(key_prior, num_starts) if fm.dim and num_starts > 1 else None
     if drawn is None:
-        drawn = jax.random.normal(key, (num_starts, fm.dim))
-    first = fm.init_global(key, init_loc_fn) + NUDGE * jax.random.normal(key, (fm.dim,))
+        drawn = jax.random.normal(key_prior, (num_starts, fm.dim))
+    nudge = NUDGE * jax.random.normal(key_nudge, (fm.dim,))
+    first = fm.init_global(key_first, init_loc_fn) + nudge
     z_G = jnp.nan_to_num(drawn).at[0].set(first)
-    jitter = (
-        jax.random.normal(jax.random.fold_in(key, 1), (num_starts, len(flat_theta))).at[0].set(0.0)
-    )
+    jitter = jax.random.normal(key_jitter, (num_starts, len(flat_theta))).at[0].set(0.0)
     return jnp.concatenate([flat_theta + jitter, z_G], 1)
 
 

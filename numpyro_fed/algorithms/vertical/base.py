@@ -296,7 +296,7 @@ class Vertical:
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
         """Return the server's first state; ``data`` has the shapes of its data."""
-        key_theta, key_guide = jax.random.split(key)
+        key_theta, key_guide, key_coupling, key_sharing = jax.random.split(key, 4)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
         given = self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
         theta = self.server.half.init_theta(key_theta, given)
@@ -304,12 +304,14 @@ class Vertical:
             return self.server_at(key_guide, theta, self.zero_start(self.server))
         eta = self.guide(self.server, given).init_global(key_guide)
         dim = self.server.half.dim
-        party_params = PartyParams(self.random_coupling(key_guide, dim), eta, theta)
-        return self._server_state(key_guide, party_params, identity((dim,)))
+        party_params = PartyParams(self.random_coupling(key_coupling, dim), eta, theta)
+        return self._server_state(key_sharing, party_params, identity((dim,)))
 
     def server_at(self, key: Array, theta: dict[str, Any], start: Start) -> ServerState:
         """Return the server's state at the start of a run."""
-        return self._server_state(key, *self._initial_params(key, self.server, theta, start))
+        key_guide, key_sharing = jax.random.split(key)
+        party_params, frame = self._initial_params(key_guide, self.server, theta, start)
+        return self._server_state(key_sharing, party_params, frame)
 
     def _initial_params(
         self, key: Array, kind: ClientType, theta: dict[str, Any], start: Start
@@ -350,7 +352,7 @@ class Vertical:
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         """Return a client's first state."""
-        key_theta, key_guide = jax.random.split(key)
+        key_theta, key_guide, key_coupling, key_state = jax.random.split(key, 4)
         kind = self.kind(data)
         theta = kind.half.init_theta(key_theta, data)
         if self.from_start:
@@ -358,20 +360,21 @@ class Vertical:
             return self.client_at(key_guide, data, theta, self.zero_start(kind), centre)
         eta = self.guide(kind, data).init_global(key_guide)
         dim = kind.half.dim
-        party_params = PartyParams(self.random_coupling(key_guide, dim), eta, theta)
-        return self._client_state(key_guide, kind, party_params, identity((dim,)), jnp.zeros(()))
+        party_params = PartyParams(self.random_coupling(key_coupling, dim), eta, theta)
+        return self._client_state(key_state, kind, party_params, identity((dim,)), jnp.zeros(()))
 
     def client_at(
         self, key: Array, data: SiloData, theta: dict[str, Any], start: Start, centre: Array
     ) -> ClientState:
         """Return a client's state at the start of a run; ``centre`` is its predictor there."""
         kind = self.kind(data)
-        party_params, frame = self._initial_params(key, kind, theta, start)
+        key_guide, key_state = jax.random.split(key)
+        party_params, frame = self._initial_params(key_guide, kind, theta, start)
         # A centre as long as the rows is kept only by guides that use it.
         centre_or_zero = (
             centre if self.auxiliary is not None and self.auxiliary.centred else jnp.zeros(())
         )
-        return self._client_state(key, kind, party_params, frame, centre_or_zero)
+        return self._client_state(key_state, kind, party_params, frame, centre_or_zero)
 
     def _client_state(
         self,
@@ -406,11 +409,11 @@ class Vertical:
 
     def server_noise(self, key: Array) -> ServerNoise:
         """Return the noise of a round: of the server's latents, the shared one, and its rows."""
-        key_draw, key_rows = jax.random.split(key)
+        key_draw, key_shared, key_rows = jax.random.split(key, 3)
         eps = self.guide(self.server).globals.noise(key_draw, self.num_particles)
         xi: Array | None = None
         if self.rank:
-            xi = self.sharing.noise(jax.random.fold_in(key, 2), self.num_particles)
+            xi = self.sharing.noise(key_shared, self.num_particles)
         if self.batch_size is None:
             return ServerNoise(eps, xi, None)
         # With replacement, by the server: all parties need the same rows.
@@ -433,10 +436,9 @@ class Vertical:
 
     def server_draws(self, key: Array, n: int) -> tuple[Array, Array | None]:
         """Return noise for ``n`` draws of the server's latents, and of the shared noise."""
-        server_noise = self.guide(self.server).globals.noise(key, n)
-        return server_noise, self.sharing.noise(
-            jax.random.fold_in(key, 1), n
-        ) if self.rank else None
+        key_draw, key_shared = jax.random.split(key)
+        eps = self.guide(self.server).globals.noise(key_draw, n)
+        return eps, self.sharing.noise(key_shared, n) if self.rank else None
 
     def client_draws(self, key: Array, state: ClientState, n: int) -> Array:
         """Return noise for ``n`` draws of a client's latents."""

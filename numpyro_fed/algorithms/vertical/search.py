@@ -215,7 +215,8 @@ class VerticalSearch:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.server_like)
         half, sum_ = v.server.half, jnp.zeros(model.shape)
         given, zeros_z = model.with_total(zeros, sum_), jnp.zeros(half.dim)
-        pinned = v.server.pin(key, given)
+        key_pin, key_theta, key_basis = jax.random.split(key, 3)
+        pinned = v.server.pin(key_pin, given)
         ritz = RitzValues(
             looks=jnp.zeros((), jnp.int32),
             combine=jnp.eye(v.width),
@@ -224,7 +225,7 @@ class VerticalSearch:
             gain=jnp.zeros(()),
         )
         return Server(
-            theta=half.init_theta(key, given),
+            theta=half.init_theta(key_theta, given),
             pinned=pinned,
             z=pinned.place,
             direction=zeros_z,
@@ -237,7 +238,7 @@ class VerticalSearch:
             slope=sum_,
             curvature=jnp.full(model.shape, 0.0 if v.rho is None else v.rho**-2),
             quiet=jnp.zeros((), jnp.int32),
-            basis=Basis.random(key, half.dim, v),
+            basis=Basis.random(key_basis, half.dim, v),
             spread=Spread(
                 ritz,
                 turned=jnp.zeros((half.dim, v.width)),
@@ -248,15 +249,16 @@ class VerticalSearch:
 
     def init_client(self, key: Array, data: SiloData) -> Client:
         v, kind = self.vertical, self.vertical.kind(data)
-        half, pinned, zeros_z = kind.half, kind.pin(key, data), jnp.zeros(kind.half.dim)
+        key_pin, key_theta, key_basis = jax.random.split(key, 3)
+        half, pinned, zeros_z = kind.half, kind.pin(key_pin, data), jnp.zeros(kind.half.dim)
         return Client(
-            theta=half.init_theta(key, data),
+            theta=half.init_theta(key_theta, data),
             pinned=pinned,
             z=pinned.place,
             direction=zeros_z,
             last=zeros_z,
             step=zeros_z,
-            basis=Basis.random(key, half.dim, v),
+            basis=Basis.random(key_basis, half.dim, v),
         )
 
     def try_point(
