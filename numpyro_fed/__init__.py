@@ -56,8 +56,10 @@ from numpyro_fed.reference.nuts import NutsResult, run_nuts
 from numpyro_fed.results.communication import Communication
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import importance_correct
+from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result
+from numpyro_fed.results.tempered import Tempered
 from numpyro_fed.results.vertical import VerticalResult
 from numpyro_fed.runtime.node import SiloNode
 from numpyro_fed.sigma import fields
@@ -101,6 +103,7 @@ __all__ = [
     "NonFiniteError",
     "NutsResult",
     "PVIResult",
+    "Particles",
     "Plan",
     "PowerEP",
     "Quadrature",
@@ -116,6 +119,7 @@ __all__ = [
     "StartWarning",
     "StochasticPowerEP",
     "StreamingVB",
+    "Tempered",
     "VerticalResult",
     "VerticalServerNode",
     "barycenters",

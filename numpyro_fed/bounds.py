@@ -137,11 +137,17 @@ class QuadratureBound:
         self, theta: Theta, eta: GuideParams, z_G: Array, coordinates: Coordinates, data: SiloData
     ) -> Rows:
         """Return the conditional modes {plate: (rows, dim)}, held constant."""
+        start = self.start(theta, eta, z_G, coordinates, data)
+        return RowIntegrals(self.model, self.nodes, NEARBY).modes(theta, z_G, data, start)
+
+    def start(
+        self, theta: Theta, eta: GuideParams, z_G: Array, coordinates: Coordinates, data: SiloData
+    ) -> Rows:
+        """Return where the search for the modes begins, {plate: (rows, dim)}, held constant."""
         fixed = stop_gradient((theta, eta, z_G, coordinates))
         theta, eta, z_G, coordinates = fixed
         guides = self.guide.at_globals(eta, theta, z_G, coordinates.offset, data)
-        start = {p: guides[p]["loc"] for p in self.guide.locals}
-        return RowIntegrals(self.model, self.nodes, NEARBY).modes(theta, z_G, data, start)
+        return {p: guides[p]["loc"] for p in self.guide.locals}
 
     def sample(
         self,

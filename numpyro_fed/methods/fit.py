@@ -6,8 +6,9 @@ The steps (:meth:`_Fitting.run`):
    SFVI where PVI does not suit the model.
 2. The importance correction, and while it is not good enough what may improve it: more draws of
    rows' latents, more draws, a proposal matched to the weighted draws (:meth:`_Fitting.improve`).
-3. Rounds of PVI from there, then SFVI, each with step 2, as long as the budget lasts.
-4. If several corrections were tried, the best is judged once more by new draws.
+3. Particles that move to the posterior (:meth:`_Fitting.temper`).
+4. Rounds of PVI from the mode, then SFVI, each with step 2, as long as the budget lasts.
+5. If several corrections were tried, the best is judged once more by new draws.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from numpyro_fed.errors import (
     FederatedWarning,
     GuideError,
     Interrupted,
+    ModelError,
     NonFiniteError,
     positive_int,
 )
@@ -51,7 +53,9 @@ from numpyro_fed.results.importance import (
     importance_correct,
 )
 from numpyro_fed.results.mixture import around_modes, matched
+from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
+from numpyro_fed.results.tempered import Tempered
 from numpyro_fed.results.weighted import MAX_ERROR
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import StageBar
@@ -67,6 +71,11 @@ MAX_PVI_RUNS = 2  # of so many rounds, each followed by a correction
 # Messages that must be left for a try of SFVI: with fewer rounds its bound has not settled, and
 # nothing can be said.
 MIN_BUDGET_FOR_SFVI = 100
+# Exchanges of particles, at most: the longest that came to a posterior took 900.
+MAX_PARTICLE_EXCHANGES, MIN_BUDGET_FOR_PARTICLES = 1_000, 100
+# Effective draws of a correction from which particles begin at its mixture, and not at the prior. A
+# horseshoe has three, and its mixture is half as far from the posterior as the prior is.
+MIN_EFFECTIVE_FOR_PARTICLES = 40
 # Draws of a row's latents in the correction: one for each few rows. The errors of the rows'
 # estimates add up, so that for a given noise of the weights draws must grow with the rows.
 INNER_RANGE, ROWS_PER_DRAW = (20, 200), 4
@@ -266,6 +275,8 @@ class _Fitting:
         # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
         if result is not None and result.start is not None:
             best = self.improve(self.correct(result))
+        if result is not None:
+            best = self.better(best, self.temper(result, best))
         for _ in range(MAX_PVI_RUNS):
             if result is None or result.ended != "rounds" or not self.may_go_on(best):
                 break
@@ -482,8 +493,34 @@ class _Fitting:
                 best = self.better(best, new) or best
         return best
 
+    def temper(self, result: Result, before: Corrected | None) -> Particles | None:
+        """Return particles moved from a fit, or from the prior, to the posterior, if they help."""
+        if not self.may_go_on(before) or self.budget_left < MIN_BUDGET_FOR_PARTICLES:
+            return None
+        num_exchanges = min(MAX_PARTICLE_EXCHANGES, self.budget_left)
+        quick, name = self.runtime == "quick", "particles"
+        # Draws from a mixture of which some count are near the posterior. Else the prior is.
+        near = before is not None and before.ess >= MIN_EFFECTIVE_FOR_PARTICLES
+        start = "fit" if near or self.fm.improper else "prior"
+        begin_at = before if near and before is not None else result
+        try:
+            with self.stage(name):
+                found = Tempered(start=start).run(
+                    self.new_key(), num_exchanges, begin_at, progress_bar=self.bar, quick=quick
+                )
+        except (ModelError, NonFiniteError) as error:
+            self.spend(error.round if isinstance(error, NonFiniteError) else 0)
+            self.record(name, f"not possible ({error})", None)
+            return None
+        self.spend(found.num_exchanges)
+        doubt = "" if found.trusted else f", not enough: {found.doubt}"
+        self.record(name, f"{found.figures}{doubt}", found)
+        return found
+
     def confirm(self, best: Corrected | None) -> Corrected | None:
         """Return the best of several corrections, judged by draws that did not choose it."""
+        if isinstance(best, Particles):  # nothing was chosen
+            return best
         # The best of several k-hats is too good by selection: on one model it was 0.43, and 0.72 on
         # new draws (docs/results/raw_data.md).
         tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)

@@ -16,6 +16,7 @@ from numpyro_fed import html
 from numpyro_fed.methods.mode import LocalMode, Mode
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import SavedWords, save
 
@@ -95,10 +96,7 @@ class Fitted:
                 f"Do not trust this posterior: {why}. What follows says more; "
                 "NUTS on pooled data (run_nuts), where that is allowed, would show it."
             )
-        figures = (
-            f"{correction.ess:,.0f} effective draws, Pareto k-hat {correction.pareto_k:.2f}, "
-            f"Monte Carlo error of means and sds at most {correction.monte_carlo_error:.2g} sd"
-        )
+        figures = correction.figures
         if self.interrupted:
             return (
                 "Do not trust this posterior: the fit was interrupted before its check was done "
@@ -117,6 +115,11 @@ class Fitted:
         if not correction.precise:
             remedy = correction._rounding.remedy
             return f"Do not trust this posterior: {correction.doubt} ({figures}). {remedy}"
+        if isinstance(correction, Particles):
+            return (
+                f"Do not trust this posterior: {correction.doubt} ({figures}). Try a larger "
+                "budget, or NUTS on pooled data where that is allowed."
+            )
         if correction.reliable:
             part = "details" if correction.spreads_known else "spreads"
             return (

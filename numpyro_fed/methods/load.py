@@ -28,6 +28,7 @@ from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read
 from numpyro_fed.results.weighted import systematic
@@ -204,7 +205,8 @@ def load(
         words = saved.get("words", {})
         corrected = None
         if "inner_draws" in words:
-            corrected = Corrected.from_file(run, arrays, words)
+            kind = Particles if "reached" in words else Corrected
+            corrected = kind.from_file(run, arrays, words)
         if saved.get("kind") != Fitted.__name__:
             return run if corrected is None else corrected
         others = {part: runs.get(part) for part in saved["others"]}

@@ -26,6 +26,7 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.algorithms.mode import flat_size
+from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
     DataError,
     GuideError,
@@ -50,6 +51,7 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct, weighing
 from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.tempered import tempering_of
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.stack import ServerData, State, on_device
@@ -350,6 +352,8 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         """Return the round that declares an exchange: of a run, an evaluation or a correction."""
         if asked.name == IMPORTANCE:
             return weighing(built, asked.read_settings())[0]
+        if asked.name == TEMPERED:
+            return tempering_of(built, asked.read_settings()).round()
         return built.round_of(asked.name)
 
     def check_exchange(self, built: Built, asked: ExchangeId, number: int, data: SiloData) -> None:
@@ -358,9 +362,9 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         bucket_of_one, checks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
         check_rows_apart(built.model, checks, draws, bucket_of_one)
-        searches = asked.name in {x.name for r in built.search_rounds for x in r.exchanges}
+        by_row = {TEMPERED, *(x.name for r in built.search_rounds for x in r.exchanges)}
         if (
-            searches
+            asked.name in by_row
             and (coupled := coupling_reason(built.model, checks, bucket_of_one)) is not None
         ):
             raise ModelError(f"{coupled}. Use start=None.")

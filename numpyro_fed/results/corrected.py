@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,14 @@ class Corrected(Weighted[Result]):
         return self.result._fit.model.named("latent")
 
     @property
+    def figures(self) -> str:
+        """Return the numbers that a verdict rests on, in words."""
+        return (
+            f"{self.ess:,.0f} effective draws, Pareto k-hat {self.pareto_k:.2f}, "
+            f"Monte Carlo error of means and sds at most {self.monte_carlo_error:.2g} sd"
+        )
+
+    @property
     def double(self) -> bool:
         """Whether the draws were computed in double precision."""
         return self.result.double
@@ -126,7 +134,7 @@ class Corrected(Weighted[Result]):
     @classmethod
     def from_file(
         cls, result: Result, arrays: Mapping[str, np.ndarray], words: Mapping[str, Any]
-    ) -> Corrected:
+    ) -> Self:
         """Return the correction of a fit from the arrays of :meth:`saved_words` in a file."""
         fit = result._fit
         integration = Integration(dict(words["inner_draws"]), words["nodes"])

@@ -189,7 +189,7 @@ def importance_correct(
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
     with precision(double=result.double):
         _check_weighable(result._fit)
-        return _corrected(key, result, num_draws, _integration(result, inner_draws), wider)
+        return _corrected(key, result, num_draws, integration_of(result, inner_draws), wider)
 
 
 def _corrected(
@@ -347,7 +347,7 @@ def correct_from(
     fit, size = result._fit, min(num_draws, AT_ONCE)
     _check_weighable(fit)
     with precision(double=result.double):
-        chosen = _integration(result, inner_draws) if before is None else before.integration
+        chosen = integration_of(result, inner_draws) if before is None else before.integration
         weighing = Weighing(result, size, None, chosen)
 
         def proposal_with(share: float) -> MixtureProposal:
@@ -469,7 +469,7 @@ def _batch_size(fit: Fit, integration: Integration, num_draws: int) -> int:
     return max(1, min(num_draws, IN_BATCH // max(rows * integration.terms_of_row(fit.model), 1)))
 
 
-def _integration(result: Result, inner_draws: InnerDraws) -> Integration:
+def integration_of(result: Result, inner_draws: InnerDraws) -> Integration:
     """Return how silos integrate their latents, once it is known that it suits the model."""
     fit, silos = result._fit, result._silos
     buckets = () if silos is None else silos.buckets

@@ -1,0 +1,247 @@
+"""Particles: exact posteriors, the gradient that silos send, verdicts, files and refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.tempered import correlation
+from numpyro_fed.precision import precision
+from numpyro_fed.results.particles import disagreement, memory_of, modes_apart
+
+KEY = jax.random.key(0)
+QUIET = dict(progress_bar=False)
+
+
+def squared(y):
+    """A mean known up to its sign."""
+    mu = numpyro.sample("mu", dist.Normal(0, 3))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu**2, 1), obs=y)
+
+
+def counts(y):
+    """Poisson counts with an effect of each row."""
+    mu = numpyro.sample("mu", dist.Normal(0, 2))
+    with nf.silo_plate("row", y.shape[0]):
+        b = numpyro.sample("b", dist.Normal(mu, 0.7))
+        numpyro.sample("y", dist.Poisson(jnp.exp(b)), obs=y)
+
+
+SQUARES = [dict(y=np.array([3.8, 4.1])), dict(y=np.array([4.4, 3.9, 4.0]))]
+COUNTS = [dict(y=np.array([3.0, 0.0, 5.0])), dict(y=np.array([2.0, 8.0]))]
+
+
+def at_mode(model, silos):
+    """The normal approximation at the mode."""
+    with precision(double=True):
+        return nf.PVI(model).run(KEY, 0, silos, **QUIET)
+
+
+@pytest.fixture(scope="module")
+def squares():
+    return at_mode(squared, SQUARES)
+
+
+@pytest.fixture(scope="module")
+def particles(squares):
+    # Four times as many as by default: how the modes share the mass is left to chance at each step.
+    return nf.Tempered(num_particles=4_000, start="prior").run(KEY, 300, squares, **QUIET)
+
+
+def on_a_grid(log_joint, z):
+    """Log evidence, mean and sd of a density of one number, by a sum over a fine grid."""
+    log_p = np.array([log_joint(x) for x in z])
+    log_evidence = np.logaddexp.reduce(log_p) + np.log(z[1] - z[0])
+    p = np.exp(log_p - np.logaddexp.reduce(log_p))
+    mean = p @ z
+    return log_evidence, mean, np.sqrt(p @ (z - mean) ** 2)
+
+
+def log_normal(x, mean, sd):
+    return -0.5 * ((x - mean) / sd) ** 2 - np.log(sd) - 0.5 * np.log(2 * np.pi)
+
+
+def exact_squares():
+    y = np.concatenate([s["y"] for s in SQUARES])
+    z = np.linspace(-6, 6, 20_001)
+    return on_a_grid(lambda m: log_normal(m, 0, 3) + log_normal(y, m**2, 1).sum(), z)
+
+
+def exact_counts():
+    y, nodes = np.concatenate([s["y"] for s in COUNTS]), np.linspace(-6, 6, 2_001)
+    log_factorial = np.array([np.log(np.arange(1, k + 1)).sum() for k in y])
+
+    def log_joint(mu):
+        b = mu + 0.7 * nodes
+        log_p = y[:, None] * b - np.exp(b) - log_factorial[:, None] + log_normal(nodes, 0, 1)
+        return log_normal(mu, 0, 2) + np.logaddexp.reduce(log_p, 1).sum() + len(y) * np.log(0.006)
+
+    return on_a_grid(log_joint, np.linspace(-4, 5, 2_001))
+
+
+def test_two_modes_have_their_shares_and_the_evidence_is_exact(particles):
+    evidence, _, sd = exact_squares()
+    assert particles.trusted, particles.report()
+    assert particles.reached == 1
+    z = np.asarray(particles.z_G)[:, 0]
+    # The sd of a share of four thousand is 0.008, and some more by each time they are drawn again.
+    assert (z > 0).mean() == pytest.approx(0.5, abs=0.05)
+    assert z.std() == pytest.approx(sd, rel=0.03)
+    assert np.abs(z).std() == pytest.approx(exact_of_one_mode(), rel=0.05)
+    assert particles.log_evidence == pytest.approx(evidence, abs=0.15)
+
+
+def exact_of_one_mode():
+    y, z = np.concatenate([s["y"] for s in SQUARES]), np.linspace(0, 6, 20_001)
+    return on_a_grid(lambda m: log_normal(m, 0, 3) + log_normal(y, m**2, 1).sum(), z)[2]
+
+
+@pytest.mark.parametrize("start", ["fit", "prior"])
+def test_rows_latents_are_integrated_out(start):
+    evidence, mean, sd = exact_counts()
+    found = nf.Tempered(start=start).run(KEY, 300, at_mode(counts, COUNTS), **QUIET)
+    assert found.trusted, found.report()
+    z = np.asarray(found.z_G)[:, 0]
+    assert z.mean() == pytest.approx(mean, abs=0.06 * sd)
+    assert z.std() == pytest.approx(sd, rel=0.05)
+    assert found.log_evidence == pytest.approx(evidence, abs=0.1)
+    b = found.sample_posterior(KEY, 50, silo=0)["b"]
+    assert b.shape == (50, 3)
+
+
+def test_particles_do_not_depend_on_the_partition():
+    rows = np.concatenate([s["y"] for s in COUNTS])
+    one = at_mode(counts, [dict(y=rows)])
+    three = at_mode(counts, [dict(y=part) for part in np.split(rows, [1, 3])])
+    # The mode is found to 1e-4 nats, so that particles begin at the prior, with the same numbers.
+    found = [
+        nf.Tempered(num_particles=40, start="prior").run(KEY, 12, fit, **QUIET).z_G
+        for fit in (one, three)
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+def test_silos_send_the_gradient_of_their_log_likelihood(squares):
+    with precision(double=True):
+        tempered = nf.Tempered(num_particles=8, start="prior")
+        parts = tempered._parts(squares._fit)
+        z = jnp.linspace(-3.0, 3.0, 8)[:, None]
+        swarm = parts.begin({}, (), z)
+        exchange = parts.round().exchanges[0]
+        state = jax.tree.map(lambda a: a[0], squares.state.silos[0])
+        data = jax.tree.map(lambda a: a[0], squares._batches[0].data)
+        reply, after = exchange.visit((), parts.message(swarm), state, data)
+        y = SQUARES[0]["y"]
+        expected = np.array([log_normal(y, m**2, 1).sum() for m in np.asarray(z)[:, 0]])
+        slope = np.array([(2 * m * (y - m**2)).sum() for m in np.asarray(z)[:, 0]])
+    np.testing.assert_allclose(reply.up.log_likelihood, expected, rtol=1e-12)
+    np.testing.assert_allclose(reply.up.gradient[:, 0], slope, rtol=1e-12)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state, after))
+
+
+def test_what_was_not_finished_says_how_far_it_came(squares):
+    found = nf.Tempered(num_particles=40, start="prior").run(KEY, 3, squares, **QUIET)
+    assert found.num_exchanges == 3
+    assert not found.trusted
+    assert found.reached < 1
+    assert "of the way" in found.doubt
+    assert found.log_evidence is None
+
+
+def test_particles_that_stand_still_are_not_trusted(squares, particles):
+    still = particles.__class__(**{**vars(particles), "memory": 0.9})
+    assert not still.trusted
+    assert "not moved" in still.doubt
+
+
+def test_islands_that_differ_are_not_trusted():
+    rng = np.random.default_rng(0)
+    alike = rng.normal(size=(4, 500, 2))
+    error = disagreement(alike, np.ones(2))
+    # The sd of an island's mean is 500^-1/2, of the mean of four half of that; of an sd 1/2^1/2 as
+    # much. From four islands they are known up to a factor of two or so.
+    assert (error > 0.005).all()
+    assert (error < 0.06).all()
+    apart = alike + np.array([0, 0, 0, 1.0])[:, None, None]
+    assert (disagreement(apart, np.ones(2))[0] > 0.2).all()
+    assert np.isinf(disagreement(np.zeros((4, 5, 1)), np.zeros(1))).all()
+
+
+def test_memory_is_the_largest_correlation():
+    rng = np.random.default_rng(0)
+    z, other = jnp.asarray(rng.normal(size=(2, 4_000, 2)))
+    assert float(correlation(z, z)) == pytest.approx(1.0)
+    assert float(correlation(z, other)) < 0.06
+    assert float(correlation(z, jnp.stack([z[:, 0], other[:, 0]], 1))) == pytest.approx(1.0)
+    assert float(correlation(z, jnp.zeros_like(z))) == 1.0
+
+
+def test_memory_is_that_within_modes():
+    rng = np.random.default_rng(0)
+    far = np.where(rng.uniform(size=1_000) < 0.3, -10.0, 10.0)[:, None]
+    first, second = rng.normal(size=(2, 1_000, 2))
+    assert memory_of(first, first) == pytest.approx(1.0)
+    assert memory_of(first, second) < 0.15
+    assert memory_of(first + far, second + far) < 0.15
+    assert memory_of(first + far, first + far) == pytest.approx(1.0)
+    assert len(np.unique(modes_apart(first))) == 1
+    assert len(np.unique(modes_apart(rng.standard_t(3, size=(1_000, 20))))) == 1
+    np.testing.assert_array_equal(modes_apart(first + far) == 1, far[:, 0] > 0)
+
+
+def test_saved_and_read_again(particles, tmp_path):
+    particles.save(tmp_path / "particles")
+    plain = nf.load(tmp_path / "particles")
+    assert plain.trusted
+    assert plain.verdict == particles.report()
+    with precision(double=True):
+        again = nf.load(tmp_path / "particles", squared, SQUARES)
+    assert isinstance(again, nf.Particles)
+    assert again.report() == particles.report()
+    np.testing.assert_array_equal(again.z_G, particles.z_G)
+
+
+@pytest.mark.parametrize("number", [0, 10, 1.5])
+def test_a_number_of_particles_is_a_multiple_of_four(number):
+    with pytest.raises((ValueError, TypeError), match="num_particles"):
+        nf.Tempered(num_particles=number)
+    with pytest.raises(ValueError, match="start"):
+        nf.Tempered(start="zero")
+
+
+def test_a_prior_that_cannot_be_drawn_from_is_refused():
+    def model(y):
+        mu = numpyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    fit = at_mode(model, SQUARES)
+    with pytest.raises(nf.ModelError, match="start='fit'"):
+        nf.Tempered(start="prior").run(KEY, 10, fit, **QUIET)
+
+
+def test_rows_with_three_latents_are_refused():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 3))
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(mu, 1).expand([3]).to_event(1))
+            numpyro.sample("y", dist.Normal(b.sum(-1), 1), obs=y)
+
+    with pytest.raises(nf.ModelError, match="'row' has 3 latents"):
+        nf.Tempered().run(KEY, 10, at_mode(model, SQUARES), **QUIET)
+
+
+def test_islands_without_any_density_are_an_error():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 3))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+            numpyro.factor("hole", jnp.where(mu < 1e3, jnp.nan, 0.0) * jnp.ones_like(y))
+
+    fit = nf.SFVI(model, start=None).run(KEY, 0, SQUARES, **QUIET)
+    with pytest.raises(nf.NonFiniteError, match="any particle of an island"):
+        nf.Tempered(num_particles=40, start="prior").run(KEY, 10, fit, **QUIET)
