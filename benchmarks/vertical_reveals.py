@@ -60,7 +60,7 @@ def sent(result: Any, client: int, rounds: int) -> np.ndarray:
 
     def one(key):
         noise = v.noise_of(key, state)
-        return v.draw(state.params, state.xi, state._replace(noise=noise), data).z[0]
+        return v.draw(state.params, state.xi, state._replace(noise=noise), data).part[0]
 
     return np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys))(jax.random.split(KEY, rounds)))
 
