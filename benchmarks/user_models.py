@@ -1,10 +1,12 @@
 """Models that people bring, on raw scales: one call with defaults against NUTS on the pooled data.
 
-Ten models on simulated data, in silos of unequal sizes: random intercepts and slopes with an LKJ
-correlation in six hospitals; negative binomial counts with an offset; Weibull survival with right
+Seventeen models on simulated data, in silos of unequal sizes: random intercepts and slopes with an
+LKJ correlation in six hospitals; negative binomial counts; Weibull survival with right
 censoring; eight schools, centred and not; a two-parameter logistic test of 30 items, the pupils in
 silos; a state-space model for each patient; 50 covariates under a horseshoe; patients in hospitals
-on a raw scale (three levels); Poisson counts with an offset.
+on a raw scale (three levels); Poisson counts with an offset; and those of ``more_models.py``: two
+Gaussian processes, a mixture, Weibull frailty, zero-inflated counts, ordinal grades, correlated
+residuals.
 
     python benchmarks/user_models.py --json user_models.json
 
@@ -27,17 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from more_models import MODELS as MORE
+from more_models import Silos, cut
 from numpyro.contrib.control_flow import scan
 
 import numpyro_fed as nf
-
-Silos = list[dict[str, Any]]
-
-
-def cut(rows: dict[str, np.ndarray], *cuts: int) -> Silos:
-    """Rows, cut up into silos."""
-    parts = {k: np.split(v, cuts) for k, v in rows.items()}
-    return [{k: p[j] for k, p in parts.items()} for j in range(len(cuts) + 1)]
 
 
 def slopes(hospital, n_hospitals, x, y=None):
@@ -236,6 +232,7 @@ MODELS: dict[str, tuple[Callable, Callable[[np.random.Generator], Silos]]] = {
     "horseshoe": (horseshoe, horseshoe_data),
     "three_levels": (three_levels, three_levels_data),
     "poisson": (poisson, poisson_data),
+    **MORE,
 }
 
 

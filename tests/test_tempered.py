@@ -1,5 +1,7 @@
 """Particles: exact posteriors, the gradient that silos send, verdicts, files and refusals."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,7 +130,7 @@ def test_particles_do_not_depend_on_the_partition():
 def test_silos_send_the_gradient_of_their_log_likelihood(squares):
     with precision(double=True):
         tempered = nf.Tempered(num_particles=8, start="prior")
-        parts = tempered._parts(squares._fit)
+        parts = tempered._parts(squares._fit, 0)
         z = jnp.linspace(-3.0, 3.0, 8)[:, None]
         swarm = parts.begin({}, (), z)
         exchange = parts.round().exchanges[0]
@@ -153,9 +155,115 @@ def test_what_was_not_finished_says_how_far_it_came(squares):
 
 
 def test_particles_that_stand_still_are_not_trusted(squares, particles):
-    still = particles.__class__(**{**vars(particles), "memory": 0.9})
+    still = replace(particles, memory=0.9)
     assert not still.trusted
     assert "not moved" in still.doubt
+
+
+def test_islands_of_other_evidence_or_coarse_integrals_are_not_trusted(particles):
+    assert "log evidence" in replace(particles, evidence_error=1.0).doubt
+    assert "coarse" in replace(particles, coarse=0.2).doubt
+    assert not replace(particles, coarse=0.2).reliable
+
+
+def test_the_fit_is_judged_by_the_particles(particles):
+    # The normal approximation at one of two modes has a twentieth of the sd.
+    assert not particles.fit_trusted
+    assert float(particles.fit_error["mu"]["sd_ratio"]) < 0.1
+
+
+def factor(y):
+    """A factor outside of the silos' rows."""
+    mu = numpyro.sample("mu", dist.Normal(0, 3))
+    numpyro.factor("tilt", jnp.where(mu > 0, 0.0, -2.0))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu**2, 1), obs=y)
+
+
+def observed(y):
+    """An observation outside of them."""
+    mu = numpyro.sample("mu", dist.Normal(0, 3))
+    numpyro.sample("g", dist.Normal(mu, 1), obs=3.0)
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def scaled(y):
+    """A prior that counts four times."""
+    with numpyro.handlers.scale(scale=4.0):
+        mu = numpyro.sample("mu", dist.Normal(0, 3))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+
+def kinked(y):
+    """A density with a root at a kink, whose gradient is no number there."""
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with nf.silo_plate("row", y.shape[0]):
+        numpyro.sample("y", dist.Normal(jnp.where(mu > 0, jnp.sqrt(mu), 0.0), 2), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "log_prior", "mean_of"),
+    [
+        (factor, lambda m: log_normal(m, 0, 3) - 2 * (m <= 0), lambda m: m**2),
+        (observed, lambda m: log_normal(m, 0, 3) + log_normal(3, m, 1), lambda m: m),
+        (scaled, lambda m: 4 * log_normal(m, 0, 3), lambda m: m),
+    ],
+)
+def test_what_the_prior_does_not_draw_belongs_to_the_posterior(model, log_prior, mean_of):
+    silos = SQUARES if model is factor else [dict(y=np.array([0.3, 1.1]))]
+    y = np.concatenate([s["y"] for s in silos])
+    evidence, mean, sd = on_a_grid(
+        lambda m: log_prior(m) + log_normal(y, mean_of(m), 1).sum(), np.linspace(-9, 9, 20_001)
+    )
+    found = nf.Tempered(start="prior").run(KEY, 300, at_mode(model, silos), **QUIET)
+    assert np.mean(found.z_G) == pytest.approx(mean, abs=0.1 * sd)
+    assert np.std(found.z_G) == pytest.approx(sd, rel=0.1)
+    assert found.log_evidence == pytest.approx(evidence, abs=0.2)
+
+
+@pytest.mark.parametrize("start", ["fit", "prior"])
+def test_a_gradient_that_is_no_number_costs_no_mass(start):
+    silos = [dict(y=np.array([0.5, 2.0])), dict(y=np.array([-1.0]))]
+    y = np.concatenate([s["y"] for s in silos])
+    _, mean, sd = on_a_grid(
+        lambda m: log_normal(m, 0, 1) + log_normal(y, np.sqrt(max(m, 0)), 2).sum(),
+        np.linspace(-6, 6, 20_001),
+    )
+    with precision(double=True):
+        fit = nf.SFVI(kinked, start=None).run(KEY, 0, silos, **QUIET)
+    found = nf.Tempered(start=start).run(KEY, 300, fit, **QUIET)
+    assert np.mean(found.z_G) == pytest.approx(mean, abs=0.1 * sd)
+    assert np.std(found.z_G) == pytest.approx(sd, rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_quadrature_that_is_too_coarse_is_not_trusted():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 3))
+        with nf.silo_plate("row", y.shape[0]):
+            b = numpyro.sample("b", dist.Normal(mu, 3))
+            numpyro.sample("y", dist.StudentT(1.5, b, 0.05), obs=y)
+
+    fit = at_mode(model, [dict(y=np.array([-4.0, 5.0, 0.5])), dict(y=np.array([2.0, 9.0]))])
+    corrected = nf.importance_correct(KEY, fit)
+    assert corrected.integration.gave_way
+    with pytest.raises(nf.ModelError, match="coarse"):
+        nf.Tempered().run(KEY, 10, corrected, **QUIET)
+    found = nf.Tempered().run(KEY, 200, fit, **QUIET)
+    assert found.num_kept >= 3
+    assert not found.trusted
+    assert "coarse" in found.doubt
+
+
+def test_other_divergences_are_refused_and_losses_have_no_evidence():
+    silos = [dict(y=np.array([1.0, 2.0])), dict(y=np.array([0.5]))]
+    other = nf.FedGVI(scaled, prior_divergence=nf.divergences.WeightedKL(0.3))
+    with pytest.raises(ValueError, match="divergence"):
+        nf.Tempered().run(KEY, 10, other.run(KEY, 1, silos, **QUIET), **QUIET)
+    robust = nf.FedGVI(scaled, loss=nf.losses.beta_loss(1.5)).run(KEY, 1, silos, **QUIET)
+    assert nf.Tempered().run(KEY, 100, robust, **QUIET).log_evidence is None
 
 
 def test_islands_that_differ_are_not_trusted():
@@ -222,6 +330,17 @@ def test_a_prior_that_cannot_be_drawn_from_is_refused():
     fit = at_mode(model, SQUARES)
     with pytest.raises(nf.ModelError, match="start='fit'"):
         nf.Tempered(start="prior").run(KEY, 10, fit, **QUIET)
+
+
+def test_a_conjugate_model_needs_no_particles():
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 3))
+        with nf.silo_plate("row", y.shape[0]):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    fitted = nf.fit(KEY, model, SQUARES, **QUIET)
+    assert fitted.trusted
+    assert "particles" not in [stage.name for stage in fitted.stages]
 
 
 def test_rows_with_three_latents_are_refused():

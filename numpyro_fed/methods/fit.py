@@ -71,8 +71,9 @@ MAX_PVI_RUNS = 2  # of so many rounds, each followed by a correction
 # Messages that must be left for a try of SFVI: with fewer rounds its bound has not settled, and
 # nothing can be said.
 MIN_BUDGET_FOR_SFVI = 100
-# Exchanges of particles, at most: the longest that came to a posterior took 900.
-MAX_PARTICLE_EXCHANGES, MIN_BUDGET_FOR_PARTICLES = 1_000, 100
+# Exchanges of particles, at most, and at least: a horseshoe took 900, a mean with two signs 60.
+# What follows keeps a part of the budget.
+MAX_PARTICLE_EXCHANGES, MIN_FOR_PARTICLES = 1_000, 50
 # Effective draws of a correction from which particles begin at its mixture, and not at the prior. A
 # horseshoe has three, and its mixture is half as far from the posterior as the prior is.
 MIN_EFFECTIVE_FOR_PARTICLES = 40
@@ -275,7 +276,6 @@ class _Fitting:
         # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
         if result is not None and result.start is not None:
             best = self.improve(self.correct(result))
-        if result is not None:
             best = self.better(best, self.temper(result, best))
         for _ in range(MAX_PVI_RUNS):
             if result is None or result.ended != "rounds" or not self.may_go_on(best):
@@ -304,6 +304,8 @@ class _Fitting:
     def interrupted(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
         """Return ``Interrupted`` with the results so far, or ``error`` itself if there are none."""
         partial = getattr(error, "result", None)
+        if isinstance(partial, Particles):
+            self.spend(partial.num_exchanges)
         if partial is not None:
             self.record(self.stage_name, "interrupted", partial)
         if not self.results():
@@ -495,21 +497,21 @@ class _Fitting:
 
     def temper(self, result: Result, before: Corrected | None) -> Particles | None:
         """Return particles moved from a fit, or from the prior, to the posterior, if they help."""
-        if not self.may_go_on(before) or self.budget_left < MIN_BUDGET_FOR_PARTICLES:
+        num_exchanges = min(MAX_PARTICLE_EXCHANGES, self.budget_left - 2 * MIN_BUDGET_FOR_SFVI)
+        if not self.may_go_on(before) or num_exchanges < MIN_FOR_PARTICLES:
             return None
-        num_exchanges = min(MAX_PARTICLE_EXCHANGES, self.budget_left)
         quick, name = self.runtime == "quick", "particles"
         # Draws from a mixture of which some count are near the posterior. Else the prior is.
         near = before is not None and before.ess >= MIN_EFFECTIVE_FOR_PARTICLES
-        start = "fit" if near or self.fm.improper else "prior"
+        start = "prior" if not near and self.fm.global_prior.drawable else "fit"
         begin_at = before if near and before is not None else result
         try:
             with self.stage(name):
                 found = Tempered(start=start).run(
                     self.new_key(), num_exchanges, begin_at, progress_bar=self.bar, quick=quick
                 )
-        except (ModelError, NonFiniteError) as error:
-            self.spend(error.round if isinstance(error, NonFiniteError) else 0)
+        except (ModelError, NonFiniteError, ValueError) as error:
+            self.spend(error.round + 1 if isinstance(error, NonFiniteError) else 0)
             self.record(name, f"not possible ({error})", None)
             return None
         self.spend(found.num_exchanges)

@@ -26,7 +26,6 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.algorithms.mode import flat_size
-from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
     DataError,
     GuideError,
@@ -51,7 +50,6 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct, weighing
 from numpyro_fed.results.rows import Fit, Result
-from numpyro_fed.results.tempered import tempering_of
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.stack import ServerData, State, on_device
@@ -352,8 +350,6 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         """Return the round that declares an exchange: of a run, an evaluation or a correction."""
         if asked.name == IMPORTANCE:
             return weighing(built, asked.read_settings())[0]
-        if asked.name == TEMPERED:
-            return tempering_of(built, asked.read_settings()).round()
         return built.round_of(asked.name)
 
     def check_exchange(self, built: Built, asked: ExchangeId, number: int, data: SiloData) -> None:
@@ -362,9 +358,9 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         stack = jax.tree.map(lambda a: np.asarray(a)[None], data)
         bucket_of_one, checks = [Bucket((number,), ({},), stack)], RowChecks(built.model)
         check_rows_apart(built.model, checks, draws, bucket_of_one)
-        by_row = {TEMPERED, *(x.name for r in built.search_rounds for x in r.exchanges)}
+        searches = asked.name in {x.name for r in built.search_rounds for x in r.exchanges}
         if (
-            asked.name in by_row
+            searches
             and (coupled := coupling_reason(built.model, checks, bucket_of_one)) is not None
         ):
             raise ModelError(f"{coupled}. Use start=None.")

@@ -124,6 +124,37 @@ class GlobalPrior:
         return self._density(theta, z_G, self.silo, funnel.children)
 
     @cached_property
+    def drawable(self) -> bool:
+        """Return whether the text can draw all global latents."""
+        values, data = self._given(jnp.zeros(self._dim), self.silo)
+        for s in self._latents:
+            del values[s.name]
+
+        # A handler (condition, substitute) may have fixed a value, which then is no draw.
+        def sampled(**inputs: Any) -> dict[str, Array]:
+            silo = replace(data, arrays=inputs[DATA])
+            trace = self._trace(values, {}, silo, inputs[KEY])
+            return {s.name: trace[s.name]["value"] for s in self._latents}
+
+        if any(s.name in self.not_drawable for s in self._latents):
+            return False
+        sources = provenance(sampled, **{DATA: data.arrays, KEY: jax.random.key(0)})
+        return all(KEY in sources[s.name] for s in self._latents)
+
+    def draw_all(self, key: Array, theta: Theta) -> Array:
+        """Return a draw (dim,) of all global latents, where they are :attr:`drawable`."""
+        zeros = jnp.zeros(self._dim)
+        return self._draw(key, theta, zeros, self.silo, tuple(self._latents))
+
+    def log_density_all(self, theta: Theta, z_G: Array) -> Array:
+        """Return the log density () of all global latents, as :meth:`draw_all` draws them."""
+        return self._density(theta, z_G, self.silo, tuple(self._latents))
+
+    @property
+    def _dim(self) -> int:
+        return max([s.stop for s in self._latents], default=0)
+
+    @cached_property
     def _latents(self) -> list[Site]:
         return [s for s in self.sites if s.kind == "latent" and s.plate is None]
 
@@ -140,8 +171,7 @@ class GlobalPrior:
     def funnels(self) -> tuple[Funnel, ...]:
         """Return all funnels whose children can all be drawn."""
         latents = self._latents
-        zeros = jnp.zeros(max([s.stop for s in latents], default=0))
-        values, data = self._given(zeros, self.silo)
+        values, data = self._given(jnp.zeros(self._dim), self.silo)
         global_values = {s.name: values.pop(s.name) for s in latents}
         names = set(global_values)
 

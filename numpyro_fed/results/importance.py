@@ -188,7 +188,7 @@ def importance_correct(
     if not 0 <= wider < 1:
         raise ValueError(f"wider must be a share in [0, 1), got {wider!r}.")
     with precision(double=result.double):
-        _check_weighable(result._fit)
+        check_weighable(result._fit)
         return _corrected(key, result, num_draws, integration_of(result, inner_draws), wider)
 
 
@@ -345,7 +345,7 @@ def correct_from(
     so that no weight is larger than under the best of them (Owen and Zhou 2000).
     """
     fit, size = result._fit, min(num_draws, AT_ONCE)
-    _check_weighable(fit)
+    check_weighable(fit)
     with precision(double=result.double):
         chosen = integration_of(result, inner_draws) if before is None else before.integration
         weighing = Weighing(result, size, None, chosen)
@@ -404,7 +404,7 @@ def correct_from(
         return unless_interrupted(correction, interrupted, num_draws)
 
 
-def _check_weighable(fit: Fit) -> None:
+def check_weighable(fit: Fit) -> None:
     """Raise an error for a fit whose posterior is not proportional to a joint density."""
     if fit.factors is not None and fit.factors.divergence:
         raise ValueError(

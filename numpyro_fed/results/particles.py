@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_fed.algorithms.tempered import (
-    NUM_ISLANDS,
-    Swarm,
-)
+from numpyro_fed.algorithms.importance.integration import Integration
+from numpyro_fed.algorithms.tempered import LOST, NUM_ISLANDS, Swarm
+from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.results.corrected import Corrected, sampler_of
-from numpyro_fed.results.importance import integration_of
-from numpyro_fed.results.moments import moments
+from numpyro_fed.results.importance import AT_ONCE, Weighing, integration_of
+from numpyro_fed.results.moments import Moments, moments
 from numpyro_fed.results.rounding import Rounding
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import SavedWords
@@ -26,6 +25,11 @@ from numpyro_fed.results.saving import SavedWords
 # Standard error, in sds, up to which means and sds count as known. It is estimated from four
 # islands alone, and the largest of all coordinates is looked at, which is about twice the true one.
 MAX_ERROR = 0.05
+# With so few coordinates the largest is no larger: the true error of a mean is then below a tenth
+# of an sd with a probability of 97.5 % (Student's t with three degrees of freedom).
+FEW, MAX_ERROR_OF_FEW = 2, 0.03
+MAX_EVIDENCE_ERROR = 0.5  # nats: with more, islands have found different shares of the mass
+MAX_COARSE = 0.1  # nats by which a finer quadrature may move log densities
 MIN_KEPT = 3  # times that particles must have been kept
 # Memory above which they count as standing still: islands would agree for no good reason, as where
 # a posterior's neck is too narrow for their steps.
@@ -35,6 +39,7 @@ MAX_MEMORY = 0.5
 # normal distribution, without the outer 2 % of them, is a tenth of this.
 GAP, MIN_SHARE = 1.0, 0.02
 MAX_MODES = 8
+SAVED = ("reached", "num_kept", "memory", "coarse", "evidence_error")  # fields of a file's words
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,21 +55,45 @@ class Particles(Corrected):
     memory : float
         How much the particles that were kept last still have of where they came to the posterior
         (:func:`memory_of`).
+    coarse : float
+        Sd, in nats, by which a finer quadrature over rows' latents moves log densities.
+    evidence_error : float
+        Standard error of ``log_evidence``, from the islands.
     """
 
     reached: float = 0.0
     num_kept: int = 0
     memory: float = 1.0
+    coarse: float = 0.0
+    evidence_error: float = 0.0
 
     @property
     def reliable(self) -> bool:
-        """Whether the particles came to the posterior, and have moved there."""
-        return self.reached >= 1 and self.num_kept >= MIN_KEPT and self.memory <= MAX_MEMORY
+        """Whether particles came to the posterior and moved there, and integrals are right."""
+        return self._arrived and self.memory <= MAX_MEMORY and self.coarse <= MAX_COARSE
+
+    @property
+    def _arrived(self) -> bool:
+        return self.reached >= 1 and self.num_kept >= MIN_KEPT
 
     @property
     def spreads_known(self) -> bool:
         """Whether islands agree, since particles have no weights whose tails could be heavy."""
-        return self.monte_carlo_error <= MAX_ERROR
+        few = self.z_G.shape[1] <= FEW
+        agree = self.monte_carlo_error <= (MAX_ERROR_OF_FEW if few else MAX_ERROR)
+        return agree and self.evidence_error <= MAX_EVIDENCE_ERROR
+
+    @property
+    def monte_carlo_error(self) -> float:
+        """The largest standard error of a global's mean or sd, in posterior sds, from the islands.
+
+        It is infinite for particles that have not come to the posterior.
+        """
+        return super().monte_carlo_error if self.num_kept else math.inf
+
+    @property
+    def _attributes(self) -> dict[str, float | str]:
+        return dict(ess=self.ess, verdict=self.report())
 
     @property
     def trusted(self) -> bool:
@@ -80,8 +109,13 @@ class Particles(Corrected):
             return self._rounding.words(self._sites)
         if self.reached < 1:
             return f"the particles came to {self.reached:.2g} of the way to the posterior"
-        if not self.reliable:
+        if not self._arrived or self.memory > MAX_MEMORY:
             return "the particles have not moved enough at the posterior"
+        if self.coarse > MAX_COARSE:
+            return "the quadrature over rows' latents is too coarse"
+        if self.evidence_error > MAX_EVIDENCE_ERROR:
+            error = f"{self.evidence_error:.2g}"
+            return f"islands of particles differ: the log evidence is known to {error} nats"
         return f"islands of particles differ: means and sds are known to {self._error_in_words} sd"
 
     @property
@@ -91,16 +125,17 @@ class Particles(Corrected):
     @property
     def figures(self) -> str:
         """Return the numbers that a verdict rests on, in words."""
+        if not self.num_kept:
+            return f"particles that came to {self.reached:.2g} of the way to the posterior"
         return (
-            f"{len(self.weights):,} particles, whose {NUM_ISLANDS} islands agree on means and sds "
-            f"to {self._error_in_words} sd"
+            f"{len(self.weights):,} particles, whose {NUM_ISLANDS} islands know means and sds to "
+            f"{self._error_in_words} sd"
         )
 
     def saved_words(self) -> SavedWords:
         """Return the form in which a file keeps the particles; ``from_file`` reads it."""
         saved = super().saved_words()
-        more = dict(reached=self.reached, num_kept=self.num_kept, memory=self.memory)
-        return replace(saved, words={**saved.words, **more})
+        return replace(saved, words={**saved.words, **{k: getattr(self, k) for k in SAVED}})
 
     @classmethod
     def from_file(
@@ -108,12 +143,13 @@ class Particles(Corrected):
     ) -> Self:
         """Return the particles of a fit from the arrays of :meth:`saved_words` in a file."""
         made = super().from_file(result, arrays, words)
-        names = ("reached", "num_kept", "memory")
-        return replace(made, **{name: words[name] for name in names})
+        return replace(made, **{name: words[name] for name in SAVED})
 
     def report(self) -> str:
         """Return in words whether to trust the particles."""
-        evidence = "" if self.log_evidence is None else f", log evidence {self.log_evidence:.2f}"
+        evidence = ""
+        if self.log_evidence is not None:
+            evidence = f", log evidence {self.log_evidence:.2f} (+- {self.evidence_error:.2f})"
         words = (
             f"{len(self.weights)} particles on {NUM_ISLANDS} islands{evidence}, "
             f"{self.num_exchanges} exchanges. "
@@ -127,42 +163,76 @@ class Particles(Corrected):
 
 
 def particles_of(key: Array, fit: Result, swarm: Swarm) -> Particles:
-    """Return the particles that were kept, or those on their way, with their quality."""
-    built = fit._fit
-    num_kept = int(swarm.num_kept)
-    number = swarm.here.z.shape[0]
-    kept = np.asarray(swarm.kept)[:num_kept]
+    """Return the particles that were kept, or those on their way, with their quality.
+
+    Where rows have latents it takes an exchange that checks the quadrature.
+    """
+    key_check, key_draws = jax.random.split(key)
+    num_kept, dim = int(swarm.num_kept), swarm.here.z.shape[1]
+    kept, log_p = np.asarray(swarm.kept)[:num_kept], np.asarray(swarm.kept_log_p)[:num_kept]
     if not num_kept:
-        kept = np.asarray(swarm.here.z)[None]
-    z = kept.reshape(-1, kept.shape[2])
+        kept, log_p = np.asarray(swarm.here.z)[None], np.asarray(swarm.here.log_p)[None]
+    z, log_p = kept.reshape(-1, dim), log_p.ravel()
+    islands = kept.reshape(len(kept), NUM_ISLANDS, -1, dim).swapaxes(0, 1)
+    integration, coarse, sent = integration_of(fit, None), 0.0, 0
+    if num_kept and integration.nodes:
+        integration, coarse, sent = checked(key_check, fit, integration, z, log_p)
     even = np.full(len(z), 1 / len(z))
-    # Kept particles have densities of this size.
-    log_p = jnp.tile(swarm.here.log_p, len(z) // number)
-    computed = moments(z, even, np.ones(len(z), bool))
-    by_island = kept.reshape(len(kept), NUM_ISLANDS, -1, kept.shape[2])
-    islands = by_island.swapaxes(0, 1).reshape(NUM_ISLANDS, -1, kept.shape[2])
-    last = kept[-1]
-    memory = memory_of(np.asarray(swarm.arrived), last) if num_kept else 1.0
-    computed = computed._replace(error=disagreement(islands, computed.sd), tail=0.0)
-    integration = integration_of(fit, None)
-    evidence = float(jax.nn.logsumexp(swarm.log_evidence) - math.log(NUM_ISLANDS))
+    computed = compared_with_fit(fit, z, even)
+    error = disagreement(islands.reshape(NUM_ISLANDS, -1, dim), computed.sd)
+    counts = log_p > LOST / 2
+    of_islands = np.asarray(swarm.log_evidence)
+    evidence = float(np.logaddexp.reduce(of_islands)) - math.log(NUM_ISLANDS)
+    of_density = float(swarm.b) >= 1 and not (fit._fit.factors and fit._fit.factors.loss)
     return Particles(
-        log_evidence=evidence if float(swarm.b) >= 1 else None,
-        ess=float(len(z) if num_kept else number),
-        pareto_k=0.0,
+        log_evidence=evidence if of_density else None,
+        ess=float(min(len(z), 1 / max(error[0].max(initial=0.0), len(z) ** -0.5) ** 2)),
+        pareto_k=math.nan,
         weights=even,
         result=fit,
-        _key=jax.random.fold_in(key, 1),
-        _moments=computed,
-        _rounding=Rounding.of(z, even, log_p, computed.mean, computed.sd),
+        _key=key_draws,
+        _moments=computed._replace(error=error, shift_error=error, tail=0.0),
+        _rounding=Rounding.of(
+            z[counts], even[counts], jnp.asarray(log_p[counts]), computed.mean, computed.sd
+        ),
         z_G=jnp.asarray(z),
-        _posterior=sampler_of(built, integration),
-        num_exchanges=int(swarm.exchanges),
+        _posterior=sampler_of(fit._fit, integration),
+        num_exchanges=int(swarm.exchanges) + sent,
         integration=integration,
         reached=float(swarm.b),
         num_kept=num_kept,
-        memory=memory,
+        memory=memory_of(np.asarray(swarm.arrived), kept[-1]) if num_kept else 1.0,
+        coarse=coarse,
+        evidence_error=float(of_islands.std(ddof=1)) / math.sqrt(NUM_ISLANDS),
     )
+
+
+def compared_with_fit(fit: Result, z: np.ndarray, weights: np.ndarray) -> Moments:
+    """Return the moments of particles (n, dim), and how far those of the fit are off."""
+    of_fit = np.asarray(fit.draw_globals(jax.random.key(0), AT_ONCE)[0])
+    marks = np.repeat([False, True], [len(z), len(of_fit)])
+    together = np.concatenate([z, of_fit])
+    return moments(together, np.append(weights, np.zeros(len(of_fit))), marks)
+
+
+def checked(
+    key: Array, fit: Result, integration: Integration, z: np.ndarray, log_p: np.ndarray
+) -> tuple[Integration, float, int]:
+    """Return how a correction integrates rows' latents at particles ``z`` (n, dim), how it differs.
+
+    That is the sd, in nats, of its log density less ``log_p`` (n,): by so much particles would be
+    weighed otherwise. It is infinite where draws take the place of quadrature. The last number is
+    that of the exchanges.
+    """
+    key_points, key_exchange = jax.random.split(key)
+    points = np.asarray(jax.random.choice(key_points, len(z), (AT_ONCE,)))
+    weighing = Weighing(fit, AT_ONCE, None, integration)
+    try:
+        found = np.asarray(weighing.exchange(key_exchange, jnp.asarray(z[points])).log_weights)
+    except NonFiniteError:
+        return integration, math.inf, weighing.sent
+    coarse = math.inf if weighing.integration.gave_way else float((found - log_p[points]).std())
+    return weighing.integration, coarse if math.isfinite(coarse) else math.inf, weighing.sent
 
 
 def memory_of(before: np.ndarray, after: np.ndarray) -> float:

@@ -2,10 +2,7 @@ r"""Particles from a fit, or from the prior, to a posterior that is like no Gaus
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +15,6 @@ from numpyro_fed.algorithms.importance.proposals import (
     WideParts,
 )
 from numpyro_fed.algorithms.tempered import (
-    KEPT,
     LOST,
     NUM_ISLANDS,
     Reference,
@@ -36,9 +32,10 @@ from numpyro_fed.integrals.quadrature import default_nodes, quadrature_misfit
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import coupled_rows
+from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.precision import precision
-from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.importance import check_weighable
 from numpyro_fed.results.mixture import around_modes
 from numpyro_fed.results.particles import Particles, particles_of
 from numpyro_fed.results.rows import Fit, Result
@@ -46,7 +43,7 @@ from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import State
-from numpyro_fed.runtime.supervise import drive, failed_silos
+from numpyro_fed.runtime.supervise import Run, drive
 
 STARTS = "fit", "prior"
 NO_DENSITY = (
@@ -54,8 +51,6 @@ NO_DENSITY = (
     "look at the data and the supports of the sites there."
 )
 WIDER = 0.5  # share of the first particles that come from distributions wider than the fit
-# Numbers of a batch of particles, for each site of the rows.
-IN_BATCH = 2**18
 
 
 @dataclass(frozen=True)
@@ -65,8 +60,8 @@ class PriorReference:
     model: FederatedModel
 
     def log_density(self, theta: Theta, parameters: tuple[()], z: Array) -> Array:
-        """Return the log density () at ``z`` (dim,)."""
-        return self.model.log_prior(theta, z)
+        """Return the log density () at ``z`` (dim,), factors and scaled sites left out."""
+        return self.model.global_prior.log_density_all(theta, z)
 
 
 @dataclass(frozen=True)
@@ -166,7 +161,10 @@ class Tempered:
         Raises
         ------
         ModelError
-            For rows of three and more latents, or rows that read each other's latents.
+            For rows of three and more latents, rows that read each other's latents, latents for
+            which quadrature is too coarse, and silos in other processes.
+        ValueError
+            For a fit under a divergence other than KL.
         NonFiniteError
             If the density is not finite at any particle of an island.
         """
@@ -174,22 +172,31 @@ class Tempered:
         fit = result.result if isinstance(result, Corrected) else result
         key = typed_key(key)
         with precision(double=fit.double):
+            check_weighable(fit._fit)
             check_temperable(fit)
-            key_begin, key_run = jax.random.split(key)
-            tempering = self._parts(fit._fit)
+            key_begin, key_run, key_draws = jax.random.split(key, 3)
+            tempering = self._parts(fit._fit, nodes_for(result))
             swarm = self._begin(key_begin, tempering, fit, result)
-            return self._moved(key_run, num_exchanges, tempering, swarm, fit, progress_bar, quick)
+            run = self._run(key_run, num_exchanges, tempering, swarm, fit, progress_bar, quick)
+            found = particles_of(key_draws, fit, run.state.server)
+        if run.ended == "interrupted":
+            raise Interrupted(
+                f"interrupted after {found.num_exchanges} exchanges; the particles as they are "
+                "then are in the error's .result.",
+                result=found,
+            )
+        return found
 
-    def _settings(self, fit: Fit) -> dict[str, Any]:
-        rows = sum(n for _, n in fit.plan.total)
-        nodes = max(default_nodes(fit.model), 1)
-        batch = max(1, min(self.num_particles, IN_BATCH // max(rows * nodes, 1)))
-        return {"num_particles": self.num_particles, "start": self.start, "batch_size": batch}
+    def _parts(self, fit: Fit, nodes: int) -> Tempering:
+        fm, number = fit.model, self.num_particles
 
-    def _parts(self, fit: Fit) -> Tempering:
-        settings = self._settings(fit)
-        text = json.dumps(settings)
-        return fit.cached(("tempering", text), lambda: tempering_of(fit.built, settings))
+        def make() -> Tempering:
+            reference: Reference = PriorReference(fm)
+            if self.start == "fit":
+                reference = MixtureReference(WideParts.of(fm, number, WIDER))
+            return Tempering(fm, fit.guide, reference, fit.algorithm, number, nodes)
+
+        return fit.cached(("tempering", number, self.start, nodes), make)
 
     def _begin(
         self, key: Array, tempering: Tempering, fit: Result, result: Result | Corrected
@@ -197,12 +204,12 @@ class Tempered:
         """Return the first state: draws of the reference."""
         theta, fm = fit.shared.theta, fit._fit.model
         if self.start == "prior":
-            z = None if fm.improper else fm.draw_prior(key, self.num_particles)
-            if z is None:
+            if not fm.global_prior.drawable:
                 raise ModelError(
-                    "start='prior': some distribution of the prior cannot be drawn from. Use "
-                    "start='fit'."
+                    "start='prior': some global cannot be drawn from its prior. Use start='fit'."
                 )
+            keys = jax.random.split(key, self.num_particles)
+            z = jax.vmap(fm.global_prior.draw_all, (0, None))(keys, theta)
             return tempering.begin(theta, (), z)
         own = mixture_of(fit, result)
         own = own._replace(log_shares=jnp.maximum(own.log_shares, LOST))  # states must be finite
@@ -215,7 +222,7 @@ class Tempered:
         # The first draws are of the mixture, the others of wider parts: islands must be alike.
         return tempering.begin(theta, own, jax.random.permutation(key_order, z))
 
-    def _moved(
+    def _run(
         self,
         key: Array,
         num_exchanges: int,
@@ -224,84 +231,55 @@ class Tempered:
         fit: Result,
         progress_bar: bool | Progress,
         quick: bool,
-    ) -> Particles:
-        """Return the particles after the exchanges."""
-        if fit._silos is None:
-            return self._moved_elsewhere(key, num_exchanges, tempering, swarm, fit)
-        algorithm = tempering.algorithm()
+    ) -> Run:
+        """Return the run of the exchanges, or raise an error if no particle has a density."""
         runtime = fit._fit.cached(
-            ("tempered", tempering.settings, quick), lambda: simulation(algorithm, quick=quick)
+            ("tempered", tempering, quick), lambda: simulation(tempering.algorithm(), quick=quick)
         )
         state = State(jnp.zeros((), jnp.int32), swarm, fit.state.silos, ())
         run = drive(
             runtime, key, state, fit._batches, num_exchanges, progress_bar, stop=True, keep=True
         )
-        if run.refused is not None:
-            raise run.refused
-        after: Swarm = run.state.server
-        if run.failure is not None:
-            raise NonFiniteError(
-                NO_DENSITY, result=fit, round=run.failure.round, silos=run.failure.silos
-            )
-        found = particles_of(key, fit, after)
-        if run.ended == "interrupted":
-            raise Interrupted(
-                f"interrupted after {int(after.exchanges)} exchanges; the particles as they are "
-                "then are in the error's .result.",
-                result=found,
-            )
-        return found
-
-    def _moved_elsewhere(
-        self, key: Array, num_exchanges: int, tempering: Tempering, swarm: Swarm, fit: Result
-    ) -> Particles:
-        """Return the particles after the exchanges, with silos in other processes."""
-        once = fit._fit.quick_round(tempering.round())
-        for i in range(num_exchanges):
-            key_round = jax.random.fold_in(key, i)
-            swarm, _, info, good = once(key_round, swarm, fit.state.silos, ())
-            if not bool(info.ok):
-                bad = failed_silos(good, (), ())
-                raise NonFiniteError(NO_DENSITY, result=fit, round=i, silos=bad)
-            if int(swarm.num_kept) >= KEPT:
-                break
-        return particles_of(key, fit, swarm)
-
-
-def tempering_of(built: Built, settings: Mapping[str, Any]) -> Tempering:
-    """Return the parts of the algorithm, the same at the server and at every silo."""
-    fm, number = built.model, settings["num_particles"]
-    reference: Reference = PriorReference(fm)
-    if settings["start"] == "fit":
-        reference = MixtureReference(WideParts.of(fm, number, WIDER))
-    return Tempering(
-        fm,
-        built.guide,
-        reference,
-        built.algorithm,
-        number,
-        settings["batch_size"],
-        json.dumps(dict(settings)),
-    )
+        if run.failure is None:
+            return run
+        raise NonFiniteError(
+            NO_DENSITY, result=fit, round=run.failure.round, silos=run.failure.silos
+        )
 
 
 def check_temperable(fit: Result) -> None:
     """Raise an error for a model whose silos cannot reply with gradients of their likelihood."""
     fm = fit._fit.model
+    if fit._silos is None:
+        raise ModelError("particles move over silos of this process only, not over nodes.")
     if not fm.dim:
         raise ModelError("there are no global latents that particles could move.")
     if any(p.dim for p in fm.plates) and (why := quadrature_misfit(fm)) is not None:
         raise ModelError(f"particles need rows' latents integrated by quadrature, but {why}.")
     if any(p.dim for p in fm.plates) and not default_nodes(fm):
         raise ModelError("particles need rows of at most two latents, with those of outer plates.")
-    silos = fit._silos
-    if silos is not None and fit._fit.checks is not None:
-        rows = coupled_rows(fit._fit.checks, silos.buckets)
+    if fit._fit.checks is not None:
+        rows = coupled_rows(fit._fit.checks, fit._silos.buckets)
         if rows is not None:
             raise CoupledRowsError(
                 f"{rows.words()} reads latents of other rows, so that they cannot be integrated "
                 "row by row, which particles need."
             )
+
+
+def nodes_for(result: Result | Corrected) -> int:
+    """Return the nodes of the quadrature: more where a correction has found the default too few."""
+    fm = (result.result if isinstance(result, Corrected) else result)._fit.model
+    if not isinstance(result, Corrected) or not default_nodes(fm):
+        return default_nodes(fm)
+    if result.integration.gave_way:
+        raise ModelError(
+            "particles need rows' latents integrated by quadrature, and a correction has found it "
+            "too coarse."
+        )
+    usual = default_quadrature(fm)
+    more = usual is not None and result.integration.nodes > usual.nodes
+    return result.integration.nodes if more else default_nodes(fm)
 
 
 def mixture_of(fit: Result, result: Result | Corrected) -> Mixture:

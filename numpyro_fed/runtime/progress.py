@@ -121,9 +121,8 @@ class StageBar(Progress):
     def begin(self, search: bool, max_number: int) -> None:
         self._exchanges_before += self._num_done
         self._num_done = 0
-        self._activity = (
-            "search for the mode, exchange {}" if search else f"round {{}} of {max_number:,}"
-        )
+        rounds = f": round {{}} of {max_number:,}" if max_number else ""
+        self._activity = ": search for the mode, exchange {}" if search else rounds
         self._show_activity()
 
     def step(self, number: int, bound: float) -> None:
@@ -138,7 +137,7 @@ class StageBar(Progress):
     def _show_activity(self) -> None:
         """Show the stage and the round or exchange in which it is."""
         doing = self._activity.format(f"{self._num_done + 1:,}")
-        self._bar.set_description_str(f"{self._stage}: {doing}", refresh=False)
+        self._bar.set_description_str(f"{self._stage}{doing}", refresh=False)
 
     def _show_exchanges(self, exchanges: int) -> None:
         self._bar.n = exchanges
