@@ -89,7 +89,9 @@ def by_nuts(text, silos, draws):
 
 def by_sfvi(text, silos, rounds, draws):
     """Draws of the curve: each silo's part of it, at the same draws of what they share."""
-    result = nf.SFVI(text).run(jax.random.key(1), rounds, silos, progress_bar=False)
+    # A few rounds, to see that it runs, are not worth a search for the mode.
+    method = nf.SFVI(text, start=None if rounds < 100 else "mode")
+    result = method.run(jax.random.key(1), rounds, silos, progress_bar=False)
     theta = np.zeros((draws, len(X)))
     for j, own in enumerate(BLOCKS):
         found = result.sample_posterior(jax.random.key(2), draws, silo=j)

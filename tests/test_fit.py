@@ -302,3 +302,41 @@ def test_messages_of_a_step_that_fails_are_counted(monkeypatch):
     bad = nf.fit(KEY, model, silos, budget=50, progress_bar=False)
     assert not bad.trusted
     assert bad.num_exchanges == good.num_exchanges > 2
+
+
+@pytest.mark.slow
+def test_particles_take_over_where_no_mixture_is_like_the_posterior(double, tmp_path):
+    """A Gaussian process of five places, seen through counts, against NUTS."""
+    places = np.linspace(-1, 1, 5)
+
+    def rates(place, y=None):
+        length = numpyro.sample("length", dist.InverseGamma(5.0, 5.0))
+        amplitude = numpyro.sample("amplitude", dist.HalfNormal(1.0))
+        e = numpyro.sample("e", dist.Normal(0, 1).expand([5]).to_event(1))
+        distance = (places[:, None] - places) / length
+        K = amplitude**2 * jnp.exp(-0.5 * distance**2) + 1e-6 * jnp.eye(5)
+        f = numpyro.deterministic("f", jnp.linalg.cholesky(K) @ e)
+        with nf.silo_plate("row", place.shape[0]):
+            numpyro.sample("y", dist.Poisson(jnp.exp(f[place])), obs=y)
+
+    r = np.random.default_rng(0)
+    place = r.integers(0, 5, 20)
+    y = r.poisson(np.exp(np.sin(3 * places))[place])
+    silos = cut(dict(place=place, y=y), (7, 13))
+    fitted = nf.fit(KEY, rates, silos, progress_bar=False)
+    assert fitted.stages[-1].name == "particles", fitted.verdict
+    assert fitted.trusted
+    assert isinstance(fitted.best, nf.Particles)
+    settings = dict(num_warmup=500, num_samples=2_500, progress_bar=False)
+    nuts = nf.run_nuts(OTHER_KEY, rates, silos, target_accept_prob=0.95, **settings)
+    # Monte Carlo errors of both are about 0.03.
+    for name, site in nf.compare(fitted, nuts).to_dict()["sites"].items():
+        assert np.max(site["mean_error_sd"]) < 0.12, name
+        assert 0.88 < np.min(site["sd_ratio"]) <= np.max(site["sd_ratio"]) < 1.12, name
+    fitted.save(tmp_path / "fitted")
+    again = nf.load(tmp_path / "fitted", rates, silos)
+    assert again.verdict == fitted.verdict
+    np.testing.assert_array_equal(again.best.z_G, fitted.best.z_G)
+    short = nf.fit(KEY, rates, silos, budget=20, progress_bar=False)
+    assert "particles" not in [stage.name for stage in short.stages]
+    assert not short.trusted

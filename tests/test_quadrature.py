@@ -140,6 +140,7 @@ def drawn(model, silo, z_G, n):
     return jax.vmap(lambda key: integrals.sample(key, {}, z_G, modes, data))(keys)
 
 
+@pytest.mark.slow
 def test_latents_of_hospitals_and_patients_are_drawn_together(double):
     """Means and covariances of normal latents given the data, in closed form."""
     n, hospital = 20_000, np.array([0, 1, 0, 1, 1])
@@ -209,6 +210,7 @@ def squares(y):
         numpyro.sample("y", dist.Normal(b**2, 0.3), obs=y)
 
 
+@pytest.mark.slow
 def test_rows_with_two_modes_far_apart_are_integrated_by_draws(double):
     """Twice the nodes would stand around the same mode."""
     y = np.array([4.0, 3.0, 5.0, 6.0, 4.5])

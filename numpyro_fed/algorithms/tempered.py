@@ -67,8 +67,10 @@ ACCEPTED = 0.75  # share of trajectories that the common step size aims at
 # Largest change of the log step size after one trajectory: an acceptance of zero halves the step.
 GAIN = 1.0
 LOG_STEPS = math.log(1e-4), math.log(2.0)  # the log of the common step size stays between these
-# Particles that a silo takes side by side. XLA:CPU multiplies stacks of matrices by plain loops: a
-# Gaussian process over forty times took 0.05 s for a thousand particles, and 1.3 s with 64 at once.
+# Particles that a silo takes side by side where rows have latents, whose modes are searched for: one
+# by one the loop of the search is repeated for each. Without them it is one at a time, since
+# XLA:CPU multiplies stacks of matrices by plain loops: a Gaussian process over forty times took
+# 0.05 s for a thousand particles, and 1.3 s with 64 at once.
 BATCH = 8
 LOST = -1e30  # in the place of a log density of minus infinity: states must be finite
 # Largest correlation of a coordinate with its value some trajectories before, at which particles
@@ -251,7 +253,8 @@ class Tempering:
         def slopes(batch: tuple[Array, Array]) -> Slopes:
             return Slopes(*jax.value_and_grad(log_likelihood)(*batch))
 
-        found = jax.lax.map(slopes, (down.z_G, u), batch_size=BATCH)
+        size = BATCH if any(p.dim for p in self.model.plates) else 1
+        found = jax.lax.map(slopes, (down.z_G, u), batch_size=size)
         # A particle that is too far away for one silo is lost, and the others go on.
         finite = jnp.isfinite(found.log_likelihood)
         value = jnp.where(finite, found.log_likelihood, -jnp.inf)

@@ -127,7 +127,8 @@ def fit(
     Nothing has to be scaled or tuned. The call searches for the mode from several places, draws
     from the normal approximation there, and weighs the draws in one more exchange (the importance
     correction). If the verdict is not good, it tries a proposal matched to the weighted draws, more
-    draws, rounds of :class:`PVI` from the mode, and :class:`SFVI`. SFVI is the first step if there
+    draws, particles that move to the posterior (:class:`Tempered`), rounds of :class:`PVI` from the
+    mode, and :class:`SFVI`. SFVI is the first step if there
     are too many globals, or globals without a family. The best of several corrections is judged by
     new draws. A second call with the same model and silos of the same shapes compiles nothing.
 
