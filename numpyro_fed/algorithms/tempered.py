@@ -67,8 +67,8 @@ ACCEPTED = 0.75  # share of trajectories that the common step size aims at
 # Largest change of the log step size after one trajectory: an acceptance of zero halves the step.
 GAIN = 1.0
 LOG_STEPS = math.log(1e-4), math.log(2.0)  # the log of the common step size stays between these
-# Particles that a silo takes side by side where rows have latents, whose modes are searched for: one
-# by one the loop of the search is repeated for each. Without them it is one at a time, since
+# Particles that a silo takes side by side where rows have latents, whose modes are searched for:
+# one by one the loop of the search is repeated for each. Without them it is one at a time, since
 # XLA:CPU multiplies stacks of matrices by plain loops: a Gaussian process over forty times took
 # 0.05 s for a thousand particles, and 1.3 s with 64 at once.
 BATCH = 8
