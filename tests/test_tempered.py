@@ -161,7 +161,7 @@ def test_particles_that_stand_still_are_not_trusted(squares, particles):
 
 
 def test_islands_of_other_evidence_or_coarse_integrals_are_not_trusted(particles):
-    assert "log evidence" in replace(particles, evidence_error=1.0).doubt
+    assert "log evidence" in replace(particles, evidence_error=2.0).doubt
     assert "coarse" in replace(particles, coarse=0.2).doubt
     assert not replace(particles, coarse=0.2).reliable
 

@@ -130,7 +130,7 @@ class Places(NamedTuple):
 
 
 class Swarm(NamedTuple):
-    """The server's state.
+    """The server's state: particles, their trajectories, and what was kept of them.
 
     Attributes
     ----------
