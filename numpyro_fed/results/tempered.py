@@ -108,12 +108,13 @@ class Tempered:
     --------
     >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, numpyro_fed as nf
     >>> def model(y):
-    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     rate = numpyro.sample("rate", dist.HalfCauchy(5))
     ...     with nf.silo_plate("row", y.shape[0]):
-    ...         numpyro.sample("y", dist.Normal(mu**2, 1), obs=y)  # two modes
-    >>> silos = [dict(y=np.array([3.8, 4.1])), dict(y=np.array([4.4, 3.9, 4.0]))]
+    ...         numpyro.sample("y", dist.Poisson(rate), obs=y)
+    >>> silos = [dict(y=np.array([3, 0])), dict(y=np.array([1, 0, 2]))]
     >>> fit = nf.PVI(model).run(jax.random.key(0), 0, silos, progress_bar=False)
-    >>> particles = nf.Tempered().run(jax.random.key(1), 300, fit, progress_bar=False)
+    >>> tempered = nf.Tempered(start="prior")
+    >>> particles = tempered.run(jax.random.key(1), 300, fit, progress_bar=False)
     >>> particles.trusted
     True
     """
