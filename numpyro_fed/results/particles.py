@@ -56,7 +56,7 @@ class Particles(Corrected):
         How often particles were kept there.
     memory : float
         How much the particles that were kept last still have of where they came to the posterior
-        (:func:`memory_of`).
+        (a correlation: 1 for particles that stand still).
     coarse : float
         Sd, in nats, by which a finer quadrature over rows' latents moves log densities.
     evidence_error : float
