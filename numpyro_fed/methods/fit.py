@@ -74,6 +74,11 @@ MIN_BUDGET_FOR_SFVI = 100
 # Exchanges of particles, at most, and at least: a horseshoe took 900, a mean with two signs 60.
 # What follows keeps a part of the budget.
 MAX_PARTICLE_EXCHANGES, MIN_FOR_PARTICLES = 1_000, 50
+# Particles: a horseshoe of 102 globals has errors of 0.06 sd with a thousand.
+FEW_PARTICLES, MANY_PARTICLES, FEW_GLOBALS = 1_000, 2_000, 50
+# Values of rows' densities that particles may take in all, half an hour of two cores or so. A test
+# of 30 items with 400 pupils would take hours.
+MAX_WORK = 3e10
 # Effective draws of a correction from which particles begin at its mixture, and not at the prior. A
 # horseshoe has three, and its mixture is half as far from the posterior as the prior is.
 MIN_EFFECTIVE_FOR_PARTICLES = 40
@@ -499,16 +504,24 @@ class _Fitting:
     def temper(self, result: Result, before: Corrected | None) -> Particles | None:
         """Return particles moved from a fit, or from the prior, to the posterior, if they help."""
         num_exchanges = min(MAX_PARTICLE_EXCHANGES, self.budget_left - 2 * MIN_BUDGET_FOR_SFVI)
-        if not self.may_go_on(before) or num_exchanges < MIN_FOR_PARTICLES:
+        if before is None or not self.may_go_on(before) or num_exchanges < MIN_FOR_PARTICLES:
             return None
         quick, name = self.runtime == "quick", "particles"
+        number = MANY_PARTICLES if self.fm.dim > FEW_GLOBALS else FEW_PARTICLES
+        num_values = sum(a.size for s in self.silos for a in s.arrays.values())
+        work = number * num_values * before.integration.work_of_row(self.fm)
+        num_exchanges = min(num_exchanges, int(MAX_WORK / work))
+        if num_exchanges < MIN_FOR_PARTICLES:
+            self.record(name, "not tried, since each exchange would take silos long", None)
+            return None
         # Draws from a mixture of which some count are near the posterior. Else the prior is.
-        near = before is not None and before.ess >= MIN_EFFECTIVE_FOR_PARTICLES
+        near = before.ess >= MIN_EFFECTIVE_FOR_PARTICLES
         start = "prior" if not near and self.fm.global_prior.drawable else "fit"
-        begin_at = before if near and before is not None else result
+        begin_at = before if near else result
+        tempered = Tempered(num_particles=number, start=start)
         try:
             with self.stage(name):
-                found = Tempered(start=start).run(
+                found = tempered.run(
                     self.new_key(), num_exchanges, begin_at, progress_bar=self.bar, quick=quick
                 )
         except (ModelError, NonFiniteError, ValueError) as error:
