@@ -320,7 +320,8 @@ class Weighing:
         points = jnp.asarray(np.concatenate([*three, spare]), z_G.dtype)
         density = np.asarray(self.exchange(key, points).log_weights, np.float64)
         below, at, above = density[: 3 * len(heavy)].reshape(3, -1)
-        smooth = np.abs(above - 2 * at + below) <= JUMP
+        with np.errstate(invalid="ignore"):  # a neighbour may have no density
+            smooth = np.abs(above - 2 * at + below) <= JUMP
         return heavy[~smooth & (log_weights[heavy] > -np.inf)]
 
 
