@@ -282,7 +282,7 @@ class _Fitting:
         # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
         if result is not None and result.start is not None:
             best = self.improve(self.correct(result))
-            best = self.better(best, self.temper(result, best))
+            best = self.better(best, self.temper(best))
         for _ in range(MAX_PVI_RUNS):
             if result is None or result.ended != "rounds" or not self.may_go_on(best):
                 break
@@ -501,15 +501,15 @@ class _Fitting:
                 best = self.better(best, new) or best
         return best
 
-    def temper(self, result: Result, before: Corrected | None) -> Particles | None:
-        """Return particles moved from a fit, or from the prior, to the posterior, if they help."""
+    def temper(self, before: Corrected | None) -> Particles | None:
+        """Return particles moved to the posterior, if what was reached before is not enough."""
         num_exchanges = min(MAX_PARTICLE_EXCHANGES, self.budget_left - 2 * MIN_BUDGET_FOR_SFVI)
         if before is None or not self.may_go_on(before) or num_exchanges < MIN_FOR_PARTICLES:
             return None
         quick, name = self.runtime == "quick", "particles"
         number = MANY_PARTICLES if self.fm.dim > FEW_GLOBALS else FEW_PARTICLES
         num_values = sum(a.size for s in self.silos for a in s.arrays.values())
-        work = number * num_values * before.integration.work_of_row(self.fm)
+        work = number * max(num_values, 1) * before.integration.work_of_row(self.fm)
         num_exchanges = min(num_exchanges, int(MAX_WORK / work))
         if num_exchanges < MIN_FOR_PARTICLES:
             self.record(name, "not tried, since each exchange would take silos long", None)
@@ -517,12 +517,11 @@ class _Fitting:
         # Draws from a mixture of which some count are near the posterior. Else the prior is.
         near = before.ess >= MIN_EFFECTIVE_FOR_PARTICLES
         start = "prior" if not near and self.fm.global_prior.drawable else "fit"
-        begin_at = before if near else result
         tempered = Tempered(num_particles=number, start=start)
         try:
             with self.stage(name):
                 found = tempered.run(
-                    self.new_key(), num_exchanges, begin_at, progress_bar=self.bar, quick=quick
+                    self.new_key(), num_exchanges, before, progress_bar=self.bar, quick=quick
                 )
         except (ModelError, NonFiniteError, ValueError) as error:
             self.spend(error.round + 1 if isinstance(error, NonFiniteError) else 0)
