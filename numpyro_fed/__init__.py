@@ -27,7 +27,7 @@ from numpyro_fed.methods.cost import Cost
 from numpyro_fed.methods.fit import fit
 from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.load import Saved, load
-from numpyro_fed.methods.mode import Mode, find_mode
+from numpyro_fed.methods.mode import find_mode
 from numpyro_fed.methods.node import ServerNode
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.pvi_family import (
@@ -56,6 +56,7 @@ from numpyro_fed.reference.nuts import NutsResult, run_nuts
 from numpyro_fed.results.communication import Communication
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import importance_correct
+from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result

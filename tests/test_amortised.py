@@ -20,7 +20,7 @@ from numpyro_fed.guides.structured import GuideConfig, build_resolved, resolve
 from numpyro_fed.model.data import read
 from numpyro_fed.model.facts import agree, facts_of
 from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.minibatch import Minibatches, Noise, rows_at
+from numpyro_fed.model.minibatch import Minibatches, MinibatchNoise, rows_at
 from numpyro_fed.objectives import draws_by_plate
 
 KEY, QUIET = jax.random.key(0), dict(progress_bar=False)
@@ -150,7 +150,7 @@ def test_gradients_of_minibatches_are_unbiased(double):
         which = jax.vmap(cut.noise)(jax.random.split(key, 2))
 
         def of_silo(which, data, noise):
-            return Noise(rows_at(noise.rows, cut.draw(which, data)[1]), which)
+            return MinibatchNoise(rows_at(noise.rows, cut.draw(which, data)[1]), which)
 
         return ask(some, jax.vmap(of_silo)(which, split.data, noise))
 

@@ -182,9 +182,9 @@ def test_a_mode_that_the_draws_do_not_reach_is_said(monkeypatch):
     def around_the_first(z, others, log_shares):
         return around_modes(z, [], np.zeros(1))
 
-    monkeypatch.setattr("numpyro_fed.methods.fit.around_modes", around_the_first)
+    monkeypatch.setattr("numpyro_fed.methods.fit_steps.around_modes", around_the_first)
     monkeypatch.setattr(
-        "numpyro_fed.methods.fit.correct_from",
+        "numpyro_fed.methods.fit_steps.correct_from",
         lambda *args, wider, before: correct_from(*args, wider=0.0, before=before),
     )
     model = models.squared(2000.0)
@@ -298,7 +298,7 @@ def test_messages_of_a_step_that_fails_are_counted(monkeypatch):
         raise nf.NonFiniteError("nothing is finite", result=None, round=0, silos=())
 
     good = nf.fit(KEY, model, silos, budget=50, progress_bar=False)
-    monkeypatch.setattr("numpyro_fed.methods.fit.correct_from", fails)
+    monkeypatch.setattr("numpyro_fed.methods.fit_steps.correct_from", fails)
     bad = nf.fit(KEY, model, silos, budget=50, progress_bar=False)
     assert not bad.trusted
     assert bad.num_exchanges == good.num_exchanges > 2

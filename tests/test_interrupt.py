@@ -11,7 +11,7 @@ import pytest
 from laid_open import at_checks, put_in_place
 
 import numpyro_fed as nf
-from numpyro_fed.methods import fit as fit_module
+from numpyro_fed.methods import fit_steps
 from numpyro_fed.results import importance
 from numpyro_fed.runtime import supervise as drive_module
 
@@ -215,7 +215,7 @@ def test_a_correction_without_any_draws_is_a_plain_one(monkeypatch):
 @pytest.mark.slow
 def test_stages_of_a_fit_before_it_are_kept(monkeypatch, tmp_path):
     """In the middle of the correction: the fit is there, and says that nobody has checked it."""
-    monkeypatch.setattr(fit_module, "correct_from", ctrl_c)
+    monkeypatch.setattr(fit_steps, "correct_from", ctrl_c)
     with pytest.raises(nf.Interrupted) as caught:
         nf.fit(KEY, model, SILOS, **QUIET)
     monkeypatch.undo()
@@ -256,7 +256,7 @@ def test_a_checked_fit_that_goes_on_is_not_trusted(monkeypatch):
     """Its correction is kept, with words that say why it does not count."""
     fitted = nf.fit(KEY, model, SILOS, **QUIET)
     assert fitted.trusted
-    monkeypatch.setattr(fit_module._Fitting, "confirm", ctrl_c)
+    monkeypatch.setattr(fit_steps.FitSteps, "confirm", ctrl_c)
     with pytest.raises(nf.Interrupted) as caught:
         nf.fit(KEY, model, SILOS, **QUIET)
     found = caught.value.result
@@ -266,7 +266,7 @@ def test_a_checked_fit_that_goes_on_is_not_trusted(monkeypatch):
 
 
 def test_a_fit_without_any_stage_is_a_plain_one(monkeypatch):
-    monkeypatch.setattr(fit_module._Fitting, "run_method", ctrl_c)
+    monkeypatch.setattr(fit_steps.FitSteps, "run_method", ctrl_c)
     with pytest.raises(KeyboardInterrupt) as caught:
         nf.fit(KEY, model, SILOS, **QUIET)
     assert not isinstance(caught.value, nf.Interrupted)

@@ -15,8 +15,8 @@ import pytest
 import numpyro_fed as nf
 from numpyro_fed.files import read_npz, write_npz
 from numpyro_fed.methods.fitted import Stage
-from numpyro_fed.methods.mode import LocalMode
 from numpyro_fed.methods.recipe import PARTS, LostError, decoded, encoded, rebuilt, recipe
+from numpyro_fed.results.mode import LocalMode
 
 KEY = jax.random.key(0)
 QUIET = {"progress_bar": False}

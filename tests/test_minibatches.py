@@ -18,7 +18,7 @@ from numpyro_fed.frame import Coordinates
 from numpyro_fed.guides.structured import build
 from numpyro_fed.model.data import read
 from numpyro_fed.model.layout import lay_out
-from numpyro_fed.model.minibatch import Minibatches, Noise, draw_minibatch, rows_at
+from numpyro_fed.model.minibatch import Minibatches, MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.objectives import draws_by_plate
 from numpyro_fed.runtime.step import replayed_part
 
@@ -127,7 +127,7 @@ def test_gradients_are_unbiased(double, name):
 
         def of_silo(which, data, noise):
             _, places = split.minibatches.draw(which, data)
-            return Noise(rows_at(noise.rows, places), which)
+            return MinibatchNoise(rows_at(noise.rows, places), which)
 
         noise = jax.vmap(of_silo)(which, split.data, each)
         return gradients(split.some, noise, down, states, split.data)
@@ -163,7 +163,7 @@ def test_a_silo_with_few_rows_takes_all_of_them(double, name):
         for p, e in few[0].rows.items()
     }
     some = split.some.silo(few[0], down, *few[1:])
-    whole = split.whole.silo(Noise(rows), down, *few[1:])
+    whole = split.whole.silo(MinibatchNoise(rows), down, *few[1:])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), some, whole)
 
 
@@ -175,7 +175,7 @@ def test_batches_larger_than_every_silo_change_nothing(double):
     noise = jax.vmap(split.some.step_noise)(keys, states)
     assert noise.rows["row"].shape[1] == 12
     some = gradients(split.some, noise, down, states, split.data)
-    whole = gradients(split.whole, Noise(noise.rows), down, states, split.data)
+    whole = gradients(split.whole, MinibatchNoise(noise.rows), down, states, split.data)
     jax.tree.map(np.testing.assert_array_equal, some, whole)
 
 

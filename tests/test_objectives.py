@@ -17,7 +17,7 @@ from numpyro_fed.algorithms import convergence
 from numpyro_fed.algorithms.base import Combine
 from numpyro_fed.bounds import SiloBound, normals
 from numpyro_fed.frame import Coordinates
-from numpyro_fed.model.minibatch import Noise
+from numpyro_fed.model.minibatch import MinibatchNoise
 from numpyro_fed.model.padding import bucket
 from numpyro_fed.runtime.combine import combine
 from numpyro_fed.runtime.step import replayed_part
@@ -571,7 +571,7 @@ def gradients(pooled, sizes):
             each = jax.tree.map(lambda a, b: jnp.abs(a).sum(0) + jnp.abs(b), each, own)
         return total, steps, each
 
-    noise = [Noise(padded([pieces[j] for j in b.silos])) for b in buckets]
+    noise = [MinibatchNoise(padded([pieces[j] for j in b.silos])) for b in buckets]
     total, steps, each = run(pooled.server, states, noise, [b.data for b in buckets])
     rows = [None] * len(sizes)
     for b, step in zip(buckets, steps, strict=True):
@@ -631,7 +631,7 @@ def test_iterates_do_not_depend_on_the_partition(x64, objective, guide):
         for r in range(5):
             eps, rows = pooled.noise(jax.random.fold_in(KEY, r))
             pieces = cut(rows, sizes)
-            noise = [Noise(padded([pieces[j] for j in b.silos])) for b in buckets]
+            noise = [MinibatchNoise(padded([pieces[j] for j in b.silos])) for b in buckets]
             server, states, info = one_round(server, states, eps, noise, data)
             assert info.ok
             losses.append(float(info.loss))

@@ -18,7 +18,7 @@ from numpyro_fed.algorithms.pvi.conjugacy import conjugacy
 from numpyro_fed.algorithms.pvi.families import globals_of
 from numpyro_fed.algorithms.pvi.states import Status
 from numpyro_fed.local import LBFGS
-from numpyro_fed.local.base import Noise, Problem
+from numpyro_fed.local.base import LocalNoise, Problem
 from numpyro_fed.model.data import SiloData, read
 from numpyro_fed.model.split import split
 
@@ -263,7 +263,7 @@ def test_the_servers_factor_has_draws_enough_for_many_globals():
         return z, prior + dist.HalfNormal(1.0).log_prob(scale[:, 0]) + z[:, 0]
 
     def noise(key, n, batch):
-        return Noise(family.noise(key, n), {}, None)
+        return LocalNoise(family.noise(key, n), {}, None)
 
     start = family.ordinary(family.fit(lambda z: -2 * z @ z))
     problem = Problem(family, cavity, start, (), noise, log_lik, None, 0, None)

@@ -40,13 +40,13 @@ from numpyro_fed.algorithms.base import (
 )
 from numpyro_fed.algorithms.begin import StartPoint, local_guides_of_result
 from numpyro_fed.algorithms.convergence import ConvergenceStats
-from numpyro_fed.algorithms.sfvi_base import ByGradients, Start
+from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Coordinates, Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.minibatch import Noise, draw_minibatch, rows_at
+from numpyro_fed.model.minibatch import MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.trees import all_finite
 
 
@@ -136,7 +136,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         """Return the exchange of a step."""
         return Exchange("sfvi", self.silo, silo_noise=self.step_noise)
 
-    def server_at(self, start: Start) -> ServerState:
+    def server_at(self, start: StartParams) -> ServerState:
         params, frame = start
         return ServerState(params, self.optim.init(params), convergence.init(params), frame)
 
@@ -144,7 +144,9 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         """Return the server's state at the start point of a run."""
         return self.server_at(self.start_at(key, point))
 
-    def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
+    def silo_at(
+        self, params: SiloParams, frames: dict[str, Gaussian], start: StartParams
+    ) -> SiloState:
         centre = jnp.zeros(self.model.dim) if self.in_part and self.guide.uses_globals else None
         return SiloState(params, self.optim.init(params), frames, centre)
 
@@ -186,7 +188,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
         return after, Info(-total / self.steps, all_finite((total, gradient)))
 
     def silo(
-        self, noise: Noise, down: Down, state: SiloState, data: SiloData
+        self, noise: MinibatchNoise, down: Down, state: SiloState, data: SiloData
     ) -> tuple[Reply[Up], SiloState]:
         if isinstance(down.coordinates, Coordinates) and state.centre is not None:
             centre_now = down.coordinates.centre

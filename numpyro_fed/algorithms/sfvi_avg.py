@@ -42,14 +42,14 @@ from numpyro_fed.algorithms.base import (
     key_as_noise,
 )
 from numpyro_fed.algorithms.convergence import ConvergenceStats
-from numpyro_fed.algorithms.sfvi_base import ByGradients, Start
+from numpyro_fed.algorithms.sfvi_base import ByGradients, StartParams
 from numpyro_fed.algorithms.standardise import standardising
 from numpyro_fed.frame import Frame
 from numpyro_fed.gaussian import Gaussian
 from numpyro_fed.guides.base import GuideParams
 from numpyro_fed.model.binding import Rows
 from numpyro_fed.model.data import SiloData
-from numpyro_fed.model.minibatch import Noise, draw_minibatch, rows_at
+from numpyro_fed.model.minibatch import MinibatchNoise, draw_minibatch, rows_at
 from numpyro_fed.trees import Tree, all_finite
 
 COUNT = "rows"  # the name of the exchange that adds them up
@@ -296,7 +296,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         )
         return sum((r.sum() for r in rows), jnp.zeros(()))
 
-    def server_at(self, start: Start) -> ServerState:
+    def server_at(self, start: StartParams) -> ServerState:
         params, frame = start
         return ServerState(params, convergence.init(params), self.total, frame)
 
@@ -305,7 +305,9 @@ class Averaging(ByGradients[ServerState, SiloState]):
         """Return the total weight of all silos; 0 until the opening round has counted rows."""
         return jnp.array(0.0 if self.by_rows else float(self.num_silos))
 
-    def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> SiloState:
+    def silo_at(
+        self, params: SiloParams, frames: dict[str, Gaussian], start: StartParams
+    ) -> SiloState:
         opt_state, shared_opt_state = self.optim.init(params), self.optim.init(start.params)
         return SiloState(
             params, opt_state, shared_opt_state, jnp.zeros(self.model.dim), frames, start.frame
@@ -330,7 +332,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         after = state._replace(params=params, course=course)
         return after, Info(loss, all_finite((loss, params)))
 
-    def noise(self, key: Array, i: Array, state: SiloState) -> tuple[Array, Noise]:
+    def noise(self, key: Array, i: Array, state: SiloState) -> tuple[Array, MinibatchNoise]:
         """Return the noise of a local step, for the globals and the rows."""
         key_global, key_rows = jax.random.split(jax.random.fold_in(key, i))
         eps = self.guide.globals.noise(key_global, self.num_particles)
@@ -340,7 +342,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         self,
         shared: SharedParams,
         silo_params: SiloParams,
-        noise: tuple[Array, Noise],
+        noise: tuple[Array, MinibatchNoise],
         state: SiloState,
         data: SiloData,
     ) -> tuple[Array, Array, Array]:
@@ -371,7 +373,7 @@ class Averaging(ByGradients[ServerState, SiloState]):
         start = self.recentred(state, self.centre(down.params) - state.centre, data)
 
         def objective(
-            shared: SharedParams, silo_params: SiloParams, eps: tuple[Array, Noise]
+            shared: SharedParams, silo_params: SiloParams, eps: tuple[Array, MinibatchNoise]
         ) -> tuple[Array, Array]:
             log_prior, log_q, bound = self.terms(shared, silo_params, eps, state, data)
             value = log_prior - log_q + scale * bound

@@ -41,7 +41,7 @@ from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.log_density import FederatedModel
-from numpyro_fed.model.minibatch import Minibatches, Noise
+from numpyro_fed.model.minibatch import Minibatches, MinibatchNoise
 from numpyro_fed.trees import all_finite
 
 
@@ -68,7 +68,7 @@ class _Silo(Protocol):
     def centre(self) -> Array | None: ...
 
 
-class Start(NamedTuple):
+class StartParams(NamedTuple):
     """The start of the steps: the server's first parameters, and their frame."""
 
     params: SharedParams
@@ -112,11 +112,11 @@ class ByGradients(ABC, Generic[Server, Silo]):
     wide: bool = False
 
     @abstractmethod
-    def server_at(self, start: Start) -> Server:
+    def server_at(self, start: StartParams) -> Server:
         """Return the server's state before the first step."""
 
     @abstractmethod
-    def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: Start) -> Silo:
+    def silo_at(self, params: SiloParams, frames: dict[str, Gaussian], start: StartParams) -> Silo:
         """Return a silo's state before the first step, with ``frames`` of its local guides."""
 
     def init_server(self, key: Array) -> Server:
@@ -134,7 +134,7 @@ class ByGradients(ABC, Generic[Server, Silo]):
             return self.silo_from(private, eta, self.initial_start(key))
         return self.silo_at(SiloParams(eta, private), {}, self.initial_start(key))
 
-    def initial_start(self, key: Array) -> Start:
+    def initial_start(self, key: Array) -> StartParams:
         """Return the start of a run without a mode, or a placeholder for one with it."""
         key_theta, key_guide = jax.random.split(key)
         if self.from_mode:
@@ -142,17 +142,17 @@ class ByGradients(ABC, Generic[Server, Silo]):
             return self.start_at(key, point)
         theta = self.model.init_theta(key_theta)
         params = SharedParams(self.guide.init_global(key_guide), theta)
-        return Start(params, Frame.identity(self.model.dim))
+        return StartParams(params, Frame.identity(self.model.dim))
 
-    def start_at(self, key: Array, point: StartPoint) -> Start:
+    def start_at(self, key: Array, point: StartPoint) -> StartParams:
         """Return the start at a point, whose frame makes it zero steps and a standard normal."""
         # The globals' guide has standard deviations of one in the frame: those of the posterior,
         # as far as its curvature tells.
         zeros = jax.tree.map(jnp.zeros_like, point.theta)
         eta = self.guide.globals.init(key, jnp.zeros_like(point.centre), 1.0)
-        return Start(SharedParams(eta, zeros), point.frame(self.guide.globals))
+        return StartParams(SharedParams(eta, zeros), point.frame(self.guide.globals))
 
-    def silo_from(self, private: Theta, eta: dict[str, GuideParams], start: Start) -> Silo:
+    def silo_from(self, private: Theta, eta: dict[str, GuideParams], start: StartParams) -> Silo:
         """Return a silo's state with local guides ``eta``, which become the frames of its rows."""
         frames, inside = self.guide.to_frame(eta)
         return self.silo_at(SiloParams(inside, private), frames, start)
@@ -190,14 +190,14 @@ class ByGradients(ABC, Generic[Server, Silo]):
         eta = self.guide.from_frame(state.frames, state.params.guide)
         return Private(state.params.private, eta, state.centre)
 
-    def step_noise(self, key: Array, state: Silo) -> Noise:
+    def step_noise(self, key: Array, state: Silo) -> MinibatchNoise:
         """Return the noise of one step at a silo."""
         sizes = {plate: len(eta["loc"]) for plate, eta in state.params.guide.items()}
         if self.minibatches is None:
-            return Noise(self.bound.noise(key, sizes, self.num_particles))
+            return MinibatchNoise(self.bound.noise(key, sizes, self.num_particles))
         key, key_which = jax.random.split(key)
         rows = self.bound.noise(key, self.minibatches.sizes(sizes), self.num_particles)
-        return Noise(rows, self.minibatches.noise(key_which))
+        return MinibatchNoise(rows, self.minibatches.noise(key_which))
 
     def recentred(self, state: Silo, offset: Array, data: SiloData) -> SiloParams:
         """Return a silo's parameters, with local guides measured from a moved centre.

@@ -23,7 +23,7 @@ from jax import Array
 from numpyro_fed import expfam
 from numpyro_fed.expfam import Family
 from numpyro_fed.expfam.base import Ordinary
-from numpyro_fed.local.base import Noise, Problem, SiloPart, free_energy
+from numpyro_fed.local.base import LocalNoise, Problem, SiloPart, free_energy
 
 # Estimates of the step that are averaged. With fewer than eight the standard error is itself too
 # uncertain; where 64 do not settle it, the answer is no.
@@ -124,7 +124,7 @@ def maximised(
         divergence, cavity = problem.divergence, problem.cavity
         factor = family.dual_gradient(lambda psi: divergence(family.natural(psi), cavity), eta)
 
-    def excess(psi: Ordinary, noise: Noise) -> Array:
+    def excess(psi: Ordinary, noise: LocalNoise) -> Array:
         """Return the expected log likelihood less the log factor; its gradient is the step."""
         if alpha > 0:
             return free_energy(problem, psi, silo_part, noise, alpha=alpha)[0]

@@ -22,7 +22,7 @@ Search = tuple[
 ]  # the state of the loop over L-BFGS steps
 
 
-class Noise(NamedTuple):
+class LocalNoise(NamedTuple):
     """The noise of one evaluation: of globals and rows, and the minibatch's indices or None."""
 
     globals: Any
@@ -42,7 +42,7 @@ class Problem(NamedTuple, Generic[SiloPart]):
         The start of ``q``, in ordinary parameters.
     silo_part : pytree
         The silo's private parameters and its local guides, which are optimised as well.
-    noise : (key, particles, batch_size or None) -> Noise
+    noise : (key, particles, batch_size or None) -> LocalNoise
     log_lik : (psi, silo_part, noise, plain) -> (z, values)
         Draws (particles, dim) and the bound on the silo's log likelihood at each. The gradient of
         a ``plain`` one is the derivative of its value.
@@ -63,8 +63,8 @@ class Problem(NamedTuple, Generic[SiloPart]):
     cavity: Natural
     start: Ordinary
     silo_part: SiloPart
-    noise: Callable[[Array, int, int | None], Noise]
-    log_lik: Callable[[Ordinary, SiloPart, Noise, bool], tuple[Array, Array]]
+    noise: Callable[[Array, int, int | None], LocalNoise]
+    log_lik: Callable[[Ordinary, SiloPart, LocalNoise, bool], tuple[Array, Array]]
     likelihood: Callable[[], tuple[Natural, Callable[[Ordinary], Array]]]
     rows: int
     divergence: Callable[[Natural, Natural], Array] | None
@@ -84,7 +84,7 @@ class Problem(NamedTuple, Generic[SiloPart]):
         )
 
         def log_lik(
-            psi: Ordinary, silo_part: SiloPart, noise: Noise, plain: bool
+            psi: Ordinary, silo_part: SiloPart, noise: LocalNoise, plain: bool
         ) -> tuple[Array, Array]:
             _, values = self.log_lik(family.moved(frame, psi), from_frame(silo_part), noise, plain)
             return jax.vmap(family.draw, (None, 0))(psi, noise.globals), values
@@ -161,7 +161,7 @@ def free_energy(
     problem: Problem[SiloPart],
     psi: Ordinary,
     silo_part: SiloPart,
-    noise: Noise,
+    noise: LocalNoise,
     *,
     alpha: float = 0.0,
     stick: bool = False,

@@ -15,7 +15,7 @@ from jax import Array
 from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.at_rest import PARTICLES, AtRest, Tally, maximised
-from numpyro_fed.local.base import AT_REST, Noise, Problem, SiloPart, Solution, free_energy
+from numpyro_fed.local.base import AT_REST, LocalNoise, Problem, SiloPart, Solution, free_energy
 from numpyro_fed.trees import drop_weak_types
 
 # Adam's step size: ``STEP (1 + count / SETTLE_STEPS)^-DECAY`` near the optimum. An exponent in
@@ -238,7 +238,7 @@ class _Ascent(Generic[SiloPart]):
             else (family.natural(first), first, silo_part)
         )
 
-    def noise(self, i: Array) -> Noise:
+    def noise(self, i: Array) -> LocalNoise:
         settings, key = self.settings, jax.random.fold_in(self.key, i)
         return self.problem.noise(key, settings.num_particles, settings.batch_size)
 
@@ -255,7 +255,7 @@ class _Ascent(Generic[SiloPart]):
             else moving
         )
 
-    def step(self, state: VisitState, noise: Noise) -> VisitState:
+    def step(self, state: VisitState, noise: LocalNoise) -> VisitState:
         settings = self.settings
 
         def loss(params: At[SiloPart]) -> tuple[Array, Array]:

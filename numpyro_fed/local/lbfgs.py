@@ -14,7 +14,7 @@ from numpyro_fed.expfam.base import Ordinary
 from numpyro_fed.local.at_rest import maximised
 from numpyro_fed.local.base import (
     AT_REST,
-    Noise,
+    LocalNoise,
     Problem,
     SiloPart,
     Solution,
@@ -76,7 +76,7 @@ class LBFGS:
         return Solution(problem.family.natural(psi), silo_part, converged, jnp.isfinite(value))
 
 
-def standardised(noise: Noise) -> Noise:
+def standardised(noise: LocalNoise) -> LocalNoise:
     """Return the noise with that of the globals standardised, where it is normal."""
     return noise._replace(globals=jax.tree.map(_standardised, noise.globals))
 

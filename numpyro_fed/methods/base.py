@@ -18,7 +18,7 @@ from numpyro_fed.runtime.host import host
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import Runtime, ServerData, State
-from numpyro_fed.runtime.supervise import Failure, Run, Watcher, drive
+from numpyro_fed.runtime.supervise import Failure, RunOutcome, Watcher, drive
 
 QUICK = partial(simulation, quick=True)
 RUNTIMES: dict[str, Callable[..., Runtime]] = {
@@ -65,7 +65,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
 
     @abstractmethod
     def result_of(
-        self, run: Run, fit: Ready, hosted: Silos | None, *, quiet: bool = False
+        self, run: RunOutcome, fit: Ready, hosted: Silos | None, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run; ``run.log`` is None for a loaded one.
 
@@ -77,7 +77,13 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         return False
 
     def finished(
-        self, run: Run, fit: Ready, hosted: Silos | None, start: object, *, quiet: bool = False
+        self,
+        run: RunOutcome,
+        fit: Ready,
+        hosted: Silos | None,
+        start: object,
+        *,
+        quiet: bool = False,
     ) -> Outcome:
         """Return the result of a run that began at ``start``."""
         result = self.result_of(run, fit, hosted, quiet=quiet)
@@ -89,7 +95,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         """Return the run ``part`` of a file as a result, and its description in the file."""
         like, made = fit.initial_state(hosted), fit.provenance(hosted)
         losses, state, description = load_state(path, fit.description(), like, made, part)
-        return self.result_of(Run(state, losses, None, None), fit, hosted), description
+        return self.result_of(RunOutcome(state, losses, None, None), fit, hosted), description
 
     def _run_rounds(
         self,
@@ -103,7 +109,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         """Run rounds and return their result, or raise an error that carries it."""
         callback = options.callback
 
-        def call(run: Run) -> bool:
+        def call(run: RunOutcome) -> bool:
             return _callback_ends(callback, self.finished(run, fit, hosted, start, quiet=True))
 
         run = drive(
@@ -122,7 +128,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         return _result_or_error(self.finished(run, fit, hosted, start, quiet=quiet), run)
 
 
-def _result_or_error(result: Outcome, run: Run) -> Outcome:
+def _result_or_error(result: Outcome, run: RunOutcome) -> Outcome:
     """Return the result, or raise an error that carries it."""
     if run.ended == "interrupted":
         rounds = int(run.state.round)

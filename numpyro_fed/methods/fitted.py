@@ -13,9 +13,9 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed import html
-from numpyro_fed.methods.mode import LocalMode, Mode
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.mode import LocalMode, Mode
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import SavedWords, save

@@ -17,7 +17,6 @@ from numpyro_fed import html
 from numpyro_fed.errors import SavedStateError, positive_int
 from numpyro_fed.files import npz
 from numpyro_fed.methods.fitted import Fitted, Stage
-from numpyro_fed.methods.mode import LocalMode
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.recipe import rebuilt
 from numpyro_fed.methods.rows import Method
@@ -28,6 +27,7 @@ from numpyro_fed.model.data import ReadSilos
 from numpyro_fed.precision import in_precision_of_object, precision
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.mode import LocalMode
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.saving import DRAWS, WEIGHTS, read

@@ -7,16 +7,14 @@ for many globals). Here it is driven, its result is judged, and a run is begun f
 2. Check that the curvature at the best place is that of the posterior (:func:`_curvature_usable`).
 3. ``find_mode``, and runs with flat priors, check by one exchange more that the density falls in
    all directions (:func:`_flat_directions`).
-4. A run takes its first states from the mode by one round (``Start.begin``).
+4. A run takes its first states from the mode by one round (``StartRounds.begin``).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +22,11 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round
+from numpyro_fed.algorithms.curvature_check import CHECK_DISTANCES, Shape, curvature_check
 from numpyro_fed.algorithms.mode import (
-    CHECK_DISTANCES,
     ROUNDING_UNITS,
     Search,
-    Shape,
     best_start,
-    curvature_check,
     effects_of,
     flat_size,
     mode,
@@ -51,7 +47,8 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, coupled_rows
 from numpyro_fed.programs import jit_once
-from numpyro_fed.results.built import Start
+from numpyro_fed.results.built import StartRounds
+from numpyro_fed.results.mode import LocalMode, Mode, distance
 from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
@@ -95,73 +92,6 @@ class NoStartError(Exception):
     def warning(self) -> str:
         """Return the reason as a warning to the user."""
         return f"{self}: the run starts at zero in unconstrained space, as start=None does."
-
-
-class LocalMode(NamedTuple):
-    """One of several modes: its place, the negative Hessian there, and Laplace's evidence."""
-
-    z_G: np.ndarray
-    curvature: np.ndarray
-    log_evidence: float
-
-
-@dataclass(frozen=True, eq=False)
-class Mode:
-    r"""The highest point of the posterior density that was found, unconstrained.
-
-    The density is that of the globals whose prior depends on no other global. Effects, whose prior
-    does (``b ~ Normal(mu, tau)`` outside of silo plates), are integrated out by Laplace's method
-    and stand at their own mode given the others: an effect and its scale together may have no mode.
-
-    Attributes
-    ----------
-    sites : dict
-        Global latents and deterministic sites at the mode, on their supports.
-    theta : dict
-        Shared parameters at the mode.
-    z_G : (dim,) array
-        The globals, unconstrained; the mode is that of their density in this space.
-    curvature : (n, n) or (n,) array
-        The negative Hessian of the log density, for shared parameters and then ``z_G``; its
-        diagonal alone above 300 of them.
-    log_evidence : float or None
-        Laplace's approximation, :math:`\ell(\hat z) + \tfrac d2 \log 2\pi - \tfrac12 \log\det A`,
-        of ``d`` globals with the negative Hessian ``A`` of their log density :math:`\ell`, shared
-        parameters as they are; None where a direction is open, or only a diagonal is known.
-    num_exchanges : int
-        Messages that each silo sent.
-    converged : bool
-        Whether another step of Newton's method would gain next to nothing, from a place from which
-        the density falls in every direction, as one more exchange has seen.
-    values : (starts,) array
-        The log density at the best place of each start.
-    names : tuple of str
-        The names of the ``n`` coordinates, such as ``"beta[1]"``.
-    flat : tuple of str
-        Directions in which the density does not fall: where there is no curvature, or where the
-        density has hardly fallen three standard deviations away. Combinations of coordinates, such
-        as ``"+0.71 beta[0] -0.71 beta[1]"``, each in units of its own curvature.
-    others : tuple of LocalMode
-        Other modes at which some of the starts came to rest, three standard deviations and more
-        from here, by Laplace's evidence.
-    """
-
-    sites: dict[str, np.ndarray]
-    theta: dict[str, Any]
-    z_G: np.ndarray = field(repr=False)
-    curvature: np.ndarray = field(repr=False)
-    log_evidence: float | None
-    num_exchanges: int
-    converged: bool
-    values: np.ndarray = field(repr=False)
-    names: tuple[str, ...] = field(repr=False)
-    flat: tuple[str, ...] = field(repr=False)
-    others: tuple[LocalMode, ...] = field(default=(), repr=False)
-
-    @cached_property
-    def covariance(self) -> np.ndarray:
-        """Return the inverse of ``curvature``, (n, n), or (n,) for a diagonal."""
-        return 1 / self.curvature if self.curvature.ndim == 1 else np.linalg.inv(self.curvature)
 
 
 def find_mode(
@@ -530,12 +460,6 @@ def _other_modes(
     return tuple(distinct[1:])
 
 
-def distance(mode: LocalMode, z_G: np.ndarray) -> np.ndarray:
-    """Return the distances (n,) of draws (n, dim) from a mode, in its standard deviations."""
-    away = np.asarray(z_G, float) - mode.z_G
-    return np.sqrt(np.maximum(np.einsum("ni,ij,nj->n", away, mode.curvature, away), 0.0))
-
-
 def _log_evidence(
     fm: FederatedModel, value: float, curvature: np.ndarray, effects: np.ndarray
 ) -> float | None:
@@ -559,15 +483,15 @@ def start_rounds(
     starts: int,
     init_loc_fn: Callable[..., Any] | None,
     begin: Round,
-) -> Start:
+) -> StartRounds:
     """Return the rounds of a start at the mode, with ``begin`` as the last one."""
     if kind == "wide":
         search = wide_mode(fm, starts, init_loc_fn, max_places=MAX_PLACES[kind])
-        return Start(search, None, begin, effects_of(fm))
+        return StartRounds(search, None, begin, effects_of(fm))
     effects = effects_of(fm)
     search = mode(fm, starts, init_loc_fn, effects=effects, max_places=MAX_PLACES[kind])
     search = _from_own_modes(search, fm, num_silos, effects)
-    return Start(search, curvature_check(fm, effects), begin, effects)
+    return StartRounds(search, curvature_check(fm, effects), begin, effects)
 
 
 def _from_own_modes(

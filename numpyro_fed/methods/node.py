@@ -12,12 +12,13 @@ from jax import Array
 
 from numpyro_fed.errors import DataError, StartWarning
 from numpyro_fed.methods.base import FederatedMethod, Outcome, RunOptions
-from numpyro_fed.methods.mode import Mode, NoStartError, begin
+from numpyro_fed.methods.mode import NoStartError, begin
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.model.facts import Facts, Plan
 from numpyro_fed.results.base import BuiltRun, Ready
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct
+from numpyro_fed.results.mode import Mode
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.node import (
     SEARCH,

@@ -61,7 +61,7 @@ from numpyro_fed.results.built import Built, Factors
 from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.stack import State
-from numpyro_fed.runtime.supervise import Run
+from numpyro_fed.runtime.supervise import RunOutcome
 
 # The family of the globals, and whether the likelihood of stacks of silos is conjugate to it.
 Conjugate = tuple[Globals, Callable[[Sequence[SiloData]], bool]]
@@ -234,6 +234,10 @@ class PVI(Method[PVIResult, Conjugate]):
             )
 
     @property
+    def begins_at(self) -> Result | None:
+        return self.start if isinstance(self.start, Result) else None
+
+    @property
     def _damping(self) -> str | float:
         return self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
 
@@ -400,7 +404,7 @@ class PVI(Method[PVIResult, Conjugate]):
         )
 
     def result_of(
-        self, run: Run, fit: Fit, hosted: Silos | None, *, quiet: bool = False
+        self, run: RunOutcome, fit: Fit, hosted: Silos | None, *, quiet: bool = False
     ) -> PVIResult:
         if run.log is None:
             return PVIResult(run.losses, run.state, fit, hosted)

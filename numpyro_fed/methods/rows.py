@@ -88,6 +88,11 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         """Return False, since silos' noise is that of their own latents and hides nothing."""
         return False
 
+    @property
+    def begins_at(self) -> Result | None:
+        """Return the result at whose posterior a run begins; None if it does not begin at one."""
+        return None
+
     def run(
         self,
         key: Array,
@@ -159,10 +164,9 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         options = RunOptions(num_rounds, server_data, progress_bar, stop, callback, every)
         fit, hosted = self._compiled_for(silos, runtime)
         try:
-            start_result = getattr(self, "start", None)
             start: object
-            if init_state is None and isinstance(start_result, Result):
-                state, start = carry_over(fit, key, hosted, start_result)
+            if init_state is None and self.begins_at is not None:
+                state, start = carry_over(fit, key, hosted, self.begins_at)
             elif init_state is None:
                 search = SEARCHES[runtime]
                 state, start = begin(fit, key, hosted.batches, search, hosted.buckets, progress_bar)

@@ -44,7 +44,7 @@ from numpyro_fed.objectives import ELBO, Objective, draws_by_plate
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.rows import Fit, Result
-from numpyro_fed.runtime.supervise import Run
+from numpyro_fed.runtime.supervise import RunOutcome
 
 # Adam's step is STEP * (1 + round / SETTLES) ** -DECAY, in coordinates in which the posterior is
 # about standard: the first steps are three hundredths of a standard deviation. With a power between
@@ -153,7 +153,9 @@ class GradientMethod(Method[Result, None]):
         check_rows_alone(layout, self.batch_size, stacks)
         return ()
 
-    def result_of(self, run: Run, fit: Fit, hosted: Silos | None, *, quiet: bool = False) -> Result:
+    def result_of(
+        self, run: RunOutcome, fit: Fit, hosted: Silos | None, *, quiet: bool = False
+    ) -> Result:
         result = Result(run.losses, run.state, fit, hosted)
         if quiet or run.ended == "converged":
             return result
@@ -248,6 +250,10 @@ class SFVI(GradientMethod):
     def __post_init__(self) -> None:
         check_start(self.start)
         super().__post_init__()
+
+    @property
+    def begins_at(self) -> Result | None:
+        return self.start if isinstance(self.start, Result) else None
 
     def settings_for(self, fm: FederatedModel, plan: Plan) -> dict[str, Any]:
         largest, total = dict(plan.largest), dict(plan.total)

@@ -19,7 +19,7 @@ from numpyro_fed.model.roles import VerticalSplit
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.soul import SOULResult
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit
-from numpyro_fed.runtime.supervise import Run
+from numpyro_fed.runtime.supervise import RunOutcome
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class SOUL(VerticalMethod[SOULResult]):
         pairs = zip(roles.model.clients, roles.clients, strict=True)
         v = Soul(
             model=roles.model,
-            kinds={signature(data): half for half, data in pairs},
+            kinds={signature(data): party_model for party_model, data in pairs},
             rho=self.rho,
             optim=self.optim or default_optimiser(),
             num_steps=self.num_steps,
@@ -138,6 +138,6 @@ class SOUL(VerticalMethod[SOULResult]):
         return {name: getattr(self, name) for name in names}
 
     def result_of(
-        self, run: Run, fit: VerticalFit, hosted: Silos | None, *, quiet: bool = False
+        self, run: RunOutcome, fit: VerticalFit, hosted: Silos | None, *, quiet: bool = False
     ) -> SOULResult:
         return SOULResult(run.losses, run.state, fit, hosted)

@@ -16,7 +16,7 @@ from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, Round
 from numpyro_fed.algorithms.vertical.augmented import Augmented
-from numpyro_fed.algorithms.vertical.base import ClientType, Vertical
+from numpyro_fed.algorithms.vertical.base import PartyType, Vertical
 from numpyro_fed.algorithms.vertical.begin import Beginning, spread, width_of
 from numpyro_fed.algorithms.vertical.power import Power
 from numpyro_fed.algorithms.vertical.sample import sample
@@ -44,7 +44,7 @@ from numpyro_fed.results.vertical import (
     VerticalResult,
 )
 from numpyro_fed.runtime.crossing import Crossings
-from numpyro_fed.runtime.supervise import Run
+from numpyro_fed.runtime.supervise import RunOutcome
 
 # Rows up to which each auxiliary variable has a normal of its own by default. Above, an amortised
 # guide has fewer parameters, but its messages tell more of the columns (docs/results/vertical.md).
@@ -260,12 +260,14 @@ class VFL(VerticalMethod[VerticalResult]):
             check_batches(roles, self.batch_size)
         pairs = zip(model.clients, clients, strict=True)
         # Clients of equal shapes share one program, and one guide up to its parameters.
-        distinct = {signature(data): (half, data) for half, data in pairs}
+        distinct = {signature(data): (party_model, data) for party_model, data in pairs}
         kinds = {
-            known: ClientType(
-                half, resolve(self.guide, half, {}, {}), hyperparameter_mask(half, data)
+            known: PartyType(
+                party_model,
+                resolve(self.guide, party_model, {}, {}),
+                hyperparameter_mask(party_model, data),
             )
-            for known, (half, data) in distinct.items()
+            for known, (party_model, data) in distinct.items()
         }
         spec = self._auxiliary(model.rows)
         # The response's numbers for each row, which clients give to their guides if they know it.
@@ -278,7 +280,7 @@ class VFL(VerticalMethod[VerticalResult]):
         hyperparameters = hyperparameter_mask(model.server, at_zero)
         vertical = Vertical(
             model=model,
-            server=ClientType(
+            server=PartyType(
                 model.server, resolve(self.server_guide, model.server, {}, {}), hyperparameters
             ),
             kinds=kinds,
@@ -329,7 +331,7 @@ class VFL(VerticalMethod[VerticalResult]):
         }
 
     def result_of(
-        self, run: Run, fit: VerticalFit, hosted: Silos | None, *, quiet: bool = False
+        self, run: RunOutcome, fit: VerticalFit, hosted: Silos | None, *, quiet: bool = False
     ) -> VerticalResult:
         return VerticalResult(run.losses, run.state, fit, hosted)
 
@@ -347,8 +349,8 @@ class VFL(VerticalMethod[VerticalResult]):
         """Return the resolved rank of the noise that all parties share."""
         guides = [v.guide(kind).globals for kind in (v.server, *v.kinds.values())]
         # With latents at one party alone there is nothing to share.
-        halves = (v.model.server, *v.model.clients)
-        has_several = sum(half.dim > 0 for half in halves) > 1
+        party_models = (v.model.server, *v.model.clients)
+        has_several = sum(party_model.dim > 0 for party_model in party_models) > 1
         if self.rank == "auto":
             can_share = has_several and all(guide.has_standard_noise for guide in guides)
             return (
@@ -388,11 +390,11 @@ class VFL(VerticalMethod[VerticalResult]):
 
 def _has_curvature(model: VerticalModel) -> bool:
     """Return whether each party's curvature can be computed: some latents, and not too many."""
-    largest = max(half.dim for half in (model.server, *model.clients))
+    largest = max(party_model.dim for party_model in (model.server, *model.clients))
     return 0 < largest <= SEARCHED_UP_TO and largest * math.prod(model.shape) <= MAX_JACOBIAN
 
 
 def _has_mode(roles: VerticalSplit) -> bool:
     """Return whether a search for the mode is possible: no parameters without a prior."""
-    halves = roles.model.server, *roles.model.clients
-    return not any(half.named("param") for half in halves)
+    party_models = roles.model.server, *roles.model.clients
+    return not any(party_model.named("param") for party_model in party_models)

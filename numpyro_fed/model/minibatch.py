@@ -28,7 +28,7 @@ class CutPlates(NamedTuple):
     arrays: tuple[str, ...]
 
 
-class Noise(NamedTuple):
+class MinibatchNoise(NamedTuple):
     """The noise of a silo's step: for its rows' latents, and for the choice of rows if any."""
 
     rows: Any

@@ -45,7 +45,7 @@ class Factors(NamedTuple):
     evaluation: Round
 
 
-class Start(NamedTuple):
+class StartRounds(NamedTuple):
     """The rounds by which a run begins.
 
     Attributes
@@ -87,7 +87,7 @@ class Built(BuiltRun):
     draws : dict of str to int
         ``K`` for each silo plate that has latents, or its nodes of quadrature.
     factors : Factors or None
-    start : Start or None
+    start : StartRounds or None
         None where a run begins at ``algorithm``'s own first state.
     """
 
@@ -98,7 +98,7 @@ class Built(BuiltRun):
     schedule: Schedule[Any] | None = None
     draws: dict[str, int] = field(default_factory=dict)
     factors: Factors | None = None
-    start: Start | None = None
+    start: StartRounds | None = None
 
     @cached_property
     def bound(self) -> Bound:

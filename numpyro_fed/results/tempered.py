@@ -43,7 +43,7 @@ from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import Progress
 from numpyro_fed.runtime.simulation import simulation
 from numpyro_fed.runtime.stack import State
-from numpyro_fed.runtime.supervise import Run, drive
+from numpyro_fed.runtime.supervise import RunOutcome, drive
 
 STARTS = "fit", "prior"
 NO_DENSITY = (
@@ -232,7 +232,7 @@ class Tempered:
         fit: Result,
         progress_bar: bool | Progress,
         quick: bool,
-    ) -> Run:
+    ) -> RunOutcome:
         """Return the run of the exchanges, or raise an error if no particle has a density."""
         runtime = fit._fit.cached(
             ("tempered", tempering, quick), lambda: simulation(tempering.algorithm(), quick=quick)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Round, Shared
-from numpyro_fed.algorithms.vertical.base import ClientType, Party
+from numpyro_fed.algorithms.vertical.base import PartyState, PartyType
 from numpyro_fed.errors import positive_int
 from numpyro_fed.guides import coupling
 from numpyro_fed.model.binding import Theta
@@ -159,11 +159,11 @@ class VerticalRun(FederatedRun[VerticalFit]):
         The coordinates are those of all parties: the server's first, then each client's.
         """
         model, sites, start = self._fit.vertical.model, list[Site](), 0
-        for j, half in enumerate([model.server, *(model.clients if self._silos else ())]):
-            for s in half.named("latent"):
+        for j, party_model in enumerate([model.server, *(model.clients if self._silos else ())]):
+            for s in party_model.named("latent"):
                 (name,) = model.scoped(j - 1, {s.name: None}) if j else (s.name,)
                 sites.append(s._replace(name=name, start=start + s.start, stop=start + s.stop))
-            start += half.dim
+            start += party_model.dim
         return tuple(sites)
 
     @property
@@ -179,7 +179,7 @@ class VerticalRun(FederatedRun[VerticalFit]):
         guide = v.in_z(private, self._hosted(client).data[client])
         return {**v.model.clients[client].constrain_theta(private.theta), "guide": guide}
 
-    def private(self, client: int) -> Party:
+    def private(self, client: int) -> PartyState:
         """Return a client's parameters, unconstrained, and its guides."""
         data = self._hosted(client).data[client]
         return self._fit.vertical.private(self._silo_state(client), data)
@@ -281,7 +281,7 @@ class VerticalResult(VerticalRun):
         The density is that under the guides.
         """
         v, server = self._fit.vertical, self.shared
-        parties: list[tuple[ClientType, Shared | Party]] = [(v.server, server)]
+        parties: list[tuple[PartyType, Shared | PartyState]] = [(v.server, server)]
         for j, data in enumerate(self._data):
             parties.append((v.kind(data), self.private(j)))
         xi: Array | None = None

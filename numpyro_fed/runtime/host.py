@@ -47,7 +47,7 @@ from numpyro_fed.runtime.stack import (
     init_schedule,
     visits,
 )
-from numpyro_fed.runtime.step import Answers, Noise, Transport, compiled_in_parts, step
+from numpyro_fed.runtime.step import Answers, RoundNoise, Transport, compiled_in_parts, step
 from numpyro_fed.trees import Tree, drop_weak_types
 
 
@@ -165,11 +165,11 @@ def single_with(
     return run
 
 
-def _noise(round_: Round, key: Array, number: Array | int) -> Noise[Array]:
+def _noise(round_: Round, key: Array, number: Array | int) -> RoundNoise[Array]:
     """Return the server's noise, and for each exchange the key from which silos draw theirs."""
     size = len(round_.exchanges)
     keys = [exchange_key(key, number, e, size) for e in range(size)]
-    return Noise(round_.noise(server_key(keys[0])), keys)
+    return RoundNoise(round_.noise(server_key(keys[0])), keys)
 
 
 def _host_transport(batches: Batches, watch: Watch) -> Transport[Array, Stacks]:

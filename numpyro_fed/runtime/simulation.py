@@ -59,11 +59,11 @@ from numpyro_fed.runtime.stack import (
     init_schedule,
     visits,
 )
-from numpyro_fed.runtime.step import Answers, Noise, Transport, step
+from numpyro_fed.runtime.step import Answers, RoundNoise, Transport, step
 from numpyro_fed.trees import Tree, drop_weak_types
 
 Positions = tuple[Array, Array]  # each silo's bucket and its row there, (silos,) each
-BucketNoise = Noise[list[Any]]  # for each exchange a list with the noise of each bucket
+BucketNoise = RoundNoise[list[Any]]  # for each exchange a list with the noise of each bucket
 Index = TypeVar("Index")
 Drawn = TypeVar("Drawn")
 Participants = Array | tuple[()]  # who takes part; empty where everyone does
@@ -152,7 +152,7 @@ def _noise_of_all(
         parts = zip(jnp.split(silo, ends, axis=1), silos, strict=True)
         silo_noises.append([bucket(exchange, keys, states) for keys, states in parts])
         server_noise = jax.vmap(round_.noise)(server) if e == 0 else server_noise
-    return Noise(server_noise, silo_noises)
+    return RoundNoise(server_noise, silo_noises)
 
 
 def _transport_to_all(
@@ -285,21 +285,21 @@ def _rounds_of_all(algorithm: FederatedAlgorithm[Server, Silo]) -> Rounds[Array,
 
 def _rounds_of_participants(
     algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry]
-) -> Rounds[Positions, tuple[Array, Noise[Any]]]:
+) -> Rounds[Positions, tuple[Array, RoundNoise[Any]]]:
     """Return the rounds of a schedule of one step whose participants can be drawn ahead."""
     round_, watch = algorithm.round, algorithm.watch
 
     def draw(
         key: Array, numbers: Array, state: State, batches: Batches
-    ) -> tuple[Array, Noise[Any]]:
-        def one_round(number: Array) -> tuple[Array, Noise[Any]]:
+    ) -> tuple[Array, RoundNoise[Any]]:
+        def one_round(number: Array) -> tuple[Array, RoundNoise[Any]]:
             (who,), _ = visits(schedule, key, number, state.schedule)
             return who, _noise_of_participants(round_, key, number, who, state.silos)
 
         return jax.vmap(one_round)(numbers)
 
     def run_round(
-        drawn: tuple[Array, Noise[Any]],
+        drawn: tuple[Array, RoundNoise[Any]],
         state: State,
         batches: Batches,
         positions: Positions,
@@ -328,7 +328,7 @@ def _rounds_of_participants(
 
 def _noise_of_participants(
     round_: Round, key: Array, number: Array, who: Array, silos: Stacks
-) -> Noise[Any]:
+) -> RoundNoise[Any]:
     """Return the noise of one step for the server and for its participants ``who`` (k,).
 
     With several buckets the silos' part is their keys instead: noise of silos in different buckets
@@ -345,7 +345,7 @@ def _noise_of_participants(
         return jax.vmap(exchange.silo_noise, (0, None))(keys, state)
 
     silo_noises = [noise_of(x, key) for x, key in zip(round_.exchanges, exchange_keys, strict=True)]
-    return Noise(round_.noise(server_key(exchange_keys[0])), silo_noises)
+    return RoundNoise(round_.noise(server_key(exchange_keys[0])), silo_noises)
 
 
 def _step_loop(algorithm: FederatedAlgorithm[Server, Silo], schedule: Schedule[Carry]) -> Advance:

@@ -71,7 +71,7 @@ class Transport(Protocol[Source, Silos]):
         """Send ``down`` to the silos ``who`` (k,); ``noise`` is theirs, or keys to draw it from."""
 
 
-class Noise(NamedTuple, Generic[Drawn]):
+class RoundNoise(NamedTuple, Generic[Drawn]):
     """The server's noise in a round, and for each exchange the silos' noise or the keys of it."""
 
     server: Any
@@ -129,7 +129,7 @@ class _LiveAsker(_Asker, Generic[Drawn, Silos]):
         self,
         exchanges: Exchanges,
         transport: Transport[Drawn, Silos],
-        noise: Noise[Drawn],
+        noise: RoundNoise[Drawn],
         silos: Silos,
         who: Array,
         server_data: ServerData,
@@ -150,7 +150,7 @@ class _LiveAsker(_Asker, Generic[Drawn, Silos]):
 def step(
     round_: Round,
     transport: Transport[Drawn, Silos],
-    noise: Noise[Drawn],
+    noise: RoundNoise[Drawn],
     server: object,
     silos: Silos,
     who: Array,
@@ -300,7 +300,7 @@ def message_shapes(
             return Answers(combine(exchange.combine, [stack]), stack.ok, after)
 
         for round_ in rounds:
-            noise = Noise(round_.noise(key), [key] * len(round_.exchanges))
+            noise = RoundNoise(round_.noise(key), [key] * len(round_.exchanges))
             server, silo, *_ = step(
                 round_, transport, noise, server, silo, jnp.arange(1), server_data
             )

@@ -41,7 +41,7 @@ class Failure(NamedTuple):
     silos: tuple[int, ...]
 
 
-class Run(NamedTuple):
+class RunOutcome(NamedTuple):
     """The outcome of a number of rounds.
 
     Attributes
@@ -74,7 +74,7 @@ class Run(NamedTuple):
 class Watcher(NamedTuple):
     """A callback that is called after each ``every`` rounds; True ends the run."""
 
-    call: Callable[[Run], bool | None]
+    call: Callable[[RunOutcome], bool | None]
     every: int
 
 
@@ -91,7 +91,7 @@ def drive(
     watcher: Watcher | None = None,
     keep: bool = False,
     search: bool = False,
-) -> Run:
+) -> RunOutcome:
     """Run ``num_rounds`` rounds from ``state``, or fewer.
 
     Parameters
@@ -114,15 +114,15 @@ def drive(
     unusable: tuple[int, ...] = ()
     refused: ReplyError | None = None
 
-    def run_so_far() -> Run:
+    def run_so_far() -> RunOutcome:
         if not logs:  # Ctrl-C came in the first chunk
             none = np.zeros(0, np.float32)
-            return Run(state, none, failure, None, ended, unusable, refused)
+            return RunOutcome(state, none, failure, None, ended, unusable, refused)
         # Ctrl-C may have come between the log and the state: rounds of the log that the state does
         # not know are cut off.
         rounds = int(state.round) - int(begin)
         log = jax.tree.map(lambda *parts: np.concatenate(parts)[:rounds], *logs)
-        return Run(state, log.losses, failure, log, ended, unusable, refused)
+        return RunOutcome(state, log.losses, failure, log, ended, unusable, refused)
 
     progress = progress_of(progress_bar)
     n, seconds_each = (1, REFRESH) if progress.shows else (FIRST_CHUNK, MAX_SECONDS_LOST)

@@ -16,7 +16,7 @@ from numpyro_fed.algorithms.base import Ask, Info, Shared, SharedParams
 from numpyro_fed.algorithms.pvi.states import (
     VISIT,
     Down,
-    Progress,
+    Movement,
     Report,
     Role,
     ServerState,
@@ -24,7 +24,7 @@ from numpyro_fed.algorithms.pvi.states import (
     Up,
 )
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree, location_and_log_scale
-from numpyro_fed.local.base import Noise, Problem, proper_step
+from numpyro_fed.local.base import LocalNoise, Problem, proper_step
 from numpyro_fed.model.binding import Theta
 from numpyro_fed.trees import all_finite, where
 
@@ -55,7 +55,7 @@ class Server(Role):
             )
         guide = self.parts.aggregate(prior, server_factor)
         none = jnp.zeros(self.model.dim)
-        progress = Progress(
+        progress = Movement(
             none, none, jnp.zeros((), jnp.int32), jnp.zeros(()), converged, jnp.zeros(())
         )
         return ServerState(
@@ -188,8 +188,8 @@ class Server(Role):
         return where(fine, (moved, opt_state, shifted), (theta, state.opt_state, guide))
 
     def _progress(
-        self, before: Progress, old: Natural, new: Natural, converged: Array, statuses: Array
-    ) -> Progress:
+        self, before: Movement, old: Natural, new: Natural, converged: Array, statuses: Array
+    ) -> Movement:
         """Return how far the posterior has moved since the round began."""
         means, log_scales = zip(
             location_and_log_scale(self.family, old),
@@ -207,7 +207,7 @@ class Server(Role):
         moved = jnp.nan_to_num(jnp.concatenate(moves).max(initial=0.0))
         visits = statuses[Status.NON_FINITE :].sum().astype(moved.dtype)
         refused = jnp.where(round_begins, 0.0, before.refused) + visits
-        return Progress(mean, log_scale, before.steps + 1, moved, converged, refused)
+        return Movement(mean, log_scale, before.steps + 1, moved, converged, refused)
 
     def _server_factor(
         self,
@@ -224,11 +224,11 @@ class Server(Role):
         """
         family = self.family
 
-        def noise(key: Array, particles: int, batch: int | None) -> Noise:
-            return Noise(family.noise(key, particles), {}, None)
+        def noise(key: Array, particles: int, batch: int | None) -> LocalNoise:
+            return LocalNoise(family.noise(key, particles), {}, None)
 
         def log_lik(
-            psi: Ordinary, silo_part: object, noise: Noise, plain: bool
+            psi: Ordinary, silo_part: object, noise: LocalNoise, plain: bool
         ) -> tuple[Array, Array]:
             def log_outside_at(noise: Tree) -> tuple[Array, Array]:
                 z = family.draw(psi, noise)

@@ -19,7 +19,7 @@ from numpyro_fed.algorithms.pvi.states import Down, Role, SiloState, Status, Up
 from numpyro_fed.bounds import normals
 from numpyro_fed.expfam.base import Natural, Ordinary, Tree
 from numpyro_fed.gaussian import Gaussian
-from numpyro_fed.local.base import Noise, Problem, Solution
+from numpyro_fed.local.base import LocalNoise, Problem, Solution
 from numpyro_fed.model.binding import Rows, Theta
 from numpyro_fed.model.data import SiloData, Sizes
 from numpyro_fed.model.minibatch import draw_minibatch, rows_at
@@ -206,15 +206,15 @@ class Silo(Role):
         eta = guide.recentre(state.params.guide, state.offset(centre), data)
         silo_part = SiloParams(eta, state.params.private)
 
-        def noise(key: Array, particles: int, batch: int | None) -> Noise:
+        def noise(key: Array, particles: int, batch: int | None) -> LocalNoise:
             which, sizes = None, {p: len(part["loc"]) for p, part in eta.items()}
             if batch and parts.minibatches:
                 key, key_which = jax.random.split(key)
                 which, sizes = parts.minibatches.noise(key_which), parts.minibatches.sizes(sizes)
-            return Noise(*self._noise(key, sizes, particles), which)
+            return LocalNoise(*self._noise(key, sizes, particles), which)
 
         def log_lik(
-            psi: Ordinary, silo_part: SiloParams, noise: Noise, plain: bool
+            psi: Ordinary, silo_part: SiloParams, noise: LocalNoise, plain: bool
         ) -> tuple[Array, Array]:
             batch, indices = draw_minibatch(parts.minibatches, noise.which, data)
             local = rows_at(silo_part.guide, indices)

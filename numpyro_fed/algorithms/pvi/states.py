@@ -36,7 +36,7 @@ class Status(IntEnum):
     NOT_CONJUGATE = 4
 
 
-class Progress(NamedTuple):
+class Movement(NamedTuple):
     """How far the posterior has moved since the round began.
 
     ``mean`` and ``log_scale`` (dim,) are those of the posterior when the round began. ``steps``
@@ -68,7 +68,7 @@ class ServerState(NamedTuple):
     opt_state: optax.OptState
     damping: Array
     taken: Array
-    progress: Progress
+    progress: Movement
     frame: Gaussian
 
 

@@ -114,7 +114,7 @@ class ClientDraw(NamedTuple):
     b: Any = None
 
 
-class Start(NamedTuple):
+class PartyStart(NamedTuple):
     """A party's start: a point, a root of the covariance there, its share in the shared noise."""
 
     z: Array
@@ -122,7 +122,7 @@ class Start(NamedTuple):
     coupling: Array | None = None
 
 
-class Party(NamedTuple):
+class PartyState(NamedTuple):
     """A client's own part, which never leaves it: parameters, guides and its latents' frame."""
 
     theta: dict[str, Any]
@@ -159,25 +159,25 @@ class PinnedLatents(NamedTuple):
     spread: Array
 
 
-class ClientType(NamedTuple):
+class PartyType(NamedTuple):
     """The clients of one shape.
 
-    ``half`` is their half of the model, ``resolved`` their guide's configuration. ``above`` says
+    ``model`` is their part of the model, ``resolved`` their guide's configuration. ``above`` says
     which coordinates are hyperparameters: the prior of other latents depends on them.
     """
 
-    half: PartyModel
+    model: PartyModel
     resolved: GuideConfig
     above: tuple[bool, ...]
 
     def pin(self, key: Array, data: SiloData) -> PinnedLatents:
         """Return the fixed values of hyperparameters; zeros if the prior has no draws."""
-        unpinned = PinnedLatents(jnp.zeros(self.half.dim), jnp.ones(self.half.dim))
+        unpinned = PinnedLatents(jnp.zeros(self.model.dim), jnp.ones(self.model.dim))
         if not any(self.above):
             return unpinned
         keys = jax.random.split(key, PRIOR_DRAWS)
         try:
-            draws = jax.vmap(lambda key: self.half.draw_prior(key, data))(keys)
+            draws = jax.vmap(lambda key: self.model.draw_prior(key, data))(keys)
         except NotImplementedError:  # flat priors
             return unpinned
         low, place, high = jnp.quantile(draws, jnp.array([0.16, 0.5, 0.84]), axis=0)
@@ -208,7 +208,7 @@ class Vertical:
     Attributes
     ----------
     model : VerticalModel
-    server : ClientType
+    server : PartyType
     kinds : dict
         Types of clients, by the signature of their data.
     spec : Structured or AutoGuide or None
@@ -231,8 +231,8 @@ class Vertical:
     """
 
     model: VerticalModel
-    server: ClientType
-    kinds: Mapping[Any, ClientType]
+    server: PartyType
+    kinds: Mapping[Any, PartyType]
     spec: Any
     server_spec: Any
     rho: float | None
@@ -267,7 +267,7 @@ class Vertical:
     @property
     def dim(self) -> int:
         """Return the number of all parties' latents, without auxiliary variables."""
-        return sum(half.dim for half in (self.model.server, *self.model.clients))
+        return sum(party_model.dim for party_model in (self.model.server, *self.model.clients))
 
     @property
     def complete(self) -> bool:
@@ -284,37 +284,37 @@ class Vertical:
         """Return the shape (particles, rows, ...) of a client's part of the sum."""
         return (self.num_particles, self.rows, *self.model.shape[1:])
 
-    def kind(self, data: SiloData) -> ClientType:
+    def kind(self, data: SiloData) -> PartyType:
         """Return the type of the clients that hold data of this shape."""
         return self.kinds[signature(data)]
 
-    def guide(self, kind: ClientType, data: SiloData | None = None) -> Guide:
+    def guide(self, kind: PartyType, data: SiloData | None = None) -> Guide:
         """Return the guide of a party's latents; its start may depend on the party's data."""
         spec = self.server_spec if kind is self.server else self.spec
-        half: Any = kind.half if data is None else kind.half.with_data(data)
-        return build_resolved(spec, kind.resolved, half)
+        party_model: Any = kind.model if data is None else kind.model.with_data(data)
+        return build_resolved(spec, kind.resolved, party_model)
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
         """Return the server's first state; ``data`` has the shapes of its data."""
         key_theta, key_guide, key_coupling, key_sharing = jax.random.split(key, 4)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
         given = self.model.with_total(zeros, jnp.zeros(self.model.shape, self.model.dtype))
-        theta = self.server.half.init_theta(key_theta, given)
+        theta = self.server.model.init_theta(key_theta, given)
         if self.from_start:
             return self.server_at(key_guide, theta, self.zero_start(self.server))
         eta = self.guide(self.server, given).init_global(key_guide)
-        dim = self.server.half.dim
+        dim = self.server.model.dim
         party_params = PartyParams(self.random_coupling(key_coupling, dim), eta, theta)
         return self._server_state(key_sharing, party_params, identity((dim,)))
 
-    def server_at(self, key: Array, theta: dict[str, Any], start: Start) -> ServerState:
+    def server_at(self, key: Array, theta: dict[str, Any], start: PartyStart) -> ServerState:
         """Return the server's state at the start of a run."""
         key_guide, key_sharing = jax.random.split(key)
         party_params, frame = self._initial_params(key_guide, self.server, theta, start)
         return self._server_state(key_sharing, party_params, frame)
 
     def _initial_params(
-        self, key: Array, kind: ClientType, theta: dict[str, Any], start: Start
+        self, key: Array, kind: PartyType, theta: dict[str, Any], start: PartyStart
     ) -> tuple[PartyParams, Gaussian]:
         """Return a party's first parameters, a standard normal in a frame, and the frame."""
         guide = self.guide(kind).globals
@@ -332,11 +332,11 @@ class Vertical:
             frame=frame,
         )
 
-    def zero_start(self, kind: ClientType) -> Start:
+    def zero_start(self, kind: PartyType) -> PartyStart:
         """Return a placeholder with the shapes of a start."""
-        dim = kind.half.dim
+        dim = kind.model.dim
         coupling = jnp.zeros((dim, self.rank)) if self.rank else None
-        return Start(jnp.zeros(dim), jnp.eye(dim), coupling)
+        return PartyStart(jnp.zeros(dim), jnp.eye(dim), coupling)
 
     def random_coupling(self, key: Array, dim: int) -> Array | None:
         """Return a small random share (dim, rank) in the shared noise.
@@ -354,17 +354,17 @@ class Vertical:
         """Return a client's first state."""
         key_theta, key_guide, key_coupling, key_state = jax.random.split(key, 4)
         kind = self.kind(data)
-        theta = kind.half.init_theta(key_theta, data)
+        theta = kind.model.init_theta(key_theta, data)
         if self.from_start:
             centre = jnp.zeros(self.model.shape)
             return self.client_at(key_guide, data, theta, self.zero_start(kind), centre)
         eta = self.guide(kind, data).init_global(key_guide)
-        dim = kind.half.dim
+        dim = kind.model.dim
         party_params = PartyParams(self.random_coupling(key_coupling, dim), eta, theta)
         return self._client_state(key_state, kind, party_params, identity((dim,)), jnp.zeros(()))
 
     def client_at(
-        self, key: Array, data: SiloData, theta: dict[str, Any], start: Start, centre: Array
+        self, key: Array, data: SiloData, theta: dict[str, Any], start: PartyStart, centre: Array
     ) -> ClientState:
         """Return a client's state at the start of a run; ``centre`` is its predictor there."""
         kind = self.kind(data)
@@ -379,7 +379,7 @@ class Vertical:
     def _client_state(
         self,
         key: Array,
-        kind: ClientType,
+        kind: PartyType,
         party_params: PartyParams,
         frame: Gaussian,
         centre: Array,
@@ -399,7 +399,7 @@ class Vertical:
             centre=centre,
         )
 
-    def coupling_of(self, kind: ClientType, party_params: PartyParams) -> Array | None:
+    def coupling_of(self, kind: PartyType, party_params: PartyParams) -> Array | None:
         """Return the coefficients (dim, rank) of the shared noise in a party's guide, or None."""
         V = party_params.coupling
         # Without a start, V is in units of the standard noise already.
@@ -426,7 +426,7 @@ class Vertical:
             return None
         return jax.vmap(self.sharing.draw, (None, 0))(shared, noise)[0]
 
-    def client_noise(self, key: Array, kind: ClientType) -> tuple[Array, Array | None]:
+    def client_noise(self, key: Array, kind: PartyType) -> tuple[Array, Array | None]:
         """Return the noise of a client's latents and auxiliary variables."""
         key_draw, key_z = jax.random.split(key)
         eps = self.guide(kind).globals.noise(key_draw, self.num_particles)
@@ -473,7 +473,7 @@ class Vertical:
 
         def one_particle(eps: Array, tau: Array | None, xi: Array | None) -> ClientDraw:
             z, log_q, b = coupling.draw_in(state.frame, guide, eta, V, eps, xi)
-            g, log_p = self.model.predict(kind.half, params.own.theta, z, data_here)
+            g, log_p = self.model.predict(kind.model, params.own.theta, z, data_here)
             if self.auxiliary is None or tau is None:
                 return ClientDraw(g, g, log_p - log_q, b)
             part, log_q_part = self.auxiliary.draw(psi, g, row_info, tau)
@@ -493,7 +493,7 @@ class Vertical:
 
         def one_particle(eps: Array, part: Array) -> Array:
             z, log_q, _ = coupling.draw_in(state.frame, guide, party_params.guide, None, eps, None)
-            g, prior = self.model.predict(kind.half, party_params.theta, z, data_here)
+            g, prior = self.model.predict(kind.model, party_params.theta, z, data_here)
             return prior - log_q + self.share * self.log_noise(part, g)
 
         return jax.vmap(one_particle)(eps, part).mean()
@@ -543,14 +543,14 @@ class Vertical:
         )
         return Shared(party_params.theta, {"latents": party_params.guide, **coupled}, state.frame)
 
-    def private(self, state: ClientState, data: SiloData) -> Party:
+    def private(self, state: ClientState, data: SiloData) -> PartyState:
         """Return a client's parameters and guides."""
         psi, party_params = state.params
         coupled = {"coupling": self.coupling_of(self.kind(data), party_params)} if self.rank else {}
         guide = {"latents": party_params.guide, **({"auxiliary": psi} if psi else {}), **coupled}
-        return Party(party_params.theta, guide, state.frame)
+        return PartyState(party_params.theta, guide, state.frame)
 
-    def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:
+    def in_z(self, party: Shared | PartyState, data: SiloData | None) -> dict[str, Any]:
         """Return a party's guides in units of its latents; ``data`` is None at the server."""
         kind = self.server if data is None else self.kind(data)
         guide, latents = self.guide(kind).globals, party.guide["latents"]

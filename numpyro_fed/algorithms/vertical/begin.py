@@ -34,7 +34,7 @@ from jax import Array
 
 from numpyro_fed import linalg
 from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, key_as_noise
-from numpyro_fed.algorithms.vertical.base import ClientState, ServerState, Start, Vertical
+from numpyro_fed.algorithms.vertical.base import ClientState, PartyStart, ServerState, Vertical
 from numpyro_fed.algorithms.vertical.curvature import Local, at_point, mode_of, root_of
 from numpyro_fed.algorithms.vertical.search import (
     Basis,
@@ -224,13 +224,13 @@ class Beginning:
 
     def start(
         self, z: Array, root: Array, basis: Array, combine: Array | None, tau: Array, key: Array
-    ) -> Start:
+    ) -> PartyStart:
         """Return the start of a party's guide."""
         v = self.vertical
         if not v.rank:
-            return Start(z, root)
+            return PartyStart(z, root)
         coupling = basis @ combine if combine is not None else v.random_coupling(key, len(z))
-        return Start(z, jnp.sqrt(tau) * root, coupling)
+        return PartyStart(z, jnp.sqrt(tau) * root, coupling)
 
     def silo(
         self, noise: Array, down: CouplingInGuide, state: Client, data: SiloData

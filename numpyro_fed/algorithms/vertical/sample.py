@@ -13,8 +13,8 @@ from jax import Array
 from numpyro_fed.algorithms.base import Ask, Exchange, Info, Reply, Round, Sampled, Shared
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
-    ClientType,
-    Party,
+    PartyState,
+    PartyType,
     ServerState,
     Vertical,
 )
@@ -27,9 +27,9 @@ SAMPLE = "sample"  # the name of the exchange
 AT_ONCE = 64  # draws whose values are computed side by side; more of them use more memory
 
 
-def values_at(half: PartyModel, theta: dict[str, Any], z: Array, data: SiloData) -> Sampled:
+def values_at(party_model: PartyModel, theta: dict[str, Any], z: Array, data: SiloData) -> Sampled:
     """Return a party's latents on their own supports, at unconstrained draws (n, dim)."""
-    return Sampled(jax.lax.map(lambda z: half.values(theta, z, data), z, batch_size=AT_ONCE))
+    return Sampled(jax.lax.map(lambda z: party_model.values(theta, z, data), z, batch_size=AT_ONCE))
 
 
 def sample_settings(n: int) -> str:
@@ -45,7 +45,7 @@ def sample(v: Vertical, n: int) -> Round:
     """
 
     def draw_latents(
-        kind: ClientType, party: Shared | Party, noise: Array, xi: Array | None
+        kind: PartyType, party: Shared | PartyState, noise: Array, xi: Array | None
     ) -> Array:
         guide, V = party.guide, party.guide.get("coupling")
         draw = partial(coupling.draw_in, party.frame, v.guide(kind).globals, guide["latents"], V)
@@ -56,7 +56,7 @@ def sample(v: Vertical, n: int) -> Round:
     ) -> tuple[Reply[tuple[()]], Sampled]:
         kind, private = v.kind(data), v.private(state, data)
         z = draw_latents(kind, private, noise, down)
-        sampled = values_at(kind.half, private.theta, z, data)
+        sampled = values_at(kind.model, private.theta, z, data)
         return Reply((), all_finite(sampled)), sampled
 
     def run(state: ServerState, noise: tuple[Array, Array | None], ask: Ask) -> tuple[Array, Info]:

@@ -213,8 +213,8 @@ class VerticalSearch:
     def init_server(self, key: Array) -> Server:
         v, model = self.vertical, self.vertical.model
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.server_like)
-        half, sum_ = v.server.half, jnp.zeros(model.shape)
-        given, zeros_z = model.with_total(zeros, sum_), jnp.zeros(half.dim)
+        party_model, sum_ = v.server.model, jnp.zeros(model.shape)
+        given, zeros_z = model.with_total(zeros, sum_), jnp.zeros(party_model.dim)
         key_pin, key_theta, key_basis = jax.random.split(key, 3)
         pinned = v.server.pin(key_pin, given)
         ritz = RitzValues(
@@ -225,7 +225,7 @@ class VerticalSearch:
             gain=jnp.zeros(()),
         )
         return Server(
-            theta=half.init_theta(key_theta, given),
+            theta=party_model.init_theta(key_theta, given),
             pinned=pinned,
             z=pinned.place,
             direction=zeros_z,
@@ -238,10 +238,10 @@ class VerticalSearch:
             slope=sum_,
             curvature=jnp.full(model.shape, 0.0 if v.rho is None else v.rho**-2),
             quiet=jnp.zeros((), jnp.int32),
-            basis=Basis.random(key_basis, half.dim, v),
+            basis=Basis.random(key_basis, party_model.dim, v),
             spread=Spread(
                 ritz,
-                turned=jnp.zeros((half.dim, v.width)),
+                turned=jnp.zeros((party_model.dim, v.width)),
                 newton=jnp.zeros(v.width),
                 angles=jnp.eye(v.rank),
             ),
@@ -250,15 +250,19 @@ class VerticalSearch:
     def init_client(self, key: Array, data: SiloData) -> Client:
         v, kind = self.vertical, self.vertical.kind(data)
         key_pin, key_theta, key_basis = jax.random.split(key, 3)
-        half, pinned, zeros_z = kind.half, kind.pin(key_pin, data), jnp.zeros(kind.half.dim)
+        party_model, pinned, zeros_z = (
+            kind.model,
+            kind.pin(key_pin, data),
+            jnp.zeros(kind.model.dim),
+        )
         return Client(
-            theta=half.init_theta(key_theta, data),
+            theta=party_model.init_theta(key_theta, data),
             pinned=pinned,
             z=pinned.place,
             direction=zeros_z,
             last=zeros_z,
             step=zeros_z,
-            basis=Basis.random(key_basis, half.dim, v),
+            basis=Basis.random(key_basis, party_model.dim, v),
         )
 
     def try_point(
@@ -348,7 +352,7 @@ def client_density(
 
     def density_at(z: Array) -> tuple[Array, Array]:
         point, log_pinned = kind.below(z, state.pinned)
-        g, own_log_p = v.model.predict(kind.half, state.theta, point, data)
+        g, own_log_p = v.model.predict(kind.model, state.theta, point, data)
         return g, own_log_p + log_pinned
 
     return density_at

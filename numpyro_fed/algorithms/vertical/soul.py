@@ -47,7 +47,7 @@ from numpyro_fed.algorithms.base import (
     key_as_noise,
 )
 from numpyro_fed.algorithms.convergence import ConvergenceStats
-from numpyro_fed.algorithms.vertical.base import Party
+from numpyro_fed.algorithms.vertical.base import PartyState
 from numpyro_fed.algorithms.vertical.curvature import Local, diagonal_curvature
 from numpyro_fed.algorithms.vertical.sample import SAMPLE, sample_settings, values_at
 from numpyro_fed.frame import identity
@@ -176,32 +176,32 @@ class Soul:
         """Return how many clients there are."""
         return len(self.model.clients)
 
-    def half(self, data: SiloData) -> PartyModel:
-        """Return the half of the client that holds data of this shape."""
+    def party_model(self, data: SiloData) -> PartyModel:
+        """Return the model of the client that holds data of this shape."""
         return self.kinds[signature(data)]
 
     def init_server(self, key: Array, data: SiloData) -> ServerState:
         """Return the server's first state; ``data`` has the shapes of its data."""
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), data)
-        half, total = self.model.server, jnp.zeros(self.model.shape)
-        theta = half.init_theta(key, self.model.with_total(zeros, total))
-        params = ServerParams(theta, jnp.zeros(half.dim))
+        party_model, total = self.model.server, jnp.zeros(self.model.shape)
+        theta = party_model.init_theta(key, self.model.with_total(zeros, total))
+        params = ServerParams(theta, jnp.zeros(party_model.dim))
         course, none_resting = convergence.init(params), jnp.zeros(())
         return ServerState(params, self.optim.init(params), course, none_resting)
 
     def init_client(self, key: Array, data: SiloData) -> ClientState:
         """Return a client's first state: at zero, in units of its curvature there."""
-        half = self.half(data)
-        theta, origin = half.init_theta(key, data), jnp.zeros(half.dim)
+        party_model = self.party_model(data)
+        theta, origin = party_model.init_theta(key, data), jnp.zeros(party_model.dim)
 
         def predict(z: Array) -> Array:
-            return self.model.predict(half, theta, z, data)[0]
+            return self.model.predict(party_model, theta, z, data)[0]
 
         def own_log_p(z: Array) -> Array:
-            return self.model.predict(half, theta, z, data)[1]
+            return self.model.predict(party_model, theta, z, data)[1]
 
         centre, root = predict(origin), jnp.zeros((0, 0))
-        if half.dim:
+        if party_model.dim:
             # Given its auxiliary variables, a client's posterior has the curvature of N(g, rho^2),
             # and that of its own likelihood under the power model.
             curvature = self.rho**-2 + self.likelihood_curvature(centre, data)
@@ -214,7 +214,7 @@ class Soul:
             position=origin,
             root=root,
             centre=centre,
-            kept=jnp.zeros((self.num_kept, half.dim)),
+            kept=jnp.zeros((self.num_kept, party_model.dim)),
             number=jnp.zeros((), jnp.int32),
             gradient=jax.tree.map(jnp.zeros_like, params),
         )
@@ -251,10 +251,10 @@ class Soul:
         gradient of its parameters in it, the mean log density, and the gradient with respect to
         ``seen``: means over draws.
         """
-        half, langevin = self.half(data), overdamped_langevin()
+        party_model, langevin = self.party_model(data), overdamped_langevin()
 
         def log_p(u: Array, params: ClientParams, context: Context) -> Array:
-            g, own_log_p = self.model.predict(half, params.private, state.root @ u, data)
+            g, own_log_p = self.model.predict(party_model, params.private, state.root @ u, data)
             z = state.centre + self.rho * params.steps
             return own_log_p + dist.Normal(g, self.rho).log_prob(z).sum() + likelihood(g, context)
 
@@ -284,11 +284,11 @@ class Soul:
         """Return a client's parameters, and the draws that it has kept."""
         return Private(state.params.private, {"draws": state.kept})
 
-    def private(self, state: ClientState, data: SiloData) -> Party:
+    def private(self, state: ClientState, data: SiloData) -> PartyState:
         """Return the same as :meth:`private_params`, as a :class:`Party` without a frame."""
-        return Party(*self.private_params(state)[:2], identity(()))
+        return PartyState(*self.private_params(state)[:2], identity(()))
 
-    def in_z(self, party: Shared | Party, data: SiloData | None) -> dict[str, Any]:
+    def in_z(self, party: Shared | PartyState, data: SiloData | None) -> dict[str, Any]:
         """Return a party's draws or latents, which it has in place of a guide."""
         return party.guide
 
@@ -429,7 +429,7 @@ def sample(v: Soul, n: int) -> Round:
         noise: Array, down: object, state: ClientState, data: SiloData
     ) -> tuple[Reply[tuple[()]], Sampled]:
         z = state.kept[chosen(noise, state.number, v.num_kept)]
-        sampled = values_at(v.half(data), state.params.private, z, data)
+        sampled = values_at(v.party_model(data), state.params.private, z, data)
         return Reply((), all_finite(sampled)), sampled
 
     def run(state: ServerState, noise: object, ask: Ask) -> tuple[Array, Info]:

@@ -27,8 +27,8 @@ from jax import Array
 from numpyro_fed.algorithms.base import IMPORTANCE, Ask, Exchange, Info, Reply, Round, Shared
 from numpyro_fed.algorithms.vertical.base import (
     ClientState,
-    ClientType,
-    Party,
+    PartyState,
+    PartyType,
     ServerState,
     Vertical,
 )
@@ -132,8 +132,8 @@ class Weighing:
 
     def draw(
         self,
-        kind: ClientType,
-        party: Shared | Party,
+        kind: PartyType,
+        party: Shared | PartyState,
         noise: Array,
         xi: Array | None,
         centre_xi: Array | None,
@@ -169,12 +169,12 @@ class Weighing:
         self, noise: Array, down: Down, state: ClientState, data: SiloData
     ) -> tuple[Reply[Up], Array]:
         v = self.vertical
-        kind: ClientType = v.kind(data)
+        kind: PartyType = v.kind(data)
         private = v.private(state, data)
         drawn = self.draw(kind, private, noise, down.xi, down.centre_xi)
 
         def predict_at(z: Array) -> tuple[Array, Array]:
-            return v.model.predict(kind.half, private.theta, z, data)
+            return v.model.predict(kind.model, private.theta, z, data)
 
         g, own_log_p = jax.lax.map(predict_at, drawn.z, batch_size=self.at_once)
         tie = CouplingStats(drawn.b, _products(private.guide)) if v.rank else None

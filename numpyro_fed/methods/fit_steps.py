@@ -1,0 +1,482 @@
+"""The steps of ``nf.fit``, from the mode to the posterior.
+
+They are (:meth:`FitSteps.run`):
+
+1. The normal approximation at the best of several modes: where PVI begins, without any round.
+   SFVI where PVI does not suit the model.
+2. The importance correction, and while it is not good enough what may improve it: more draws of
+   rows' latents, more draws, a proposal matched to the weighted draws (:meth:`FitSteps.improve`).
+3. Particles that move to the posterior (:meth:`FitSteps.temper`).
+4. Rounds of PVI from the mode, then SFVI, each with step 2, as long as the budget lasts.
+5. If several corrections were tried, the best is judged once more by new draws.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.importance.proposals import FULL_UP_TO, Mixture
+from numpyro_fed.errors import (
+    CoupledRowsError,
+    FederatedWarning,
+    GuideError,
+    Interrupted,
+    ModelError,
+    NonFiniteError,
+)
+from numpyro_fed.methods.fitted import Fitted, Stage
+from numpyro_fed.methods.method_cache import MethodCache
+from numpyro_fed.methods.mode import MODES_APART, SEARCHED_UP_TO
+from numpyro_fed.methods.pvi import PVI
+from numpyro_fed.methods.sfvi import SFVI
+from numpyro_fed.model.data import ReadSilos
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.objectives import default_quadrature
+from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.importance import AT_ONCE, InnerDraws, correct_from, importance_correct
+from numpyro_fed.results.mixture import around_modes, matched
+from numpyro_fed.results.mode import LocalMode, distance
+from numpyro_fed.results.particles import Particles
+from numpyro_fed.results.rows import Result
+from numpyro_fed.results.tempered import Tempered
+from numpyro_fed.results.weighted import MAX_ERROR
+from numpyro_fed.runtime.progress import StageBar
+from numpyro_fed.runtime.stack import State
+
+# Rounds at most; runs end sooner if they come to rest. From the mode PVI was right after
+# two or three rounds, SFVI after a thousand (docs/results/six_cities.md, raw_data.md).
+MAX_PVI_ROUNDS, MAX_SFVI_ROUNDS = 10, 3_000
+MAX_PVI_RUNS = 2  # of so many rounds, each followed by a correction
+# Messages that must be left for a try of SFVI: with fewer rounds its bound has not settled, and
+# nothing can be said.
+MIN_BUDGET_FOR_SFVI = 100
+# Exchanges of particles, at most, and at least: a horseshoe took 900, a mean with two signs 60.
+# What follows keeps a part of the budget.
+MAX_PARTICLE_EXCHANGES, MIN_FOR_PARTICLES = 1_000, 50
+# Particles: a horseshoe of 102 globals has errors of 0.06 sd with a thousand.
+FEW_PARTICLES, MANY_PARTICLES, FEW_GLOBALS = 1_000, 2_000, 50
+# Values of rows' densities that particles may take in all, half an hour of two cores or so. A test
+# of 30 items with 400 pupils would take hours.
+MAX_WORK = 3e10
+# Effective draws of a correction from which particles begin at its mixture, and not at the prior. A
+# horseshoe has three, and its mixture is half as far from the posterior as the prior is.
+MIN_EFFECTIVE_FOR_PARTICLES = 40
+# Draws of a row's latents in the correction: one for each few rows. The errors of the rows'
+# estimates add up, so that for a given noise of the weights draws must grow with the rows.
+INNER_RANGE, ROWS_PER_DRAW = (20, 200), 4
+# Share of the draws of a correction that look beyond the mixture around the modes.
+# Where tails decide, half of the further draws are wider.
+WIDER, WIDER_FOR_TAILS = 0.16, 0.5
+# Draws of the globals in a correction, at most: sixteen exchanges.
+MAX_DRAWS = 64_000
+# Times that a proposal is matched to the weighted draws. Matching took
+# k-hat from 0.95 to 0.48 and from 0.66 to 0.30 (docs/results/raw_data.md);
+# a posterior that three do not fit is not like a Gaussian.
+MAX_MATCHES = 3
+# Share of effective draws above which another match gains little, and more draws are the remedy.
+ENOUGH_COUNT = 0.6
+# Draws of each row's latents in the bound, and of latents of outer plates. Twenty bring the six
+# cities to 0.053 sd of NUTS. Draws at an outer plate multiply those of the rows below, and did not
+# pay on three levels (docs/results/importance.md).
+ROW_DRAWS, OUTER_DRAWS = 20, 5
+# Numbers in all data up to which programs are compiled with few optimisations: steps over them take
+# less time than optimising would. A regression with 270 rows took 38 s instead of 73, the six
+# cities, which are above, would take 92 instead of 75 (docs/results/compilation.md).
+SMALL_DATA = 20_000
+# Effective draws for each global, from which on their covariance is a proposal. With one a
+# covariance is singular.
+MIN_DRAWS_PER_GLOBAL = 3
+# Share of the mass below which a missed mode is not reported. A larger value hides small
+# modes; a smaller one warns of modes that are none, since shares by Laplace's evidence are rough.
+MIN_MASS = 0.02
+# Times as many draws where tails decide, which halves the errors.
+TAIL_FACTOR = 4
+
+
+class FitSteps:
+    """One call of ``fit``: its steps, and their results so far."""
+
+    def __init__(
+        self,
+        key: Array,
+        silos: ReadSilos,
+        fm: FederatedModel,
+        methods: MethodCache,
+        budget: int,
+        bar: StageBar,
+    ):
+        self.key, self.silos, self.fm, self.methods = key, silos, fm, methods
+        self.budget_left, self.bar = budget, bar
+        self.coupled = self.has_more_inner = False
+        quadrature = default_quadrature(fm)
+        self.inner_draws: InnerDraws = quadrature or self.num_inner_draws()
+        self.runtime = "quick" if self.data_size() <= SMALL_DATA else "simulation"
+        self.stages: list[Stage] = []
+        self.warned: list[str] = []
+        self.known_warnings: set[str] = set()
+        self.spent = 0
+        self.stage_name = ""
+
+    def run(self) -> Fitted:
+        """Return the result of all steps; they go on while more may help and the budget lasts."""
+        result = self.run_pvi(0) if self.suits_pvi() else None
+        best: Corrected | None = None
+        # Without a mode the run would begin at zero, where there is nothing to weigh draws around.
+        if result is not None and result.start is not None:
+            best = self.improve(self.correct(result))
+            best = self.better(best, self.temper(best))
+        for _ in range(MAX_PVI_RUNS):
+            if result is None or result.ended != "rounds" or not self.may_go_on(best):
+                break
+            continued = self.run_pvi(MAX_PVI_ROUNDS, result)
+            if continued is None:
+                break
+            result, best = continued, self.better(best, self.improve(self.correct(continued)))
+        if result is None:
+            result = self.run_sfvi()
+            best = self.improve(self.correct(result))
+        elif self.may_go_on(best) and self.budget_left > MIN_BUDGET_FOR_SFVI:
+            try:
+                second = self.run_sfvi()
+            except NonFiniteError as error:
+                self.spend(_sent_before(error))
+                self.record("SFVI", f"not possible ({error})", None)
+            else:
+                new = self.improve(self.correct(second))
+                best = self.better(best, new)
+                result = second if new is not None and best is new else result
+        best = self.confirm(best)
+        reached = result if best is None or not best.reliable else best
+        return Fitted(reached, best, tuple(self.stages), self.spent, self.missed_modes(best))
+
+    def interrupted(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
+        """Return ``Interrupted`` with the results so far, or ``error`` itself if there are none."""
+        partial = getattr(error, "result", None)
+        if isinstance(partial, Particles):
+            self.spend(partial.num_exchanges)
+        if partial is not None:
+            self.record(self.stage_name, "interrupted", partial)
+        if not self.results():
+            return error
+        best: Corrected | None = None
+        for stage in self.stages:
+            if isinstance(stage.result, Corrected):
+                best = self.better(best, stage.result)
+        reached = self.results()[-1] if best is None or not best.reliable else best
+        fitted = Fitted(reached, best, tuple(self.stages), self.spent, interrupted=True)
+        return Interrupted(
+            "interrupted; what the stages so far have reached is in the error's .result: "
+            "error.result.save(path) keeps it. The .result of a stage is a fit, whose .state is an "
+            "init_state to go on from.",
+            result=fitted,
+        )
+
+    def suits_pvi(self) -> bool:
+        """Return whether PVI suits: globals, few enough for a full covariance; no parameters."""
+        return 0 < self.fm.dim <= SEARCHED_UP_TO and not self.fm.named("param")
+
+    def method(self, kind: type[PVI] | type[SFVI]) -> Any:
+        """Return a method, with the locally enhanced bound if silos have latents."""
+        plates = [p for p in self.fm.plates if p.dim and not self.coupled]
+        below = any(not p.outer for p in plates)
+        outer = OUTER_DRAWS if below else ROW_DRAWS
+        return self.methods.get(
+            kind, tuple((p.name, outer if p.outer else ROW_DRAWS) for p in plates)
+        )
+
+    def run_method(
+        self, kind: type[PVI] | type[SFVI], name: str, rounds: int, before: State | None = None
+    ) -> Result:
+        """Return the result of a run; with the plain bound if rows read latents of other rows."""
+        rounds = min(rounds, max(self.budget_left, 0 if not rounds else 1))
+        settings = dict(stop="converged", progress_bar=self.bar, runtime=self.runtime)
+        settings["init_state"] = before
+        key = self.new_key()
+        with self.stage(name):
+            try:
+                return self.method(kind).run(key, rounds, self.silos, **settings)
+            except CoupledRowsError:
+                self.coupled, self.inner_draws = True, 1
+                return self.method(kind).run(key, rounds, self.silos, **settings)
+
+    def new_key(self) -> Array:
+        """Return a new key, for one step."""
+        self.key, key = jax.random.split(self.key)
+        return key
+
+    def num_inner_draws(self) -> int:
+        """Return the number of draws of each row's latents in a correction."""
+        rows = [p.name for p in self.fm.plates if p.dim and not p.outer]
+        sizes = [self.fm.sizes(silo) for silo in self.silos]
+        num_rows = max((sum(size[p] for size in sizes) for p in rows), default=0)
+        return int(min(max(num_rows / ROWS_PER_DRAW, INNER_RANGE[0]), INNER_RANGE[1]))
+
+    def data_size(self) -> int:
+        """Return the number of data of all silos, times the draws of each row's latents."""
+        num_values = sum(a.size for s in self.silos for a in s.arrays.values())
+        return num_values * (ROW_DRAWS if any(p.dim for p in self.fm.plates) else 1)
+
+    def may_go_on(self, best: Corrected | None) -> bool:
+        """Return whether more work may help, and some of the budget is left."""
+        return _wants_more(best) and self.budget_left > 0
+
+    def run_pvi(self, rounds: int, before: Result | None = None) -> Result | None:
+        """Return the result of rounds of PVI, after those of ``before``; None if it fails.
+
+        Without any rounds it is the normal approximation at the mode.
+        """
+        name = "PVI" if rounds else "mode"
+        state = None if before is None else before.state
+        try:
+            result = self.run_method(PVI, name, rounds, state)
+        except (GuideError, NonFiniteError) as error:
+            self.spend(_sent_before(error))
+            self.record(name, f"not possible ({error})", None)
+            return None
+        self.spend(len(result.losses) + _opening(result))
+        if rounds:
+            at_rest = "come to rest" if result.settled else "not come to rest"
+            self.record(name, f"{len(result.losses)} rounds, {at_rest}", result)
+        # A conjugate model needs no mode: its factors are exact after one round.
+        elif result.start is not None:
+            self.record(name, f"found in {_opening(result)} exchanges", result)
+        return result
+
+    def run_sfvi(self) -> Result:
+        """Return the result of SFVI, which suits every model."""
+        result = self.run_method(SFVI, "SFVI", MAX_SFVI_ROUNDS)
+        self.spend(len(result.losses) + _opening(result))
+        self.record("SFVI", f"{len(result.losses)} rounds", result)
+        return result
+
+    def correct(
+        self,
+        result: Result,
+        name: str = "correction",
+        draws: int = AT_ONCE,
+        own: Mixture | None = None,
+        before: Corrected | None = None,
+        wider: float = WIDER,
+    ) -> Corrected | None:
+        """Return the importance correction of a result; None if it fails.
+
+        Most draws come from the mixture ``own``, by default around the fit and other modes. Those
+        of the correction ``before`` are added to them.
+        """
+        earlier = 0 if before is None else before.num_exchanges
+        try:
+            with self.stage(name):
+                own = self.around(result) if own is None else own
+                key, inner = self.new_key(), self.inner_draws
+                if own is None:
+                    correction = importance_correct(key, result, draws, inner)
+                else:
+                    correction = correct_from(
+                        key, result, draws, inner, own, wider=wider, before=before
+                    )
+        except (ValueError, NonFiniteError) as error:
+            sent = isinstance(error, NonFiniteError)  # the others are found before anything is sent
+            self.spend(math.ceil(draws / AT_ONCE) if sent else 0)
+            self.record(name, f"not possible ({error})", None)
+            return None
+        self.spend(correction.num_exchanges - earlier)
+        share = f"{correction.ess:,.0f} of {len(correction.weights):,} draws count"
+        if correction.integration.gave_way:
+            share += f", rows' latents by {correction.integration}"
+        short = "" if correction.trusted else f", not enough: {correction.doubt}"
+        self.record(name, f"k-hat {correction.pareto_k:.2f}, {share}{short}", correction)
+        return correction
+
+    def around(self, result: Result) -> Mixture | None:
+        """Return the mixture around a fit and other modes; None where its own guide is better."""
+        if not 0 < self.fm.dim <= FULL_UP_TO:
+            return None
+        z = np.asarray(result.draw_globals(jax.random.key(0), AT_ONCE)[0], np.float64)
+        start = next((r.start for r in self.results() if r.start is not None), None)
+        others = () if start is None or start.log_evidence is None else start.others
+        evidence = [p.log_evidence for p in (start, *others)] if others else [0.0]
+        modes = [(p.z_G, p.curvature) for p in others]
+        return around_modes(z, modes, np.asarray(evidence)) if np.isfinite(z).all() else None
+
+    def improve(self, correction: Corrected | None) -> Corrected | None:
+        """Return the best correction that more draws and better proposals lead to."""
+        best = correction
+        if best is None or best.trusted or not best.precise:
+            return best
+        rows = best.integration.by_draws and not (self.coupled or self.has_more_inner)
+        if not best.reliable and rows and self.budget_left > 0:
+            self.has_more_inner, self.inner_draws = True, 4 * self.num_inner_draws()
+            new = self.correct(best.result, "more draws of the rows' latents", own=_latest(best))
+            best = self.better(best, new) or best
+        # A matched proposal lies closer to the posterior. Its draws
+        # are added to those before, and all give the next match.
+        for _ in range(MAX_MATCHES):
+            only_few = best.reliable and best.spreads_known and best.share > ENOUGH_COUNT
+            if best.trusted or self.budget_left <= 0 or only_few:
+                break
+            own = None
+            if best.pool is not None and best.ess > MIN_DRAWS_PER_GLOBAL * self.fm.dim:
+                own = matched(np.asarray(best.z_G), best.weights)
+            if own is None:
+                break
+            name = "matched to the weighted draws"
+            new = self.correct(best.result, name, AT_ONCE, own, best, WIDER_FOR_TAILS)
+            if new is None:
+                break
+            best = new
+        if best.pool is None and not best.reliable and best.many_count and self.budget_left > 0:
+            new = self.correct(best.result, "more draws", TAIL_FACTOR * AT_ONCE)
+            best = self.better(best, new) or best
+        if best.many_count and not best.trusted and math.isfinite(best.monte_carlo_error):
+            # Errors fall as the root of the number of draws. The 1.3 allows for the error of the
+            # estimated error, so that one more correction is enough as a rule.
+            factor = 1.3 * (best.monte_carlo_error / MAX_ERROR) ** 2
+            needed = len(best.weights) * (
+                factor if best.spreads_known else max(factor, TAIL_FACTOR)
+            )
+            added = needed - (len(best.weights) if best.pool is not None else 0)
+            draws = min(MAX_DRAWS, math.ceil(added / AT_ONCE) * AT_ONCE, self.budget_left * AT_ONCE)
+            if draws > 0:
+                before = best if best.pool is not None else None
+                wider = WIDER if best.reliable and best.spreads_known else WIDER_FOR_TAILS
+                new = self.correct(best.result, "more draws", draws, _latest(best), before, wider)
+                best = self.better(best, new) or best
+        return best
+
+    def temper(self, before: Corrected | None) -> Particles | None:
+        """Return particles moved to the posterior, if what was reached before is not enough."""
+        num_exchanges = min(MAX_PARTICLE_EXCHANGES, self.budget_left - 2 * MIN_BUDGET_FOR_SFVI)
+        if before is None or not self.may_go_on(before) or num_exchanges < MIN_FOR_PARTICLES:
+            return None
+        quick, name = self.runtime == "quick", "particles"
+        number = MANY_PARTICLES if self.fm.dim > FEW_GLOBALS else FEW_PARTICLES
+        num_values = sum(a.size for s in self.silos for a in s.arrays.values())
+        work = number * max(num_values, 1) * before.integration.work_of_row(self.fm)
+        num_exchanges = min(num_exchanges, int(MAX_WORK / work))
+        if num_exchanges < MIN_FOR_PARTICLES:
+            self.record(name, "not tried, since each exchange would take silos long", None)
+            return None
+        # Draws from a mixture of which some count are near the posterior. Else the prior is.
+        near = before.ess >= MIN_EFFECTIVE_FOR_PARTICLES
+        start = "prior" if not near and self.fm.global_prior.drawable else "fit"
+        tempered = Tempered(num_particles=number, start=start)
+        try:
+            with self.stage(name):
+                found = tempered.run(
+                    self.new_key(), num_exchanges, before, progress_bar=self.bar, quick=quick
+                )
+        except (ModelError, NonFiniteError, ValueError) as error:
+            self.spend(error.round + 1 if isinstance(error, NonFiniteError) else 0)
+            self.record(name, f"not possible ({error})", None)
+            return None
+        self.spend(found.num_exchanges)
+        doubt = "" if found.trusted else f", not enough: {found.doubt}"
+        self.record(name, f"{found.figures}{doubt}", found)
+        return found
+
+    def confirm(self, best: Corrected | None) -> Corrected | None:
+        """Return the best of several corrections, judged by draws that did not choose it."""
+        if isinstance(best, Particles):  # nothing was chosen
+            return best
+        # The best of several k-hats is too good by selection: on one model it was 0.43, and 0.72 on
+        # new draws (docs/results/raw_data.md).
+        tried = sum(isinstance(stage.result, Corrected) for stage in self.stages)
+        # Draws that were added to all before them choose nothing.
+        few = MAX_MATCHES + 1 if best is not None and best.pool is not None else 2
+        if best is None or not best.trusted or tried <= few or self.budget_left <= 0:
+            return best
+        new = self.correct(best.result, "judged by new draws", len(best.weights), _latest(best))
+        return new if new is not None else best
+
+    def missed_modes(self, best: Corrected | None) -> tuple[LocalMode, ...]:
+        """Return other modes with a share of the mass that the weighted draws do not reach."""
+        start = next((r.start for r in self.results() if r.start is not None), None)
+        if best is None or start is None or start.log_evidence is None:
+            return ()
+        evidence = np.array([start.log_evidence, *(p.log_evidence for p in start.others)])
+        if not np.isfinite(evidence.max()):
+            return ()
+        share = np.exp(evidence - np.logaddexp.reduce(evidence))[1:]
+        # A draw belongs to a mode within three sds and
+        # the length of a normal vector, sqrt(dim), of it.
+        z, w = np.asarray(best.z_G, float), best.weights
+        reached_share = [
+            w @ (distance(p, z) <= MODES_APART + math.sqrt(self.fm.dim)) for p in start.others
+        ]
+        return tuple(
+            p
+            for p, expected, reached_mass in zip(start.others, share, reached_share, strict=True)
+            if expected > MIN_MASS and reached_mass < expected / 3
+        )
+
+    def results(self) -> list[Result]:
+        """Return the fits of all stages so far."""
+        return [stage.result for stage in self.stages if isinstance(stage.result, Result)]
+
+    def better(self, first: Corrected | None, second: Corrected | None) -> Corrected | None:
+        """Return the correction that is more trustworthy, if there is one."""
+        candidates = [c for c in (first, second) if c is not None]
+        return max(candidates, key=_rank, default=None)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Enter a stage: show its name, and collect its warnings for the verdict, each once."""
+        self.stage_name = name
+        self.bar.stage(name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+        for w in caught:
+            text = str(w.message).removesuffix(".")
+            # Deprecations and the like are not about the fit: they are passed on.
+            if not issubclass(w.category, FederatedWarning):
+                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+            elif text not in self.known_warnings:
+                self.known_warnings.add(text)
+                self.warned.append(text)
+
+    def record(self, name: str, words: str, result: Result | Corrected | None) -> None:
+        """Add a stage with its outcome in words and its warnings."""
+        self.stages.append(Stage(name, " ".join([words, *map("({})".format, self.warned)]), result))
+        self.warned = []
+
+    def spend(self, exchanges: int) -> None:
+        """Subtract exchanges from the budget, and show how many there were."""
+        self.budget_left -= exchanges
+        self.spent += exchanges
+        self.bar.account(self.spent)
+
+
+def _wants_more(correction: Corrected | None) -> bool:
+    """Return whether more work may help: not if the precision cannot hold the posterior."""
+    return correction is None or not (correction.trusted or not correction.precise)
+
+
+def _latest(correction: Corrected) -> Mixture | None:
+    """Return the mixture from which the latest draws came, if they came from one."""
+    return None if correction.pool is None else correction.pool.mixtures[0]
+
+
+def _rank(correction: Corrected) -> tuple[bool, bool, float]:
+    return correction.trusted, correction.reliable, -correction.monte_carlo_error
+
+
+def _sent_before(error: Exception) -> int:
+    """Return the number of messages that each silo had sent when a run ended by an error."""
+    if not isinstance(error, NonFiniteError):
+        return 0
+    if not isinstance(error.result, Result):  # in the search: its exchanges
+        return error.round
+    return len(error.result.losses) + 1 + _opening(error.result)
+
+
+def _opening(result: Result) -> int:
+    return 0 if result.start is None else result.start.num_exchanges

@@ -1,0 +1,82 @@
+"""The mode of a posterior, and other modes, as a search found them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class LocalMode(NamedTuple):
+    """One of several modes: its place, the negative Hessian there, and Laplace's evidence."""
+
+    z_G: np.ndarray
+    curvature: np.ndarray
+    log_evidence: float
+
+
+@dataclass(frozen=True, eq=False)
+class Mode:
+    r"""The highest point of the posterior density that was found, unconstrained.
+
+    The density is that of the globals whose prior depends on no other global. Effects, whose prior
+    does (``b ~ Normal(mu, tau)`` outside of silo plates), are integrated out by Laplace's method
+    and stand at their own mode given the others: an effect and its scale together may have no mode.
+
+    Attributes
+    ----------
+    sites : dict
+        Global latents and deterministic sites at the mode, on their supports.
+    theta : dict
+        Shared parameters at the mode.
+    z_G : (dim,) array
+        The globals, unconstrained; the mode is that of their density in this space.
+    curvature : (n, n) or (n,) array
+        The negative Hessian of the log density, for shared parameters and then ``z_G``; its
+        diagonal alone above 300 of them.
+    log_evidence : float or None
+        Laplace's approximation, :math:`\ell(\hat z) + \tfrac d2 \log 2\pi - \tfrac12 \log\det A`,
+        of ``d`` globals with the negative Hessian ``A`` of their log density :math:`\ell`, shared
+        parameters as they are; None where a direction is open, or only a diagonal is known.
+    num_exchanges : int
+        Messages that each silo sent.
+    converged : bool
+        Whether another step of Newton's method would gain next to nothing, from a place from which
+        the density falls in every direction, as one more exchange has seen.
+    values : (starts,) array
+        The log density at the best place of each start.
+    names : tuple of str
+        The names of the ``n`` coordinates, such as ``"beta[1]"``.
+    flat : tuple of str
+        Directions in which the density does not fall: where there is no curvature, or where the
+        density has hardly fallen three standard deviations away. Combinations of coordinates, such
+        as ``"+0.71 beta[0] -0.71 beta[1]"``, each in units of its own curvature.
+    others : tuple of LocalMode
+        Other modes at which some of the starts came to rest, three standard deviations and more
+        from here, by Laplace's evidence.
+    """
+
+    sites: dict[str, np.ndarray]
+    theta: dict[str, Any]
+    z_G: np.ndarray = field(repr=False)
+    curvature: np.ndarray = field(repr=False)
+    log_evidence: float | None
+    num_exchanges: int
+    converged: bool
+    values: np.ndarray = field(repr=False)
+    names: tuple[str, ...] = field(repr=False)
+    flat: tuple[str, ...] = field(repr=False)
+    others: tuple[LocalMode, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def covariance(self) -> np.ndarray:
+        """Return the inverse of ``curvature``, (n, n), or (n,) for a diagonal."""
+        return 1 / self.curvature if self.curvature.ndim == 1 else np.linalg.inv(self.curvature)
+
+
+def distance(mode: LocalMode, z_G: np.ndarray) -> np.ndarray:
+    """Return the distances (n,) of draws (n, dim) from a mode, in its standard deviations."""
+    away = np.asarray(z_G, float) - mode.z_G
+    return np.sqrt(np.maximum(np.einsum("ni,ij,nj->n", away, mode.curvature, away), 0.0))
