@@ -115,6 +115,21 @@ def test_rows_latents_are_integrated_out(start):
     assert b.shape == (50, 3)
 
 
+def test_a_run_from_particles_goes_on_and_adds_what_it_keeps(squares):
+    tempered = nf.Tempered(num_particles=400, start="prior")
+    short = tempered.run(KEY, 5, squares, **QUIET)
+    assert (short.num_kept, short.num_exchanges) == (0, 5)
+    first = tempered.run(jax.random.key(1), 900, short, **QUIET)
+    second = tempered.run(jax.random.key(2), 900, first, **QUIET)
+    assert (first.num_kept, second.num_kept) == (8, 16)
+    assert 5 < first.num_exchanges < second.num_exchanges
+    np.testing.assert_array_equal(second.z_G[: len(first.z_G)], first.z_G)
+    assert second.log_evidence == first.log_evidence
+    assert second.z_G.std() == pytest.approx(exact_squares()[2], rel=0.05)
+    anew = nf.Tempered(num_particles=200, start="prior").run(KEY, 5, first, **QUIET)
+    assert anew.num_exchanges == 5
+
+
 def test_particles_do_not_depend_on_the_partition():
     rows = np.concatenate([s["y"] for s in SQUARES])
     one = at_mode(squared, [dict(y=rows)])

@@ -61,11 +61,15 @@ MIN_BUDGET_FOR_SFVI = 100
 # Exchanges of particles, at most, and at least: a horseshoe took 900, a mean with two signs 60.
 # What follows keeps a part of the budget.
 MAX_PARTICLE_EXCHANGES, MIN_FOR_PARTICLES = 1_000, 50
-# Particles: a horseshoe of 102 globals has errors of 0.06 sd with a thousand.
+# Times that particles go on by as many exchanges, where they are at the posterior and their islands
+# nearly agree. A horseshoe has errors of 0.083 sd after the first, where 0.05 are asked.
+MORE_PARTICLES = 2
+# Particles: a horseshoe of 102 globals has errors of 0.06 sd with a thousand. From a mixture of
+# which some draws count a thousand are enough for sixty.
 FEW_PARTICLES, MANY_PARTICLES, FEW_GLOBALS = 1_000, 2_000, 50
-# Values of rows' densities that particles may take in all, half an hour of two cores or so. A test
-# of 30 items with 400 pupils would take hours.
-MAX_WORK = 3e10
+# Values of rows' densities that particles may take in all, a quarter of an hour of one core or so.
+# A test of 30 items with 400 pupils takes 5e10, in 65 exchanges.
+MAX_WORK = 2e11
 # Effective draws of a correction from which particles begin at its mixture, and not at the prior. A
 # horseshoe has three, and its mixture is half as far from the posterior as the prior is.
 MIN_EFFECTIVE_FOR_PARTICLES = 40
@@ -122,7 +126,7 @@ class FitSteps:
         self.stages: list[Stage] = []
         self.warned: list[str] = []
         self.known_warnings: set[str] = set()
-        self.spent = 0
+        self.spent = self.sent_by_particles = 0
         self.stage_name = ""
 
     def run(self) -> Fitted:
@@ -161,7 +165,7 @@ class FitSteps:
         """Return ``Interrupted`` with the results so far, or ``error`` itself if there are none."""
         partial = getattr(error, "result", None)
         if isinstance(partial, Particles):
-            self.spend(partial.num_exchanges)
+            self.spend(partial.num_exchanges - self.sent_by_particles)
         if partial is not None:
             self.record(self.stage_name, "interrupted", partial)
         if not self.results():
@@ -357,29 +361,40 @@ class FitSteps:
         if before is None or not self.may_go_on(before) or num_exchanges < MIN_FOR_PARTICLES:
             return None
         quick, name = self.runtime == "quick", "particles"
-        number = MANY_PARTICLES if self.fm.dim > FEW_GLOBALS else FEW_PARTICLES
+        # Draws from a mixture of which some count are near the posterior. Else the prior is.
+        near = before.ess >= MIN_EFFECTIVE_FOR_PARTICLES
+        start = "prior" if not near and self.fm.global_prior.drawable else "fit"
+        many = self.fm.dim > FEW_GLOBALS and start == "prior"
+        number = MANY_PARTICLES if many else FEW_PARTICLES
         num_values = sum(a.size for s in self.silos for a in s.arrays.values())
         work = number * max(num_values, 1) * before.integration.work_of_row(self.fm)
         num_exchanges = min(num_exchanges, int(MAX_WORK / work))
         if num_exchanges < MIN_FOR_PARTICLES:
             self.record(name, "not tried, since each exchange would take silos long", None)
             return None
-        # Draws from a mixture of which some count are near the posterior. Else the prior is.
-        near = before.ess >= MIN_EFFECTIVE_FOR_PARTICLES
-        start = "prior" if not near and self.fm.global_prior.drawable else "fit"
-        tempered = Tempered(num_particles=number, start=start)
-        try:
-            with self.stage(name):
-                found = tempered.run(
-                    self.new_key(), num_exchanges, before, progress_bar=self.bar, quick=quick
-                )
-        except (ModelError, NonFiniteError, ValueError) as error:
-            self.spend(error.round + 1 if isinstance(error, NonFiniteError) else 0)
-            self.record(name, f"not possible ({error})", None)
-            return None
-        self.spend(found.num_exchanges)
-        doubt = "" if found.trusted else f", not enough: {found.doubt}"
-        self.record(name, f"{found.figures}{doubt}", found)
+        tempered, found = Tempered(num_particles=number, start=start), None
+        for _ in range(1 + MORE_PARTICLES):
+            try:
+                with self.stage(name):
+                    found = tempered.run(
+                        self.new_key(),
+                        num_exchanges,
+                        found or before,
+                        progress_bar=self.bar,
+                        quick=quick,
+                    )
+            except (ModelError, NonFiniteError, ValueError) as error:
+                self.spend(error.round + 1 if isinstance(error, NonFiniteError) else 0)
+                self.record(name, f"not possible ({error})", None)
+                break
+            self.spend(found.num_exchanges - self.sent_by_particles)
+            self.sent_by_particles = found.num_exchanges
+            num_exchanges = min(num_exchanges, self.budget_left - 2 * MIN_BUDGET_FOR_SFVI)
+            if not found.nearly or num_exchanges < MIN_FOR_PARTICLES:
+                break
+        if found is not None:
+            doubt = "" if found.trusted else f", not enough: {found.doubt}"
+            self.record(name, f"{found.figures}{doubt}", found)
         return found
 
     def confirm(self, best: Corrected | None) -> Corrected | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -31,6 +31,7 @@ FEW, MAX_ERROR_OF_FEW = 2, 0.03
 # Nats. A Gaussian process of 43 globals has 0.5; with more than one, islands have found other
 # shares of the mass.
 MAX_EVIDENCE_ERROR = 1.0
+NEARLY = 2.0  # times the largest error: three times as many particles bring it down enough
 MAX_COARSE = 0.1  # nats by which a finer quadrature may move log densities
 MIN_KEPT = 3  # times that particles must have been kept
 # Memory above which they count as standing still: islands would agree for no good reason, as where
@@ -42,6 +43,25 @@ MAX_MEMORY = 0.5
 GAP, MIN_SHARE = 1.0, 0.02
 MAX_MODES = 8
 SAVED = ("reached", "num_kept", "memory", "coarse", "evidence_error")  # fields of a file's words
+
+
+class Track(NamedTuple):
+    """Where particles are, and all that was kept of them, from which another run goes on.
+
+    Attributes
+    ----------
+    swarm : Swarm
+    kept : (k, N, dim)
+    log_p : (k, N)
+        The joint log density at these.
+    num_checks : int
+        Exchanges that have checked the quadrature.
+    """
+
+    swarm: Swarm
+    kept: np.ndarray
+    log_p: np.ndarray
+    num_checks: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +88,7 @@ class Particles(Corrected):
     memory: float = 1.0
     coarse: float = 0.0
     evidence_error: float = 0.0
+    _track: Track | None = field(default=None, repr=False)
 
     @property
     def reliable(self) -> bool:
@@ -77,6 +98,12 @@ class Particles(Corrected):
     @property
     def _arrived(self) -> bool:
         return self.reached >= 1 and self.num_kept >= MIN_KEPT
+
+    @property
+    def nearly(self) -> bool:
+        """Whether particles are at the posterior, and more exchanges are likely to be enough."""
+        close = self.monte_carlo_error <= NEARLY * MAX_ERROR and self.coarse <= MAX_COARSE
+        return self.reached >= 1 and not self.trusted and (close or not self._arrived)
 
     @property
     def spreads_known(self) -> bool:
@@ -164,14 +191,24 @@ class Particles(Corrected):
         return f"{words}Do not trust this posterior: {self.doubt}."
 
 
-def particles_of(key: Array, fit: Result, swarm: Swarm) -> Particles:
+def particles_of(key: Array, fit: Result, swarm: Swarm, before: Track | None = None) -> Particles:
     """Return the particles that were kept, or those on their way, with their quality.
 
-    Where rows have latents it takes an exchange that checks the quadrature.
+    Those that were kept in runs ``before`` are added. Where rows have latents it takes an exchange
+    that checks the quadrature.
     """
     key_check, key_draws = jax.random.split(key)
-    num_kept, dim = int(swarm.num_kept), swarm.here.z.shape[1]
-    kept, log_p = np.asarray(swarm.kept)[:num_kept], np.asarray(swarm.kept_log_p)[:num_kept]
+    num_new, dim = int(swarm.num_kept), swarm.here.z.shape[1]
+    all_kept, all_log_p = (
+        [np.asarray(swarm.kept)[:num_new]],
+        [np.asarray(swarm.kept_log_p)[:num_new]],
+    )
+    if before is not None:
+        all_kept.insert(0, before.kept)
+        all_log_p.insert(0, before.log_p)
+    kept, log_p = np.concatenate(all_kept), np.concatenate(all_log_p)
+    num_kept = len(kept)
+    track = Track(swarm, kept, log_p, 0 if before is None else before.num_checks)
     if not num_kept:
         kept, log_p = np.asarray(swarm.here.z)[None], np.asarray(swarm.here.log_p)[None]
     z, log_p = kept.reshape(-1, dim), log_p.ravel()
@@ -179,6 +216,7 @@ def particles_of(key: Array, fit: Result, swarm: Swarm) -> Particles:
     integration, coarse, sent = integration_of(fit, None), 0.0, 0
     if num_kept and integration.nodes:
         integration, coarse, sent = checked(key_check, fit, integration, z, log_p)
+    track = track._replace(num_checks=track.num_checks + sent)
     even = np.full(len(z), 1 / len(z))
     computed = compared_with_fit(fit, z, even)
     error = disagreement(islands.reshape(NUM_ISLANDS, -1, dim), computed.sd)
@@ -199,13 +237,14 @@ def particles_of(key: Array, fit: Result, swarm: Swarm) -> Particles:
         ),
         z_G=jnp.asarray(z),
         _posterior=sampler_of(fit._fit, integration),
-        num_exchanges=int(swarm.exchanges) + sent,
+        num_exchanges=int(swarm.exchanges) + track.num_checks,
         integration=integration,
         reached=float(swarm.b),
         num_kept=num_kept,
         memory=memory_of(np.asarray(swarm.arrived), kept[-1]) if num_kept else 1.0,
         coarse=coarse,
         evidence_error=float(of_islands.std(ddof=1)) / math.sqrt(NUM_ISLANDS),
+        _track=track,
     )
 
 

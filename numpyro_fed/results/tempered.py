@@ -37,7 +37,7 @@ from numpyro_fed.precision import precision
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import check_weighable
 from numpyro_fed.results.mixture import around_modes
-from numpyro_fed.results.particles import Particles, particles_of
+from numpyro_fed.results.particles import Particles, Track, particles_of
 from numpyro_fed.results.rows import Fit, Result
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import Progress
@@ -148,8 +148,9 @@ class Tempered:
         key : jax.Array
         num_exchanges : int
             Exchanges, at most.
-        result : Result or Corrected
-            A fit, or a correction of one.
+        result : Result, Corrected or Particles
+            A fit, or a correction of one. From particles of an earlier run with as many of them it
+            goes on, and adds what it keeps.
         progress_bar : bool
         quick : bool
             Compile with few of XLA's optimisations, for small data.
@@ -177,9 +178,13 @@ class Tempered:
             check_temperable(fit)
             key_begin, key_run, key_draws = jax.random.split(key, 3)
             tempering = self._parts(fit._fit, nodes_for(result))
-            swarm = self._begin(key_begin, tempering, fit, result)
+            track = self._track_of(result)
+            if track is None:
+                swarm = self._begin(key_begin, tempering, fit, result)
+            else:
+                swarm = track.swarm._replace(num_kept=jnp.zeros((), jnp.int32))
             run = self._run(key_run, num_exchanges, tempering, swarm, fit, progress_bar, quick)
-            found = particles_of(key_draws, fit, run.state.server)
+            found = particles_of(key_draws, fit, run.state.server, track)
         if run.ended == "interrupted":
             raise Interrupted(
                 f"interrupted after {found.num_exchanges} exchanges; the particles as they are "
@@ -187,6 +192,12 @@ class Tempered:
                 result=found,
             )
         return found
+
+    def _track_of(self, result: Result | Corrected) -> Track | None:
+        """Return what an earlier run of so many particles has left, if there is one."""
+        track = result._track if isinstance(result, Particles) else None
+        same = track is not None and len(track.swarm.trial) == self.num_particles
+        return track if same else None
 
     def _parts(self, fit: Fit, nodes: int) -> Tempering:
         fm, number = fit.model, self.num_particles
