@@ -70,10 +70,7 @@ def agree(problem, rtol):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("x64", "rtol", "number"),
-    [(False, 1e-5, 0), (False, 1e-5, 1), (True, 1e-10, 2), (True, 1e-10, 3)],
-)
+@pytest.mark.parametrize(("x64", "rtol", "number"), [(False, 1e-5, 0), (True, 1e-10, 2)])
 def test_prior_plus_rows_is_the_joint_density_of_random_models(x64, rtol, number):
     @seed(number)
     @settings(

@@ -239,13 +239,13 @@ def test_the_heart_benchmark_reads_its_table_and_cross_validates(tmp_path):
     assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
 
 
-def on_digits(script, folder):
+def on_digits(script, folder, *options):
     """The report of a benchmark on 300 images that mean nothing, once it has drawn its figure."""
     r = np.random.default_rng(0)
     images, digits = r.integers(0, 256, (300, 28, 28), np.uint8), np.arange(300) % 10
     parts = dict(x_train=images, y_train=digits, x_test=images, y_test=digits)
     np.savez(folder / "mnist.npz", **parts)
-    command = [sys.executable, BENCHMARKS / script, "--quick"]
+    command = [sys.executable, BENCHMARKS / script, "--quick", *options]
     command += ["--json", "out.json", "--plot", "out.png"]
     here = os.environ | {"NUMPYRO_FED_DATA": str(folder)}
     subprocess.run(command, cwd=folder, check=True, capture_output=True, env=here)
@@ -255,9 +255,9 @@ def on_digits(script, folder):
 
 @pytest.mark.slow
 def test_networks_that_differ_between_silos(tmp_path):
-    report = on_digits("federated_mnist.py", tmp_path)
+    report = on_digits("federated_mnist.py", tmp_path, "--silos", "3")
     assert [row["rounds"] for row in report.values()] == [20, 2, 2, 20, 2, 2]
-    assert all(len(row["accuracies"]) == 10 for row in report.values())
+    assert all(len(row["accuracies"]) == 3 for row in report.values())
 
 
 @pytest.mark.slow

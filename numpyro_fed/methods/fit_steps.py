@@ -70,9 +70,11 @@ FEW_PARTICLES, MANY_PARTICLES, FEW_GLOBALS = 1_000, 2_000, 50
 # Values of rows' densities that particles may take in all, a quarter of an hour of one core or so.
 # A test of 30 items with 400 pupils takes 5e10, in 65 exchanges.
 MAX_WORK = 2e11
-# Effective draws of a correction from which particles begin at its mixture, and not at the prior. A
-# horseshoe has three, and its mixture is half as far from the posterior as the prior is.
-MIN_EFFECTIVE_FOR_PARTICLES = 40
+# Effective draws of a correction from which particles begin at its mixture and at nothing else. A
+# horseshoe has three, and from its mixture particles come not half of the way in 1,000 exchanges. A
+# test of 30 items has five, and they arrive after 60: so with fewer draws the mixture is tried for
+# so many exchanges, and then the prior.
+MIN_EFFECTIVE_FOR_PARTICLES, TRIED_FROM_FIT = 40, 150
 # Draws of a row's latents in the correction: one for each few rows. The errors of the rows'
 # estimates add up, so that for a given noise of the weights draws must grow with the rows.
 INNER_RANGE, ROWS_PER_DRAW = (20, 200), 4
@@ -357,40 +359,54 @@ class FitSteps:
 
     def temper(self, before: Corrected | None) -> Particles | None:
         """Return particles moved to the posterior, if what was reached before is not enough."""
-        num_exchanges = min(MAX_PARTICLE_EXCHANGES, self.budget_left - 2 * MIN_BUDGET_FOR_SFVI)
-        if before is None or not self.may_go_on(before) or num_exchanges < MIN_FOR_PARTICLES:
+        left = self.budget_left - 2 * MIN_BUDGET_FOR_SFVI
+        if before is None or not self.may_go_on(before) or left < MIN_FOR_PARTICLES:
             return None
-        quick, name = self.runtime == "quick", "particles"
-        # Draws from a mixture of which some count are near the posterior. Else the prior is.
+        # Draws from a mixture of which some count are near the posterior. Else the prior may be a
+        # better place to begin at, which shows by how far particles come from the mixture.
         near = before.ess >= MIN_EFFECTIVE_FOR_PARTICLES
-        start = "prior" if not near and self.fm.global_prior.drawable else "fit"
+        can_begin_at_prior = not near and self.fm.global_prior.drawable
+        most = TRIED_FROM_FIT if can_begin_at_prior else MAX_PARTICLE_EXCHANGES
+        found = self.moved("fit", before, most)
+        if can_begin_at_prior and (found is None or found.reached < 1):
+            found = self.moved("prior", before, MAX_PARTICLE_EXCHANGES)
+        return found
+
+    def moved(self, start: str, before: Corrected, most: int) -> Particles | None:
+        """Return particles from this start, after ``most`` exchanges or so; None if they fail.
+
+        Where they are nearly at the posterior they go on.
+        """
+        name = "particles" if start == "fit" else "particles from the prior"
         many = self.fm.dim > FEW_GLOBALS and start == "prior"
-        number = MANY_PARTICLES if many else FEW_PARTICLES
+        tempered = Tempered(num_particles=MANY_PARTICLES if many else FEW_PARTICLES, start=start)
         num_values = sum(a.size for s in self.silos for a in s.arrays.values())
-        work = number * max(num_values, 1) * before.integration.work_of_row(self.fm)
-        num_exchanges = min(num_exchanges, int(MAX_WORK / work))
-        if num_exchanges < MIN_FOR_PARTICLES:
-            self.record(name, "not tried, since each exchange would take silos long", None)
-            return None
-        tempered, found = Tempered(num_particles=number, start=start), None
+        work = max(num_values, 1) * before.integration.work_of_row(self.fm)
+        affordable = int(MAX_WORK / (work * tempered.num_particles))
+        found: Particles | None = None
+        self.sent_by_particles = 0
         for _ in range(1 + MORE_PARTICLES):
+            left = min(affordable, self.budget_left - 2 * MIN_BUDGET_FOR_SFVI)
+            if left < MIN_FOR_PARTICLES:
+                if found is None:
+                    self.record(name, "not tried, since they would take silos too long", None)
+                break
             try:
                 with self.stage(name):
                     found = tempered.run(
                         self.new_key(),
-                        num_exchanges,
+                        min(most, left),
                         found or before,
                         progress_bar=self.bar,
-                        quick=quick,
+                        quick=self.runtime == "quick",
                     )
             except (ModelError, NonFiniteError, ValueError) as error:
                 self.spend(error.round + 1 if isinstance(error, NonFiniteError) else 0)
                 self.record(name, f"not possible ({error})", None)
                 break
             self.spend(found.num_exchanges - self.sent_by_particles)
-            self.sent_by_particles = found.num_exchanges
-            num_exchanges = min(num_exchanges, self.budget_left - 2 * MIN_BUDGET_FOR_SFVI)
-            if not found.nearly or num_exchanges < MIN_FOR_PARTICLES:
+            self.sent_by_particles, most = found.num_exchanges, MAX_PARTICLE_EXCHANGES
+            if not found.nearly:
                 break
         if found is not None:
             doubt = "" if found.trusted else f", not enough: {found.doubt}"
