@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import blackjax.smc.ess
 import blackjax.smc.resampling
 import blackjax.smc.solver
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.base import (
@@ -77,6 +78,9 @@ LOST = -1e30  # in the place of a log density of minus infinity: states must be 
 # count as moved: on the way, and between those that are kept. And trajectories for that, at most.
 MOVED, MOVES = 0.7, 4
 MOVED_AT_POSTERIOR, MOVES_AT_POSTERIOR = 0.5, 6
+
+
+A = TypeVar("A", Array, np.ndarray)
 
 
 class Reference(Protocol):
@@ -471,12 +475,23 @@ def log_mean(log_values: Array) -> Array:
 def correlation(first: Array, second: Array) -> Array:
     """Return the largest correlation () between coordinates of particles (N, dim), by coordinate.
 
-    One is returned where it is unknown.
+    Those of their squared distances from the mean count as well: particles may move to and fro and
+    not yet reach a long tail. One is returned where it is unknown.
     """
-    first, second = (a - a.mean(0) for a in (first, second))
+    first, second = with_squares(first), with_squares(second)
     products = (first * second).sum(0)
     scale = jnp.sqrt((first**2).sum(0) * (second**2).sum(0))
     return jnp.max(jnp.where(scale > 0, products / scale, 1.0), initial=0.0)
+
+
+def with_squares(z: A) -> A:
+    """Return particles (N, dim) less their mean, and squares of these less theirs, (N, 2 dim)."""
+    away = z - z.mean(0)
+    squares = away**2
+    together = [away, squares - squares.mean(0)]
+    return (
+        np.concatenate(together, 1) if isinstance(z, np.ndarray) else jnp.concatenate(together, 1)
+    )
 
 
 def no_nan(up: Slopes) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_fed.algorithms.importance.integration import Integration
-from numpyro_fed.algorithms.tempered import LOST, NUM_ISLANDS, Swarm
+from numpyro_fed.algorithms.tempered import LOST, NUM_ISLANDS, Swarm, with_squares
 from numpyro_fed.errors import NonFiniteError
 from numpyro_fed.results.corrected import Corrected, sampler_of
 from numpyro_fed.results.importance import AT_ONCE, Weighing, integration_of
@@ -73,10 +73,10 @@ class Particles(Corrected):
     reached : float
         The power ``b`` of the path of densities: 1 at the posterior.
     num_kept : int
-        How often particles were kept there.
+        How often particles were kept there. The second half of these counts.
     memory : float
-        How much the particles that were kept last still have of where they came to the posterior
-        (a correlation: 1 for particles that stand still).
+        How much the first particles that count still have of where they came to the posterior (a
+        correlation, of places or of squared distances: 1 for particles that stand still).
     coarse : float
         Sd, in nats, by which a finer quadrature over rows' latents moves log densities.
     evidence_error : float
@@ -209,6 +209,9 @@ def particles_of(key: Array, fit: Result, swarm: Swarm, before: Track | None = N
     kept, log_p = np.concatenate(all_kept), np.concatenate(all_log_p)
     num_kept = len(kept)
     track = Track(swarm, kept, log_p, 0 if before is None else before.num_checks)
+    # The first half still has something of where particles came to the posterior: those from a
+    # narrow mixture reach a long tail last.
+    kept, log_p = kept[num_kept // 2 :], log_p[num_kept // 2 :]
     if not num_kept:
         kept, log_p = np.asarray(swarm.here.z)[None], np.asarray(swarm.here.log_p)[None]
     z, log_p = kept.reshape(-1, dim), log_p.ravel()
@@ -241,7 +244,7 @@ def particles_of(key: Array, fit: Result, swarm: Swarm, before: Track | None = N
         integration=integration,
         reached=float(swarm.b),
         num_kept=num_kept,
-        memory=memory_of(np.asarray(swarm.arrived), kept[-1]) if num_kept else 1.0,
+        memory=memory_of(np.asarray(swarm.arrived), kept[0]) if num_kept else 1.0,
         coarse=coarse,
         evidence_error=float(of_islands.std(ddof=1)) / math.sqrt(NUM_ISLANDS),
         _track=track,
@@ -281,14 +284,14 @@ def memory_of(before: np.ndarray, after: np.ndarray) -> float:
 
     Both are (n, dim). Particles do not pass between modes that lie far apart, and need not: their
     numbers there are right by weight. So correlations are those of the distances from the mean of
-    each mode, among the particles that were there before.
+    each mode, among the particles that were there before, and of the squares of these distances.
     """
     mode_after, mode_before = np.split(modes_apart(np.concatenate([after, before])), 2)
-    products = np.zeros((3, after.shape[1]))
+    products = np.zeros((3, 2 * after.shape[1]))
     for mode in np.unique(mode_after):
         stayed = (mode_after == mode) & (mode_before == mode)
         if stayed.any():
-            x, y = (a[stayed] - a[stayed].mean(0) for a in (before, after))
+            x, y = (with_squares(a[stayed]) for a in (before, after))
             products += np.stack([(x * y).sum(0), (x**2).sum(0), (y**2).sum(0)])
     scale = np.sqrt(products[1] * products[2])
     with np.errstate(divide="ignore", invalid="ignore"):
