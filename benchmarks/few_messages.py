@@ -80,7 +80,7 @@ def unconstrained(draws: dict[str, Any]) -> np.ndarray:
     return np.column_stack([np.asarray(columns[k], float) for k in sorted(columns)])
 
 
-def measure(name: str, nuts_draws: int) -> dict[str, Any]:
+def measure(name: str, quick: bool) -> dict[str, Any]:
     """Return what one model took, in this process."""
     model, make = MODELS[name]
     silos, found = make(), {}
@@ -96,8 +96,9 @@ def measure(name: str, nuts_draws: int) -> dict[str, Any]:
     share = fitted.corrected.ess / len(fitted.corrected.weights)
     draws = unconstrained(fitted.sample_posterior(jax.random.key(1), 100_000))
     wall, cpu = time.perf_counter(), time.process_time()
+    draws_of_chain = dict(num_warmup=100, num_samples=100) if quick else dict(num_samples=2_500)
     nuts = nf.run_nuts(
-        jax.random.key(2), model, silos, num_samples=nuts_draws, num_chains=4, progress_bar=False
+        jax.random.key(2), model, silos, num_chains=4, progress_bar=False, **draws_of_chain
     )
     found |= dict(nuts_seconds=time.perf_counter() - wall, nuts_cpu=time.process_time() - cpu)
     merged = {k: np.reshape(v, (-1, *np.shape(v)[2:])) for k, v in nuts.globals.items()}
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.models, 250 if args.quick else 2_500), default=float))
+        print(json.dumps(measure(args.models, args.quick), default=float))
         return
     rows = []
     print("model     exchanges  effective  error (sd)  sd ratios    seconds     CPU        NUTS")
