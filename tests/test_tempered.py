@@ -105,7 +105,9 @@ def exact_of_one_mode():
 @pytest.mark.parametrize("start", [pytest.param("fit", marks=pytest.mark.slow), "prior"])
 def test_rows_latents_are_integrated_out(start):
     evidence, mean, sd = exact_counts()
-    found = nf.Tempered(start=start).run(KEY, 300, at_mode(counts, COUNTS), **QUIET)
+    fit = at_mode(counts, COUNTS)
+    begin = nf.importance_correct(KEY, fit) if start == "fit" else fit
+    found = nf.Tempered(start=start).run(KEY, 300, begin, **QUIET)
     assert found.trusted, found.report()
     z = np.asarray(found.z_G)[:, 0]
     assert z.mean() == pytest.approx(mean, abs=0.06 * sd)
@@ -113,6 +115,18 @@ def test_rows_latents_are_integrated_out(start):
     assert found.log_evidence == pytest.approx(evidence, abs=0.1)
     b = found.sample_posterior(KEY, 50, silo=0)["b"]
     assert b.shape == (50, 3)
+
+
+@pytest.mark.slow
+def test_particles_from_a_fit_that_nobody_has_weighed_are_not_trusted(squares):
+    """At the mode of one sign they find that sign alone, and islands agree."""
+    found = nf.Tempered(num_particles=400).run(KEY, 400, squares, **QUIET)
+    assert found.num_kept >= 3
+    assert not found.trusted
+    assert "missed" in found.doubt
+    weighed = nf.importance_correct(KEY, squares, 4_000)
+    assert weighed.ess > 40
+    assert nf.Tempered(num_particles=400).run(KEY, 400, weighed, **QUIET).near
 
 
 def test_a_run_from_particles_goes_on_and_adds_what_it_keeps(squares):
@@ -266,7 +280,7 @@ def test_a_quadrature_that_is_too_coarse_is_not_trusted():
     assert corrected.integration.gave_way
     with pytest.raises(nf.ModelError, match="coarse"):
         nf.Tempered().run(KEY, 10, corrected, **QUIET)
-    found = nf.Tempered().run(KEY, 200, fit, **QUIET)
+    found = nf.Tempered(start="prior").run(KEY, 200, fit, **QUIET)
     assert found.num_kept >= 3
     assert not found.trusted
     assert "coarse" in found.doubt

@@ -46,7 +46,7 @@ from numpyro_fed.results.mixture import around_modes, matched
 from numpyro_fed.results.mode import LocalMode, distance
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
-from numpyro_fed.results.tempered import Tempered
+from numpyro_fed.results.tempered import MIN_EFFECTIVE, Tempered
 from numpyro_fed.results.weighted import MAX_ERROR
 from numpyro_fed.runtime.progress import StageBar
 from numpyro_fed.runtime.stack import State
@@ -66,15 +66,10 @@ MAX_PARTICLE_EXCHANGES, MIN_FOR_PARTICLES = 1_000, 50
 MORE_PARTICLES = 2
 # Particles: a horseshoe of 102 globals has errors of 0.06 sd with a thousand. From a mixture of
 # which some draws count a thousand are enough for sixty.
-FEW_PARTICLES, MANY_PARTICLES, FEW_GLOBALS = 1_000, 2_000, 50
+FEW_PARTICLES, MANY_PARTICLES, FEW_GLOBALS = 1_000, 2_000, 80
 # Values of rows' densities that particles may take in all, a quarter of an hour of one core or so.
 # A test of 30 items with 400 pupils takes 5e10, in 65 exchanges.
 MAX_WORK = 2e11
-# Effective draws of a correction from which particles begin at its mixture and at nothing else. A
-# horseshoe has three, and from its mixture particles come not half of the way in 1,000 exchanges. A
-# test of 30 items has five, and they arrive after 60: so with fewer draws the mixture is tried for
-# so many exchanges, and then the prior.
-MIN_EFFECTIVE_FOR_PARTICLES, TRIED_FROM_FIT = 40, 150
 # Draws of a row's latents in the correction: one for each few rows. The errors of the rows'
 # estimates add up, so that for a given noise of the weights draws must grow with the rows.
 INNER_RANGE, ROWS_PER_DRAW = (20, 200), 4
@@ -362,22 +357,14 @@ class FitSteps:
         left = self.budget_left - 2 * MIN_BUDGET_FOR_SFVI
         if before is None or not self.may_go_on(before) or left < MIN_FOR_PARTICLES:
             return None
-        # Draws from a mixture of which some count are near the posterior. Else the prior may be a
-        # better place to begin at, which shows by how far particles come from the mixture.
-        near = before.ess >= MIN_EFFECTIVE_FOR_PARTICLES
-        can_begin_at_prior = not near and self.fm.global_prior.drawable
-        most = TRIED_FROM_FIT if can_begin_at_prior else MAX_PARTICLE_EXCHANGES
-        found = self.moved("fit", before, most)
-        if can_begin_at_prior and (found is None or found.reached < 1):
-            found = self.moved("prior", before, MAX_PARTICLE_EXCHANGES)
-        return found
+        # Particles from a mixture that is far from the posterior agree on what they found, and may
+        # have missed the rest.
+        near = before.ess >= MIN_EFFECTIVE or not self.fm.global_prior.drawable
+        return self.moved("fit" if near else "prior", before)
 
-    def moved(self, start: str, before: Corrected, most: int) -> Particles | None:
-        """Return particles from this start, after ``most`` exchanges or so; None if they fail.
-
-        Where they are nearly at the posterior they go on.
-        """
-        name = "particles" if start == "fit" else "particles from the prior"
+    def moved(self, start: str, before: Corrected) -> Particles | None:
+        """Return particles from this start, which go on while they are nearly at the posterior."""
+        name = "particles"
         many = self.fm.dim > FEW_GLOBALS and start == "prior"
         tempered = Tempered(num_particles=MANY_PARTICLES if many else FEW_PARTICLES, start=start)
         num_values = sum(a.size for s in self.silos for a in s.arrays.values())
@@ -395,7 +382,7 @@ class FitSteps:
                 with self.stage(name):
                     found = tempered.run(
                         self.new_key(),
-                        min(most, left),
+                        min(MAX_PARTICLE_EXCHANGES, left),
                         found or before,
                         progress_bar=self.bar,
                         quick=self.runtime == "quick",
@@ -405,7 +392,7 @@ class FitSteps:
                 self.record(name, f"not possible ({error})", None)
                 break
             self.spend(found.num_exchanges - self.sent_by_particles)
-            self.sent_by_particles, most = found.num_exchanges, MAX_PARTICLE_EXCHANGES
+            self.sent_by_particles = found.num_exchanges
             if not found.nearly:
                 break
         if found is not None:

@@ -42,7 +42,14 @@ MAX_MEMORY = 0.5
 # normal distribution, without the outer 2 % of them, is a tenth of this.
 GAP, MIN_SHARE = 1.0, 0.02
 MAX_MODES = 8
-SAVED = ("reached", "num_kept", "memory", "coarse", "evidence_error")  # fields of a file's words
+SAVED = (
+    "near",
+    "reached",
+    "num_kept",
+    "memory",
+    "coarse",
+    "evidence_error",
+)  # fields of a file's words
 
 
 class Track(NamedTuple):
@@ -70,6 +77,9 @@ class Particles(Corrected):
 
     Attributes
     ----------
+    near : bool
+        Whether they began at the prior, or at a mixture that covers the posterior as far as is
+        known.
     reached : float
         The power ``b`` of the path of densities: 1 at the posterior.
     num_kept : int
@@ -83,6 +93,7 @@ class Particles(Corrected):
         Standard error of ``log_evidence``, from the islands.
     """
 
+    near: bool = False
     reached: float = 0.0
     num_kept: int = 0
     memory: float = 1.0
@@ -93,7 +104,8 @@ class Particles(Corrected):
     @property
     def reliable(self) -> bool:
         """Whether particles came to the posterior and moved there, and integrals are right."""
-        return self._arrived and self.memory <= MAX_MEMORY and self.coarse <= MAX_COARSE
+        settled = self._arrived and self.memory <= MAX_MEMORY
+        return self.near and settled and self.coarse <= MAX_COARSE
 
     @property
     def _arrived(self) -> bool:
@@ -103,7 +115,8 @@ class Particles(Corrected):
     def nearly(self) -> bool:
         """Whether particles are at the posterior, and more exchanges are likely to be enough."""
         close = self.monte_carlo_error <= NEARLY * MAX_ERROR and self.coarse <= MAX_COARSE
-        return self.reached >= 1 and not self.trusted and (close or not self._arrived)
+        more = close or not self._arrived
+        return self.near and self.reached >= 1 and not self.trusted and more
 
     @property
     def spreads_known(self) -> bool:
@@ -140,6 +153,11 @@ class Particles(Corrected):
             return f"the particles came to {self.reached:.2g} of the way to the posterior"
         if not self._arrived or self.memory > MAX_MEMORY:
             return "the particles have not moved enough at the posterior"
+        if not self.near:
+            return (
+                "the particles began at a fit that is not known to cover the posterior, and may "
+                "have missed a part of it: give a correction of which draws count, or start='prior'"
+            )
         if self.coarse > MAX_COARSE:
             return "the quadrature over rows' latents is too coarse"
         if self.evidence_error > MAX_EVIDENCE_ERROR:
@@ -191,7 +209,9 @@ class Particles(Corrected):
         return f"{words}Do not trust this posterior: {self.doubt}."
 
 
-def particles_of(key: Array, fit: Result, swarm: Swarm, before: Track | None = None) -> Particles:
+def particles_of(
+    key: Array, fit: Result, swarm: Swarm, near: bool, before: Track | None = None
+) -> Particles:
     """Return the particles that were kept, or those on their way, with their quality.
 
     Those that were kept in runs ``before`` are added. Where rows have latents it takes an exchange
@@ -242,6 +262,7 @@ def particles_of(key: Array, fit: Result, swarm: Swarm, before: Track | None = N
         _posterior=sampler_of(fit._fit, integration),
         num_exchanges=int(swarm.exchanges) + track.num_checks,
         integration=integration,
+        near=near,
         reached=float(swarm.b),
         num_kept=num_kept,
         memory=memory_of(np.asarray(swarm.arrived), kept[0]) if num_kept else 1.0,

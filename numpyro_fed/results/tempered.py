@@ -50,6 +50,10 @@ NO_DENSITY = (
     "the log density is not finite at any particle of an island. Begin at a fit (start='fit'), or "
     "look at the data and the supports of the sites there."
 )
+# Effective draws of a correction from which particles that begin at its mixture can be trusted.
+# With 17 a Gaussian process over forty times came to a part of the posterior: islands agreed to
+# 0.05 sd, and its length scale was 1.5 sd off. A horseshoe has three, a test of 30 items five.
+MIN_EFFECTIVE = 40
 WIDER = 0.5  # share of the first particles that come from distributions wider than the fit
 
 
@@ -97,7 +101,9 @@ class Tempered:
         Monte Carlo error.
     start : {"fit", "prior"}
         Where particles begin: at the mixture around a fit, or that of its latest correction, with
-        wider distributions around it; or at the prior.
+        wider distributions around it; or at the prior. From a fit they are trusted only where a
+        correction of it is given of which forty draws count: else they may miss a part of the
+        posterior, and their islands agree all the same.
 
     References
     ----------
@@ -184,7 +190,8 @@ class Tempered:
             else:
                 swarm = track.swarm._replace(num_kept=jnp.zeros((), jnp.int32))
             run = self._run(key_run, num_exchanges, tempering, swarm, fit, progress_bar, quick)
-            found = particles_of(key_draws, fit, run.state.server, track)
+            near = self.start == "prior" or _is_near(result)
+            found = particles_of(key_draws, fit, run.state.server, near, track)
         if run.ended == "interrupted":
             raise Interrupted(
                 f"interrupted after {found.num_exchanges} exchanges; the particles as they are "
@@ -257,6 +264,13 @@ class Tempered:
         raise NonFiniteError(
             NO_DENSITY, result=fit, round=run.failure.round, silos=run.failure.silos
         )
+
+
+def _is_near(result: Result | Corrected) -> bool:
+    """Return whether the mixture at which particles begin is known to cover the posterior."""
+    if isinstance(result, Particles):
+        return result.near
+    return isinstance(result, Corrected) and result.ess >= MIN_EFFECTIVE
 
 
 def check_temperable(fit: Result) -> None:
