@@ -126,6 +126,12 @@ def test_particles_from_a_fit_that_nobody_has_weighed_are_not_trusted(squares):
     assert "missed" in found.doubt
     weighed = nf.importance_correct(KEY, squares, 4_000)
     assert weighed.ess > 40
+    # From the prior they begin anew, and do not go on with those that have missed a sign.
+    other = nf.Tempered(num_particles=400, start="prior").run(KEY, 5, found, **QUIET)
+    assert other.near
+    assert other.num_exchanges == 5
+    again = nf.Tempered(num_particles=200).run(KEY, 5, other, **QUIET)
+    assert not again.near
     assert nf.Tempered(num_particles=400).run(KEY, 400, weighed, **QUIET).near
 
 

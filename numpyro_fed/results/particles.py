@@ -53,10 +53,12 @@ SAVED = (
 
 
 class Track(NamedTuple):
-    """Where particles are, and all that was kept of them, from which another run goes on.
+    """The last state of a run of particles and all that it kept; another run goes on from it.
 
     Attributes
     ----------
+    start : str
+        Where the run began, as in :class:`Tempered`.
     swarm : Swarm
     kept : (k, N, dim)
     log_p : (k, N)
@@ -65,6 +67,7 @@ class Track(NamedTuple):
         Exchanges that have checked the quadrature.
     """
 
+    start: str
     swarm: Swarm
     kept: np.ndarray
     log_p: np.ndarray
@@ -210,25 +213,20 @@ class Particles(Corrected):
 
 
 def particles_of(
-    key: Array, fit: Result, swarm: Swarm, near: bool, before: Track | None = None
+    key: Array, fit: Result, swarm: Swarm, start: str, *, near: bool, before: Track | None = None
 ) -> Particles:
     """Return the particles that were kept, or those on their way, with their quality.
 
-    Those that were kept in runs ``before`` are added. Where rows have latents it takes an exchange
-    that checks the quadrature.
+    Those that were kept ``before`` are added. Where rows have latents it takes an exchange that
+    checks the quadrature.
     """
     key_check, key_draws = jax.random.split(key)
     num_new, dim = int(swarm.num_kept), swarm.here.z.shape[1]
-    all_kept, all_log_p = (
-        [np.asarray(swarm.kept)[:num_new]],
-        [np.asarray(swarm.kept_log_p)[:num_new]],
-    )
+    kept, log_p = np.asarray(swarm.kept)[:num_new], np.asarray(swarm.kept_log_p)[:num_new]
     if before is not None:
-        all_kept.insert(0, before.kept)
-        all_log_p.insert(0, before.log_p)
-    kept, log_p = np.concatenate(all_kept), np.concatenate(all_log_p)
+        kept, log_p = np.concatenate([before.kept, kept]), np.concatenate([before.log_p, log_p])
     num_kept = len(kept)
-    track = Track(swarm, kept, log_p, 0 if before is None else before.num_checks)
+    track = Track(start, swarm, kept, log_p, 0 if before is None else before.num_checks)
     # The first half still has something of where particles came to the posterior: those from a
     # narrow mixture reach a long tail last.
     kept, log_p = kept[num_kept // 2 :], log_p[num_kept // 2 :]

@@ -155,8 +155,8 @@ class Tempered:
         num_exchanges : int
             Exchanges, at most.
         result : Result, Corrected or Particles
-            A fit, or a correction of one. From particles of an earlier run with as many of them it
-            goes on, and adds what it keeps.
+            A fit, or a correction of one. From particles of an earlier run with the same settings
+            it goes on, and adds what it keeps; from others it begins anew at their fit.
         progress_bar : bool
         quick : bool
             Compile with few of XLA's optimisations, for small data.
@@ -190,8 +190,12 @@ class Tempered:
             else:
                 swarm = track.swarm._replace(num_kept=jnp.zeros((), jnp.int32))
             run = self._run(key_run, num_exchanges, tempering, swarm, fit, progress_bar, quick)
-            near = self.start == "prior" or _is_near(result)
-            found = particles_of(key_draws, fit, run.state.server, near, track)
+            if isinstance(result, Particles) and track is not None:
+                near = result.near
+            else:
+                near = self.start == "prior" or _covers(result)
+            server = run.state.server
+            found = particles_of(key_draws, fit, server, self.start, near=near, before=track)
         if run.ended == "interrupted":
             raise Interrupted(
                 f"interrupted after {found.num_exchanges} exchanges; the particles as they are "
@@ -201,10 +205,11 @@ class Tempered:
         return found
 
     def _track_of(self, result: Result | Corrected) -> Track | None:
-        """Return what an earlier run of so many particles has left, if there is one."""
+        """Return what an earlier run of so many particles from the same start has left, if any."""
         track = result._track if isinstance(result, Particles) else None
-        same = track is not None and len(track.swarm.trial) == self.num_particles
-        return track if same else None
+        if track is None or track.start != self.start:
+            return None
+        return track if len(track.swarm.trial) == self.num_particles else None
 
     def _parts(self, fit: Fit, nodes: int) -> Tempering:
         fm, number = fit.model, self.num_particles
@@ -266,11 +271,11 @@ class Tempered:
         )
 
 
-def _is_near(result: Result | Corrected) -> bool:
-    """Return whether the mixture at which particles begin is known to cover the posterior."""
-    if isinstance(result, Particles):
-        return result.near
-    return isinstance(result, Corrected) and result.ess >= MIN_EFFECTIVE
+def _covers(result: Result | Corrected) -> bool:
+    """Return whether the mixture of a fit is known to cover the posterior."""
+    if isinstance(result, Particles) or not isinstance(result, Corrected):
+        return False
+    return result.ess >= MIN_EFFECTIVE
 
 
 def check_temperable(fit: Result) -> None:

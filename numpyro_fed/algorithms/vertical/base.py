@@ -102,7 +102,7 @@ State = TypeVar("State", ServerState, ClientState)
 
 
 class ClientDraw(NamedTuple):
-    """A client's draws.
+    """The draws of one client in a round.
 
     ``g`` is its predictor and ``part`` its part of the sum, both (particles, rows, ...). ``own`` is
     its term of the bound, ``b`` (particles, rank) its coupling statistic.
