@@ -44,8 +44,8 @@ def overheard(vfl: Any, xs: list[np.ndarray], y: np.ndarray, rounds: int) -> np.
 
     def send(j: int, message: bytes) -> bytes:
         reply = nodes[j].handle(message)
-        if j == 0 and read(message)["exchange"] == "draw":
-            heard.append(read(reply)["reply.up.part"][0])
+        if j == 0 and read(message).head["exchange"] == "draw":
+            heard.append(read(reply).arrays["reply.up.part"][0])
         return reply
 
     server.run(KEY, rounds, send)

@@ -5,7 +5,7 @@ from numpyro_fed.threads import make_pool_large_enough
 # Before the imports below: the first array that JAX makes fixes the size of its pool.
 make_pool_large_enough()
 
-from numpyro_fed import barycenters, divergences, expfam, guides, local, losses, testing
+from numpyro_fed import barycenters, divergences, expfam, guides, local, losses, network, testing
 from numpyro_fed.errors import (
     CallbackError,
     ConvergenceWarning,
@@ -20,6 +20,7 @@ from numpyro_fed.errors import (
     NonFiniteError,
     ReplyError,
     SavedStateError,
+    SiloAwayError,
     StartWarning,
 )
 from numpyro_fed.methods import schedules
@@ -49,6 +50,8 @@ from numpyro_fed.model import handlers
 from numpyro_fed.model.clients import client_sum
 from numpyro_fed.model.facts import Facts, Plan, describe
 from numpyro_fed.model.primitives import silo_plate
+from numpyro_fed.network.policy import Policy
+from numpyro_fed.network.silo import Silo
 from numpyro_fed.objectives import ELBO, LocallyEnhanced, Quadrature
 from numpyro_fed.programs import cache_programs
 from numpyro_fed.reference.compare import Comparison, compare
@@ -62,6 +65,7 @@ from numpyro_fed.results.pvi import PVIResult
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import Tempered
 from numpyro_fed.results.vertical import VerticalResult
+from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.node import SiloNode
 from numpyro_fed.sigma import fields
 from numpyro_fed.sigma.prior import SigmaPrior
@@ -91,6 +95,7 @@ __all__ = [
     "Facts",
     "FedGVI",
     "FederatedWarning",
+    "Federation",
     "Fitted",
     "GlobalVI",
     "GuideError",
@@ -106,6 +111,7 @@ __all__ = [
     "PVIResult",
     "Particles",
     "Plan",
+    "Policy",
     "PowerEP",
     "Quadrature",
     "ReplyError",
@@ -116,6 +122,8 @@ __all__ = [
     "SeparatorPrior",
     "ServerNode",
     "SigmaPrior",
+    "Silo",
+    "SiloAwayError",
     "SiloNode",
     "StartWarning",
     "StochasticPowerEP",
@@ -140,6 +148,7 @@ __all__ = [
     "load",
     "local",
     "losses",
+    "network",
     "run_nuts",
     "schedules",
     "silo_plate",

@@ -5,6 +5,7 @@ Their messages say what was expected, what came, where (silo and site), and what
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -122,6 +123,31 @@ class ReplyError(DataError):
         super().__init__(f"the reply of silo {silo} to the exchange '{exchange}' {message}")
         self.silo, self.exchange = silo, exchange
         self.result: Savable | None = None
+
+
+class SiloAwayError(ConnectionError):
+    """The error for silos that did not answer in time.
+
+    Attributes
+    ----------
+    silos : tuple of int
+    exchange : str
+    """
+
+    def __init__(self, away: Mapping[int, str], exchange: str, patience: float):
+        who = ", ".join(f"{silo} ({why})" for silo, why in sorted(away.items()))
+        super().__init__(
+            f"no reply to the exchange '{exchange}' within {patience:g} s from silo {who}. The run "
+            "waits longer with patience=; the same script with the same state= folder goes on from "
+            "the replies so far once the silo is back."
+        )
+        self.silos, self.exchange = tuple(sorted(away)), exchange
+
+
+def positive_number(name: str, value: object) -> None:
+    """Raise an error unless ``value`` is a positive finite number, named ``name``."""
+    if not is_number(value) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a positive number, got {value!r}.")
 
 
 def is_number(value: object) -> TypeGuard[float]:

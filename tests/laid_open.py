@@ -171,8 +171,8 @@ def kept_fits(method: Any) -> dict[Any, Any]:
 
 
 def built_at(server: Any) -> Any:
-    """What the server of a network has built."""
-    return server._built
+    """What the server of a network builds."""
+    return server._method.build(server._method.read_plan(server.plan))
 
 
 def secret_of(node: Any) -> Any:

@@ -125,7 +125,6 @@ def test_no_module_imports_itself_in_a_circle(module):
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if m.startswith("runtime")))
 def test_runtimes_know_no_algorithm_and_no_model(module):
     ours = {m for m in GRAPH[module] if not m.startswith("runtime")}
-    messages = {"model.facts"} if module == "runtime.node" else set()
     allowed = {
         "algorithms.base",
         "model.data",
@@ -135,8 +134,15 @@ def test_runtimes_know_no_algorithm_and_no_model(module):
         "precision",
         "programs",
         "html",
+        "files",
     }
-    assert ours <= allowed | messages
+    assert ours <= allowed
+
+
+def test_nothing_needs_an_engine():
+    """What is between hospitals stands on all the rest, and nothing stands on it."""
+    users = {m for m, needed in GRAPH.items() if any(n.startswith("network") for n in needed)}
+    assert all(m.startswith("network") for m in users - {"__init__"})
 
 
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if m.startswith("algorithms")))

@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_arrays_in_messages(name):
     def line(j, message):
         reply = nodes[j].handle(message)
         for way, held, kind in ((0, message, "down"), (1, reply, "reply")):
-            arrays = read(held).items()
+            arrays = read(held).arrays.items()
             crossed[way] += sum(a.nbytes for key, a in arrays if key.startswith(kind))
         return reply
 

@@ -21,6 +21,7 @@ spreads differ is the Monte Carlo error. At ``b = 1`` particles are moved on and
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -236,7 +237,8 @@ class Tempering:
 
     def round(self) -> Round:
         """Return the round: one exchange, a leapfrog step of all particles."""
-        exchange = Exchange(TEMPERED, self.silo, usable=no_nan)
+        settings = json.dumps({"num_particles": self.num_particles, "nodes": self.nodes})
+        exchange = Exchange(TEMPERED, self.silo, usable=no_nan, settings=settings)
         return Round((exchange,), self.run, key_as_noise)
 
     def silo(

@@ -65,7 +65,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
 
     @abstractmethod
     def result_of(
-        self, run: RunOutcome, fit: Ready, hosted: Silos | None, *, quiet: bool = False
+        self, run: RunOutcome, fit: Ready, hosted: Silos, *, quiet: bool = False
     ) -> Outcome:
         """Return the result of a run; ``run.log`` is None for a loaded one.
 
@@ -80,7 +80,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
         self,
         run: RunOutcome,
         fit: Ready,
-        hosted: Silos | None,
+        hosted: Silos,
         start: object,
         *,
         quiet: bool = False,
@@ -100,7 +100,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
     def _run_rounds(
         self,
         fit: Ready,
-        hosted: Silos | None,
+        hosted: Silos,
         key: Array,
         state: State,
         start: object,
@@ -116,7 +116,7 @@ class FederatedMethod(ABC, Generic[Ready, Outcome]):
             fit.runtime,
             key,
             state,
-            () if hosted is None else hosted.batches,
+            hosted.batches,
             options.num_rounds,
             options.progress_bar,
             options.server_data,

@@ -9,13 +9,18 @@ from typing import Any
 from jax import Array
 
 from numpyro_fed.errors import positive_int
-from numpyro_fed.methods.fit_steps import FitSteps
+from numpyro_fed.methods.fit_steps import FitSteps, SilosToFit
 from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.method_cache import MethodCache
+from numpyro_fed.methods.recipe import method_model
 from numpyro_fed.model import data as silo_data
+from numpyro_fed.model.facts import Facts, agree
 from numpyro_fed.model.fingerprint import fingerprint
 from numpyro_fed.model.layout import layout_of
+from numpyro_fed.model.log_density import FederatedModel
+from numpyro_fed.model.split import split
 from numpyro_fed.precision import precision as precision_as
+from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.noise import typed_key
 from numpyro_fed.runtime.progress import StageBar
 
@@ -28,7 +33,7 @@ _LOCK = threading.RLock()
 def fit(
     key: Array,
     model: Callable[..., Any],
-    silos: Sequence[Mapping[str, Any]],
+    silos: Sequence[Mapping[str, Any]] | Federation,
     *,
     budget: int = 10_000,
     precision: str = "double",
@@ -55,8 +60,8 @@ def fit(
     key : jax.Array
     model : callable
         A NumPyro model with :class:`~numpyro_fed.silo_plate`.
-    silos : list of dict
-        The data of each silo, as for :meth:`SFVI.run`.
+    silos : list of dict, or Federation
+        The data of each silo, or silos in other processes, as for :meth:`SFVI.run`.
     budget : int
         The number of messages that each silo sends, at most, about; a search, one round and one
         correction are made in any case.
@@ -109,10 +114,8 @@ def fit(
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected one of {list(PRECISIONS)}.")
     with precision_as(double=precision == "double"), _LOCK, StageBar(progress_bar) as bar:
-        read = silo_data.read(silos, model)
-        fm = layout_of(model, read).model
-        methods = MethodCache(model, fingerprint(fm, read))
-        fitting = FitSteps(typed_key(key), read, fm, methods, budget, bar)
+        found, fm, text = _silos_to_fit(model, silos)
+        fitting = FitSteps(typed_key(key), found, fm, MethodCache(model, text), budget, bar)
         try:
             return fitting.run()
         except KeyboardInterrupt as error:
@@ -120,3 +123,21 @@ def fit(
             if partial is error:
                 raise
             raise partial from error
+
+
+def _silos_to_fit(
+    model: Callable[..., Any], silos: Sequence[Mapping[str, Any]] | Federation
+) -> tuple[SilosToFit, FederatedModel, str]:
+    """Return the silos, the model split for them, and the fingerprint of its programs."""
+    if isinstance(silos, Federation):
+        _, texts = silos.describe(method_model(model, silos.names))
+        plan = agree([Facts.from_json(text) for text in texts])
+        fm = split(model, [plan.template()])
+        return (
+            SilosToFit.elsewhere(silos, plan, fm),
+            fm,
+            fingerprint(fm, [plan.template()]),
+        )
+    read = silo_data.read(silos, model)
+    fm = layout_of(model, read).model
+    return SilosToFit.here(read, fm), fm, fingerprint(fm, read)

@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,6 +38,7 @@ from numpyro_fed.methods.mode import MODES_APART, SEARCHED_UP_TO
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.sfvi import SFVI
 from numpyro_fed.model.data import ReadSilos
+from numpyro_fed.model.facts import Plan, size_class
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.results.corrected import Corrected
@@ -48,6 +49,7 @@ from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
 from numpyro_fed.results.tempered import MIN_EFFECTIVE, Tempered
 from numpyro_fed.results.weighted import MAX_ERROR
+from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.progress import StageBar
 from numpyro_fed.runtime.stack import State
 
@@ -102,13 +104,50 @@ MIN_MASS = 0.02
 TAIL_FACTOR = 4
 
 
+class SilosToFit(NamedTuple):
+    """The silos of a call of ``fit``, and how much data they have.
+
+    Attributes
+    ----------
+    silos : ReadSilos or Federation
+    num_rows : int
+        The rows of silo plates with latents of their own, each silo's number rounded up to a power
+        of two: a silo elsewhere tells no more of it, and a fit must be the same in both cases.
+    num_values : int
+        The numbers in all arrays.
+    """
+
+    silos: ReadSilos | Federation
+    num_rows: int
+    num_values: int
+
+    @classmethod
+    def here(cls, silos: ReadSilos, fm: FederatedModel) -> SilosToFit:
+        """Return the silos of this process."""
+        sizes = [fm.sizes(silo) for silo in silos]
+        rows = max((sum(size_class(s[p]) for s in sizes) for p in _with_latents(fm)), default=0)
+        return cls(silos, rows, sum(a.size for s in silos for a in s.arrays.values()))
+
+    @classmethod
+    def elsewhere(cls, federation: Federation, plan: Plan, fm: FederatedModel) -> SilosToFit:
+        """Return silos in other processes, as far as the plan knows them."""
+        rows, total = dict(plan.total), max((n for _, n in plan.total), default=1)
+        values = total * sum(math.prod(a.shape) for a in plan.facts.arguments)
+        return cls(federation, max((rows[p] for p in _with_latents(fm)), default=0), values)
+
+
+def _with_latents(fm: FederatedModel) -> list[str]:
+    """Return the plates of rows that have latents."""
+    return [p.name for p in fm.plates if p.dim and not p.outer]
+
+
 class FitSteps:
     """One call of ``fit``: its steps, and their results so far."""
 
     def __init__(
         self,
         key: Array,
-        silos: ReadSilos,
+        silos: SilosToFit,
         fm: FederatedModel,
         methods: MethodCache,
         budget: int,
@@ -203,10 +242,10 @@ class FitSteps:
         key = self.new_key()
         with self.stage(name):
             try:
-                return self.method(kind).run(key, rounds, self.silos, **settings)
+                return self.method(kind).run(key, rounds, self.silos.silos, **settings)
             except CoupledRowsError:
                 self.coupled, self.inner_draws = True, 1
-                return self.method(kind).run(key, rounds, self.silos, **settings)
+                return self.method(kind).run(key, rounds, self.silos.silos, **settings)
 
     def new_key(self) -> Array:
         """Return a new key, for one step."""
@@ -215,15 +254,12 @@ class FitSteps:
 
     def num_inner_draws(self) -> int:
         """Return the number of draws of each row's latents in a correction."""
-        rows = [p.name for p in self.fm.plates if p.dim and not p.outer]
-        sizes = [self.fm.sizes(silo) for silo in self.silos]
-        num_rows = max((sum(size[p] for size in sizes) for p in rows), default=0)
-        return int(min(max(num_rows / ROWS_PER_DRAW, INNER_RANGE[0]), INNER_RANGE[1]))
+        wanted = self.silos.num_rows / ROWS_PER_DRAW
+        return int(min(max(wanted, INNER_RANGE[0]), INNER_RANGE[1]))
 
     def data_size(self) -> int:
         """Return the number of data of all silos, times the draws of each row's latents."""
-        num_values = sum(a.size for s in self.silos for a in s.arrays.values())
-        return num_values * (ROW_DRAWS if any(p.dim for p in self.fm.plates) else 1)
+        return self.silos.num_values * (ROW_DRAWS if any(p.dim for p in self.fm.plates) else 1)
 
     def may_go_on(self, best: Corrected | None) -> bool:
         """Return whether more work may help, and some of the budget is left."""
@@ -371,8 +407,7 @@ class FitSteps:
         name = "particles"
         many = self.fm.dim > FEW_GLOBALS and start == "prior"
         tempered = Tempered(num_particles=MANY_PARTICLES if many else FEW_PARTICLES, start=start)
-        num_values = sum(a.size for s in self.silos for a in s.arrays.values())
-        work = max(num_values, 1) * before.integration.work_of_row(self.fm)
+        work = max(self.silos.num_values, 1) * before.integration.work_of_row(self.fm)
         affordable = int(MAX_WORK / (work * tempered.num_particles))
         found: Particles | None = None
         self.sent_by_particles = 0

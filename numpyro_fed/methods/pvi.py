@@ -404,7 +404,7 @@ class PVI(Method[PVIResult, Conjugate]):
         )
 
     def result_of(
-        self, run: RunOutcome, fit: Fit, hosted: Silos | None, *, quiet: bool = False
+        self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False
     ) -> PVIResult:
         if run.log is None:
             return PVIResult(run.losses, run.state, fit, hosted)

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
 from numpyro_fed import divergences, guides, local, losses, objectives
+from numpyro_fed.errors import DataError
 from numpyro_fed.methods import schedules
 from numpyro_fed.model.fingerprint import source_hash
 from numpyro_fed.results.rows import MethodSpec
@@ -62,6 +63,38 @@ def rebuilt(
 ) -> Any:
     """Return the method of a recipe's settings."""
     return kind(model, **{name: decoded(value) for name, value in settings.items()})
+
+
+def name_of(thing: object, names: Mapping[str, Any]) -> str:
+    """Return the name by which silos know an object; empty if they know none."""
+    return next((name for name, known in names.items() if known is thing), "")
+
+
+def for_silos(method: HasSettings, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a method from which silos build the same.
+
+    Raises
+    ------
+    DataError
+        For a setting that no message can hold, in a method without a name.
+    """
+    model = method_model(method.model, names)
+    if name := name_of(method, names):
+        return {**model, "named": name}
+    spec = recipe(method, "")
+    if spec.lost:
+        raise DataError(
+            f"{spec.method}'s {spec.lost[0]}= cannot be sent to silos in other processes. Give the "
+            "method a name that silos know: a variable of the study's file beside the model, or "
+            "Federation(names={...}) and Silo(names={...})."
+        )
+    return {**model, "method": spec.method, "settings": spec.settings}
+
+
+def method_model(model: Callable[..., Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a model: the name that silos know, and a hash of its source."""
+    name = name_of(model, names) or getattr(model, "__name__", "")
+    return {"model": name, "source": source_hash(model)}
 
 
 def encoded(value: object) -> Any:

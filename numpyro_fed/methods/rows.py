@@ -14,7 +14,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +26,7 @@ from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.algorithms.mode import flat_size
+from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
     DataError,
     GuideError,
@@ -36,6 +37,7 @@ from numpyro_fed.errors import (
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, RunOptions
 from numpyro_fed.methods.carrying import carry_over
 from numpyro_fed.methods.cost import COPIES, Cost, cost_of, state_sizes
+from numpyro_fed.methods.elsewhere import fit_over
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, coupling_reason
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
@@ -50,9 +52,13 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct, weighing
 from numpyro_fed.results.rows import Fit, Result
+from numpyro_fed.results.tempered import tempering_of
+from numpyro_fed.runtime.federation import Federation
+from numpyro_fed.runtime.messages import SEARCH, WITHOUT_START
 from numpyro_fed.runtime.noise import typed_key
+from numpyro_fed.runtime.party import AnyAlgorithm, PlanSize
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.stack import ServerData, State, on_device
+from numpyro_fed.runtime.stack import Runtime, ServerData, State, on_device
 
 # Globals and shared parameters, up to which a mode is searched for by L-BFGS. It trades hundreds of
 # exchanges of so many numbers against a start far from the posterior.
@@ -97,7 +103,7 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         self,
         key: Array,
         num_rounds: int,
-        silos: Sequence[Mapping[str, Any]],
+        silos: Sequence[Mapping[str, Any]] | Federation,
         *,
         init_state: State | None = None,
         progress_bar: bool | Progress = True,
@@ -118,8 +124,9 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             Rounds to run, or with ``stop`` or a ``callback`` the most. For SFVI a round is one step
             of the optimiser; for PVI it visits every participant once. With 0 the result is where
             the run begins: the normal approximation at the mode.
-        silos : list of dict
-            The data of each silo: keyword arguments of the model, arrays or trees (dicts, lists,
+        silos : list of dict, or Federation
+            The data of each silo, or silos in other processes (:class:`numpyro_fed.Federation`).
+            Data are keyword arguments of the model, arrays or trees (dicts, lists,
             tuples) of them. Arrays may differ in size; those that differ beyond the first axis are
             compiled apart, and so are Python ints, bools, strings and None, which are static.
         init_state : State, optional
@@ -168,18 +175,18 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             if init_state is None and self.begins_at is not None:
                 state, start = carry_over(fit, key, hosted, self.begins_at)
             elif init_state is None:
-                search = SEARCHES[runtime]
+                search = _search_runtime(fit, runtime)
                 state, start = begin(fit, key, hosted.batches, search, hosted.buckets, progress_bar)
             else:
                 fit, state = _with_or_without_start(
                     fit, runtime, lambda fit: (fit, fit.check_state(init_state, hosted))
                 )
-                start = None
+                state, start = fit.runtime.go_on(state), None
         # No mode is no error: the run starts as with start=None, and says so.
         except NoStartError as error:
             warnings.warn(error.warning, category=StartWarning, stacklevel=2)
             fit = _without_start(fit, runtime) or fit
-            state, start = begin(fit, key, hosted.batches, SEARCHES[runtime])
+            state, start = begin(fit, key, hosted.batches, _search_runtime(fit, runtime))
         self._check_rounds(state, num_rounds)
 
         return self._run_rounds(fit, hosted, key, state, start, options)
@@ -350,11 +357,23 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
             self._split_texts[key] = split(self._text(), [plan.template()])
         return self._split_texts[key]
 
-    def round_of(self, built: Built, asked: ExchangeId) -> Round:
-        """Return the round that declares an exchange: of a run, an evaluation or a correction."""
+    def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
+        """Return the round that declares an exchange, and the algorithm whose states it has.
+
+        It is one of a run, an evaluation, a correction, or particles.
+        """
         if asked.name == IMPORTANCE:
-            return weighing(built, asked.read_settings())[0]
+            return weighing(built, asked.read_settings())[0], built.algorithm
+        if asked.name == TEMPERED:
+            tempering = tempering_of(built, **asked.read_settings())
+            return tempering.round(), tempering.algorithm()
         return built.round_of(asked.name)
+
+    def size_of(self, plan: Plan, built: Built, data: SiloData) -> PlanSize:
+        """Return how large a plan is, as a silo's owner sees it."""
+        fm = built.model
+        rows = sum(fm.sizes(data)[p.name] for p in fm.plates if not p.outer)
+        return PlanSize(plan.num_silos, rows, flat_size(fm))
 
     def check_exchange(self, built: Built, asked: ExchangeId, number: int, data: SiloData) -> None:
         """Raise an error for an exchange that needs independent rows if a silo's are coupled."""
@@ -380,13 +399,15 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     def _resolve_plan(self, fm: FederatedModel, plan: Plan) -> Plan:
         return replace(plan, settings=json.dumps(self.settings_for(fm, plan), sort_keys=True))
 
-    def _compiled_for(self, silos: SilosInput, runtime: str) -> tuple[Fit, Silos]:
+    def _compiled_for(self, silos: SilosInput | Federation, runtime: str) -> tuple[Fit, Silos]:
         """Return the compiled fit for these silos, that of an earlier run if there is one.
 
         Parts that depend on shapes are kept; verdicts on values are taken on each run's own data.
         """
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: expected one of {sorted(RUNTIMES)}.")
+        if isinstance(silos, Federation):
+            return fit_over(self, silos)
         read = silo_data.read(silos, self.model)
         shapes = (str(jnp.result_type(float)), tuple(signature(s) for s in read))
         cached_layout = self._layouts.get(shapes)
@@ -427,8 +448,15 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
         return fit, Silos(tuple(read), tuple(buckets), on_device(buckets))
 
 
+def _search_runtime(fit: Fit, runtime: str) -> Callable[..., Runtime]:
+    """Return the function that makes the runtime of a search for the mode."""
+    return SEARCHES[runtime] if fit.reach is None else partial(fit.reach, begin=SEARCH)
+
+
 def _without_start(fit: Fit, runtime: str) -> Fit | None:
-    """Return the fit, in this process, of runs that found no mode to begin at."""
+    """Return the fit of runs that found no mode to begin at."""
+    if fit.reach is not None:
+        return fit.without_start(partial(fit.reach, begin=WITHOUT_START))
     return fit.without_start(RUNTIMES[runtime])
 
 

@@ -153,9 +153,7 @@ class GradientMethod(Method[Result, None]):
         check_rows_alone(layout, self.batch_size, stacks)
         return ()
 
-    def result_of(
-        self, run: RunOutcome, fit: Fit, hosted: Silos | None, *, quiet: bool = False
-    ) -> Result:
+    def result_of(self, run: RunOutcome, fit: Fit, hosted: Silos, *, quiet: bool = False) -> Result:
         result = Result(run.losses, run.state, fit, hosted)
         if quiet or run.ended == "converged":
             return result

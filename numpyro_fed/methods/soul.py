@@ -138,6 +138,6 @@ class SOUL(VerticalMethod[SOULResult]):
         return {name: getattr(self, name) for name in names}
 
     def result_of(
-        self, run: RunOutcome, fit: VerticalFit, hosted: Silos | None, *, quiet: bool = False
+        self, run: RunOutcome, fit: VerticalFit, hosted: Silos, *, quiet: bool = False
     ) -> SOULResult:
         return SOULResult(run.losses, run.state, fit, hosted)

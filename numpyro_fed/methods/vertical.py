@@ -11,6 +11,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from numpyro_fed.algorithms.vertical.sample import SAMPLE
 from numpyro_fed.errors import DataError, ModelError, StartWarning
 from numpyro_fed.methods.base import RUNTIMES, SEARCHES, FederatedMethod, Outcome, RunOptions
 from numpyro_fed.methods.mode import SEARCH
+from numpyro_fed.methods.vertical_elsewhere import clients_over
 from numpyro_fed.model.clients import LATENT_OF_SUM, rows_of
 from numpyro_fed.model.data import SiloData, read_one, signature
 from numpyro_fed.model.fingerprint import source_hash
@@ -39,7 +41,10 @@ from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit, VerticalStart
 from numpyro_fed.runtime.crossing import Crossings
+from numpyro_fed.runtime.federation import Federation
+from numpyro_fed.runtime.messages import SEARCH as BEGIN_SEARCH
 from numpyro_fed.runtime.noise import typed_key
+from numpyro_fed.runtime.party import PlanSize
 from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, on_device
 from numpyro_fed.runtime.supervise import drive
 from numpyro_fed.trees import drop_weak_types
@@ -109,10 +114,13 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         num_rounds : int
             Steps of the optimiser.
         *args, **kwargs
-            The arguments of the model: clients' columns, the response, and others.
+            The arguments of the model: clients' columns, the response, and others. A
+            :class:`numpyro_fed.Federation` in the place of the columns stands for clients in other
+            processes.
         row_ids : sequence of arrays of int or str, optional
             The ids of each client's rows, and last those of the server if it has ids. All must have
-            the same rows in the same order.
+            the same rows in the same order. Clients in other processes have theirs there, and the
+            last ones here are the server's.
         init_state, progress_bar, runtime, stop, callback, every
             As for :meth:`SFVI.run`.
 
@@ -129,16 +137,37 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """
         key = typed_key(key)
         options = RunOptions(num_rounds, None, progress_bar, stop, callback, every)
-        fit, hosted = self._compiled_for(args, kwargs, runtime)
-        if row_ids is not None:
-            model = fit.built.model
-            check_same_ids(row_ids, model.rows, len(model.clients))
-        if progress_bar:
+        inputs = (*args, *kwargs.values())
+        clients = next((a for a in inputs if isinstance(a, Federation)), None)
+        if clients is None:
+            fit, hosted = self._compiled_for(args, kwargs, runtime)
+            if row_ids is not None:
+                model = fit.built.model
+                check_same_ids(row_ids, model.rows, len(model.clients))
+        else:
+            own = None if row_ids is None else row_ids[-1]
+            fit, hosted = clients_over(self, clients, args, kwargs, own)
+        return self.run_fit(fit, hosted, key, options, init_state, runtime)
+
+    def run_fit(
+        self,
+        fit: VerticalFit,
+        hosted: Silos,
+        key: Array,
+        options: RunOptions[Outcome],
+        init_state: State | None = None,
+        runtime: str = "simulation",
+    ) -> Outcome:
+        """Run a fit that has been built, from its start or from a state."""
+        if options.progress_bar:
             tqdm.write(str(fit.messages(hosted)))
         if init_state is None:
-            state, start = begin(fit, key, hosted.batches, SEARCHES[runtime])
+            search = (
+                SEARCHES[runtime] if fit.reach is None else partial(fit.reach, begin=BEGIN_SEARCH)
+            )
+            state, start = begin(fit, key, hosted.batches, search)
         else:
-            state, start = fit.check_state(init_state, hosted), None
+            state, start = fit.runtime.go_on(fit.check_state(init_state, hosted)), None
         options = replace(options, server_data=fit.server_data)
         return self._run_rounds(fit, hosted, key, state, start, options)
 
@@ -221,11 +250,21 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
         """Return the algorithm from model and plan, the same at every party."""
         return self.assemble(self._roles(plan))
 
-    def round_of(self, built: VerticalBuilt, asked: ExchangeId) -> Round:
-        """Return the round that declares an exchange: of a run, or the one in which all draw."""
+    def round_of(
+        self, built: VerticalBuilt, asked: ExchangeId
+    ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
+        """Return the round that declares an exchange, and the algorithm whose states it has.
+
+        It is one of a run, or the one in which all draw.
+        """
         if asked.name == SAMPLE:
-            return built.sampling(asked.read_settings()["num_draws"])
+            return built.sampling(asked.read_settings()["num_draws"]), built.algorithm
         return built.round_of(asked.name)
+
+    def size_of(self, plan: VerticalPlan, built: VerticalBuilt, data: SiloData) -> PlanSize:
+        """Return how large a plan is, as a client's owner sees it."""
+        largest = max(party.dim for party in built.model.clients)
+        return PlanSize(plan.num_silos, built.model.rows, largest)
 
     def check_exchange(
         self, built: VerticalBuilt, asked: ExchangeId, number: int, data: SiloData

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from numpyro.infer.autoguide import AutoGuide
 
-from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, Round
+from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
 from numpyro_fed.algorithms.vertical.augmented import Augmented
 from numpyro_fed.algorithms.vertical.base import PartyType, Vertical
 from numpyro_fed.algorithms.vertical.begin import Beginning, spread, width_of
@@ -331,14 +331,17 @@ class VFL(VerticalMethod[VerticalResult]):
         }
 
     def result_of(
-        self, run: RunOutcome, fit: VerticalFit, hosted: Silos | None, *, quiet: bool = False
+        self, run: RunOutcome, fit: VerticalFit, hosted: Silos, *, quiet: bool = False
     ) -> VerticalResult:
         return VerticalResult(run.losses, run.state, fit, hosted)
 
-    def round_of(self, built: VerticalBuilt, asked: ExchangeId) -> Round:
-        """Return the round that declares an exchange: of a run, or the importance correction."""
+    def round_of(
+        self, built: VerticalBuilt, asked: ExchangeId
+    ) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
+        """Return the round that declares an exchange, and the algorithm whose states it has."""
         if asked.name == IMPORTANCE:
-            return Weighing(built.vertical, **asked.read_settings()).as_round()
+            weighing = Weighing(built.vertical, **asked.read_settings())
+            return weighing.as_round(), built.algorithm
         return super().round_of(built, asked)
 
     def sends_unhidden(self, name: str) -> bool:

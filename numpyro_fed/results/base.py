@@ -31,7 +31,7 @@ from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.saving import SavedRun, SavedWords, save
 from numpyro_fed.runtime.crossing import Crossings, crossings
-from numpyro_fed.runtime.node import BEGIN, SEARCH, WITHOUT_START
+from numpyro_fed.runtime.messages import BEGINNINGS, GO_ON
 from numpyro_fed.runtime.stack import Batches, Runtime, ServerData, Single, Stacks, State
 from numpyro_fed.runtime.supervise import failed_silos
 from numpyro_fed.trees import Tree
@@ -42,11 +42,19 @@ NUM_BATCHES = 5
 
 
 class Silos(NamedTuple):
-    """The data of silos in this process: as read, in buckets, and on the device."""
+    """The silos of a run: their data as read, in buckets, and on the device.
+
+    Of silos in other processes there is one batch without data, and nothing else.
+    """
 
     data: tuple[SiloData, ...]
     buckets: tuple[Bucket, ...]
     batches: Batches
+
+    @property
+    def elsewhere(self) -> bool:
+        """Return whether the silos are in other processes."""
+        return not self.data
 
     def place(self, silo: int) -> tuple[int, int]:
         """Return the number of a silo's bucket and the silo's row in it."""
@@ -79,9 +87,7 @@ class BuiltRun(ABC):
         rounds = (*self.opening, self.algorithm.round, *self.later_rounds)
         times = Counter(exchange.name for round_ in rounds for exchange in round_.exchanges)
         # A silo in another process knows what it is asked for by the name alone.
-        taken = sorted(
-            name for name, n in times.items() if n > 1 or name in (BEGIN, SEARCH, WITHOUT_START)
-        )
+        taken = sorted(name for name, n in times.items() if n > 1 or name in (*BEGINNINGS, GO_ON))
         if taken:
             raise ValueError(
                 f"the exchange {taken[0]!r} shares its name with another one of the method or with "
@@ -122,13 +128,8 @@ class BuiltRun(ABC):
         tables = [crossings(*one, data, server_data, silo=silo) for one in runs]
         return tables[0]._replace(rows=tuple(row for part in tables for row in part.rows))
 
-    def sender(self, round_: Round) -> FederatedAlgorithm[Any, Any]:
-        """Return the algorithm to whose states a round belongs."""
-        searches = round_.name in {x.name for x in self.search_rounds}
-        return self.first_algorithm if searches else self.algorithm
-
-    def round_of(self, name: str) -> Round:
-        """Return the round that declares the exchange ``name``.
+    def round_of(self, name: str) -> tuple[Round, FederatedAlgorithm[Any, Any]]:
+        """Return the round that declares the exchange ``name``, and the algorithm of its states.
 
         Raises
         ------
@@ -137,7 +138,8 @@ class BuiltRun(ABC):
         """
         for round_ in (*self.opening, self.algorithm.round, *self.later_rounds):
             if name in {x.name for x in round_.exchanges}:
-                return round_
+                searches = round_.name in {x.name for x in self.search_rounds}
+                return round_, self.first_algorithm if searches else self.algorithm
         raise unknown_exchange(name)
 
 
@@ -197,7 +199,8 @@ class CompiledMethod(ABC, Generic[Built]):
 
     def check_state(self, state: object, silos: Silos) -> State:
         """Return ``state`` itself; raise an error if it does not fit the method and silos."""
-        expected = jax.eval_shape(self.runtime.init, jax.random.key(0), silos.batches)
+        like = self.runtime.like or self.runtime.init
+        expected = jax.eval_shape(like, jax.random.key(0), silos.batches)
         if not isinstance(state, State):
             raise TypeError(f"init_state must be a result's .state, got {type(state).__name__}.")
         shapes = [jax.tree.map(lambda a: (a.shape, a.dtype), x) for x in (state, expected)]
@@ -231,7 +234,7 @@ class FederatedRun(ABC, Generic[Ready]):
     losses: np.ndarray = field(repr=False)
     state: State = field(repr=False)
     _fit: Ready = field(repr=False)
-    _silos: Silos | None = field(default=None, repr=False)  # of a run in one process
+    _silos: Silos = field(repr=False)
     ended: str = field(default="rounds", kw_only=True)
     start: Any = field(default=None, repr=False, kw_only=True)
 
@@ -257,7 +260,7 @@ class FederatedRun(ABC, Generic[Ready]):
 
     def _hosted(self, silo: int) -> Silos:
         """Return the silos' data; raise an error if silos are in other processes."""
-        if self._silos is None:
+        if self._silos.elsewhere:
             raise DataError(self.ELSEWHERE.format(silo))
         return self._silos
 
@@ -267,8 +270,8 @@ class FederatedRun(ABC, Generic[Ready]):
 
     @property
     def _batches(self) -> Batches:
-        """Return the batches of silos of this process; empty for silos in other processes."""
-        return () if self._silos is None else self._silos.batches
+        """Return the batches of silos."""
+        return self._silos.batches
 
     def _run_round_once(
         self, round_: Single, key: Array, message: str, server_data: ServerData = None
@@ -342,7 +345,7 @@ class FederatedRun(ABC, Generic[Ready]):
 
     def provenance(self) -> Provenance | None:
         """Return the fingerprints of model and data; None if silos are in other processes."""
-        return None if self._silos is None else self._fit.provenance(self._silos)
+        return None if self._silos.elsewhere else self._fit.provenance(self._silos)
 
 
 def bound_settled(losses: np.ndarray | Sequence[float]) -> bool:

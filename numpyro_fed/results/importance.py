@@ -473,8 +473,7 @@ def _batch_size(fit: Fit, integration: Integration, num_draws: int) -> int:
 def integration_of(result: Result, inner_draws: InnerDraws) -> Integration:
     """Return how silos integrate their latents, once it is known that it suits the model."""
     fit, silos = result._fit, result._silos
-    buckets = () if silos is None else silos.buckets
-    checks = None if silos is None else fit.checks
+    buckets, checks = silos.buckets, fit.checks
     if inner_draws is None:
         coupled = checks is not None and coupled_rows(checks, buckets) is not None
         inner_draws = (None if coupled else default_quadrature(fit.model)) or DRAWS

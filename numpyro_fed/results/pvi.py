@@ -140,7 +140,7 @@ class PVIResult(Result):
     def _silo_numbers(self, name: str) -> np.ndarray:
         """Return the field ``name`` of each silo's state (num_silos,)."""
         found = np.zeros(self.num_silos, int)
-        if self._silos is None:
+        if self._silos.elsewhere:
             return self._numbers_from_messages(name)
         for batch, silos in zip(self._silos.batches, self.state.silos, strict=True):
             found[np.asarray(batch.silos)] = np.asarray(getattr(silos, name))

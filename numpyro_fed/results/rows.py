@@ -78,6 +78,8 @@ class Fit(CompiledMethod[Built]):
         Checks on the values of the data; None for silos in other processes.
     recipe : MethodSpec or None
         How to rebuild the method from a file; None for silos in other processes.
+    reach : (algorithm, schedule, begin=) -> Runtime, or None
+        Makes runtimes for silos in other processes.
     """
 
     plan: Plan
@@ -86,6 +88,7 @@ class Fit(CompiledMethod[Built]):
     sizes: tuple[Sizes, ...] = ()
     checks: RowChecks | None = None
     recipe: MethodSpec | None = None
+    reach: Callable[..., Runtime] | None = None
 
     @cached_property
     def posterior(self) -> Posterior:
@@ -212,7 +215,7 @@ class Result(FederatedRun[Fit]):
 
         A run that goes on from another's state counts its own rounds alone.
         """
-        data = self.plan.template() if self._silos is None else self._silos.data[0]
+        data = self.plan.template() if self._silos.elsewhere else self._silos.data[0]
         rounds, number, before = len(self.losses), self.num_silos, self._exchanged_before
         return communication(self._fit.built, data, number, rounds, before)
 

@@ -2,7 +2,8 @@ r"""Particles from a fit, or from the prior, to a posterior that is like no Gaus
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from numpyro_fed.algorithms.importance.proposals import (
 from numpyro_fed.algorithms.tempered import (
     LOST,
     NUM_ISLANDS,
-    Reference,
     Swarm,
     Tempering,
 )
@@ -34,6 +34,7 @@ from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.row_checks import coupled_rows
 from numpyro_fed.objectives import default_quadrature
 from numpyro_fed.precision import precision
+from numpyro_fed.results.built import Built
 from numpyro_fed.results.corrected import Corrected
 from numpyro_fed.results.importance import check_weighable
 from numpyro_fed.results.mixture import around_modes
@@ -169,8 +170,8 @@ class Tempered:
         Raises
         ------
         ModelError
-            For rows of three and more latents, rows that read each other's latents, latents for
-            which quadrature is too coarse, and silos in other processes.
+            For rows of three and more latents, rows that read each other's latents, and latents for
+            which quadrature is too coarse.
         ValueError
             For a fit under a divergence other than KL.
         NonFiniteError
@@ -215,10 +216,11 @@ class Tempered:
         fm, number = fit.model, self.num_particles
 
         def make() -> Tempering:
-            reference: Reference = PriorReference(fm)
-            if self.start == "fit":
-                reference = MixtureReference(WideParts.of(fm, number, WIDER))
-            return Tempering(fm, fit.guide, reference, fit.algorithm, number, nodes)
+            tempering = tempering_of(fit.built, number, nodes)
+            if self.start == "prior":
+                return tempering
+            reference = MixtureReference(WideParts.of(fm, number, WIDER))
+            return replace(tempering, reference=reference)
 
         return fit.cached(("tempering", number, self.start, nodes), make)
 
@@ -257,8 +259,9 @@ class Tempered:
         quick: bool,
     ) -> RunOutcome:
         """Return the run of the exchanges, or raise an error if no particle has a density."""
+        make = fit._fit.reach or partial(simulation, quick=quick)
         runtime = fit._fit.cached(
-            ("tempered", tempering, quick), lambda: simulation(tempering.algorithm(), quick=quick)
+            ("tempered", tempering, quick), lambda: make(tempering.algorithm())
         )
         state = State(jnp.zeros((), jnp.int32), swarm, fit.state.silos, ())
         run = drive(
@@ -271,6 +274,12 @@ class Tempered:
         )
 
 
+def tempering_of(built: Built, num_particles: int, nodes: int) -> Tempering:
+    """Return the algorithm of particles from the prior; silos do the same for any reference."""
+    fm = built.model
+    return Tempering(fm, built.guide, PriorReference(fm), built.algorithm, num_particles, nodes)
+
+
 def _covers(result: Result | Corrected) -> bool:
     """Return whether the mixture of a fit is known to cover the posterior."""
     if isinstance(result, Particles) or not isinstance(result, Corrected):
@@ -281,8 +290,6 @@ def _covers(result: Result | Corrected) -> bool:
 def check_temperable(fit: Result) -> None:
     """Raise an error for a model whose silos cannot reply with gradients of their likelihood."""
     fm = fit._fit.model
-    if fit._silos is None:
-        raise ModelError("particles move over silos of this process only, not over nodes.")
     if not fm.dim:
         raise ModelError("there are no global latents that particles could move.")
     if any(p.dim for p in fm.plates) and (why := quadrature_misfit(fm)) is not None:

@@ -25,6 +25,7 @@ from numpyro_fed.model.vertical import VerticalModel
 from numpyro_fed.results.base import BuiltRun, CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.runtime.crossing import Crossings
+from numpyro_fed.runtime.stack import Runtime
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -90,13 +91,16 @@ class VerticalFit(CompiledMethod[VerticalBuilt]):
     """A vertical method that was built for a model's arguments of certain shapes.
 
     ``saved_description`` is what a saved state must agree with, ``source`` a hash of the model's
-    source.
+    source. For clients in other processes ``first_client`` has zeros of the shapes of the first
+    one, and ``reach`` makes runtimes.
     """
 
     saved_description: dict[str, Any]
     server_data: SiloData
     supports: Supports
     source: str = ""
+    first_client: SiloData | None = None
+    reach: Callable[..., Runtime] | None = None
 
     @property
     def vertical(self) -> Any:
@@ -105,7 +109,8 @@ class VerticalFit(CompiledMethod[VerticalBuilt]):
 
     def messages(self, hosted: Silos) -> Crossings:
         """Return all arrays that cross between the server and the first client."""
-        return self.built.messages(hosted.data[0], self.server_data, silo="client")
+        data = hosted.data[0] if self.first_client is None else self.first_client
+        return self.built.messages(data, self.server_data, silo="client")
 
     def description(self) -> dict[str, Any]:
         """Return the settings and sites that a saved state must agree with."""
@@ -150,7 +155,7 @@ class VerticalRun(FederatedRun[VerticalFit]):
     @property
     def _data(self) -> tuple[SiloData, ...]:
         """Return the data of clients in this process; empty if they are in other processes."""
-        return () if self._silos is None else self._silos.data
+        return self._silos.data
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -159,7 +164,8 @@ class VerticalRun(FederatedRun[VerticalFit]):
         The coordinates are those of all parties: the server's first, then each client's.
         """
         model, sites, start = self._fit.vertical.model, list[Site](), 0
-        for j, party_model in enumerate([model.server, *(model.clients if self._silos else ())]):
+        clients = () if self._silos.elsewhere else model.clients
+        for j, party_model in enumerate([model.server, *clients]):
             for s in party_model.named("latent"):
                 (name,) = model.scoped(j - 1, {s.name: None}) if j else (s.name,)
                 sites.append(s._replace(name=name, start=start + s.start, stop=start + s.stop))

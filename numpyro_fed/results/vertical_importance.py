@@ -94,7 +94,7 @@ def vertical_correct(key: Array, result: VerticalResult, num_draws: int) -> Vert
         weighed, states, info = result._run_round_once(
             weigh, key_exchange, NO_WEIGHTS, fit.server_data
         )
-        places = [] if hosted is None else map(hosted.place, range(result.num_clients))
+        places = [] if hosted.elsewhere else map(hosted.place, range(result.num_clients))
         return weighed, [states[b][i] for b, i in places], -float(info.loss)
 
     weighed, interrupted = until_interrupted(exchange, -(-num_draws // size))

@@ -1,46 +1,187 @@
-"""Messages between processes: named arrays in NumPy's ``npz`` format, without pickle."""
+"""Messages between processes: a head of texts and named arrays, in the format of safetensors.
+
+The format has no compression and runs no code, and its header tells the size of each array before
+anything is allocated.
+"""
 
 from __future__ import annotations
 
-import io
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors
 from jax import Array
 from jax.typing import ArrayLike
+from safetensors.numpy import save
 
+from numpyro_fed.algorithms.base import ExchangeId
 from numpyro_fed.errors import DataError
 from numpyro_fed.trees import Tree
 
+DTYPES = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F16": np.float16,
+    "F32": np.float32,
+    "F64": np.float64,
+}
+HEAD = "head"  # the name under which the file has the head, as JSON
+# Bytes of the header at most. It names arrays and texts; the longest text is a plan, or the facts
+# of a silo with some hundred sites, of 100 kB.
+MAX_HEADER = 16 << 20
 
-def write(arrays: Mapping[str, ArrayLike]) -> bytes:
-    """Return named arrays as the bytes of an ``npz`` file."""
-    file = io.BytesIO()
-    named: dict[str, Any] = {name: np.asarray(a) for name, a in arrays.items()}
-    np.savez(file, **named)
-    return file.getvalue()
+
+# The messages by which a run begins. They stand on the wire: all parties must be of one version.
+BEGIN = "begin"  # at the first state of the algorithm that is run
+SEARCH = "begin the search"  # at the first state of the search for the mode
+WITHOUT_START = "begin without a start"  # of the algorithm for runs that have found no mode
+DESCRIBE = "describe"  # the question for a silo's facts; no run belongs to it
+ACCEPT = "accept"  # the plan that all have agreed on
+GO_ON = "go on"  # at a state of an earlier run, whose id is in the settings
+BEGINNINGS = BEGIN, SEARCH, WITHOUT_START
 
 
-def read(message: bytes) -> dict[str, np.ndarray]:
-    """Return the named arrays of a message that :func:`write` made.
+class Message(NamedTuple):
+    """A message that was read.
+
+    Attributes
+    ----------
+    head : dict of str to str
+    arrays : dict of str to array
+    """
+
+    head: dict[str, str]
+    arrays: dict[str, np.ndarray]
+
+
+class Question(NamedTuple):
+    """The head of a message to a silo.
+
+    Attributes
+    ----------
+    exchange, settings : str
+        The :class:`~numpyro_fed.algorithms.base.ExchangeId`, or a message by which a run begins.
+    run : str
+        The id of the run.
+    number : int
+        The number of this message. Within a run numbers grow; a message that is sent again has the
+        same number.
+    used : int
+        The number of the silo's last message whose reply was used: the silo answers from the state
+        that it had after that one.
+    method : str
+        The id of the method whose exchange it is, at a silo that has agreed on several.
+    """
+
+    exchange: str
+    settings: str
+    run: str = ""
+    number: int = 0
+    used: int = 0
+    method: str = ""
+
+    @property
+    def id(self) -> ExchangeId:
+        """Return the record by which the silo's method knows the exchange."""
+        return ExchangeId(self.exchange, self.settings)
+
+    def head(self) -> dict[str, str]:
+        """Return the question as the head of a message."""
+        return {name: str(value) for name, value in self._asdict().items()}
+
+    @classmethod
+    def of(cls, head: Mapping[str, str]) -> Question:
+        """Return the question in the head of a message.
+
+        Raises
+        ------
+        DataError
+            For a head that lacks one of the texts, or has something else as a number.
+        """
+        texts = [head.get(name) for name in cls._fields]
+        exchange, settings, run, number, used, method = texts
+        if (
+            exchange is None
+            or settings is None
+            or run is None
+            or method is None
+            or not (_is_number(number) and _is_number(used))
+        ):
+            raise DataError(
+                f"a message to a silo names {', '.join(cls._fields)}, but this one has "
+                f"{sorted(head)}, or something else as a number. ServerNode and Federation make "
+                "them."
+            )
+        return cls(exchange, settings, run, int(str(number)), int(str(used)), method)
+
+
+def _is_number(text: str | None) -> bool:
+    # Ten digits: enough for any run, and no text of a megabyte is made an int.
+    return text is not None and text.isascii() and text.isdigit() and len(text) <= 10
+
+
+def write(arrays: Mapping[str, ArrayLike], head: Mapping[str, str] | None = None) -> bytes:
+    """Return named arrays and a head of texts as bytes."""
+    # NumPy's scalars and arrays in another order than C's have other bytes than safetensors writes.
+    named = {name: np.asarray(a, order="C") for name, a in arrays.items()}
+    # One text for the whole head: safetensors writes several in any order, and equal messages must
+    # have equal bytes.
+    return save(named, {HEAD: json.dumps(dict(head or {}), sort_keys=True)})
+
+
+def read(message: bytes) -> Message:
+    """Return the head and the named arrays of a message that :func:`write` made.
+
+    The arrays are views of the bytes, which cannot be written to.
 
     Raises
     ------
     DataError
-        For bytes that are no arrays in NumPy's ``npz`` format.
+        For bytes that are no such message.
     """
     try:
-        with np.load(io.BytesIO(message), allow_pickle=False) as arrays:
-            return dict(arrays)
-    # Damaged bytes make NumPy, zipfile, zlib and struct raise errors of many types.
+        size = int.from_bytes(message[:8], "little")
+        if size > min(MAX_HEADER, len(message) - 8):
+            raise ValueError(f"a header of {size} bytes")
+        head = json.loads(json.loads(message[8 : 8 + size])["__metadata__"][HEAD])
+        if not all(isinstance(text, str) for text in head.values()):
+            raise TypeError("a head of other things than texts")
+        arrays = {
+            name: np.frombuffer(found["data"], DTYPES[found["dtype"]]).reshape(found["shape"])
+            for name, found in safetensors.deserialize(message)
+        }
+    # Damaged bytes make json, safetensors and NumPy raise errors of many types.
     except Exception as error:
         raise DataError(
-            f"a message cannot be read: {len(message)} bytes that are no arrays in NumPy's npz "
-            "format. SiloNode and ServerNode make them, and nothing on the way may change them."
+            f"a message cannot be read: {len(message)} bytes that are no arrays in the format of "
+            "safetensors. SiloNode and ServerNode make them, and nothing on the way may change "
+            "them."
         ) from error
+    return Message(head, arrays)
+
+
+def refusal(error: Exception) -> bytes:
+    """Return the reply of a silo that refuses a message, with the kind and words of its error."""
+    return write({}, {"error": type(error).__name__, "words": str(error)})
+
+
+def is_refusal(reply: bytes) -> bool:
+    """Return whether a reply is one of :func:`refusal`."""
+    try:
+        return "error" in read(reply).head
+    except DataError:
+        return False
 
 
 def pack(prefix: str, tree: object) -> dict[str, Array]:
@@ -56,11 +197,12 @@ def unpack(prefix: str, like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
     Raises
     ------
     DataError
-        For an array that is missing, or has another shape or dtype.
+        For an array that is missing, has another shape or dtype, or was not agreed.
     """
-    leaves = []
+    leaves, names = [], set()
     for path, expected in jax.tree.leaves_with_path(like):
         name = prefix + jax.tree_util.keystr(path)
+        names.add(name)
         array = arrays.get(name)
         # Checked before JAX sees it: another shape would be broadcast or compiled without a word.
         if array is None or (array.shape, array.dtype) != (expected.shape, expected.dtype):
@@ -70,4 +212,6 @@ def unpack(prefix: str, like: Tree, arrays: Mapping[str, np.ndarray]) -> Tree:
                 "agreed. Both sides must have built from the same plan, in the same precision."
             )
         leaves.append(jnp.asarray(array))
+    if unknown := sorted(name for name in arrays if name.startswith(prefix) and name not in names):
+        raise DataError(f"a message holds '{unknown[0]}', which was not agreed.")
     return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -148,6 +148,12 @@ class Runtime(NamedTuple):
         Rounds that one call of ``advance`` can log, at most.
     single_quick : round -> Single, optional
         The same, compiled in less than half of the time and slower to run.
+    like : (key, batches) -> State, optional
+        A function for the shapes of a state alone, where ``init`` has effects outside of this
+        process.
+    go_on : State -> State, optional
+        The state from which a new run goes on where another one has ended. By default it is the
+        same; silos in other processes are told.
     """
 
     init: Callable[[Array, Batches], State]
@@ -155,6 +161,8 @@ class Runtime(NamedTuple):
     single: Callable[[Round], Single]
     chunk: int = CHUNK
     single_quick: Callable[[Round], Single] | None = None
+    like: Callable[[Array, Batches], State] | None = None
+    go_on: Callable[[State], State] = lambda state: state
 
     def quick(self, round_: Round) -> Single:
         """Return a single round for little work, compiled quickly where the runtime can do so."""

@@ -1,0 +1,89 @@
+"""Runs over silos in processes of their own: agree on a plan, build, and reach silos by bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from numpyro_fed.methods.recipe import HasSettings, for_silos
+from numpyro_fed.model.facts import Facts, Plan
+from numpyro_fed.results.base import Silos
+from numpyro_fed.results.built import Built
+from numpyro_fed.results.importance import importance_correct
+from numpyro_fed.results.rows import Fit
+from numpyro_fed.runtime.federation import Federation
+from numpyro_fed.runtime.messages import DESCRIBE, Question, read, write
+from numpyro_fed.runtime.remote import Channel, Send, Weights, remote
+
+
+class Agrees(HasSettings, Protocol):
+    """A method that makes one plan of all silos' facts, and an algorithm of the plan."""
+
+    def agree(self, facts: Sequence[Facts]) -> Plan: ...
+
+    def build(self, plan: Plan) -> Built: ...
+
+
+def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
+    """Return the fit of a method for the silos of a federation, once all have agreed on a plan."""
+    name, texts = federation.describe(for_silos(method, federation.names))
+
+    def make() -> tuple[Fit, Silos]:
+        facts = [Facts.from_json(text) for text in texts]
+        plan = method.agree(facts)
+        built = method.build(plan)
+        federation.accept(name, plan.to_json())
+        channel = Channel(federation, plan.num_silos, [rows_of(f) for f in facts], name)
+        reach = partial(remote, plan=plan, channel=channel)
+        fit = Fit(
+            plan=plan,
+            certify=importance_correct,
+            built=built,
+            runtime=reach(built.algorithm, built.schedule),
+            reach=reach,
+        )
+        return fit, Silos((), (), channel.batches)
+
+    return federation.cached(("fit", name), make)
+
+
+def rows_of(facts: Facts) -> Weights:
+    """Return the range in which a silo's number of rows is, by its facts.
+
+    Facts have the number of each plate's rows rounded up to a power of two.
+    """
+    sizes = dict(facts.sizes)
+    rounded = [sizes[plate.name] for plate in facts.plates if not plate.outer]
+    # A number that is rounded up to n, a power of two, is above the half of n.
+    return Weights(sum(n // 2 + 1 for n in rounded), sum(rounded))
+
+
+class AgreedAlready:
+    """An engine for silos whose facts are known and that have accepted the plan.
+
+    All other messages are carried by ``send(silo, message) -> reply``.
+    """
+
+    def __init__(self, facts: Sequence[str], send: Send):
+        self._facts, self._send = facts, send
+
+    @property
+    def num_silos(self) -> int:
+        """Return the number of silos."""
+        return len(self._facts)
+
+    def send(self, silo: int, message: bytes, timeout: float) -> bytes:
+        """Return a silo's reply to a message."""
+        question = Question.of(read(message).head)
+        if question.method and not question.run:
+            facts = {"facts": self._facts[silo]} if question.exchange == DESCRIBE else {}
+            return write({}, facts)
+        return self._send(silo, message)
+
+
+def agreed_already(method: HasSettings, facts: Sequence[str], send: Send) -> Federation:
+    """Return the federation of silos that have a method and its plan, asked one after the other."""
+    # No patience: whoever carries bytes himself knows best what to do about those that are lost.
+    engine, names = AgreedAlready(facts, send), {"method": method}
+    return Federation(engine, names=names, patience=1e-3, at_once=1)

@@ -1,0 +1,143 @@
+"""The command ``numpyro-fed``: a study between parties, or a rehearsal of it on one machine."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from numpyro_fed.errors import ModelError, SiloAwayError
+from numpyro_fed.network.policy import Policy
+from numpyro_fed.network.silo import MAX_BYTES, Silo
+from numpyro_fed.network.sockets import Sockets, listen, short_folder
+from numpyro_fed.network.study import data_of, load_file, main_of, names_of
+from numpyro_fed.runtime.federation import Federation
+
+NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
+# Seconds until the processes of a rehearsal listen: each imports JAX and reads its data.
+STARTING = 300.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit status."""
+    args = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
+    try:
+        args.command(args)
+    except (ModelError, SiloAwayError) as error:
+        print(f"numpyro-fed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="numpyro-fed", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+
+    one = commands.add_parser("try", help="run a study with silos in processes of this machine")
+    one.set_defaults(command=rehearse)
+    one.add_argument("study", type=Path, help="the file with the models and main(silos)")
+    one.add_argument("--silos", type=int, required=True, help="their number")
+    one.add_argument("--data", required=True, help=f"file.py:function; it can read {NUMBER}")
+    one.add_argument("--state", type=Path, help="a folder, to go on with the same command")
+
+    silo = commands.add_parser("silo", help="answer a server, with the data of this silo")
+    silo.set_defaults(command=serve)
+    silo.add_argument("study", type=Path, help="the same file as at the server")
+    silo.add_argument("--data", required=True, help="file.py:function that returns the data")
+    silo.add_argument("--socket", type=Path, required=True, help="where an engine finds the silo")
+    silo.add_argument("--state", type=Path, help="a folder, by which a new process goes on")
+    silo.add_argument("--policy", type=Path, help="a file of TOML with the owner's rules")
+    silo.add_argument("--max-bytes", type=int, default=MAX_BYTES, help="of a message")
+
+    run = commands.add_parser("run", help="run a study over silos that are reached by an engine")
+    run.set_defaults(command=analyse)
+    run.add_argument("study", type=Path, help="the file with the models and main(silos)")
+    run.add_argument("--sockets", type=Path, nargs="+", help="of silos on this machine")
+    run.add_argument("--state", type=Path, help="a folder, to go on with the same command")
+    run.add_argument("--patience", type=float, default=600.0, help="seconds to wait for a silo")
+    return parser
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Answer the server until the process is ended."""
+    names = names_of(load_file(args.study))
+    policy = None if args.policy is None else Policy.from_toml(args.policy)
+    silo = Silo(
+        data_of(args.data),
+        names=names,
+        policy=policy,
+        state=args.state,
+        max_bytes=args.max_bytes,
+    )
+    server = listen(args.socket, silo.answer, args.max_bytes)
+    logging.getLogger("numpyro_fed.silo").info("listening at %s", args.socket)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+        args.socket.unlink(missing_ok=True)
+
+
+def analyse(args: argparse.Namespace) -> None:
+    """Run the study's ``main`` over silos that listen already."""
+    study = load_file(args.study)
+    engine = Sockets(args.sockets)
+    main_of(study)(
+        Federation(engine, names=names_of(study), patience=args.patience, state=args.state)
+    )
+
+
+def rehearse(args: argparse.Namespace) -> None:
+    """Run a study with each silo in a process of its own on this machine."""
+    study = load_file(args.study)
+    run = main_of(study)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(short_folder()))
+        sockets = [folder / f"{j}.sock" for j in range(args.silos)]
+        processes = [
+            stack.enter_context(_silo_process(args, j, path)) for j, path in enumerate(sockets)
+        ]
+        _wait_for(sockets, processes)
+        run(Federation(Sockets(sockets), names=names_of(study), state=args.state))
+
+
+@contextmanager
+def _silo_process(
+    args: argparse.Namespace, number: int, path: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the process of a silo, and end it with the rehearsal."""
+    command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(args.study)]
+    command += ["--data", args.data, "--socket", str(path)]
+    if args.state is not None:
+        command += ["--state", str(args.state / f"silo-{number}")]
+    process = subprocess.Popen(command, env={**os.environ, NUMBER: str(number)})
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait_for(sockets: Sequence[Path], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all silos listen; raise an error if one has ended."""
+    deadline = time.monotonic() + STARTING
+    while not all(path.exists() for path in sockets):
+        for j, process in enumerate(processes):
+            if process.poll() is not None:
+                raise ModelError(f"the process of silo {j} has ended; its words are above.")
+        if time.monotonic() > deadline:
+            raise ModelError(f"the silos did not listen within {STARTING:g} s.")
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

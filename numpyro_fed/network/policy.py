@@ -1,0 +1,164 @@
+"""The rules of a silo's owner: which questions a silo answers, how often, and a log of all."""
+
+from __future__ import annotations
+
+import json
+import time
+import tomllib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from numpyro_fed.errors import DataError, ModelError, is_number
+from numpyro_fed.runtime.kept import Store
+
+LEDGER = "ledger"  # the name under which a silo keeps what has been asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The rules by which a silo answers or refuses.
+
+    A silo's replies are functions of its rows at places that the server chooses: log likelihoods,
+    gradients and curvatures. None of these rules makes them private; they bound how many there are,
+    and of how few rows.
+
+    Parameters
+    ----------
+    methods : tuple of str
+        The names of methods that may be run, ``"PVI"``, or names of the study. Empty: all.
+    exchanges : tuple of str
+        The names of exchanges that are answered. Empty: all of these methods.
+    min_silos : int
+        The least number of silos in a plan. Of two silos each can take its own part from the sum.
+    min_rows : int
+        The least number of rows that this silo has.
+    parameters_per_row : float
+        Globals and shared parameters for each row of this silo, at most. The default is that of
+        DataSHIELD for generalised linear models (``nfilter.glm``).
+    max_places : int
+        Places at which this silo tells a gradient or a curvature of its likelihood, in all its
+        life: the places of a search, and the steps of rounds.
+    max_draws : int
+        Draws of the globals at which it tells its log likelihood, in all its life.
+    audit : str, optional
+        A file to which each message is added as a line of JSON: time, exchange, run, names and
+        shapes of arrays, the SHA-256 of message and reply, and what is left of the budget.
+
+    Examples
+    --------
+    >>> import numpyro_fed as nf
+    >>> nf.Policy(methods=("PVI",), min_rows=100).min_rows
+    100
+    """
+
+    methods: tuple[str, ...] = ()
+    exchanges: tuple[str, ...] = ()
+    min_silos: int = 2
+    min_rows: int = 5
+    parameters_per_row: float = 0.33
+    max_places: int = 20_000
+    max_draws: int = 500_000
+    audit: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_silos", "min_rows", "parameters_per_row", "max_places", "max_draws"):
+            value = getattr(self, name)
+            if not is_number(value) or value < 0:
+                raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
+        for name in ("methods", "exchanges"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+                raise ValueError(f"{name} must be a sequence of names, got {value!r}.")
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Policy:
+        """Return the policy in a file of TOML, whose keys are the parameters.
+
+        Raises
+        ------
+        ValueError
+            For a key that is no parameter.
+        """
+        found = tomllib.loads(Path(path).read_text())
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(set(found) - set(known)):
+            raise ValueError(f"{path}: unknown key '{unknown[0]}'. Known are {known}.")
+        lists = {k: tuple(v) for k, v in found.items() if isinstance(v, list)}
+        return cls(**{**found, **lists})
+
+    def check_method(self, name: str) -> None:
+        """Raise an error for a method that the owner does not allow."""
+        if self.methods and name not in self.methods:
+            raise ModelError(f"'{name}' is not among the methods of this silo's policy.")
+
+    def check_plan(self, num_silos: int, num_rows: int, num_parameters: int) -> None:
+        """Raise an error for a plan with too few silos or rows, or too many parameters."""
+        if num_silos < self.min_silos:
+            raise ModelError(
+                f"the plan has {num_silos} silos, where this silo's policy asks for at least "
+                f"{self.min_silos} (min_silos)."
+            )
+        if num_rows < self.min_rows:
+            raise ModelError(
+                f"this silo has fewer rows than its policy asks for ({self.min_rows}, min_rows)."
+            )
+        if num_parameters > self.parameters_per_row * num_rows:
+            raise ModelError(
+                f"the model has {num_parameters} globals and shared parameters, more than this "
+                f"silo's policy allows for its rows ({self.parameters_per_row:g} for each, "
+                "parameters_per_row)."
+            )
+
+    def check_exchange(self, name: str) -> None:
+        """Raise an error for an exchange that the owner does not allow."""
+        if self.exchanges and name not in self.exchanges:
+            raise ModelError(f"'{name}' is not among the exchanges of this silo's policy.")
+
+
+@dataclass
+class Ledger:
+    """The places and draws at which a silo has told of its likelihood, kept on its disk."""
+
+    policy: Policy
+    store: Store
+    spent: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        content = self.store.get(LEDGER)
+        self.spent = {"places": 0, "draws": 0} | ({} if content is None else json.loads(content))
+
+    @property
+    def left(self) -> dict[str, int]:
+        """Return what is left of the budget."""
+        limits = {"places": self.policy.max_places, "draws": self.policy.max_draws}
+        return {name: limits[name] - self.spent[name] for name in limits}
+
+    def spend(self, what: str, number: int) -> None:
+        """Count places or draws before they are told.
+
+        Raises
+        ------
+        ModelError
+            If that is more than is left.
+        """
+        if number > self.left[what]:
+            raise ModelError(
+                f"this silo's policy allows {self.left[what]} more {what} (max_{what}), and "
+                f"{number} are asked for. Its owner may raise the limit."
+            )
+        self.spent[what] += number
+        self.store.put(LEDGER, json.dumps(self.spent).encode())
+
+    def log(self, entry: dict[str, Any]) -> None:
+        """Add a line to the audit log."""
+        if self.policy.audit is None:
+            return
+        line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **entry, "left": self.left}
+        try:
+            with open(self.policy.audit, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise DataError(
+                "the silo's audit log cannot be written, so that it says no."
+            ) from error

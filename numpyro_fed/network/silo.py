@@ -1,0 +1,377 @@
+"""The process of a silo: it answers a server for any method that its owner allows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from numpyro_fed.algorithms.base import IMPORTANCE
+from numpyro_fed.algorithms.tempered import TEMPERED
+from numpyro_fed.errors import DataError, GuideError, ModelError
+from numpyro_fed.files import write_atomically
+from numpyro_fed.methods.load import METHODS
+from numpyro_fed.methods.recipe import rebuilt
+from numpyro_fed.methods.soul import SOUL
+from numpyro_fed.methods.vfl import VFL
+from numpyro_fed.model.facts import describe
+from numpyro_fed.model.fingerprint import source_hash
+from numpyro_fed.network.policy import Ledger, Policy
+from numpyro_fed.precision import is_double, precision
+from numpyro_fed.runtime.kept import Memory, Store
+from numpyro_fed.runtime.messages import (
+    ACCEPT,
+    BEGINNINGS,
+    DESCRIBE,
+    GO_ON,
+    Question,
+    read,
+    refusal,
+    write,
+)
+from numpyro_fed.runtime.node import SiloNode
+from numpyro_fed.runtime.party import Ids, Party
+
+KINDS: dict[str, type[Any]] = {**METHODS, "VFL": VFL, "SOUL": SOUL}
+# Methods that a silo keeps, the one that was used least recently is forgotten first. Each call of
+# nf.fit describes three.
+MAX_METHODS = 32
+# Bytes of a message at most, unless the owner says otherwise: larger ones are refused unread.
+MAX_BYTES = 512 << 20
+LOG = logging.getLogger("numpyro_fed.silo")
+
+
+class Folder:
+    """A store of named bytes in a folder, each in a file that is whole or not there."""
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+        self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def put(self, name: str, content: bytes) -> None:
+        write_atomically(self._path / name, lambda stream: stream.write(content))
+
+    def get(self, name: str) -> bytes | None:
+        file = self._path / name
+        return file.read_bytes() if file.exists() else None
+
+    def drop(self, name: str) -> None:
+        (self._path / name).unlink(missing_ok=True)
+
+    def names(self) -> list[str]:
+        files = [f for f in self._path.iterdir() if not f.name.startswith(".")]
+        return [f.name for f in sorted(files, key=lambda f: f.stat().st_mtime_ns)]
+
+
+class Silo:
+    """A silo that answers the messages of a :class:`numpyro_fed.Federation`.
+
+    Parameters
+    ----------
+    data : dict
+        The silo's data, which never leave it.
+    names : dict
+        The models and methods that the silo knows, by name. A server can ask for nothing else: no
+        code comes with a message.
+    policy : Policy, optional
+        The rules by which the silo answers or refuses; by default those of :class:`Policy` itself.
+    state : str or Path, optional
+        A folder for the states of runs, so that a new process goes on where the last one has ended.
+        By default they end with the process.
+    secret, row_ids, allow_unhidden
+        As for :class:`numpyro_fed.SiloNode`.
+    max_bytes : int
+        Longer messages are refused unread.
+
+    Examples
+    --------
+    See :class:`numpyro_fed.Federation`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        names: Mapping[str, Any],
+        policy: Policy | None = None,
+        state: str | Path | None = None,
+        secret: Array | str | None = "auto",
+        row_ids: Ids = None,
+        allow_unhidden: bool = False,
+        max_bytes: int = MAX_BYTES,
+    ):
+        self._data, self._names, self._max_bytes = data, dict(names), max_bytes
+        self._options: dict[str, Any] = dict(
+            secret=secret, row_ids=row_ids, allow_unhidden=allow_unhidden
+        )
+        self._state = None if state is None else Path(state)
+        self._methods: Store = Memory() if state is None else Folder(Path(state) / "methods")
+        self._agreed: OrderedDict[str, _Agreement] = OrderedDict()
+        self._policy = policy or Policy()
+        self._ledger = Ledger(self._policy, Memory() if state is None else Folder(Path(state)))
+        # One message at a time: a silo's state has one next state.
+        self._lock = threading.Lock()
+
+    def answer(self, message: bytes) -> bytes:
+        """Return the reply to a message; a refusal is a reply with its reason in words."""
+        with self._lock:
+            entry: dict[str, Any] = {}
+            try:
+                reply = self._answer(message, entry)
+            except (ModelError, DataError, GuideError) as error:
+                reply = refusal(error)
+            except Exception as error:
+                # Its words may hold data: they stay here.
+                LOG.exception("a message could not be answered")
+                words = f"{type(error).__name__} at the silo, whose log has the rest."
+                reply = refusal(ModelError(words))
+            return self._logged(entry, message, reply)
+
+    def _logged(self, entry: dict[str, Any], message: bytes, reply: bytes) -> bytes:
+        """Return the reply once the audit log has it; if it cannot be written, a refusal."""
+        digests = {"message": sha256(message).hexdigest(), "reply": sha256(reply).hexdigest()}
+        head, arrays = read(reply)
+        told = {name: list(a.shape) for name, a in arrays.items()}
+        try:
+            self._ledger.log({**entry, "told": told, "refused": "error" in head, **digests})
+        except DataError as error:
+            return refusal(error)
+        return reply
+
+    def _answer(self, message: bytes, entry: dict[str, Any]) -> bytes:
+        """Return the reply; ``entry`` gets what the audit log is to say of the message."""
+        if len(message) > self._max_bytes:
+            raise DataError(
+                f"a message has {len(message)} bytes, where {self._max_bytes} are allowed "
+                "(Silo(max_bytes=))."
+            )
+        head, arrays = read(message)
+        question = Question.of(head)
+        entry |= {"exchange": question.exchange, "run": question.run, "number": question.number}
+        if question.exchange == DESCRIBE:
+            return self._describe(question)
+        if question.exchange == ACCEPT:
+            return self._accept(question)
+        agreed = self._get(question.method)
+        if question.exchange not in (*BEGINNINGS, GO_ON):
+            self._policy.check_exchange(question.exchange)
+        if not agreed.answered(message, question):
+            for what, number in told_by(question, arrays).items():
+                self._ledger.spend(what, number)
+        return agreed.handle(message)
+
+    def _describe(self, question: Question) -> bytes:
+        """Return the facts of the silo's data for a method or a model."""
+        known = self._known(question.method)
+        if known is not None and known.settings != question.settings:
+            raise ModelError("another method was described under this id before. Begin again.")
+        if known is None:
+            known = self._agreement(question.method, question.settings)
+            self._keep(question.method, known)
+        return write({}, {"facts": known.facts})
+
+    def _accept(self, question: Question) -> bytes:
+        """Build a method from the plan that all have agreed on."""
+        agreed = self._get(question.method)
+        if agreed.plan not in ("", question.settings):
+            raise ModelError("another plan was accepted for this method. Begin again.")
+        agreed.accept(question.settings, self._policy)
+        self._keep(question.method, agreed)
+        return write({})
+
+    def _agreement(self, method: str, settings: str) -> _Agreement:
+        """Return the silo's part in a method, before there is a plan."""
+        described = _json(settings)
+        double = bool(described.get("double"))
+        store = None if self._state is None else Folder(self._state / f"runs-{_file_name(method)}")
+        with precision(double=double):
+            if is_double() != double:
+                raise ModelError(
+                    "the server computes in single precision and this silo in double. Start the "
+                    "silo without JAX_ENABLE_X64."
+                )
+            built: Any = _method_of(described, self._names)
+            self._policy.check_method(str(described.get("named", described.get("method", ""))))
+            if not isinstance(built, Party):
+                return _Agreement(settings, double, describe(built, self._data).to_json(), None)
+            node: SiloNode[Any, Any, Any] = SiloNode(
+                built, self._data, store=store, **self._options
+            )
+            return _Agreement(settings, double, node.facts(), node)
+
+    def _get(self, method: str) -> _Agreement:
+        """Return what was agreed on for a method."""
+        known = self._known(method)
+        if known is None:
+            raise ModelError(
+                "this silo has not described its data for this method, or has forgotten it. "
+                "Begin again."
+            )
+        return known
+
+    def _known(self, method: str) -> _Agreement | None:
+        """Return what was agreed on for a method, in an earlier process too; None if nothing."""
+        if method not in self._agreed:
+            content = self._methods.get(_file_name(method))
+            if content is None:
+                return None
+            stored = json.loads(content)
+            agreed = self._agreement(method, stored["settings"])
+            if stored["plan"]:
+                agreed.accept(stored["plan"], self._policy)
+            self._agreed[method] = agreed
+        self._agreed.move_to_end(method)
+        return self._agreed[method]
+
+    def _keep(self, method: str, agreed: _Agreement) -> None:
+        """Keep what was agreed on, in memory and on the disk; forget the oldest."""
+        self._agreed[method] = agreed
+        self._agreed.move_to_end(method)
+        stored = {"settings": agreed.settings, "plan": agreed.plan}
+        self._methods.put(_file_name(method), json.dumps(stored).encode())
+        while len(self._agreed) > MAX_METHODS:
+            self._agreed.popitem(last=False)
+        for name in list(self._methods.names())[:-MAX_METHODS]:
+            self._methods.drop(name)
+            if self._state is not None:
+                shutil.rmtree(self._state / f"runs-{name}", ignore_errors=True)
+
+
+@dataclass
+class _Agreement:
+    """A silo's part in one method of a server: its facts, and the node once there is a plan.
+
+    Attributes
+    ----------
+    settings, plan : str
+        The messages of the server, as they came.
+    double : bool
+        Whether the method computes in double precision.
+    facts : str
+    node : SiloNode or None
+        None where only facts were asked for.
+    """
+
+    settings: str
+    double: bool
+    facts: str
+    node: SiloNode[Any, Any, Any] | None
+    plan: str = ""
+
+    def accept(self, settings: str, policy: Policy) -> None:
+        """Build the algorithm from the agreed plan, if the owner's rules allow it.
+
+        Raises
+        ------
+        ModelError
+            For a plan that is not one of this silo's facts.
+        """
+        found = _json(settings)
+        plan, number = found.get("plan"), found.get("number")
+        if self.node is None or not isinstance(plan, str) or not isinstance(number, int):
+            raise DataError("a plan and this silo's number were expected. Begin again.")
+        with precision(double=self.double):
+            try:
+                self.node.accept(plan, number)
+            except (ModelError, DataError, GuideError):
+                raise
+            # A plan is JSON of another party: whatever is wrong in it, it is refused.
+            except Exception as error:
+                raise DataError(
+                    f"the plan cannot be built ({type(error).__name__}). Server and silos must "
+                    "run the same version."
+                ) from error
+        policy.check_plan(*self.node.size)
+        self.plan = settings
+
+    def answered(self, message: bytes, question: Question) -> bool:
+        """Return whether the message has been answered before, so that it tells nothing new."""
+        return self.node is not None and self.node.has_answered(message, question)
+
+    def handle(self, message: bytes) -> bytes:
+        """Return the reply to a message of a run."""
+        if self.node is None or not self.plan:
+            raise ModelError("this silo has not accepted a plan for this method. Begin again.")
+        with precision(double=self.double):
+            return self.node.handle(message)
+
+
+def told_by(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Return at how many places and draws the reply to a question tells of the likelihood.
+
+    A search tells gradient and curvature at each of its places, particles a gradient at each, a
+    correction the log likelihood at each draw, and a round counts as one place.
+    """
+    downs = [a for name, a in arrays.items() if name.startswith("down") and a.ndim]
+    if question.exchange == IMPORTANCE:
+        return {"draws": int(question.id.read_settings().get("num_draws", 0))}
+    if question.exchange in (*BEGINNINGS, GO_ON):
+        return {}
+    if question.exchange in ("mode", TEMPERED):
+        return {"places": max((len(a) for a in downs), default=1)}
+    return {"places": 1}
+
+
+def _method_of(described: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
+    """Return the method of a server's description, or the model where only facts are asked for.
+
+    Raises
+    ------
+    ModelError
+        For a name that the silo does not know, or another text under the same name.
+    """
+    model = _known(described.get("model"), names, "model")
+    source = source_hash(model)
+    if source and described.get("source") and described["source"] != source:
+        raise ModelError(
+            f"the text of '{described['model']}' differs between server and silo: all parties must "
+            "have the same file."
+        )
+    if "named" in described:
+        return _known(described["named"], names, "method")
+    if "method" not in described:
+        return model
+    kind = KINDS.get(str(described["method"]))
+    if kind is None:
+        raise ModelError(f"there is no method '{described['method']}': known are {sorted(KINDS)}.")
+    try:
+        return rebuilt(kind, model, dict(described["settings"]))
+    except Exception as error:
+        raise ModelError(
+            f"the settings of {described['method']} cannot be used: {error}"
+        ) from error
+
+
+def _known(name: object, names: Mapping[str, Any], what: str) -> Any:
+    if not isinstance(name, str) or name not in names:
+        raise ModelError(
+            f"this silo knows no {what} {name!r:.100}: it knows {sorted(names)}. The study's file "
+            "must have it as a variable, or Silo(names={...})."
+        )
+    return names[name]
+
+
+def _json(text: str) -> dict[str, Any]:
+    """Return the object in a JSON text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError("a message has something else than JSON in its settings.") from error
+    if not isinstance(found, dict):
+        raise DataError("a message has something else than an object in its settings.")
+    return found
+
+
+def _file_name(method: str) -> str:
+    # Ids come from the server: a digest of one is a safe name of a file.
+    return sha256(method.encode()).hexdigest()[:32]

@@ -1,0 +1,114 @@
+"""Bytes over Unix sockets: from an engine's process to a silo's own process on the same machine.
+
+A message is its length in eight bytes and then its bytes, and so is the reply. Only the user who
+runs the silo can open the socket.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import socketserver
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+LENGTH = 8  # bytes of the length before a message
+CHUNK = 1 << 20
+# Seconds that a silo waits for the rest of a message that has begun.
+STALLED = 60.0
+# Bytes of the name of a Unix socket at most, on Linux; macOS has four fewer.
+MAX_NAME = 103
+
+
+class Sockets:
+    """An engine that reaches each silo by a Unix socket (``numpyro-fed silo --socket``).
+
+    Parameters
+    ----------
+    paths : sequence of str or Path
+        The socket of each silo.
+    """
+
+    def __init__(self, paths: Sequence[str | Path]):
+        self._paths = [Path(path) for path in paths]
+
+    @property
+    def num_silos(self) -> int:
+        """Return the number of silos."""
+        return len(self._paths)
+
+    def send(self, silo: int, message: bytes, timeout: float) -> bytes:
+        """Return a silo's reply to a message."""
+        return relay(self._paths[silo], message, timeout)
+
+
+def relay(path: str | Path, message: bytes, timeout: float) -> bytes:
+    """Return the reply to a message from the process that listens at a socket.
+
+    Raises
+    ------
+    OSError
+        If nobody listens there, or no reply comes in time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout)
+        connection.connect(str(path))
+        connection.sendall(len(message).to_bytes(LENGTH, "little"))
+        connection.sendall(message)
+        length = int.from_bytes(_receive(connection, LENGTH), "little")
+        return _receive(connection, length)
+
+
+def _receive(connection: socket.socket, length: int) -> bytes:
+    """Return so many bytes of a connection."""
+    received = bytearray()
+    while len(received) < length:
+        part = connection.recv(min(CHUNK, length - len(received)))
+        if not part:
+            raise ConnectionResetError("the connection ended within a message")
+        received += part
+    return bytes(received)
+
+
+def listen(
+    path: str | Path, answer: Callable[[bytes], bytes], max_bytes: int
+) -> socketserver.BaseServer:
+    """Return a server at a socket that only this user can open; ``serve_forever()`` runs it.
+
+    A message longer than ``max_bytes`` is dropped before any of it is read.
+    """
+    path = Path(path)
+    if len(os.fsencode(path)) > MAX_NAME:
+        raise ValueError(
+            f"the socket's name {path} has more than {MAX_NAME} bytes, which the system cannot "
+            "take. Give a shorter one as --socket."
+        )
+    path.unlink(missing_ok=True)
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.settimeout(STALLED)
+            try:
+                length = int.from_bytes(_receive(self.request, LENGTH), "little")
+                if length > max_bytes:
+                    return
+                message = _receive(self.request, length)
+                reply = answer(message)
+                self.request.settimeout(None)
+                self.request.sendall(len(reply).to_bytes(LENGTH, "little") + reply)
+            except OSError:  # whoever asked has gone, and asks again
+                return
+
+    before = os.umask(0o177)
+    try:
+        server = socketserver.ThreadingUnixStreamServer(str(path), Handler)
+    finally:
+        os.umask(before)
+    server.daemon_threads = True
+    return server
+
+
+def short_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a new folder whose name is short enough for the sockets in it."""
+    return tempfile.TemporaryDirectory(prefix="nf-", dir="/tmp" if Path("/tmp").is_dir() else None)

@@ -1,0 +1,55 @@
+"""A study: one file of Python that is the same at every party, with models and ``main(silos)``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from numpyro_fed.errors import ModelError
+
+
+def load_file(path: str | Path) -> ModuleType:
+    """Return the module of a file; imports in it find the files beside it."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ModelError(f"there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} is no file of Python: its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def names_of(study: ModuleType) -> dict[str, Any]:
+    """Return the objects of a study that parties may name: its public variables."""
+    return {name: value for name, value in vars(study).items() if not name.startswith("_")}
+
+
+def main_of(study: ModuleType) -> Callable[[Any], Any]:
+    """Return the function ``main(silos)`` of a study."""
+    main = getattr(study, "main", None)
+    if not callable(main):
+        raise ModelError(
+            f"{study.__file__} has no function main(silos). It is what the analyst runs: "
+            "def main(silos): return nf.fit(jax.random.key(0), model, silos)."
+        )
+    return main
+
+
+def data_of(where: str) -> Any:
+    """Return a silo's data, from a function that is given as ``file.py:function``."""
+    path, _, name = where.rpartition(":")
+    if not path:
+        raise ModelError(f"{where!r}: expected file.py:function, such as hospital.py:silo.")
+    function = getattr(load_file(path), name, None)
+    if not callable(function):
+        raise ModelError(f"{path} has no function {name}(). It returns the silo's data.")
+    return function()

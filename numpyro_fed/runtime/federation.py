@@ -1,0 +1,223 @@
+"""Silos in processes of their own, in the place of a list of their data."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from numpyro_fed.errors import (
+    CoupledRowsError,
+    DataError,
+    GuideError,
+    ModelError,
+    ReplyError,
+    SiloAwayError,
+    positive_int,
+    positive_number,
+)
+from numpyro_fed.precision import is_double
+from numpyro_fed.runtime.journal import Journal
+from numpyro_fed.runtime.messages import ACCEPT, DESCRIBE, Question, read, write
+
+# Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
+# that restarts is found within the last.
+FIRST_WAIT, LONGEST_WAIT = 0.05, 5.0
+# Silos that are asked at once; each takes a thread, which waits for bytes.
+MAX_AT_ONCE = 64
+# The errors of silos that cross, by name. All others are of the silo's process alone.
+CROSSING: dict[str, type[ValueError]] = {
+    kind.__name__: kind for kind in (CoupledRowsError, DataError, GuideError, ModelError)
+}
+Cached = TypeVar("Cached")
+
+
+class Engine(Protocol):
+    """A carrier of bytes between the server and silos; it knows nothing of what they say.
+
+    Attributes
+    ----------
+    num_silos : int
+    """
+
+    @property
+    def num_silos(self) -> int: ...
+
+    def send(self, silo: int, message: bytes, timeout: float) -> bytes:
+        """Return a silo's reply to a message.
+
+        Raises
+        ------
+        OSError
+            If there is none within ``timeout`` seconds, or the silo cannot be reached. Then the
+            same message is sent again.
+        """
+
+
+class Federation:
+    """Silos in processes of their own, which any method takes in the place of a list of dicts.
+
+    All silos of an exchange are asked at once. A silo that does not answer is asked again until
+    ``patience`` is over; messages are numbered, so that one that arrives twice moves nothing.
+
+    Parameters
+    ----------
+    engine : Engine
+        It carries bytes: :class:`numpyro_fed.network.sockets.Sockets`, or one of your own with
+        ``num_silos`` and ``send(silo, message, timeout)``.
+    names : dict, optional
+        The objects that silos know by name, such as ``{"model": model}``: models, and methods with
+        settings that no message can hold (an optimiser). By default a model is named by its
+        ``__name__``. ``numpyro-fed run`` passes the variables of the study's file.
+    patience : float
+        Seconds to wait for a silo in each exchange.
+    state : str or Path, optional
+        A folder in which all replies are kept. The same script with the same folder goes on where
+        it has ended, in a new process too: it is given the replies so far, and asks silos only for
+        what comes after.
+    at_once : int
+        The number of silos that are asked at the same time; each takes a thread.
+
+    Raises
+    ------
+    SiloAwayError
+        Naming the silos that did not answer in time.
+    ModelError, DataError
+        With what a silo has refused, and its number.
+
+    Examples
+    --------
+    Three silos in this process, with bytes between them:
+
+    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+    >>> import numpyro_fed as nf
+    >>> def model(y):
+    ...     mu = numpyro.sample("mu", dist.Normal(0, 10))
+    ...     with nf.silo_plate("row", y.shape[0]):
+    ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+    >>> data = [dict(y=np.array(y)) for y in ([1.0, 2.0], [3.0, 4.0, 5.0], [2.0])]
+    >>> silos = [nf.Silo(d, names={"model": model}) for d in data]
+    >>> federation = nf.Federation(nf.network.InMemory([silo.answer for silo in silos]))
+    >>> result = nf.PVI(model).run(jax.random.key(0), 1, federation, progress_bar=False)
+    >>> round(float(result.posterior()["mu"].mean), 3)
+    2.829
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        names: Mapping[str, Any] | None = None,
+        patience: float = 600.0,
+        state: str | Path | None = None,
+        at_once: int = MAX_AT_ONCE,
+    ):
+        positive_int("at_once", at_once)
+        positive_number("patience", patience)
+        self._engine, self.names, self.patience = engine, dict(names or {}), patience
+        self.num_silos = engine.num_silos
+        self._journal = None if state is None else Journal(Path(state), self.num_silos)
+        journal = self._journal
+        self._session = secrets.token_bytes(12) if journal is None else journal.session
+        self._num_runs, self._cached = 0, dict[Hashable, Any]()
+        workers = min(self.num_silos, at_once)
+        self._pool = None if workers == 1 else ThreadPoolExecutor(workers, "numpyro-fed-ask")
+
+    def __len__(self) -> int:
+        return self.num_silos
+
+    def cached(self, name: Hashable, make: Callable[[], Cached]) -> Cached:
+        """Return the object of this name, made at its first use."""
+        if name not in self._cached:
+            self._cached[name] = make()
+        return self._cached[name]
+
+    def new_run(self) -> bytes:
+        """Return the id of a new run."""
+        self._num_runs += 1
+        return self._session + self._num_runs.to_bytes(4, "little")
+
+    def describe(self, method: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Return an id for a method, and each silo's facts for it, as JSON.
+
+        ``method`` is what silos need to build the same: ``{"model": "model"}`` alone, or with a
+        method's name and settings.
+        """
+        settings = json.dumps({**method, "double": is_double()}, sort_keys=True)
+
+        def make() -> tuple[str, list[str]]:
+            id_ = f"{self._session.hex()}-{len(self._cached)}"
+            question = Question(DESCRIBE, settings, method=id_)
+            answers = self.ask(
+                range(self.num_silos), [write({}, question.head())] * self.num_silos, DESCRIBE
+            )
+            return id_, [_text("facts", answer, j) for j, answer in enumerate(answers)]
+
+        return self.cached(("facts", settings), make)
+
+    def accept(self, method: str, plan: str) -> None:
+        """Send the agreed plan of a method to all silos, each with its number."""
+        settings = [json.dumps({"plan": plan, "number": j}) for j in range(self.num_silos)]
+        messages = [write({}, Question(ACCEPT, s, method=method).head()) for s in settings]
+        self.ask(range(self.num_silos), messages, ACCEPT)
+
+    def ask(self, who: Sequence[int], messages: Sequence[bytes], exchange: str) -> list[bytes]:
+        """Return the reply of each silo of ``who`` to its message; all are asked at once."""
+        pairs = dict(zip(who, messages, strict=True))
+        known = {} if self._journal is None else self._journal.known(pairs)
+        deadline = time.monotonic() + self.patience
+        asked = [(j, message, deadline) for j, message in pairs.items() if j not in known]
+        away: dict[int, str] = {}
+        replies = dict(known)
+        # One after the other in this thread, whose settings of JAX a silo in it may need.
+        run = map if self._pool is None else self._pool.map
+        found = run(lambda one: self._one(*one), asked)
+        for (j, *_), reply in zip(asked, found, strict=True):
+            if isinstance(reply, bytes):
+                replies[j] = reply
+            else:
+                away[j] = f"{reply}" or type(reply).__name__
+        if self._journal is not None:
+            # Also where some are away: what has come is not asked for again.
+            self._journal.add({j: (m, replies[j]) for j, m, _ in asked if j in replies})
+        if away:
+            raise SiloAwayError(away, exchange, self.patience)
+        for j in who:
+            _raise_refusal(replies[j], j, exchange)
+        return [replies[j] for j in who]
+
+    def _one(self, silo: int, message: bytes, deadline: float) -> bytes | OSError:
+        """Return a silo's reply, asked for again until the deadline, or the last error."""
+        wait = FIRST_WAIT
+        while True:
+            try:
+                return self._engine.send(silo, message, max(deadline - time.monotonic(), 0.001))
+            except OSError as error:
+                if time.monotonic() + wait >= deadline:
+                    return error
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT)
+
+
+def _text(name: str, answer: bytes, silo: int) -> str:
+    """Return a text in the head of a silo's reply."""
+    head, _ = read(answer)
+    if name not in head:
+        raise DataError(f"the reply of silo {silo} lacks its {name}. Is it of another version?")
+    return head[name]
+
+
+def _raise_refusal(answer: bytes, silo: int, exchange: str) -> None:
+    """Raise the error with which a silo has answered, if it has."""
+    try:
+        head, _ = read(answer)
+    except DataError as error:
+        raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange) from error
+    if (name := head.get("error")) is not None:
+        kind = CROSSING.get(name, ModelError)
+        words = head.get("words", "no reason was given")[:2_000]
+        raise kind(f"silo {silo} refuses '{exchange}': {words}")

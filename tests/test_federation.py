@@ -1,0 +1,333 @@
+"""Silos in the place of their data: the same numbers, whatever happens to the messages."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from problems import cut
+
+import numpyro_fed as nf
+from numpyro_fed.errors import ModelError, SavedStateError, SiloAwayError
+from numpyro_fed.network import InMemory
+from numpyro_fed.runtime.messages import Question, read, write
+
+KEY = jax.random.key(0)
+QUIET = {"progress_bar": False}
+SIZES = (16, 16, 12)  # two alike: their programs are compiled once for a cache on the disk
+FREE = nf.Policy(min_rows=1, parameters_per_row=10.0)
+
+
+def model(x, y=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 2).expand([2]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with nf.silo_plate("row", len(x)):
+        b = numpyro.sample("b", dist.Normal(0, tau))
+        numpyro.sample("y", dist.Poisson(jnp.exp(x @ beta + b)), obs=y)
+
+
+def plain(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(5))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu, sigma), obs=y)
+
+
+def rows():
+    r = np.random.default_rng(0)
+    n = sum(SIZES)
+    x = np.stack([np.ones(n), r.normal(size=n)], 1)
+    y = r.poisson(np.exp(x @ [0.5, 0.3] + 0.5 * r.normal(size=n)))
+    return cut({"x": x, "y": y}, SIZES)
+
+
+def numbers():
+    return cut({"y": np.random.default_rng(1).normal(3, 2, sum(SIZES))}, SIZES)
+
+
+named = nf.SFVI(plain, start=None, num_particles=3)
+NAMES = {"model": model, "plain": plain, "named": named}
+
+
+def silos_of(data, folder=None, **options):
+    options = {"policy": FREE, "names": NAMES} | options
+    states = [None if folder is None else folder / f"silo-{j}" for j in range(len(data))]
+    return [nf.Silo(d, state=s, **options) for d, s in zip(data, states, strict=True)]
+
+
+def federation_of(silos, **options):
+    return nf.Federation(InMemory([silo.answer for silo in silos]), names=NAMES, **options)
+
+
+METHODS = {
+    "sfvi": (nf.SFVI(plain), 12),
+    "averaged": (nf.SFVIAvg(plain, local_steps=5), 3),
+    "sequential": (nf.PVI(plain, schedule="sequential"), 2),
+    "synchronous": (nf.PVI(plain), 3),
+    "named": (named, 5),
+}
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "named"]
+
+
+@pytest.mark.parametrize("name", ["named", *SLOW])
+def test_a_federation_gives_the_numbers_of_a_list(name, double):
+    (method, rounds), data = METHODS[name], numbers()
+    there = federation_of(silos_of(data))
+    found = method.run(KEY, rounds, there, **QUIET)
+    expected = method.run(KEY, rounds, data, **QUIET)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-10)
+    # A run goes on from its state, and a second time from the same one.
+    ends = [method.run(KEY, 2, there, init_state=found.state, **QUIET) for _ in range(2)]
+    after = method.run(KEY, 2, data, init_state=expected.state, **QUIET)
+    for end in ends:
+        np.testing.assert_allclose(end.losses, after.losses, rtol=1e-10)
+    evidence = [nf.importance_correct(KEY, r, 500).log_evidence for r in (found, expected)]
+    np.testing.assert_allclose(*evidence, rtol=1e-10)
+
+
+@pytest.mark.slow
+def test_fit_gives_the_numbers_of_a_list():
+    fitted = [nf.fit(KEY, model, s, **QUIET) for s in (federation_of(silos_of(rows())), rows())]
+    a, b = (f.sample_posterior(KEY, 200) for f in fitted)
+    for site in a:
+        np.testing.assert_allclose(a[site], b[site], rtol=1e-10)
+    assert [s.words for s in fitted[0].stages] == [s.words for s in fitted[1].stages]
+    assert fitted[0].trusted
+
+
+@pytest.mark.slow
+def test_particles_move_over_a_federation(double):
+    data = numbers()
+    found = []
+    for silos in (federation_of(silos_of(data)), data):
+        fit = nf.PVI(plain).run(KEY, 0, silos, **QUIET)
+        found.append(nf.Tempered(num_particles=100).run(KEY, 30, fit, **QUIET))
+    np.testing.assert_allclose(found[0].z_G, found[1].z_G, rtol=1e-9)
+
+
+def columns_of(xs):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([xs.shape[-1]]).to_event(1))
+    return xs @ beta
+
+
+def vertical(xs, y=None):
+    eta = nf.client_sum("client", columns_of, xs)
+    with numpyro.plate("row", eta.shape[0]):
+        numpyro.sample("y", dist.Normal(eta, 1), obs=y)
+
+
+@pytest.mark.slow
+def test_columns_of_a_federation_are_those_of_a_list(double):
+    r = np.random.default_rng(2)
+    xs, y = [r.normal(size=(12, p)) for p in (2, 1)], r.normal(size=12)
+    there = federation_of(silos_of(xs, names={"vertical": vertical}))
+    method = nf.VFL(vertical)
+    found, expected = (method.run(KEY, 4, x, y, **QUIET) for x in (there, xs))
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-10)
+
+
+# --- messages that are lost, doubled, late, of another run -----------------------------------
+
+
+class Storm:
+    """An engine that loses, doubles, delays and cuts messages, and restarts silos, by a seed."""
+
+    def __init__(self, seed, make_silos):
+        self.random, self.make = np.random.default_rng(seed), make_silos
+        self.silos, self.seen = make_silos(), []
+        self.num_silos, self.faults = len(self.silos), 0
+
+    def send(self, silo, message, timeout):
+        fault = self.random.choice(
+            ["", "lost", "reply lost", "doubled", "late", "cut", "restart"],
+            p=[0.7, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05],
+        )
+        self.faults += fault != ""
+        if fault == "lost":
+            raise TimeoutError
+        if fault == "cut":
+            assert "error" in read(self.silos[silo].answer(message[: len(message) // 2])).head
+            raise ConnectionResetError
+        if fault == "restart":
+            self.silos[silo] = self.make()[silo]
+        if fault == "late" and self.seen:
+            j, earlier = self.seen[self.random.integers(len(self.seen))]
+            self.silos[j].answer(earlier)
+        reply = self.silos[silo].answer(message)
+        self.seen.append((silo, message))
+        if fault == "doubled":
+            assert self.silos[silo].answer(message) == reply
+        if fault == "reply lost":
+            raise ConnectionResetError
+        return reply
+
+
+@pytest.mark.parametrize("name", ["named", *SLOW])
+def test_a_storm_changes_no_bit(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("numpyro_fed.runtime.federation.FIRST_WAIT", 1e-4)
+    (method, rounds), data = METHODS[name], numbers()
+    calm = method.run(KEY, rounds, federation_of(silos_of(data)), **QUIET)
+    faults = 0
+    for seed in range(3):
+        engine = Storm(seed, lambda seed=seed: silos_of(data, tmp_path / str(seed)))
+        there = nf.Federation(engine, names=NAMES, at_once=1)
+        found = method.run(KEY, rounds, there, **QUIET)
+        np.testing.assert_array_equal(found.losses, calm.losses)
+        jax.tree.map(np.testing.assert_array_equal, found.params, calm.params)
+        faults += engine.faults
+    assert faults > 5
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_in_a_new_process(tmp_path):
+    """Killed at any message: the same script with the same folder gives the same bits."""
+    data = numbers()
+    silos = silos_of(data, tmp_path / "silos")
+
+    class Dies(InMemory):
+        left = 0
+
+        def send(self, silo, message, timeout):
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("killed")
+            return super().send(silo, message, timeout)
+
+    def script(left):
+        """Run until so many messages were sent; return how many more might have been."""
+        engine = Dies([silo.answer for silo in silos])
+        engine.left = left
+        there = nf.Federation(engine, names=NAMES, state=tmp_path / "server", at_once=1)
+        run = nf.PVI(plain).run(KEY, 2, there, **QUIET)
+        return engine.left, nf.importance_correct(KEY, run, 100).weights
+
+    killed, left = 0, -1
+    while left < 0:
+        try:
+            left, weights = script(7)
+        except RuntimeError:
+            killed += 1
+    calm = nf.PVI(plain).run(KEY, 2, federation_of(silos_of(data)), **QUIET)
+    np.testing.assert_array_equal(weights, nf.importance_correct(KEY, calm, 100).weights)
+    assert killed > 1
+    with pytest.raises(SavedStateError, match="asks silo 0 something else"):
+        nf.SFVI(plain).run(
+            KEY, 1, federation_of(silos, state=tmp_path / "server", at_once=1), **QUIET
+        )
+
+
+def test_who_is_away_is_named():
+    silos = silos_of(numbers())
+
+    class Away(InMemory):
+        def send(self, silo, message, timeout):
+            if silo == 1:
+                raise ConnectionRefusedError("nobody listens")
+            return super().send(silo, message, timeout)
+
+    there = nf.Federation(Away([s.answer for s in silos]), names=NAMES, patience=0.2)
+    with pytest.raises(SiloAwayError, match=r"'describe' within 0.2 s from silo 1 \(nobody") as e:
+        nf.PVI(plain).run(KEY, 1, there, **QUIET)
+    assert e.value.silos == (1,)
+
+
+# --- what a silo refuses ---------------------------------------------------------------------
+
+
+def asked(silos, method=None):
+    """The refusal of a run over these silos."""
+    with pytest.raises(ModelError) as caught:
+        (method or nf.PVI(plain)).run(KEY, 1, federation_of(silos), **QUIET)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ({"methods": ("SFVI",)}, "silo 0 .*'PVI' is not among the methods"),
+        ({"exchanges": ("visit",)}, "is not among the exchanges"),
+        ({"min_silos": 4}, "3 silos, where .* at least 4"),
+        ({"min_rows": 15}, "silo 2 .*fewer rows"),
+        ({"parameters_per_row": 0.15}, "silo 2 .*2 globals and shared parameters"),
+        ({"max_places": 1}, "allows . more places"),
+    ],
+)
+def test_a_policy_is_kept(policy, words):
+    assert re.search(words, asked(silos_of(numbers(), policy=nf.Policy(**policy))))
+
+
+@pytest.mark.slow
+def test_a_budget_outlives_the_process(tmp_path):
+    policy = nf.Policy(max_draws=6_000, audit=str(tmp_path / "log"))
+    data = numbers()
+    run = nf.PVI(plain).run(KEY, 0, federation_of(silos_of(data, tmp_path, policy=policy)), **QUIET)
+    nf.importance_correct(KEY, run, 4_000)
+    again = federation_of(silos_of(data, tmp_path, policy=policy))
+    run = nf.PVI(plain).run(KEY, 0, again, **QUIET)
+    with pytest.raises(ModelError, match="allows 2000 more draws"):
+        nf.importance_correct(KEY, run, 4_000)
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert lines[-1]["refused"]
+    assert lines[-1]["left"]["draws"] == 2_000
+    assert {"time", "exchange", "run", "told", "message", "reply"} <= set(lines[0])
+
+
+def test_a_policy_is_read_from_toml(tmp_path):
+    file = tmp_path / "policy.toml"
+    file.write_text('methods = ["PVI"]\nmin_rows = 50\n')
+    assert nf.Policy.from_toml(file) == nf.Policy(methods=("PVI",), min_rows=50)
+    file.write_text("min_row = 50\n")
+    with pytest.raises(ValueError, match="unknown key 'min_row'"):
+        nf.Policy.from_toml(file)
+
+
+def test_a_silo_knows_its_own_texts_alone():
+    def other(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 11))
+        with nf.silo_plate("row", len(y)):
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+
+    assert "knows no model 'other'" in asked(silos_of(numbers()), nf.PVI(other))
+    assert "text of 'plain' differs" in asked(silos_of(numbers(), names={"plain": other}))
+
+
+def test_settings_that_no_message_holds_need_a_name():
+    method = nf.SFVI(plain, optim=optax.adam(0.1))
+    with pytest.raises(nf.DataError, match="optim= cannot be sent"):
+        method.run(KEY, 1, federation_of(silos_of(numbers())), **QUIET)
+
+
+def test_what_is_no_message_is_refused_in_words():
+    """Random bytes, cut and changed messages, and plans of strangers: a reply with a reason."""
+    silo = silos_of(numbers())[0]
+    messages = []
+
+    class Listening(InMemory):
+        def send(self, j, message, timeout):
+            messages.append(message)
+            return super().send(j, message, timeout)
+
+    there = nf.Federation(Listening([s.answer for s in silos_of(numbers())]), names=NAMES)
+    nf.SFVI(plain).run(KEY, 1, there, **QUIET)
+    r = np.random.default_rng(0)
+    for i in range(300):
+        good = bytearray(messages[r.integers(len(messages))])
+        kind = i % 3
+        if kind == 0:
+            bad = r.bytes(r.integers(0, 300))
+        elif kind == 1:
+            bad = bytes(good[: r.integers(len(good))])
+        else:
+            for _ in range(3):
+                good[r.integers(len(good))] = r.integers(256)
+            bad = bytes(good)
+        assert isinstance(read(silo.answer(bad)).head, dict)
+    begin = Question("begin", "", "00" * 16, 0, 0, "nobody")
+    assert "has not described" in read(silo.answer(write({}, begin.head()))).head["words"]
