@@ -25,10 +25,10 @@ from numpyro_fed.errors import (
 )
 from numpyro_fed.methods import schedules
 from numpyro_fed.methods.cost import Cost
+from numpyro_fed.methods.find_mode import find_mode
 from numpyro_fed.methods.fit import fit
 from numpyro_fed.methods.fitted import Fitted
 from numpyro_fed.methods.load import Saved, load
-from numpyro_fed.methods.mode import find_mode
 from numpyro_fed.methods.node import ServerNode
 from numpyro_fed.methods.pvi import PVI
 from numpyro_fed.methods.pvi_family import (

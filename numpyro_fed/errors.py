@@ -132,9 +132,17 @@ class SiloAwayError(ConnectionError):
     ----------
     silos : tuple of int
     exchange : str
+    replies : dict of int to bytes
+        What the others have answered.
     """
 
-    def __init__(self, away: Mapping[int, str], exchange: str, patience: float):
+    def __init__(
+        self,
+        away: Mapping[int, str],
+        exchange: str,
+        patience: float,
+        replies: Mapping[int, bytes],
+    ):
         who = ", ".join(f"{silo} ({why})" for silo, why in sorted(away.items()))
         super().__init__(
             f"no reply to the exchange '{exchange}' within {patience:g} s from silo {who}. The run "
@@ -142,6 +150,7 @@ class SiloAwayError(ConnectionError):
             "the replies so far once the silo is back."
         )
         self.silos, self.exchange = tuple(sorted(away)), exchange
+        self.replies = dict(replies)
 
 
 def positive_number(name: str, value: object) -> None:

@@ -238,6 +238,78 @@ def test_who_is_away_is_named():
     assert e.value.silos == (1,)
 
 
+class Leaves(InMemory):
+    """An engine whose silo 1 is away for some of its messages of a kind."""
+
+    def __init__(self, silos, kind, away):
+        super().__init__([silo.answer for silo in silos])
+        self.kind, self.away, self.asked = kind, away, {}
+
+    def send(self, silo, message, timeout):
+        question = Question.of(read(message).head)
+        if silo == 1 and question.exchange == self.kind:
+            number = self.asked.setdefault(message, len(self.asked))
+            if number in self.away:
+                raise ConnectionRefusedError
+        return super().send(silo, message, timeout)
+
+
+def normal(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu, 2), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ended"),
+    [
+        ("sequential", [[0], [5], [0]]),
+        pytest.param("synchronous", [[0, 5, 0]], marks=pytest.mark.slow),
+    ],
+)
+def test_the_factor_of_a_silo_that_is_away_stays(schedule, ended, double, tmp_path):
+    data = numbers()
+    method = nf.PVI(normal, start=None, schedule=schedule, damping=1.0)
+
+    def run(away, rounds):
+        silos = silos_of(data, names={"normal": normal})
+        there = nf.Federation(
+            Leaves(silos, "pvi", away),
+            names={"normal": normal},
+            patience=0.05,
+            state=tmp_path / f"{away}{rounds}",
+        )
+        return method.run(KEY, rounds, there, **QUIET)
+
+    everyone = method.run(KEY, 3, data, **QUIET).natural_parameters()
+    late = run({0}, 3)
+    jax.tree.map(np.testing.assert_allclose, late.natural_parameters(), everyone)
+    assert "no reply in the last round at silo 1" in " ".join(run({1}, 2).doubts)
+    # It is one of the replies that the same script is given again.
+    again = run({1}, 2)
+    assert again.status[1].tolist() == ended
+
+
+def test_steps_without_a_silo_are_scaled_up(double):
+    """Three silos that hold the same rows: two of them, scaled up, are as good as all."""
+    data = [numbers()[0]] * 3
+    method = nf.SFVI(plain, start=None, optim=optax.sgd(1e-3))
+    names = {"plain": plain, "method": method}
+    there = nf.Federation(
+        Leaves(silos_of(data, names=names), "sfvi", {1, 2}),
+        names=names,
+        patience=0.05,
+        missing="reweight",
+    )
+    found, expected = (method.run(KEY, 4, silos, **QUIET) for silos in (there, data))
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-12)
+    waits = nf.Federation(
+        Leaves(silos_of(data, names=names), "sfvi", {1}), names=names, patience=0.05
+    )
+    with pytest.raises(SiloAwayError, match="silo 1"):
+        method.run(KEY, 4, waits, **QUIET)
+
+
 # --- what a silo refuses ---------------------------------------------------------------------
 
 

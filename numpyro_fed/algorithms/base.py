@@ -446,6 +446,12 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     carry : WarmStart, optional
     server_like : pytree
         Shapes of the server's data, in a vertical model.
+    without : {"wait", "exact", "scaled"}
+        What a round does without silos that do not answer: it waits for them; it is run with the
+        others and is as exact as with all; or it scales up the sum over the others, which is right
+        on average over the silos that are missing.
+    away : pytree, optional
+        The watched numbers of a silo that did not answer.
     """
 
     init_server: Callable[[Array], Server]
@@ -460,6 +466,8 @@ class FederatedAlgorithm(NamedTuple, Generic[Server, Silo]):
     opening: tuple[Round, ...] = ()
     carry: WarmStart | None = None
     server_like: Any = None
+    without: str = "wait"
+    away: Any = ()
 
 
 def ascend(

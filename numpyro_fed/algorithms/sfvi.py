@@ -129,6 +129,7 @@ class StructuredVI(ByGradients[ServerState, SiloState]):
             done=lambda state: convergence.settled(state.course),
             opening=standardising(self.guide),
             carry=WarmStart(self.server_from, self.carried_silo),
+            without="scaled",
         )
 
     @cached_property

@@ -34,7 +34,8 @@ def fit_over(method: Agrees, federation: Federation) -> tuple[Fit, Silos]:
         plan = method.agree(facts)
         built = method.build(plan)
         federation.accept(name, plan.to_json())
-        channel = Channel(federation, plan.num_silos, [rows_of(f) for f in facts], name)
+        weights = [rows_of(f) for f in facts]
+        channel = Channel(federation, plan.num_silos, weights, name, federation.missing)
         reach = partial(remote, plan=plan, channel=channel)
         fit = Fit(
             plan=plan,

@@ -1,4 +1,4 @@
-"""The search for the mode of the posterior over silos: ``find_mode``, and the start of runs.
+"""The search for the mode of the posterior over silos, and the start of runs at it.
 
 The search itself is an algorithm like others (:mod:`numpyro_fed.algorithms.mode`, and ``mode_wide``
 for many globals). Here it is driven, its result is judged, and a run is begun from it:
@@ -13,7 +13,7 @@ for many globals). Here it is driven, its result is judged, and a run is begun f
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,10 +39,7 @@ from numpyro_fed.errors import (
     ModelError,
     ModelWarning,
     NonFiniteError,
-    positive_int,
 )
-from numpyro_fed.model import data as silo_data
-from numpyro_fed.model.layout import lay_out
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.model.row_checks import RowChecks, coupled_rows
@@ -51,8 +48,7 @@ from numpyro_fed.results.built import StartRounds
 from numpyro_fed.results.mode import LocalMode, Mode, distance
 from numpyro_fed.results.rows import Fit
 from numpyro_fed.runtime.progress import Progress
-from numpyro_fed.runtime.simulation import simulation
-from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, init_schedule, on_device
+from numpyro_fed.runtime.stack import Batches, Runtime, Single, State, init_schedule
 from numpyro_fed.runtime.supervise import drive, failed_silos
 from numpyro_fed.trees import drop_weak_types
 
@@ -94,85 +90,34 @@ class NoStartError(Exception):
         return f"{self}: the run starts at zero in unconstrained space, as start=None does."
 
 
-def find_mode(
+def search_for(
     key: Array,
-    model: Callable[..., Any],
-    silos: Sequence[Mapping[str, Any]],
+    fm: FederatedModel,
+    algorithm: FederatedAlgorithm[Any, Any],
+    runtime: Runtime,
+    batches: Batches,
     *,
-    starts: int = 1,
-    max_exchanges: int = 200,
-    progress_bar: bool = False,
+    starts: int,
+    max_exchanges: int,
+    progress_bar: bool,
 ) -> Mode:
-    r"""Find the mode of the globals' posterior density, each silo's own latents integrated out.
-
-    The method is a damped Newton method: each silo sends its log likelihood with gradient and
-    Hessian, its latents integrated by Laplace's method, and the server adds them up. Nothing has to
-    be scaled. Above 300 shared parameters and globals silos send gradients, and the server takes
-    steps of L-BFGS in coordinates that the Hessian's diagonal scales, which takes hundreds of
-    exchanges.
-
-    Parameters
-    ----------
-    key : jax.Array
-        The key of the places where further starts begin.
-    model, silos
-        As for :class:`numpyro_fed.SFVI`.
-    starts : int
-        Searches side by side, in one program: the first from zero in unconstrained space, the
-        others from draws of the prior, or standard normals where it cannot be drawn from.
-    max_exchanges : int
-        Exchanges, at most.
-    progress_bar : bool
-
-    Returns
-    -------
-    Mode
+    """Return the mode that a search finds, once its curvature has been checked.
 
     Raises
     ------
-    ModelError
-        For a model with parameters inside silo plates, or without anything that silos share.
     NonFiniteError
         If no place was found at which density, gradient and Hessian are finite.
-
-    Examples
-    --------
-    >>> import jax, numpy as np, numpyro, numpyro.distributions as dist, numpyro_fed as nf
-    >>> def model(y):
-    ...     mu = numpyro.sample("mu", dist.Normal(0, 1000))
-    ...     with nf.silo_plate("row", y.shape[0]):
-    ...         numpyro.sample("y", dist.Normal(mu, 5), obs=y)
-    >>> silos = [dict(y=np.array([990.0, 1000.0])), dict(y=np.array([1010.0, 1020.0]))]
-    >>> found = nf.find_mode(jax.random.key(0), model, silos)
-    >>> round(float(found.sites["mu"])), found.converged
-    (1005, True)
     """
-    positive_int("starts", starts)
-    positive_int("max_exchanges", max_exchanges)
-    layout, buckets = lay_out(model, silo_data.read(silos, model))
-    fm, batches = layout.model, on_device(buckets)
-    _check_searchable(fm)
-    if (coupled := coupling_reason(fm, layout.checks, buckets)) is not None:
-        raise ModelError(f"{coupled}. Put what rows share outside of the silo_plate.")
-    wide = flat_size(fm) > SEARCHED_UP_TO
-    effects = effects_of(fm)
-    if wide and len(effects):
-        raise ModelError(
-            f"{MANY_EFFECTS}. Put the effects into a silo_plate, where they are local."
-        )
-    if wide:
-        algorithm = wide_mode(fm, starts)
-    else:
-        algorithm = _from_own_modes(mode(fm, starts, effects=effects), fm, len(silos), effects)
-    runtime = simulation(algorithm)
     state = after_opening(algorithm, runtime.single, key, runtime.init(key, batches), batches)
     run = drive(runtime, key, state, batches, max_exchanges, progress_bar, stop=True, search=True)
+    if run.refused is not None:
+        raise run.refused
     search, exchanges = jax.tree.map(np.asarray, run.state.server), int(run.state.round)
     exchanges += len(algorithm.opening)
     if not search.known.any():
         raise _not_found_error(exchanges, starts, run.unusable)
-    shape = None
-    if not wide:
+    shape, effects = None, effects_of(fm)
+    if flat_size(fm) <= SEARCHED_UP_TO:
         check = runtime.single(curvature_check(fm, effects))
         shape, *_ = check(key, run.state.server, run.state.silos, batches)
         shape, exchanges = jax.tree.map(np.asarray, shape), exchanges + 1
@@ -338,7 +283,7 @@ def _not_found_error(exchanges: int, starts: int, silos: tuple[int, ...]) -> Non
     )
 
 
-def _check_searchable(fm: FederatedModel) -> None:
+def check_searchable(fm: FederatedModel) -> None:
     """Raise an error for private parameters, and for a model with nothing to search over."""
     if private := [s.name for s in fm.sites if s.kind == "param" and s.plate is not None]:
         raise ModelError(
@@ -490,11 +435,11 @@ def start_rounds(
         return StartRounds(search, None, begin, effects_of(fm))
     effects = effects_of(fm)
     search = mode(fm, starts, init_loc_fn, effects=effects, max_places=MAX_PLACES[kind])
-    search = _from_own_modes(search, fm, num_silos, effects)
+    search = from_own_modes(search, fm, num_silos, effects)
     return StartRounds(search, curvature_check(fm, effects), begin, effects)
 
 
-def _from_own_modes(
+def from_own_modes(
     search: FederatedAlgorithm[Any, Any], fm: FederatedModel, num_silos: int, effects: np.ndarray
 ) -> FederatedAlgorithm[Any, Any]:
     """Return the search with an opening round in which silos climb to modes of their own.

@@ -321,6 +321,7 @@ MAX_ROUNDING = 0.1
 MAX_REMAINING = 0.2
 
 _LAST = {
+    Status.AWAY: "no reply in the last round",
     Status.NOT_CONVERGED: "the last visit had not converged",
     Status.NON_FINITE: "the last reply was not finite and counted for nothing",
     Status.IMPROPER: "the last proposal was improper and counted for nothing",

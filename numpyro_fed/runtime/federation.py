@@ -75,6 +75,11 @@ class Federation:
         ``__name__``. ``numpyro-fed run`` passes the variables of the study's file.
     patience : float
         Seconds to wait for a silo in each exchange.
+    missing : {"wait", "reweight"}
+        What rounds of SFVI do without silos that are away once ``patience`` is over: the run ends
+        with an error, from which the same script goes on; or the sum over the others is scaled up.
+        Rounds of PVI go on in any case, since the factor of a silo that is away stays as it is.
+        Searches and corrections need all silos.
     state : str or Path, optional
         A folder in which all replies are kept. The same script with the same folder goes on where
         it has ended, in a new process too: it is given the replies so far, and asks silos only for
@@ -113,11 +118,15 @@ class Federation:
         *,
         names: Mapping[str, Any] | None = None,
         patience: float = 600.0,
+        missing: str = "wait",
         state: str | Path | None = None,
         at_once: int = MAX_AT_ONCE,
     ):
         positive_int("at_once", at_once)
         positive_number("patience", patience)
+        if missing not in ("wait", "reweight"):
+            raise ValueError(f"missing={missing!r}: expected 'wait' or 'reweight'.")
+        self.missing = missing
         self._engine, self.names, self.patience = engine, dict(names or {}), patience
         self.num_silos = engine.num_silos
         self._journal = None if state is None else Journal(Path(state), self.num_silos)
@@ -172,7 +181,8 @@ class Federation:
         deadline = time.monotonic() + self.patience
         asked = [(j, message, deadline) for j, message in pairs.items() if j not in known]
         away: dict[int, str] = {}
-        replies = dict(known)
+        replies = {j: reply for j, reply in known.items() if reply}
+        away |= {j: "away then, too" for j, reply in known.items() if not reply}
         # One after the other in this thread, whose settings of JAX a silo in it may need.
         run = map if self._pool is None else self._pool.map
         found = run(lambda one: self._one(*one), asked)
@@ -183,9 +193,9 @@ class Federation:
                 away[j] = f"{reply}" or type(reply).__name__
         if self._journal is not None:
             # Also where some are away: what has come is not asked for again.
-            self._journal.add({j: (m, replies[j]) for j, m, _ in asked if j in replies})
+            self._journal.add({j: (m, replies.get(j, b"")) for j, m, _ in asked})
         if away:
-            raise SiloAwayError(away, exchange, self.patience)
+            raise SiloAwayError(away, exchange, self.patience, replies)
         for j in who:
             _raise_refusal(replies[j], j, exchange)
         return [replies[j] for j in who]

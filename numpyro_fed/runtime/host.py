@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import (
     Down,
@@ -28,6 +29,7 @@ from numpyro_fed.algorithms.base import (
     Up,
     as_drafted,
 )
+from numpyro_fed.errors import SiloAwayError
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.combine import combine, for_participants
 from numpyro_fed.runtime.noise import exchange_key, init_keys, server_key, silo_key
@@ -35,6 +37,7 @@ from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     Advance,
     Batches,
+    FewerError,
     Log,
     RunStatus,
     Runtime,
@@ -83,8 +86,12 @@ def round_loop(
     num_silos: Callable[[Batches], int],
     transport_of: Callable[[Batches], Transport[Array, Stacks]],
     done: Callable[[Server], Array] | None = None,
+    away: object = (),
 ) -> Advance:
-    """Return a Python loop over rounds and their steps, with any transport to the silos."""
+    """Return a Python loop over rounds and their steps, with any transport to the silos.
+
+    ``away`` is logged in the place of the watched numbers of a silo that did not answer.
+    """
     who_when = jax.jit(partial(visits, schedule)) if schedule else None
 
     def one_round(
@@ -94,16 +101,22 @@ def round_loop(
         plan, change = (np.arange(size)[None], ()), None
         if who_when is not None:
             plan, change = who_when(key, state.round, state.schedule), state.schedule[1]
-        loss, ok, good, rows = 0.0, True, np.ones(size, bool), []
+        loss, ok, good = 0.0, True, np.ones(size, bool)
+        rows: list[Any] = []
         server, silos, transport = state.server, state.silos, transport_of(batches)
         for s, who in enumerate(np.asarray(plan[0])):
             # Numbered as in the compiled loop, so that both draw the same noise.
             noise = _noise(round_, key, state.round * len(plan[0]) + s)
-            server, silos, info, good[who], watched = step(
-                round_, transport, noise, server, silos, jnp.asarray(who, jnp.int32), server_data
+            present, after = _with_those_who_answer(
+                partial(step, round_, transport, noise, server, silos), who, server_data
             )
-            if change is not None and len(who) == 1:
-                change = change.at[who[0]].set(info.change)
+            if after is None:
+                rows.append(None)
+                continue
+            server, silos, info, good[present], watched = after
+            if change is not None and len(present) == 1:
+                change = change.at[present[0]].set(info.change)
+            watched = _with_missing(watched, away, who, present)
             rows.append(jax.tree.map(np.asarray, (info.report, who, watched)))
             loss, ok = loss + float(info.loss), bool(info.ok)
             # The driver drops a round that is not ok, and its row of the log with it. The row is
@@ -111,6 +124,7 @@ def round_loop(
             if not ok:
                 rows += rows[-1:] * (len(plan[0]) - len(rows))
                 break
+        rows = _filled(rows, plan[0], away)
         carry = () if change is None else (plan[1], change)
         return (
             State(state.round + 1, server, silos, carry),
@@ -138,6 +152,50 @@ def round_loop(
         return state, Log(np.array(losses), reports, visited if schedule else (), watched), status
 
     return advance
+
+
+def _with_those_who_answer(
+    take_step: Callable[..., Any], who: np.ndarray, server_data: ServerData
+) -> tuple[np.ndarray, Any]:
+    """Return who has answered in a step, and the step's result; None if nobody has."""
+    while len(who):
+        try:
+            return who, take_step(jnp.asarray(who, jnp.int32), server_data)
+        except FewerError as error:
+            if len(error.present) == len(who):
+                raise
+            who = np.asarray(error.present, int)
+    return who, None
+
+
+def _filled(rows: list[Any], plan: ArrayLike, away: object) -> list[Any]:
+    """Return the rows of a round's log, with one for each step in which nobody has answered."""
+    known = next((row for row in rows if row is not None), None)
+    if known is None:
+        raise SiloAwayError(
+            dict.fromkeys(np.ravel(plan).tolist(), "nobody answers"), "of a round", 0.0, {}
+        )
+    report, _, watched = known
+    nobody = jax.tree.map(lambda a, none: np.full_like(a, none), watched, away)
+    visited = np.asarray(plan)
+    return [
+        (report, who, nobody) if row is None else row
+        for row, who in zip(rows, visited, strict=True)
+    ]
+
+
+def _with_missing(watched: Any, away: object, who: np.ndarray, present: np.ndarray) -> Any:
+    """Return the watched numbers of silos ``who``, of whom those ``present`` have answered."""
+    if len(who) == len(present):
+        return watched
+    answered = np.isin(who, present)
+
+    def filled(found: Array, missing: ArrayLike) -> np.ndarray:
+        rows = np.broadcast_to(np.asarray(missing), (len(who), *np.shape(found)[1:])).copy()
+        rows[answered] = np.asarray(found)
+        return rows
+
+    return jax.tree.map(filled, watched, away)
 
 
 def single(round_: Round) -> Single:

@@ -101,14 +101,17 @@ class Journal:
     def add(self, pairs: Mapping[int, tuple[bytes, bytes]]) -> None:
         """Add replies to messages, by silo; they are on the disk before this returns.
 
-        A refusal is written with the next replies: a script that it ends asks once more when it is
-        run again, for the silo may have been mended.
+        An empty reply is that of a silo that was away. It and a refusal are written with the next
+        replies: a script that they end asks once more when it is run again, for the silo may have
+        been mended.
         """
         records, refusals = self._refusals, list[bytes]()
         for silo, (message, reply) in pairs.items():
             digests = hashlib.sha256(message).digest() + hashlib.sha256(reply).digest()
             sizes = silo.to_bytes(4, "little") + len(reply).to_bytes(8, "little")
-            (refusals if is_refusal(reply) else records).append(sizes + digests + reply)
+            (refusals if not reply or is_refusal(reply) else records).append(
+                sizes + digests + reply
+            )
         self._refusals = refusals
         with open(self._file, "ab") as stream:
             stream.writelines(records)

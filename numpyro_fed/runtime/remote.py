@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -28,7 +29,7 @@ from numpyro_fed.algorithms.base import (
     Round,
     Up,
 )
-from numpyro_fed.errors import DataError, ReplyError
+from numpyro_fed.errors import DataError, ReplyError, SiloAwayError
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import stacked
 from numpyro_fed.runtime.combine import combine, for_participants
@@ -40,6 +41,7 @@ from numpyro_fed.runtime.schedule import Carry, Schedule
 from numpyro_fed.runtime.stack import (
     Batch,
     Batches,
+    FewerError,
     Runtime,
     Single,
     Stacks,
@@ -101,8 +103,12 @@ class Channel:
         num_silos: int,
         weights: Sequence[Weights] | None = None,
         method: str = "",
+        missing: str = "wait",
     ):
         self._carrier, self.num_silos, self._method = carrier, num_silos, method
+        self._missing = missing
+        # Replies to an exchange in which others were away, by what was asked.
+        self._answered: dict[str, tuple[int, bytes]] = {}
         self._weights = weights or [Weights(0.0, np.finfo(np.float64).max)] * num_silos
         self._numbers: Counter[str] = Counter()
 
@@ -151,21 +157,34 @@ class Channel:
             For a reply of other shapes or dtypes, or with a weight that is not allowed.
         """
         bits, (name, settings) = jax.random.key_data(key), exchange.id
-        messages, used = [], np.array(mark.used)
+        runs, before = [_id_of(run) for run in np.asarray(mark.run)], np.asarray(mark.used)
+        number = 1 + max(*(self._numbers[runs[j]] for j in who), *(int(before[j]) for j in who))
+        messages: dict[int, bytes] = {}
+        contents: dict[int, str] = {}
         for j, down in zip(who, downs, strict=True):
-            run = _id_of(mark.run[j])
-            number = max(self._numbers[run], int(mark.used[j])) + 1
-            question = Question(name, settings, run, number, int(mark.used[j]), self._method)
-            messages.append(write({"key": bits, **pack("down", down)}, question.head()))
-            used[j] = number
-        for run in {_id_of(mark.run[j]) for j in who}:
-            self._numbers[run] = max(self._numbers[run], *(used[j] for j in who))
-        answers = self._carrier.ask(who, messages, name)
-        replies = [
-            self._checked(j, exchange, answer, expected)
-            for j, answer in zip(who, answers, strict=True)
-        ]
-        return replies, mark._replace(used=used)
+            arrays = {"key": bits, **pack("down", down)}
+            question = Question(name, settings, runs[j], 0, int(before[j]), self._method)
+            contents[j] = sha256(write(arrays, question.head())).hexdigest() + f"/{j}"
+            messages[j] = write(arrays, question._replace(number=number).head())
+            self._numbers[runs[j]] = number
+        answered = {j: self._answered[contents[j]] for j in who if contents[j] in self._answered}
+        asked = [j for j in who if j not in answered]
+        try:
+            found = self._carrier.ask(asked, [messages[j] for j in asked], name)
+        except SiloAwayError as error:
+            replies = error.replies.items()
+            self._answered = {contents[j]: (number, reply) for j, reply in replies}
+            raise
+        self._answered = {}
+        answered |= {j: (number, reply) for j, reply in zip(asked, found, strict=True)}
+        used = before.copy()
+        used[list(who)] = [answered[j][0] for j in who]
+        told = [self._checked(j, exchange, answered[j][1], expected) for j in who]
+        return told, mark._replace(used=used)
+
+    def goes_on(self, without: str) -> bool:
+        """Return whether a round is run without silos that do not answer."""
+        return without == "exact" or (without == "scaled" and self._missing == "reweight")
 
     def _checked(
         self, silo: int, exchange: Exchange[Any, Down, Up], answer: bytes, expected: Reply[Up]
@@ -238,7 +257,7 @@ def remote(
 
     # One round a call: a chunk that is run again after a failure would ask silos again.
     main = silos.prepared(algorithm.round)
-    advance = round_loop(main, schedule, num_silos, transport_of, algorithm.done)
+    advance = round_loop(main, schedule, num_silos, transport_of, algorithm.done, algorithm.away)
     return Runtime(init, advance, single, chunk=1, like=like, go_on=go_on)
 
 
@@ -288,7 +307,15 @@ class _Remote:
             drop_weak_types(for_participants(exchange.scatter, down, i))
             for i in range(len(numbers))
         ]
-        answers, mark = self.channel.ask(numbers, exchange, noise, downs, silos[0], expected)
+        try:
+            answers, mark = self.channel.ask(numbers, exchange, noise, downs, silos[0], expected)
+        except SiloAwayError as error:
+            # Later exchanges of a round have begun with all silos.
+            first = asked == self.algorithm.round.exchanges[0].id
+            present = tuple(j for j in numbers if j not in error.silos)
+            if not (first and self.channel.goes_on(self.algorithm.without)):
+                raise
+            raise FewerError(present) from error
         replies, watched = [], []
         for reply in map(check, answers):
             replies.append(jax.tree.map(lambda a: a[None], reply))

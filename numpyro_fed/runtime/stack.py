@@ -121,6 +121,19 @@ class Advance(Protocol):
         """Return the last state, the log of the rounds, and the outcome of the last one."""
 
 
+class FewerError(Exception):
+    """The signal that a step must be run again with fewer silos, since the others do not answer.
+
+    Attributes
+    ----------
+    present : tuple of int
+    """
+
+    def __init__(self, present: tuple[int, ...]):
+        super().__init__(f"only silos {present} answer")
+        self.present = present
+
+
 class Single(Protocol):
     """A function that runs one round with all silos, from any states."""
 

@@ -36,6 +36,7 @@ from numpyro_fed.algorithms.pvi.states import (
     Down,
     ServerState,
     SiloState,
+    Status,
     Up,
 )
 from numpyro_fed.trees import all_finite
@@ -61,6 +62,9 @@ def pvi(server: Server, silo: Silo) -> FederatedAlgorithm[ServerState, SiloState
         watch=lambda state: state.status,
         watch_reply=lambda up: jnp.argmax(up.statuses),
         done=server.done,
+        # A factor that is not renewed stays in the posterior as it is.
+        without="exact",
+        away=jnp.int32(Status.AWAY),
     )
 
 

@@ -34,6 +34,7 @@ class Status(IntEnum):
     NON_FINITE = 2
     IMPROPER = 3
     NOT_CONJUGATE = 4
+    AWAY = 5  # the silo did not answer: its factor stays
 
 
 class Movement(NamedTuple):
