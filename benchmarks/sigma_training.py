@@ -140,7 +140,7 @@ def by_hand() -> Callable[[int], float]:
     def advance(carry: Any, key: jax.Array) -> Any:
         return jax.lax.scan(step, carry, jax.random.split(key, CHUNK))
 
-    first = weights(jax.random.key(1))
+    first = jax.jit(weights)(jax.random.key(1))
     carry: Any = (first, optim.init(first))
     carry, _ = jax.block_until_ready(advance(carry, jax.random.key(2)))
 

@@ -64,6 +64,18 @@ def test_pvi_step(tmp_path):
         assert {"what", "ours_ms", "by_hand_ms", "ratio", "target"} <= set(row)
 
 
+def test_accelerator(tmp_path):
+    report = run_quickly("accelerator.py", tmp_path)
+    assert {"device", "jax", "machine"} <= set(report)
+    assert not report["failed"]
+    *steps, first, second = report["rows"]
+    assert len(steps) == 4  # without SIGMA
+    for row in steps:
+        assert {"what", "unit", "ours", "by_hand", "ratio", "target"} <= set(row)
+    for row in (first, second):
+        assert {"what", "unit", "ours", "trusted"} <= set(row)
+
+
 def test_vertical_step(tmp_path):
     report = run_quickly("vertical_step.py", tmp_path)
     assert (len(report["rounds"]), len(report["rows"])) == (6, 2)
