@@ -11,6 +11,8 @@ module
   columns, each step for the whole stack at once, and
 - any other stack goes to LAPACK matrix by matrix, one after the other.
 
+Accelerators have kernels for whole stacks, and get all of them at once.
+
 :func:`cholesky`, :func:`solve` and :func:`root_of` have derivatives of every order.
 """
 
@@ -41,6 +43,22 @@ def _jit(f: Function, static_argnames: str | None = None) -> Function:
     Without compilation, each call outside of a program would compile the loops in it again.
     """
     return cast(Function, jax.jit(f, inline=True, static_argnames=static_argnames))
+
+
+def _in_turn_on_cpu(f: Function) -> Function:
+    """Return a function of one matrix which, mapped over a stack on a CPU, takes each in turn."""
+    one_by_one = sequential_vmap(f)
+    mapped = custom_vmap(f)
+
+    @mapped.def_vmap
+    def of_stack(size: int, batched: list[bool], *args: Array) -> tuple[Any, Any]:
+        axes = [0 if one else None for one in batched]
+        found = jax.lax.platform_dependent(
+            *args, cpu=jax.vmap(one_by_one, axes), default=jax.vmap(f, axes)
+        )
+        return found, jax.tree.map(lambda _: True, found)
+
+    return cast(Function, mapped)
 
 
 @_jit
@@ -166,7 +184,7 @@ def root_of(M: Array) -> Array:
 
 
 @_jit
-@sequential_vmap
+@_in_turn_on_cpu
 def svd(A: Array) -> tuple[Array, Array, Array]:
     """Return ``U`` (n, r), singular values (r,) and ``V'`` (r, k) of ``A`` (n, k).
 
@@ -176,7 +194,7 @@ def svd(A: Array) -> tuple[Array, Array, Array]:
 
 
 @_jit
-@sequential_vmap
+@_in_turn_on_cpu
 def least_squares(A: Array, b: Array) -> Array:
     """Return the shortest ``x`` that minimises ``|A x - b|``.
 
@@ -185,14 +203,14 @@ def least_squares(A: Array, b: Array) -> Array:
     return jnp.linalg.lstsq(A, b)[0]
 
 
-@sequential_vmap
+@_in_turn_on_cpu
 def _by_qr(M: Array) -> Array:
     # R' is a root with diagonal entries of either sign; a Cholesky factor has positive ones.
     R = jnp.linalg.qr(M.T, mode="r")
     return R.T * jnp.where(jnp.diagonal(R) < 0, -1.0, 1.0)
 
 
-@sequential_vmap
+@_in_turn_on_cpu
 def _eigh(A: Array) -> tuple[Array, Array]:
     values, vectors = jnp.linalg.eigh(A)
     return values, vectors
@@ -253,9 +271,14 @@ def _factor(A: Array) -> Array:
 
 @_factor.def_vmap
 def _factors(size: int, batched: list[bool], A: Array) -> tuple[Array, bool]:
+    on_cpu = _factors_by_columns if A.shape[-1] <= SMALL else partial(_in_turn, _factor)
+    all_at_once = partial(jnp.linalg.cholesky, symmetrize_input=False)
+    return jax.lax.platform_dependent(A, cpu=on_cpu, default=all_at_once), True
+
+
+def _factors_by_columns(A: Array) -> Array:
+    """Return the factors of a stack (n, d, d) of small matrices."""
     d = A.shape[-1]
-    if d > SMALL:
-        return _in_turn(_factor, A), True
     place = jnp.arange(d)
 
     def step(j: Array, A: Array) -> Array:
@@ -272,7 +295,7 @@ def _factors(size: int, batched: list[bool], A: Array) -> tuple[Array, bool]:
     L = jax.lax.fori_loop(0, d, step, A)
     # A negative pivot gives NaN in its own column only; LAPACK's kernel fills the whole matrix.
     positive = (jnp.diagonal(L, axis1=-2, axis2=-1) > 0).all(-1)
-    return jnp.tril(jnp.where(positive[..., None, None], L, jnp.nan)), True
+    return jnp.tril(jnp.where(positive[..., None, None], L, jnp.nan))
 
 
 @custom_vmap
@@ -289,9 +312,14 @@ def _forwards(size: int, batched: list[bool], L: Array, B: Array) -> tuple[Array
         return jnp.moveaxis(X.reshape(d, size, k), 1, 0), True
     if not batched[1]:
         B = jnp.broadcast_to(B, (size, *B.shape))
+    on_cpu = _solve_by_rows if L.shape[-1] <= SMALL else partial(_in_turn, _forward)
+    all_at_once = partial(solve_triangular, lower=True)
+    return jax.lax.platform_dependent(L, B, cpu=on_cpu, default=all_at_once), True
+
+
+def _solve_by_rows(L: Array, B: Array) -> Array:
+    """Return the solutions (n, d, k) for a stack of small lower triangular matrices."""
     d = L.shape[-1]
-    if d > SMALL:
-        return _in_turn(_forward, L, B), True
     place = jnp.arange(d)
 
     def step(j: Array, X: Array) -> Array:
@@ -303,4 +331,4 @@ def _forwards(size: int, batched: list[bool], L: Array, B: Array) -> tuple[Array
         remainder = X - below[..., None] * row[..., None, :]
         return jnp.where((place == j)[:, None], row[..., None, :], remainder)
 
-    return jax.lax.fori_loop(0, d, step, B), True
+    return jax.lax.fori_loop(0, d, step, B)
