@@ -16,6 +16,7 @@ from numpyro_fed.errors import positive_int
 from numpyro_fed.expfam.base import Natural, Ordinary
 from numpyro_fed.local.at_rest import PARTICLES, AtRest, Tally, maximised
 from numpyro_fed.local.base import AT_REST, LocalNoise, Problem, SiloPart, Solution, free_energy
+from numpyro_fed.programs import while_loop
 from numpyro_fed.trees import drop_weak_types
 
 # Adam's step size: ``STEP (1 + count / SETTLE_STEPS)^-DECAY`` near the optimum. An exponent in
@@ -205,7 +206,7 @@ class _Ascent(Generic[SiloPart]):
             def step(state: VisitState) -> VisitState:
                 return self.step(state, jax.tree.map(lambda a: a[state.i - first], noise))
 
-            return jax.lax.while_loop(
+            return while_loop(
                 lambda state: self.unfinished(state) & (state.i - first < block), step, state
             )
 

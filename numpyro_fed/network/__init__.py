@@ -8,3 +8,7 @@ from numpyro_fed.network.silo import Silo
 from numpyro_fed.network.sockets import Sockets
 
 __all__ = ["InMemory", "Silo", "Sockets"]
+
+
+def __dir__() -> list[str]:
+    return __all__

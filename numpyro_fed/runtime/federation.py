@@ -67,7 +67,7 @@ class Federation:
     Parameters
     ----------
     engine : Engine
-        It carries bytes: :class:`numpyro_fed.network.sockets.Sockets`, or one of your own with
+        It carries bytes: :class:`numpyro_fed.network.Sockets`, or one of your own with
         ``num_silos`` and ``send(silo, message, timeout)``.
     names : dict, optional
         The objects that silos know by name, such as ``{"model": model}``: models, and methods with
@@ -105,7 +105,8 @@ class Federation:
     ...     with nf.silo_plate("row", y.shape[0]):
     ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
     >>> data = [dict(y=np.array(y)) for y in ([1.0, 2.0], [3.0, 4.0, 5.0], [2.0])]
-    >>> silos = [nf.Silo(d, names={"model": model}) for d in data]
+    >>> small = nf.Policy(min_rows=1, parameters_per_row=1.0)
+    >>> silos = [nf.Silo(d, names={"model": model}, policy=small) for d in data]
     >>> federation = nf.Federation(nf.network.InMemory([silo.answer for silo in silos]))
     >>> result = nf.PVI(model).run(jax.random.key(0), 1, federation, progress_bar=False)
     >>> round(float(result.posterior()["mu"].mean), 3)
