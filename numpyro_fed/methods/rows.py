@@ -42,7 +42,7 @@ from numpyro_fed.methods.mode import SEARCHED_UP_TO, NoStartError, begin, coupli
 from numpyro_fed.methods.recipe import recipe
 from numpyro_fed.model import data as silo_data
 from numpyro_fed.model.data import SiloData, SilosInput, signature
-from numpyro_fed.model.facts import Facts, Plan, agree, facts_of, with_globals
+from numpyro_fed.model.facts import Facts, Plan, agree, check_plan, facts_of, with_globals
 from numpyro_fed.model.layout import Layout, layout_of
 from numpyro_fed.model.log_density import FederatedModel
 from numpyro_fed.model.padding import Bucket, one_by_one, padded
@@ -342,6 +342,16 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     ) -> SiloData:
         """Return a silo's data, checked."""
         return silo_data.read([silo], self.model)[0]
+
+    def check_plan(self, plan: Plan, facts: str, number: int) -> None:
+        """Raise an error for a plan that does not come from these facts of silo ``number``."""
+        check_plan(plan, Facts.from_json(facts), number)
+        # A plan has the settings that its method resolves for it, and no others.
+        if self._resolve_plan(self._split(plan), plan).settings != plan.settings:
+            raise ModelError(
+                "the plan has other settings than this silo's method resolves for it. All parties "
+                "must have the same method and version."
+            )
 
     def build(self, plan: Plan) -> Built:
         """Return the algorithm from model and plan, the same at the server and at every silo."""

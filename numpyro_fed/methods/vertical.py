@@ -246,6 +246,15 @@ class VerticalMethod(FederatedMethod[VerticalFit, Outcome]):
             )
         return data
 
+    def check_plan(self, plan: VerticalPlan, facts: str, number: int) -> None:
+        """Raise an error for a plan that does not come from these facts of client ``number``."""
+        own = replace(Shapes.from_json(facts), ids="")
+        if not 0 <= number < plan.num_silos or plan.clients[number] != own:
+            raise DataError(
+                f"client {number} holds columns of another shape or kind than the plan says. The "
+                "plan must be made from the facts of this client, as the client of this number."
+            )
+
     def build(self, plan: VerticalPlan) -> VerticalBuilt:
         """Return the algorithm from model and plan, the same at every party."""
         return self.assemble(self._roles(plan))

@@ -346,6 +346,27 @@ def _check_alike(first: Facts, other: Facts, j: int) -> None:
             )
 
 
+def check_plan(plan: Plan, own: Facts, number: int) -> None:
+    """Raise an error for a plan that silo ``number`` has no part in, by its own facts.
+
+    Raises
+    ------
+    ModelError
+        Naming what differs.
+    """
+    _check_alike(plan.facts, own, number)
+    largest, total, verdicts = dict(plan.largest), dict(plan.total), dict(own.verdicts)
+    words = f"the plan does not come from the facts of silo {number}"
+    if not 0 <= number < plan.num_silos:
+        raise ModelError(f"{words}: it has {plan.num_silos} silos.")
+    for plate, size in own.sizes:
+        if not size <= largest.get(plate, 0) <= total.get(plate, 0):
+            raise ModelError(f"{words}: it has other numbers of rows of '{plate}'.")
+    for question, verdict in plan.facts.verdicts:
+        if verdict and not verdicts[question]:
+            raise ModelError(f"{words}: it says yes to '{question}', and this silo says no.")
+
+
 def _names(pairs: tuple[tuple[str, object], ...]) -> tuple[str, ...]:
     return tuple(name for name, _ in pairs)
 

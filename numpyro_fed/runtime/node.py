@@ -145,6 +145,7 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
     def accept(self, plan: str, number: int) -> None:
         """Build the algorithm from the agreed plan, as silo ``number`` of all."""
         agreed = self._method.read_plan(plan)
+        self._method.check_plan(agreed, self._facts, number)
         built = self._method.build(agreed)
         self._number = number
         self._data = self._method.read_silo(self._silo, agreed, number)

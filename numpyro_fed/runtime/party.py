@@ -76,6 +76,9 @@ class Party(Protocol[SiloInput, Plan, Built]):
     def read_silo(self, silo: SiloInput, plan: Plan | None = None, number: int = 0) -> SiloData:
         """Return a silo's data, checked; with the plan, in the form that the algorithm takes."""
 
+    def check_plan(self, plan: Plan, facts: str, number: int) -> None:
+        """Raise an error for a plan that does not come from these facts of silo ``number``."""
+
     def build(self, plan: Plan) -> Built:
         """Return all that server and silos build from the plan."""
 

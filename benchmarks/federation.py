@@ -1,0 +1,366 @@
+"""Messages between a server and silos: how long they take, and what faults and strangers do.
+
+Four parts, each with a table:
+
+- ``times``: an exchange of 10 kB and of 10 MB over Unix sockets with each silo in a process of its
+  own, and ten silos of which each waits for 0.2 s.
+- ``storms``: runs of four methods over silos in this process, whose messages are lost, doubled, cut
+  or late by a seed, and whose silos are restarted from their folders. Every run must end with the
+  bits of a run without faults.
+- ``strangers``: random, cut and changed messages, and changed plans, at a silo. Each must be
+  answered or refused in words.
+- ``lies``: replies of a silo that are not of the agreed shapes. Each must be refused by the silo's
+  number before it touches the state.
+
+Run it from anywhere::
+
+    python benchmarks/federation.py --json federation.json
+    python benchmarks/federation.py --parts times strangers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+import tracemalloc
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+import numpyro_fed as nf
+from numpyro_fed.network import InMemory, Sockets
+from numpyro_fed.network.sockets import listen
+from numpyro_fed.runtime import federation as engine_of
+from numpyro_fed.runtime.messages import ACCEPT, Question, read, write
+
+KEY = jax.random.key(0)
+FREE = nf.Policy(min_rows=1, parameters_per_row=1e9, max_places=10**9, max_draws=10**9)
+FAULTS = "", "lost", "reply lost", "doubled", "late", "cut", "restart"
+CHANCES = 0.785, 0.05, 0.05, 0.05, 0.05, 0.005, 0.01
+
+
+def model(y):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(mu, 2), obs=y)
+
+
+def wide(y):
+    """Many globals, of which a silo sends a gradient in each round."""
+    z = numpyro.sample("z", dist.Normal(0, 1).expand([y.shape[-1]]).to_event(1))
+    with nf.silo_plate("row", len(y)):
+        numpyro.sample("y", dist.Normal(z, 1).to_event(1), obs=y)
+
+
+methods = {
+    "SFVI": (nf.SFVI(model, start=None), 6),
+    "SFVI-Avg": (nf.SFVIAvg(model, start=None, local_steps=3), 2),
+    "PVI, sequential": (nf.PVI(model, start=None, schedule="sequential"), 2),
+    "PVI, synchronous": (nf.PVI(model, start=None, schedule="synchronous"), 3),
+}
+NAMES = {"model": model, "wide": wide}
+
+
+def silos_of(data: Sequence[Any], folder: Path | None = None) -> list[nf.Silo]:
+    states = [None if folder is None else folder / str(j) for j in range(len(data))]
+    return [
+        nf.Silo(d, names=NAMES, policy=FREE, state=s) for d, s in zip(data, states, strict=True)
+    ]
+
+
+def rows(num_silos: int = 3) -> list[dict[str, np.ndarray]]:
+    r = np.random.default_rng(0)
+    return [dict(y=r.normal(3, 2, 8)) for _ in range(num_silos)]
+
+
+# --- times -----------------------------------------------------------------------------------
+
+
+def _serve(path: str, data: Any, delay: float) -> None:
+    silo = nf.Silo(data, names=NAMES, policy=FREE)
+
+    def answer(message: bytes) -> bytes:
+        if Question.of(read(message).head).run:
+            time.sleep(delay)
+        return silo.answer(message)
+
+    listen(path, answer, 1 << 30).serve_forever()
+
+
+def seconds_a_round(columns: int, num_silos: int, delay: float, rounds: int) -> float:
+    """Return the median seconds of a round of SFVI, each an exchange with all silos, warm."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        paths = [f"{folder}/{j}" for j in range(num_silos)]
+        data = [dict(y=np.ones((2, columns), np.float32))] * num_silos
+        processes = [
+            spawn.Process(target=_serve, args=(p, d, delay), daemon=True)
+            for p, d in zip(paths, data, strict=True)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            there = nf.Federation(Sockets(paths), names=NAMES, patience=300)
+            method = nf.SFVI(wide, start=None, guide=nf.guides.MeanField())
+            stamps: list[float] = []
+            method.run(
+                KEY,
+                rounds,
+                there,
+                progress_bar=False,
+                every=1,
+                callback=lambda result: stamps.append(time.perf_counter()),
+            )
+        finally:
+            for process in processes:
+                process.kill()
+    return float(np.median(np.diff(stamps)[2:]))
+
+
+def times(quick: bool) -> list[dict[str, Any]]:
+    cases = [
+        ("10 kB, 3 silos", 1_250, 3, 0.0, 0.03),
+        ("10 MB, 3 silos", 1_250_000, 3, 0.0, 0.6),
+        ("one silo that waits 0.2 s", 10, 1, 0.2, None),
+        ("ten silos that wait 0.2 s", 10, 10, 0.2, 0.4),
+    ]
+    rounds = 6 if quick else 25
+    found = []
+    for what, columns, num_silos, delay, target in cases[: 1 if quick else None]:
+        seconds = seconds_a_round(columns, num_silos, delay, rounds)
+        found.append({"what": what, "seconds": seconds, "target": target})
+    return found
+
+
+# --- storms ----------------------------------------------------------------------------------
+
+
+class Storm:
+    """An engine with faults by a seed."""
+
+    def __init__(self, seed: int, data: Sequence[Any], folder: Path):
+        self.random, self.data, self.folder = np.random.default_rng(seed), data, folder
+        self.silos, self.seen = silos_of(data, folder), list[tuple[int, bytes]]()
+        self.num_silos, self.faults = len(data), Counter[str]()
+
+    def send(self, silo: int, message: bytes, timeout: float) -> bytes:
+        fault = str(self.random.choice(FAULTS, p=CHANCES))
+        self.faults[fault] += 1
+        if fault == "lost":
+            raise TimeoutError
+        if fault == "cut":
+            self.silos[silo].answer(message[: len(message) // 2])
+            raise ConnectionResetError
+        if fault == "restart":
+            self.silos[silo] = silos_of(self.data, self.folder)[silo]
+        if fault == "late" and self.seen:
+            j, earlier = self.seen[self.random.integers(len(self.seen))]
+            self.silos[j].answer(earlier)
+        reply = self.silos[silo].answer(message)
+        self.seen.append((silo, message))
+        if fault == "doubled" and self.silos[silo].answer(message) != reply:
+            raise RuntimeError("another reply to the same message")
+        if fault == "reply lost":
+            raise ConnectionResetError
+        return reply
+
+
+def storms(seeds: int) -> list[dict[str, Any]]:
+    engine_of.FIRST_WAIT = 1e-4
+    found = []
+    for name, (method, rounds) in methods.items():
+        data, faults, same = rows(), Counter[str](), 0
+        calm = method.run(
+            KEY,
+            rounds,
+            nf.Federation(InMemory([s.answer for s in silos_of(data)]), names=NAMES),
+            progress_bar=False,
+        )
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as folder:
+                storm = Storm(seed, data, Path(folder))
+                there = nf.Federation(storm, names=NAMES, at_once=1)
+                result = method.run(KEY, rounds, there, progress_bar=False)
+            pairs = jax.tree.map(np.array_equal, result.params, calm.params)
+            same += bool(np.array_equal(result.losses, calm.losses) and all(jax.tree.leaves(pairs)))
+            faults += storm.faults
+        faults.pop("", None)
+        found.append({"what": name, "runs": seeds, "same bits": same, "faults": dict(faults)})
+    return found
+
+
+# --- strangers -------------------------------------------------------------------------------
+
+
+def strangers(number: int, plans: int) -> list[dict[str, Any]]:
+    """Return what a silo did with damaged messages and changed plans."""
+    heard: list[bytes] = []
+
+    class Listening(InMemory):
+        def send(self, silo: int, message: bytes, timeout: float) -> bytes:
+            if silo == 0:
+                heard.append(message)
+            return super().send(silo, message, timeout)
+
+    silos = silos_of(rows())
+    there = nf.Federation(Listening([s.answer for s in silos]), names=NAMES, at_once=1)
+    methods["SFVI"][0].run(KEY, 3, there, progress_bar=False)
+    silo, r = silos[0], np.random.default_rng(0)
+    kinds: dict[str, Callable[[bytearray], bytes]] = {
+        "random bytes": lambda good: r.bytes(r.integers(0, 400)),
+        "cut": lambda good: bytes(good[: r.integers(len(good))]),
+        "three bytes changed": lambda good: _changed(good, r, 3),
+        "two messages spliced": lambda good: bytes(good[: r.integers(len(good))] + heard[-1]),
+    }
+    found = []
+    tracemalloc.start()
+    for kind, damage in kinds.items():
+        outcomes = Counter[str]()
+        for _ in range(number // len(kinds)):
+            head, _ = read(silo.answer(damage(bytearray(heard[r.integers(len(heard))]))))
+            outcomes["refused" if "error" in head else "answered"] += 1
+        found.append({"what": kind, **outcomes})
+    peak = tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+    accept = next(m for m in heard if read(m).head["exchange"] == ACCEPT)
+    settings = json.loads(read(accept).head["settings"])
+    outcomes = Counter[str]()
+    for i in range(plans):
+        # A silo that has described its data, and has not accepted a plan yet.
+        fresh = silos_of(rows())[0]
+        fresh.answer(heard[0])
+        plan = bytearray(settings["plan"].encode())
+        for _ in range(1 + i % 3):
+            plan[r.integers(len(plan))] = r.integers(32, 127)
+        changed = json.dumps({**settings, "plan": plan.decode()})
+        question = Question.of(read(accept).head)._replace(settings=changed)
+        head, _ = read(fresh.answer(write({}, question.head())))
+        outcomes["refused" if "error" in head else "accepted"] += 1
+    found.append({"what": "changed plans", **outcomes})
+    found.append({"what": "peak memory, MiB", "answered": peak})
+    return found
+
+
+def _changed(good: bytearray, r: np.random.Generator, number: int) -> bytes:
+    for _ in range(number):
+        good[r.integers(len(good))] = r.integers(256)
+    return bytes(good)
+
+
+# --- lies ------------------------------------------------------------------------------------
+
+
+def malformed(reply: bytes) -> dict[str, bytes]:
+    """Return replies that no honest silo sends, made of a good one."""
+    arrays = read(reply).arrays
+    made: dict[str, bytes] = {
+        "empty": b"",
+        "text": b"no arrays",
+        "cut": reply[: len(reply) // 2],
+        "longer": reply + b"0",
+        "without arrays": write({}),
+        "one more array": write({**arrays, "reply.extra": np.zeros(1)}),
+        "a weight": write({**arrays, "reply.weight": np.array(5.0)}),
+        "an unknown error": write({}, {"error": "SystemExit", "words": "x" * 10_000}),
+    }
+    for name, a in arrays.items():
+        changed = {
+            "missing": None,
+            "one axis more": np.asarray(a)[None],
+            "in double": np.asarray(a, np.float64) if a.dtype == np.float32 else None,
+            "as ints": np.zeros(a.shape, np.int64),
+            "as bytes": np.zeros(a.shape, np.uint8),
+            "twice as long": np.zeros((2, *a.shape), a.dtype),
+            "of length 0": np.zeros((0,), a.dtype),
+        }
+        if np.issubdtype(a.dtype, np.floating):
+            changed |= {
+                "NaN": np.full(a.shape, np.nan, a.dtype),
+                "infinite": np.full(a.shape, np.inf, a.dtype),
+            }
+        for how, value in changed.items():
+            rest = {k: v for k, v in arrays.items() if k != name}
+            if how == "missing" or value is not None:
+                told = rest if value is None else {**rest, name: value}
+                made[f"{name} {how}"] = write(told)
+    return made
+
+
+def lies(quick: bool) -> list[dict[str, Any]]:
+    found = []
+    for name, (method, _) in methods.items():
+        silos, last = silos_of(rows()), dict[str, bytes]()
+
+        class Lying(InMemory):
+            told: bytes | None = None
+
+            def send(
+                self, silo: int, message: bytes, timeout: float, last: dict[str, bytes] = last
+            ) -> bytes:
+                reply = super().send(silo, message, timeout)
+                question = Question.of(read(message).head)
+                arrays = read(reply).arrays
+                if silo == 1 and question.run and arrays:
+                    last["reply"] = reply
+                    if self.told is not None:
+                        return self.told
+                return reply
+
+        engine = Lying([s.answer for s in silos])
+        there = nf.Federation(engine, names=NAMES, patience=5)
+        method.run(KEY, 1, there, progress_bar=False)
+        outcomes, missed = Counter[str](), []
+        cases = malformed(last["reply"])
+        for what, told in list(cases.items())[: 5 if quick else None]:
+            engine.told = told
+            try:
+                method.run(KEY, 1, there, progress_bar=False)
+            except (nf.DataError, nf.ModelError, nf.NonFiniteError) as error:
+                named = "silo 1" in str(error)
+                outcomes["named" if named else "refused"] += 1
+                if not named:
+                    missed.append(what)
+            else:
+                outcomes["accepted"] += 1
+                missed.append(what)
+        found.append({"what": name, **outcomes, "not named": missed})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = ["times", "storms", "strangers", "lies"]
+    parser.add_argument("--parts", nargs="+", choices=names, default=names)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    small = args.quick
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "times": lambda: times(small),
+        "storms": lambda: storms(1 if small else 200),
+        "strangers": lambda: strangers(200 if small else 100_000, 3 if small else 200),
+        "lies": lambda: lies(small),
+    }
+    report: dict[str, Any] = {"jax": jax.__version__}
+    for name in args.parts:
+        report[name] = parts[name]()
+        print(name)
+        for row in report[name]:
+            print("  ", ", ".join(f"{k} {v}" for k, v in row.items()))
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
