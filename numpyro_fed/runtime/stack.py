@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from numpyro_fed.algorithms.base import Info, Round
 from numpyro_fed.model.data import SiloData
@@ -183,10 +185,24 @@ class Runtime(NamedTuple):
 
 
 def on_device(buckets: Sequence[Bucket]) -> Batches:
-    """Return the buckets as batches on the device."""
+    """Return the buckets as batches on the device, or spread over all devices of the process.
+
+    With several devices the silos of a bucket are divided among them, if their number can be; else
+    each device has all of them. Programs follow their data: a sum over silos is then one
+    all-reduce.
+    """
     # On a CPU JAX may otherwise share memory with the user's arrays, which may change in place.
     host = [(np.asarray(b.silos, np.int32), b.data) for b in buckets]
-    return tuple(Batch(*batch) for batch in jax.device_put(host, may_alias=False))
+    devices = jax.devices()
+    if len(devices) == 1:
+        return tuple(Batch(*batch) for batch in jax.device_put(host, may_alias=False))
+    mesh = jax.sharding.Mesh(np.asarray(devices), ("silo",))
+    batches = []
+    for silos, data in host:
+        divided = P("silo") if len(silos) % len(devices) == 0 else P()
+        placed = jax.device_put((silos, data), NamedSharding(mesh, divided), may_alias=False)
+        batches.append(Batch(*placed))
+    return tuple(batches)
 
 
 def chunk_of(schedule: Schedule[Any] | None) -> int:
