@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import tempfile
@@ -14,26 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from numpyro_fed.errors import MissingExtraError
+from numpyro_fed.network.flare_kit import user_of, write_job
 
-CONTROLLER = "nvflare.collab.runtime.controller.CollabController"
-EXECUTOR = "nvflare.collab.runtime.executor.CollabExecutor"
-HUB, RELAY = "numpyro_fed_relay.flare.Hub", "numpyro_fed_relay.flare.Relay"
 # Seconds between two looks at NVFLARE, which does nothing faster than that.
-LOOK = 1.0
-# Seconds in which a site or the server may come back before a new job is submitted: a shorter
-# silence is one of the network.
+LOOK = 0.5
+# Seconds without a sign of life of a silo's site, or of the job, after which a new job is started;
+# a shorter silence is one of the network.
 PATIENT = 10.0
-# Seconds for NVFLARE to start a job whose sites are all connected: it looks at a job it could not
-# start after 10 s, then after 20 s.
-STARTING = 90.0
-# Seconds of silence after which a job ends by itself. A later message starts another.
-IDLE = 900.0
+# Seconds that a call to the hub may take beside the time for which what is sent moves: its HOLD and
+# the way (numpyro_fed_relay).
+CALL = 20.0
+# Seconds for NVFLARE to start a job whose sites are all connected. It looks at a job that it could
+# not start after 10 s, 20 s and so on: a new one is seen sooner.
+STARTING = 60.0
+# Seconds after which a site that has said nothing counts as away. A site speaks every few seconds;
+# the server itself lists it for ten minutes.
+SILENT = 30.0
+# Seconds after which the server is given a sign of life: it ends a session that is idle for 1800 s.
+TOUCH = 600.0
 LOG = logging.getLogger("numpyro_fed.flare")
 
 
 @dataclass
 class _Job:
-    """A running job of NVFLARE, and since when a silo cannot be reached by it."""
+    """A job of NVFLARE, and since when silos cannot be reached by it."""
 
     id: str
     key: str
@@ -43,10 +46,10 @@ class _Job:
 class Flare:
     """An engine that reaches the silos by the NVFLARE to which their sites belong.
 
-    It submits a job that carries no code: at each site NVFLARE runs ``numpyro_fed_relay.Relay``,
-    which passes bytes to the silo's own process, and at the server a hub. The study's ``main`` runs
-    in this process, with the kit of an NVFLARE user. A job that has ended, with the server too, is
-    replaced by a new one.
+    It submits a job that brings no code: each site's NVFLARE runs ``numpyro_fed_relay``, which
+    gives bytes to the silo's own process. Everything else runs in this process, with the kit of a
+    user of NVFLARE. A job that has ended, with the server too, is replaced by a new one while
+    :class:`numpyro_fed.Federation` asks again.
 
     Parameters
     ----------
@@ -55,20 +58,40 @@ class Flare:
     sites : sequence of str, optional
         The names of the sites; silos have their order. By default all sites that are connected now,
         in the order of their names.
+    patience : float
+        Seconds to wait for the sites at the beginning.
+
+    Raises
+    ------
+    ConnectionError
+        If the server does not answer, has no sites, or does not start the job.
+
+    Examples
+    --------
+    >>> with Flare("analyst@university.org") as engine:  # doctest: +SKIP
+    ...     federation = nf.Federation(engine, names={"model": model}, state="study")
+    ...     result = nf.fit(key, model, federation)
     """
 
-    def __init__(self, kit: str | Path, sites: Sequence[str] | None = None):
-        self._kit = Path(kit)
+    def __init__(
+        self, kit: str | Path, sites: Sequence[str] | None = None, *, patience: float = 600.0
+    ):
+        self._kit, self._user = Path(kit), user_of(Path(kit))
         self._session: Any = None
+        self._touched = 0.0
         self._job: _Job | None = None
-        self._lock = threading.Lock()
-        if sites is None:
-            with self._lock:
-                sites = sorted(self._connected())
-            LOG.info("the sites are %s", ", ".join(sites))
-        self._sites = list(sites)
-        if not self._sites:
-            raise ConnectionError("no site is connected to the NVFLARE server.")
+        # Of the session and the job; a message is sent without it.
+        self._lock = threading.RLock()
+        try:
+            self._sites = list(sites or sorted(self._connected()))
+            if not self._sites:
+                raise ConnectionError("no site is connected to the NVFLARE server.")
+            LOG.info("the silos are at %s", ", ".join(self._sites))
+            # Here, so that what is wrong with NVFLARE is said at once, and not after a patience.
+            self._running(time.monotonic() + patience)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_silos(self) -> int:
@@ -84,35 +107,35 @@ class Flare:
         """Return a silo's reply to a message."""
         deadline = time.monotonic() + timeout
         job = self._running(deadline)
-        ticket = secrets.token_hex(8)
-        asked = {"silo": silo, "ticket": ticket, "message": message}
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"{self._sites[silo]} computes still")
+        asked = {"silo": silo, "ticket": secrets.token_hex(8), "message": message}
+        while (left := deadline - time.monotonic()) > 0:
+            began = time.monotonic()
             try:
                 found = self._ask(job, {**asked, "timeout": left})
                 if "lost" in found:
-                    raise ConnectionError(found["lost"])
+                    raise ConnectionError(f"{self._sites[silo]}: {found['lost']}")
             except OSError:
-                self._failed(job, silo)
+                self._failed(job, silo, began)
                 raise
             job.failing.pop(silo, None)
             if "reply" in found:
                 return found["reply"]
             if "away" in found:
                 raise ConnectionError(f"{self._sites[silo]}: {found['away']}")
-            asked["message"] = b""  # the site has it
+            asked["message"] = b""  # the hub has it
+            if time.monotonic() - self._touched > TOUCH:
+                self._command("get_job_meta", job.id)
+        raise TimeoutError(f"{self._sites[silo]} computes still")
 
     def close(self) -> None:
-        """End the job and leave NVFLARE."""
+        """End the job, and leave NVFLARE."""
         with self._lock:
-            if self._job is not None:
+            job, self._job = self._job, None
+            if job is not None:
                 try:
-                    self._ask(self._job, {"end": True})
+                    self._ask(job, {"end": True})
                 except OSError as error:
-                    LOG.info("the job did not hear that it has ended: %s", error)
-            self._job = None
+                    LOG.info("job %s does not know that it has ended: %s", job.id, error)
             self._leave()
 
     def __enter__(self) -> Flare:
@@ -121,38 +144,43 @@ class Flare:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _ask(self, job: _Job, asked: dict[str, Any], timeout: float = 40.0) -> dict[str, Any]:
+    def _ask(self, job: _Job, asked: dict[str, Any], timeout: float = CALL) -> dict[str, Any]:
         """Return the reply of a job's hub."""
         from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
         from nvflare.fuel.f3.cellnet.utils import new_cell_message
 
         session = self._session
-        cell = None if session is None else session.api.get_cell()
-        if cell is None:
+        if session is None:
             raise ConnectionError("there is no session with the NVFLARE server")
-        reply = cell.send_request(
-            channel="numpyro_fed",
-            topic="ask",
-            target=f"server.{job.id}",
-            request=new_cell_message({}, {**asked, "key": job.key}),
-            timeout=timeout,
-            optional=True,
-        )
+        try:
+            reply = session.api.get_cell().send_request(
+                channel="numpyro_fed",
+                topic="ask",
+                target=f"server.{job.id}",
+                request=new_cell_message({}, {**asked, "key": job.key}),
+                timeout=timeout,
+                optional=True,
+            )
+        # Its kinds are those of NVFLARE's drivers; whatever it is, the message is sent again.
+        except Exception as error:
+            raise ConnectionError(f"NVFLARE does not carry the message: {error}") from error
         code = reply.get_header(MessageHeaderKey.RETURN_CODE, ReturnCode.OK)
         if code != ReturnCode.OK or not isinstance(reply.payload, dict):
             raise ConnectionError(f"the job at the NVFLARE server does not answer ({code})")
         return reply.payload
 
-    def _failed(self, job: _Job, silo: int) -> None:
-        """Note that a silo was not reached; give a job up by which that goes on."""
-        since = job.failing.setdefault(silo, time.monotonic())
-        if time.monotonic() - since < PATIENT:
-            return
+    def _failed(self, job: _Job, silo: int, began: float) -> None:
+        """Note that a silo is not reached by a job; give the job up if it has ended, or goes on."""
+        since = job.failing.setdefault(silo, began)
         with self._lock:
-            if self._job is job:
-                LOG.info("job %s does not reach %s: a new one", job.id, self._sites[silo])
-                self._abort(job)
+            if self._job is not job:
+                return
+            ended = self._ended(job)
+            if ended or time.monotonic() - since > PATIENT:
+                LOG.info("job %s does not reach %s: a new one follows", job.id, self._sites[silo])
                 self._job = None
+                if not ended:
+                    self._abort(job)
 
     def _running(self, deadline: float) -> _Job:
         """Return a job that runs; start one if there is none."""
@@ -161,6 +189,8 @@ class Flare:
         try:
             if self._job is None:
                 self._job = self._start(deadline)
+            elif self._session is None or time.monotonic() - self._touched > TOUCH:
+                self._command("get_job_meta", self._job.id)
             return self._job
         finally:
             self._lock.release()
@@ -178,42 +208,59 @@ class Flare:
         LOG.info("job %s is submitted", job.id)
         until = min(deadline, time.monotonic() + STARTING)
         while time.monotonic() < until:
-            try:
-                self._ask(job, {}, timeout=2 * LOOK)
-                return job
-            except OSError:
-                status = str(self._command("get_job_meta", job.id).get("status"))
-                if status.startswith("FINISHED") or status.startswith("FAILED"):
-                    raise ConnectionError(self._why(job, status)) from None
-                time.sleep(LOOK / 2)
+            time.sleep(LOOK)
+            status = self._status(job)
+            if status.startswith(("FINISHED", "FAILED")):
+                raise ConnectionError(
+                    f"NVFLARE has ended job {job.id} at its beginning ({status}). The logs of the "
+                    "sites say why: each must allow the relay (numpyro-fed allow)."
+                )
+            if status.startswith("RUNNING"):
+                try:
+                    self._ask(job, {}, timeout=2.0)
+                    return job
+                except ConnectionError:
+                    continue
         self._abort(job)
-        raise TimeoutError(f"job {job.id} has not started")
+        raise TimeoutError(f"NVFLARE has not started job {job.id}")
 
-    def _why(self, job: _Job, status: str) -> str:
-        """Return words about a job that has ended before it began."""
-        meta = self._command("get_job_meta", job.id)
-        return f"job {job.id} has ended: {status} {meta.get('job_deploy_detail', '')}"
+    def _status(self, job: _Job) -> str:
+        return str(self._command("get_job_meta", job.id).get("status"))
+
+    def _ended(self, job: _Job) -> bool:
+        """Return whether a job is known to have ended; after a crash it is RUNNING for ever."""
+        try:
+            return self._status(job).startswith(("FINISHED", "FAILED"))
+        except ConnectionError:
+            return False
 
     def _abort(self, job: _Job) -> None:
         try:
             self._command("abort_job", job.id)
-        except OSError as error:
+        except ConnectionError as error:
             LOG.info("job %s could not be ended: %s", job.id, error)
 
     def _connected(self) -> set[str]:
-        """Return the names of the sites that are connected."""
-        return {client.name for client in self._command("get_system_info").client_info}
+        """Return the names of the sites that have spoken to the server lately."""
+        sites = self._command("get_system_info").client_info
+        # By the server's clock.
+        latest = max((site.last_connect_time for site in sites), default=0.0)
+        return {site.name for site in sites if site.last_connect_time > latest - SILENT}
 
     def _command(self, name: str, *args: Any) -> Any:
-        """Return what NVFLARE says to a command of its user, in a new session if needed."""
-        session_of = _new_session()
-        try:
-            if self._session is None:
-                self._session = session_of(user_of(self._kit), str(self._kit))
-            return getattr(self._session, name)(*args)
-        except Exception as error:
-            self._leave()
-            raise ConnectionError(f"the NVFLARE server does not answer: {error}") from error
+        """Return what NVFLARE says to a command of its user, in a new session if there is none."""
+        new_session = _new_session()
+        with self._lock:
+            try:
+                if self._session is None:
+                    self._session = new_session(self._user, str(self._kit))
+                found = getattr(self._session, name)(*args)
+            # NVFLARE has many kinds, and a session is of no use after most of them.
+            except Exception as error:
+                self._leave()
+                raise ConnectionError(f"the NVFLARE server does not answer: {error}") from error
+            self._touched = time.monotonic()
+            return found
 
     def _leave(self) -> None:
         session, self._session = self._session, None
@@ -225,43 +272,9 @@ class Flare:
 
 
 def _new_session() -> Any:
+    """Return the function that opens a session with an NVFLARE server."""
     try:
         from nvflare.fuel.flare_api.flare_api import new_secure_session
     except ImportError as error:
         raise MissingExtraError("nvflare", "nvflare") from error
     return new_secure_session
-
-
-def user_of(kit: Path) -> str:
-    """Return the name of the user to whom a startup kit belongs."""
-    return json.loads((kit / "startup" / "fed_admin.json").read_text())["admin"]["username"]
-
-
-def write_job(folder: Path, sites: Sequence[str], key: str, idle: float = IDLE) -> None:
-    """Write the files of a job in which sites relay bytes, with no code among them."""
-    hub = {"id": "_server", "path": HUB, "args": {"sites": list(sites), "key": key, "idle": idle}}
-    controller = {"id": "controller", "path": CONTROLLER, "args": {"server_obj_id": "_server"}}
-    executor = {"path": EXECUTOR, "args": {"client_obj_id": "_client"}}
-    files: dict[str, dict[str, Any]] = {
-        "meta.json": {
-            "name": "numpyro_fed",
-            "deploy_map": {"hub": ["server"], "relay": list(sites)},
-            "min_clients": len(sites),
-            "mandatory_clients": list(sites),
-            "resource_spec": {},
-        },
-        "hub/config/config_fed_server.json": {
-            "format_version": 2,
-            "workflows": [controller],
-            "components": [hub],
-        },
-        "relay/config/config_fed_client.json": {
-            "format_version": 2,
-            "executors": [{"tasks": ["*"], "executor": executor}],
-            "components": [{"id": "_client", "path": RELAY, "args": {}}],
-        },
-    }
-    for name, content in files.items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content, indent=2))
