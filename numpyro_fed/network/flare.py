@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
+import sys
 import tempfile
 import threading
 import time
@@ -253,7 +255,9 @@ class Flare:
         with self._lock:
             try:
                 if self._session is None:
-                    self._session = new_session(self._user, str(self._kit))
+                    # It prints that it connects; what is printed is the study's.
+                    with contextlib.redirect_stdout(sys.stderr):
+                        self._session = new_session(self._user, str(self._kit))
                 found = getattr(self._session, name)(*args)
             # NVFLARE has many kinds, and a session is of no use after most of them.
             except Exception as error:
