@@ -8,8 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
-
 SITES = ("hospital-1", "hospital-2", "hospital-3")
 USER = "analyst@university.org"
 SERVER = "localhost"  # also the address on which it listens: no other machine reaches it
@@ -141,7 +139,8 @@ class Place:
         left = of_folder(self.folder)
         for process in left:
             process.kill()
-        psutil.wait_procs(left, 10)
+        for process in left:
+            process.wait(10)
 
     def __enter__(self):
         return self
@@ -152,6 +151,8 @@ class Place:
 
 def of_folder(folder):
     """The processes that name a folder, which is nobody else's, in their command."""
+    import psutil  # NVFLARE needs it, and nothing else here
+
     found = []
     for process in psutil.process_iter(["cmdline", "pid"]):
         words = process.info["cmdline"] or []

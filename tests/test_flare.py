@@ -1,34 +1,37 @@
 """A federation over NVFLARE, with its certificates, on this machine: the numbers of one process."""
 
+import importlib.util
 import json
-import shutil
-import tempfile
+import re
 import time
 
+import flare_study
 import numpy as np
 import pytest
+from flare_place import SERVER, SITES, USER, Place
 
 import numpyro_fed as nf
-from numpyro_fed.network.flare_kit import IDLE, write_job
+from numpyro_fed.errors import ModelError
+from numpyro_fed.network import Flare
+from numpyro_fed.network.flare_kit import DENIED, EXECUTOR, RELAY, allow, denied, write_job
+from numpyro_fed.network.sockets import short_folder
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("bash") is None, reason="NVFLARE's kits start by bash"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("nvflare") is None,
+        reason="NVFLARE is not installed (the extra nvflare)",
+    ),
+    # Of what NVFLARE stands on.
+    pytest.mark.filterwarnings("ignore:ssl_context is deprecated"),
 ]
-pytest.importorskip("nvflare", reason="NVFLARE is not installed (the extra nvflare)")
-
-import flare_study
-from flare_place import SERVER, SITES, USER, Place
-
-from numpyro_fed.network import Flare
 
 
 @pytest.fixture(scope="module")
 def place():
-    with tempfile.TemporaryDirectory(prefix="nf-", dir="/tmp") as folder:
-        with Place(folder, JAX_ENABLE_X64="1", JAX_PLATFORMS="cpu") as found:
-            found.start_all()
-            yield found
+    with short_folder() as folder, Place(folder, JAX_ENABLE_X64="1", JAX_PLATFORMS="cpu") as found:
+        found.start_all()
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +41,12 @@ def engine(place):
 
 
 def federation(engine, **options):
-    names = vars(flare_study)
-    return nf.Federation(engine, names=names, patience=120, **options)
+    return nf.Federation(engine, names=vars(flare_study), patience=120, **options)
 
 
-def check(found, double_of=flare_study.figures, **options):
-    """The numbers of a list of data in this process."""
-    expected = double_of(flare_study.numbers(), **options)
+def check(found):
+    """Compare with the numbers of a list of data in this process."""
+    expected = flare_study.figures(flare_study.numbers())
     for method, numbers in expected.items():
         np.testing.assert_allclose(found[method]["losses"], numbers["losses"], rtol=1e-12)
         for site, draws in numbers["posterior"].items():
@@ -77,19 +79,22 @@ class Killing:
 
 
 def test_a_silo_that_was_killed_goes_on_in_the_same_job(place, engine, double):
-    listened = []
+    replied = []
 
     def kill():
+        """While the others of the exchange are asked; the message waits for the new process."""
         place.kill_silo(1)
         place.start_silo(1)
+        with pytest.raises(ConnectionError, match=r"hospital-2.*no process answers"):
+            engine.send(1, b"message", 10)
         place.wait_for_silos()
-        listened.append(time.monotonic())
+        began = time.monotonic()
+        engine.send(1, b"message", 15)
+        replied.append(time.monotonic() - began)
 
     job = engine._job
-    there = federation(Killing(engine, 6, kill))
-    found = flare_study.figures(there)
-    check(found)
-    assert listened
+    check(flare_study.figures(federation(Killing(engine, 6, kill))))
+    assert replied[0] < 15
     assert engine._job is job
 
 
@@ -119,19 +124,61 @@ def test_an_exchange_takes_little_time(engine):
     assert median(engine, 10_000_000, 3) < 6
 
 
-def test_code_is_refused(place, engine, tmp_path):
-    """A job that brings code, and one that names a class that is not allowed."""
+def ended(engine, folder):
+    """What NVFLARE says of a job once it has ended."""
+    job = engine._command("submit_job", str(folder))
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        meta = engine._command("get_job_meta", job)
+        if str(meta["status"]).startswith(("FINISHED", "FAILED")):
+            return f"{meta}"
+        time.sleep(0.5)
+    raise AssertionError(f"{meta}")
 
-    def ended(folder):
-        id_ = engine._command("submit_job", str(folder))
-        until = time.monotonic() + 60
-        while not (status := engine._status(nf.network.flare._Job(id_, ""))).startswith("FIN"):
-            assert time.monotonic() < until, status
-            time.sleep(0.5)
-        return f"{engine._command('get_job_meta', id_)}"
 
-    write_job(tmp_path / "code", SITES, "key", IDLE)
-    custom = tmp_path / "code" / "relay" / "custom"
+def test_a_site_refuses_a_job_with_code(place, engine, tmp_path):
+    write_job(tmp_path, SITES, "key")
+    custom = tmp_path / "relay" / "custom"
     custom.mkdir()
-    (custom / "theirs.py").write_text("print('code of a stranger')\n")
-    assert "BYOC not permitted" in ended(tmp_path / "code")
+    (custom / "theirs.py").write_text("print('a stranger's code')\n")
+    said = ended(engine, tmp_path)
+    assert re.search("hospital-1: .*BYOC not permitted", said)
+    assert "COMPLETED" not in said
+
+
+def test_a_site_refuses_a_class_that_is_not_allowed(place, engine, tmp_path):
+    write_job(tmp_path, SITES, "key")
+    file = tmp_path / "relay" / "config" / "config_fed_client.json"
+    job = json.loads(file.read_text())
+    job["components"][0]["path"] = "nvflare.app_common.np.np_trainer.NPTrainer"
+    file.write_text(json.dumps(job))
+    assert "COMPLETED" not in ended(engine, tmp_path)
+    assert "NPTrainer' at config path" in place.log("nvflare of hospital-1")
+
+
+def test_a_strangers_message_is_not_passed_on(engine):
+    """Of a party of the federation that does not know the job's key."""
+    job = engine._job
+    stranger = type(job)(job.id, "another key")
+    assert (
+        "key is not" in engine._ask(stranger, {"silo": 0, "ticket": "1", "message": b"m"})["lost"]
+    )
+
+
+def test_a_kit_is_opened_for_the_relay_alone(place, tmp_path):
+    kit = place.kit("hospital-1")
+    resources = json.loads((kit / "local" / "resources.json").read_text())
+    assert resources["class_allow_list"] == [EXECUTOR, RELAY]
+    rights = json.loads((kit / "local" / "authorization.json").read_text())["permissions"]
+    assert all(role[right] == "none" for role in rights.values() for right in DENIED)
+    assert rights["project_admin"]["view"] == "any"
+    assert denied({"one": "any", "two": {"view": "o:site"}})["one"]["view"] == "any"
+    server = (place.kit(SERVER) / "local" / "resources.json").read_text()
+    assert "/tmp/nvflare" not in server
+    for name, socket in ((SERVER, tmp_path / "a"), ("hospital-1", None)):
+        with pytest.raises(ModelError, match="--socket belongs"):
+            allow(place.kit(name), socket)
+    with pytest.raises(ModelError, match="no startup kit"):
+        allow(tmp_path, None)
+    with pytest.raises(ModelError, match="no startup kit of a user"):
+        Flare(kit)
