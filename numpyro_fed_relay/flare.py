@@ -121,10 +121,12 @@ class Hub:
         """Return what a site's relay says once its silo has replied, or that the site is lost."""
         client, until = self._clients[self.sites[silo]], time.monotonic() + timeout
         while (left := until - time.monotonic()) > 0:
+            asked = time.monotonic()
             try:
                 found = client(timeout=HOLD + WAY).exchange(ticket, message, left)
             except CollabCallError as error:
-                return {"lost": f"the site's relay does not answer: {error}"}
+                silent = time.monotonic() - asked
+                return {"lost": f"the site's relay does not answer: {error}", "silent": silent}
             if "computes" not in found:
                 return found
             message = b""  # the relay has it

@@ -96,9 +96,14 @@ class Place:
         command += ["--state", f"{site}.state", "--policy", "policy.toml"]
         self.start(f"silo of {site}", command, NUMPYRO_FED_SILO=str(number))
 
-    def start_all(self):
+    def start_echo(self, number):
+        """A process that listens where a silo does, and replies with what it is told."""
+        site = SITES[number]
+        self.start(f"silo of {site}", [sys.executable, __file__, f"{site}.sock"])
+
+    def start_all(self, start_silo=None):
         for number in range(len(SITES)):
-            self.start_silo(number)
+            (start_silo or self.start_silo)(number)
         for name in (SERVER, *SITES):
             self.start_nvflare(name)
         self.wait_for_silos()
@@ -159,3 +164,20 @@ def of_folder(folder):
         if process.info["pid"] != os.getpid() and any(str(folder) in word for word in words):
             found.append(process)
     return found
+
+
+def echo(path):
+    """Reply with each message after the seconds that its first word may ask for."""
+    from numpyro_fed.network.sockets import listen
+
+    def answer(message):
+        words = message[:40].split()
+        if words and words[0] == b"wait":
+            time.sleep(float(words[1]))
+        return message
+
+    listen(path, answer, 1 << 30).serve_forever()
+
+
+if __name__ == "__main__":
+    echo(sys.argv[1])

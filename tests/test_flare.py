@@ -109,19 +109,27 @@ def test_a_server_that_was_killed_is_followed_by_a_new_job(place, engine, double
 
 
 def median(engine, size, times):
+    """Seconds for a message and a reply of this size."""
     message, taken = np.random.default_rng(0).bytes(size), []
     for _ in range(times):
         began = time.perf_counter()
-        engine.send(0, message, 60)
+        assert engine.send(2, message, 60) == message
         taken.append(time.perf_counter() - began)
     return float(np.median(taken))
 
 
-def test_an_exchange_takes_little_time(engine):
-    """Of bytes that the silo refuses as no message; the goals are 0.03 s and 0.6 s alone."""
-    median(engine, 10_000, 5)
-    assert median(engine, 10_000, 20) < 0.3
-    assert median(engine, 10_000_000, 3) < 6
+def test_an_exchange_takes_little_time(place, engine):
+    """Alone on a machine it is 0.02 s and 0.5 s; here others may run beside."""
+    place.kill_silo(2)
+    place.start_echo(2)
+    try:
+        place.wait_for_silos()
+        median(engine, 10_000, 5)
+        assert median(engine, 10_000, 20) < 0.2
+        assert median(engine, 10_000_000, 3) < 4
+    finally:
+        place.kill_silo(2)
+        place.start_silo(2)
 
 
 def ended(engine, folder):

@@ -22,6 +22,9 @@ LOOK = 0.5
 # Seconds without a sign of life of a silo's site, or of the job, after which a new job is started;
 # a shorter silence is one of the network.
 PATIENT = 10.0
+# Seconds between two failures after which they are not of one silence: the hub does not say whether
+# a silo that computes has been heard of. Between two of one silence are the calls of two hops.
+APART = 60.0
 # Seconds that a call to the hub may take beside the time for which what is sent moves: its HOLD and
 # the way (numpyro_fed_relay).
 CALL = 20.0
@@ -38,11 +41,26 @@ LOG = logging.getLogger("numpyro_fed.flare")
 
 @dataclass
 class _Job:
-    """A job of NVFLARE, and since when silos cannot be reached by it."""
+    """A job of NVFLARE.
+
+    Attributes
+    ----------
+    failing : dict
+        Of each silo that is not reached: since when, and when that was last found.
+    """
 
     id: str
     key: str
-    failing: dict[int, float] = field(default_factory=dict)
+    failing: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def silence(self, silo: int, began: float) -> float:
+        """Return for how long a silo has not been reached, once more since ``began``."""
+        now = time.monotonic()
+        first, last = self.failing.get(silo, (began, began))
+        if began - last > APART:
+            first = began
+        self.failing[silo] = (first, now)
+        return now - first
 
 
 class Flare:
@@ -115,11 +133,13 @@ class Flare:
             try:
                 found = self._ask(job, {**asked, "timeout": left})
                 if "lost" in found:
+                    began -= found.get("silent", 0.0)
                     raise ConnectionError(f"{self._sites[silo]}: {found['lost']}")
             except OSError:
                 self._failed(job, silo, began)
                 raise
-            job.failing.pop(silo, None)
+            if not found.get("computes"):
+                job.failing.pop(silo, None)
             if "reply" in found:
                 return found["reply"]
             if "away" in found:
@@ -173,12 +193,12 @@ class Flare:
 
     def _failed(self, job: _Job, silo: int, began: float) -> None:
         """Note that a silo is not reached by a job; give the job up if it has ended, or goes on."""
-        since = job.failing.setdefault(silo, began)
+        silence = job.silence(silo, began)
         with self._lock:
             if self._job is not job:
                 return
             ended = self._ended(job)
-            if ended or time.monotonic() - since > PATIENT:
+            if ended or silence > PATIENT:
                 LOG.info("job %s does not reach %s: a new one follows", job.id, self._sites[silo])
                 self._job = None
                 if not ended:
