@@ -15,6 +15,7 @@ from problems import cut
 import numpyro_fed as nf
 from numpyro_fed.errors import ModelError, SavedStateError, SiloAwayError
 from numpyro_fed.network import InMemory
+from numpyro_fed.network.study import load_file, names_of
 from numpyro_fed.runtime.messages import Question, read, write
 
 KEY = jax.random.key(0)
@@ -349,6 +350,16 @@ def test_a_budget_outlives_the_process(tmp_path):
     assert lines[-1]["refused"]
     assert lines[-1]["left"]["draws"] == 2_000
     assert {"time", "exchange", "run", "told", "message", "reply"} <= set(lines[0])
+
+
+def test_a_study_offers_its_own_functions_and_methods_alone(tmp_path):
+    file = tmp_path / "study_of_names.py"
+    file.write_text(
+        "from subprocess import run\nimport numpyro_fed as nf\nfrom functools import partial\n"
+        "def model(y): ...\ndef _hidden(y): ...\ndef main(silos): ...\n"
+        "pvi = nf.PVI(model)\nother = partial(model, y=0)\n"
+    )
+    assert set(names_of(load_file(file))) == {"model", "pvi", "other"}
 
 
 def test_a_policy_is_read_from_toml(tmp_path):

@@ -142,7 +142,7 @@ class Ledger:
         ModelError
             If that is more than is left.
         """
-        if number > self.left[what]:
+        if not 0 < number <= self.left[what]:
             raise ModelError(
                 f"this silo's policy allows {self.left[what]} more {what} (max_{what}), and "
                 f"{number} are asked for. Its owner may raise the limit."
