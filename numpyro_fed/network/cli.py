@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import subprocess
@@ -12,16 +13,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from numpyro_fed.errors import ModelError, SiloAwayError
+from numpyro_fed.errors import MissingExtraError, ModelError
+from numpyro_fed.network.flare import Flare
+from numpyro_fed.network.flare_kit import allow
 from numpyro_fed.network.policy import Policy
 from numpyro_fed.network.silo import MAX_BYTES, Silo
 from numpyro_fed.network.sockets import Sockets, listen, short_folder
 from numpyro_fed.network.study import data_of, load_file, main_of, names_of
-from numpyro_fed.runtime.federation import Federation
+from numpyro_fed.runtime.federation import Engine, Federation
 
 NUMBER = "NUMPYRO_FED_SILO"  # of the silos of a rehearsal, in their environment
 # Seconds until the processes of a rehearsal listen: each imports JAX and reads its data.
 STARTING = 300.0
+# The file in the analyst's folder that names the sites of NVFLARE, whose order is that of silos.
+SITES = "sites.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.INFO)
     try:
         args.command(args)
-    except (ModelError, SiloAwayError) as error:
+    except (ModelError, ConnectionError, TimeoutError, MissingExtraError) as error:
         print(f"numpyro-fed: {error}", file=sys.stderr)
         return 1
     return 0
@@ -59,9 +64,17 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run a study over silos that are reached by an engine")
     run.set_defaults(command=analyse)
     run.add_argument("study", type=Path, help="the file with the models and main(silos)")
+    run.add_argument("--engine", choices=["sockets", "nvflare"], default="sockets")
     run.add_argument("--sockets", type=Path, nargs="+", help="of silos on this machine")
+    run.add_argument("--kit", type=Path, help="the startup kit of a user of NVFLARE")
+    run.add_argument("--sites", nargs="+", help="of NVFLARE, in the order of the silos")
     run.add_argument("--state", type=Path, help="a folder, to go on with the same command")
     run.add_argument("--patience", type=float, default=600.0, help="seconds to wait for a silo")
+
+    kit = commands.add_parser("allow", help="let the NVFLARE of a startup kit run the relay only")
+    kit.set_defaults(command=allowing)
+    kit.add_argument("kit", type=Path, help="the startup kit of a site or of the server")
+    kit.add_argument("--socket", type=Path, help="where the silo listens: for a site")
     return parser
 
 
@@ -93,10 +106,35 @@ def serve(args: argparse.Namespace) -> None:
 def analyse(args: argparse.Namespace) -> None:
     """Run the study's ``main`` over silos that listen already."""
     study = load_file(args.study)
-    engine = Sockets(args.sockets)
-    main_of(study)(
-        Federation(engine, names=names_of(study), patience=args.patience, state=args.state)
-    )
+    run = main_of(study)
+    with ExitStack() as stack:
+        engine = _engine(args, stack)
+        run(Federation(engine, names=names_of(study), patience=args.patience, state=args.state))
+
+
+def _engine(args: argparse.Namespace, stack: ExitStack) -> Engine:
+    """Return the engine that the arguments of ``numpyro-fed run`` name."""
+    needed = {"sockets": "sockets", "nvflare": "kit"}[args.engine]
+    if getattr(args, needed) is None:
+        raise ModelError(f"--engine {args.engine} needs --{needed}.")
+    if args.engine == "sockets":
+        return Sockets(args.sockets)
+    # What NVFLARE says of its network is not for the analyst, who hears of it by the engine.
+    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+    kept = None if args.state is None else args.state / SITES
+    if args.sites is None and kept is not None and kept.exists():
+        args.sites = json.loads(kept.read_text())
+    engine = stack.enter_context(Flare(args.kit, args.sites, patience=args.patience))
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(engine.sites))
+    return engine
+
+
+def allowing(args: argparse.Namespace) -> None:
+    """Let the NVFLARE of a startup kit run the relay of this package and nothing else."""
+    for file in allow(args.kit, args.socket):
+        print(f"written: {file}")
 
 
 def rehearse(args: argparse.Namespace) -> None:

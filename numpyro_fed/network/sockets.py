@@ -7,14 +7,13 @@ runs the silo can open the socket.
 from __future__ import annotations
 
 import os
-import socket
 import socketserver
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-LENGTH = 8  # bytes of the length before a message
-CHUNK = 1 << 20
+from numpyro_fed_relay.sockets import LENGTH, receive, relay
+
 # Seconds that a silo waits for the rest of a message that has begun.
 STALLED = 60.0
 # Bytes of the name of a Unix socket at most, on Linux; macOS has four fewer.
@@ -43,34 +42,6 @@ class Sockets:
         return relay(self._paths[silo], message, timeout)
 
 
-def relay(path: str | Path, message: bytes, timeout: float) -> bytes:
-    """Return the reply to a message from the process that listens at a socket.
-
-    Raises
-    ------
-    OSError
-        If nobody listens there, or no reply comes in time.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(timeout)
-        connection.connect(str(path))
-        connection.sendall(len(message).to_bytes(LENGTH, "little"))
-        connection.sendall(message)
-        length = int.from_bytes(_receive(connection, LENGTH), "little")
-        return _receive(connection, length)
-
-
-def _receive(connection: socket.socket, length: int) -> bytes:
-    """Return so many bytes of a connection."""
-    received = bytearray()
-    while len(received) < length:
-        part = connection.recv(min(CHUNK, length - len(received)))
-        if not part:
-            raise ConnectionResetError("the connection ended within a message")
-        received += part
-    return bytes(received)
-
-
 def listen(
     path: str | Path, answer: Callable[[bytes], bytes], max_bytes: int
 ) -> socketserver.BaseServer:
@@ -90,10 +61,10 @@ def listen(
         def handle(self) -> None:
             self.request.settimeout(STALLED)
             try:
-                length = int.from_bytes(_receive(self.request, LENGTH), "little")
+                length = int.from_bytes(receive(self.request, LENGTH), "little")
                 if length > max_bytes:
                     return
-                message = _receive(self.request, length)
+                message = receive(self.request, length)
                 reply = answer(message)
                 self.request.settimeout(None)
                 self.request.sendall(len(reply).to_bytes(LENGTH, "little") + reply)

@@ -1,0 +1,304 @@
+"""Bytes over NVFLARE: from the analyst's process through its server to the silos of its sites."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from numpyro_fed.errors import MissingExtraError
+from numpyro_fed.network.flare_kit import user_of, write_job
+
+# Seconds between two looks at NVFLARE, which does nothing faster than that.
+LOOK = 0.5
+# Seconds without a sign of life of a silo's site, or of the job, after which a new job is started;
+# a shorter silence is one of the network.
+PATIENT = 10.0
+# Seconds between two failures after which they are not of one silence: the hub does not say whether
+# a silo that computes has been heard of. Between two of one silence are the calls of two hops.
+APART = 60.0
+# Seconds that a call to the hub may take beside the time for which what is sent moves: its HOLD and
+# the way (numpyro_fed_relay).
+CALL = 20.0
+# Seconds for NVFLARE to start a job whose sites are all connected. It looks at a job that it could
+# not start after 10 s, 20 s and so on: a new one is seen sooner.
+STARTING = 60.0
+# Seconds after which a site that has said nothing counts as away. A site speaks every few seconds;
+# the server itself lists it for ten minutes.
+SILENT = 30.0
+# Seconds after which the server is given a sign of life: it ends a session that is idle for 1800 s.
+TOUCH = 600.0
+LOG = logging.getLogger("numpyro_fed.flare")
+
+
+@dataclass
+class _Job:
+    """A job of NVFLARE.
+
+    Attributes
+    ----------
+    failing : dict
+        Of each silo that is not reached: since when, and when that was last found.
+    """
+
+    id: str
+    key: str
+    failing: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def silence(self, silo: int, began: float) -> float:
+        """Return for how long a silo has not been reached, once more since ``began``."""
+        now = time.monotonic()
+        first, last = self.failing.get(silo, (began, began))
+        if began - last > APART:
+            first = began
+        self.failing[silo] = (first, now)
+        return now - first
+
+
+class Flare:
+    """An engine that reaches the silos by the NVFLARE to which their sites belong.
+
+    It submits a job that brings no code: each site's NVFLARE runs ``numpyro_fed_relay``, which
+    gives bytes to the silo's own process. Everything else runs in this process, with the kit of a
+    user of NVFLARE. A job that has ended, with the server too, is replaced by a new one while
+    :class:`numpyro_fed.Federation` asks again.
+
+    Parameters
+    ----------
+    kit : str or Path
+        The folder of the user's startup kit.
+    sites : sequence of str, optional
+        The names of the sites; silos have their order. By default all sites that are connected now,
+        in the order of their names.
+    patience : float
+        Seconds to wait for the sites at the beginning.
+
+    Raises
+    ------
+    ConnectionError
+        If the server does not answer, has no sites, or does not start the job.
+
+    Examples
+    --------
+    >>> with Flare("analyst@university.org") as engine:  # doctest: +SKIP
+    ...     federation = nf.Federation(engine, names={"model": model}, state="study")
+    ...     result = nf.fit(key, model, federation)
+    """
+
+    def __init__(
+        self, kit: str | Path, sites: Sequence[str] | None = None, *, patience: float = 600.0
+    ):
+        self._kit, self._user = Path(kit), user_of(Path(kit))
+        self._session: Any = None
+        self._touched = 0.0
+        self._job: _Job | None = None
+        # Of the session and the job; a message is sent without it.
+        self._lock = threading.RLock()
+        try:
+            self._sites = list(sites or sorted(self._connected()))
+            if not self._sites:
+                raise ConnectionError("no site is connected to the NVFLARE server.")
+            LOG.info("the silos are at %s", ", ".join(self._sites))
+            # Here, so that what is wrong with NVFLARE is said at once, and not after a patience.
+            self._running(time.monotonic() + patience)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_silos(self) -> int:
+        """Return the number of silos."""
+        return len(self._sites)
+
+    @property
+    def sites(self) -> list[str]:
+        """Return the names of the sites, in the order of the silos."""
+        return list(self._sites)
+
+    def send(self, silo: int, message: bytes, timeout: float) -> bytes:
+        """Return a silo's reply to a message."""
+        deadline = time.monotonic() + timeout
+        job = self._running(deadline)
+        asked = {"silo": silo, "ticket": secrets.token_hex(8), "message": message}
+        while (left := deadline - time.monotonic()) > 0:
+            began = time.monotonic()
+            try:
+                found = self._ask(job, {**asked, "timeout": left})
+                if "lost" in found:
+                    began -= found.get("silent", 0.0)
+                    raise ConnectionError(f"{self._sites[silo]}: {found['lost']}")
+            except OSError:
+                self._failed(job, silo, began)
+                raise
+            if not found.get("computes"):
+                job.failing.pop(silo, None)
+            if "reply" in found:
+                return found["reply"]
+            if "away" in found:
+                raise ConnectionError(f"{self._sites[silo]}: {found['away']}")
+            asked["message"] = b""  # the hub has it
+            if time.monotonic() - self._touched > TOUCH:
+                self._command("get_job_meta", job.id)
+        raise TimeoutError(f"{self._sites[silo]} computes still")
+
+    def close(self) -> None:
+        """End the job, and leave NVFLARE."""
+        with self._lock:
+            job, self._job = self._job, None
+            if job is not None:
+                try:
+                    self._ask(job, {"end": True})
+                except OSError as error:
+                    LOG.info("job %s does not know that it has ended: %s", job.id, error)
+            self._leave()
+
+    def __enter__(self) -> Flare:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _ask(self, job: _Job, asked: dict[str, Any], timeout: float = CALL) -> dict[str, Any]:
+        """Return the reply of a job's hub."""
+        from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
+        from nvflare.fuel.f3.cellnet.utils import new_cell_message
+
+        session = self._session
+        if session is None:
+            raise ConnectionError("there is no session with the NVFLARE server")
+        try:
+            reply = session.api.get_cell().send_request(
+                channel="numpyro_fed",
+                topic="ask",
+                target=f"server.{job.id}",
+                request=new_cell_message({}, {**asked, "key": job.key}),
+                timeout=timeout,
+                optional=True,
+            )
+        # Its kinds are those of NVFLARE's drivers; whatever it is, the message is sent again.
+        except Exception as error:
+            raise ConnectionError(f"NVFLARE does not carry the message: {error}") from error
+        code = reply.get_header(MessageHeaderKey.RETURN_CODE, ReturnCode.OK)
+        if code != ReturnCode.OK or not isinstance(reply.payload, dict):
+            raise ConnectionError(f"the job at the NVFLARE server does not answer ({code})")
+        return reply.payload
+
+    def _failed(self, job: _Job, silo: int, began: float) -> None:
+        """Note that a silo is not reached by a job; give the job up if it has ended, or goes on."""
+        silence = job.silence(silo, began)
+        with self._lock:
+            if self._job is not job:
+                return
+            ended = self._ended(job)
+            if ended or silence > PATIENT:
+                LOG.info("job %s does not reach %s: a new one follows", job.id, self._sites[silo])
+                self._job = None
+                if not ended:
+                    self._abort(job)
+
+    def _running(self, deadline: float) -> _Job:
+        """Return a job that runs; start one if there is none."""
+        if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0.001)):
+            raise TimeoutError("the job at the NVFLARE server has not started")
+        try:
+            if self._job is None:
+                self._job = self._start(deadline)
+            elif self._session is None or time.monotonic() - self._touched > TOUCH:
+                self._command("get_job_meta", self._job.id)
+            return self._job
+        finally:
+            self._lock.release()
+
+    def _start(self, deadline: float) -> _Job:
+        """Submit a job once all sites are connected, and return it when its hub answers."""
+        while missing := set(self._sites) - self._connected():
+            if time.monotonic() + LOOK > deadline:
+                raise TimeoutError(f"not connected to NVFLARE: {', '.join(sorted(missing))}")
+            time.sleep(LOOK)
+        key = secrets.token_hex(16)
+        with tempfile.TemporaryDirectory() as folder:
+            write_job(Path(folder), self._sites, key)
+            job = _Job(self._command("submit_job", folder), key)
+        LOG.info("job %s is submitted", job.id)
+        until = min(deadline, time.monotonic() + STARTING)
+        while time.monotonic() < until:
+            time.sleep(LOOK)
+            status = self._status(job)
+            if status.startswith(("FINISHED", "FAILED")):
+                raise ConnectionError(
+                    f"NVFLARE has ended job {job.id} at its beginning ({status}). The logs of the "
+                    "sites say why: each must allow the relay (numpyro-fed allow)."
+                )
+            if status.startswith("RUNNING"):
+                try:
+                    self._ask(job, {}, timeout=2.0)
+                    return job
+                except ConnectionError:
+                    continue
+        self._abort(job)
+        raise TimeoutError(f"NVFLARE has not started job {job.id}")
+
+    def _status(self, job: _Job) -> str:
+        return str(self._command("get_job_meta", job.id).get("status"))
+
+    def _ended(self, job: _Job) -> bool:
+        """Return whether a job is known to have ended; after a crash it is RUNNING for ever."""
+        try:
+            return self._status(job).startswith(("FINISHED", "FAILED"))
+        except ConnectionError:
+            return False
+
+    def _abort(self, job: _Job) -> None:
+        try:
+            self._command("abort_job", job.id)
+        except ConnectionError as error:
+            LOG.info("job %s could not be ended: %s", job.id, error)
+
+    def _connected(self) -> set[str]:
+        """Return the names of the sites that have spoken to the server lately."""
+        sites = self._command("get_system_info").client_info
+        # By the server's clock.
+        latest = max((site.last_connect_time for site in sites), default=0.0)
+        return {site.name for site in sites if site.last_connect_time > latest - SILENT}
+
+    def _command(self, name: str, *args: Any) -> Any:
+        """Return what NVFLARE says to a command of its user, in a new session if there is none."""
+        new_session = _new_session()
+        with self._lock:
+            try:
+                if self._session is None:
+                    # It prints that it connects; what is printed is the study's.
+                    with contextlib.redirect_stdout(sys.stderr):
+                        self._session = new_session(self._user, str(self._kit))
+                found = getattr(self._session, name)(*args)
+            # NVFLARE has many kinds, and a session is of no use after most of them.
+            except Exception as error:
+                self._leave()
+                raise ConnectionError(f"the NVFLARE server does not answer: {error}") from error
+            self._touched = time.monotonic()
+            return found
+
+    def _leave(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            try:
+                session.close()
+            except Exception as error:
+                LOG.info("the session was not closed: %s", error)
+
+
+def _new_session() -> Any:
+    """Return the function that opens a session with an NVFLARE server."""
+    try:
+        from nvflare.fuel.flare_api.flare_api import new_secure_session
+    except ImportError as error:
+        raise MissingExtraError("nvflare", "nvflare") from error
+    return new_secure_session
