@@ -20,13 +20,15 @@ from nvflare.collab import CollabCallError, collab
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, ReturnCode
 from nvflare.fuel.f3.cellnet.utils import new_cell_message
 
-from numpyro_fed_relay.pending import HOLD, MAX_TICKETS, Found, Pending
+from numpyro_fed_relay.pending import HOLD, Found, Pending
 from numpyro_fed_relay.sockets import relay
 
 CHANNEL, TOPIC = "numpyro_fed", "ask"  # of the analyst's messages in NVFLARE's network
 # The file in a site's folder local/ that says where its silo's process listens. In resources.json
 # it would not do: NVFLARE tells the server what it does not know there.
 SETTINGS = "numpyro_fed.json"
+# Replies that a relay keeps, or a hub for each site, until they are asked for.
+KEPT = 4
 # Seconds for the way of a call beside HOLD; what is sent is waited for as long as it moves.
 WAY = 15.0
 
@@ -39,7 +41,7 @@ class Relay:
     """
 
     def __init__(self) -> None:
-        self._pending = Pending("numpyro-fed-relay")
+        self._pending = Pending(KEPT)
         self._socket: str | None = None
 
     @collab.init
@@ -50,11 +52,13 @@ class Relay:
             self._socket = json.loads(file.read_text())["socket"]
 
     @collab.publish
-    def exchange(self, ticket: str, message: bytes, timeout: float) -> Found:
+    def exchange(self, ticket: str, message: bytes, timeout: float, context: Any) -> Found:
         """Return the silo's reply to a message, or that it computes, or is away.
 
         An empty message asks again for the reply to an earlier one.
         """
+        if context.caller != "server":  # as NVFLARE knows it: other sites take part in the job
+            return {"lost": "a relay answers nobody but the server"}
         make = (lambda: self._reply(message, timeout)) if message else None
         return self._pending.answer(ticket, make)
 
@@ -82,8 +86,8 @@ class Hub:
 
     def __init__(self, sites: list[str], key: str, idle: float):
         self.sites, self.key, self.idle = sites, key, idle
-        self._pending = Pending("numpyro-fed-hub")
-        self._waiting = ThreadPoolExecutor(MAX_TICKETS, "numpyro-fed-ask")
+        self._pending = Pending(KEPT * len(sites))
+        self._waiting = ThreadPoolExecutor(4 * KEPT * len(sites), "numpyro-fed")
         self._ended, self._heard = threading.Event(), time.monotonic()
         self._clients: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Answers that take longer than a call may last: who asks is given a ticket, and asks again."""
+"""Answers that take longer than a call may last: who asks has a ticket, and asks again with it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 
 # Seconds that a call waits for an answer before it returns that there is none yet.
 HOLD = 5.0
-# Tickets that are remembered. One for whose answer nobody comes is forgotten, the oldest first.
-MAX_TICKETS = 256
 
 Found = dict[str, Any]
 
@@ -22,25 +20,26 @@ class Pending:
 
     Parameters
     ----------
-    name : str
-        Of the threads.
+    most : int
+        Answers that are kept. Of those for which nobody comes the oldest is forgotten first.
     """
 
-    def __init__(self, name: str):
-        self._pool = ThreadPoolExecutor(MAX_TICKETS, name)
+    def __init__(self, most: int):
+        # Some may wait for a process that hangs.
+        self._most, self._pool = most, ThreadPoolExecutor(4 * most, "numpyro-fed")
         self._lock = threading.Lock()
         self._made: OrderedDict[str, Future[Found]] = OrderedDict()
 
     def answer(self, ticket: str, make: Callable[[], Found] | None) -> Found:
         """Return the answer for a ticket, ``{"computes": True}`` while there is none.
 
-        ``make`` makes the answer of a new ticket. None stands for a ticket that has been given
-        before; if it is not known, the process that gave it has gone: ``{"lost": why}``.
+        ``make`` makes the answer, if that has not begun. None stands for a ticket that was shown
+        before; if it is not known, the process that knew it has gone: ``{"lost": why}``.
         """
         with self._lock:
             if ticket not in self._made and make is not None:
                 self._made[ticket] = self._pool.submit(make)
-                while len(self._made) > MAX_TICKETS:
+                while len(self._made) > self._most:
                     self._made.popitem(last=False)[1].cancel()
             future = self._made.get(ticket)
         if future is None:

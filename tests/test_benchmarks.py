@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -147,3 +148,10 @@ def test_user_models(tmp_path):
     assert report["trusted"]
     assert report["verdict"].startswith("The posterior of the globals can be trusted")
     assert report["mean_error_sd"] < 0.6
+
+
+@pytest.mark.skipif(find_spec("nvflare") is None, reason="NVFLARE is not installed")
+def test_flare(tmp_path):
+    report = run_quickly("flare.py", tmp_path)
+    assert report["job_starts"] > 0
+    assert [row["bytes"] for row in report["exchange"]] == [100, 10_000, 100_000]

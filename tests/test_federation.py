@@ -170,7 +170,8 @@ class Storm:
         return reply
 
 
-@pytest.mark.parametrize("name", ["named", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
 def test_a_storm_changes_no_bit(name, tmp_path, monkeypatch):
     monkeypatch.setattr("numpyro_fed.runtime.federation.FIRST_WAIT", 1e-4)
     (method, rounds), data = METHODS[name], numbers()
@@ -291,6 +292,7 @@ def test_the_factor_of_a_silo_that_is_away_stays(schedule, ended, double, tmp_pa
     assert again.status[1].tolist() == ended
 
 
+@pytest.mark.slow
 def test_steps_without_a_silo_are_scaled_up(double):
     """Three silos that hold the same rows: two of them, scaled up, are as good as all."""
     data = [numbers()[0]] * 3
@@ -387,6 +389,7 @@ def test_settings_that_no_message_holds_need_a_name():
         method.run(KEY, 1, federation_of(silos_of(numbers())), **QUIET)
 
 
+@pytest.mark.slow
 def test_what_is_no_message_is_refused_in_words():
     """Random bytes, cut and changed messages, and plans of strangers: a reply with a reason."""
     silo = silos_of(numbers())[0]

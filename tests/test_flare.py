@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import re
+import threading
 import time
+from types import SimpleNamespace
 
 import flare_study
 import numpy as np
@@ -15,6 +17,7 @@ from numpyro_fed.errors import ModelError
 from numpyro_fed.network import Flare
 from numpyro_fed.network.flare_kit import DENIED, EXECUTOR, RELAY, allow, denied, write_job
 from numpyro_fed.network.sockets import short_folder
+from numpyro_fed_relay.pending import Pending
 
 pytestmark = [
     pytest.mark.slow,
@@ -171,6 +174,37 @@ def test_a_strangers_message_is_not_passed_on(engine):
     assert (
         "key is not" in engine._ask(stranger, {"silo": 0, "ticket": "1", "message": b"m"})["lost"]
     )
+
+
+def test_a_relay_answers_the_server_alone():
+    from numpyro_fed_relay.flare import Relay
+
+    def ask(caller):
+        return Relay().exchange("1", b"message", 1.0, context=SimpleNamespace(caller=caller))
+
+    assert "nobody but the server" in ask("hospital-3")["lost"]
+    assert "no file local/numpyro_fed.json" in ask("server")["away"]
+
+
+def test_what_takes_long_is_asked_for_again(monkeypatch):
+    monkeypatch.setattr("numpyro_fed_relay.pending.HOLD", 0.01)
+    pending, begun, done = Pending(2), [], threading.Event()
+
+    def make():
+        begun.append(1)
+        done.wait(10)
+        return {"reply": b"reply"}
+
+    # A message that is sent again waits for the same answer.
+    assert pending.answer("a", make) == pending.answer("a", make) == {"computes": True}
+    assert pending.answer("a", None) == {"computes": True}
+    done.set()
+    monkeypatch.setattr("numpyro_fed_relay.pending.HOLD", 10.0)
+    assert pending.answer("a", None) == {"reply": b"reply"}
+    assert begun == [1]
+    # It was asked for, and is not kept.
+    assert "lost" in pending.answer("a", None)
+    assert "lost" in pending.answer("b", None)
 
 
 def test_a_kit_is_opened_for_the_relay_alone(place, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import secrets
 import sys
@@ -127,7 +128,9 @@ class Flare:
         """Return a silo's reply to a message."""
         deadline = time.monotonic() + timeout
         job = self._running(deadline)
-        asked = {"silo": silo, "ticket": secrets.token_hex(8), "message": message}
+        # That of the message: one that is sent again waits for the same answer.
+        ticket = f"{silo}-{hashlib.sha256(message).hexdigest()}"
+        asked = {"silo": silo, "ticket": ticket, "message": message}
         while (left := deadline - time.monotonic()) > 0:
             began = time.monotonic()
             try:
