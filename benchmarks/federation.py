@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import subprocess
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -86,8 +87,9 @@ def rows(num_silos: int = 3) -> list[dict[str, np.ndarray]]:
 # --- times -----------------------------------------------------------------------------------
 
 
-def _serve(path: str, data: Any, delay: float) -> None:
-    silo = nf.Silo(data, names=NAMES, policy=FREE)
+def serve(path: str, columns: int, delay: float) -> None:
+    """Answer as a silo with two rows, each time after a while."""
+    silo = nf.Silo(dict(y=np.ones((2, columns), np.float32)), names=NAMES, policy=FREE)
 
     def answer(message: bytes) -> bytes:
         if Question.of(read(message).head).run:
@@ -99,16 +101,10 @@ def _serve(path: str, data: Any, delay: float) -> None:
 
 def seconds_a_round(columns: int, num_silos: int, delay: float, rounds: int) -> float:
     """Return the median seconds of a round of SFVI, each an exchange with all silos, warm."""
-    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         paths = [f"{folder}/{j}" for j in range(num_silos)]
-        data = [dict(y=np.ones((2, columns), np.float32))] * num_silos
-        processes = [
-            spawn.Process(target=_serve, args=(p, d, delay), daemon=True)
-            for p, d in zip(paths, data, strict=True)
-        ]
-        for process in processes:
-            process.start()
+        command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
+        processes = [subprocess.Popen([*command, path, str(columns), str(delay)]) for path in paths]
         try:
             there = nf.Federation(Sockets(paths), names=NAMES, patience=300)
             method = nf.SFVI(wide, start=None, guide=nf.guides.MeanField())
@@ -124,6 +120,7 @@ def seconds_a_round(columns: int, num_silos: int, delay: float, rounds: int) -> 
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
     return float(np.median(np.diff(stamps)[2:]))
 
 
@@ -343,7 +340,11 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve:
+        path, columns, delay = args.serve
+        serve(path, int(columns), float(delay))
     warnings.simplefilter("ignore")
     small = args.quick
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {

@@ -96,10 +96,9 @@ def measure(name: str, quick: bool) -> dict[str, Any]:
     share = fitted.corrected.ess / len(fitted.corrected.weights)
     draws = unconstrained(fitted.sample_posterior(jax.random.key(1), 100_000))
     wall, cpu = time.perf_counter(), time.process_time()
-    draws_of_chain = dict(num_warmup=100, num_samples=100) if quick else dict(num_samples=2_500)
-    nuts = nf.run_nuts(
-        jax.random.key(2), model, silos, num_chains=4, progress_bar=False, **draws_of_chain
-    )
+    short, full = dict(num_warmup=50, num_samples=50), dict(num_samples=2_500, num_chains=4)
+    steps = short if quick else full
+    nuts = nf.run_nuts(jax.random.key(2), model, silos, progress_bar=False, **steps)
     found |= dict(nuts_seconds=time.perf_counter() - wall, nuts_cpu=time.process_time() - cpu)
     merged = {k: np.reshape(v, (-1, *np.shape(v)[2:])) for k, v in nuts.globals.items()}
     reference = unconstrained(merged)

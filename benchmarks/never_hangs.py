@@ -173,15 +173,20 @@ def watched(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     return number, still
 
 
-def measure(name: str, fits: int, number: int, pool: bool, cache: str) -> dict[str, Any]:
-    """Fits of a model on so many cores, and how many of them stood still."""
-    kept = {k: v for k, v in os.environ.items() if k not in VARIABLES}
-    env = {
-        **kept,
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+def measure(name: str, fits: int, number: int, pool: bool, cache: str | None) -> dict[str, Any]:
+    """Fits of a model on so many cores, and how many of them stood still.
+
+    Children compile as by default, into a cache of their own; or, without one, as this process.
+    """
+    env = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    if cache is None:
+        env["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
+    else:
+        env |= {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
     own = sorted(os.sched_getaffinity(0))
     pool = pool or number > len(own)
     if pool:
@@ -215,7 +220,7 @@ def main() -> None:
         options.fits, options.cores, options.models = 1, [2], ["intercepts"]
     with tempfile.TemporaryDirectory() as cache:
         runs = [
-            measure(name, options.fits, number, options.pool, cache)
+            measure(name, options.fits, number, options.pool, None if options.quick else cache)
             for number in options.cores
             for name in options.models
         ]

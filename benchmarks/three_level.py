@@ -170,7 +170,9 @@ def main() -> None:
         return value
 
     def sfvi(objective: Any) -> Any:
-        method = nf.SFVI(model, optim=decaying_adam(args.rate, rounds), objective=objective)
+        # A few rounds, to see that it runs, are not worth a search for the mode.
+        settings = dict(objective=objective, start=None if quick else "mode")
+        method = nf.SFVI(model, optim=decaying_adam(args.rate, rounds), **settings)
         return method.run(jax.random.key(1), rounds, silos, progress_bar=False)
 
     nuts = timed(

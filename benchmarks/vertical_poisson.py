@@ -184,7 +184,7 @@ def main():
     parser.add_argument("--nuts", action="store_true", help="NUTS on the augmented models, too")
     parser.add_argument("--quick", action="store_true", help="fewer areas, rounds and draws")
     args = parser.parse_args()
-    draws, rounds, areas = (200, 3_000, 100) if args.quick else (4_000, 5_000, 2_000)
+    draws, rounds, areas = (200, 1_000, 100) if args.quick else (4_000, 5_000, 2_000)
     rhos = (1.0,) if args.quick else (1.0, 2.0)
     warnings.simplefilter("ignore")
     held, truth = simulate(areas)

@@ -89,7 +89,7 @@ def main() -> None:
         cases += [(rho, "mean_field"), (rho, "amortised")]
     for rho, auxiliary in cases:
         settings = {} if rho is None else dict(rho=rho, auxiliary=auxiliary)
-        vfl = nf.VFL(model, rank=0, **settings)
+        vfl = nf.VFL(model, rank=0, start=None if args.quick else "mode", **settings)
         result = vfl.run(KEY, fit_rounds, xs, y, progress_bar=False)
         mean = result.sample_posterior(jax.random.key(1), 2_000)["client_0/beta"].mean(0)
         predictor = xs[0] @ np.asarray(mean)

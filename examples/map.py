@@ -82,14 +82,15 @@ def main():
     parser.add_argument("--plot", metavar="FILE", help="draw the maps")
     parser.add_argument("--quick", action="store_true", help="fewer areas, rounds and draws")
     args = parser.parse_args()
-    side, rounds, draws = (4, 50, 200) if args.quick else (8, 2_000, 2_000)
+    side, rounds, draws = (4, 500, 200) if args.quick else (8, 2_000, 2_000)
     neighbours, areas, silos = simulate(side)
     model = map_of(neighbours)
 
     prior = nf.SeparatorPrior.fit(model, "theta", areas, model_kwargs=silos[0])
     federated = nf.handlers.substitute_prior(model, {"theta": prior})
     began = time.perf_counter()
-    result = nf.SFVI(federated).run(jax.random.key(0), rounds, silos)
+    sfvi = nf.SFVI(federated, start=None if args.quick else "mode")
+    result = sfvi.run(jax.random.key(0), rounds, silos)
     print(f"nf.SFVI: {time.perf_counter() - began:.0f} s, compilation included")
     found = np.zeros((draws, side**2))
     for j, own in enumerate(areas):  # the same key: the same draws of what silos share

@@ -7,7 +7,7 @@ the five globals without pooling rows. NUTS sees all rows, or those of one silo 
     python examples/six_cities.py --plot six_cities.png --json six_cities.json
 
 ``--all`` compares SFVI, SFVI-Avg, PVI and their corrections as well (benchmarks/six_cities.py).
-``--quick`` takes 107 of the children and few draws.
+``--quick`` takes 270 of the children and few draws.
 """
 
 import argparse
@@ -110,8 +110,8 @@ def main():
         sys.exit(subprocess.run([sys.executable, script, *options]).returncode)
     if others:
         parser.error(f"unknown options {' '.join(others)}; some need --all")
-    both = silos((60, 47) if args.quick else (300, 237))
-    samples = 400 if args.quick else 5_000  # of each of two chains
+    both = silos((150, 120) if args.quick else (300, 237))
+    warmup, samples = (200, 400) if args.quick else (1_000, 5_000)  # of each of two chains
 
     seconds = {}
 
@@ -123,9 +123,8 @@ def main():
         return result
 
     def nuts(key, data):
-        return nf.run_nuts(
-            jax.random.key(key), model, data, start=fitted.mode, num_samples=samples, num_chains=2
-        )
+        steps = dict(num_warmup=warmup, num_samples=samples, num_chains=2)
+        return nf.run_nuts(jax.random.key(key), model, data, start=fitted.mode, **steps)
 
     fitted = timed("nf.fit", nf.fit, jax.random.key(0), model, both)
     print(fitted.verdict)

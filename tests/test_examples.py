@@ -3,7 +3,6 @@
 import ast
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import matplotlib
 import matplotlib.image
 import numpy as np
 import pytest
+from scripts import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -46,11 +46,8 @@ def test_an_example_has_a_figure_in_the_gallery(script):
 
 def run_quickly(name, folder):
     """The report of an example, once it has drawn its figure, where there is no data folder."""
-    command = [sys.executable, EXAMPLES / f"{name}.py", "--quick"]
-    command += ["--json", "out.json", "--plot", "out.png"]
-    away = {k: v for k, v in os.environ.items() if k != "NUMPYRO_FED_DATA"} | {"MPLBACKEND": "agg"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=away)
-    assert done.returncode == 0, done.stderr[-2_000:]
+    options = ("--quick", "--json", "out.json", "--plot", "out.png")
+    run_script(EXAMPLES / f"{name}.py", folder, *options)
     image = matplotlib.image.imread(folder / "out.png")
     assert image.shape[1] > 700
     assert np.ptp(image[..., :3]) > 0.5

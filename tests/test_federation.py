@@ -15,6 +15,7 @@ from problems import cut
 import numpyro_fed as nf
 from numpyro_fed.errors import ModelError, SavedStateError, SiloAwayError
 from numpyro_fed.network import InMemory
+from numpyro_fed.network.study import load_file, names_of
 from numpyro_fed.runtime.messages import Question, read, write
 
 KEY = jax.random.key(0)
@@ -169,7 +170,8 @@ class Storm:
         return reply
 
 
-@pytest.mark.parametrize("name", ["named", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
 def test_a_storm_changes_no_bit(name, tmp_path, monkeypatch):
     monkeypatch.setattr("numpyro_fed.runtime.federation.FIRST_WAIT", 1e-4)
     (method, rounds), data = METHODS[name], numbers()
@@ -290,6 +292,7 @@ def test_the_factor_of_a_silo_that_is_away_stays(schedule, ended, double, tmp_pa
     assert again.status[1].tolist() == ended
 
 
+@pytest.mark.slow
 def test_steps_without_a_silo_are_scaled_up(double):
     """Three silos that hold the same rows: two of them, scaled up, are as good as all."""
     data = [numbers()[0]] * 3
@@ -351,6 +354,16 @@ def test_a_budget_outlives_the_process(tmp_path):
     assert {"time", "exchange", "run", "told", "message", "reply"} <= set(lines[0])
 
 
+def test_a_study_offers_its_own_functions_and_methods_alone(tmp_path):
+    file = tmp_path / "study_of_names.py"
+    file.write_text(
+        "from subprocess import run\nimport numpyro_fed as nf\nfrom functools import partial\n"
+        "def model(y): ...\ndef _hidden(y): ...\ndef main(silos): ...\n"
+        "pvi = nf.PVI(model)\nother = partial(model, y=0)\n"
+    )
+    assert set(names_of(load_file(file))) == {"model", "pvi", "other"}
+
+
 def test_a_policy_is_read_from_toml(tmp_path):
     file = tmp_path / "policy.toml"
     file.write_text('methods = ["PVI"]\nmin_rows = 50\n')
@@ -376,6 +389,7 @@ def test_settings_that_no_message_holds_need_a_name():
         method.run(KEY, 1, federation_of(silos_of(numbers())), **QUIET)
 
 
+@pytest.mark.slow
 def test_what_is_no_message_is_refused_in_words():
     """Random bytes, cut and changed messages, and plans of strangers: a reply with a reason."""
     silo = silos_of(numbers())[0]

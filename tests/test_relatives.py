@@ -342,7 +342,7 @@ def test_two_sites_of_one_text_are_replaced():
         "two": nf.BlockPrior.fit(model, "two", BLOCKS, model_kwargs=held[0]),
     }
     federated = nf.handlers.substitute_prior(model, priors)
-    result = nf.SFVI(federated).run(KEY, 5, held, progress_bar=False)
+    result = nf.SFVI(federated, start=None).run(KEY, 5, held, progress_bar=False)
     draws = result.sample_posterior(KEY, 3, silo=1)
     for site in priors:
         own = np.asarray(draws[site])

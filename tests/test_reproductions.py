@@ -10,19 +10,23 @@ import matplotlib
 import matplotlib.image
 import numpy as np
 import pytest
+from scripts import run_script
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def reported(script, folder, *options, data=None):
+    """The report and the figure of a benchmark."""
+    options = ("--quick", *options, "--json", "out.json", "--plot", "out.png")
+    run_script(BENCHMARKS / script, folder, *options, data=data)
+    report = json.loads((folder / "out.json").read_text())
+    return report, matplotlib.image.imread(folder / "out.png")
 
 
 @pytest.fixture(scope="module")
 def six_cities_report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("six_cities")
-    command = [sys.executable, BENCHMARKS / "six_cities.py", "--quick", "--averages"]
-    command += ["--json", "out.json", "--plot", "out.png"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return json.loads((folder / "out.json").read_text()), matplotlib.image.imread(
-        folder / "out.png"
-    )
+    return reported("six_cities.py", folder, "--averages")
 
 
 @pytest.mark.slow
@@ -58,12 +62,7 @@ def run_on_tiny_credit(folder, script, *options):
         levels_colour=np.array(["red", "green", "blue"]),
         y=(x[:, 0] + rng.normal(size=120) > 0).astype(int),
     )
-    command = [sys.executable, BENCHMARKS / script, *options]
-    command += ["--quick", "--json", "out.json", "--plot", "out.png"]
-    there = os.environ | {"NUMPYRO_FED_DATA": str(folder)}
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, env=there)
-    image = matplotlib.image.imread(folder / "out.png")
-    return json.loads((folder / "out.json").read_text()), image
+    return reported(script, folder, *options, data=folder)
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +102,9 @@ def test_pvi_mnist_reports_and_draws(tmp_path):
     images, digits = r.integers(0, 256, (60, 28, 28), np.uint8), np.arange(60) % 10
     parts = dict(x_train=images, y_train=digits, x_test=images[:20], y_test=digits[:20])
     np.savez(tmp_path / "mnist.npz", **parts)
-    command = [sys.executable, BENCHMARKS / "pvi_mnist.py", "--quick"]
-    command += ["--splits", "two_digits", "--json", "out.json", "--plot", "out.png"]
-    here = os.environ | {"NUMPYRO_FED_DATA": str(tmp_path)}
-    done = subprocess.run(
-        command, cwd=tmp_path, check=True, capture_output=True, text=True, env=here
-    )
-    assert "rejected_updates" in done.stdout
+    options = ("--quick", "--splits", "two_digits", "--json", "out.json", "--plot", "out.png")
+    printed = run_script(BENCHMARKS / "pvi_mnist.py", tmp_path, *options, data=tmp_path)
+    assert "rejected_updates" in printed
     report = json.loads((tmp_path / "out.json").read_text())
     assert set(report) == {"pooled", "two_digits"}
     assert set(report["two_digits"]) == {"sequential", "synchronous"}
@@ -158,25 +153,23 @@ def test_labels_are_flipped_where_the_benchmark_says():
 
 @pytest.mark.slow
 def test_the_vertical_benchmark_measures_models_against_nuts(tmp_path):
-    command = [sys.executable, BENCHMARKS / "vertical_logistic.py", "--quick"]
-    command += ["--json", "out.json", "--plot", "out.png"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    found = json.loads((tmp_path / "out.json").read_text())["2"]
+    report, image = reported("vertical_logistic.py", tmp_path)
+    found = report["2"]
     names = {"NUTS", "exact split", "exact split, corrected", "augmented, rho 1.0, amortised"}
     assert set(found) == names
     assert 0 < found["exact split, corrected"]["error"] < 0.5  # of 400 draws, against 200
     assert found["exact split"]["bound"] > found["augmented, rho 1.0, amortised"]["bound"]
-    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
+    assert image.ndim == 3
 
 
 @pytest.mark.slow
 def test_the_process_benchmark_compares_priors_with_the_exact_posterior(tmp_path):
-    command = [sys.executable, BENCHMARKS / "sigma_gp.py", "--quick"]
-    command += ["--json", "out.json", "--plot", "out"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    options = ("--quick", "--json", "out.json", "--plot", "out")
+    run_script(BENCHMARKS / "sigma_gp.py", tmp_path, *options)
     found = json.loads((tmp_path / "out.json").read_text())
     assert [row["phi"] for row in found["check"]] == pytest.approx([0.2, 0.5, 0.8])
-    assert len(found["posterior"]) == 4
+    ways = {"SIGMA, auxiliary, NUTS", "low rank and blocks, NUTS", "low rank and blocks, SFVI"}
+    assert set(found["posterior"]) == ways
     assert found["posterior"]["low rank and blocks, NUTS"]["error"] < 1
     for name in ("covariance", "draws", "posterior"):
         assert matplotlib.image.imread(tmp_path / f"out_{name}.png").ndim == 3
@@ -184,10 +177,8 @@ def test_the_process_benchmark_compares_priors_with_the_exact_posterior(tmp_path
 
 @pytest.mark.slow
 def test_the_map_benchmark_compares_priors_with_nuts(tmp_path):
-    command = [sys.executable, BENCHMARKS / "sigma_map.py", "--quick", "--methods", "SFVI"]
-    command += ["--json", "out.json", "--plot", "out"]
-    away = {k: v for k, v in os.environ.items() if k != "NUMPYRO_FED_DATA"}
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=away)
+    options = ("--quick", "--methods", "SFVI", "--json", "out.json", "--plot", "out")
+    run_script(BENCHMARKS / "sigma_map.py", tmp_path, *options)
     found = json.loads((tmp_path / "out.json").read_text())
     assert len(found) == 4
     assert found["low rank and blocks, SFVI"]["rmse"] < 3
@@ -197,15 +188,12 @@ def test_the_map_benchmark_compares_priors_with_nuts(tmp_path):
 
 @pytest.mark.slow
 def test_the_poisson_benchmark_compares_with_pooled_inference(tmp_path):
-    command = [sys.executable, BENCHMARKS / "vertical_poisson.py", "--quick"]
-    command += ["--json", "out.json", "--plot", "out.png"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    found = json.loads((tmp_path / "out.json").read_text())
+    found, image = reported("vertical_poisson.py", tmp_path)
     assert set(found) == {"NUTS", "mean field", "exact split", "augmented, rho 1"}
     assert set(found["exact split"]) == {"b", "beta", "mu", "sigma", "seconds"}
     for site in ("mu", "sigma"):
         assert found["exact split"][site]["error"] < 3
-    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
+    assert image.ndim == 3
 
 
 @pytest.mark.slow
@@ -225,10 +213,7 @@ def test_the_heart_benchmark_reads_its_table_and_cross_validates(tmp_path):
         *(",".join([*row, str(y)]) for row, y in zip(table, ill, strict=True)),
     ]
     (tmp_path / "heart.csv").write_text("\n".join(lines))
-    command = [sys.executable, BENCHMARKS / "split_nn_heart.py", "--quick"]
-    command += ["--csv", "heart.csv", "--json", "out.json", "--plot", "out.png"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    found = json.loads((tmp_path / "out.json").read_text())
+    found, image = reported("split_nn_heart.py", tmp_path, "--csv", "heart.csv")
     names = {"logistic regression", "split network", "Bayesian, rho 1", "in all layers, rho 1"}
     assert set(found) == names
     for folds in found.values():
@@ -236,7 +221,7 @@ def test_the_heart_benchmark_reads_its_table_and_cross_validates(tmp_path):
         assert 0 <= folds[0]["accuracy"] <= 100
         assert -5 < folds[0]["log_lik"] < 0
     assert found["logistic regression"][0]["accuracy"] > 60
-    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
+    assert image.ndim == 3
 
 
 def on_digits(script, folder, *options):
@@ -245,18 +230,18 @@ def on_digits(script, folder, *options):
     images, digits = r.integers(0, 256, (300, 28, 28), np.uint8), np.arange(300) % 10
     parts = dict(x_train=images, y_train=digits, x_test=images, y_test=digits)
     np.savez(folder / "mnist.npz", **parts)
-    command = [sys.executable, BENCHMARKS / script, "--quick", *options]
-    command += ["--json", "out.json", "--plot", "out.png"]
-    here = os.environ | {"NUMPYRO_FED_DATA": str(folder)}
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, env=here)
-    assert matplotlib.image.imread(folder / "out.png").ndim == 3
-    return json.loads((folder / "out.json").read_text())
+    report, image = reported(script, folder, *options, data=folder)
+    assert image.ndim == 3
+    return report
 
 
 @pytest.mark.slow
 def test_networks_that_differ_between_silos(tmp_path):
-    report = on_digits("federated_mnist.py", tmp_path, "--silos", "3")
-    assert [row["rounds"] for row in report.values()] == [20, 2, 2, 20, 2, 2]
+    options = ("federated_mnist.py", tmp_path, "--silos", "3", "--models")
+    report = on_digits(*options, "hierarchical")
+    assert [row["rounds"] for row in report.values()] == [20, 2, 2]
+    report |= on_digits(*options, "FedPop", "--methods", "SFVI")
+    assert [row["rounds"] for row in report.values()] == [20, 2, 2, 20]
     assert all(len(row["accuracies"]) == 3 for row in report.values())
 
 
@@ -278,12 +263,9 @@ def test_topics_of_silos_messages(tmp_path):
         arrays[f"{part}_indptr"] = np.append(0, found.sum(1).cumsum())
         arrays[f"{part}_indices"], arrays[f"{part}_counts"] = np.nonzero(found)[1], of[found]
     np.savez(tmp_path / "newsgroups20.npz", **arrays)
-    command = [sys.executable, BENCHMARKS / "prod_lda.py", "--quick"]
-    command += ["--json", "out.json", "--plot", "out.png", "--methods", "SFVI", "SFVI-Avg"]
-    here = os.environ | {"NUMPYRO_FED_DATA": str(tmp_path)}
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=here)
-    report = json.loads((tmp_path / "out.json").read_text())
+    options = ("--methods", "SFVI", "SFVI-Avg")
+    report, image = reported("prod_lda.py", tmp_path, *options, data=tmp_path)
     assert {name: row["rounds"] for name, row in report.items()} == {"SFVI": 20, "SFVI-Avg": 2}
     assert all(len(row["coherence"]) == 3 for row in report.values())
     assert all("subject" not in topic for row in report.values() for topic in row["topics"])
-    assert matplotlib.image.imread(tmp_path / "out.png").ndim == 3
+    assert image.ndim == 3

@@ -235,9 +235,11 @@ def test_runtimes_agree_and_runs_go_on(start):
 
 @pytest.mark.slow
 def test_the_weight_of_all_silos_is_their_rows():
-    result = nf.SFVIAvg(glmm, local_steps=1).run(KEY, 1, glmm_silos((5, 3, 4)), progress_bar=False)
+    settings = dict(local_steps=1, start=None)
+    of_rows = nf.SFVIAvg(glmm, **settings)
+    result = of_rows.run(KEY, 1, glmm_silos((5, 3, 4)), progress_bar=False)
     assert float(result.state.server.rows) == 12
-    even = nf.SFVIAvg(glmm, local_steps=1, weights="even")
+    even = nf.SFVIAvg(glmm, weights="even", **settings)
     assert float(even.run(KEY, 1, glmm_silos((5, 3)), progress_bar=False).state.server.rows) == 2
 
 

@@ -73,7 +73,8 @@ def test_what_parties_hold():
 @pytest.mark.slow
 def test_predictive_for_new_rows():
     xs, y = data()
-    draws = nf.VFL(gaussian).run(KEY, 5, xs, y, progress_bar=False).sample_posterior(KEY, 7)
+    vfl = nf.VFL(gaussian, start=None)
+    draws = vfl.run(KEY, 5, xs, y, progress_bar=False).sample_posterior(KEY, 7)
     new, _ = data(n=4, seed=1)
     assert Predictive(gaussian, draws)(KEY, new)["y"].shape == (7, 4)
 

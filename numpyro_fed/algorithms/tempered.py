@@ -91,6 +91,10 @@ class Reference(Protocol):
         """Return the log density () at ``z`` (dim,)."""
         ...
 
+    def standard(self, dim: int) -> Any:
+        """Return some parameters, for the shapes of a state."""
+        ...
+
 
 class Slopes(NamedTuple):
     """A silo's reply: its log likelihood at each particle (N,), and the gradient (N, dim)."""
@@ -227,7 +231,9 @@ class Tempering:
         """Return the algorithm; it ends once particles were kept often enough."""
         return FederatedAlgorithm(
             init_server=lambda key: self.begin(
-                self.model.init_theta(key), (), jnp.zeros((self.num_particles, self.model.dim))
+                self.model.init_theta(key),
+                self.reference.standard(self.model.dim),
+                jnp.zeros((self.num_particles, self.model.dim)),
             ),
             init_silo=self.fitted.init_silo,
             round=self.round(),

@@ -78,6 +78,11 @@ class VerticalServerNode:
         self._agreed = VerticalAgreement.of(method, facts, arguments, row_ids)
         self.plan = self._agreed.plan.to_json()
 
+    @property
+    def num_silos(self) -> int:
+        """Return the number of clients."""
+        return self._agreed.num_silos
+
     def run(
         self,
         key: Array,

@@ -81,7 +81,10 @@ def _parser() -> argparse.ArgumentParser:
 def serve(args: argparse.Namespace) -> None:
     """Answer the server until the process is ended."""
     names = names_of(load_file(args.study))
-    policy = None if args.policy is None else Policy.from_toml(args.policy)
+    try:
+        policy = None if args.policy is None else Policy.from_toml(args.policy)
+    except (ValueError, OSError) as error:
+        raise ModelError(f"the policy {args.policy} cannot be used: {error}") from error
     silo = Silo(
         data_of(args.data),
         names=names,

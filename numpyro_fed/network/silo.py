@@ -157,7 +157,9 @@ class Silo:
             )
         head, arrays = read(message)
         question = Question.of(head)
-        entry |= {"exchange": question.exchange, "run": question.run, "number": question.number}
+        # Texts of a stranger: no more of them than a name is long.
+        entry |= {"exchange": question.exchange[:100], "run": question.run[:32]}
+        entry["number"] = question.number
         if question.exchange == DESCRIBE:
             return self._describe(question)
         if question.exchange == ACCEPT:
@@ -201,7 +203,8 @@ class Silo:
                     "silo without JAX_ENABLE_X64."
                 )
             built: Any = _method_of(described, self._names)
-            self._policy.check_method(str(described.get("named", described.get("method", ""))))
+            if "named" in described or "method" in described:
+                self._policy.check_method(str(described.get("named", described.get("method"))))
             if not isinstance(built, Party):
                 return _Agreement(settings, double, describe(built, self._data).to_json(), None)
             node: SiloNode[Any, Any, Any] = SiloNode(
@@ -312,14 +315,14 @@ def told_by(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, i
     A search tells gradient and curvature at each of its places, particles a gradient at each, a
     correction the log likelihood at each draw, and a round counts as one place.
     """
-    downs = [a for name, a in arrays.items() if name.startswith("down") and a.ndim]
-    if question.exchange == IMPORTANCE:
-        return {"draws": int(question.id.read_settings().get("num_draws", 0))}
+    # Counted on the arrays, whose shapes must be those of the exchange.
+    downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
+    most = max(1, *downs, 1)
     if question.exchange in (*BEGINNINGS, GO_ON):
         return {}
-    if question.exchange in ("mode", TEMPERED):
-        return {"places": max((len(a) for a in downs), default=1)}
-    return {"places": 1}
+    if question.exchange == IMPORTANCE:
+        return {"draws": most}
+    return {"places": most if question.exchange in ("mode", TEMPERED) else 1}
 
 
 def _method_of(described: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
@@ -338,7 +341,10 @@ def _method_of(described: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
             "have the same file."
         )
     if "named" in described:
-        return _known(described["named"], names, "method")
+        named = _known(described["named"], names, "method")
+        if not isinstance(named, Party):
+            raise ModelError(f"'{described['named']}' is no method at this silo.")
+        return named
     if "method" not in described:
         return model
     kind = KINDS.get(str(described["method"]))

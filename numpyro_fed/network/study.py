@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
+from numpyro.primitives import Messenger
+
 from numpyro_fed.errors import ModelError
+from numpyro_fed.runtime.party import Party
 
 
 def load_file(path: str | Path) -> ModuleType:
@@ -29,8 +33,21 @@ def load_file(path: str | Path) -> ModuleType:
 
 
 def names_of(study: ModuleType) -> dict[str, Any]:
-    """Return the objects of a study that parties may name: its public variables."""
-    return {name: value for name, value in vars(study).items() if not name.startswith("_")}
+    """Return the objects of a study that parties may name: its own functions, and its methods.
+
+    Whatever it imports is no part of that: a server could otherwise have it called.
+    """
+
+    def may_be_named(value: object) -> bool:
+        if isinstance(value, FunctionType):
+            return value.__module__ == study.__name__
+        return isinstance(value, Party | Messenger | partial)
+
+    return {
+        name: value
+        for name, value in vars(study).items()
+        if not name.startswith("_") and name != "main" and may_be_named(value)
+    }
 
 
 def main_of(study: ModuleType) -> Callable[[Any], Any]:

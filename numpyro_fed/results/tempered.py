@@ -68,6 +68,10 @@ class PriorReference:
         """Return the log density () at ``z`` (dim,), factors and scaled sites left out."""
         return self.model.global_prior.log_density_all(theta, z)
 
+    def standard(self, dim: int) -> tuple[()]:
+        """Return nothing, since the prior has no parameters."""
+        return ()
+
 
 @dataclass(frozen=True)
 class MixtureReference:
@@ -79,6 +83,10 @@ class MixtureReference:
         """Return the log density () at ``z`` (dim,)."""
         own = parameters.log_prob(z)[None]
         return self.wide.log_density(own, theta, parameters.place, z[None])[0]
+
+    def standard(self, dim: int) -> Mixture:
+        """Return a mixture of one part, at zero."""
+        return Mixture(jnp.zeros(1), jnp.zeros((1, dim)), jnp.eye(dim)[None])
 
 
 @dataclass(frozen=True, kw_only=True)

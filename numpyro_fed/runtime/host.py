@@ -170,6 +170,8 @@ def _with_those_who_answer(
 
 def _filled(rows: list[Any], plan: ArrayLike, away: object) -> list[Any]:
     """Return the rows of a round's log, with one for each step in which nobody has answered."""
+    if all(row is not None for row in rows):
+        return rows
     known = next((row for row in rows if row is not None), None)
     if known is None:
         raise SiloAwayError(
