@@ -225,52 +225,64 @@ def remote(
 
     Each run begins by the message ``begin``.
     """
-    silos = _Remote(algorithm, plan, channel)
-    init_server = jax.jit(algorithm.init_server)
-
-    def state(key: Array, server: object, mark: Mark) -> State:
-        carry = init_schedule(schedule, key, plan.num_silos)
-        server, carry = drop_weak_types((server, carry))
-        return State(jnp.zeros((), jnp.int32), server, (mark,), carry)
-
-    def init(key: Array, batches: Batches) -> State:
-        key_server, key_silos = init_keys(key)
-        server = init_server(key_server)
-        return state(key, server, channel.begin(begin, key_silos))
-
-    def like(key: Array, batches: Batches) -> State:
-        size = plan.num_silos
-        mark = Mark(np.zeros((size, 4), np.uint32), np.zeros(size, np.int32))
-        return state(key, algorithm.init_server(init_keys(key)[0]), mark)
-
-    def go_on(before: State) -> State:
-        return before._replace(silos=(channel.go_on(before.silos[0]),))
-
-    def num_silos(batches: Batches) -> int:
-        return plan.num_silos
-
-    def transport_of(batches: Batches) -> Transport[Array, Stacks]:
-        return silos.transport
-
-    def single(round_: Round) -> Single:
-        return single_with(silos.prepared(round_), num_silos, transport_of)
-
+    silos = _Remote(algorithm, schedule, plan, channel, begin)
     # One round a call: a chunk that is run again after a failure would ask silos again.
-    main = silos.prepared(algorithm.round)
-    advance = round_loop(main, schedule, num_silos, transport_of, algorithm.done, algorithm.away)
-    return Runtime(init, advance, single, chunk=1, like=like, go_on=go_on)
+    advance = round_loop(
+        silos.prepared(algorithm.round),
+        schedule,
+        silos.num_silos,
+        silos.transport_of,
+        algorithm.done,
+        algorithm.away,
+    )
+    return Runtime(silos.init, advance, silos.single, 1, like=silos.like, go_on=silos.go_on)
 
 
 @dataclass(frozen=True, eq=False)
 class _Remote:
-    """The transport over a channel; it finds the expected shapes of replies when needed."""
+    """The parts of the runtime; it finds the expected shapes of replies when needed."""
 
     algorithm: FederatedAlgorithm[Any, Any]
+    schedule: Schedule[Any] | None
     plan: PlanLike
     channel: Channel
+    begin: str
     rounds: dict[ExchangeId, Round] = field(default_factory=dict)
     reply_shapes: dict[ExchangeId, Reply[Any]] = field(default_factory=dict)
     reply_checks: dict[ExchangeId, Callable[[Reply[Any]], Reply[Any]]] = field(default_factory=dict)
+
+    def init(self, key: Array, batches: Batches) -> State:
+        """Return the first state of a run, which silos begin with it."""
+        key_server, key_silos = init_keys(key)
+        server = jax.jit(self.algorithm.init_server)(key_server)
+        return self._state(key, server, self.channel.begin(self.begin, key_silos))
+
+    def like(self, key: Array, batches: Batches) -> State:
+        """Return a state for its shapes, of which silos are told nothing."""
+        size = self.plan.num_silos
+        mark = Mark(np.zeros((size, 4), np.uint32), np.zeros(size, np.int32))
+        return self._state(key, self.algorithm.init_server(init_keys(key)[0]), mark)
+
+    def _state(self, key: Array, server: object, mark: Mark) -> State:
+        carry = init_schedule(self.schedule, key, self.plan.num_silos)
+        server, carry = drop_weak_types((server, carry))
+        return State(jnp.zeros((), jnp.int32), server, (mark,), carry)
+
+    def go_on(self, before: State) -> State:
+        """Return the state of a new run that goes on where another one has ended."""
+        return before._replace(silos=(self.channel.go_on(before.silos[0]),))
+
+    def num_silos(self, batches: Batches) -> int:
+        """Return the number of silos."""
+        return self.plan.num_silos
+
+    def transport_of(self, batches: Batches) -> Transport[Array, Stacks]:
+        """Return the transport over the channel."""
+        return self.transport
+
+    def single(self, round_: Round) -> Single:
+        """Return a single round with all silos."""
+        return single_with(self.prepared(round_), self.num_silos, self.transport_of)
 
     def prepared(self, round_: Round) -> Round:
         """Return the round in the form in which the server runs it."""
