@@ -36,6 +36,7 @@ def run_script(script: Path, folder: Path, *options: str, data: Path | None = No
             runpy.run_path(str(script), run_name="__main__")
     finally:
         plt.close("all")
+        jax.clear_caches()  # a script's programs are of no use to another, and take memory
         jax.config.update("jax_enable_x64", double)
         for name in set(sys.modules) - known:
             file = getattr(sys.modules[name], "__file__", None) or ""

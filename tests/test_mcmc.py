@@ -381,7 +381,7 @@ def test_chains_start_where_the_gradient_is_finite(num_chains):
     """Of the first draws in (-2, 2) some have a density, and no gradient."""
     x = np.linspace(-1, 1, 12)
     layout, buckets = lay_out(smooth, read(cut({"x": x, "y": np.sin(4 * x)}, (5, 7))))
-    density = jax.jit(joint_density(layout.model, layout.sizes, buckets, {}, [{}, {}]))
+    density = joint_density(layout.model, layout.sizes, buckets, {}, [{}, {}])
     look = jax.jit(jax.vmap(jax.value_and_grad(density)))
     shapes = {"z_G": (num_chains, layout.model.dim), "z_L": {"row": (num_chains, 12, 0)}}
     first, found = [], []

@@ -462,20 +462,27 @@ def test_a_field_that_is_not_substituted_is_warned_about():
             split(federated, read(silos(), federated))
 
 
-@pytest.mark.slow
+def with_intercept(area, y):
+    """An intercept under a flat prior, of which nothing can be drawn."""
+    b = numpyro.sample("b", dist.ImproperUniform(dist.constraints.real, (), ()))
+    theta = numpyro.sample("theta", dist.CAR(0.0, 0.5, 1.0, chain(9)))
+    with nf.silo_plate("row", area.shape[0]):
+        numpyro.sample("y", dist.Normal(b + theta[area], 0.3), obs=y)
+
+
 @pytest.mark.parametrize("kind", [nf.BlockPrior, nf.LowRankPrior, nf.SeparatorPrior])
 def test_a_flat_prior_beside_a_site_that_is_replaced(kind):
-    """An intercept, of which nothing can be drawn."""
+    prior = kind.fit(with_intercept, "theta", BLOCKS, model_kwargs=silos()[0])
+    federated = nf.handlers.substitute_prior(with_intercept, {"theta": prior})
+    fm = split(federated, read(silos(), federated))
+    assert "b" in [site.name for site in fm.named("latent")]
 
-    def model(area, y):
-        b = numpyro.sample("b", dist.ImproperUniform(dist.constraints.real, (), ()))
-        theta = numpyro.sample("theta", dist.CAR(0.0, 0.5, 1.0, chain(9)))
-        with nf.silo_plate("row", area.shape[0]):
-            numpyro.sample("y", dist.Normal(b + theta[area], 0.3), obs=y)
 
+@pytest.mark.slow
+def test_a_run_under_a_flat_prior_beside_a_site_that_is_replaced():
     held = silos()
-    prior = kind.fit(model, "theta", BLOCKS, model_kwargs=held[0])
-    federated = nf.handlers.substitute_prior(model, {"theta": prior})
+    prior = nf.LowRankPrior.fit(with_intercept, "theta", BLOCKS, model_kwargs=held[0])
+    federated = nf.handlers.substitute_prior(with_intercept, {"theta": prior})
     result = nf.SFVI(federated).run(KEY, 5, held, progress_bar=False)
     pooled = np.concatenate([s["y"] for s in held])
     b = result.sample_posterior(KEY, 2_000)["b"]

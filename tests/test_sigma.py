@@ -172,7 +172,7 @@ def test_rounds_on_the_substituted_model_reach_what_nuts_makes_of_it(trained):
     for own in UNEVEN:
         area = np.repeat(np.array(own), 5)
         silos.append(dict(area=area, y=2 + 0.4 * area + 0.5 * r.normal(size=len(area))))
-    result = nf.PVI(federated, start=None).run(KEY, 3, silos, progress_bar=False)
+    result = nf.PVI(federated).run(KEY, 3, silos, progress_bar=False)
     nuts = nf.run_nuts(KEY, federated, silos, num_warmup=300, num_samples=1_500, progress_bar=False)
     for name, site in nf.compare(result, nuts).to_dict()["sites"].items():
         assert np.max(site["mean_error_sd"]) < 0.15, name
