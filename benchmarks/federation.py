@@ -288,8 +288,7 @@ def malformed(reply: bytes) -> dict[str, bytes]:
         for how, value in changed.items():
             rest = {k: v for k, v in arrays.items() if k != name}
             if how == "missing" or value is not None:
-                told = rest if value is None else {**rest, name: value}
-                made[f"{name} {how}"] = write(told)
+                made[f"{name} {how}"] = write(rest if value is None else {**rest, name: value})
     return made
 
 
@@ -299,7 +298,7 @@ def lies(quick: bool) -> list[dict[str, Any]]:
         silos, last = silos_of(rows()), dict[str, bytes]()
 
         class Lying(InMemory):
-            told: bytes | None = None
+            spoilt: bytes | None = None
 
             def send(
                 self, silo: int, message: bytes, timeout: float, last: dict[str, bytes] = last
@@ -309,8 +308,8 @@ def lies(quick: bool) -> list[dict[str, Any]]:
                 arrays = read(reply).arrays
                 if silo == 1 and question.run and arrays:
                     last["reply"] = reply
-                    if self.told is not None:
-                        return self.told
+                    if self.spoilt is not None:
+                        return self.spoilt
                 return reply
 
         engine = Lying([s.answer for s in silos])
@@ -318,8 +317,8 @@ def lies(quick: bool) -> list[dict[str, Any]]:
         method.run(KEY, 1, there, progress_bar=False)
         outcomes, missed = Counter[str](), []
         cases = malformed(last["reply"])
-        for what, told in list(cases.items())[: 5 if quick else None]:
-            engine.told = told
+        for what, reply in list(cases.items())[: 5 if quick else None]:
+            engine.spoilt = reply
             try:
                 method.run(KEY, 1, there, progress_bar=False)
             except (nf.DataError, nf.ModelError, nf.NonFiniteError) as error:

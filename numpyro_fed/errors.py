@@ -121,7 +121,7 @@ class ReplyError(DataError):
 
     def __init__(self, message: str, *, silo: int, exchange: str):
         super().__init__(f"the reply of silo {silo} to the exchange '{exchange}' {message}")
-        self.silo, self.exchange = silo, exchange
+        self.silo, self.silos, self.exchange = silo, (silo,), exchange
         self.result: Savable | None = None
 
 
@@ -134,6 +134,8 @@ class SiloAwayError(ConnectionError):
     exchange : str
     replies : dict of int to bytes
         What the others have answered.
+    result : Result or None
+        The fit at the last good round; None if there is no good round yet.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class SiloAwayError(ConnectionError):
         )
         self.silos, self.exchange = tuple(sorted(away)), exchange
         self.replies = dict(replies)
+        self.result: Savable | None = None
 
 
 def positive_number(name: str, value: object) -> None:

@@ -63,6 +63,14 @@ def cut(rows, sizes):
     ]
 
 
+def counts_of(sizes):
+    """Counts of silos of these sizes that an intercept, a covariate and noise explain."""
+    r, n = np.random.default_rng(0), sum(sizes)
+    x = np.stack([np.ones(n), r.normal(size=n)], 1)
+    y = r.poisson(np.exp(x @ [0.5, 0.3] + 0.5 * r.normal(size=n)))
+    return cut({"x": x, "y": y}, sizes)
+
+
 class Parts(NamedTuple):
     """What a fit is made of."""
 

@@ -10,7 +10,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from problems import cut
+from problems import counts_of, cut
 from silo_process import METHODS, VERTICAL, model, serve
 
 import numpyro_fed as nf
@@ -33,11 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning"
 
 
 def silos():
-    r = np.random.default_rng(0)
-    n = sum(SIZES)
-    x = np.stack([np.ones(n), r.normal(size=n)], 1)
-    y = r.poisson(np.exp(x @ [0.5, 0.3] + 0.5 * r.normal(size=n)))
-    return cut({"x": x, "y": y}, SIZES)
+    return counts_of(SIZES)
 
 
 def columns():

@@ -147,13 +147,13 @@ class FitSteps:
     def __init__(
         self,
         key: Array,
-        silos: SilosToFit,
+        to_fit: SilosToFit,
         fm: FederatedModel,
         methods: MethodCache,
         budget: int,
         bar: StageBar,
     ):
-        self.key, self.silos, self.fm, self.methods = key, silos, fm, methods
+        self.key, self.to_fit, self.fm, self.methods = key, to_fit, fm, methods
         self.budget_left, self.bar = budget, bar
         self.coupled = self.has_more_inner = False
         quadrature = default_quadrature(fm)
@@ -242,10 +242,10 @@ class FitSteps:
         key = self.new_key()
         with self.stage(name):
             try:
-                return self.method(kind).run(key, rounds, self.silos.silos, **settings)
+                return self.method(kind).run(key, rounds, self.to_fit.silos, **settings)
             except CoupledRowsError:
                 self.coupled, self.inner_draws = True, 1
-                return self.method(kind).run(key, rounds, self.silos.silos, **settings)
+                return self.method(kind).run(key, rounds, self.to_fit.silos, **settings)
 
     def new_key(self) -> Array:
         """Return a new key, for one step."""
@@ -254,12 +254,12 @@ class FitSteps:
 
     def num_inner_draws(self) -> int:
         """Return the number of draws of each row's latents in a correction."""
-        wanted = self.silos.num_rows / ROWS_PER_DRAW
+        wanted = self.to_fit.num_rows / ROWS_PER_DRAW
         return int(min(max(wanted, INNER_RANGE[0]), INNER_RANGE[1]))
 
     def data_size(self) -> int:
         """Return the number of data of all silos, times the draws of each row's latents."""
-        return self.silos.num_values * (ROW_DRAWS if any(p.dim for p in self.fm.plates) else 1)
+        return self.to_fit.num_values * (ROW_DRAWS if any(p.dim for p in self.fm.plates) else 1)
 
     def may_go_on(self, best: Corrected | None) -> bool:
         """Return whether more work may help, and some of the budget is left."""
@@ -407,7 +407,7 @@ class FitSteps:
         name = "particles"
         many = self.fm.dim > FEW_GLOBALS and start == "prior"
         tempered = Tempered(num_particles=MANY_PARTICLES if many else FEW_PARTICLES, start=start)
-        work = max(self.silos.num_values, 1) * before.integration.work_of_row(self.fm)
+        work = max(self.to_fit.num_values, 1) * before.integration.work_of_row(self.fm)
         affordable = int(MAX_WORK / (work * tempered.num_particles))
         found: Particles | None = None
         self.sent_by_particles = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ class Policy:
     and of how few rows. A server that chooses its places badly on purpose can find twenty rows by
     some two hundred of them: a silo's owner must trust the study, and reads it in the audit log.
     The defaults are enough for one study by ``nf.fit`` with 3,000 rounds of SFVI, and too few for
-    particles, which tell a gradient at each of a thousand places in each exchange.
+    particles, which get a gradient at each of a thousand places in each exchange.
 
     Parameters
     ----------
@@ -40,10 +42,10 @@ class Policy:
         Globals and shared parameters for each row of this silo, at most. The default is that of
         DataSHIELD for generalised linear models (``nfilter.glm``).
     max_places : int
-        Places at which this silo tells a gradient or a curvature of its likelihood, in all its
+        Places at which this silo sends a gradient or a curvature of its likelihood, in all its
         life: the places of a search, and the steps of rounds.
     max_draws : int
-        Draws of the globals at which it tells its log likelihood, in all its life.
+        Draws of the globals at which it sends its log likelihood, in all its life.
     audit : str, optional
         A file to which each message is added as a line of JSON: time, exchange, run, names and
         shapes of arrays, the SHA-256 of message and reply, and what is left of the budget.
@@ -121,7 +123,7 @@ class Policy:
 
 @dataclass
 class Ledger:
-    """The places and draws at which a silo has told of its likelihood, kept on its disk."""
+    """The count of places and draws at which a silo has evaluated its likelihood for others."""
 
     policy: Policy
     store: Store
@@ -137,21 +139,34 @@ class Ledger:
         limits = {"places": self.policy.max_places, "draws": self.policy.max_draws}
         return {name: limits[name] - self.spent[name] for name in limits}
 
-    def spend(self, what: str, number: int) -> None:
-        """Count places or draws before they are told.
+    @contextmanager
+    def spending(self, numbers: Mapping[str, int]) -> Iterator[None]:
+        """Enter the answer to a question that costs so many places or draws.
+
+        They are counted before anything is computed, and given back if the question is refused.
 
         Raises
         ------
         ModelError
             If that is more than is left.
         """
-        if not 0 < number <= self.left[what]:
-            raise ModelError(
-                f"this silo's policy allows {self.left[what]} more {what} (max_{what}), and "
-                f"{number} are asked for. Its owner may raise the limit."
-            )
-        self.spent[what] += number
-        self.store.put(LEDGER, json.dumps(self.spent).encode())
+        for what, number in numbers.items():
+            if not 0 < number <= self.left[what]:
+                raise ModelError(
+                    f"this silo's policy allows {self.left[what]} more {what} (max_{what}), and "
+                    f"{number} are asked for. Its owner may raise the limit."
+                )
+        before = dict(self.spent)
+        self._keep({what: n + numbers.get(what, 0) for what, n in before.items()})
+        try:
+            yield
+        except BaseException:
+            self._keep(before)
+            raise
+
+    def _keep(self, spent: dict[str, int]) -> None:
+        self.spent = spent
+        self.store.put(LEDGER, json.dumps(spent).encode())
 
     def log(self, entry: dict[str, Any]) -> None:
         """Add a line to the audit log."""

@@ -141,9 +141,9 @@ class Silo:
         """Return the reply once the audit log has it; if it cannot be written, a refusal."""
         digests = {"message": sha256(message).hexdigest(), "reply": sha256(reply).hexdigest()}
         head, arrays = read(reply)
-        told = {name: list(a.shape) for name, a in arrays.items()}
+        sent = {name: list(a.shape) for name, a in arrays.items()}
         try:
-            self._ledger.log({**entry, "told": told, "refused": "error" in head, **digests})
+            self._ledger.log({**entry, "sent": sent, "refused": "error" in head, **digests})
         except DataError as error:
             return refusal(error)
         return reply
@@ -167,10 +167,10 @@ class Silo:
         agreed = self._get(question.method)
         if question.exchange not in (*BEGINNINGS, GO_ON):
             self._policy.check_exchange(question.exchange)
-        if not agreed.answered(message, question):
-            for what, number in told_by(question, arrays).items():
-                self._ledger.spend(what, number)
-        return agreed.handle(message)
+        if agreed.answered(message, question):
+            return agreed.handle(message)
+        with self._ledger.spending(evaluations(question, arrays)):
+            return agreed.handle(message)
 
     def _describe(self, question: Question) -> bytes:
         """Return the facts of the silo's data for a method or a model."""
@@ -309,15 +309,15 @@ class _Agreement:
             return self.node.handle(message)
 
 
-def told_by(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Return at how many places and draws the reply to a question tells of the likelihood.
+def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Return at how many places and draws a silo evaluates its likelihood for a reply.
 
-    A search tells gradient and curvature at each of its places, particles a gradient at each, a
+    A search gets gradient and curvature at each of its places, particles a gradient at each, a
     correction the log likelihood at each draw, and a round counts as one place.
     """
     # Counted on the arrays, whose shapes must be those of the exchange.
     downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
-    most = max(1, *downs, 1)
+    most = max([1, *downs])
     if question.exchange in (*BEGINNINGS, GO_ON):
         return {}
     if question.exchange == IMPORTANCE:

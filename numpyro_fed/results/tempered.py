@@ -275,6 +275,9 @@ class Tempered:
         run = drive(
             runtime, key, state, fit._batches, num_exchanges, progress_bar, stop=True, keep=True
         )
+        if run.refused is not None:
+            run.refused.result = fit
+            raise run.refused
         if run.failure is None:
             return run
         raise NonFiniteError(

@@ -45,9 +45,6 @@ class Memory(dict[str, bytes]):
         self.pop(name, None)
         self[name] = content
 
-    def get(self, name: str) -> bytes | None:  # type: ignore[override]
-        return super().get(name)
-
     def drop(self, name: str) -> None:
         self.pop(name, None)
 
@@ -198,8 +195,10 @@ class KeptRuns:
         for old in list(self.runs)[:-MAX_RUNS]:
             del self.runs[old]
             self.forgotten[old] = None
-            if self.store is not None:
-                self.store.drop(_name(old))
+        if self.store is not None:
+            # Those of an earlier process, too, which this one may never have read.
+            for name in list(self.store.names())[:-MAX_RUNS]:
+                self.store.drop(name)
         while len(self.forgotten) > MAX_FORGOTTEN:
             self.forgotten.popitem(last=False)
 

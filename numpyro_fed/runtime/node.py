@@ -198,10 +198,10 @@ class SiloNode(Generic[SiloInput, Plan, Built]):
         noise = exchange.silo_noise(silo_key(key, self._number), before)
         down = unpack("down", expected, arrays)
         _refuse_unknown(arrays)
-        told, after = exchange.silo(noise, down, before, self._data)
+        sent, after = exchange.silo(noise, down, before, self._data)
         if isinstance(after, Sampled):
             self._sampled = after
-        reply = write(pack("reply", told))
+        reply = write(pack("reply", sent))
         stateful = question.exchange in programs.stateful
         run = run.step(question, digest, reply, after if stateful else before)
         self._runs.put(question.run, run)

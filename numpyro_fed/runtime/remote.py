@@ -172,15 +172,14 @@ class Channel:
         try:
             found = self._carrier.ask(asked, [messages[j] for j in asked], name)
         except SiloAwayError as error:
-            replies = error.replies.items()
-            self._answered = {contents[j]: (number, reply) for j, reply in replies}
+            self._answered = {contents[j]: (number, r) for j, r in error.replies.items()}
             raise
         self._answered = {}
         answered |= {j: (number, reply) for j, reply in zip(asked, found, strict=True)}
         used = before.copy()
         used[list(who)] = [answered[j][0] for j in who]
-        told = [self._checked(j, exchange, answered[j][1], expected) for j in who]
-        return told, mark._replace(used=used)
+        replies = [self._checked(j, exchange, answered[j][1], expected) for j in who]
+        return replies, mark._replace(used=used)
 
     def goes_on(self, without: str) -> bool:
         """Return whether a round is run without silos that do not answer."""
@@ -258,7 +257,7 @@ class _Remote:
         return self._state(key, server, self.channel.begin(self.begin, key_silos))
 
     def like(self, key: Array, batches: Batches) -> State:
-        """Return a state for its shapes, of which silos are told nothing."""
+        """Return a state for its shapes alone; silos begin nothing."""
         size = self.plan.num_silos
         mark = Mark(np.zeros((size, 4), np.uint32), np.zeros(size, np.int32))
         return self._state(key, self.algorithm.init_server(init_keys(key)[0]), mark)

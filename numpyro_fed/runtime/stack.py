@@ -168,7 +168,7 @@ class Runtime(NamedTuple):
         process.
     go_on : State -> State, optional
         The state from which a new run goes on where another one has ended. By default it is the
-        same; silos in other processes are told.
+        same; silos in other processes begin a new run there.
     """
 
     init: Callable[[Array, Batches], State]

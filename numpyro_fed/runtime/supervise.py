@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_fed.errors import ReplyError
+from numpyro_fed.errors import ReplyError, SiloAwayError
 from numpyro_fed.programs import jit_once
 from numpyro_fed.runtime.progress import Progress, progress_of
 from numpyro_fed.runtime.stack import Batches, Log, Runtime, ServerData, Stacks, State
@@ -58,8 +58,8 @@ class RunOutcome(NamedTuple):
         Why there are no more rounds.
     unusable : tuple of int
         Silos whose reply in the last round could not be used, which stops no search for a mode.
-    refused : ReplyError or None
-        The error of a reply that was refused as it arrived.
+    refused : ReplyError, SiloAwayError or None
+        The error of a reply that was refused as it arrived, or that did not come.
     """
 
     state: State
@@ -68,7 +68,7 @@ class RunOutcome(NamedTuple):
     log: Log | None
     ended: str = "rounds"
     unusable: tuple[int, ...] = ()
-    refused: ReplyError | None = None
+    refused: ReplyError | SiloAwayError | None = None
 
 
 class Watcher(NamedTuple):
@@ -112,7 +112,7 @@ def drive(
     logs: list[Log] = []
     done, failure, ended, begin = 0, None, "rounds", state.round
     unusable: tuple[int, ...] = ()
-    refused: ReplyError | None = None
+    refused: ReplyError | SiloAwayError | None = None
 
     def run_so_far() -> RunOutcome:
         if not logs:  # Ctrl-C came in the first chunk
@@ -134,9 +134,9 @@ def drive(
             started = time.perf_counter()
             try:
                 after, log, last = runtime.advance(key, state, batches, n, server_data, stop)
-            except ReplyError as error:
-                failure, ended = Failure(int(state.round), (error.silo,)), "failure"
-                unusable, refused = (error.silo,), error
+            except (ReplyError, SiloAwayError) as error:
+                failure, ended = Failure(int(state.round), error.silos), "failure"
+                unusable, refused = error.silos, error
                 break
             if int(after.round) > int(state.round):
                 unusable = failed_silos(last.replies, (), ())
