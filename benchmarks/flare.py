@@ -1,7 +1,8 @@
 """Over NVFLARE: seconds of an exchange by size, and until a run goes on after a death.
 
 A server and three sites with certificates (mTLS) on the loopback device; in the place of silos,
-processes that reply with what they are told, so that no time is that of a model.
+processes that reply with what they are told, so that no time is that of a model. Then ``nf.fit`` of
+the six cities over three sites, against the same in one process, both warm.
 
     python benchmarks/flare.py [--json report.json]
 """
@@ -18,16 +19,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "examples"))
 
+import six_cities
 from flare_place import SERVER, SITES, USER, Place, of_folder
 
+import numpyro_fed as nf
 from numpyro_fed.network import Flare
 from numpyro_fed.network.sockets import short_folder
 from numpyro_fed.runtime.federation import FIRST_WAIT, LONGEST_WAIT
 
+EXAMPLES = Path(six_cities.__file__).resolve().parent
+SIX_CITIES = (180, 179, 178)  # children at each site
 SIZES = (100, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 
 
@@ -127,6 +133,37 @@ def deaths(place: Place, engine: Flare) -> dict[str, dict[str, object]]:
     return found
 
 
+def fits() -> dict[str, object]:
+    """Seconds of ``nf.fit`` over three sites and in one process, warm."""
+    data = [
+        "import os, sys",
+        f"sys.path.append({str(EXAMPLES)!r})",
+        "from six_cities import silos",
+        "def silo():",
+        f"    return silos({SIX_CITIES})[int(os.environ['NUMPYRO_FED_SILO'])]",
+    ]
+    with short_folder() as folder:
+        file = Path(folder) / "data.py"
+        file.write_text("\n".join(data))
+        with Place(folder, EXAMPLES / "six_cities.py", file) as place:
+            place.start_all()
+            with Flare(place.kit(USER), SITES, patience=300) as engine:
+                there = nf.Federation(engine, names={"model": six_cities.model}, patience=300)
+                silos = {"over three sites": there, "in one process": six_cities.silos(SIX_CITIES)}
+                taken: dict[str, list[float]] = {name: [] for name in silos}
+                for key in range(6):
+                    for name, where in silos.items():
+                        began = time.perf_counter()
+                        fitted = nf.fit(
+                            jax.random.key(key), six_cities.model, where, progress_bar=False
+                        )
+                        taken[name].append(time.perf_counter() - began)
+    # The first call compiles.
+    medians = {name: float(np.median(times[1:])) for name, times in taken.items()}
+    allowed = 1.5 * medians["in one process"] + 0.03 * fitted.num_exchanges
+    return {"seconds": medians, "all": taken, "exchanges": fitted.num_exchanges, "allowed": allowed}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="a file for the report")
@@ -150,6 +187,8 @@ def main() -> None:
             ]
             if not args.quick:
                 report["after_the_death_of"] = deaths(place, engine)
+    if not args.quick:
+        report["nf.fit of the six cities"] = fits()
     text = json.dumps(report, indent=2)
     print(text)
     if args.json is not None:

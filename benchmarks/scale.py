@@ -2,12 +2,16 @@
 
 A logistic regression with one intercept for each silo, a million rows in all, fitted by the default
 guide. Reports seconds for one iteration, the loss at the start and at the end, and the peak memory
-of the whole process, which is to stay below 2 GiB.
+of the whole process, which is to stay below 2 GiB; for ten thousand silos below 4 GiB.
+
+With ``--devices`` the silos are spread over so many devices, which a CPU pretends to have; the
+report then has the all-reduces in the program of a round, and the losses for a comparison.
 
 Run it from anywhere::
 
     python benchmarks/scale.py
-    python benchmarks/scale.py --json scale.json
+    python benchmarks/scale.py --silos 10000 --iterations 20
+    python benchmarks/scale.py --devices 4 --json scale.json
 """
 
 from __future__ import annotations
@@ -64,8 +68,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    parser.add_argument("--silos", type=int, default=1_000)
+    parser.add_argument("--rows", type=int, default=1_000, help="of each silo")
+    parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--devices", type=int, help="spread the silos over so many devices")
     args = parser.parse_args()
-    silos, rows, rounds = (20, 50, 10) if args.quick else (1_000, 1_000, 200)
+    if args.devices and len(jax.devices()) < args.devices:
+        # JAX reads the number once, before anything is computed: start again with it.
+        flag = f"--xla_force_host_platform_device_count={args.devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    silos, rows, rounds = args.silos, args.rows, args.iterations
+    if args.quick:
+        silos, rows, rounds = 20, 50, 10
     imported = peak_gib()
     data = simulate(silos, rows)
     with_data = peak_gib()
@@ -83,6 +98,9 @@ def main() -> None:
         )
         seconds.append((time.perf_counter() - began) / (rounds // 2))
     losses = np.concatenate([part.losses for part in rest])
+    advance, state = first._fit.runtime.advance, rest[-1].state
+    lowered = advance.lower(jax.random.key(0), state, first._silos.batches, rounds // 2)
+    program = lowered.compile().as_text()
     beta = rest[-1].sample_posterior(jax.random.key(1), 1_000)["beta"].mean(0)
     truth = np.random.default_rng(0).normal(size=20).astype(np.float32) / np.sqrt(20)
     report = {
@@ -99,11 +117,16 @@ def main() -> None:
         "peak_gib_after_imports": imported,
         "peak_gib_after_data": with_data,
         "peak_gib": peak_gib(),
-        "target_gib": TARGET_GIB,
+        "target_gib": TARGET_GIB if silos < 10_000 else 2 * TARGET_GIB,
+        "devices": len(jax.devices()),
+        "all_reduces": program.count(" all-reduce("),
+        "losses": losses.tolist(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "jax": jax.__version__,
     }
     for name, value in report.items():
+        if name == "losses":
+            continue
         print(f"{name:>24}  {value:.4g}" if isinstance(value, float) else f"{name:>24}  {value}")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

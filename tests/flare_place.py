@@ -37,8 +37,8 @@ builders:
 class Place:
     """The processes of a federation, each with a log in one folder, which ``close`` ends."""
 
-    def __init__(self, folder, **environment):
-        self.folder = Path(folder)
+    def __init__(self, folder, study=STUDY, data=STUDY, **environment):
+        self.folder, self.study, self.data = Path(folder), study, data
         self.environment = {**os.environ, "HOME": str(folder), **environment}
         # Else the nvflare of another environment may come first.
         path = [str(Path(sys.executable).parent), os.environ["PATH"]]
@@ -71,7 +71,7 @@ class Place:
     def analyse(self, state, **options):
         """Run the study as the analyst does; return what was printed."""
         arguments = ("--engine", "nvflare", "--kit", self.kit(USER), "--state", state)
-        return self.call("numpyro_fed.network.cli", "run", STUDY, *arguments, **options).stdout
+        return self.call("numpyro_fed.network.cli", "run", self.study, *arguments, **options).stdout
 
     def start(self, name, command, **environment):
         with open(self.folder / f"{name}.log", "a") as log:
@@ -91,8 +91,8 @@ class Place:
 
     def start_silo(self, number):
         site = SITES[number]
-        command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(STUDY)]
-        command += ["--data", f"{STUDY}:silo", "--socket", f"{site}.sock"]
+        command = [sys.executable, "-m", "numpyro_fed.network.cli", "silo", str(self.study)]
+        command += ["--data", f"{self.data}:silo", "--socket", f"{site}.sock"]
         command += ["--state", f"{site}.state", "--policy", "policy.toml"]
         self.start(f"silo of {site}", command, NUMPYRO_FED_SILO=str(number))
 

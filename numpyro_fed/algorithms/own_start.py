@@ -68,7 +68,7 @@ class Parabola(NamedTuple):
     arrived: Array
 
 
-class _Climb(NamedTuple):
+class Climb(NamedTuple):
     """The state of a silo's climb."""
 
     best: Expansion
@@ -76,6 +76,14 @@ class _Climb(NamedTuple):
     damping: Array
     steps: Array
     gain: Array
+
+    @property
+    def is_mode(self) -> Array:
+        """Return whether it ends at a mode, where another step promises little."""
+        best = self.best
+        A = Curvature.of(best.curvature).positive(FLAT).matrix()
+        promise = 0.5 * best.gradient @ Curvature.of(A).solve(best.gradient)
+        return all_finite(best) & (promise <= MAX_GAIN * len(best.x))
 
 
 def own_modes(fm: FederatedModel, num_silos: int) -> Round:
@@ -119,19 +127,23 @@ def _parabola(expand: Expand, args: tuple[Array, Rows]) -> tuple[Parabola, Rows]
     """Return the parabola at the silo's own mode, and the modes of its locals there."""
     place, z_L = args
     first, modes = expand(place, z_L)
-    far = jnp.array(jnp.inf, place.dtype)
-    start = _Climb(first, modes, jnp.array(DAMPING, place.dtype), jnp.array(0), far)
-    end = jax.lax.while_loop(_goes_on, partial(_step, expand), start)
-    A = Curvature.of(end.best.curvature).positive(FLAT).matrix()
-    up = Parabola(A, A @ end.best.x + end.best.gradient, jnp.ones(()))
+    top = climb(expand, first, modes)
+    A = Curvature.of(top.best.curvature).positive(FLAT).matrix()
+    up = Parabola(A, A @ top.best.x + top.best.gradient, jnp.ones(()))
     # A silo that came to no mode says nothing, and the others decide: where nothing is finite, or a
     # likelihood has kinks and so no curvature but the prior's.
-    promise = 0.5 * end.best.gradient @ Curvature.of(A).solve(end.best.gradient)
-    usable = all_finite((up, end.best)) & (promise <= MAX_GAIN * len(place))
-    return where(usable, (up, end.z_L), (jax.tree.map(jnp.zeros_like, up), z_L))
+    usable = all_finite(up) & top.is_mode
+    return where(usable, (up, top.z_L), (jax.tree.map(jnp.zeros_like, up), z_L))
 
 
-def _step(expand: Expand, climb: _Climb) -> _Climb:
+def climb(expand: Expand, first: Expansion, z_L: Rows) -> Climb:
+    """Return the end of a damped Newton climb from an expansion, with the locals' modes there."""
+    dtype = first.x.dtype
+    start = Climb(first, z_L, jnp.array(DAMPING, dtype), jnp.array(0), jnp.array(jnp.inf, dtype))
+    return jax.lax.while_loop(_goes_on, partial(_step, expand), start)
+
+
+def _step(expand: Expand, climb: Climb) -> Climb:
     """Return the climb after a damped step of Newton's method, which is taken if it leads up."""
     best = climb.best
     curvature = Curvature.of(best.curvature)
@@ -139,7 +151,7 @@ def _step(expand: Expand, climb: _Climb) -> _Climb:
     move = curvature._replace(values=size).solve(best.gradient)
     trial, modes = expand(best.x + move, climb.z_L)
     better = all_finite((trial, modes)) & (trial.value >= best.value)
-    return _Climb(
+    return Climb(
         where(better, trial, best),
         where(better, modes, climb.z_L),
         climb.damping * jnp.where(better, 0.2, 10.0),
@@ -148,7 +160,7 @@ def _step(expand: Expand, climb: _Climb) -> _Climb:
     )
 
 
-def _goes_on(climb: _Climb) -> Array:
+def _goes_on(climb: Climb) -> Array:
     """Return whether another step is worth trying."""
     going = (climb.steps < MAX_STEPS) & (climb.damping < MAX_DAMPING)
     return going & (climb.gain > MIN_GAIN)

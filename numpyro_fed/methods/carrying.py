@@ -87,7 +87,7 @@ def carry_over(fit: Fit, key: Array, hosted: Silos, result: Result) -> tuple[Sta
         # By bucket, as a run keeps the states; ``privates`` are by number.
         silos.append(
             jax.jit(jax.vmap(carry.silo, (None, 0, None, 0)))(
-                key_silos, silo_guides, start_point, batch.data
+                key_silos, silo_guides, start_point, batch.real(batch.data)
             )
         )
     server = carry.server(key_server, start_point)

@@ -12,9 +12,10 @@ from numpyro_fed.results.base import Silos
 from numpyro_fed.results.built import Built
 from numpyro_fed.results.importance import importance_correct
 from numpyro_fed.results.rows import Fit
+from numpyro_fed.runtime.channel import Channel, Send, Weights
 from numpyro_fed.runtime.federation import Federation
 from numpyro_fed.runtime.messages import DESCRIBE, Question, read, write
-from numpyro_fed.runtime.remote import Channel, Send, Weights, remote
+from numpyro_fed.runtime.remote import remote
 
 
 class Agrees(HasSettings, Protocol):

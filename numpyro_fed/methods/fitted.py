@@ -15,6 +15,7 @@ from jax import Array
 from numpyro_fed import html
 from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.corrected import Corrected
+from numpyro_fed.results.influence import SiloTable
 from numpyro_fed.results.mode import LocalMode, Mode
 from numpyro_fed.results.particles import Particles
 from numpyro_fed.results.rows import Result
@@ -82,6 +83,14 @@ class Fitted:
     def log_evidence(self) -> float | None:
         """The estimate of ``log p(y)``; None if no correction gives one."""
         return None if self.corrected is None else self.corrected.log_evidence
+
+    @property
+    def silos(self) -> SiloTable:
+        """Return how far each silo moves the posterior, as :attr:`numpyro_fed.Result.silos` does.
+
+        It takes one exchange.
+        """
+        return self.best.silos
 
     @property
     def verdict(self) -> str:

@@ -12,7 +12,7 @@ from numpyro_fed.methods.elsewhere import agreed_already
 from numpyro_fed.methods.rows import Method
 from numpyro_fed.model.facts import Facts
 from numpyro_fed.results.rows import Result
-from numpyro_fed.runtime.remote import Send
+from numpyro_fed.runtime.channel import Send
 from numpyro_fed.runtime.stack import ServerData
 
 

@@ -49,7 +49,7 @@ from numpyro_fed.losses import log_loss
 from numpyro_fed.methods.minibatch_checks import check_guide, check_rows_alone, minibatches_of
 from numpyro_fed.methods.mode import SEARCHED_UP_TO, start_rounds
 from numpyro_fed.methods.rows import Method, check_start, start_of
-from numpyro_fed.methods.schedules import Adaptive, Asynchronous, Spec, named
+from numpyro_fed.methods.schedules import Adaptive, Asynchronous, ByArrival, Spec, named
 from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.facts import Plan
 from numpyro_fed.model.handlers import generalised
@@ -238,6 +238,12 @@ class PVI(Method[PVIResult, Conjugate]):
         return self.start if isinstance(self.start, Result) else None
 
     @property
+    def elsewhere(self) -> PVI:
+        if not isinstance(named(self.schedule), Asynchronous):
+            return self
+        return replace(self, schedule=ByArrival())
+
+    @property
     def _damping(self) -> str | float:
         return self.damping.damping if isinstance(self.damping, Adaptive) else self.damping
 
@@ -355,7 +361,8 @@ class PVI(Method[PVIResult, Conjugate]):
             adaptive=resolved["adaptive"],
             deletion=self.deletion,
             prior_share=1.0 if self.prior_share == "whole" else 1 / num_silos,
-            asynchronous=isinstance(spec, Asynchronous),
+            asynchronous=isinstance(spec, Asynchronous | ByArrival),
+            delayed=isinstance(spec, Asynchronous),
             start_scale=self.start_scale,
             evidence_draws=self.evidence_draws,
             share=local.share,

@@ -25,6 +25,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_fed.algorithms.base import IMPORTANCE, ExchangeId, FederatedAlgorithm, Round
+from numpyro_fed.algorithms.influence import INFLUENCE, influence
 from numpyro_fed.algorithms.mode import flat_size
 from numpyro_fed.algorithms.tempered import TEMPERED
 from numpyro_fed.errors import (
@@ -356,7 +357,12 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     def build(self, plan: Plan) -> Built:
         """Return the algorithm from model and plan, the same at the server and at every silo."""
         fm = self._split(plan)
-        return self._build_checked(fm, plan, self.prepare(fm))
+        return self.elsewhere._build_checked(fm, plan, self.prepare(fm))
+
+    @property
+    def elsewhere(self) -> Method[Found, Prepared]:
+        """Return the method as parties in processes of their own run it."""
+        return self
 
     def _split(self, plan: Plan) -> FederatedModel:
         """Return the model, split for the shapes of a plan; it is split once for each."""
@@ -370,10 +376,13 @@ class Method(FederatedMethod[Fit, Found], Generic[Found, Prepared]):
     def round_of(self, built: Built, asked: ExchangeId) -> tuple[Round, AnyAlgorithm]:
         """Return the round that declares an exchange, and the algorithm whose states it has.
 
-        It is one of a run, an evaluation, a correction, or particles.
+        It is one of a run, an evaluation, a correction, the silos' influence, or particles.
         """
         if asked.name == IMPORTANCE:
             return weighing(built, asked.read_settings())[0], built.algorithm
+        if asked.name == INFLUENCE:
+            round_ = influence(built.model, built.algorithm, **asked.read_settings())
+            return round_, built.algorithm
         if asked.name == TEMPERED:
             tempering = tempering_of(built, **asked.read_settings())
             return tempering.round(), tempering.algorithm()

@@ -126,14 +126,17 @@ class Given:
 class Asynchronous:
     """Each silo works at its own speed, from the posterior that it received after its last reply.
 
-    A round has as many replies as there are silos. The order of replies is a function of the run's
-    key and not of the data; the result has it.
+    A round has as many replies as there are silos. In one process their order is a function of the
+    run's key and not of the data. Over a :class:`numpyro_fed.Federation` the clock is the real one:
+    each reply is used as it arrives, and the silo is asked again at once, so that nobody waits for
+    the slowest. The result has the order.
 
     Parameters
     ----------
     seconds : sequence of float or callable, optional
         The mean duration of each silo's work, exponentially distributed; all alike by default. Or
-        ``(key, silo) -> seconds``, which draws the duration of one piece of work.
+        ``(key, silo) -> seconds``, which draws the duration of one piece of work. Not used over a
+        federation.
 
     Examples
     --------
@@ -148,6 +151,19 @@ class Asynchronous:
         """Return the schedule for ``num_silos`` silos."""
         seconds = [1.0] * num_silos if self.seconds is None else self.seconds
         return schedule.asynchronous(num_silos, seconds)
+
+    def damping(self, num_silos: int) -> float:
+        """Return a safe damping: one over the number of silos, since all work at once."""
+        return 1 / num_silos
+
+
+@dataclass(frozen=True)
+class ByArrival:
+    """The schedule that stands for :class:`Asynchronous` where silos are in other processes."""
+
+    def build(self, num_silos: int) -> Schedule[tuple[()]]:
+        """Return the schedule for ``num_silos`` silos."""
+        return schedule.by_arrival(num_silos)
 
     def damping(self, num_silos: int) -> float:
         """Return a safe damping: one over the number of silos, since all work at once."""
@@ -177,7 +193,7 @@ class Adaptive:
             raise ValueError(f"damping must be in (0, 1], got {self.damping}.")
 
 
-Spec = Sequential | Synchronous | Random | Given | Asynchronous
+Spec = Sequential | Synchronous | Random | Given | Asynchronous | ByArrival
 NAMES: dict[str, Spec] = {
     "sequential": Sequential(),
     "synchronous": Synchronous(),
@@ -200,7 +216,7 @@ def named(spec: str | Spec) -> Spec:
 def in_step(spec: str | Spec) -> Sequential | Synchronous | Random | Given:
     """Return the same for methods by gradients; they refuse asynchronous schedules."""
     chosen = named(spec)
-    if isinstance(chosen, Asynchronous):
+    if isinstance(chosen, Asynchronous | ByArrival):
         raise ValueError(
             "schedule='asynchronous': gradients must be of where the step is taken. Use "
             "schedules.Random(size), or PVI, whose silos may answer late."

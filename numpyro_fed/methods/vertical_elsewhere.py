@@ -21,8 +21,9 @@ from numpyro_fed.model.row_ids import check_same_digests, digest, read_ids
 from numpyro_fed.model.vertical_facts import Shapes, VerticalPlan, shared_text
 from numpyro_fed.results.base import Silos
 from numpyro_fed.results.vertical import VerticalBuilt, VerticalFit
+from numpyro_fed.runtime.channel import Channel
 from numpyro_fed.runtime.federation import Federation
-from numpyro_fed.runtime.remote import Channel, remote
+from numpyro_fed.runtime.remote import remote
 
 Arguments = Callable[[list[Any]], Mapping[str, Any]]  # columns of clients -> arguments of the model
 

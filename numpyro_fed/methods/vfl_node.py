@@ -14,7 +14,7 @@ from numpyro_fed.methods.recipe import for_silos
 from numpyro_fed.methods.vertical import VerticalMethod
 from numpyro_fed.methods.vertical_elsewhere import Arguments, VerticalAgreement
 from numpyro_fed.results.vertical import VerticalRun
-from numpyro_fed.runtime.remote import Send
+from numpyro_fed.runtime.channel import Send
 
 
 class VerticalServerNode:

@@ -34,6 +34,10 @@ class Policy:
         The names of methods that may be run, ``"PVI"``, or names of the study. Empty: all.
     exchanges : tuple of str
         The names of exchanges that are answered. Empty: all of these methods.
+    in_order : bool
+        Whether exchanges must come in the order of ``exchanges``: once one is answered, those
+        before it are not answered any more, in all the silo's life. With ``exchanges=("own modes",
+        "mode", "importance")`` there is one search, and none after the first weighing of draws.
     min_silos : int
         The least number of silos in a plan. Of two silos each can take its own part from the sum.
     min_rows : int
@@ -59,6 +63,7 @@ class Policy:
 
     methods: tuple[str, ...] = ()
     exchanges: tuple[str, ...] = ()
+    in_order: bool = False
     min_silos: int = 2
     min_rows: int = 5
     parameters_per_row: float = 0.33
@@ -71,6 +76,8 @@ class Policy:
             value = getattr(self, name)
             if not is_number(value) or value < 0:
                 raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
+        if self.in_order and not self.exchanges:
+            raise ValueError("in_order needs exchanges=, a list of names in their order.")
         for name in ("methods", "exchanges"):
             value = getattr(self, name)
             if isinstance(value, str) or not all(isinstance(v, str) for v in value):
@@ -115,15 +122,34 @@ class Policy:
                 "parameters_per_row)."
             )
 
-    def check_exchange(self, name: str) -> None:
-        """Raise an error for an exchange that the owner does not allow."""
+    def check_exchange(self, name: str, stage: int) -> None:
+        """Raise an error for an exchange that the owner does not allow.
+
+        ``stage`` is the place in ``exchanges`` of the latest one that was answered.
+        """
         if self.exchanges and name not in self.exchanges:
             raise ModelError(f"'{name}' is not among the exchanges of this silo's policy.")
+        if self.stage_of(name) < stage:
+            raise ModelError(
+                f"'{name}' comes before '{self.exchanges[stage]}' in this silo's policy (in_order),"
+                " and that was answered already."
+            )
+
+    def stage_of(self, name: str) -> int:
+        """Return the place of an exchange in the order; 0 where the order is free."""
+        return self.exchanges.index(name) if self.in_order else 0
 
 
 @dataclass
 class Ledger:
-    """The count of places and draws at which a silo has evaluated its likelihood for others."""
+    """The count of places and draws at which a silo has evaluated its likelihood for others.
+
+    Attributes
+    ----------
+    spent : dict
+        ``places`` and ``draws`` so far, and ``stage``, the place of the latest exchange in the
+        policy's order.
+    """
 
     policy: Policy
     store: Store
@@ -131,7 +157,8 @@ class Ledger:
 
     def __post_init__(self) -> None:
         content = self.store.get(LEDGER)
-        self.spent = {"places": 0, "draws": 0} | ({} if content is None else json.loads(content))
+        none = {"places": 0, "draws": 0, "stage": 0}
+        self.spent = none | ({} if content is None else json.loads(content))
 
     @property
     def left(self) -> dict[str, int]:
@@ -140,16 +167,17 @@ class Ledger:
         return {name: limits[name] - self.spent[name] for name in limits}
 
     @contextmanager
-    def spending(self, numbers: Mapping[str, int]) -> Iterator[None]:
-        """Enter the answer to a question that costs so many places or draws.
+    def spending(self, exchange: str, numbers: Mapping[str, int]) -> Iterator[None]:
+        """Enter the answer to an exchange that costs so many places or draws.
 
         They are counted before anything is computed, and given back if the question is refused.
 
         Raises
         ------
         ModelError
-            If that is more than is left.
+            If that is more than is left, or the exchange is not allowed, or not any more.
         """
+        self.policy.check_exchange(exchange, self.spent["stage"])
         for what, number in numbers.items():
             if not 0 < number <= self.left[what]:
                 raise ModelError(
@@ -157,7 +185,8 @@ class Ledger:
                     f"{number} are asked for. Its owner may raise the limit."
                 )
         before = dict(self.spent)
-        self._keep({what: n + numbers.get(what, 0) for what, n in before.items()})
+        after = {what: n + numbers.get(what, 0) for what, n in before.items()}
+        self._keep({**after, "stage": self.policy.stage_of(exchange)})
         try:
             yield
         except BaseException:

@@ -165,11 +165,9 @@ class Silo:
         if question.exchange == ACCEPT:
             return self._accept(question)
         agreed = self._get(question.method)
-        if question.exchange not in (*BEGINNINGS, GO_ON):
-            self._policy.check_exchange(question.exchange)
-        if agreed.answered(message, question):
+        if question.exchange in (*BEGINNINGS, GO_ON) or agreed.answered(message, question):
             return agreed.handle(message)
-        with self._ledger.spending(evaluations(question, arrays)):
+        with self._ledger.spending(question.exchange, evaluations(question, arrays)):
             return agreed.handle(message)
 
     def _describe(self, question: Question) -> bytes:
@@ -318,8 +316,6 @@ def evaluations(question: Question, arrays: Mapping[str, np.ndarray]) -> dict[st
     # Counted on the arrays, whose shapes must be those of the exchange.
     downs = [len(a) for name, a in arrays.items() if name.startswith("down") and a.ndim]
     most = max([1, *downs])
-    if question.exchange in (*BEGINNINGS, GO_ON):
-        return {}
     if question.exchange == IMPORTANCE:
         return {"draws": most}
     return {"places": most if question.exchange in ("mode", TEMPERED) else 1}

@@ -20,6 +20,7 @@ from numpyro_fed.algorithms.importance.proposals import (
 from numpyro_fed.model.sites import Site
 from numpyro_fed.precision import in_precision_of_object
 from numpyro_fed.results.arviz import to_arviz
+from numpyro_fed.results.influence import SiloTable
 from numpyro_fed.results.moments import Moments
 from numpyro_fed.results.posterior import Posterior, posterior
 from numpyro_fed.results.rounding import Rounding
@@ -155,6 +156,14 @@ class Corrected(Weighted[Result]):
             num_exchanges=words["num_exchanges"],
             integration=integration,
         )
+
+    @cached_property
+    def silos(self) -> SiloTable:
+        """Return how far each silo moves the posterior, as :attr:`numpyro_fed.Result.silos` does.
+
+        The place is the mean of the weighted draws.
+        """
+        return self.result.silos_at(np.asarray(self.weights) @ np.asarray(self.z_G))
 
     @cached_property
     def samples(self) -> dict[str, Array]:

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
 
 from numpyro_fed.algorithms.base import FederatedAlgorithm, Private
-from numpyro_fed.errors import NonFiniteError
+from numpyro_fed.algorithms.influence import MOST_GLOBALS, influence
+from numpyro_fed.errors import ModelError, NonFiniteError
 from numpyro_fed.guides.structured import Guide
 from numpyro_fed.model.data import Sizes
 from numpyro_fed.model.facts import Plan
@@ -27,11 +29,15 @@ from numpyro_fed.results.arviz import to_arviz
 from numpyro_fed.results.base import CompiledMethod, FederatedRun, Silos
 from numpyro_fed.results.built import Built, Factors
 from numpyro_fed.results.communication import Communication, communication
+from numpyro_fed.results.influence import SiloTable, table_of
 from numpyro_fed.results.posterior import Posterior, posterior, real_rows
 from numpyro_fed.results.recognise import Provenance
 from numpyro_fed.results.saving import SavedRun
 from numpyro_fed.runtime.schedule import Schedule
 from numpyro_fed.runtime.stack import Runtime
+
+# Draws whose mean is the place at which silos are compared: within 2 % of an sd of the mean.
+MEAN_DRAWS = 4_000
 
 
 class MethodSpec(NamedTuple):
@@ -239,6 +245,57 @@ class Result(FederatedRun[Fit]):
             return self._fit.certify(jax.random.key(0), self)
         except (ValueError, NonFiniteError) as error:
             return str(error)
+
+    @cached_property
+    def silos(self) -> SiloTable:
+        """Return how far each silo moves the posterior, and which ones contradict the others.
+
+        In one exchange each silo sends gradient and Hessian of its log likelihood at the
+        posterior's mean, its own latents integrated out. They are not added up: the server sees
+        those of each silo. Computed once.
+
+        Raises
+        ------
+        ModelError
+            For a model without globals, or with more than 300.
+        NonFiniteError
+            If gradient or Hessian are not finite at a silo.
+
+        Examples
+        --------
+        The outcomes of the last silo are in other units:
+
+        >>> import jax, numpy as np, numpyro, numpyro.distributions as dist
+        >>> import numpyro_fed as nf
+        >>> def model(y):
+        ...     mu = numpyro.sample("mu", dist.Normal(0, 100))
+        ...     with nf.silo_plate("row", y.shape[0]):
+        ...         numpyro.sample("y", dist.Normal(mu, 1), obs=y)
+        >>> silos = [dict(y=np.array(y)) for y in ([5.1, 6.0], [6.2, 5.5, 6.0], [60.0, 53.0])]
+        >>> result = nf.PVI(model).run(jax.random.key(0), 1, silos, progress_bar=False)
+        >>> result.silos.flagged
+        (2,)
+        """
+        draws, _ = self.draw_globals(jax.random.key(0), MEAN_DRAWS)
+        return self.silos_at(np.asarray(draws).mean(0))
+
+    @in_precision_of_object
+    def silos_at(self, z_G: np.ndarray) -> SiloTable:
+        """Return the influence of each silo at a place (num_globals,) of the globals."""
+        fit = self._fit
+        if not 0 < fit.model.dim <= MOST_GLOBALS:
+            raise ModelError(
+                f"the model has {fit.model.dim} globals, and the influence of silos is known for 1 "
+                f"to {MOST_GLOBALS} of them."
+            )
+        round_ = influence(fit.model, fit.built.algorithm, self.num_silos)
+        factors = self._run_round_once(
+            fit.quick_round(round_),
+            jax.random.key(0),
+            "gradient or Hessian at the posterior's mean are not finite at {}.",
+            jnp.asarray(z_G, float),
+        )[0]
+        return table_of(factors)
 
     @property
     def trusted(self) -> bool:

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from numpyro_fed.errors import (
-    CoupledRowsError,
-    DataError,
-    GuideError,
-    ModelError,
-    ReplyError,
-    SiloAwayError,
-    positive_int,
-    positive_number,
-)
+from numpyro_fed.errors import DataError, SiloAwayError, positive_int, positive_number
 from numpyro_fed.precision import is_double
+from numpyro_fed.runtime.arrivals import Arrivals
 from numpyro_fed.runtime.journal import Journal
-from numpyro_fed.runtime.messages import ACCEPT, DESCRIBE, Question, read, write
+from numpyro_fed.runtime.messages import ACCEPT, DESCRIBE, Question, raise_refusal, read, write
 
 # Seconds between two tries to reach a silo: the first is short, since most failures are, and a silo
 # that restarts is found within the last.
 FIRST_WAIT, LONGEST_WAIT = 0.05, 5.0
 # Silos that are asked at once; each takes a thread, which waits for bytes.
 MAX_AT_ONCE = 64
-# The errors of silos that cross, by name. All others are of the silo's process alone.
-CROSSING: dict[str, type[ValueError]] = {
-    kind.__name__: kind for kind in (CoupledRowsError, DataError, GuideError, ModelError)
-}
+LOG = "log.jsonl"
 Cached = TypeVar("Cached")
 
 
@@ -84,6 +76,11 @@ class Federation:
         A folder in which all replies are kept. The same script with the same folder goes on where
         it has ended, in a new process too: it is given the replies so far, and asks silos only for
         what comes after.
+    log : str or Path, optional
+        A file to which a line of JSON is added for each message: time, silo, exchange, seconds,
+        bytes of message and reply, their SHA-256 as in the audit log of the silo, and the error of
+        a silo that did not answer in time. By default ``log.jsonl`` in the folder ``state``, if
+        there is one.
     at_once : int
         The number of silos that are asked at the same time; each takes a thread.
 
@@ -121,6 +118,7 @@ class Federation:
         patience: float = 600.0,
         missing: str = "wait",
         state: str | Path | None = None,
+        log: str | Path | None = None,
         at_once: int = MAX_AT_ONCE,
     ):
         positive_int("at_once", at_once)
@@ -131,6 +129,8 @@ class Federation:
         self._engine, self.names, self.patience = engine, dict(names or {}), patience
         self.num_silos = engine.num_silos
         self._journal = None if state is None else Journal(Path(state), self.num_silos)
+        self._log = Path(state) / LOG if log is None and state is not None else log
+        self._log_lock = threading.Lock()
         journal = self._journal
         self._session = secrets.token_bytes(12) if journal is None else journal.session
         self._num_runs, self._cached = 0, dict[Hashable, Any]()
@@ -186,7 +186,7 @@ class Federation:
         away |= {j: "away then, too" for j, reply in known.items() if not reply}
         # One after the other in this thread, whose settings of JAX a silo in it may need.
         run = map if self._pool is None else self._pool.map
-        found = run(lambda one: self._one(*one), asked)
+        found = run(lambda one: self._one(exchange, *one), asked)
         for (j, *_), reply in zip(asked, found, strict=True):
             if isinstance(reply, bytes):
                 replies[j] = reply
@@ -198,11 +198,37 @@ class Federation:
         if away:
             raise SiloAwayError(away, exchange, self.patience, replies)
         for j in who:
-            _raise_refusal(replies[j], j, exchange)
+            raise_refusal(replies[j], j, exchange)
         return [replies[j] for j in who]
 
-    def _one(self, silo: int, message: bytes, deadline: float) -> bytes | OSError:
-        """Return a silo's reply, asked for again until the deadline, or the last error."""
+    def arrivals(self, exchange: str) -> Arrivals:
+        """Return the way to silos whose replies are taken one by one, as they arrive."""
+        ask, at_once = partial(self._one, exchange), self._pool is not None
+        return Arrivals(exchange, ask, self.patience, self._journal, at_once)
+
+    def _one(self, exchange: str, silo: int, message: bytes, deadline: float) -> bytes | OSError:
+        """Return a silo's reply, or the last error, once the log has it."""
+        began = time.monotonic()
+        reply = self._sent_until(deadline, silo, message)
+        if self._log is not None:
+            line = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "silo": silo,
+                "exchange": exchange,
+                "seconds": round(time.monotonic() - began, 4),
+                "sent": len(message),
+                "message": sha256(message).hexdigest(),
+            }
+            if isinstance(reply, bytes):
+                line |= {"received": len(reply), "reply": sha256(reply).hexdigest()}
+            else:
+                line["away"] = repr(reply)
+            with self._log_lock, open(self._log, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        return reply
+
+    def _sent_until(self, deadline: float, silo: int, message: bytes) -> bytes | OSError:
+        """Send a message, and again until the deadline; return the reply or the last error."""
         wait = FIRST_WAIT
         while True:
             try:
@@ -220,15 +246,3 @@ def _text(name: str, answer: bytes, silo: int) -> str:
     if name not in head:
         raise DataError(f"the reply of silo {silo} lacks its {name}. Is it of another version?")
     return head[name]
-
-
-def _raise_refusal(answer: bytes, silo: int, exchange: str) -> None:
-    """Raise the error with which a silo has answered, if it has."""
-    try:
-        head, _ = read(answer)
-    except DataError as error:
-        raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange) from error
-    if (name := head.get("error")) is not None:
-        kind = CROSSING.get(name, ModelError)
-        words = head.get("words", "no reason was given")[:2_000]
-        raise kind(f"silo {silo} refuses '{exchange}': {words}")

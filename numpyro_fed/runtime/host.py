@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +133,27 @@ def round_loop(
             stacked(rows),
         )
 
+    return rounds_of(one_round, num_silos, done, logs_visits=schedule is not None)
+
+
+class OneRound(Protocol):
+    """A function that runs one round from Python."""
+
+    def __call__(
+        self, key: Array, state: State, batches: Batches, server_data: ServerData
+    ) -> tuple[State, float, RunStatus, Any]:
+        """Return the next state, the loss, the outcome, and the row of the log."""
+
+
+def rounds_of(
+    one_round: OneRound,
+    num_silos: Callable[[Batches], int],
+    done: Callable[[Server], Array] | None,
+    *,
+    logs_visits: bool,
+) -> Advance:
+    """Return a Python loop over rounds."""
+
     def advance(
         key: Array,
         state: State,
@@ -149,7 +170,11 @@ def round_loop(
             losses.append(loss)
             logged.append(row)
         reports, visited, watched = stacked(logged) if logged else ((), (), ())
-        return state, Log(np.array(losses), reports, visited if schedule else (), watched), status
+        return (
+            state,
+            Log(np.array(losses), reports, visited if logs_visits else (), watched),
+            status,
+        )
 
     return advance
 

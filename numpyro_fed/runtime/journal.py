@@ -73,6 +73,12 @@ class Journal:
                 whole = end
         return whole
 
+    @property
+    def next_silo(self) -> int | None:
+        """Return the silo whose reply came next in an earlier process; None at the end."""
+        waiting = [(kept[0][1], j) for j, kept in enumerate(self._waiting) if kept]
+        return min(waiting)[1] if waiting else None
+
     def known(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Return the replies to messages, by silo, that came in an earlier process.
 

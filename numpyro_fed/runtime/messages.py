@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from safetensors.numpy import save
 
 from numpyro_fed.algorithms.base import ExchangeId
-from numpyro_fed.errors import DataError
+from numpyro_fed.errors import CoupledRowsError, DataError, GuideError, ModelError, ReplyError
 from numpyro_fed.trees import Tree
 
 DTYPES = {
@@ -35,6 +35,10 @@ DTYPES = {
     "F16": np.float16,
     "F32": np.float32,
     "F64": np.float64,
+}
+# The errors of silos that cross, by name. All others are of the silo's process alone.
+CROSSING: dict[str, type[ValueError]] = {
+    kind.__name__: kind for kind in (CoupledRowsError, DataError, GuideError, ModelError)
 }
 HEAD = "head"  # the name under which the file has the head, as JSON
 # Bytes of the header at most. It names arrays and texts; the longest text is a plan, or the facts
@@ -182,6 +186,18 @@ def is_refusal(reply: bytes) -> bool:
         return "error" in read(reply).head
     except DataError:
         return False
+
+
+def raise_refusal(reply: bytes, silo: int, exchange: str) -> None:
+    """Raise the error with which a silo has answered, if it has."""
+    try:
+        head, _ = read(reply)
+    except DataError as error:
+        raise ReplyError(f"is refused: {error}", silo=silo, exchange=exchange) from error
+    if (name := head.get("error")) is not None:
+        kind = CROSSING.get(name, ModelError)
+        words = head.get("words", "no reason was given")[:2_000]
+        raise kind(f"silo {silo} refuses '{exchange}': {words}")
 
 
 def pack(prefix: str, tree: object) -> dict[str, Array]:

@@ -46,6 +46,9 @@ class Schedule(NamedTuple, Generic[Carry]):
     ahead : bool
         Whether ``visits`` reads neither the carry nor ``change``, so that the participants of
         many rounds can be drawn ahead.
+    by_arrival : bool
+        Whether replies are used one by one in the order in which they come, by the real clock. Then
+        nobody calls ``visits``, and silos must be in processes of their own.
     """
 
     steps: int
@@ -54,6 +57,7 @@ class Schedule(NamedTuple, Generic[Carry]):
     visits: Callable[[Array, Array, Carry, Array], tuple[Array, Carry]]
     num_silos: int
     ahead: bool = False
+    by_arrival: bool = False
 
 
 def in_turn(num_silos: int, order: str | Sequence[int] = "fixed") -> Schedule[tuple[()]]:
@@ -221,6 +225,17 @@ def asynchronous(
         return who[:, None], clock
 
     return Schedule(num_silos, 1, init, visits, num_silos)
+
+
+def by_arrival(num_silos: int) -> Schedule[tuple[()]]:
+    """Return the schedule of silos in other processes, whose replies are used as they arrive."""
+
+    def visits(
+        key: Array, round: Array, carry: tuple[()], change: Array
+    ) -> tuple[Array, tuple[()]]:
+        raise TypeError("who takes part is known when replies arrive, and not before.")
+
+    return Schedule(num_silos, 1, lambda key: (), visits, num_silos, by_arrival=True)
 
 
 def _stateless(

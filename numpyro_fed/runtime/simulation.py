@@ -93,7 +93,7 @@ def simulation(
         def init_one(silo: Array, data: SiloData) -> Silo:
             return algorithm.init_silo(jax.random.fold_in(key_silos, silo), data)
 
-        silos = tuple(jax.vmap(init_one)(b.silos, b.data) for b in batches)
+        silos = tuple(b.real(jax.vmap(init_one)(b.padded(b.silos), b.data)) for b in batches)
         carry = init_schedule(schedule, key, _num_silos(batches))
         server = algorithm.init_server(key_server)
         return drop_weak_types(State(jnp.zeros((), jnp.int32), server, silos, carry))
@@ -170,8 +170,10 @@ def _transport_to_all(
         replies, after = [], []
         for eps, batch, states in zip(noise, batches, silos, strict=True):
             axes = (0, _axes(exchange), 0, 0)
-            sent = for_participants(exchange.scatter, down, batch.silos)
-            reply, states = jax.vmap(exchange.visit, axes)(eps, sent, states, batch.data)
+            eps, states = batch.padded((eps, states))
+            sent = for_participants(exchange.scatter, down, batch.padded(batch.silos))
+            answer = jax.vmap(exchange.visit, axes)(eps, sent, states, batch.data)
+            reply, states = batch.real(answer)
             replies.append(reply)
             after.append(states)
         by_bucket = [jax.vmap(watch)(states) for states in after] if watch else [()]

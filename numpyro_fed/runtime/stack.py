@@ -17,7 +17,7 @@ from numpyro_fed.model.data import SiloData
 from numpyro_fed.model.padding import Bucket
 from numpyro_fed.runtime.noise import schedule_key
 from numpyro_fed.runtime.schedule import Carry, Schedule
-from numpyro_fed.trees import drop_weak_types
+from numpyro_fed.trees import Tree, drop_weak_types
 
 # The compiled loop writes its log into an array of fixed length, the most rounds of one call. A
 # longer one takes memory in every run, however short; a shorter one returns to Python more often.
@@ -60,10 +60,30 @@ class State(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The silos of one bucket as the input of a program: their numbers (n,), their data stacked."""
+    """The silos of one bucket as the input of a program: their numbers (n,), their data stacked.
+
+    Over several devices there may be more rows of data than silos: the first silos come once more,
+    so that all devices have as many, and what they reply is dropped.
+    """
 
     silos: Array
     data: SiloData
+
+    @property
+    def size(self) -> int:
+        """Return the number of silos."""
+        return len(self.silos)
+
+    def padded(self, tree: Tree) -> Tree:
+        """Return a tree of all silos' arrays (n, ...) with as many rows as the data have."""
+        rows = len(jax.tree.leaves(self.data)[0]) if jax.tree.leaves(self.data) else self.size
+        if rows == self.size:
+            return tree
+        return jax.tree.map(lambda a: a[jnp.arange(rows) % self.size], tree)
+
+    def real(self, tree: Tree) -> Tree:
+        """Return the same without the rows beyond the silos."""
+        return jax.tree.map(lambda a: a[: self.size], tree)
 
 
 Batches = tuple[Batch, ...]
@@ -187,9 +207,9 @@ class Runtime(NamedTuple):
 def on_device(buckets: Sequence[Bucket]) -> Batches:
     """Return the buckets as batches on the device, or spread over all devices of the process.
 
-    With several devices the silos of a bucket are divided among them, if their number can be; else
-    each device has all of them. Programs follow their data: a sum over silos is then one
-    all-reduce.
+    With several devices the silos of a bucket are divided among them. Where their number cannot be,
+    the first silos come once more (:class:`Batch`); a single one is on each device. Programs follow
+    their data: a sum over silos is then one all-reduce.
     """
     # On a CPU JAX may otherwise share memory with the user's arrays, which may change in place.
     host = [(np.asarray(b.silos, np.int32), b.data) for b in buckets]
@@ -197,11 +217,14 @@ def on_device(buckets: Sequence[Bucket]) -> Batches:
     if len(devices) == 1:
         return tuple(Batch(*batch) for batch in jax.device_put(host, may_alias=False))
     mesh = jax.sharding.Mesh(np.asarray(devices), ("silo",))
+    everywhere, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("silo"))
     batches = []
     for silos, data in host:
-        divided = P("silo") if len(silos) % len(devices) == 0 else P()
-        placed = jax.device_put((silos, data), NamedSharding(mesh, divided), may_alias=False)
-        batches.append(Batch(*placed))
+        size = len(silos)
+        rows = size if size == 1 else -(-size // len(devices)) * len(devices)
+        data = jax.tree.map(lambda a: np.asarray(a)[np.arange(rows) % size], data)  # noqa: B023
+        placed = jax.device_put(data, everywhere if size == 1 else divided, may_alias=False)
+        batches.append(Batch(jax.device_put(silos, everywhere), placed))
     return tuple(batches)
 
 

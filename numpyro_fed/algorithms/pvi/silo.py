@@ -42,7 +42,7 @@ class Silo(Role):
         shapes = jax.eval_shape(lambda: self.prior(self.model.init_theta(jax.random.key(0))))
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         none = jnp.zeros((), jnp.int32)
-        stale = (zeros, zeros) if self.settings.asynchronous else ()
+        stale = (zeros, zeros) if self.settings.delayed else ()
         centre, frame = jnp.zeros(self.model.dim), self.first_frame()
         return SiloState(params, centre, zeros, zeros, none, none, stale, frame)
 
@@ -82,7 +82,7 @@ class Silo(Role):
             change,
             state.visits + 1,
             status,
-            current if self.settings.asynchronous else (),
+            current if self.settings.delayed else (),
             state.frame,
         )
         return Reply(Up(change, log_lik, g_theta, statuses), jnp.array(True)), draft

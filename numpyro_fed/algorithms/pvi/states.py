@@ -168,7 +168,10 @@ class Settings(NamedTuple):
     prior_share : float
         The share of the prior that a silo's cavity holds.
     asynchronous : bool
-        Whether a silo works from the message of its visit before.
+        Whether silos' proposals are from earlier posteriors than the one that they change.
+    delayed : bool
+        Whether a silo works from the message of its visit before, as asynchronous silos of one
+        process do: its computation takes so long.
     start_scale : float or None
         The largest standard deviation, of Gaussian globals, at which a silo's first visit starts.
     evidence_draws : int
@@ -189,6 +192,7 @@ class Settings(NamedTuple):
     deletion: str = "own"
     prior_share: float = 1.0
     asynchronous: bool = False
+    delayed: bool = False
     start_scale: float | None = 0.1
     evidence_draws: int = 32
     share: float = 1.0  # known of optimisers that go to the optimum

@@ -1,0 +1,127 @@
+r"""How far each silo moves the posterior, and whether it contradicts the others.
+
+At the posterior's mean :math:`\hat z` the log likelihood :math:`\ell_j` of silo ``j`` has the
+gradient :math:`g_j` and the negative Hessian :math:`A_j`; all factors together, with the prior,
+have :math:`g` and :math:`\Lambda`. Measured from the highest point of their sum, :math:`g = 0`.
+Without silo ``j`` the precision is :math:`\Lambda_{-j} = \Lambda - A_j`, and the mean moves by
+
+.. math::
+    \Delta_j = -\Lambda_{-j}^{-1} g_j .
+
+Whether the silo contradicts the others is the likelihood ratio of one set of globals for all
+against a set of its own, where the others' log density is a parabola,
+
+.. math::
+    D_j = 2 \big(\max_z \ell_j(z) - \ell_j(\hat z)\big) + g_j' \Lambda_{-j}^{-1} g_j .
+
+It is :math:`\chi^2` if all rows are of one model, with as many degrees of freedom as there are
+directions of which the silo knows something. Between normal factors it is the node-splitting of
+Marshall and Spiegelhalter (2007). The silo's own likelihood is taken as it is, since that of few
+rows is far from a parabola: with parabolas for both, honest silos of 20 rows were flagged in six of
+25 linear regressions (docs/results/processes_and_messages.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import scipy.linalg
+from scipy.stats import chi2
+
+from numpyro_fed.algorithms.influence import Factors
+
+# Precision of a silo along a direction, of that of all others, below which it knows nothing there:
+# rounding in single precision is 1e-7 of the whole.
+NOTHING = 1e-5
+# Least eigenvalue of a precision of many factors, where the total has one: a direction that nothing
+# but one silo knows.
+UNKNOWN = 1e-9
+LEVEL = 0.01  # of all silos together: honest ones are flagged in one fit of a hundred
+
+
+@dataclass(frozen=True, eq=False)
+class SiloTable:
+    """The influence of each silo on a posterior; prints as a table.
+
+    Attributes
+    ----------
+    shift : array (num_silos,)
+        How far the mean of a global moves when the silo is left out, the farthest one, in its
+        posterior standard deviations. A silo with much data, or the only one with some data, may
+        move it far and be right.
+    conflict : array (num_silos,)
+        The probability that a silo with rows of the same model disagrees with all others as much.
+    flagged : tuple of int
+        Silos that contradict the others: the one with the lowest ``conflict`` first, then of those
+        that are left, until none is below one in a hundred, divided by the number of silos. Two
+        that contradict each other are both flagged.
+    """
+
+    shift: np.ndarray
+    conflict: np.ndarray
+    flagged: tuple[int, ...] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [f"{'silo':>6} {'shift':>8} {'conflict':>9}"]
+        for j, (shift, p) in enumerate(zip(self.shift, self.conflict, strict=True)):
+            mark = "  contradicts the others" if j in self.flagged else ""
+            lines.append(f"{j:6d} {shift:8.2f} {p:9.2g}{mark}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def table_of(factors: Factors) -> SiloTable:
+    """Return the table from the parabolas of prior and silos at one place."""
+    g, A, gains = (np.asarray(a, np.float64) for a in factors.silos)
+    prior_g = np.asarray(factors.prior_gradient, np.float64)
+    prior_A = np.asarray(factors.prior_curvature, np.float64)
+    precision_ = A.sum(0) + prior_A
+    root = _whitening(precision_)  # (n, n): its columns are uncorrelated directions of one sd
+    step = root @ (root.T @ (g.sum(0) + prior_g))
+    moved = gains - g @ step + np.einsum("i,jik,k->j", step, A, step) / 2
+    gains = np.where(gains < 0, gains, np.maximum(moved, 0.0))
+    g, prior_g = (g - A @ step) @ root, (prior_g - prior_A @ step) @ root
+    A, prior_A = root.T @ A @ root, root.T @ prior_A @ root
+    sds = np.linalg.norm(root, axis=1)
+
+    def compared(j: int, kept: list[int]) -> tuple[np.ndarray, float]:
+        """Return how far the others' mean is from that with silo ``j``, and the log tail area."""
+        others = [i for i in kept if i != j]
+        cavity = prior_A + A[others].sum(0)
+        values, axes = np.linalg.eigh(cavity)
+        cavity = (axes * np.maximum(values, UNKNOWN)) @ axes.T
+        # At the highest point of the kept factors; with all of them it is the origin.
+        top = np.linalg.solve(cavity + A[j], prior_g + g[kept].sum(0))
+        gradient = g[j] - A[j] @ top
+        known, directions = scipy.linalg.eigh(A[j], cavity)
+        along = (directions.T @ gradient) ** 2
+        if gains[j] < 0:  # it came to no mode: the parabola says how high one is
+            gain = np.sum(along / np.maximum(known, NOTHING)) / 2
+        else:
+            gain = max(gains[j] - g[j] @ top + top @ A[j] @ top / 2, 0.0)
+        distance, degrees = 2 * gain + along.sum(), max(int((known > NOTHING).sum()), 1)
+        return np.linalg.solve(cavity, gradient), float(chi2.logsf(distance, degrees))
+
+    kept = list(range(len(g)))
+    all_others = [compared(j, kept) for j in kept]
+    shift = [float(np.max(np.abs(root @ move) / sds)) for move, _ in all_others]
+    tails, flagged = dict(enumerate(tail for _, tail in all_others)), list[int]()
+    limit = np.log(LEVEL / len(g))
+    while len(kept) > 1 and min(tails.values()) < limit:
+        if len(kept) == 2:
+            flagged += kept
+            break
+        flagged.append(min(tails, key=tails.__getitem__))
+        kept.remove(flagged[-1])
+        tails = {j: compared(j, kept)[1] for j in kept}
+    conflict = np.exp([tail for _, tail in all_others])
+    return SiloTable(np.array(shift), conflict, tuple(flagged))
+
+
+def _whitening(precision_: np.ndarray) -> np.ndarray:
+    """Return ``W`` with ``W' P W`` the identity, for a precision of globals in any units."""
+    unit = np.sqrt(np.maximum(np.abs(np.diag(precision_)), np.finfo(np.float64).tiny))
+    values, axes = np.linalg.eigh(precision_ / np.outer(unit, unit))
+    return axes / np.sqrt(np.maximum(values, UNKNOWN)) / unit[:, None]

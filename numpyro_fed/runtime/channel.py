@@ -1,0 +1,233 @@
+"""The server's connection to silos in processes of their own: it numbers and checks messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from numpyro_fed.algorithms.base import Down, Exchange, Reply, Up
+from numpyro_fed.errors import DataError, ReplyError, SiloAwayError
+from numpyro_fed.model.data import SiloData
+from numpyro_fed.runtime.arrivals import Arrivals
+from numpyro_fed.runtime.messages import GO_ON, Question, pack, read, unpack, write
+from numpyro_fed.runtime.stack import Batch, Batches
+
+Send = Callable[[int, bytes], bytes]
+
+
+class Carrier(Protocol):
+    """The way of messages to silos and back."""
+
+    def ask(self, who: Sequence[int], messages: Sequence[bytes], exchange: str) -> list[bytes]:
+        """Return the reply of each silo of ``who`` to its message."""
+
+    def arrivals(self, exchange: str) -> Arrivals:
+        """Return the way to silos whose replies are taken one by one, as they arrive."""
+
+    def new_run(self) -> bytes:
+        """Return the id of a new run, sixteen bytes."""
+
+
+class Mark(NamedTuple):
+    """The server's references to the states of silos.
+
+    Attributes
+    ----------
+    run : (silos, 4) uint32
+        The id of the run.
+    used : (silos,) int32
+        The number of each silo's last message whose reply was used.
+    """
+
+    run: np.ndarray
+    used: np.ndarray
+
+    def after(self, silo: int, number: int) -> Mark:
+        """Return the references once a silo's reply to a message has been used."""
+        used = np.array(self.used)
+        used[silo] = number
+        return self._replace(used=used)
+
+
+class Weights(NamedTuple):
+    """The range of weights that a silo's replies may have."""
+
+    least: float
+    most: float
+
+
+class Expected(NamedTuple):
+    """The shapes of a reply to an exchange, and the exchange's own check of it."""
+
+    shapes: Reply[Any]
+    check: Callable[[Reply[Any]], Reply[Any]]
+
+
+class Channel:
+    """The server's connection to the silos of one plan: it numbers and checks messages.
+
+    It knows the weights that each silo's replies may have.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        num_silos: int,
+        weights: Sequence[Weights] | None = None,
+        method: str = "",
+        missing: str = "wait",
+    ):
+        self._carrier, self.num_silos, self._method = carrier, num_silos, method
+        self._missing = missing
+        # Replies to an exchange in which others were away, by what was asked.
+        self._answered: dict[str, tuple[int, bytes]] = {}
+        self._weights = weights or [Weights(0.0, np.finfo(np.float64).max)] * num_silos
+        self._numbers: Counter[str] = Counter()
+
+    @property
+    def batches(self) -> Batches:
+        """Return the silos as a batch without data, in whose place their states have marks."""
+        return (Batch(jnp.arange(self.num_silos, dtype=jnp.int32), SiloData({}, {}, ())),)
+
+    def begin(self, name: str, key: Array) -> Mark:
+        """Make every silo begin a new run, and return the marks of its first states."""
+        bits = jax.random.key_data(key)
+        return self._begin([(name, "", 0)] * self.num_silos, {"key": bits})
+
+    def go_on(self, mark: Mark) -> Mark:
+        """Make every silo begin a new run at a state of an earlier one."""
+        runs = [_id_of(run) for run in mark.run]
+        return self._begin([(GO_ON, run, int(n)) for run, n in zip(runs, mark.used, strict=True)])
+
+    def _begin(
+        self, asked: Sequence[tuple[str, str, int]], arrays: Mapping[str, ArrayLike] | None = None
+    ) -> Mark:
+        run, size = np.frombuffer(self._carrier.new_run(), np.uint32), self.num_silos
+        questions = [
+            Question(name, s, _id_of(run), used, used, self._method) for name, s, used in asked
+        ]
+        self._numbers[_id_of(run)] = max(q.number for q in questions)
+        messages = [write(arrays or {}, question.head()) for question in questions]
+        self._carrier.ask(range(size), messages, asked[0][0])
+        used = np.array([q.number for q in questions], np.int32)
+        return Mark(np.tile(run, (size, 1)), used)
+
+    def ask(
+        self,
+        who: Sequence[int],
+        exchange: Exchange[Any, Down, Up],
+        key: Array,
+        downs: Sequence[Down],
+        mark: Mark,
+        expected: Expected,
+    ) -> tuple[list[Reply[Up]], Mark]:
+        """Return silos' replies to an exchange, checked for shapes and weight, and new marks.
+
+        Raises
+        ------
+        ReplyError
+            For a reply of other shapes or dtypes, or with a weight that is not allowed.
+        """
+        name, before = exchange.name, np.asarray(mark.used)
+        number = self._next_number(who, mark)
+        messages: dict[int, bytes] = {}
+        contents: dict[int, str] = {}
+        for j, down in zip(who, downs, strict=True):
+            messages[j] = self._message(j, exchange, key, down, mark, number)
+            unnumbered = self._message(j, exchange, key, down, mark, 0)
+            contents[j] = sha256(unnumbered).hexdigest() + f"/{j}"
+        answered = {j: self._answered[contents[j]] for j in who if contents[j] in self._answered}
+        asked = [j for j in who if j not in answered]
+        try:
+            found = self._carrier.ask(asked, [messages[j] for j in asked], name)
+        except SiloAwayError as error:
+            self._answered = {contents[j]: (number, r) for j, r in error.replies.items()}
+            raise
+        self._answered = {}
+        answered |= {j: (number, reply) for j, reply in zip(asked, found, strict=True)}
+        used = before.copy()
+        used[list(who)] = [answered[j][0] for j in who]
+        replies = [self.read(j, exchange, answered[j][1], expected) for j in who]
+        return replies, mark._replace(used=used)
+
+    def arrivals(self, exchange: str) -> Arrivals:
+        """Return the replies to an exchange in the order of their arrival."""
+        return self._carrier.arrivals(exchange)
+
+    def send(
+        self,
+        way: Arrivals,
+        silo: int,
+        exchange: Exchange[Any, Down, Up],
+        key: Array,
+        down: Down,
+        mark: Mark,
+    ) -> int:
+        """Send a silo a message whose reply is used when it arrives, and return its number."""
+        number = self._next_number([silo], mark)
+        way.send(silo, self._message(silo, exchange, key, down, mark, number))
+        return number
+
+    def _next_number(self, who: Sequence[int], mark: Mark) -> int:
+        """Return the number of the next message to silos, above all earlier ones of their runs."""
+        runs = {_id_of(mark.run[j]) for j in who}
+        number = 1 + max(*(self._numbers[run] for run in runs), *(int(mark.used[j]) for j in who))
+        for run in runs:
+            self._numbers[run] = number
+        return number
+
+    def _message(
+        self,
+        silo: int,
+        exchange: Exchange[Any, Down, Up],
+        key: Array,
+        down: Down,
+        mark: Mark,
+        number: int,
+    ) -> bytes:
+        """Return the message to a silo, from the state that it had after the last used reply."""
+        arrays = {"key": jax.random.key_data(key), **pack("down", down)}
+        run, used = _id_of(mark.run[silo]), int(mark.used[silo])
+        question = Question(*exchange.id, run, number, used, self._method)
+        return write(arrays, question.head())
+
+    def goes_on(self, without: str) -> bool:
+        """Return whether a round is run without silos that do not answer."""
+        return without == "exact" or (without == "scaled" and self._missing == "reweight")
+
+    def read(
+        self, silo: int, exchange: Exchange[Any, Down, Up], answer: bytes, expected: Expected
+    ) -> Reply[Up]:
+        """Return a silo's reply, once its shapes, dtypes and weight are those that were agreed.
+
+        A silo's own ``ok`` is not trusted: the reply is checked again here.
+        """
+        name = exchange.name
+        try:
+            reply = unpack("reply", expected.shapes, read(answer).arrays)
+        except DataError as error:
+            raise ReplyError(f"is refused: {error}", silo=silo, exchange=name) from error
+        if exchange.weighted:
+            allowed, weight = self._weights[silo], float(np.asarray(reply.weight))
+            if not allowed.least <= weight <= allowed.most:
+                raise ReplyError(
+                    f"has weight {weight:g}, where {allowed.least:g} to {allowed.most:g} is "
+                    "allowed by what the silo has said of its number of rows. Its facts must be "
+                    "of the data that it holds; or use weights='even'.",
+                    silo=silo,
+                    exchange=name,
+                )
+        return expected.check(reply)
+
+
+def _id_of(run: np.ndarray) -> str:
+    """Return the id of a run as text."""
+    return np.asarray(run, np.uint32).tobytes().hex()

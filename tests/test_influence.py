@@ -1,0 +1,124 @@
+"""``result.silos``: how far each silo moves the posterior, and who contradicts the others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy.stats import chi2
+
+import numpyro_fed as nf
+from numpyro_fed.algorithms.influence import Factors, Up
+from numpyro_fed.errors import ModelError
+from numpyro_fed.results.influence import table_of
+
+KEY = jax.random.key(0)
+QUIET = {"progress_bar": False}
+
+
+def line(x, y=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 100).expand([x.shape[-1]]).to_event(1))
+    with nf.silo_plate("row", len(x)):
+        numpyro.sample("y", dist.Normal(x @ beta, 2), obs=y)
+
+
+def lines(sizes=(20, 30, 8), lie=0.0, seed=0):
+    r = np.random.default_rng(seed)
+    silos = []
+    for j, n in enumerate(sizes):
+        x = np.stack([np.ones(n), r.normal(50, 10, n)], 1)
+        y = x @ [3.0, 0.5] + r.normal(0, 2, n) + (lie if j == 1 else 0.0)
+        silos.append({"x": x, "y": y})
+    return silos
+
+
+def exact(silos):
+    """Mean and precision of the conjugate posterior."""
+    x, y = (np.concatenate([s[name] for s in silos]) for name in ("x", "y"))
+    precision = x.T @ x / 4 + np.eye(2) / 100**2
+    return np.linalg.solve(precision, x.T @ y / 4), precision
+
+
+def test_the_shift_is_that_of_the_exact_posterior_without_the_silo(double):
+    silos = lines()
+    found = nf.PVI(line).run(KEY, 1, silos, **QUIET).silos
+    mean, precision = exact(silos)
+    sds = np.sqrt(np.diag(np.linalg.inv(precision)))
+    for j, silo in enumerate(silos):
+        others = [s for s in silos if s is not silo]
+        mean_without, precision_without = exact(others)
+        shift = np.max(np.abs(mean_without - mean) / sds)
+        np.testing.assert_allclose(found.shift[j], shift, rtol=1e-8)
+        # The silo's own estimate against that of the others, each with its variance.
+        own = silo["x"].T @ silo["x"] / 4
+        gap = np.linalg.solve(own, silo["x"].T @ silo["y"] / 4) - mean_without
+        variance = np.linalg.inv(own) + np.linalg.inv(precision_without)
+        tail = chi2.sf(gap @ np.linalg.solve(variance, gap), 2)
+        # At the silo's mode with its share of the vague prior, which is nearly its own.
+        np.testing.assert_allclose(found.conflict[j], tail, rtol=1e-5)
+    assert found.flagged == ()
+    assert "silo" in str(found)
+
+
+def test_the_silo_that_contradicts_the_others_is_flagged_alone(double):
+    found = nf.PVI(line).run(KEY, 1, lines((20, 30, 8, 15), lie=10.0), **QUIET).silos
+    assert found.flagged == (1,)
+    assert found.conflict.argmin() == 1
+
+
+def test_units_change_nothing(double):
+    silos = lines(lie=1.0)
+    scaled = [{**s, "x": s["x"] * [1, 1e4]} for s in silos]
+    tables = [nf.PVI(line, start=None).run(KEY, 1, s, **QUIET).silos for s in (silos, scaled)]
+    np.testing.assert_allclose(tables[0].conflict, tables[1].conflict, rtol=1e-3)
+
+
+def test_two_that_contradict_each_other_are_both_flagged():
+    silos = Up(np.array([[20.0], [-20.0]]), np.full((2, 1, 1), 9.0), -np.ones(2))
+    assert table_of(Factors(silos, np.zeros(1), np.eye(1))).flagged == (0, 1)
+
+
+def test_a_silo_that_knows_nothing_moves_nothing():
+    curvature = np.stack([np.diag([4.0, 0.0]), np.diag([5.0, 3.0]), np.zeros((2, 2))])
+    gradient = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
+    factors = Factors(Up(gradient, curvature, np.zeros(3)), np.zeros(2), 0.01 * np.eye(2))
+    table = table_of(factors)
+    assert table.shift[2] == 0
+    assert table.conflict[2] == 1
+    # Only silo 1 knows of the second global.
+    assert np.isfinite(table.shift).all()
+
+
+@pytest.mark.slow
+def test_influence_of_hospital_effects_over_a_federation():
+    def model(x, y=None):
+        beta = numpyro.sample("beta", dist.Normal(0, 5))
+        tau = numpyro.sample("tau", dist.HalfNormal(1))
+        with nf.silo_plate("hospital", 1):
+            u = numpyro.sample("u", dist.Normal(0, tau))
+        with nf.silo_plate("row", len(x)):
+            numpyro.sample("y", dist.Poisson(jnp.exp(x * beta + u[0])), obs=y)
+
+    r = np.random.default_rng(0)
+    silos = []
+    for n in (16, 16, 12):
+        x = r.normal(size=n)
+        silos.append({"x": x, "y": r.poisson(np.exp(0.5 * x + r.normal(0, 0.5)))})
+    names, policy = {"model": model}, nf.Policy(min_rows=1, parameters_per_row=1.0)
+    answers = [nf.Silo(s, names=names, policy=policy).answer for s in silos]
+    there = nf.Federation(nf.network.InMemory(answers), names=names, at_once=1)
+    found, expected = (nf.fit(KEY, model, s, **QUIET).silos for s in (there, silos))
+    np.testing.assert_allclose(found.conflict, expected.conflict, rtol=1e-2)
+    assert found.flagged == ()
+
+
+def test_a_model_without_globals_has_no_influence():
+    def model(y):
+        with nf.silo_plate("row", len(y)):
+            b = numpyro.sample("b", dist.Normal(0, 1))
+            numpyro.sample("y", dist.Normal(b, 1), obs=y)
+
+    result = nf.SFVI(model).run(KEY, 2, [{"y": np.ones(3)}] * 2, **QUIET)
+    with pytest.raises(ModelError, match="0 globals"):
+        _ = result.silos
