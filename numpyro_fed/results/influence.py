@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import scipy.linalg
-from scipy.stats import chi2
+from scipy.stats import chi2, f
 
 from numpyro_fed.algorithms.influence import Factors
 
@@ -72,8 +72,11 @@ class SiloTable:
     __repr__ = __str__
 
 
-def table_of(factors: Factors) -> SiloTable:
-    """Return the table from the parabolas of prior and silos at one place."""
+def table_of(factors: Factors, effects_of_silos: bool = False) -> SiloTable:
+    """Return the table from the parabolas of prior and silos at one place.
+
+    With ``effects_of_silos`` there are latents of each silo under a global scale.
+    """
     g, A, gains = (np.asarray(a, np.float64) for a in factors.silos)
     prior_g = np.asarray(factors.prior_gradient, np.float64)
     prior_A = np.asarray(factors.prior_curvature, np.float64)
@@ -102,7 +105,13 @@ def table_of(factors: Factors) -> SiloTable:
         else:
             gain = max(gains[j] - g[j] @ top + top @ A[j] @ top / 2, 0.0)
         distance, degrees = 2 * gain + along.sum(), max(int((known > NOTHING).sum()), 1)
-        return np.linalg.solve(cavity, gradient), float(chi2.logsf(distance, degrees))
+        tail = chi2.logsf(distance, degrees)
+        if effects_of_silos and others:
+            # Their scale is an estimate from the others' effects: along it the distance is one of
+            # Student's t. With all directions together the tail is nearly that of F.
+            below = len(others) * max(1.0, degrees / 2)
+            tail = f.logsf(distance / degrees, degrees, below)
+        return np.linalg.solve(cavity, gradient), float(tail)
 
     kept = list(range(len(g)))
     all_others = [compared(j, kept) for j in kept]

@@ -295,7 +295,7 @@ class Result(FederatedRun[Fit]):
             "gradient or Hessian at the posterior's mean are not finite at {}.",
             jnp.asarray(z_G, float),
         )[0]
-        return table_of(factors)
+        return table_of(factors, any(p.dim and p.outer for p in fit.model.plates))
 
     @property
     def trusted(self) -> bool:
