@@ -113,8 +113,8 @@ class Quadrature:
 
 # Nodes by which a correction integrates rows with one latent. The errors of rows add up in a
 # weight: over the 300 children of a silo of the six cities they are 0.1 nats with eleven nodes,
-# 0.006 with nineteen, and 0.002 with twenty-two. A silo has few latents of an outer plate alone, such
-# as one for a hospital, and many rows say what each is: eleven nodes are then off by 1e-8.
+# 0.006 with nineteen, and 0.002 with twenty-two. Latents of an outer plate alone, such as one for a
+# hospital, are few at a silo, and many rows say what each is: eleven nodes are then off by 1e-8.
 NODES_OF_WEIGHTS = 23
 
 

@@ -227,11 +227,11 @@ def test_a_server_goes_on_in_a_new_process(tmp_path):
     calm = method.run(KEY, 4, nf.Federation(fresh, names=names), **QUIET)
     np.testing.assert_array_equal(weights, nf.importance_correct(KEY, calm, 100).weights)
     assert killed > 1
+    other = nf.Federation(
+        InMemory([silo.answer for silo in silos]), names=names, state=tmp_path / "server"
+    )
     with pytest.raises(SavedStateError, match="asks silo 0 something else"):
-        there = nf.Federation(
-            InMemory([silo.answer for silo in silos]), names=names, state=tmp_path / "server"
-        )
-        nf.SFVI(normal).run(KEY, 1, there, **QUIET)
+        nf.SFVI(normal).run(KEY, 1, other, **QUIET)
 
 
 def test_who_is_away_is_named():

@@ -72,9 +72,9 @@ FEW_TERMS = 2e7
 # Numbers of a batch of draws, for each site of the rows: 8 MB in double precision. Batches four
 # times as large took 1.2 times as long on a CPU, and smaller ones no less.
 IN_BATCH = 2**20
-# Draws of a batch: in multiples of VECTOR, and at least LEAST as long as a batch has no more numbers
-# than MOST_IN_BATCH. On a CPU 8 to 15 draws of 2,000 logistic rows took 4.6 times as long, each, as
-# 32, and 22 took 1.8 times as long.
+# Draws of a batch: in multiples of VECTOR, and at least LEAST if a batch then has no more numbers
+# than MOST_IN_BATCH. On a CPU, with 2,000 logistic rows, a draw in batches of 8 to 15 took 4.6
+# times as long as in those of 32, and in batches of 22 1.8 times as long.
 VECTOR, LEAST, MOST_IN_BATCH = 16, 32, 2**23
 # Times that heavy draws are compared with their neighbours: each costs an exchange, and shows the
 # draws that become the heaviest after the last ones have lost their weight.
