@@ -23,10 +23,11 @@ class Policy:
 
     A silo's replies are functions of its rows at places that the server chooses: log likelihoods,
     gradients and curvatures. None of these rules makes them private; they bound how many there are,
-    and of how few rows. A server that chooses its places badly on purpose can find twenty rows by
-    some two hundred of them: a silo's owner must trust the study, and reads it in the audit log.
-    The defaults are enough for one study by ``nf.fit`` with 3,000 rounds of SFVI, and too few for
-    particles, which get a gradient at each of a thousand places in each exchange.
+    and of how few rows. A server that chooses its places badly on purpose finds twenty rows by 21
+    of them, and an honest ``nf.fit`` asks for 18 (``benchmarks/attack.py``). So a silo's owner must
+    trust the study, reads in the audit log what was asked, and closes the search once it is over by
+    ``in_order``. The defaults are enough for one study by ``nf.fit`` with 3,000 rounds of SFVI, and
+    too few for particles, which get a gradient at each of a thousand places in each exchange.
 
     Parameters
     ----------

@@ -70,13 +70,11 @@ class Arrivals:
         self._record, self._at_once = record, at_once
         self._messages = dict[int, bytes]()  # the oldest first
         self._asked, self._away = set[int](), dict[int, str]()
-        self._come: queue.SimpleQueue[tuple[int, bytes, bytes | OSError]] = queue.SimpleQueue()
+        self._come: queue.SimpleQueue[tuple[int, bytes | OSError]] = queue.SimpleQueue()
 
     def send(self, silo: int, message: bytes) -> None:
-        """Send a silo a message; no reply to an earlier one is waited for."""
-        self._messages.pop(silo, None)
+        """Send a message to a silo that has replied to the last one."""
         self._messages[silo] = message
-        self._asked.discard(silo)
         if self._next_recorded is None:
             self._ask_in_threads()
 
@@ -94,11 +92,12 @@ class Arrivals:
         if (silo := self._next_recorded) is not None:
             reply = self._recorded(silo)
         else:
-            silo, message, reply = self._arrived()
+            silo, reply = self._arrived()
             if self._record is not None:
                 kept = b"" if isinstance(reply, OSError) else reply
-                self._record.add({silo: (message, kept)})
+                self._record.add({silo: (self._messages[silo], kept)})
         del self._messages[silo]
+        self._asked.discard(silo)
         if isinstance(reply, OSError):
             self._away[silo] = f"{reply}" or type(reply).__name__
             if len(self._away) == num_silos:
@@ -122,16 +121,13 @@ class Arrivals:
         found = self._record.known({silo: self._messages[silo]})
         return found[silo] or TimeoutError("away then, too")
 
-    def _arrived(self) -> tuple[int, bytes, bytes | OSError]:
-        """Wait for the next reply, and return the silo, its message and the reply."""
+    def _arrived(self) -> tuple[int, bytes | OSError]:
+        """Wait for the next reply, and return the silo and the reply."""
         if not self._at_once:
             silo, message = next(iter(self._messages.items()))
-            return silo, message, self._ask(silo, message, time.monotonic() + self._patience)
+            return silo, self._ask(silo, message, time.monotonic() + self._patience)
         self._ask_in_threads()
-        while True:
-            silo, message, reply = self._come.get()
-            if self._messages.get(silo) is message:
-                return silo, message, reply
+        return self._come.get()
 
     def _ask_in_threads(self) -> None:
         """Ask all silos whose message has not been sent yet, each in a thread."""
@@ -143,4 +139,4 @@ class Arrivals:
 
     def _wait(self, silo: int, message: bytes) -> None:
         reply = self._ask(silo, message, time.monotonic() + self._patience)
-        self._come.put((silo, message, reply))
+        self._come.put((silo, reply))
