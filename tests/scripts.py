@@ -34,6 +34,9 @@ def run_script(script: Path, folder: Path, *options: str, data: Path | None = No
             contextlib.redirect_stdout(printed),
         ):
             runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
     finally:
         plt.close("all")
         jax.clear_caches()  # a script's programs are of no use to another, and take memory

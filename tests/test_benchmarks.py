@@ -40,6 +40,19 @@ def test_scale(tmp_path):
     assert {"seconds_per_iteration", "loss_first", "loss_last", "peak_gib"} <= set(report)
 
 
+def test_attack(tmp_path):
+    report = run_quickly("attack.py", tmp_path)
+    table = report["attack"]
+    assert table["max_places=60"]["rows_found"] == 20
+    assert table["max_places=60"]["outcomes_found"] == 20
+    assert table["in_order, after a weighing"]["places_asked"] == 0
+
+
+def test_influence(tmp_path):
+    (row,) = run_quickly("influence.py", tmp_path)["rows"]
+    assert row["flagged"] == 1.0
+
+
 def test_three_level(tmp_path):
     report = run_quickly("three_level.py", tmp_path)
     assert set(report["fits"]) == {"ELBO", "LocallyEnhanced", "LocallyEnhanced, corrected"}
