@@ -45,7 +45,7 @@ from numpyro_fed.runtime import federation as engine_of
 from numpyro_fed.runtime.messages import ACCEPT, Question, read, write
 
 KEY = jax.random.key(0)
-FREE = nf.Policy(min_rows=1, parameters_per_row=1e9, max_places=10**9, max_draws=10**9)
+FREE = nf.Policy(min_silos=1, min_rows=1, parameters_per_row=1e9, max_places=10**9, max_draws=10**9)
 FAULTS = "", "lost", "reply lost", "doubled", "late", "cut", "restart"
 CHANCES = 0.785, 0.05, 0.05, 0.05, 0.05, 0.005, 0.01
 
