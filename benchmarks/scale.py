@@ -88,20 +88,22 @@ def main() -> None:
     began = time.perf_counter()
     first = sfvi.run(jax.random.key(0), 1, data, progress_bar=False)
     first_call = time.perf_counter() - began
-    rest, seconds = [first], []
+    losses, state, seconds = [first.losses], first.state, []
+    del first  # a result holds its silos' data on the device
     for _ in range(2):
         began = time.perf_counter()
-        rest.append(
-            sfvi.run(
-                jax.random.key(0), rounds // 2, data, init_state=rest[-1].state, progress_bar=False
-            )
+        result = sfvi.run(
+            jax.random.key(0), rounds // 2, data, init_state=state, progress_bar=False
         )
         seconds.append((time.perf_counter() - began) / (rounds // 2))
-    losses = np.concatenate([part.losses for part in rest])
-    advance, state = first._fit.runtime.advance, rest[-1].state
-    lowered = advance.lower(jax.random.key(0), state, first._silos.batches, rounds // 2)
+        losses.append(result.losses)
+        beta = result.sample_posterior(jax.random.key(1), 1_000)["beta"].mean(0)
+        state, advance, batches = result.state, result._fit.runtime.advance, result._silos.batches
+        peak = peak_gib()
+        lowered = advance.lower(jax.random.key(0), state, batches, rounds // 2)
+        del result, batches
     program = lowered.compile().as_text()
-    beta = rest[-1].sample_posterior(jax.random.key(1), 1_000)["beta"].mean(0)
+    losses = np.concatenate(losses)
     truth = np.random.default_rng(0).normal(size=20).astype(np.float32) / np.sqrt(20)
     report = {
         "silos": silos,
@@ -116,7 +118,7 @@ def main() -> None:
         "largest_error_of_beta": float(abs(beta - truth).max()),
         "peak_gib_after_imports": imported,
         "peak_gib_after_data": with_data,
-        "peak_gib": peak_gib(),
+        "peak_gib": peak,
         "target_gib": TARGET_GIB if silos < 10_000 else 2 * TARGET_GIB,
         "devices": len(jax.devices()),
         "all_reduces": program.count(" all-reduce("),
